@@ -1,0 +1,82 @@
+# The commands of the README, and the gates. Everything happens in .venv and build/; nothing is
+# installed elsewhere.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Tools of the environment call each other by name: cython-lint pycodestyle, CMake ninja.
+export PATH := $(abspath $(BIN)):$(PATH)
+BUILD := build
+# Sources whose change needs a new build; Python files are used in place.
+NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
+          $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
+          CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
+C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c)
+
+.PHONY: run test test-c test-py check format asan install bench bench-peer clean
+
+run: $(VENV)/.installed
+	$(BIN)/unimem run
+
+test: test-c test-py
+
+test-c: $(VENV)/.installed
+	$(BIN)/cmake -S . -B $(BUILD)/c -G Ninja -DUNIMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Debug >/dev/null
+	$(BIN)/cmake --build $(BUILD)/c
+	$(BIN)/ctest --test-dir $(BUILD)/c --output-on-failure
+
+test-py: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.checkers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/cython-lint src/unimem/_core
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+format: $(VENV)/.checkers
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FILES)
+
+install: $(VENV)/.installed
+
+# ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
+# cached wheel.
+$(VENV)/.ggml: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet scikit-build-core "cython>=3.1" "numpy>=2" cmake ninja
+	$(BIN)/python -m pip show --quiet ggml-python 2>/dev/null || \
+	    CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(BIN)/python -m pip install --quiet --no-cache-dir \
+	    --no-binary ggml-python "$$(sed -n 's/.*"\(ggml-python==[^"]*\)".*/\1/p' pyproject.toml)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.ggml $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation \
+	    -e ".[run,test]"
+	touch $@
+
+$(VENV)/.checkers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[check]"
+	touch $@
+
+# The C tests, and the tests of the bindings, with AddressSanitizer and UBSan.
+asan: $(VENV)/.installed
+	tools/asan.sh
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m bench.calls
+	$(BIN)/python -m bench.gguf
+	$(BIN)/python -m bench.decode
+
+# llama.cpp for bench.decode, built for this machine: a wheel lacks instruction sets. See
+# bench/README.md.
+bench-peer:
+	test -x $(BUILD)/peer/bin/python || $(PYTHON) -m venv $(BUILD)/peer
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(BUILD)/peer/bin/pip install --no-cache-dir \
+	    --no-binary llama-cpp-python llama-cpp-python==0.3.32
+
+clean:
+	rm -rf $(BUILD) $(VENV)
