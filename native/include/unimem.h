@@ -1,0 +1,399 @@
+/* unimem: the memory layer for LLM inference. Public C API; the comments are the manual.
+ *
+ * Caveats first
+ *   - What a tape hands out is not zeroed, and is invalid after um_tape_clear or a um_tape_rewind
+ * behind it.
+ *   - um_tape_take, um_grid_take and um_grid_give may run in any number of threads at once.
+ * um_tape_clear and um_tape_rewind may not run beside a user of what they take back; that is the
+ * caller's order to keep.
+ *   - A um_kv has one writer. Readers may read tokens below um_kv_seq_len while the writer appends.
+ *   - Nothing here aborts, prints or logs. Nothing but the ledger is global.
+ *
+ * Conventions
+ *   - Every function that can fail returns um_status and, when it is not UM_OK, leaves its outputs
+ * and the object as they were. `err` may be NULL; otherwise it is filled when the call fails, and
+ * untouched when it does not.
+ *   - Structs are the caller's memory; their fields are read through functions, or directly where
+ * marked "read".
+ *   - Sizes are bytes unless the name says n_*.
+ */
+#ifndef UNIMEM_H
+#define UNIMEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+/* C++ (and Cython's C++ mode) sees the atomics as plain words of the same size; they are written by
+ * C only. */
+#define UM_ATOMIC(type) type
+extern "C" {
+#else
+#define UM_ATOMIC(type) _Atomic(type)
+#endif
+
+#if defined(__GNUC__)
+#define UM_API __attribute__((visibility("default")))
+#else
+#define UM_API
+#endif
+
+#define UM_VERSION_MAJOR 0
+#define UM_VERSION_MINOR 1
+#define UM_VERSION_PATCH 0
+
+/* ---- status ---- */
+
+typedef enum um_status {
+    UM_OK = 0,
+    UM_E_INVALID, /* an argument is outside what the call accepts */
+    UM_E_FULL,    /* capacity is used up: err has limit, used, asked */
+    UM_E_NOMEM,   /* the system has no memory: err has os_errno */
+    UM_E_OS,      /* the system refused: err has os_errno and the call's name */
+    UM_E_FORMAT,  /* a file breaks a rule of its format: err has rule and offset */
+    UM_E_IO, /* a file cannot be read, or is shorter than it was: err has os_errno (0: it is short)
+              */
+    UM_E_STATE, /* not in this state: closed, frozen, nothing reserved */
+    UM_E_BUSY   /* in use */
+} um_status;
+
+typedef struct um_error {
+    um_status status;
+    int os_errno;     /* of the call that failed, or 0 */
+    uint64_t limit;   /* UM_E_FULL: what there is at most */
+    uint64_t used;    /* UM_E_FULL: what is taken */
+    uint64_t asked;   /* UM_E_FULL, UM_E_NOMEM: what was asked for */
+    uint64_t offset;  /* UM_E_FORMAT: byte offset in the file */
+    const char *what; /* static text: the argument, the system call, or the rule; never NULL after a
+                         failure */
+} um_error;
+
+/* The name of a status, such as "UM_E_FULL". */
+UM_API const char *um_status_name(um_status status);
+
+/* ---- ledger ---- */
+
+/* What memory is for. Every mapping that unimem makes is entered in exactly one category. */
+typedef enum um_category {
+    UM_CAT_OTHER = 0,
+    UM_CAT_WEIGHTS,
+    UM_CAT_SCRATCH,
+    UM_CAT_HISTORY,
+    UM_CAT_STAGING,
+    UM_CAT_DIAGNOSTICS,
+    UM_CAT_COUNT
+} um_category;
+
+typedef struct um_ledger_row {
+    uint64_t n_mappings;       /* mappings that exist now */
+    uint64_t mapped_bytes;     /* their sizes, whole pages */
+    uint64_t high_water_bytes; /* the largest mapped_bytes has been */
+} um_ledger_row;
+
+typedef struct um_counters {
+    uint64_t n_os_calls;      /* system calls made by this library since it was loaded */
+    uint64_t n_allocations;   /* heap allocations made by this library since it was loaded */
+    uint64_t allocated_bytes; /* bytes asked for by those */
+} um_counters;
+
+/* errors: UM_E_INVALID for an unknown category. */
+UM_API um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err);
+UM_API void um_counters_read(um_counters *out);
+/* "weights", "scratch", ...; NULL for an unknown category. */
+UM_API const char *um_category_name(um_category category);
+
+/* ---- block ---- */
+
+typedef enum um_pages {
+    UM_PAGES_AUTO = 0, /* THP for blocks of at least one huge page, else the base page */
+    UM_PAGES_4K,       /* base pages, never huge */
+    UM_PAGES_THP       /* transparent huge pages, by MADV_HUGEPAGE */
+} um_pages;
+
+typedef enum um_access {
+    UM_ACCESS_READ = 0, /* file mappings: shared, read-only */
+    UM_ACCESS_PRIVATE   /* file mappings: writable, copy-on-write, the file never changes */
+} um_access;
+
+/* What the kernel says of a range, read back from it and never echoed from the request. */
+typedef struct um_placement {
+    um_pages pages; /* UM_PAGES_THP when the range holds huge pages, or would when touched; else
+                       UM_PAGES_4K */
+    uint64_t page_bytes;     /* the page size `pages` stands for */
+    uint64_t resident_bytes; /* in RAM */
+    uint64_t pss_bytes;      /* in RAM, a page shared by n processes counted 1/n */
+    uint64_t huge_bytes;     /* in RAM, in huge pages */
+    uint64_t locked_bytes;
+    uint64_t swapped_bytes;
+} um_placement;
+
+typedef struct um_block {
+    void *base;    /* read. Page-aligned (huge-page aligned when `requested_pages` is THP); never
+                      changes */
+    size_t nbytes; /* read. Usable size: the request rounded up to whole pages; of a file: the
+                      request */
+    size_t requested_nbytes;
+    um_pages requested_pages;
+    um_category category;
+    void *map_base; /* what is really mapped, guard pages included */
+    size_t map_nbytes;
+    int is_file;
+} um_block;
+
+/* Maps nbytes of zeroed anonymous memory between two inaccessible guard pages, so that the range is
+ * a mapping of its own in /proc/self/smaps. Nothing is touched: see um_block_warm. errors:
+ * UM_E_INVALID (nbytes 0 or too large to round, unknown pages or category), UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_map(um_block *out, size_t nbytes, um_pages pages, um_category category,
+                              um_error *err);
+
+/* Maps nbytes of the open file fd from offset (a multiple of the base page). The fd may be closed
+ * afterwards. nbytes must lie inside the file as it is now. A file that shrinks later makes
+ * touching the lost pages fatal: callers that cannot trust the file use um_file_read. errors:
+ * UM_E_INVALID (offset not a multiple of the page, nbytes 0, range outside the file), UM_E_NOMEM,
+ * UM_E_OS. */
+UM_API um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
+                                   um_access access, um_category category, um_error *err);
+
+/* Brings [offset, offset + nbytes) into RAM with n_threads threads (at least 1), each pinned to a
+ * CPU of its own. Anonymous memory is made writable-resident, file pages are read. Contents do not
+ * change. errors: UM_E_INVALID, UM_E_NOMEM, UM_E_IO (the file is shorter than the range; os_errno
+ * is 0), UM_E_OS. */
+UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
+                               um_error *err);
+
+/* Reads the placement of the whole block from the kernel. errors: UM_E_OS, UM_E_IO. */
+UM_API um_status um_block_verify(const um_block *block, um_placement *out, um_error *err);
+
+/* How many bytes of [offset, offset + nbytes) are in RAM, in whole pages: for memory that shares
+ * its block with other things. errors: UM_E_INVALID, UM_E_OS. */
+UM_API um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
+                                   uint64_t *out_bytes, um_error *err);
+
+/* Gives the memory back; the struct is zeroed. A zeroed block is left alone. errors: UM_E_OS. */
+UM_API um_status um_block_unmap(um_block *block, um_error *err);
+
+/* The base page size, and the huge page size of THP (0 where the kernel has none). */
+UM_API size_t um_page_bytes(void);
+UM_API size_t um_huge_page_bytes(void);
+
+/* ---- file ---- */
+
+/* Reads exactly nbytes at offset into out, in as many reads as it takes.
+ * errors: UM_E_IO (os_errno 0 when the file ends before; err->used says how many bytes came). */
+UM_API um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err);
+
+/* ---- tape ---- */
+
+/* A bump allocator over memory that somebody else owns. One compare-and-exchange a take. */
+typedef struct um_tape {
+    unsigned char *base;     /* read */
+    size_t total;            /* read */
+    UM_ATOMIC(size_t) used;  /* bytes from the base to the end of the last take */
+    UM_ATOMIC(size_t) kept;  /* clear and rewind stop here */
+    UM_ATOMIC(size_t) peak;  /* the largest `used` that a clear or rewind has undone */
+    UM_ATOMIC(size_t) limit; /* no take passes it: total, or less while frozen */
+    UM_ATOMIC(uint64_t) n_takes;
+    UM_ATOMIC(int) frozen;
+} um_tape;
+
+/* errors: UM_E_INVALID (base NULL, total 0). */
+UM_API um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err);
+
+/* Takes nbytes at an address that is a multiple of align (a power of two). nbytes may be 0.
+ * errors: UM_E_INVALID (align), UM_E_FULL, UM_E_STATE (frozen). */
+UM_API um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out,
+                              um_error *err);
+
+UM_API void um_tape_clear(um_tape *tape);        /* back to what is kept; O(1), zeroes nothing */
+UM_API void um_tape_keep(um_tape *tape);         /* what is taken so far stays */
+UM_API size_t um_tape_mark(const um_tape *tape); /* to be given to um_tape_rewind */
+/* Back to a mark, or to what is kept when that is more. errors: UM_E_INVALID (a mark above what is
+ * used). */
+UM_API um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err);
+/* From now on no take passes `limit` bytes (0: no take at all): it fails with UM_E_STATE.
+ * errors: UM_E_INVALID (limit above total). */
+UM_API um_status um_tape_freeze(um_tape *tape, size_t limit, um_error *err);
+UM_API void um_tape_thaw(um_tape *tape);
+UM_API int um_tape_frozen(const um_tape *tape);
+UM_API size_t um_tape_used(const um_tape *tape);
+UM_API size_t um_tape_kept(const um_tape *tape);
+UM_API size_t um_tape_high_water(const um_tape *tape); /* the largest used has ever been */
+UM_API uint64_t um_tape_n_takes(const um_tape *tape);
+UM_API int um_tape_owns(const um_tape *tape, const void *address);
+
+/* ---- grid ---- */
+
+/* Cells of one size over a tape, taken and given back in any order. Lock-free: the free list's head
+ * carries a tag, so that a cell that was taken and given back in between is noticed. */
+typedef struct um_grid {
+    unsigned char *base;        /* read */
+    size_t cell_bytes;          /* read: the request rounded up to the alignment */
+    uint32_t n_cells;           /* read */
+    UM_ATOMIC(uint32_t) * next; /* free list links; on the tape as well */
+    UM_ATOMIC(uint64_t)
+    head; /* tag << 32 | index of the first free cell, UINT32_MAX when there is none */
+    UM_ATOMIC(uint32_t) n_free;
+} um_grid;
+
+/* The bytes a grid needs of a tape, alignment included. errors: UM_E_INVALID (0, or a product that
+ * overflows). */
+UM_API um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_error *err);
+/* Takes cells and links from the tape; cells are aligned to 64 bytes. errors: UM_E_INVALID,
+ * UM_E_FULL, UM_E_STATE (frozen). */
+UM_API um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
+                              um_error *err);
+/* errors: UM_E_FULL. */
+UM_API um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err);
+/* errors: UM_E_INVALID (no such cell), UM_E_STATE (the cell is free already). */
+UM_API um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err);
+UM_API void *um_grid_cell(const um_grid *grid, uint32_t id); /* NULL for no such cell */
+UM_API uint32_t um_grid_n_available(const um_grid *grid);
+
+/* ---- conversion ---- */
+
+typedef enum um_float { UM_F32 = 0, UM_F16 } um_float;
+
+/* Bytes of one element; 0 for an unknown type. */
+UM_API size_t um_float_bytes(um_float type);
+/* Copies n elements from one type to another; ranges must not overlap, and both pointers are
+ * aligned for their type (not more). Rounds to nearest even; a NaN stays a NaN. The fastest code
+ * that this CPU runs is chosen on the first call. errors: UM_E_INVALID (unknown type). */
+UM_API um_status um_convert(void *out, um_float out_type, const void *in, um_float in_type,
+                            size_t n, um_error *err);
+/* The code in use: "scalar", "f16c", "avx512", "neon". */
+UM_API const char *um_convert_isa(void);
+
+/* ---- kv ---- */
+
+/* K and V of all layers of one stream (optionally a batch) in storage that somebody else owns. For
+ * each layer first K, then V, each [batch, max_seq_len, n_kv_heads, head_dim], each aligned to 64
+ * bytes. */
+typedef struct um_kv_spec {
+    uint32_t n_layers, n_kv_heads, head_dim, batch;
+    uint64_t max_seq_len;
+    um_float type;
+} um_kv_spec;
+
+typedef struct um_kv {
+    um_kv_spec spec;     /* read */
+    unsigned char *base; /* read */
+    size_t row_bytes;    /* read: one token of K (or V) in one layer of one stream */
+    size_t part_bytes;   /* read: K (or V) of one layer, rounded up to 64 */
+    UM_ATOMIC(uint64_t) *
+        layer_len; /* tokens each layer holds; n_layers words, in the storage as well */
+    UM_ATOMIC(uint64_t) reserved; /* rows reserved and not committed */
+} um_kv;
+
+/* The storage a cache needs. errors: UM_E_INVALID (a dimension 0, a product that overflows, unknown
+ * type). */
+UM_API um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
+/* errors: as um_kv_storage_bytes; UM_E_INVALID (storage not aligned to 64), UM_E_FULL (storage too
+ * small). */
+UM_API um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, void *storage, size_t storage_bytes,
+                            um_error *err);
+
+/* Where K (v = 0) or V (v = 1) of a layer begins; NULL for no such layer. Never changes. */
+UM_API void *um_kv_part(const um_kv *kv, uint32_t layer, int v);
+
+/* The order of the rows given to um_kv_append. */
+typedef enum um_kv_order {
+    UM_KV_TOKEN_MAJOR = 0, /* [n, heads, head_dim], batch 1: how a matrix product leaves them */
+    UM_KV_HEAD_MAJOR       /* [batch, heads, n, head_dim]: how attention code holds them */
+} um_kv_order;
+
+/* Appends n tokens to one layer, k and v aligned for `type`: a memcpy, or a conversion when `type`
+ * is not the cache's. n may be 0. errors: UM_E_INVALID (layer, type, TOKEN_MAJOR with batch > 1),
+ * UM_E_FULL, UM_E_STATE (rows are reserved). No row is appended then. */
+UM_API um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v,
+                              um_float type, um_kv_order order, uint64_t n, um_error *err);
+/* Appends one token to all layers, k and v [n_layers, heads, head_dim]; batch 1. errors: as
+ * um_kv_append, and UM_E_STATE when layers differ in length. */
+UM_API um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_float type,
+                                  um_error *err);
+
+/* For engines that write rows themselves: reserve says from which row on n rows may be written in
+ * every layer; commit makes the first n of them visible in all layers at once; rollback drops the
+ * reservation, and tokens that not all layers hold. errors: UM_E_FULL, UM_E_STATE (reserve: rows
+ * are reserved, or layers differ; commit: nothing is reserved), UM_E_INVALID (reserve of
+ * nothing; commit of more than was reserved). */
+UM_API um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err);
+UM_API um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err);
+UM_API void um_kv_rollback(um_kv *kv);
+
+UM_API uint64_t um_kv_seq_len(const um_kv *kv); /* tokens that all layers hold */
+UM_API uint64_t um_kv_layer_len(
+    const um_kv *kv, uint32_t layer); /* tokens that this layer holds; 0 for no such layer */
+/* Keeps the first n tokens of every layer. errors: UM_E_INVALID (n above seq_len), UM_E_STATE
+ * (layers differ, rows reserved). */
+UM_API um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
+UM_API void um_kv_clear(um_kv *kv); /* no tokens, nothing reserved */
+
+/* ---- gguf ---- */
+
+#define UM_GGUF_MAX_DIMS 4
+
+typedef enum um_gguf_type {
+    UM_GGUF_UINT8 = 0,
+    UM_GGUF_INT8,
+    UM_GGUF_UINT16,
+    UM_GGUF_INT16,
+    UM_GGUF_UINT32,
+    UM_GGUF_INT32,
+    UM_GGUF_FLOAT32,
+    UM_GGUF_BOOL,
+    UM_GGUF_STRING,
+    UM_GGUF_ARRAY,
+    UM_GGUF_UINT64,
+    UM_GGUF_INT64,
+    UM_GGUF_FLOAT64,
+    UM_GGUF_TYPE_COUNT
+} um_gguf_type;
+
+/* Offsets are from the first byte of the file; nothing is copied. */
+typedef struct um_gguf_kv {
+    uint64_t key_offset, key_nbytes;
+    uint64_t
+        value_offset; /* of a string: its first byte; of an array: its first element's first byte */
+    uint64_t value_nbytes; /* of the value from value_offset on */
+    uint64_t n_items;      /* 1, or the array's length */
+    um_gguf_type type;
+    um_gguf_type item_type; /* of an array; else UM_GGUF_TYPE_COUNT */
+} um_gguf_kv;
+
+typedef struct um_gguf_tensor {
+    uint64_t name_offset, name_nbytes;
+    uint64_t ne[UM_GGUF_MAX_DIMS]; /* ggml order: ne[0] is contiguous; 1 beyond n_dims */
+    uint64_t offset, nbytes;       /* of the data, from the first byte of the file */
+    uint32_t n_dims, type;         /* type: ggml's number */
+} um_gguf_tensor;
+
+typedef struct um_gguf {
+    uint32_t version; /* read, as all of these */
+    uint64_t alignment;
+    uint64_t header_nbytes; /* up to the last byte of the tensor table */
+    uint64_t data_offset;
+    uint64_t n_kv, n_tensors;
+    um_gguf_kv *kv;
+    um_gguf_tensor *tensors;
+} um_gguf;
+
+/* What is known of a tensor type: ggml's name ("q8_0"), values and bytes of a block. */
+typedef struct um_gguf_tensor_type {
+    const char *name;
+    uint32_t block_values, block_bytes;
+} um_gguf_tensor_type;
+/* NULL for a number that ggml 0.15 does not know. */
+UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
+
+/* Parses a header. bytes holds the first nbytes of a file of file_nbytes. When the header goes on
+ * behind nbytes (and inside the file), the call fails with UM_E_FULL and err->asked is a length
+ * that is worth trying next. errors: UM_E_FORMAT with the rule (err->what) and the byte offset;
+ * UM_E_FULL; UM_E_NOMEM. Allocates two tables, which are a small multiple of nbytes. */
+UM_API um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
+                               um_error *err);
+UM_API void um_gguf_free(um_gguf *gguf);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,79 @@
+/* The ledger: what is mapped, by category, and what this library cost the process. The only global
+ * state there is. */
+#include "internal.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+typedef struct category_totals {
+    _Atomic uint64_t n_mappings;
+    _Atomic uint64_t mapped_bytes;
+    _Atomic uint64_t high_water_bytes;
+} category_totals;
+
+static category_totals totals[UM_CAT_COUNT];
+static _Atomic uint64_t n_os_calls;
+static _Atomic uint64_t n_allocations;
+static _Atomic uint64_t allocated_bytes;
+
+static const char *const category_names[UM_CAT_COUNT] = {
+    [UM_CAT_OTHER] = "other",     [UM_CAT_WEIGHTS] = "weights",
+    [UM_CAT_SCRATCH] = "scratch", [UM_CAT_HISTORY] = "history",
+    [UM_CAT_STAGING] = "staging", [UM_CAT_DIAGNOSTICS] = "diagnostics",
+};
+
+static bool is_category(um_category category) {
+    return (unsigned)category < UM_CAT_COUNT;
+}
+
+const char *um_category_name(um_category category) {
+    return is_category(category) ? category_names[category] : NULL;
+}
+
+um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err) {
+    if (!is_category(category)) {
+        return um_fail(err, UM_E_INVALID, "category");
+    }
+    category_totals *row = &totals[category];
+    *out = (um_ledger_row){.n_mappings = atomic_load(&row->n_mappings),
+                           .mapped_bytes = atomic_load(&row->mapped_bytes),
+                           .high_water_bytes = atomic_load(&row->high_water_bytes)};
+    return UM_OK;
+}
+
+void um_counters_read(um_counters *out) {
+    *out = (um_counters){.n_os_calls = atomic_load(&n_os_calls),
+                         .n_allocations = atomic_load(&n_allocations),
+                         .allocated_bytes = atomic_load(&allocated_bytes)};
+}
+
+void um_ledger_enter(um_category category, uint64_t nbytes) {
+    category_totals *row = &totals[category];
+    atomic_fetch_add(&row->n_mappings, 1);
+    uint64_t now = atomic_fetch_add(&row->mapped_bytes, nbytes) + nbytes;
+    uint64_t high = atomic_load(&row->high_water_bytes);
+    while (now > high && !atomic_compare_exchange_weak(&row->high_water_bytes, &high, now)) {
+    }
+}
+
+void um_ledger_leave(um_category category, uint64_t nbytes) {
+    atomic_fetch_sub(&totals[category].mapped_bytes, nbytes);
+    atomic_fetch_sub(&totals[category].n_mappings, 1);
+}
+
+void um_count_os_call(void) {
+    atomic_fetch_add_explicit(&n_os_calls, 1, memory_order_relaxed);
+}
+
+void *um_heap_alloc(size_t n, size_t item_bytes) {
+    void *p = calloc(n, item_bytes); /* refuses a product that overflows */
+    if (p != NULL) {
+        atomic_fetch_add_explicit(&n_allocations, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&allocated_bytes, n * item_bytes, memory_order_relaxed);
+    }
+    return p;
+}
+
+void um_heap_free(void *p) {
+    free(p);
+}

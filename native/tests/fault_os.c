@@ -1,0 +1,360 @@
+/* See fault_os.h. */
+#include "fault_os.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+#include "os.h"
+#include "test.h"
+
+/* Of test.h: one count for the test and for the checks in here. */
+_Atomic unsigned test_n_checks, test_n_failures;
+um_error test_err;
+
+/* ---- the Nth call ---- */
+
+enum { MAX_LOGGED = 1 << 16 };
+
+static _Atomic unsigned n_calls, fail_at;
+static _Atomic int fail_errno;
+static const char *_Atomic calls[MAX_LOGGED]; /* the functions that were called, in their order */
+static _Atomic size_t read_limit;
+static _Atomic unsigned n_allocs, fail_alloc_at;
+
+void fault_os_fail_nth(unsigned n, int os_errno) {
+    atomic_store(&n_calls, 0);
+    atomic_store(&fail_errno, os_errno);
+    atomic_store(&fail_at, n);
+}
+
+unsigned fault_os_calls(void) {
+    return atomic_load(&n_calls);
+}
+
+unsigned fault_os_calls_of(const char *function) {
+    unsigned found = 0, n = fault_os_calls();
+    for (unsigned i = 0; i < n && i < MAX_LOGGED; i++) {
+        found += strcmp(calls[i], function) == 0;
+    }
+    return found;
+}
+
+const char *fault_os_failed(void) {
+    unsigned n = atomic_load(&fail_at);
+    return n != 0 && n <= fault_os_calls() && n <= MAX_LOGGED ? calls[n - 1] : NULL;
+}
+
+void fault_os_limit_read(size_t nbytes) {
+    atomic_store(&read_limit, nbytes);
+}
+
+void fault_os_fail_nth_alloc(unsigned n) {
+    atomic_store(&n_allocs, 0);
+    atomic_store(&fail_alloc_at, n);
+}
+
+unsigned fault_os_allocs(void) {
+    return atomic_load(&n_allocs);
+}
+
+/* The errno with which this call is to fail, or 0. */
+static int fault(const char *call) {
+    unsigned n = atomic_fetch_add(&n_calls, 1) + 1;
+    if (n <= MAX_LOGGED) {
+        calls[n - 1] = call;
+    }
+    return n == atomic_load(&fail_at) ? atomic_load(&fail_errno) : 0;
+}
+
+#define WRAP(name, params, args)                                                                   \
+    int __real_##name params;                                                                      \
+    int __wrap_##name params;                                                                      \
+    int __wrap_##name params {                                                                     \
+        int failed = fault(#name);                                                                 \
+        return failed != 0 ? failed : __real_##name args;                                          \
+    }
+
+#define WRAP_ENDING(name, params, args)                                                            \
+    int __real_##name params;                                                                      \
+    int __wrap_##name params;                                                                      \
+    int __wrap_##name params {                                                                     \
+        int failed = fault(#name), real = __real_##name args;                                      \
+        return failed != 0 ? failed : real;                                                        \
+    }
+
+WRAP(um_os_reserve, (size_t nbytes, void **out), (nbytes, out))
+WRAP(um_os_map_at, (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_map_file_at, (void *address, int fd, uint64_t offset, size_t nbytes, um_access access),
+     (address, fd, offset, nbytes, access))
+WRAP(um_os_unmap, (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_advise_huge, (void *address, size_t nbytes, int huge), (address, nbytes, huge))
+WRAP(um_os_populate, (void *address, size_t nbytes, int write), (address, nbytes, write))
+WRAP(um_os_residency, (void *address, size_t nbytes, unsigned char *out_pages),
+     (address, nbytes, out_pages))
+WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
+WRAP(um_os_open_read, (const char *path, int *out_fd), (path, out_fd))
+WRAP_ENDING(um_os_close, (int fd), (fd))
+WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
+WRAP(um_os_set_affinity, (const void *mask, size_t mask_nbytes), (mask, mask_nbytes))
+WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
+WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
+
+static size_t limited(size_t nbytes) {
+    size_t limit = atomic_load(&read_limit);
+    return limit != 0 && nbytes > limit ? limit : nbytes;
+}
+
+WRAP(um_os_pread, (int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes),
+     (fd, out, limited(nbytes), offset, out_nbytes))
+WRAP(um_os_read, (int fd, void *out, size_t nbytes, size_t *out_nbytes),
+     (fd, out, limited(nbytes), out_nbytes))
+
+void *__real_um_heap_alloc(size_t n, size_t item_bytes);
+void *__wrap_um_heap_alloc(size_t n, size_t item_bytes);
+void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
+    bool failed = atomic_fetch_add(&n_allocs, 1) + 1 == atomic_load(&fail_alloc_at);
+    return failed ? NULL : __real_um_heap_alloc(n, item_bytes);
+}
+
+/* ---- the state of the process ---- */
+
+/* Reads /proc/self/maps whole, without the C library's buffers, which would change it. */
+static void read_maps(char *out, size_t nbytes) {
+    int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    size_t total = 0;
+    ssize_t got = fd < 0 ? -1 : 1;
+    while (got > 0 && total < nbytes - 1) {
+        got = read(fd, out + total, nbytes - 1 - total);
+        total += got > 0 ? (size_t)got : 0;
+    }
+    if (got != 0) {
+        fprintf(stderr, "/proc/self/maps cannot be read whole\n");
+        exit(1);
+    }
+    close(fd);
+    out[total] = '\0';
+}
+
+/* What changes at any time and is not the library's: the test's own stack and malloc heap, and
+ * under AddressSanitizer all that is not a file. */
+static bool is_of_the_test(const char *line) {
+#if defined(__SANITIZE_ADDRESS__)
+    if (strchr(line, '/') == NULL) {
+        return true;
+    }
+#endif
+    return strstr(line, "[heap]") != NULL || strstr(line, "[stack]") != NULL;
+}
+
+static void drop_lines_of_the_test(char *maps) {
+    char *to = maps;
+    for (char *line = maps, *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+        *end = '\0';
+        bool dropped = is_of_the_test(line);
+        *end = '\n';
+        if (!dropped) {
+            size_t n = (size_t)(end - line) + 1;
+            memmove(to, line, n);
+            to += n;
+        }
+    }
+    *to = '\0';
+}
+
+void os_state_read(os_state *out) {
+    for (int i = 0; i < UM_CAT_COUNT; i++) {
+        um_ledger_read((um_category)i, &out->ledger[i], NULL);
+    }
+    memset(out->files, 0, sizeof out->files);
+    for (size_t fd = 0; fd < sizeof out->files / sizeof out->files[0]; fd++) {
+        char path[32];
+        snprintf(path, sizeof path, "/proc/self/fd/%zu", fd);
+        if (readlink(path, out->files[fd], sizeof out->files[fd] - 1) < 0) {
+            out->files[fd][0] = '\0';
+        }
+    }
+    read_maps(out->maps, sizeof out->maps);
+    drop_lines_of_the_test(out->maps);
+}
+
+/* Prints the lines of one text that the other has not. */
+static void print_lines_of(const char *text, const char *other, const char *mark) {
+    char line[512];
+    for (const char *at = text, *end; (end = strchr(at, '\n')) != NULL; at = end + 1) {
+        snprintf(line, sizeof line, "%.*s", (int)(end - at + 1), at);
+        if (strstr(other, line) == NULL) {
+            fprintf(stderr, "%s %s", mark, line);
+        }
+    }
+}
+
+bool os_state_same(const os_state *before, const os_state *after) {
+    bool same = true;
+    for (int i = 0; i < UM_CAT_COUNT; i++) {
+        if (memcmp(&before->ledger[i], &after->ledger[i], sizeof before->ledger[i]) != 0) {
+            fprintf(stderr, "the ledger's row \"%s\" changed\n", um_category_name((um_category)i));
+            same = false;
+        }
+    }
+    for (size_t fd = 0; fd < sizeof before->files / sizeof before->files[0]; fd++) {
+        if (strcmp(before->files[fd], after->files[fd]) != 0) {
+            fprintf(stderr, "descriptor %zu was \"%s\" and is \"%s\"\n", fd, before->files[fd],
+                    after->files[fd]);
+            same = false;
+        }
+    }
+    if (strcmp(before->maps, after->maps) != 0) {
+        fprintf(stderr, "the mappings changed:\n");
+        print_lines_of(before->maps, after->maps, "-");
+        print_lines_of(after->maps, before->maps, "+");
+        same = false;
+    }
+    return same;
+}
+
+static pthread_barrier_t all_run;
+
+static void *run_once(void *arg) {
+    pthread_barrier_wait(&all_run);
+    return arg;
+}
+
+void os_state_settle_threads(unsigned n) {
+    pthread_t threads[64];
+    if (n > 64 || pthread_barrier_init(&all_run, NULL, n) != 0) {
+        exit(1);
+    }
+    for (unsigned i = 0; i < n; i++) {
+        if (pthread_create(&threads[i], NULL, run_once, NULL) != 0) {
+            exit(1);
+        }
+    }
+    for (unsigned i = 0; i < n; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    pthread_barrier_destroy(&all_run);
+}
+
+const char *os_state_permissions(const void *address) {
+    static char maps[1 << 18], permissions[5];
+    read_maps(maps, sizeof maps);
+    for (char *line = maps; line != NULL && *line != '\0';) {
+        char *rest;
+        uintptr_t start = (uintptr_t)strtoull(line, &rest, 16);
+        uintptr_t end = (uintptr_t)strtoull(rest + 1, &rest, 16);
+        if ((uintptr_t)address >= start && (uintptr_t)address < end) {
+            memcpy(permissions, rest + 1, 4);
+            return permissions;
+        }
+        line = strchr(line, '\n');
+        line += line != NULL;
+    }
+    return "";
+}
+
+/* ---- each call in turn ---- */
+
+/* What the error of a failed call has to name. */
+static const char *name_of(const char *call) {
+    static const char *const names[][2] = {
+        {"um_os_reserve", "mmap"},
+        {"um_os_map_at", "mmap"},
+        {"um_os_map_file_at", "mmap"},
+        {"um_os_unmap", "munmap"},
+        {"um_os_advise_huge", "madvise"},
+        {"um_os_populate", "madvise"},
+        {"um_os_residency", "mincore"},
+        {"um_os_pread", "pread"},
+        {"um_os_read", "read"},
+        {"um_os_file_nbytes", "fstat"},
+        {"um_os_open_read", "open"},
+        {"um_os_close", "close"},
+        {"um_os_get_affinity", "sched_"},
+        {"um_os_set_affinity", "sched_"},
+        {"um_os_thread_start", "pthread"},
+        {"um_os_thread_join", "pthread"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        if (strcmp(names[i][0], call) == 0) {
+            return names[i][1];
+        }
+    }
+    return "no such call";
+}
+
+static um_status status_of(const char *call, int os_errno) {
+    if (strcmp(call, "um_os_read") == 0 || strcmp(call, "um_os_pread") == 0) {
+        return UM_E_IO;
+    }
+    return os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS;
+}
+
+static bool is_harmless(const fault_case *c, const char *call) {
+    char word[64];
+    snprintf(word, sizeof word, " %s ", call);
+    return c->harmless != NULL && strstr(c->harmless, word) != NULL;
+}
+
+/* true when the Nth call was there to fail. */
+static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_err) {
+    void *outputs = malloc(c->outputs_nbytes + 1);
+    um_error err, untouched;
+    if (outputs == NULL) {
+        exit(1);
+    }
+    memcpy(outputs, c->outputs, c->outputs_nbytes);
+    test_err_pattern(&err);
+    test_err_pattern(&untouched);
+    static os_state before, after;
+    os_state_read(&before);
+    fault_os_fail_nth(n, os_errno);
+    um_status status = c->run(c->context, with_err ? &err : NULL);
+    const char *failed = fault_os_failed();
+    fault_os_fail_nth(0, 0);
+
+    bool good;
+    if (failed == NULL || is_harmless(c, failed)) {
+        good = CHECK(status == UM_OK) && CHECK(memcmp(&err, &untouched, sizeof err) == 0);
+        if (status == UM_OK && c->undo != NULL) {
+            c->undo(c->context);
+        }
+    } else {
+        good = CHECK(status == status_of(failed, os_errno)) &&
+               CHECK(memcmp(outputs, c->outputs, c->outputs_nbytes) == 0);
+        if (good && with_err) {
+            good = CHECK(err.status == status) && CHECK(err.os_errno == os_errno) &&
+                   CHECK(strstr(err.what, name_of(failed)) != NULL);
+        }
+    }
+    os_state_read(&after);
+    if (!(CHECK(os_state_same(&before, &after)) && good)) {
+        fprintf(stderr, "... when call %u (%s) fails with errno %d: %s\n", n,
+                failed == NULL ? "none" : failed, os_errno, um_status_name(status));
+    }
+    free(outputs);
+    return failed != NULL;
+}
+
+void fault_os_check_each(const fault_case *c) {
+    static const int errnos[] = {ENOMEM, EPERM};
+    /* Once without, so that the ledger's high water is where it will stay. */
+    CHECK(c->run(c->context, NULL) == UM_OK);
+    if (c->undo != NULL) {
+        c->undo(c->context);
+    }
+    for (int i = 0; i < 4; i++) {
+        unsigned n = 1;
+        while (check_nth(c, n, errnos[i % 2], i < 2)) {
+            n++;
+        }
+        CHECK(n > 1);
+    }
+}

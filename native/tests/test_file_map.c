@@ -1,0 +1,401 @@
+/* Files: mapping a range of one, and reading one without mapping it. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "test.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+
+static size_t page;
+static os_state before, after;
+
+/* Each place in a file has its own byte. */
+static unsigned char byte_at(uint64_t offset) {
+    return (unsigned char)(offset * 167 + offset / 256 * 13 + 5);
+}
+
+static int make_file(size_t nbytes) {
+    const char *folder = getenv("TMPDIR");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX", folder != NULL ? folder : "/tmp");
+    int fd = mkstemp(path);
+    REQUIRE(fd >= 0);
+    unlink(path);
+    unsigned char *bytes = malloc(nbytes + 1);
+    REQUIRE(bytes != NULL);
+    for (size_t i = 0; i < nbytes; i++) {
+        bytes[i] = byte_at(i);
+    }
+    REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
+    free(bytes);
+    return fd;
+}
+
+static bool holds_file(const um_block *block, uint64_t offset) {
+    const unsigned char *bytes = block->base;
+    for (size_t i = 0; i < block->nbytes; i++) {
+        if (bytes[i] != byte_at(offset + i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static um_block map_file(int fd, uint64_t offset, size_t nbytes, um_access access) {
+    um_block block;
+    memset(&block, 0x5A, sizeof block);
+    REQUIRE(
+        CHECK_OK(um_block_map_file(&block, fd, offset, nbytes, access, UM_CAT_WEIGHTS, &test_err)));
+    return block;
+}
+
+static void unmap(um_block *block) {
+    static const um_block zeroed;
+    CHECK_OK(um_block_unmap(block, &test_err));
+    CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
+}
+
+static um_ledger_row ledger_row(void) {
+    um_ledger_row row;
+    CHECK_OK(um_ledger_read(UM_CAT_WEIGHTS, &row, &test_err));
+    return row;
+}
+
+static um_placement placement_of(const um_block *block) {
+    um_placement placement;
+    memset(&placement, 0, sizeof placement);
+    CHECK_OK(um_block_verify(block, &placement, &test_err));
+    return placement;
+}
+
+/* ---- mapping ---- */
+
+static void test_map(void) {
+    size_t file_nbytes = 10 * page + 123;
+    struct {
+        uint64_t offset;
+        size_t nbytes;
+    } ranges[] = {{0, file_nbytes},     {0, 1},           {0, page},      {page, 3 * page},
+                  {2 * page, page + 1}, {10 * page, 123}, {10 * page, 1}, {9 * page, page + 123}};
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+            uint64_t offset = ranges[i].offset;
+            size_t nbytes = ranges[i].nbytes, whole = (nbytes + page - 1) / page * page;
+            int fd = make_file(file_nbytes);
+            um_ledger_row row = ledger_row(), mapped;
+            um_block block = map_file(fd, offset, nbytes, (um_access)access);
+            close(fd);
+            CHECK_EQ_U64(block.nbytes, nbytes);
+            CHECK_EQ_U64(block.requested_nbytes, nbytes);
+            CHECK_EQ_U64((uintptr_t)block.base % page, 0);
+            CHECK(block.is_file != 0 && block.category == UM_CAT_WEIGHTS);
+            CHECK(holds_file(&block, offset));
+            CHECK(strcmp(os_state_permissions(block.base),
+                         access == UM_ACCESS_READ ? "r--s" : "rw-p") == 0);
+            mapped = ledger_row();
+            CHECK_EQ_U64(mapped.n_mappings, row.n_mappings + 1);
+            CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes + whole);
+            um_placement p = placement_of(&block);
+            CHECK_EQ_U64(p.resident_bytes, whole);
+            CHECK(p.pss_bytes <= whole && p.pss_bytes > 0);
+            uint64_t resident = 0;
+            CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
+            CHECK_EQ_U64(resident, whole);
+            unmap(&block);
+            mapped = ledger_row();
+            CHECK_EQ_U64(mapped.n_mappings, row.n_mappings);
+            CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes);
+        }
+    }
+}
+
+static void test_private_writes_stay_private(void) {
+    int fd = make_file(3 * page);
+    um_block written = map_file(fd, 0, 3 * page, UM_ACCESS_PRIVATE);
+    um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
+    memset(written.base, 0xAB, written.nbytes);
+    CHECK(holds_file(&other, 0));
+    unsigned char bytes[64];
+    CHECK_OK(um_file_read(fd, page, bytes, sizeof bytes, &test_err));
+    CHECK(bytes[0] == byte_at(page) && bytes[63] == byte_at(page + 63));
+    unmap(&written);
+    unmap(&other);
+    close(fd);
+}
+
+/* A read-only mapping shares the file's own pages: what is written to the file is seen. */
+/* Neighbours in one file, mapped one after the other, would become one entry of smaps. */
+static void test_neighbours_stay_apart(void) {
+    enum { N = 8 };
+    int fd = make_file(N * page);
+    um_block blocks[N];
+    for (size_t i = 0; i < N; i++) {
+        blocks[i] = map_file(fd, i * page, page, UM_ACCESS_READ);
+        CHECK(holds_file(&blocks[i], i * page));
+    }
+    for (size_t i = 0; i < N; i++) {
+        um_placement placement;
+        CHECK_OK(um_block_verify(&blocks[i], &placement, &test_err));
+        CHECK_EQ_U64(placement.resident_bytes, page);
+        CHECK(strcmp(os_state_permissions((char *)blocks[i].base - page), "---p") == 0);
+        CHECK(strcmp(os_state_permissions((char *)blocks[i].base + page), "---p") == 0);
+        unmap(&blocks[i]);
+    }
+    close(fd);
+}
+
+/* The page cache's huge pages can be mapped as such only where address and offset agree. */
+static void test_large_files_lie_as_in_the_file(void) {
+    size_t huge_page = um_huge_page_bytes();
+    int fd = make_file(3 * page);
+    if (huge_page <= page || ftruncate(fd, (off_t)(3 * huge_page)) != 0) {
+        test_skip("alignment of large files", "no transparent huge pages, or no sparse files");
+    } else {
+        for (uint64_t offset = 0; offset <= huge_page; offset += huge_page / 4) {
+            um_block block = map_file(fd, offset, huge_page + page, UM_ACCESS_READ);
+            CHECK_EQ_U64((uintptr_t)block.base % huge_page, offset % huge_page);
+            unmap(&block);
+        }
+    }
+    close(fd);
+}
+
+static void test_read_is_the_file(void) {
+    int fd = make_file(2 * page);
+    um_block block = map_file(fd, page, page, UM_ACCESS_READ);
+    CHECK(pwrite(fd, "changed", 7, (off_t)page + 10) == 7);
+    CHECK(memcmp((char *)block.base + 10, "changed", 7) == 0);
+    unmap(&block);
+    close(fd);
+}
+
+static void check_map_fails(um_status status, int os_errno, int fd, uint64_t offset, size_t nbytes,
+                            um_access access, um_category category) {
+    um_block block, untouched;
+    memset(&block, 0x5A, sizeof block);
+    memcpy(&untouched, &block, sizeof block);
+    os_state_read(&before);
+    CHECK_STATUS(status,
+                 um_block_map_file(&block, fd, offset, nbytes, access, category, &test_err));
+    CHECK(test_err.os_errno == os_errno);
+    CHECK(um_block_map_file(&block, fd, offset, nbytes, access, category, NULL) == status);
+    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+}
+
+static void test_refused_maps(void) {
+    size_t n = 4 * page + 7;
+    int fd = make_file(n);
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+        um_access a = (um_access)access;
+        struct {
+            uint64_t offset;
+            size_t nbytes;
+        } ranges[] = {{0, 0},
+                      {page, 0},
+                      {1, page},
+                      {page - 1, 1},
+                      {page + page / 2, 1},
+                      {0, n + 1},
+                      {page, 3 * page + 8},
+                      {4 * page, 8},
+                      {5 * page, 1},
+                      {0, SIZE_MAX},
+                      {page, SIZE_MAX},
+                      {page, SIZE_MAX - page + 1},
+                      {page, SIZE_MAX - page + 8},
+                      {(uint64_t)0 - page, page},
+                      {(uint64_t)0 - page, page + 7},
+                      {(uint64_t)1 << 63, page}};
+        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+            check_map_fails(UM_E_INVALID, 0, fd, ranges[i].offset, ranges[i].nbytes, a,
+                            UM_CAT_WEIGHTS);
+        }
+        check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, UM_CAT_COUNT);
+        check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, (um_category)-1);
+        check_map_fails(UM_E_OS, EBADF, -1, 0, page, a, UM_CAT_WEIGHTS);
+    }
+    check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)2, UM_CAT_WEIGHTS);
+    check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)-1, UM_CAT_WEIGHTS);
+    close(fd);
+    /* What cannot be mapped, and what was not opened for reading. */
+    struct stat folder;
+    fd = open("/", O_RDONLY | O_DIRECTORY);
+    REQUIRE(fstat(fd, &folder) == 0);
+    if (folder.st_size > 0) {
+        check_map_fails(UM_E_OS, ENODEV, fd, 0, 1, UM_ACCESS_READ, UM_CAT_WEIGHTS);
+    } else {
+        test_skip("mapping a folder", "folders have no size on this file system");
+    }
+    close(fd);
+    fd = make_file(page);
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    int write_only = open(path, O_WRONLY);
+    REQUIRE(write_only >= 0);
+    check_map_fails(UM_E_OS, EACCES, write_only, 0, page, UM_ACCESS_READ, UM_CAT_WEIGHTS);
+    close(write_only);
+    close(fd);
+}
+
+/* ---- warming ---- */
+
+static void test_warm(void) {
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+        int fd = make_file(100 * page + 1);
+        um_block block = map_file(fd, page, 99 * page + 1, (um_access)access);
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, &test_err));
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 100 * page);
+        CHECK(holds_file(&block, page));
+        CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 99 * page, 2, 1, &test_err));
+
+        /* The file loses its tail: an error, not a dead process, and the head is still there. */
+        CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
+        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 1, &test_err));
+        CHECK(test_err.os_errno == 0);
+        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 3, &test_err));
+        CHECK(um_block_warm(&block, 0, block.nbytes, 3, NULL) == UM_E_IO);
+        CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, &test_err));
+        CHECK(((unsigned char *)block.base)[49 * page - 1] == byte_at(50 * page - 1));
+        unmap(&block);
+        close(fd);
+    }
+}
+
+/* ---- reading ---- */
+
+static void test_read(void) {
+    size_t n = 3 * page + 11;
+    int fd = make_file(n);
+    unsigned char *bytes = malloc(n);
+    REQUIRE(bytes != NULL);
+    size_t limits[] = {0, 1, 7, page - 1, page, n};
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+        size_t offsets[] = {0, 1, page, 3 * page, n - 1, n};
+        fault_os_limit_read(limits[i]);
+        for (size_t j = 0; j < sizeof offsets / sizeof offsets[0]; j++) {
+            size_t offset = offsets[j], nbytes = n - offset;
+            memset(bytes, 0xEE, n);
+            CHECK_OK(um_file_read(fd, offset, bytes, nbytes, &test_err));
+            bool right = true;
+            for (size_t k = 0; k < n; k++) {
+                right = right && bytes[k] == (k < nbytes ? byte_at(offset + k) : 0xEE);
+            }
+            CHECK(right);
+        }
+        /* The file ends before: it says how much came. */
+        CHECK_STATUS(UM_E_IO, um_file_read(fd, n - 100, bytes, 200, &test_err));
+        CHECK(test_err.os_errno == 0);
+        CHECK_EQ_U64(test_err.used, 100);
+        CHECK_EQ_U64(test_err.asked, 200);
+        CHECK_STATUS(UM_E_IO, um_file_read(fd, n, bytes, 1, &test_err));
+        CHECK(test_err.os_errno == 0);
+        CHECK_EQ_U64(test_err.used, 0);
+    }
+    fault_os_limit_read(0);
+
+    /* The file's position is not used, nor moved. */
+    CHECK(lseek(fd, 5, SEEK_SET) == 5);
+    CHECK_OK(um_file_read(fd, 9, bytes, 1, &test_err));
+    CHECK(bytes[0] == byte_at(9) && lseek(fd, 0, SEEK_CUR) == 5);
+    CHECK_OK(um_file_read(fd, n, NULL, 0, &test_err));
+
+    CHECK_STATUS(UM_E_IO, um_file_read(-1, 0, bytes, 1, &test_err));
+    CHECK(test_err.os_errno == EBADF);
+    CHECK(um_file_read(-1, 0, bytes, 1, NULL) == UM_E_IO);
+    CHECK_STATUS(UM_E_IO, um_file_read(fd, UINT64_MAX, bytes, 1, &test_err));
+    CHECK_STATUS(UM_E_IO, um_file_read(fd, UINT64_MAX - 10, bytes, 100, &test_err));
+    CHECK_STATUS(UM_E_IO, um_file_read(fd, (uint64_t)1 << 63, bytes, 100, &test_err));
+    free(bytes);
+    close(fd);
+}
+
+/* ---- each system call in turn ---- */
+
+typedef struct mapping {
+    um_block block;
+    int fd;
+    um_access access;
+} mapping;
+
+static um_status run_map(void *context, um_error *err) {
+    mapping *m = context;
+    return um_block_map_file(&m->block, m->fd, page, 2 * page, m->access, UM_CAT_WEIGHTS, err);
+}
+
+static void undo_map(void *context) {
+    mapping *m = context;
+    CHECK(um_block_unmap(&m->block, NULL) == UM_OK);
+    memset(&m->block, 0x5A, sizeof m->block);
+}
+
+static um_status run_read(void *context, um_error *err) {
+    static unsigned char bytes[100];
+    return um_file_read(*(int *)context, 10, bytes, sizeof bytes, err);
+}
+
+static um_status run_warm(void *context, um_error *err) {
+    mapping *m = context;
+    return um_block_warm(&m->block, 0, m->block.nbytes, 2, err);
+}
+
+static void test_faults(void) {
+    mapping m = {.fd = make_file(3 * page)};
+    memset(&m.block, 0x5A, sizeof m.block);
+    os_state_settle_threads(4);
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+        m.access = (um_access)access;
+        fault_os_check_each(&(fault_case){.run = run_map,
+                                          .undo = undo_map,
+                                          .context = &m,
+                                          .outputs = &m.block,
+                                          .outputs_nbytes = sizeof m.block,
+                                          .harmless = HARMLESS_HUGE_PAGE});
+        CHECK(run_map(&m, NULL) == UM_OK);
+        fault_os_check_each(&(fault_case){.run = run_warm,
+                                          .context = &m,
+                                          .outputs = m.block.base,
+                                          .outputs_nbytes = m.block.nbytes,
+                                          .harmless = " um_os_get_affinity um_os_set_affinity "
+                                                      " um_os_thread_join "});
+        undo_map(&m);
+    }
+    fault_os_limit_read(30);
+    fault_os_check_each(
+        &(fault_case){.run = run_read, .context = &m.fd, .outputs = &m.fd, .outputs_nbytes = 4});
+    unsigned char bytes[100];
+    fault_os_fail_nth(3, EINTR);
+    CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
+    CHECK(strcmp(fault_os_failed(), "um_os_pread") == 0);
+    CHECK(bytes[0] == byte_at(page) && bytes[99] == byte_at(page + 99));
+    fault_os_fail_nth(3, EIO);
+    CHECK_STATUS(UM_E_IO, um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
+    CHECK(test_err.os_errno == EIO);
+    CHECK_EQ_U64(test_err.used, 60);
+    fault_os_fail_nth(0, 0);
+    fault_os_limit_read(0);
+    close(m.fd);
+}
+
+int main(void) {
+    page = um_page_bytes();
+    test_map();
+    test_private_writes_stay_private();
+    test_neighbours_stay_apart();
+    test_large_files_lie_as_in_the_file();
+    test_read_is_the_file();
+    test_refused_maps();
+    test_warm();
+    test_read();
+    test_faults();
+    um_ledger_row row = ledger_row();
+    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    return test_report();
+}
