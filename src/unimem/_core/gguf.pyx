@@ -1,0 +1,253 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The header of a GGUF file: metadata decoded when it is asked for, and the tensor table."""
+import hashlib
+
+import numpy as np
+
+from unimem.errors import GGUFError
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from cpython.ref cimport Py_INCREF
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from unimem._core cimport native as um
+from unimem._core.block cimport Region
+from unimem._core.status cimport raise_status
+
+# Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
+cdef enum:
+    FIRST_READ_NBYTES = 1 << 18
+
+# The dtypes of metadata, by um_gguf_type; None for strings and arrays.
+cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
+    "uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", None, None,
+    "uint64", "int64", "float64")]
+
+
+cdef class Header:
+    """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
+
+    Parameters
+    ----------
+    fd : int
+        The file, open for reading; it is not needed afterwards.
+    file_nbytes : int
+        Its size.
+    path : str
+        Stands in messages.
+
+    Raises
+    ------
+    GGUFError
+        The file breaks a rule of the format.
+    OSError
+        It cannot be read, or is shorter than `file_nbytes`.
+    MemoryError
+        The system has no memory.
+    """
+
+    def __cinit__(self, int fd, uint64_t file_nbytes, str path):
+        self._file_nbytes = file_nbytes
+        try:
+            self._read(fd, path)
+        except GGUFError as error:
+            raise GGUFError(error.rule, error.offset, path) from None
+
+    def __dealloc__(self):
+        um.um_gguf_free(&self._gguf)
+
+    cdef int _read(self, int fd, str path) except -1:
+        cdef um.um_error err
+        cdef um.um_status status = um.UM_OK
+        cdef uint64_t nbytes = min(self._file_nbytes, <uint64_t>FIRST_READ_NBYTES)
+        while True:
+            if nbytes > 0:
+                self._region = Region.__new__(Region)
+                self._region.name = path
+                with nogil:
+                    status = um.um_block_map(&self._region.block, nbytes, um.UM_PAGES_AUTO,
+                                             um.UM_CAT_OTHER, &err)
+                    if status == um.UM_OK:
+                        self._bytes = <const unsigned char *>self._region.block.base
+                        status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
+                if status != um.UM_OK:
+                    raise_status(status, &err, path)
+            with nogil:
+                status = um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, &err)
+            if status == um.UM_OK:
+                return 0
+            if status != um.UM_E_FULL:
+                raise_status(status, &err, path)
+            nbytes = err.asked
+
+    @property
+    def version(self):
+        """The version of the format, 2 or 3."""
+        return self._gguf.version
+
+    @property
+    def alignment(self):
+        """What offsets of tensors are multiples of, in bytes."""
+        return self._gguf.alignment
+
+    @property
+    def nbytes(self):
+        """Bytes up to the end of the tensor table."""
+        return self._gguf.header_nbytes
+
+    @property
+    def data_offset(self):
+        """The byte of the file where tensor data begins."""
+        return self._gguf.data_offset
+
+    def keys(self):
+        """The keys of the metadata, each with its index, in the order of the file."""
+        cdef const um.um_gguf_kv *kv
+        cdef uint64_t i
+        keys = {}
+        for i in range(self._gguf.n_kv):
+            kv = &self._gguf.kv[i]
+            keys[PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
+                                      <Py_ssize_t>kv.key_nbytes, NULL)] = i
+        return keys
+
+    def value(self, Py_ssize_t index):
+        """Decode one value of the metadata.
+
+        Returns
+        -------
+        int, float, bool, str, numpy.ndarray or list
+            An array of numbers or bools is a read-only array, an array of strings a list, an array
+            of arrays a list of what its arrays are.
+        """
+        cdef const um.um_gguf_kv *kv = self._kv(index)
+        cdef uint64_t at = kv.value_offset
+        if kv.type == um.UM_GGUF_STRING:
+            return PyUnicode_DecodeUTF8(<const char *>self._bytes + at,
+                                        <Py_ssize_t>kv.value_nbytes, "surrogateescape")
+        if kv.type == um.UM_GGUF_ARRAY:
+            return self._array(kv.item_type, &at, kv.n_items)
+        return self._numbers(kv.type, at, 1).item()
+
+    cdef const um.um_gguf_kv *_kv(self, Py_ssize_t index) except NULL:
+        if not 0 <= index < <Py_ssize_t>self._gguf.n_kv:
+            raise IndexError(f"metadata {index} of {self._gguf.n_kv}")
+        return &self._gguf.kv[index]
+
+    cdef object _numbers(self, um.um_gguf_type type, uint64_t at, uint64_t n):
+        # A copy: numbers lie unaligned in a header, and bytes make the array read-only.
+        dtype = _DTYPES[<int>type]
+        copy = PyBytes_FromStringAndSize(<const char *>self._bytes + at,
+                                         <Py_ssize_t>(n * <uint64_t>dtype.itemsize))
+        return np.frombuffer(copy, dtype)
+
+    cdef list _strings(self, uint64_t *at, uint64_t n):
+        cdef list strings = PyList_New(<Py_ssize_t>n)
+        cdef uint64_t nbytes
+        cdef Py_ssize_t i
+        for i in range(<Py_ssize_t>n):
+            memcpy(&nbytes, self._bytes + at[0], sizeof(nbytes))
+            at[0] += sizeof(nbytes)
+            text = PyUnicode_DecodeUTF8(<const char *>self._bytes + at[0], <Py_ssize_t>nbytes,
+                                        "surrogateescape")
+            at[0] += nbytes
+            Py_INCREF(text)  # PyList_SET_ITEM steals it
+            PyList_SET_ITEM(strings, i, text)
+        return strings
+
+    cdef object _array(self, um.um_gguf_type item_type, uint64_t *at, uint64_t n):
+        # Leaves `at` behind the array. The parser has checked all bounds, and bounded the depth.
+        cdef uint32_t inner_type
+        cdef uint64_t inner_n
+        if item_type == um.UM_GGUF_STRING:
+            return self._strings(at, n)
+        if item_type != um.UM_GGUF_ARRAY:
+            numbers = self._numbers(item_type, at[0], n)
+            at[0] += <uint64_t>numbers.nbytes
+            return numbers
+        arrays = []
+        for _ in range(n):
+            memcpy(&inner_type, self._bytes + at[0], sizeof(inner_type))
+            memcpy(&inner_n, self._bytes + at[0] + sizeof(inner_type), sizeof(inner_n))
+            at[0] += sizeof(inner_type) + sizeof(inner_n)
+            arrays.append(self._array(<um.um_gguf_type>inner_type, at, inner_n))
+        return arrays
+
+    def tensor_names(self):
+        """The names of the tensors, each with its index, in the order of the file."""
+        cdef const um.um_gguf_tensor *tensor
+        cdef uint64_t i
+        names = {}
+        for i in range(self._gguf.n_tensors):
+            tensor = &self._gguf.tensors[i]
+            names[PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
+                                       <Py_ssize_t>tensor.name_nbytes, NULL)] = i
+        return names
+
+    cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL:
+        if not 0 <= index < <Py_ssize_t>self._gguf.n_tensors:
+            raise IndexError(f"tensor {index} of {self._gguf.n_tensors}")
+        return &self._gguf.tensors[index]
+
+    def tensor(self, Py_ssize_t index):
+        """One row of the tensor table.
+
+        Returns
+        -------
+        ne : tuple of int
+            Dimensions in ggml's order: the contiguous one first.
+        type : int
+            ggml's number of the type.
+        offset, nbytes : int
+            Of the data, in the file.
+        """
+        cdef const um.um_gguf_tensor *tensor = self._tensor(index)
+        ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
+        return ne, tensor.type, tensor.offset, tensor.nbytes
+
+    def bytes_by_type(self):
+        """The bytes of all tensors of a type, by the type's name."""
+        cdef um.um_gguf_tensor *tensor
+        cdef uint64_t i
+        totals = {}
+        for i in range(self._gguf.n_tensors):
+            tensor = &self._gguf.tensors[i]
+            name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
+            totals[name] = totals.get(name, 0) + tensor.nbytes
+        return totals
+
+    def fingerprint(self):
+        """A hash of the header and the size of the file, in hexadecimal."""
+        digest = hashlib.blake2b(memoryview(self._region)[:self._gguf.header_nbytes],
+                                 digest_size=16)
+        digest.update(int(self._file_nbytes).to_bytes(8, "little"))
+        return digest.hexdigest()
+
+
+def tensor_type(uint32_t number):
+    """What is known of a type of tensors.
+
+    Parameters
+    ----------
+    number : int
+        ggml's number.
+
+    Returns
+    -------
+    name : str
+        ggml's name, such as ``"q8_0"``.
+    block_values, block_bytes : int
+        Values and bytes of a block.
+
+    Raises
+    ------
+    ValueError
+        ggml 0.15 has no such type.
+    """
+    cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
+    if known == NULL:
+        raise ValueError(f"ggml has no tensor type {number}")
+    return known.name.decode(), known.block_values, known.block_bytes

@@ -1,0 +1,207 @@
+# cython: language_level=3, nonecheck=True
+"""Grids: cells of one size, taken and given back in any order."""
+from unimem.errors import ClosedError, GridFull
+
+from libc.stdint cimport uint32_t, uintptr_t
+
+from unimem._core cimport native as um
+from unimem._core.block cimport dtype_of, size_of
+from unimem._core.status cimport raise_status
+from unimem._core.tape cimport Tape
+
+
+cdef class Cell:
+    """One cell of a `Grid`; of no use after `Grid.give`.
+
+    A cell is used by one thread at a time.
+
+    Attributes
+    ----------
+    id : int
+        Its number in the grid.
+    """
+
+    cdef Grid taken_from(self):
+        if self._grid is None:
+            raise ClosedError(f"cell {self.id} was given back")
+        return self._grid
+
+    @property
+    def address(self):
+        """Address of its first byte, a multiple of 64."""
+        cdef Grid grid = self.taken_from()
+        grid.tape.check_open()
+        return <uintptr_t>um.um_grid_cell(&grid.grid, self.id)
+
+    @property
+    def nbytes(self):
+        """Its size in bytes, as the grid was asked for it."""
+        return self.taken_from().cell_bytes
+
+    def as_array(self, dtype="uint8", shape=None):
+        """View the cell as an array, without a copy, as `Block.as_array`.
+
+        Parameters
+        ----------
+        dtype : dtype-like
+            A NumPy dtype.
+        shape : int or tuple of int, optional
+            All that fits by default.
+
+        Returns
+        -------
+        numpy.ndarray
+            Invalid after the cell is given back.
+
+        Raises
+        ------
+        ValueError
+            The array does not fit into the cell.
+        """
+        cdef Grid grid = self.taken_from()
+        block = grid.tape.block
+        cell = block.as_array("uint8", grid.cell_bytes, self.address - block.address)
+        descr = dtype_of(dtype)
+        if shape is None:
+            return cell[:grid.cell_bytes // descr.itemsize * descr.itemsize].view(descr)
+        array = block.as_array(descr, shape, self.address - block.address)
+        if array.nbytes > grid.cell_bytes:
+            raise ValueError(f"shape {array.shape} of {array.dtype} needs {array.nbytes} bytes of "
+                             f"a cell of {grid.cell_bytes}")
+        return array
+
+    def __reduce__(self):
+        raise TypeError("a Cell cannot be pickled or copied: it is memory of this process. "
+                        "Save what is in it")
+
+    def __repr__(self):
+        return f"Cell({self.id}, {'given back' if self._grid is None else self.nbytes})"
+
+
+cdef class Grid:
+    """Cells of one size over a tape, for things that come and go in any order.
+
+    Any number of threads may take and give at the same time, without a lock. After a fork the child
+    has its own copy.
+
+    Parameters
+    ----------
+    cell_bytes : int
+        Size of a cell; cells lie at multiples of 64 bytes.
+    n_cells : int
+        How many, below 2**32 - 2.
+    **placement
+        See `PlacementOptions`; `name` and `category` as for `Tape`.
+
+    Attributes
+    ----------
+    tape : Tape
+        What the cells lie on; only they.
+
+    Raises
+    ------
+    ValueError, MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Grid(4096, 8) as grid:
+    ...     cell = grid.take()
+    ...     cell.as_array("float32", (32, 32)).fill(0)
+    ...     grid.give(cell)
+    ...     grid.n_available
+    8
+    """
+
+    def __init__(self, cell_bytes, n_cells, *, name=None, **placement):
+        cdef um.um_error err
+        cdef size_t nbytes
+        self.cell_bytes = size_of(cell_bytes, "cell_bytes", 1)
+        if size_of(n_cells, "n_cells", 1) >= 2**32 - 2:
+            raise ValueError(f"n_cells: expected at most 2**32 - 3, got {n_cells}")
+        if um.um_grid_bytes(self.cell_bytes, n_cells, &nbytes, &err) != um.UM_OK:
+            raise_status(err.status, &err, "Grid")
+        self.tape = Tape(nbytes, name=name or "grid", **placement)
+        if um.um_grid_init(&self.grid, &self.tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
+            self.fail(&err)
+
+    cdef object fail(self, um.um_error *err):
+        raise_status(err.status, err, f"Grid '{self.tape.name}'", GridFull, "cells")
+
+    def take(self):
+        """Take a cell; it is not initialised.
+
+        Returns
+        -------
+        Cell
+
+        Raises
+        ------
+        GridFull
+            No cell is free.
+        ClosedError
+        """
+        cdef um.um_error err
+        cdef uint32_t cell_id
+        self.tape.check_open()
+        if um.um_grid_take(&self.grid, &cell_id, &err) != um.UM_OK:
+            self.fail(&err)
+        cdef Cell cell = Cell.__new__(Cell)
+        cell._grid = self
+        cell.id = cell_id
+        return cell
+
+    def give(self, Cell cell not None):
+        """Give a cell back.
+
+        Raises
+        ------
+        ValueError
+            It is another grid's.
+        ClosedError
+            It was given back already.
+        """
+        cdef um.um_error err
+        self.tape.check_open()
+        if cell.taken_from() is not self:
+            raise ValueError(f"cell {cell.id} belongs to another grid")
+        if um.um_grid_give(&self.grid, cell.id, &err) != um.UM_OK:
+            self.fail(&err)
+        cell._grid = None
+
+    @property
+    def n_available(self):
+        """How many cells are free."""
+        return um.um_grid_n_available(&self.grid)
+
+    @property
+    def n_cells(self):
+        """How many cells there are."""
+        return self.grid.n_cells
+
+    @property
+    def closed(self):
+        """Whether the grid was closed."""
+        return self.tape.closed
+
+    def close(self):
+        """Give the memory back; raises BufferError while arrays use it."""
+        self.tape.close()
+
+    def __enter__(self):
+        self.tape.check_open()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.tape.__exit__(*exc_info)
+
+    def __reduce__(self):
+        raise TypeError("a Grid cannot be pickled: it is memory of this process. "
+                        "Save what is in its cells")
+
+    def __repr__(self):
+        if self.closed:
+            return f"Grid('{self.tape.name}', closed)"
+        return (f"Grid('{self.tape.name}', {self.n_available} of {self.n_cells} cells of "
+                f"{self.cell_bytes} bytes free, {self.tape.block.granted})")

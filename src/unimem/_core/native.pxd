@@ -1,0 +1,223 @@
+# The public C API, unimem.h, for Cython. The header's comments are the manual.
+from libc.stdint cimport uint32_t, uint64_t
+
+cdef extern from "unimem.h" nogil:
+    ctypedef enum um_status:
+        UM_OK
+        UM_E_INVALID
+        UM_E_FULL
+        UM_E_NOMEM
+        UM_E_OS
+        UM_E_FORMAT
+        UM_E_IO
+        UM_E_STATE
+        UM_E_BUSY
+
+    ctypedef struct um_error:
+        um_status status
+        int os_errno
+        uint64_t limit
+        uint64_t used
+        uint64_t asked
+        uint64_t offset
+        const char *what
+
+    const char *um_status_name(um_status status)
+
+    ctypedef enum um_category:
+        UM_CAT_OTHER
+        UM_CAT_WEIGHTS
+        UM_CAT_SCRATCH
+        UM_CAT_HISTORY
+        UM_CAT_STAGING
+        UM_CAT_DIAGNOSTICS
+        UM_CAT_COUNT
+
+    ctypedef struct um_ledger_row:
+        uint64_t n_mappings
+        uint64_t mapped_bytes
+        uint64_t high_water_bytes
+
+    ctypedef struct um_counters:
+        uint64_t n_os_calls
+        uint64_t n_allocations
+        uint64_t allocated_bytes
+
+    um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err)
+    void um_counters_read(um_counters *out)
+    const char *um_category_name(um_category category)
+
+    ctypedef enum um_pages:
+        UM_PAGES_AUTO
+        UM_PAGES_4K
+        UM_PAGES_THP
+
+    ctypedef enum um_access:
+        UM_ACCESS_READ
+        UM_ACCESS_PRIVATE
+
+    ctypedef struct um_placement:
+        um_pages pages
+        uint64_t page_bytes
+        uint64_t resident_bytes
+        uint64_t pss_bytes
+        uint64_t huge_bytes
+        uint64_t locked_bytes
+        uint64_t swapped_bytes
+
+    ctypedef struct um_block:
+        void *base
+        size_t nbytes
+        size_t requested_nbytes
+        um_pages requested_pages
+        um_category category
+        void *map_base
+        size_t map_nbytes
+        int is_file
+
+    um_status um_block_map(um_block *out, size_t nbytes, um_pages pages, um_category category,
+                           um_error *err)
+    um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
+                                um_access access, um_category category, um_error *err)
+    um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
+                            um_error *err)
+    um_status um_block_verify(const um_block *block, um_placement *out, um_error *err)
+    um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
+                                uint64_t *out_bytes, um_error *err)
+    um_status um_block_unmap(um_block *block, um_error *err)
+    size_t um_page_bytes()
+    size_t um_huge_page_bytes()
+
+    um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err)
+
+    # The fields of the tape, grid and cache that change are atomics, which Cython cannot read: only
+    # those that never change are declared.
+    ctypedef struct um_tape:
+        unsigned char *base
+        size_t total
+
+    um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err)
+    um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, um_error *err)
+    void um_tape_clear(um_tape *tape)
+    void um_tape_keep(um_tape *tape)
+    size_t um_tape_mark(const um_tape *tape)
+    um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err)
+    um_status um_tape_freeze(um_tape *tape, size_t limit, um_error *err)
+    void um_tape_thaw(um_tape *tape)
+    bint um_tape_frozen(const um_tape *tape)
+    size_t um_tape_used(const um_tape *tape)
+    size_t um_tape_kept(const um_tape *tape)
+    size_t um_tape_high_water(const um_tape *tape)
+    uint64_t um_tape_n_takes(const um_tape *tape)
+    bint um_tape_owns(const um_tape *tape, const void *address)
+
+    ctypedef struct um_grid:
+        unsigned char *base
+        size_t cell_bytes
+        uint32_t n_cells
+
+    um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_error *err)
+    um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
+                           um_error *err)
+    um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err)
+    um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err)
+    void *um_grid_cell(const um_grid *grid, uint32_t id)
+    uint32_t um_grid_n_available(const um_grid *grid)
+
+    ctypedef enum um_float:
+        UM_F32
+        UM_F16
+
+    size_t um_float_bytes(um_float type)
+    um_status um_convert(void *out, um_float out_type, const void *inp, um_float in_type, size_t n,
+                         um_error *err)
+    const char *um_convert_isa()
+
+    ctypedef struct um_kv_spec:
+        uint32_t n_layers
+        uint32_t n_kv_heads
+        uint32_t head_dim
+        uint32_t batch
+        uint64_t max_seq_len
+        um_float type
+
+    ctypedef struct um_kv:
+        um_kv_spec spec
+        unsigned char *base
+        size_t row_bytes
+        size_t part_bytes
+
+    um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
+    um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, void *storage, size_t storage_bytes,
+                         um_error *err)
+    void *um_kv_part(const um_kv *kv, uint32_t layer, int v)
+
+    ctypedef enum um_kv_order:
+        UM_KV_TOKEN_MAJOR
+        UM_KV_HEAD_MAJOR
+
+    um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_float type,
+                           um_kv_order order, uint64_t n, um_error *err)
+    um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_float type,
+                               um_error *err)
+    um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
+    um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err)
+    void um_kv_rollback(um_kv *kv)
+    uint64_t um_kv_seq_len(const um_kv *kv)
+    uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer)
+    um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err)
+    void um_kv_clear(um_kv *kv)
+
+    ctypedef enum um_gguf_type:
+        UM_GGUF_UINT8
+        UM_GGUF_INT8
+        UM_GGUF_UINT16
+        UM_GGUF_INT16
+        UM_GGUF_UINT32
+        UM_GGUF_INT32
+        UM_GGUF_FLOAT32
+        UM_GGUF_BOOL
+        UM_GGUF_STRING
+        UM_GGUF_ARRAY
+        UM_GGUF_UINT64
+        UM_GGUF_INT64
+        UM_GGUF_FLOAT64
+        UM_GGUF_TYPE_COUNT
+
+    ctypedef struct um_gguf_kv:
+        uint64_t key_offset
+        uint64_t key_nbytes
+        uint64_t value_offset
+        uint64_t value_nbytes
+        uint64_t n_items
+        um_gguf_type type
+        um_gguf_type item_type
+
+    ctypedef struct um_gguf_tensor:
+        uint64_t name_offset
+        uint64_t name_nbytes
+        uint64_t ne[4]
+        uint64_t offset
+        uint64_t nbytes
+        uint32_t n_dims
+        uint32_t type
+
+    ctypedef struct um_gguf:
+        uint32_t version
+        uint64_t alignment
+        uint64_t header_nbytes
+        uint64_t data_offset
+        uint64_t n_kv
+        uint64_t n_tensors
+        um_gguf_kv *kv
+        um_gguf_tensor *tensors
+
+    ctypedef struct um_gguf_tensor_type:
+        const char *name
+        uint32_t block_values
+        uint32_t block_bytes
+
+    const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type)
+    um_status um_gguf_parse(um_gguf *out, const void *data, size_t nbytes, uint64_t file_nbytes,
+                            um_error *err)
+    void um_gguf_free(um_gguf *gguf)

@@ -1,0 +1,8 @@
+# The one place where a native status becomes a Python exception.
+from unimem._core.native cimport um_error, um_status
+
+# Raises the exception for a failed call. `subject` says what was being done, as in
+# "Tape 'scratch'"; `full` is the CapacityError to raise for UM_E_FULL, and `unit` what its figures
+# count.
+cdef object raise_status(um_status status, const um_error *err, str subject,
+                         type full=*, str unit=*)

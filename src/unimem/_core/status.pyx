@@ -1,0 +1,69 @@
+# cython: language_level=3
+"""Turns native failures into Python exceptions: the only place that does."""
+import os
+
+from unimem.errors import (
+    CapacityError, FrozenError, GGUFError, PlacementError,
+)
+
+from unimem._core cimport native as um
+
+
+cdef object raise_status(um.um_status status, const um.um_error *err, str subject,
+                         type full=CapacityError, str unit="bytes"):
+    what = err.what.decode()
+    if status == um.UM_E_INVALID:
+        raise ValueError(f"{subject}: {what}")
+    if status == um.UM_E_FULL:
+        raise full(
+            f"{subject}: asked for {err.asked} {unit}, but {err.used} of {err.limit} are used",
+            err.limit, err.used, err.asked)
+    if status == um.UM_E_NOMEM:
+        raise MemoryError(f"{subject}: the system has no memory for {err.asked} bytes ({what})")
+    if status == um.UM_E_OS:
+        raise PlacementError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")
+    if status == um.UM_E_FORMAT:
+        raise GGUFError(what, err.offset)
+    if status == um.UM_E_IO:
+        if err.os_errno:
+            raise OSError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")
+        raise OSError(f"{subject}: {what}: the file is shorter than it was")
+    if status == um.UM_E_STATE:
+        raise (FrozenError if what == "frozen" else RuntimeError)(f"{subject}: {what}")
+    if status == um.UM_E_BUSY:
+        raise BufferError(f"{subject}: {what}")
+    raise SystemError(f"{subject}: unknown status {<int>status}")
+
+
+def counters():
+    """What the native library has cost this process since it was loaded.
+
+    Returns
+    -------
+    dict
+        ``os_calls``, ``allocations`` (counts) and ``allocated_bytes``.
+    """
+    cdef um.um_counters c
+    um.um_counters_read(&c)
+    return {"os_calls": c.n_os_calls, "allocations": c.n_allocations,
+            "allocated_bytes": c.allocated_bytes}
+
+
+def ledger():
+    """What is mapped now, by category.
+
+    Returns
+    -------
+    dict
+        From category name to a dict of ``n_mappings``, ``mapped_bytes`` and ``high_water_bytes``.
+    """
+    cdef um.um_ledger_row row
+    cdef um.um_error err
+    rows = {}
+    for i in range(um.UM_CAT_COUNT):
+        if um.um_ledger_read(<um.um_category>i, &row, &err) != um.UM_OK:
+            raise_status(err.status, &err, "ledger")
+        rows[um.um_category_name(<um.um_category>i).decode()] = {
+            "n_mappings": row.n_mappings, "mapped_bytes": row.mapped_bytes,
+            "high_water_bytes": row.high_water_bytes}
+    return rows

@@ -1,0 +1,340 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Tapes: bump allocators over a block."""
+import os
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+
+from unimem.errors import ClosedError, TapeFull
+from unimem.placement import format_bytes
+
+cimport numpy as cnp
+from cpython.ref cimport PyObject
+from libc.stdint cimport uintptr_t
+from libc.string cimport memset
+
+from unimem._core cimport native as um
+from unimem._core.block cimport (
+    Block, array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
+)
+from unimem._core.status cimport raise_status
+
+cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object n, int *overflow) except? -1
+    Py_ssize_t Py_REFCNT(PyObject *o) nogil
+
+cnp.import_array()
+
+cdef enum:
+    POISON = 0xDB
+
+
+cdef class Tape:
+    """A bump allocator: memory is taken in order and cleared all at once.
+
+    What is taken is not initialised, as with ``np.empty``, and becomes invalid with `clear` or
+    `rewind`: the array is still there, and its memory belongs to the next taker. With
+    ``UNIMEM_DEBUG=1`` in the environment such memory is overwritten.
+
+    Any number of threads may take at the same time; `clear` and `rewind` are for one. After a fork
+    the child has its own copy.
+
+    Parameters
+    ----------
+    nbytes_or_block : int or Block
+        A size in bytes, for a block of the tape's own, or a writable block (all of it).
+    name : str, optional
+        Stands in messages.
+    category : str, default "scratch"
+        The row of the ledger, for a block of the tape's own.
+    **placement
+        See `PlacementOptions`; only with a size.
+
+    Raises
+    ------
+    ValueError, MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Tape(1 << 20) as tape:
+    ...     x = tape.take((2, 3), "float32")
+    ...     tape.used_bytes
+    24
+    """
+
+    def __init__(self, nbytes_or_block, *, name=None, category="scratch", **placement):
+        cdef um.um_error err
+        cdef Block block
+        if isinstance(nbytes_or_block, Block):
+            if placement:
+                raise ValueError("a block is placed already: "
+                                 f"{', '.join(placement)} not accepted here")
+            block = nbytes_or_block
+            self.name = name or block.name
+            total = block.nbytes
+        else:
+            self.name = name or "tape"
+            block = Block(nbytes_or_block, name=self.name, category=category, **placement)
+            block._is_part = True
+            self._owns_block = True
+            # Not what the block was rounded up to: a tape ends where it was asked to, on every
+            # machine and with every page size.
+            total = nbytes_or_block
+        if not block.region().writable:
+            raise ValueError(f"Tape '{self.name}': block '{block.name}' is read-only, and what is "
+                             "taken from a tape is written: map the file with mode='c'")
+        self._region = block.region()
+        self._block = block
+        self._poison = os.environ.get("UNIMEM_DEBUG", "0") not in ("", "0")
+        if um.um_tape_init(&self.tape, self._region.block.base, total, &err) != um.UM_OK:
+            raise_status(err.status, &err, f"Tape '{self.name}'")
+
+    cdef object fail(self, um.um_error *err):
+        raise_status(err.status, err, f"Tape '{self.name}'", TapeFull)
+
+    cdef object check_open(self):
+        if self._region is None:
+            raise ClosedError(f"Tape '{self.name}' is closed")
+
+    cdef void *take_raw(self, size_t nbytes, size_t align=64) except NULL:
+        cdef um.um_error err
+        cdef void *address
+        if self._region is None:
+            self.check_open()
+        if um.um_tape_take(&self.tape, nbytes, align, &address, &err) != um.UM_OK:
+            self.fail(&err)
+        return address
+
+    cdef float[::1] take_floats(self, size_t n):
+        return self.take(n, "float32")
+
+    def take(self, shape, dtype="float32", *, Py_ssize_t align=64):
+        """Take an array.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Its shape.
+        dtype : dtype-like, default float32
+            Its dtype. ``"f16"`` is refused, since NumPy reads it as 16 bytes.
+        align : int, default 64
+            Of the first element's address, in bytes: a power of two.
+
+        Returns
+        -------
+        numpy.ndarray
+            C-contiguous and uninitialised; invalid after `clear` or `rewind`.
+
+        Raises
+        ------
+        TapeFull
+            There is no room; nothing was taken.
+        FrozenError, ClosedError, ValueError
+        """
+        cdef object descr = dtype_of(dtype)
+        cdef size_t itemsize = (<cnp.dtype>descr).itemsize
+        cdef cnp.npy_intp n
+        cdef int overflow
+        cdef void *address
+        if type(shape) is int:
+            # One dimension is the most frequent case by far, and needs no Python object.
+            n = PyLong_AsLongLongAndOverflow(shape, &overflow)
+            if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
+                address = self.take_raw(<size_t>n * itemsize, <size_t>align)
+                return vector_over(address, n, descr, self._region, True)
+        dims = dims_of(shape)
+        asked = nbytes_of(dims, itemsize)
+        if asked > self.tape.total:
+            raise TapeFull(
+                f"Tape '{self.name}': asked for {asked} bytes, but {self.used_bytes} of "
+                f"{self.tape.total} are used", self.tape.total, self.used_bytes, asked)
+        address = self.take_raw(asked, <size_t>align)
+        return array_over(address, dims, descr, self._region, True)
+
+    def take_bytes(self, nbytes, *, Py_ssize_t align=64):
+        """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
+        return self.take(nbytes, "uint8", align=align)
+
+    def take_address(self, Py_ssize_t nbytes, Py_ssize_t align=64):
+        """Take `nbytes` bytes and return their address; otherwise as `take`."""
+        if nbytes < 0:
+            raise ValueError(f"nbytes: expected 0 or more, got {nbytes}")
+        return <uintptr_t>self.take_raw(<size_t>nbytes, <size_t>align)
+
+    def clear(self):
+        """Take everything back but what is kept: O(1), and nothing is zeroed."""
+        self.check_open()
+        self.poison_down_to(0)
+        um.um_tape_clear(&self.tape)
+
+    def keep(self):
+        """Keep what is taken so far: `clear` and `rewind` stop there from now on."""
+        self.check_open()
+        um.um_tape_keep(&self.tape)
+
+    def mark(self):
+        """Return a mark for `rewind`: the bytes used so far."""
+        self.check_open()
+        return um.um_tape_mark(&self.tape)
+
+    def rewind(self, mark):
+        """Take back what was taken after `mark`, down to what is kept.
+
+        Raises
+        ------
+        ValueError
+            The mark is above what is used: it was taken back already.
+        """
+        cdef um.um_error err
+        self.check_open()
+        cdef size_t floor = size_of(mark, "mark")
+        if floor < um.um_tape_used(&self.tape):
+            self.poison_down_to(floor)
+        if um.um_tape_rewind(&self.tape, floor, &err) != um.UM_OK:
+            self.fail(&err)
+
+    cdef object poison_down_to(self, size_t floor):
+        cdef size_t used, kept
+        if self._poison:
+            used = um.um_tape_used(&self.tape)
+            kept = um.um_tape_kept(&self.tape)
+            floor = max(floor, kept)
+            if used > floor:
+                memset(self.tape.base + floor, POISON, used - floor)
+
+    @contextmanager
+    def frame(self):
+        """Take back, at the end of the ``with``, what was taken inside."""
+        mark = self.mark()
+        try:
+            yield self
+        finally:
+            # Where the tape was cleared or closed inside, this was taken back already.
+            if self._region is not None:
+                self.rewind(min(mark, self.used_bytes))
+
+    def freeze(self):
+        """Refuse every further take with `FrozenError`, until `thaw`."""
+        self._freeze_at(0)
+
+    def _freeze_at(self, size_t limit):
+        """Refuse takes that would pass `limit` bytes."""
+        cdef um.um_error err
+        self.check_open()
+        if um.um_tape_freeze(&self.tape, limit, &err) != um.UM_OK:
+            self.fail(&err)
+
+    def thaw(self):
+        """Allow takes again."""
+        self.check_open()
+        um.um_tape_thaw(&self.tape)
+
+    def warm(self, threads=None):
+        """Bring the tape's memory into RAM, as `Block.warm`."""
+        self.check_open()
+        self._block._warm_range(0, self.tape.total, threads)
+
+    def owns(self, array_or_address):
+        """Whether an array's first byte, or an address, lies in the tape's memory."""
+        self.check_open()
+        cdef object address = array_or_address
+        if isinstance(array_or_address, np.ndarray):
+            address = array_or_address.ctypes.data
+        return bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address))
+
+    @property
+    def used_bytes(self):
+        """Bytes up to the end of the last take, padding for alignment included."""
+        self.check_open()
+        return um.um_tape_used(&self.tape)
+
+    @property
+    def available_bytes(self):
+        """Bytes that are left."""
+        return self.tape.total - self.used_bytes
+
+    @property
+    def total_bytes(self):
+        """The tape's size in bytes."""
+        return self.tape.total
+
+    @property
+    def high_water_bytes(self):
+        """The most that `used_bytes` has ever been."""
+        self.check_open()
+        return um.um_tape_high_water(&self.tape)
+
+    @property
+    def n_takes(self):
+        """How often something was taken."""
+        return um.um_tape_n_takes(&self.tape)
+
+    @property
+    def frozen(self):
+        """Whether takes are refused."""
+        return bool(um.um_tape_frozen(&self.tape))
+
+    @property
+    def block(self):
+        """The block under the tape."""
+        self.check_open()
+        return self._block
+
+    @property
+    def closed(self):
+        """Whether the tape was closed."""
+        return self._region is None
+
+    def close(self):
+        """Close the tape and, where it is the tape's own, give its block back.
+
+        Raises
+        ------
+        BufferError
+            Arrays still use the tape's own block; nothing is closed then.
+        """
+        if self._region is not None:
+            self._check_unused()
+            self._release()
+
+    def _check_unused(self):
+        """Raise BufferError where `close` would."""
+        # The tape and its block hold the region; everybody else is a view.
+        if self._owns_block and self._region is not None:
+            n_views = Py_REFCNT(<PyObject *>self._region) - 2
+            if n_views > 0:
+                raise BufferError(f"Tape '{self.name}' has {n_views} live views: drop them first, "
+                                  "or leave a 'with'")
+
+    cdef object _release(self):
+        self._region = None
+        if self._owns_block and self._block is not None:
+            self._block.__exit__()
+        self._block = None
+
+    def __enter__(self):
+        self.check_open()
+        return self
+
+    def __exit__(self, *exc_info):
+        # Arrays that are still alive keep the memory; it goes with the last of them.
+        self._release()
+
+    def __del__(self):
+        if self._region is not None and self._owns_block:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __reduce__(self):
+        raise TypeError("a Tape cannot be pickled: it is memory of this process. "
+                        "Save the arrays that are on it")
+
+    def __repr__(self):
+        if self._region is None:
+            return f"Tape('{self.name}', closed)"
+        where = "its block closed" if self._block.closed else self._block.granted
+        state = ", frozen" if self.frozen else ""
+        return (f"Tape('{self.name}', {format_bytes(self.used_bytes)} of "
+                f"{format_bytes(self.total_bytes)} used, {where}{state})")
