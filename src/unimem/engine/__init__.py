@@ -1,0 +1,18 @@
+"""A decoder for llama-family models: ggml computes, on memory that unimem placed."""
+
+from pathlib import Path
+
+from unimem.engine.arch import UnsupportedModel
+from unimem.engine.decoder import Decoder
+
+__all__ = ["Decoder", "UnsupportedModel", "embedded_model"]
+
+
+def embedded_model() -> Path:
+    """Return the path of the small model that is in the package: it writes children's stories.
+
+    Returns
+    -------
+    pathlib.Path
+    """
+    return Path(__file__).parent.parent / "models" / "tiny.gguf"

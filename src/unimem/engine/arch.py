@@ -1,0 +1,223 @@
+"""What the engine can run: everything in a model file is checked here, before ggml sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unimem.dims import ARCHITECTURES, Metadata, ModelDims
+from unimem.engine import ggml
+
+if TYPE_CHECKING:
+    from unimem import Weights
+
+__all__ = ["Model", "UnsupportedModel"]
+
+
+class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
+    """The engine does not run this model; the message says what it supports."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions turn queries and keys; the arguments of `ggml_rope_ext`."""
+
+    mode: int
+    freq_base: float
+    freq_scale: float
+    ext_factor: float
+    attn_factor: float
+    original_ctx: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checked model: any graph built from it has shapes and types that ggml takes."""
+
+    arch: str
+    dims: ModelDims
+    eps: float
+    rope: Rope
+    window: int | None  # tokens that attention sees, where the file limits them
+
+    @classmethod
+    def from_weights(cls, weights: Weights) -> Model:
+        """Check a file's metadata and tensors.
+
+        Raises
+        ------
+        UnsupportedModel
+            An architecture, a feature or a tensor that the engine does not know, a tensor of a
+            wrong shape or type, or a number out of range.
+        """
+        arch = weights.metadata.get("general.architecture")
+        if arch not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"architecture {arch!r:.60} is not supported; supported are "
+                f"{', '.join(ARCHITECTURES)} (Mistral is a llama)"
+            )
+        try:
+            return cls._checked(weights, str(arch))
+        except UnsupportedModel:
+            raise
+        except ValueError as error:
+            raise UnsupportedModel(str(error)) from None
+
+    @classmethod
+    def _checked(cls, weights: Weights, arch: str) -> Model:
+        dims = ModelDims.from_weights(weights)
+        meta = Metadata(weights.metadata, arch)
+        if meta.get("expert_count"):
+            raise UnsupportedModel("mixtures of experts are not supported")
+        if meta.get("attention.causal") is False:
+            raise UnsupportedModel("models without causal attention are not supported")
+        for name in ("attention.value_length", "rope.dimension_count"):
+            value = meta.count(name, dims.head_dim)
+            if value != dims.head_dim:
+                raise UnsupportedModel(
+                    f"'{arch}.{name}' is {value}, but only the head's size, {dims.head_dim}, "
+                    "is supported"
+                )
+        eps = meta.number("attention.layer_norm_rms_epsilon")
+        if not 0 < eps < 1:
+            raise UnsupportedModel(f"'{arch}.attention.layer_norm_rms_epsilon' is {eps}")
+        window = meta.get("attention.sliding_window")
+        _check_tensors(weights, arch, dims)
+        return cls(
+            arch=arch,
+            dims=dims,
+            eps=eps,
+            rope=_rope(meta, arch, dims),
+            window=meta.count("attention.sliding_window") if window else None,
+        )
+
+    def check_ctx(self, ctx: int) -> None:
+        """Refuse a context that is longer than what this model's attention may see.
+
+        Raises
+        ------
+        UnsupportedModel
+        """
+        if self.window is not None and ctx > self.window:
+            raise UnsupportedModel(
+                f"the model's attention slides over {self.window} tokens, which the engine does "
+                f"not do; a context of at most {self.window} works (asked for: {ctx})"
+            )
+
+
+def _rope(meta: Metadata, arch: str, dims: ModelDims) -> Rope:
+    """Read the rotary embedding as llama.cpp does (`llama_context` and `load_hparams`)."""
+    kind = meta.get("rope.scaling.type")
+    kind = "linear" if kind is None else kind
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModel(
+            f"rope scaling {kind!r:.60} is not supported; supported are none, linear and yarn"
+        )
+    base = meta.number("rope.freq_base", 10000.0)
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 0.0))
+    attn_factor = meta.number("rope.scaling.attn_factor", 1.0)
+    # The limits keep every power and logarithm below in the range of a float.
+    for name, value, low, high in (
+        ("rope.freq_base", base, 1.0, 1e30),
+        ("rope.scaling.factor", factor or 1.0, 1e-6, 1e6),
+        ("rope.scaling.attn_factor", attn_factor, 1e-6, 1e6),
+    ):
+        if not (low < value < high):
+            raise UnsupportedModel(f"'{arch}.{name}' is {value}, not between {low:g} and {high:g}")
+    if kind == "none" or factor == 0:
+        factor = 1.0
+    ext_factor = 0.0
+    if kind == "yarn":
+        ext_factor = 1.0
+        # llama.cpp takes the magnitude correction out that ggml applies itself; what is left is
+        # 1 for a factor above 1.
+        attn_factor *= max(1.0, 1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * math.log(factor))
+    return Rope(
+        mode=ggml.ROPE_NORMAL if arch == "llama" else ggml.ROPE_NEOX,
+        freq_base=base,
+        freq_scale=1.0 / factor,
+        ext_factor=ext_factor,
+        attn_factor=attn_factor,
+        original_ctx=meta.count("rope.scaling.original_context_length", dims.max_seq_len),
+    )
+
+
+@dataclass(frozen=True)
+class _Expected:
+    name: str
+    ne: tuple[int, ...]
+    required: bool = True
+
+
+def _expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
+    hidden, inner = dims.hidden_size, dims.intermediate_size
+    q, kv = dims.q_size, dims.kv_size
+    yield _Expected("token_embd.weight", (hidden, dims.vocab_size))
+    yield _Expected("output.weight", (hidden, dims.vocab_size), required=False)
+    yield _Expected("output_norm.weight", (hidden,))
+    if arch == "llama":
+        yield _Expected("rope_freqs.weight", (dims.head_dim // 2,), required=False)
+    for layer in range(dims.num_layers):
+        blk = f"blk.{layer}"
+        yield _Expected(f"{blk}.attn_norm.weight", (hidden,))
+        yield _Expected(f"{blk}.ffn_norm.weight", (hidden,))
+        for name, n_in, n_out in (
+            ("attn_q", hidden, q),
+            ("attn_k", hidden, kv),
+            ("attn_v", hidden, kv),
+            ("attn_output", q, hidden),
+            ("ffn_gate", hidden, inner),
+            ("ffn_up", hidden, inner),
+            ("ffn_down", inner, hidden),
+        ):
+            yield _Expected(f"{blk}.{name}.weight", (n_in, n_out))
+            if name in ("attn_q", "attn_k", "attn_v"):
+                yield _Expected(f"{blk}.{name}.bias", (n_out,), required=arch == "qwen2")
+        if arch == "qwen3":
+            yield _Expected(f"{blk}.attn_q_norm.weight", (dims.head_dim,))
+            yield _Expected(f"{blk}.attn_k_norm.weight", (dims.head_dim,))
+
+
+def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
+    if dims.num_layers > len(weights.tensors):
+        raise UnsupportedModel(
+            f"the metadata speaks of {dims.num_layers} layers, but the file has only "
+            f"{len(weights.tensors)} tensors"
+        )
+    known = set()
+    for expected in _expected(arch, dims):
+        known.add(expected.name)
+        tensor = weights.tensors.get(expected.name)
+        if tensor is None:
+            if expected.required:
+                raise UnsupportedModel(f"the model has no tensor '{expected.name}'")
+            continue
+        ne = tuple(tensor.ne)
+        # Trailing dimensions of one are the same memory.
+        while len(ne) > len(expected.ne) and ne[-1] == 1:
+            ne = ne[:-1]
+        if ne != expected.ne:
+            raise UnsupportedModel(
+                f"tensor '{expected.name}' has shape {list(ne)}, expected {list(expected.ne)}"
+            )
+        vector = len(expected.ne) == 1
+        allowed = {ggml.F32: "f32"} if vector else ggml.MATMUL_TYPES
+        if tensor.ggml_type not in allowed:
+            raise UnsupportedModel(
+                f"tensor '{expected.name}' is of type {tensor.type}; supported here: "
+                f"{', '.join(sorted(allowed.values()))}"
+            )
+        rows = math.prod(expected.ne[1:])
+        if tensor.nbytes != ggml.row_size(tensor.ggml_type, expected.ne[0]) * rows:
+            raise UnsupportedModel(f"tensor '{expected.name}' has {tensor.nbytes} bytes")
+    # A tensor that is left out would change the result silently.
+    unknown = sorted(set(weights.tensors) - known)
+    if unknown:
+        raise UnsupportedModel(
+            f"the model has {len(unknown)} tensors that the engine does not know for "
+            f"{arch}, such as {unknown[0]!r:.80}"
+        )

@@ -1,0 +1,669 @@
+"""The decoder: prompts in, logits and tokens out, on the tapes of one layout."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.kv import KVCache
+from unimem.dims import ModelDims
+from unimem.engine import ggml
+from unimem.engine.arch import Model
+from unimem.engine.graph import Arrays, Graph, Headers, view
+from unimem.engine.sampling import Sampling, sample
+from unimem.errors import CacheFull, ClosedError, TapeFull
+from unimem.layout import Layout
+from unimem.plan import PREFILL_BATCH, plan
+from unimem.report import Report, Row
+from unimem.weights import Weights, open_weights
+
+if TYPE_CHECKING:
+    from unimem.engine.tokenizer import Tokenizer
+
+__all__ = ["Decoder"]
+
+KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
+_KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32}
+
+
+class Decoder:
+    """Runs one model for one conversation.
+
+    All memory is taken at the start: weights are mapped, the KV cache lies on the layout's history
+    tape, and graphs, values, inputs and logits lie on its scratch tape, kept. A step afterwards
+    takes nothing. ggml computes with threads of its own; a decoder itself is for one thread at a
+    time, and not for use after a fork.
+
+    Parameters
+    ----------
+    path_or_weights : path-like or Weights
+        A GGUF file, which is opened, read into memory and closed with the decoder; or an opened
+        one, whose pages the caller warms, or the first tokens bring in.
+    ctx : int, optional
+        Tokens of context; by default the smallest of the model's, 4096 and what fits.
+    kv_dtype : {"f16", "f32"}
+        Type of the KV cache.
+    threads : int, optional
+        Threads that compute; by default the physical cores that this process may use.
+    layout : Layout, optional
+        Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
+        the decoder makes its own.
+
+    Raises
+    ------
+    UnsupportedModel
+        The engine does not run this model.
+    GGUFError, OSError
+        The file cannot be used.
+    ValueError
+        An option is out of range.
+    CapacityError
+        The model does not fit into available memory; `TapeFull` where `layout` is too small.
+
+    Attributes
+    ----------
+    weights : Weights
+        The opened model.
+    layout : Layout
+        Its memory.
+    dims : ModelDims
+        Its dimensions.
+    kv : KVCache
+        The conversation so far. It may be cropped or cleared between calls.
+    ctx, threads : int
+        Tokens that fit in the cache; threads that compute.
+
+    Examples
+    --------
+    >>> from unimem.engine import Decoder, embedded_model
+    >>> with Decoder(embedded_model(), ctx=128) as decoder:
+    ...     story = "".join(decoder.generate("Once upon a time", 8))
+    ...     decoder.kv.seq_len > 8
+    True
+    """
+
+    def __init__(
+        self,
+        path_or_weights: str | os.PathLike[str] | Weights,
+        *,
+        ctx: int | None = None,
+        kv_dtype: str = "f16",
+        threads: int | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self._closed = True
+        self._owns_weights = not isinstance(path_or_weights, Weights)
+        self._owns_layout = layout is None
+        self.weights = (
+            path_or_weights
+            if isinstance(path_or_weights, Weights)
+            else open_weights(path_or_weights)
+        )
+        own_layout = None
+        try:
+            self._model = Model.from_weights(self.weights)
+            needed = plan(self.weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads)
+            self._model.check_ctx(needed.ctx)
+            if layout is None:
+                layout = own_layout = Layout.for_model(
+                    self.weights, ctx=needed.ctx, kv_dtype=kv_dtype, threads=needed.threads
+                )
+            else:
+                # Past the limit of a cgroup, warming would end the process instead of failing.
+                tapes = (layout.scratch, layout.history)
+                there = sum(tape.block.verify().resident_bytes for tape in tapes)
+                available = needed.available_bytes + there
+                replace(needed, available_bytes=available).require_fits()
+            self.layout = layout
+            self.dims: ModelDims = self._model.dims
+            self.ctx, self.threads = needed.ctx, needed.threads
+            self._set_up(kv_dtype, needed.scratch_bytes)
+        except BaseException:
+            if own_layout is not None:
+                own_layout.__exit__()
+            if self._owns_weights:
+                self.weights.__exit__(None, None, None)
+            raise
+        self._tokenizer: Tokenizer | None = None
+        self._rng: np.random.Generator | None = None
+        self._seed: int | None = None
+        self._talk = 0  # counts conversations, so that an old generator notices a new one
+        self._visible = 0  # rows that the decode graph's mask shows
+        self._longest = 0  # tokens of the longest conversation before this one
+        self._ready = False  # whether the logits are those of the cache's last token
+        self._closed = False
+
+    def _set_up(self, kv_dtype: str, scratch_bytes: int) -> None:
+        scratch, history = self.layout.scratch, self.layout.history
+        if scratch.available_bytes < scratch_bytes:
+            raise TapeFull(
+                f"the decoder needs {scratch_bytes} bytes of scratch, but "
+                f"{scratch.used_bytes} of {scratch.total_bytes} are used",
+                scratch.total_bytes,
+                scratch.used_bytes,
+                scratch_bytes,
+            )
+        marks = scratch.mark(), history.mark()
+        self._threadpool = 0
+        self._made: list[Headers | Graph] = []
+        try:
+            dims = self.dims
+            self.kv = KVCache(
+                dims.num_layers,
+                dims.num_kv_heads,
+                dims.head_dim,
+                self.ctx,
+                dtype=kv_dtype,
+                tape=history,
+            )
+            self.kv.warm(self.threads)
+            scratch.warm(self.threads)
+            if self._owns_weights:
+                self.weights.block.warm(self.threads)
+            self._build(_KV_KINDS[self.kv.dtype])
+        except BaseException:
+            self._free()
+            scratch.rewind(marks[0])
+            history.rewind(marks[1])
+            raise
+        scratch.keep()
+        self.layout.attach(self.kv)
+        self._hold()
+
+    def _build(self, kv_kind: int) -> None:
+        take, dims, model, ctx = self.layout.scratch.take_address, self.dims, self._model, self.ctx
+        batch = min(PREFILL_BATCH, ctx)
+        parts = [
+            (self.kv.address(layer, "k"), self.kv.address(layer, "v"))
+            for layer in range(dims.num_layers)
+        ]
+        for address in (address for pair in parts for address in pair):
+            # Attention multiplies masked rows by zero, and NaN times zero is NaN.
+            ctypes.memset(address, 0, self.kv.row_bytes * ctx)
+        tensors = {
+            name: (tensor.ggml_type, tensor.ne, tensor.address)
+            for name, tensor in self.weights.tensors.items()
+        }
+        nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
+        headers = Headers(model, tensors, parts, ctx, kv_kind, take(nbytes), nbytes)
+        self._made.append(headers)
+        arrays = Arrays(
+            tokens=take(4 * batch),
+            positions=take(4 * batch),
+            rows=take(8 * batch),
+            last=take(4),
+            logits=take(4 * dims.vocab_size),
+        )
+        self._tokens = view(arrays.tokens, batch, "int32")
+        self._positions = view(arrays.positions, batch, "int32")
+        self._rows = view(arrays.rows, batch, "int64")
+        self._last = view(arrays.last, 1, "int32")
+        self._logits_address = arrays.logits
+        self._logits = view(arrays.logits, dims.vocab_size, "float32")
+        self._logits[:] = 0
+        nbytes = Graph.bytes_needed(dims.num_layers)
+        graphs = []
+        for n in (1, batch):
+            graph = Graph(model, headers, arrays, n, take(2 * n * ctx), take(nbytes), nbytes)
+            graphs.append(graph)
+            self._made.append(graph)
+        self._decode, self._prefill = graphs
+        self._threadpool = ggml.new_threadpool(self.threads)
+        arena = take(max(graph.arena_bytes for graph in graphs))
+        work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
+        for graph in graphs:
+            graph.settle(arena, work, self.threads, self._threadpool)
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        # These views make closing a borrowed layout, or borrowed weights, under the decoder fail.
+        tapes = (self.layout.scratch, self.layout.history)
+        self._held = [self.weights.block.as_array(), *(tape.block.as_array() for tape in tapes)]
+
+    def _free(self) -> None:
+        for made in self._made:
+            made.free()
+        self._made = []
+        if self._threadpool:
+            ggml.threadpool_free(self._threadpool)
+            self._threadpool = 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the Decoder is closed")
+
+    @property
+    def logits(self) -> NDArray[Any]:
+        """float32 [vocab]: a view of the one logits vector, valid until the next token."""
+        self._check_open()
+        block = self.layout.scratch.block
+        return block.as_array("float32", self.dims.vocab_size, self._logits_address - block.address)
+
+    def addresses(self) -> dict[str, int]:
+        """Address of every buffer that a step uses; they never change.
+
+        Returns
+        -------
+        dict
+            Of logits, inputs, each layer's K and V, and each value of the decode graph.
+        """
+        self._check_open()
+        named = {
+            "logits": self._logits.ctypes.data,
+            "tokens": self._tokens.ctypes.data,
+            "positions": self._positions.ctypes.data,
+            "rows": self._rows.ctypes.data,
+            "mask": self._decode.mask.ctypes.data,
+        }
+        for layer in range(self.dims.num_layers):
+            for part in ("k", "v"):
+                named[f"{part}.{layer}"] = self.kv.address(layer, part)
+        named |= {f"value.{i}": a for i, a in enumerate(self._decode.addresses())}
+        return named
+
+    def report(self) -> Report:
+        """Report what the decoder's memory is for, and what ggml is.
+
+        Returns
+        -------
+        Report
+            Rows ``weights:TYPE``, ``kv``, ``scratch``, ``logits`` and ``other``, which sum up to
+            the mappings of weights, scratch and history; facts of the model and of ggml.
+        """
+        self._check_open()
+        block, scratch, history = self.weights.block, self.layout.scratch, self.layout.history
+        placed = block.verify()
+        resident = dict.fromkeys(self.weights.by_type(), 0)
+        for tensor in self.weights.tensors.values():
+            resident[tensor.type] += min(
+                tensor.nbytes, block._resident_range(tensor.offset, tensor.nbytes)
+            )
+        rows = [
+            Row(f"weights:{kind}", nbytes, placed, nbytes, resident[kind], nbytes)
+            for kind, nbytes in self.weights.by_type().items()
+        ]
+        kv = self.kv.capacity_bytes
+        talk = self.kv.memory_usage_bytes
+        in_ram = min(kv, self.kv.resident_bytes)
+        peak = 2 * self.dims.num_layers * self.kv.row_bytes * max(self._longest, self.kv.seq_len)
+        rows.append(Row("kv", kv, history.block.verify(), talk, in_ram, peak))
+        logits = self._logits.nbytes
+        placed = scratch.block.verify()
+        rows += [
+            Row(
+                "scratch",
+                scratch.block.nbytes - logits,
+                placed,
+                scratch.used_bytes - logits,
+                placed.resident_bytes - logits,
+                scratch.high_water_bytes - logits,
+            ),
+            Row("logits", logits, placed, logits, logits, logits),
+        ]
+        other = block.nbytes - self.weights.nbytes + history.block.nbytes - kv
+        rows.append(Row("other", other))
+        facts = {
+            "model": ", ".join(self.weights.files),
+            "architecture": self._model.arch,
+            "ctx": self.ctx,
+            "kv_dtype": self.kv.dtype,
+            "threads": self.threads,
+        }
+        return Report(tuple(rows), facts | ggml.facts())
+
+    def close(self) -> None:
+        """Give everything back. Closing twice is no error.
+
+        Raises
+        ------
+        BufferError
+            Views of the logits, or others on the decoder's own layout, are alive; nothing is
+            closed then.
+        """
+        if self._closed:
+            return
+        self._held = []
+        try:
+            if self._owns_layout:
+                self.layout.close()
+        except BufferError:
+            self._hold()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._free()
+        self._held = []
+        self.kv.close()
+        if self._owns_weights:
+            self.weights.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if self._closed:
+            return
+        self._end()
+        if self._owns_layout:
+            # Views that are still alive keep the memory; it goes with the last of them.
+            self.layout.__exit__(kind, error, trace)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            files = ", ".join(self.weights.files)
+            warnings.warn(
+                f"unclosed Decoder of {files}", ResourceWarning, stacklevel=1, source=self
+            )
+            self.__exit__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a Decoder cannot be pickled: make it in the other process")
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "Decoder(closed)"
+        return (
+            f"Decoder({self._model.arch}, {self.dims.num_layers} layers, "
+            f"{self.kv.seq_len} of {self.ctx} tokens, {self.threads} threads)"
+        )
+
+    # ---- text ---------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The file's tokenizer, made when it is first asked for.
+
+        Raises
+        ------
+        ValueError
+            The file's tokenizer is not supported; token ids work nevertheless.
+        """
+        if self._tokenizer is None:
+            from unimem.engine.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.from_metadata(self.weights.metadata)
+        return self._tokenizer
+
+    def tokenize(
+        self, text: str, *, add_bos: bool | None = None, special: bool = False
+    ) -> list[int]:
+        """Turn text into token ids.
+
+        Parameters
+        ----------
+        text : str
+            Any text.
+        add_bos : bool, optional
+            Whether to begin with the BOS token; as the file says by default.
+        special : bool
+            Whether texts such as ``<|im_end|>`` mean the special tokens of that name.
+        """
+        return self.tokenizer.encode(text, add_bos=add_bos, special=special)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """Turn token ids into text."""
+        return self.tokenizer.decode(list(tokens))
+
+    # ---- computing ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Begin a new conversation. The memory stays."""
+        self._check_open()
+        self._longest = max(self._longest, self.kv.seq_len)
+        self.kv.clear()
+        self._talk += 1
+        self._ready = False
+        self._rng = None
+
+    def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
+        """Compute tokens, continuing where the KV cache ends.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            At least one token id.
+
+        Returns
+        -------
+        ndarray
+            float32 [vocab]: the logits of the last token, a view of the one logits vector.
+
+        Raises
+        ------
+        ValueError
+            No tokens, or one that the model does not have. Nothing was computed.
+        CacheFull
+            There is no room for all of them. Nothing was computed.
+        """
+        self._check_open()
+        checked = self._checked(tokens)
+        self._require_room(len(checked))
+        self._compute(checked)
+        return self.logits
+
+    def generate_next_token(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> int:
+        """Choose a token by the logits, append it to the conversation and compute its logits.
+
+        Parameters
+        ----------
+        temperature, top_k, top_p : float, int, float
+            See `generate`.
+        seed : int, optional
+            Begins a sequence of choices that goes on while calls have the same seed; a new
+            conversation begins it anew.
+
+        Returns
+        -------
+        int
+            The token's id.
+
+        Raises
+        ------
+        ValueError
+            An option is out of range.
+        CacheFull
+            There is no room for a token.
+        RuntimeError
+            There are no logits to choose by: nothing was prefilled.
+        """
+        self._check_open()
+        options = Sampling(temperature, top_k, top_p, seed)
+        self._require_room(1)
+        token = self._choose(options)
+        self._step(token)
+        return token
+
+    def generate(
+        self,
+        prompt_or_tokens: str | Iterable[int],
+        n: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_at_eog: bool = True,
+    ) -> Iterator[str]:
+        """Begin a new conversation and generate text.
+
+        Parameters
+        ----------
+        prompt_or_tokens : str or iterable of int
+            What comes before.
+        n : int
+            The most tokens to generate.
+        temperature : float
+            0 takes the likeliest token each time.
+        top_k : int
+            Choose among so many of the likeliest tokens; 0 for all.
+        top_p : float
+            Of these, among the fewest whose probabilities sum up to `top_p`.
+        seed : int, optional
+            Same seed, same text.
+        stop_at_eog : bool
+            Whether to stop at a token that ends a generation, as the file says.
+
+        Returns
+        -------
+        iterator of str
+            Pieces of text as they are made. It computes while it is iterated.
+
+        Raises
+        ------
+        ValueError
+            An option is out of range, or the prompt has no tokens. The conversation is as before.
+        CacheFull
+            Prompt and `n` tokens are more than the context. The conversation is as before.
+        """
+        self._check_open()
+        options = Sampling(temperature, top_k, top_p, seed)
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
+        if isinstance(prompt_or_tokens, str):
+            prompt_or_tokens = self.tokenize(prompt_or_tokens)
+        tokens = self._checked(prompt_or_tokens)
+        # The last token that is generated is not computed.
+        asked = len(tokens) + max(n - 1, 0)
+        if asked > self.ctx:
+            raise CacheFull(
+                f"a prompt of {len(tokens)} tokens and {n} more do not fit in the context of "
+                f"{self.ctx}: take fewer, or a larger ctx",
+                self.ctx,
+                0,
+                asked,
+            )
+        stop = self.tokenizer.eog_ids if stop_at_eog else frozenset()
+        return self._generate(tokens, n, options, stop)
+
+    def _generate(
+        self, tokens: NDArray[Any], n: int, options: Sampling, stop: frozenset[int]
+    ) -> Iterator[str]:
+        self.reset()
+        talk = self._talk
+        self._compute(tokens)
+        stream = self.tokenizer.stream()
+        for i in range(n):
+            token = self._choose(options)
+            if token in stop:
+                break
+            if text := stream.push(token):
+                yield text
+            self._check_open()
+            if talk != self._talk:
+                raise RuntimeError("a new conversation has begun; this one cannot go on")
+            if i < n - 1:
+                self._step(token)
+        if text := stream.flush():
+            yield text
+
+    def _checked(self, tokens: Iterable[int]) -> NDArray[Any]:
+        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        if array.ndim != 1 or not len(array):
+            raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"tokens: expected integers, got {array.dtype}")
+        wrong = (array < 0) | (array >= self.dims.vocab_size)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"tokens: expected ids from 0 to {self.dims.vocab_size - 1}, got {array[i]} at "
+                f"index {i}"
+            )
+        return array
+
+    def _require_room(self, n: int) -> None:
+        used = self.kv.seq_len
+        if n > self.ctx - used:
+            raise CacheFull(
+                f"no room for {n} more tokens: {used} of {self.ctx} are used; reset() begins a "
+                "new conversation",
+                self.ctx,
+                used,
+                n,
+            )
+
+    def _choose(self, options: Sampling) -> int:
+        if not self._ready:
+            raise RuntimeError("there are no logits to choose by: prefill tokens first")
+        if options.temperature and (self._rng is None or options.seed != self._seed):
+            self._rng, self._seed = np.random.default_rng(options.seed), options.seed
+        return sample(self._logits, options, self._rng)
+
+    def _compute(self, tokens: NDArray[Any]) -> None:
+        """Compute tokens that were checked, batch by batch; all of them count, or none."""
+        if len(tokens) == 1:
+            self._step(int(tokens[0]))
+            return
+        self._ready = False
+        row = self.kv.reserve(len(tokens))
+        try:
+            for start in range(0, len(tokens), self._prefill.batch):
+                self._compute_batch(tokens[start : start + self._prefill.batch], row + start)
+        except BaseException:
+            self.kv.rollback()
+            raise
+        self.kv.commit(len(tokens))
+        self._ready = True
+
+    def _compute_batch(self, tokens: NDArray[Any], row: int) -> None:
+        n, graph = len(tokens), self._prefill
+        graph.resize(n)
+        graph.attend(self._bucket(row + n))
+        self._tokens[:n] = tokens
+        self._positions[:n] = self._rows[:n] = np.arange(row, row + n)
+        self._last[0] = n - 1
+        graph.mask[:] = -np.inf
+        for i in range(n):
+            graph.mask[i, : row + i + 1] = 0
+        graph.compute()
+
+    def _step(self, token: int) -> None:
+        """Compute one token; nothing is taken, and nothing moves."""
+        self._ready = False
+        row = self.kv.reserve(1)
+        try:
+            graph = self._decode
+            n_kv = self._bucket(row + 1)
+            if n_kv != graph.n_kv or row != self._visible:
+                graph.attend(n_kv)
+                graph.mask[0, :row] = 0
+                graph.mask[0, row:] = -np.inf
+            graph.mask[0, row] = 0
+            self._visible = row + 1
+            self._tokens[0] = token
+            self._positions[0] = row
+            self._rows[0] = row
+            self._last[0] = 0
+            graph.compute()
+        except BaseException:
+            self.kv.rollback()
+            raise
+        self.kv.commit(1)
+        self._ready = True
+
+    def _bucket(self, n: int) -> int:
+        return min(self.ctx, -(-n // KV_BUCKET) * KV_BUCKET)

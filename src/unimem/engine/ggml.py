@@ -1,0 +1,275 @@
+"""ggml through ctypes: the functions and structs that the engine uses, and nothing else.
+
+ggml has no stable binary interface, so the version is pinned and the struct layouts are checked
+when this module is loaded. Tensors, graphs and contexts are plain addresses (`int`). ggml aborts
+the process when it is given a wrong shape or too little room: callers check beforehand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Callable
+from ctypes import (
+    POINTER,
+    Structure,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+PACKAGE_VERSION = "0.0.45"
+INSTALL = "pip install 'unimem-llm[run]'"
+REBUILD = (
+    "CMAKE_ARGS=-DGGML_LLAMAFILE=ON pip install --no-cache-dir --force-reinstall --no-deps "
+    f"ggml-python=={PACKAGE_VERSION}"
+)
+
+MAX_DIMS = 4
+F32, F16, I32, I64 = 0, 1, 26, 27
+ROPE_NORMAL, ROPE_NEOX = 0, 2
+PREC_F32 = 10
+OBJECT_BYTES = 32  # the header that ggml puts before each tensor and graph of a context
+
+
+class InitParams(Structure):
+    """`ggml_init_params`."""
+
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+class Tensor(Structure):
+    """`ggml_tensor`."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("buffer", c_void_p),
+        ("ne", c_int64 * MAX_DIMS),
+        ("nb", c_size_t * MAX_DIMS),
+        ("op", c_int),
+        ("op_params", c_int32 * 16),
+        ("flags", c_int32),
+        ("src", c_void_p * 10),
+        ("view_src", c_void_p),
+        ("view_offs", c_size_t),
+        ("data", c_void_p),
+        ("name", c_char * 64),
+        ("extra", c_void_p),
+        ("padding", c_char * 8),
+    )
+
+
+class ComputePlan(Structure):
+    """`ggml_cplan`."""
+
+    _fields_ = (
+        ("work_size", c_size_t),
+        ("work_data", c_void_p),
+        ("n_threads", c_int),
+        ("threadpool", c_void_p),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("use_ref", c_bool),
+    )
+
+
+class ThreadpoolParams(Structure):
+    """`ggml_threadpool_params`."""
+
+    _fields_ = (
+        ("cpumask", c_bool * 512),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
+
+
+class _CpuTraits(Structure):
+    """`ggml_type_traits_cpu`."""
+
+    _fields_ = (
+        ("from_float", c_void_p),
+        ("vec_dot", c_void_p),
+        ("vec_dot_type", c_int),
+        ("nrows", c_int64),
+    )
+
+
+def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    try:
+        version = importlib.metadata.version("ggml-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"the engine needs ggml, which is not installed: {INSTALL}") from None
+    if version != PACKAGE_VERSION:
+        raise ImportError(
+            f"the engine needs ggml-python {PACKAGE_VERSION}, but {version} is installed: {INSTALL}"
+        )
+    # The package itself is not imported: it loads every ggml function, and all symbols globally.
+    spec = importlib.util.find_spec("ggml")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"ggml-python {version} has no package 'ggml': {INSTALL}")
+    folder = Path(spec.submodule_search_locations[0]) / "lib"
+    try:
+        base = ctypes.CDLL(str(folder / "libggml-base.so"))
+        return base, ctypes.CDLL(str(folder / "libggml-cpu.so"))
+    except OSError as error:
+        raise ImportError(f"ggml cannot be loaded ({error}): {INSTALL}") from None
+
+
+_BASE, _CPU = _load()
+
+_Function = Callable[..., Any]
+
+
+def _base(name: str, restype: Any, *argtypes: Any, lib: ctypes.CDLL = _BASE) -> _Function:
+    function = getattr(lib, f"ggml_{name}")
+    function.restype, function.argtypes = restype, argtypes
+    return function  # type: ignore[no-any-return]
+
+
+def _cpu(name: str, restype: Any, *argtypes: Any) -> _Function:
+    return _base(name, restype, *argtypes, lib=_CPU)
+
+
+# Addresses are c_void_p: the default restype would cut them to 32 bits.
+_P = c_void_p
+_version = _base("version", c_char_p)
+_log_set = _base("log_set", None, _P, _P)
+_type_name = _base("type_name", c_char_p, c_int)
+_blck_size = _base("blck_size", c_int64, c_int)
+row_size = _base("row_size", c_size_t, c_int, c_int64)
+tensor_overhead = _base("tensor_overhead", c_size_t)
+graph_overhead_custom = _base("graph_overhead_custom", c_size_t, c_size_t, c_bool)
+
+init = _base("init", _P, InitParams)
+reset = _base("reset", None, _P)
+free = _base("free", None, _P)
+used_mem = _base("used_mem", c_size_t, _P)
+
+_new_tensor = _base("new_tensor", _P, _P, c_int, c_int, POINTER(c_int64))
+nbytes = _base("nbytes", c_size_t, _P)
+set_input = _base("set_input", None, _P)
+set_output = _base("set_output", None, _P)
+
+get_rows = _base("get_rows", _P, _P, _P, _P)
+set_rows = _base("set_rows", _P, _P, _P, _P, _P)
+rms_norm = _base("rms_norm", _P, _P, _P, c_float)
+mul = _base("mul", _P, _P, _P, _P)
+add = _base("add", _P, _P, _P, _P)
+mul_mat = _base("mul_mat", _P, _P, _P, _P)
+swiglu_split = _base("swiglu_split", _P, _P, _P, _P)
+reshape_2d = _base("reshape_2d", _P, _P, _P, c_int64, c_int64)
+reshape_3d = _base("reshape_3d", _P, _P, _P, c_int64, c_int64, c_int64)
+view_3d = _base("view_3d", _P, _P, _P, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)
+permute = _base("permute", _P, _P, _P, c_int, c_int, c_int, c_int)
+rope_ext = _base(
+    "rope_ext", _P, _P, _P, _P, _P, c_int, c_int, c_int,
+    c_float, c_float, c_float, c_float, c_float, c_float,
+)  # fmt: skip
+flash_attn_ext = _base("flash_attn_ext", _P, _P, _P, _P, _P, _P, c_float, c_float, c_float)
+flash_attn_ext_set_prec = _base("flash_attn_ext_set_prec", None, _P, c_int)
+
+new_graph_custom = _base("new_graph_custom", _P, _P, c_size_t, c_bool)
+build_forward_expand = _base("build_forward_expand", None, _P, _P)
+graph_n_nodes = _base("graph_n_nodes", c_int, _P)
+graph_nodes = _base("graph_nodes", _P, _P)
+
+graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
+graph_compute = _cpu("graph_compute", c_int, _P, _P)
+_threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
+_threadpool_new = _cpu("threadpool_new", _P, POINTER(ThreadpoolParams))
+threadpool_free = _cpu("threadpool_free", None, _P)
+_get_type_traits_cpu = _cpu("get_type_traits_cpu", POINTER(_CpuTraits), c_int)
+_has_llamafile = _cpu("cpu_has_llamafile", c_int)
+
+
+def new_tensor(context: int, kind: int, *ne: int) -> int:
+    """Make a tensor header of type number `kind`; its `data` is NULL."""
+    return int(_new_tensor(context, kind, len(ne), (c_int64 * len(ne))(*ne)))
+
+
+def new_context(address: int, nbytes: int) -> int:
+    """Make a context whose headers and graphs lie in [address, address + nbytes)."""
+    return int(init(InitParams(mem_size=nbytes, mem_buffer=address, no_alloc=True)))
+
+
+def new_threadpool(n_threads: int) -> int:
+    """Make the threads that graphs are computed with; free it with `threadpool_free`."""
+    params = _threadpool_params_default(n_threads)
+    return int(_threadpool_new(ctypes.byref(params)))
+
+
+# ggml writes warnings to standard error; an engine inside somebody's program must not.
+_silence = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda _level, _text, _data: None)
+_log_set(_silence, None)
+_cpu("cpu_init", None)()
+
+
+def _check_layout() -> None:
+    room = (c_char * 2048)()
+    address = -(-ctypes.addressof(room) // 16) * 16
+    context = new_context(address, 1024)
+    tensor = Tensor.from_address(new_tensor(context, F32, 3, 5))
+    expected = (F32, [3, 5, 1, 1], [4, 12, 60, 60], None)
+    found = (tensor.type, list(tensor.ne), list(tensor.nb), tensor.data)
+    free(context)
+    if (
+        ctypes.sizeof(Tensor) + OBJECT_BYTES != tensor_overhead()
+        or found != expected
+        or ctypes.sizeof(ComputePlan) != 56
+        or ctypes.sizeof(ThreadpoolParams) != 528
+    ):
+        raise ImportError(f"this build of ggml lays its structs out in another way: {INSTALL}")
+
+
+_check_layout()
+
+
+def _matmul_types() -> dict[int, str]:
+    kinds = {}
+    for number in range(42):
+        if _blck_size(number) and _get_type_traits_cpu(number).contents.vec_dot:
+            kinds[number] = _type_name(number).decode()
+    return kinds
+
+
+MATMUL_TYPES = _matmul_types()
+"""Number and name of each type that a matrix or an embedding may have."""
+
+
+def facts() -> dict[str, Any]:
+    """Say what this build of ggml is: version, CPU features in use, tinyBLAS.
+
+    Returns
+    -------
+    dict
+        ``ggml`` (version), ``cpu_features`` (list of names), ``tinyblas`` (bool) and, where that
+        is missing, ``advice`` (how to rebuild).
+    """
+    arm = ("neon", "arm_fma", "fp16_va", "dotprod", "matmul_int8", "sve", "sme")
+    x86 = (
+        "sse3", "ssse3", "avx", "avx_vnni", "avx2", "f16c", "fma", "bmi2", "avx512",
+        "avx512_vbmi", "avx512_vnni", "avx512_bf16", "amx_int8",
+    )  # fmt: skip
+    names = arm if platform.machine() == "aarch64" else x86
+    result: dict[str, Any] = {
+        "ggml": _version().decode(),
+        "cpu_features": [name for name in names if _cpu(f"cpu_has_{name}", c_int)()],
+        "tinyblas": bool(_has_llamafile()),
+    }
+    if not result["tinyblas"]:
+        result["advice"] = f"prefill is slow, this ggml has no tinyBLAS; rebuild it: {REBUILD}"
+    return result

@@ -1,0 +1,411 @@
+"""The graph of one forward pass, and where each of its values lies.
+
+Headers of tensors, nodes and graphs are made by ggml in memory that it is given, and no tensor
+owns memory: this module writes every tensor's address. Values whose lives do not meet share bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.engine import ggml
+from unimem.engine.arch import Model
+from unimem.plan import nodes_bound
+
+__all__ = ["Arrays", "Graph", "Headers", "place", "view"]
+
+ALIGN = 64
+_WORD = 8
+
+
+def view(address: int, shape: int | tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Make an array over memory that somebody else keeps alive."""
+    kind = np.dtype(dtype)
+    nbytes = int(np.prod(shape)) * kind.itemsize
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    return np.frombuffer(memory, kind).reshape(shape)
+
+
+def place(uses: Sequence[tuple[int, int, int]], align: int = ALIGN) -> tuple[list[int], int]:
+    """Find an offset for each buffer, so that buffers that live at the same time do not overlap.
+
+    The largest goes first, each to the lowest gap that is free for all of its life: the wide
+    values of a transformer then lie side by side, and the narrow ones fill what is left.
+
+    Parameters
+    ----------
+    uses : sequence of (nbytes, first, last)
+        Size, first and last use of each buffer, both inclusive.
+    align : int
+        What every offset is a multiple of.
+
+    Returns
+    -------
+    offsets : list of int
+        Of each buffer.
+    total : int
+        Bytes that all buffers span.
+    """
+    sizes, first, last = np.array(uses, np.int64).reshape(-1, 3).T
+    sizes = -(-sizes // align) * align
+    starts = np.full(len(sizes), -1, np.int64)
+    for i in np.lexsort((first, -sizes)):
+        beside = (starts >= 0) & (first <= last[i]) & (last >= first[i])
+        begins, ends = starts[beside], starts[beside] + sizes[beside]
+        order = np.argsort(begins)
+        # A gap lies between the furthest end so far and the next beginning.
+        gaps_from = np.maximum.accumulate(np.append(0, ends[order]))
+        gaps_to = np.append(begins[order], np.iinfo(np.int64).max)
+        starts[i] = gaps_from[np.argmax(gaps_to - gaps_from >= sizes[i])]
+    return starts.tolist(), int(np.max(starts + sizes, initial=0))
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Memory that the graphs of one decoder read and write, by address."""
+
+    tokens: int  # int32 [batch]
+    positions: int  # int32 [batch]
+    rows: int  # int64 [batch]
+    last: int  # int32 [1]: the token of the batch whose logits are wanted
+    logits: int  # float32 [vocab]
+
+
+class Headers:
+    """ggml's headers of the weights and of the cache's parts.
+
+    Parameters
+    ----------
+    model : Model
+        What was checked.
+    tensors : dict
+        From name to (type number, shape in ggml's order, address).
+    parts : list of (k, v)
+        Addresses of each layer's keys and values.
+    ctx : int
+        Rows of each part.
+    kv_kind : int
+        ggml's type of the cache.
+    address, nbytes : int
+        Memory for the headers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tensors: dict[str, tuple[int, tuple[int, ...], int]],
+        parts: list[tuple[int, int]],
+        ctx: int,
+        kv_kind: int,
+        address: int,
+        nbytes: int,
+    ) -> None:
+        self.context = ggml.new_context(address, nbytes)
+        self.ctx = ctx
+        self.kv_kind = kv_kind
+        self.weights = {
+            name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
+        }
+        row = (model.dims.kv_size, ctx)
+        self.cache = [
+            (self._header(kv_kind, row, k), self._header(kv_kind, row, v)) for k, v in parts
+        ]
+
+    def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
+        address = ggml.new_tensor(self.context, kind, *ne)
+        ggml.Tensor.from_address(address).data = data
+        return address
+
+    @staticmethod
+    def bytes_needed(n_tensors: int, n_layers: int) -> int:
+        """Bytes of memory that the headers take."""
+        return int(ggml.tensor_overhead()) * (n_tensors + 2 * n_layers)
+
+    def free(self) -> None:
+        """Free what ggml holds beside the given memory."""
+        ggml.free(self.context)
+
+
+class Graph:
+    """The forward pass of up to `batch` tokens, whose logits are those of one of them.
+
+    The nodes are the same for every number of tokens, so values are placed once, for a full batch,
+    and a graph for fewer tokens uses the same addresses.
+
+    Parameters
+    ----------
+    model : Model
+        What was checked.
+    headers : Headers
+        Of weights and cache.
+    arrays : Arrays
+        Inputs and logits.
+    batch : int
+        The most tokens.
+    mask : int
+        Address of float16 [batch, ctx].
+    address, nbytes : int
+        Memory for headers of nodes, of `bytes_needed`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        headers: Headers,
+        arrays: Arrays,
+        batch: int,
+        mask: int,
+        address: int,
+        nbytes: int,
+    ) -> None:
+        self._model = model
+        self._headers = headers
+        self._arrays = arrays
+        self._mask_address = mask
+        self._context = ggml.new_context(address, nbytes)
+        self._words = view(address, nbytes // _WORD, "uint64")
+        self._base = address
+        self._nodes: NDArray[Any] = np.empty(0, np.int64)
+        self._offsets: NDArray[Any] = np.empty(0, np.int64)
+        self._n_kv_words: NDArray[Any] = np.empty(0, np.int64)
+        self._arena = 0
+        self._work = 0
+        self._plan = ggml.ComputePlan()
+        self._plan_pointer = ctypes.c_void_p(ctypes.addressof(self._plan))
+        self._graph_pointer = ctypes.c_void_p()
+        self.batch = batch
+        self.n_tokens = 0
+        self.n_kv = 0
+        self.mask = view(mask, (batch, headers.ctx), "float16")
+        self._build(batch)
+        uses, owners = self._lives()
+        offsets, self.arena_bytes = place(uses)
+        # -1 marks a node without memory of its own.
+        self._offsets = np.full(len(self._nodes), -1, np.int64)
+        self._offsets[owners] = offsets
+
+    @staticmethod
+    def bytes_needed(n_layers: int) -> int:
+        """Bytes of memory that the headers of nodes and the graph take."""
+        n = nodes_bound(n_layers)
+        return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
+
+    def settle(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
+        """Give the graph its memory: `arena_bytes`, and `work_bytes` for these threads."""
+        self._arena, self._work = arena, work
+        self._n_threads, self._threadpool = n_threads, threadpool
+        self._bind()
+
+    def work_bytes(self, n_threads: int, threadpool: int) -> int:
+        """Bytes that ggml works in while it computes the graph."""
+        return int(ggml.graph_plan(self._graph_pointer, n_threads, threadpool).work_size)
+
+    def resize(self, n_tokens: int) -> None:
+        """Make the graph one for `n_tokens` tokens, in the same memory."""
+        if n_tokens != self.n_tokens:
+            self._build(n_tokens)
+            self._bind()
+
+    def attend(self, n_kv: int) -> None:
+        """Let attention read the first `n_kv` rows of the cache."""
+        if n_kv == self.n_kv:
+            return
+        self._words[self._n_kv_words] = n_kv
+        mask = ggml.Tensor.from_address(self._mask)
+        mask.nb[1] = 2 * n_kv
+        mask.nb[2] = mask.nb[3] = 2 * n_kv * self.n_tokens
+        self.mask = view(self._mask_address, (self.n_tokens, n_kv), "float16")
+        self.n_kv = n_kv
+
+    def compute(self) -> None:
+        """Compute the graph, with the interpreter's lock released.
+
+        Raises
+        ------
+        RuntimeError
+            ggml says that it failed.
+        """
+        status = ggml.graph_compute(self._graph_pointer, self._plan_pointer)
+        if status != 0:
+            raise RuntimeError(f"ggml could not compute the graph (status {status})")
+
+    def free(self) -> None:
+        """Free what ggml holds beside the given memory."""
+        ggml.free(self._context)
+
+    def addresses(self) -> list[int]:
+        """Address of every node's value."""
+        data = ggml.Tensor.data.offset // _WORD
+        return [int(a) for a in self._words[(self._nodes - self._base) // _WORD + data]]
+
+    def lives(self) -> list[tuple[int, int, int, int]]:
+        """Placement of the values: (offset, nbytes, first, last) of each."""
+        uses, owners = self._lives()
+        return [(int(self._offsets[i]), *use) for i, use in zip(owners, uses, strict=True)]
+
+    def _build(self, n: int) -> None:
+        ggml.reset(self._context)
+        builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
+        builder.build(self._mask_address)
+        self.n_tokens, self.n_kv = n, self._headers.ctx
+        self.mask = view(self._mask_address, (n, self.n_kv), "float16")
+        self._output, self._mask = builder.output, builder.mask
+        self._graph_pointer = ctypes.c_void_p(builder.graph)
+        n_nodes = ggml.graph_n_nodes(builder.graph)
+        self._nodes = np.array(view(ggml.graph_nodes(builder.graph), n_nodes, "int64"))
+        ne = ggml.Tensor.ne.offset
+        words = [(address + ne) // _WORD + dim for address, dim in builder.kv_dims]
+        self._n_kv_words = np.array(words, np.int64) - self._base // _WORD
+
+    def _lives(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Size, first and last use of each value that needs memory, and its node's number."""
+        nodes = [int(address) for address in self._nodes]
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for number, address in enumerate(nodes):
+            node = ggml.Tensor.from_address(address)
+            if not node.view_src and address != self._output:
+                first[address] = number
+            for source in (address, *node.src):
+                if not source:
+                    continue
+                root = ggml.Tensor.from_address(source).view_src or source
+                # ggml computes an RMS norm together with the multiplication after it, and reads
+                # the norm's input while it writes the product: an input lives one node longer.
+                last[root] = number + 1
+        uses = [(int(ggml.nbytes(a)), i, last[a]) for a, i in first.items()]
+        return uses, list(first.values())
+
+    def _bind(self) -> None:
+        """Write the address of every node's value, and plan the computation."""
+        words, fields = self._words, ggml.Tensor
+        node = (self._nodes - self._base) // _WORD
+        data = fields.data.offset // _WORD
+        own = self._offsets >= 0
+        words[node[own] + data] = self._arena + self._offsets[own]
+        ggml.Tensor.from_address(self._output).data = self._arrays.logits
+        for index in self._nodes[~own]:
+            tensor = fields.from_address(int(index))
+            if tensor.view_src:
+                root = fields.from_address(tensor.view_src)
+                tensor.data = root.data + tensor.view_offs
+        plan = ggml.graph_plan(self._graph_pointer, self._n_threads, self._threadpool)
+        ctypes.memmove(ctypes.addressof(self._plan), ctypes.addressof(plan), ctypes.sizeof(plan))
+        self._plan.work_data = self._work
+
+
+class _Builder:
+    """Makes the nodes of one graph."""
+
+    def __init__(
+        self, model: Model, headers: Headers, arrays: Arrays, context: int, n_tokens: int
+    ) -> None:
+        self._model = model
+        self._weights = headers.weights
+        self._headers = headers
+        self._arrays = arrays
+        self._context = context
+        self._n = n_tokens
+        self.kv_dims: list[tuple[int, int]] = []  # (tensor, dimension) that are the KV length
+        self.mask = self.output = 0
+        n_nodes = nodes_bound(model.dims.num_layers)
+        self.graph = int(ggml.new_graph_custom(context, n_nodes, False))
+
+    def build(self, mask: int) -> None:
+        n, arrays, context = self._n, self._arrays, self._context
+        tokens = self._input(ggml.I32, arrays.tokens, n)
+        self._positions = self._input(ggml.I32, arrays.positions, n)
+        self._rows = self._input(ggml.I64, arrays.rows, n)
+        last = self._input(ggml.I32, arrays.last, 1)
+        self.mask = self._input(ggml.F16, mask, self._headers.ctx, n)
+        self.kv_dims.append((self.mask, 0))
+        x = ggml.get_rows(context, self._weights["token_embd.weight"], tokens)
+        n_layers = self._model.dims.num_layers
+        for layer in range(n_layers):
+            attended = self._attention(layer, self._norm(x, f"blk.{layer}.attn_norm"))
+            if layer == n_layers - 1:
+                # Only one token's logits are wanted: the rest of the last layer is for it alone.
+                attended = ggml.get_rows(context, attended, last)
+                x = ggml.get_rows(context, x, last)
+            x = ggml.add(context, attended, x)
+            x = ggml.add(context, self._feed_forward(layer, x), x)
+        x = self._norm(x, "output_norm")
+        head = "output" if "output.weight" in self._weights else "token_embd"
+        self.output = int(ggml.mul_mat(context, self._weights[f"{head}.weight"], x))
+        ggml.set_output(self.output)
+        ggml.build_forward_expand(self.graph, self.output)
+
+    def _input(self, kind: int, data: int, *ne: int) -> int:
+        address = ggml.new_tensor(self._context, kind, *ne)
+        ggml.set_input(address)
+        ggml.Tensor.from_address(address).data = data
+        return address
+
+    def _norm(self, x: int, name: str) -> int:
+        normed = ggml.rms_norm(self._context, x, self._model.eps)
+        return int(ggml.mul(self._context, normed, self._weights[f"{name}.weight"]))
+
+    def _linear(self, x: int, name: str) -> int:
+        product = ggml.mul_mat(self._context, self._weights[f"{name}.weight"], x)
+        bias = self._weights.get(f"{name}.bias")
+        return int(ggml.add(self._context, product, bias) if bias else product)
+
+    def _heads(self, x: int, name: str, n_heads: int, norm: str) -> int:
+        """Project to heads, norm them where the model does, and turn them by position."""
+        dims, rope = self._model.dims, self._model.rope
+        heads = self._linear(x, name)
+        heads = ggml.reshape_3d(self._context, heads, dims.head_dim, n_heads, self._n)
+        if f"{norm}.weight" in self._weights:
+            heads = self._norm(heads, norm)
+        return int(
+            ggml.rope_ext(
+                self._context, heads, self._positions, self._weights.get("rope_freqs.weight"),
+                dims.head_dim, rope.mode, rope.original_ctx, rope.freq_base, rope.freq_scale,
+                rope.ext_factor, rope.attn_factor, rope.beta_fast, rope.beta_slow,
+            )
+        )  # fmt: skip
+
+    def _attention(self, layer: int, x: int) -> int:
+        context, dims, n = self._context, self._model.dims, self._n
+        blk = f"blk.{layer}"
+        k_cache, v_cache = self._headers.cache[layer]
+        q = self._heads(x, f"{blk}.attn_q", dims.num_attention_heads, f"{blk}.attn_q_norm")
+        k = self._heads(x, f"{blk}.attn_k", dims.num_kv_heads, f"{blk}.attn_k_norm")
+        v = self._linear(x, f"{blk}.attn_v")
+        # The rows are written before attention reads the cache: nothing else tells ggml so.
+        k = ggml.reshape_2d(context, k, dims.kv_size, n)
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            ggml.build_forward_expand(self.graph, ggml.set_rows(context, cache, rows, self._rows))
+        attended = ggml.flash_attn_ext(
+            context, ggml.permute(context, q, 0, 2, 1, 3), self._cached(k_cache),
+            self._cached(v_cache), self.mask,
+            float(np.float32(1) / np.sqrt(np.float32(dims.head_dim))), 0.0, 0.0,
+        )  # fmt: skip
+        ggml.flash_attn_ext_set_prec(attended, ggml.PREC_F32)
+        attended = ggml.reshape_2d(context, attended, dims.q_size, n)
+        return self._linear(attended, f"{blk}.attn_output")
+
+    def _cached(self, cache: int) -> int:
+        """View the cache as [head_dim, n_kv, heads]."""
+        dims, kind = self._model.dims, self._headers.kv_kind
+        rows = ggml.view_3d(
+            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.ctx,
+            ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,
+        )  # fmt: skip
+        heads = ggml.permute(self._context, rows, 0, 2, 1, 3)
+        self.kv_dims += [(rows, 2), (heads, 1)]
+        return int(heads)
+
+    def _feed_forward(self, layer: int, x: int) -> int:
+        blk = f"blk.{layer}"
+        x = self._norm(x, f"{blk}.ffn_norm")
+        up = self._linear(x, f"{blk}.ffn_up")
+        gate = self._linear(x, f"{blk}.ffn_gate")
+        gated = ggml.swiglu_split(self._context, gate, up)
+        return self._linear(gated, f"{blk}.ffn_down")
