@@ -1,0 +1,123 @@
+"""The command `unimem`: one file a command, and here what all of them share.
+
+A command raises the errors of the library, and `main` makes a sentence and an exit code of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from unimem.cli import terminal
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["main"]
+
+# Usage errors end with 2 and interrupts with 130: typer does these.
+OK, FAILED, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130
+
+_INSTALL = "pip install 'unimem-llm[run]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Without the program's name; by default those of this process.
+
+    Returns
+    -------
+    int
+        The exit code: 0, 1 for a bad file or a failure, 2 for wrong usage, 3 for a model that does
+        not fit, 130 for an interrupt. What went wrong was written to standard error.
+    """
+    try:
+        import rich  # noqa: F401 - commands need both later: what is missing is named at once
+        import typer  # noqa: F401
+    except ImportError as error:
+        return _fail(f"the command line needs {error.name}, which comes with: {_INSTALL}", FAILED)
+    if sys.stdout is None:
+        return _fail("standard output is closed: there is nowhere to write to", FAILED)
+    # A terminal that lacks a character shows a question mark for it.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        code = _run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try once more to write the rest when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Who closes a pipe, as `head` does, wants no more: that needs no message.
+        if code == OK and not isinstance(error, BrokenPipeError):
+            return _fail(f"standard output: {error.strerror}", FAILED)
+        code = code or FAILED
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        _app()(arguments, prog_name="unimem")
+    except SystemExit as end:
+        # So typer ends, always.
+        return end.code if isinstance(end.code, int) else OK
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MemoryError as error:
+        return _fail(_sentence(error) or "there is not enough memory", DOES_NOT_FIT)
+    except (OSError, ValueError, RuntimeError, ArithmeticError, BufferError, ImportError) as error:
+        return _fail(_sentence(error), FAILED)
+    return OK
+
+
+def _app() -> typer.Typer:
+    """Collect the commands. A new command is a new file and a line here."""
+    import typer
+
+    from unimem.cli.run import run
+
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_unimem)
+    app.command()(run)
+    return app
+
+
+def _unimem() -> None:
+    """RAM, huge pages and KV caches for LLM inference, with every byte accounted for."""
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return f"{where}{error.strerror}"
+    return str(error)
+
+
+def _fail(sentence: str, code: int) -> int:
+    if sys.stderr is not None:
+        print(f"unimem: {terminal.printable(sentence)}", file=sys.stderr)
+    return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    _fail(f"warning: {message}", OK)

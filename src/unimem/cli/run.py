@@ -1,0 +1,474 @@
+"""`unimem run`: text from a model file, what every byte is for, and what a token costs."""
+
+from __future__ import annotations
+
+import json
+import resource
+import secrets
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+import unimem
+from unimem._core.status import counters
+from unimem.cli import terminal
+from unimem.errors import CacheFull
+from unimem.layout import Layout
+from unimem.placement import Pages, format_bytes
+from unimem.plan import DEFAULT_CTX, Plan
+from unimem.report import Report, table
+from unimem.weights import Weights, open_weights
+
+if TYPE_CHECKING:
+    from unimem.engine import Decoder
+    from unimem.engine.sampling import Sampling
+
+__all__ = ["SCHEMA", "run"]
+
+SCHEMA = "unimem.run/1"
+
+DEFAULT_PROMPT = "Once upon a time"
+DEFAULT_TOKENS = 256  # a whole story of the model in the package
+# Tokens before the steady state: caches fill, and Python meets each line for the first time.
+WARM_UP = 8
+
+_LOAD_BYTES = 64 << 20  # between two looks at the clock
+_WIDTH = 80
+
+Stop = Literal["length", "end", "interrupted"]
+_STOPS = {
+    "length": "the limit",
+    "end": "ended by the model",
+    "interrupted": "interrupted",
+}
+
+
+class Costs(NamedTuple):
+    """What this process has used so far, counted by the kernel and by unimem."""
+
+    minor_faults: int
+    major_faults: int
+    allocations: int
+    system_calls: int
+
+    @classmethod
+    def now(cls) -> Costs:
+        """Read the counts."""
+        usage, own = resource.getrusage(resource.RUSAGE_SELF), counters()
+        return cls(usage.ru_minflt, usage.ru_majflt, own["allocations"], own["os_calls"])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    embedded: bool
+    ctx: int | None
+    pages: Pages
+    chat: bool
+    sampling: Sampling
+
+
+@dataclass
+class Talk:
+    """One prompt and what was made of it; filled in as it happens, so that Ctrl-C loses nothing."""
+
+    prompt: str
+    prompt_tokens: list[int]
+    made: NDArray[np.int32]  # as long as the most that may be made
+    n_made: int = 0
+    stop: Stop = "interrupted"
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    before: Costs | None = None
+    after: Costs | None = None
+    n_buffers: int = 0
+    moved: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was made."""
+        return [int(token) for token in self.made[: self.n_made]]
+
+    @property
+    def costs(self) -> Costs | None:
+        """What the steady state cost; None where it was not reached."""
+        if self.before is None or self.after is None or self.n_made <= WARM_UP:
+            return None
+        return Costs(*(b - a for a, b in zip(self.before, self.after, strict=True)))
+
+
+def run(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL.gguf",
+            help="A GGUF file; without one, the small model that is in the package.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="What the text begins with, or with --chat the message. [default: nothing; "
+            f"for the model in the package '{DEFAULT_PROMPT}']",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            "-n",
+            min=1,
+            metavar="N",
+            help=f"The most tokens to make. [default: {DEFAULT_TOKENS}, or what the context holds]",
+            show_default=False,
+        ),
+    ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**31 - 1,
+            metavar="N",
+            help="Tokens of context. [default: the smallest of the model's, "
+            f"{DEFAULT_CTX}, and what fits]",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=512,
+            metavar="N",
+            help="Threads that compute. [default: the physical cores that it may use]",
+            show_default=False,
+        ),
+    ] = None,
+    kv_dtype: Annotated[Literal["f16", "f32"], typer.Option(help="Type of the KV cache.")] = "f16",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Write the prompt as the model's chat template says.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token; above 0, by chance.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Choose among so many of the likeliest; 0 for all.")
+    ] = 40,
+    top_p: Annotated[
+        float, typer.Option(help="Of these, among the fewest that make up this probability.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Same seed, same text. [default: a new one each time]",
+            show_default=False,
+        ),
+    ] = None,
+    pages: Annotated[
+        Pages, typer.Option(help="Pages of the KV cache and of scratch memory.")
+    ] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
+    ] = False,
+) -> None:
+    """Make text, and show what every byte is for and what a token costs."""
+    options = Options(model is None, ctx, pages, chat, _sampling(temperature, top_k, top_p, seed))
+    if prompt is None and model is None:
+        prompt = DEFAULT_PROMPT
+    if chat and prompt is None:
+        raise typer.BadParameter("--chat needs a message: give it with -p")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--prompt: expected text in UTF-8") from None
+    from unimem.engine import Decoder, embedded_model
+
+    path = embedded_model() if model is None else model
+    started = time.perf_counter()
+    with (
+        open_weights(path) as weights,
+        Layout.for_model(
+            weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads, pages=pages
+        ) as layout,
+    ):
+        plan = layout.plan
+        assert plan is not None  # for_model made it
+        with Decoder(
+            weights, ctx=plan.ctx, kv_dtype=kv_dtype, threads=plan.threads, layout=layout
+        ) as decoder:
+            talk = _talk(decoder, prompt or "", chat, tokens)
+            _load(weights, plan.threads)  # last: what is refused is refused at once
+            talk.load_seconds = time.perf_counter() - started
+            _generate(decoder, talk, options, quiet=as_json)
+            if as_json:
+                document = _document(decoder, plan, talk, options)
+                terminal.show(json.dumps(document) + "\n")
+            else:
+                _show(decoder, talk, options)
+    if talk.stop == "interrupted":
+        raise typer.Exit(130)
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
+    from unimem.engine.sampling import Sampling
+
+    if seed is None and temperature > 0:
+        seed = secrets.randbits(32)  # so that it can be told, and the run repeated
+    try:
+        return Sampling(temperature, top_k, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _load(weights: Weights, threads: int) -> None:
+    """Bring the file into the page cache and map its pages, so that no token waits for them."""
+    block = weights.block
+    with terminal.progress("loading", block.nbytes) as advance:
+        for offset in range(0, block.nbytes, _LOAD_BYTES):
+            nbytes = min(_LOAD_BYTES, block.nbytes - offset)
+            block._warm_range(offset, nbytes, threads)
+            advance(nbytes)
+
+
+def _talk(decoder: Decoder, prompt: str, chat: bool, n: int | None) -> Talk:
+    """Make token ids of the prompt, and room for what will be made."""
+    if chat:
+        from unimem.engine.chat import chat_prompt
+
+        messages = [{"role": "user", "content": prompt}]
+        prompt = chat_prompt(decoder.weights.metadata, decoder.tokenizer, messages)
+    ids = decoder.tokenize(prompt, special=chat)
+    if not ids:
+        raise typer.BadParameter(
+            "no prompt, and this model has no token that begins a text: give a prompt with -p"
+        )
+    if n is None:
+        n = max(1, min(DEFAULT_TOKENS, decoder.ctx - len(ids)))
+    if len(ids) + n > decoder.ctx:
+        raise CacheFull(
+            f"a prompt of {len(ids)} tokens and {n} more do not fit in the context of "
+            f"{decoder.ctx}: take fewer with -n, a shorter prompt, or a larger --ctx",
+            decoder.ctx,
+            0,
+            len(ids) + n,
+        )
+    return Talk(prompt, ids, np.zeros(n, np.int32))
+
+
+def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) -> None:
+    """Compute the prompt, then token by token; count what that costs.
+
+    Times are those of the decoder alone. Faults are all of the process's, so those are among them
+    that Python and the printing cause.
+    """
+    stream, ends = decoder.tokenizer.stream(), decoder.tokenizer.eog_ids
+    flow = terminal.Flow()
+    addresses = decoder.addresses()
+    clock, made, step = time.perf_counter, talk.made, decoder.generate_next_token
+    how = asdict(options.sampling)
+    # Nothing stands before a text that begins with a space.
+    at_start = options.chat or not talk.prompt
+    try:
+        if not (quiet or at_start):
+            prompt = terminal.printable(talk.prompt)
+            terminal.show(terminal.dim(flow.push(prompt) + flow.flush()))
+        start = clock()
+        decoder.prefill(talk.prompt_tokens)
+        talk.prefill_seconds = clock() - start
+        for i in range(len(made)):
+            if i == WARM_UP:
+                talk.before = Costs.now()
+            start = clock()
+            token = step(**how)
+            talk.decode_seconds += clock() - start
+            made[i] = token
+            talk.n_made = i + 1
+            if token in ends:
+                talk.stop = "end"
+                break
+            if not quiet:
+                text = terminal.printable(stream.push(token))
+                text = text.lstrip() if at_start else text
+                at_start = at_start and not text
+                terminal.show(flow.push(text))
+        else:
+            talk.stop = "length"
+    except KeyboardInterrupt:
+        # What was made is shown; the exit code tells the rest.
+        pass
+    except Exception:
+        if not quiet:
+            terminal.show(flow.flush() + "\n")  # the message gets a line of its own
+        raise
+    talk.after = Costs.now()
+    now = decoder.addresses()
+    talk.n_buffers = len(addresses)
+    talk.moved = tuple(name for name, address in addresses.items() if now[name] != address)
+    if not quiet:
+        terminal.show(flow.push(terminal.printable(stream.flush())) + flow.flush() + "\n\n")
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
+    report = decoder.report()
+    memory = [
+        (
+            row.category,
+            format_bytes(row.nbytes),
+            *(
+                "-" if n is None else format_bytes(n)
+                for n in (row.active_bytes, row.resident_bytes)
+            ),
+            "-" if row.granted is None else row.granted.pages,
+        )
+        for row in report.rows
+    ]
+    memory.append(("total", format_bytes(report.total_bytes), "", "", ""))
+    _print_table(("memory", "size", "active", "resident", "pages"), memory)
+    costs = talk.costs
+    if costs is None:
+        terminal.show(f"The steady state begins after {WARM_UP} tokens: it was not reached.\n\n")
+    else:
+        n = talk.n_made - WARM_UP
+        steady = [
+            (name, f"{count / n:.3g}", str(count))
+            for name, count in (
+                ("minor faults", costs.minor_faults),
+                ("major faults", costs.major_faults),
+                ("allocations by unimem", costs.allocations),
+                ("system calls by unimem", costs.system_calls),
+            )
+        ]
+        steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
+        _print_table((f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all"), steady)
+    for name, value in _facts(decoder, report, talk, options).items():
+        lines = textwrap.wrap(terminal.printable(value), _WIDTH - 10, break_long_words=False)
+        terminal.show(terminal.dim(name.ljust(10)) + ("\n" + " " * 10).join(lines) + "\n")
+
+
+def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    first, rest = table(head, rows).split("\n", 1)
+    terminal.show(f"{terminal.heading(first)}\n{rest}\n\n")
+
+
+def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:
+    n_prompt, used, longest = len(talk.prompt_tokens), decoder.kv.seq_len, decoder.dims.max_seq_len
+    if options.ctx is not None:
+        why = f"as asked for; the model's is {longest}"
+    elif decoder.ctx == longest:
+        why = "the model's"
+    else:
+        limit = "the default" if decoder.ctx == DEFAULT_CTX else "the most that works here"
+        why = f"{limit}; the model's is {longest}"
+    sampling = options.sampling
+    by = (
+        f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}, "
+        f"seed {sampling.seed}"
+        if sampling.temperature
+        else "the likeliest each time"
+    )
+    known = report.facts
+    name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
+    build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
+    facts = {
+        "text": f"{_count(talk.n_made)} ({_STOPS[talk.stop]}), {by}",
+        "speed": f"prefill {_speed(n_prompt, talk.prefill_seconds)}, "
+        f"decode {_speed(talk.n_made, talk.decode_seconds)}",
+        "context": f"{_count(decoder.ctx)} ({why}), {used} used, {n_prompt} of them the prompt",
+        "model": f"{name}: {known['architecture']}, "
+        f"{decoder.dims.num_layers} layers, KV {decoder.kv.dtype}, "
+        f"{_count(decoder.threads, 'thread')}",
+        "ggml": f"{build}, {' '.join(known['cpu_features'])}",
+    }
+    if "advice" in known:
+        facts["advice"] = str(known["advice"])
+    return facts
+
+
+def _count(n: int, what: str = "token") -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _speed(n: int, seconds: float) -> str:
+    rate = _rate(n, seconds)
+    if rate is None:
+        return "not done"
+    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
+
+
+# ---- the JSON document --------------------------------------------------------------------------
+
+
+def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dict[str, Any]:
+    report = decoder.report()
+    weights = decoder.weights
+    name = weights.metadata.get("general.name")
+    stream, ends = decoder.tokenizer.stream(), decoder.tokenizer.eog_ids
+    text = "".join(stream.push(token) for token in talk.tokens if token not in ends)
+    costs = talk.costs
+    ggml = {key: report.facts.get(key) for key in ("ggml", "cpu_features", "tinyblas", "advice")}
+    return {
+        "schema": SCHEMA,
+        "unimem": unimem.__version__,
+        "model": {
+            "files": list(weights.files),
+            "embedded": options.embedded,
+            "name": name if isinstance(name, str) else None,
+            "architecture": report.facts["architecture"],
+            "fingerprint": weights.fingerprint,
+            "dims": asdict(decoder.dims),
+        },
+        "options": {
+            "ctx": decoder.ctx,
+            "threads": decoder.threads,
+            "kv_dtype": decoder.kv.dtype,
+            "pages": options.pages,
+            "chat": options.chat,
+            **asdict(options.sampling),
+        },
+        "plan": {
+            "total_bytes": plan.total_bytes,
+            "available_bytes": plan.available_bytes,
+            "max_ctx": plan.max_ctx,
+            "rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows],
+        },
+        "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},
+        "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},
+        "output": {"text": text + stream.flush(), "tokens": talk.tokens, "stop": talk.stop},
+        "speed": {
+            "load_seconds": talk.load_seconds,
+            "prefill_seconds": talk.prefill_seconds,
+            "prefill_tokens_per_second": _rate(len(talk.prompt_tokens), talk.prefill_seconds),
+            "decode_seconds": talk.decode_seconds,
+            "decode_tokens_per_second": _rate(talk.n_made, talk.decode_seconds),
+        },
+        "steady_state": None
+        if costs is None
+        else {
+            "first_token": WARM_UP + 1,
+            "tokens": talk.n_made - WARM_UP,
+            **costs._asdict(),
+        },
+        "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
+        "ggml": ggml,
+    }
+
+
+def _rate(n: int, seconds: float) -> float | None:
+    return n / seconds if seconds else None

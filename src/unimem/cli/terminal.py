@@ -1,0 +1,187 @@
+"""What commands show on a terminal, and what they leave out where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TextIO
+
+__all__ = ["Flow", "dim", "heading", "printable", "progress", "show"]
+
+# What is ready sooner needs no bar.
+_PATIENCE_SECONDS = 0.5
+
+# A model may write anything, and a terminal would obey control characters; these show instead.
+_VISIBLE = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    r"""Write control characters, except line ends and tabs, as ``\x1b`` and the like.
+
+    Examples
+    --------
+    >>> print(printable("one\x1b[2J"))
+    one\x1b[2J
+    """
+    return text.translate(_VISIBLE)
+
+
+def show(text: str) -> None:
+    """Write to standard output, at once.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; `filename` says so.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+class Flow:
+    r"""Text that comes in pieces, broken between words where a line of the terminal ends.
+
+    Where standard output is no terminal, it stays as it is.
+
+    Parameters
+    ----------
+    width : int, optional
+        Columns of a line, 0 for none; by default those of the terminal.
+
+    Examples
+    --------
+    >>> flow = Flow(9)
+    >>> flow.push("One day, Ma") + flow.push("ya") + flow.flush()
+    'One day, \nMaya'
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        if width is None:
+            width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else 0
+        self._width = width
+        self._column = 0
+        self._word = ""
+        self._word_width = 0
+
+    def push(self, text: str) -> str:
+        """Give what can be shown now: all but a word that may go on."""
+        if not self._width:
+            return text
+        shown = ""
+        for char in text:
+            # Chinese and Japanese are written without spaces, and may be broken anywhere.
+            is_wide = unicodedata.east_asian_width(char) in ("W", "F")
+            if is_wide or char.isspace():
+                shown += self.flush()
+            if char == "\n":
+                self._column = 0
+                shown += char
+            elif char.isspace():
+                # A space beyond the end would begin the next line.
+                shown += char if self._column < self._width else ""
+                self._column += 1
+            else:
+                self._word += char
+                self._word_width += 2 if is_wide else 1
+                if self._word_width >= self._width:
+                    shown += self.flush()  # no line is long enough for it
+        return shown
+
+    def flush(self) -> str:
+        """Give the word that was kept back."""
+        word, width = self._word, self._word_width
+        self._word, self._word_width = "", 0
+        if self._column + width > self._width and self._column and word:
+            self._column = width
+            return f"\n{word}"
+        self._column += width
+        return word
+
+
+def dim(text: str) -> str:
+    """Make text recede, where standard output shows colours."""
+    return _styled(text, "\x1b[2m")
+
+
+def heading(text: str) -> str:
+    """Make text stand out, where standard output shows colours."""
+    return _styled(text, "\x1b[1m")
+
+
+def _styled(text: str, code: str) -> str:
+    return f"{code}{text}\x1b[0m" if _is_colored(sys.stdout) else text
+
+
+def _is_colored(stream: TextIO) -> bool:
+    # https://no-color.org: any value but an empty one counts.
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+@contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far something long is, if standard error is a terminal and it does take long.
+
+    Parameters
+    ----------
+    what : str
+        What is going on.
+    total_bytes : int
+        What there is to do.
+
+    Yields
+    ------
+    callable
+        Takes the number of bytes that were done since the last call.
+    """
+    done = 0
+    started = time.monotonic()
+    update: Callable[[int], None] | None = None
+    with ExitStack() as stack:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done, update
+            done += nbytes
+            if update is None and time.monotonic() - started > _PATIENCE_SECONDS:
+                update = _bar(stack, what, total_bytes)
+            if update is not None:
+                update(done)
+
+        yield advance if sys.stderr is not None and _is_terminal(sys.stderr) else lambda _: None
+
+
+def _bar(stack: ExitStack, what: str, total_bytes: int) -> Callable[[int], None]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = stack.enter_context(
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(),
+            console=Console(stderr=True, no_color=True),
+            transient=True,
+        )
+    )
+    task = bar.add_task(what, total=total_bytes)
+    return lambda done: bar.update(task, completed=done)
