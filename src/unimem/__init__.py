@@ -1,0 +1,94 @@
+"""unimem: the memory layer for LLM inference.
+
+Weights, scratch and history on placed blocks and bump-allocated tapes; KV caches whose addresses
+never change; zero-copy GGUF. The engine that drives ggml over this memory is `unimem.engine`.
+"""
+
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(f"unimem runs on Linux only, and this is {sys.platform}")
+
+from pathlib import Path as _Path
+
+from unimem._core import block as _block
+from unimem._core.block import Block
+from unimem._core.grid import Cell, Grid
+from unimem._core.kv import KVCache
+from unimem._core.tape import Tape
+from unimem.dims import ModelDims
+from unimem.errors import (
+    CacheFull,
+    CapacityError,
+    ClosedError,
+    FormatError,
+    FrozenError,
+    GGUFError,
+    GridFull,
+    PlacementError,
+    PlacementWarning,
+    TapeFull,
+)
+from unimem.layout import Layout, Stat
+from unimem.placement import Placement, PlacementOptions
+from unimem.plan import Plan, plan
+from unimem.report import Report, report
+from unimem.weights import Tensor, Weights, open_weights
+
+__all__ = [
+    "Block",
+    "CacheFull",
+    "CapacityError",
+    "Cell",
+    "ClosedError",
+    "FormatError",
+    "FrozenError",
+    "GGUFError",
+    "Grid",
+    "GridFull",
+    "KVCache",
+    "Layout",
+    "ModelDims",
+    "Placement",
+    "PlacementError",
+    "PlacementOptions",
+    "PlacementWarning",
+    "Plan",
+    "Report",
+    "Stat",
+    "Tape",
+    "TapeFull",
+    "Tensor",
+    "Weights",
+    "get_include",
+    "get_library",
+    "open_weights",
+    "plan",
+    "report",
+]
+
+__version__ = "0.1.0"
+
+# The compiled modules know where the package is installed; in an editable install this file does
+# not.
+_INSTALLED = _Path(_block.__file__).parent.parent
+
+
+def get_include() -> str:
+    """Return the folder of ``unimem.h``, for C and Cython callers.
+
+    Returns
+    -------
+    str
+    """
+    return str(_INSTALLED / "include")
+
+
+def get_library() -> str:
+    """Return the path of ``libunimem.so``, to link with or to load.
+
+    Returns
+    -------
+    str
+    """
+    return str(_INSTALLED / "lib" / "libunimem.so")

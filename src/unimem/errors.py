@@ -1,0 +1,93 @@
+"""The errors of unimem. Each carries the figures that its message names, and pickles."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheFull",
+    "CapacityError",
+    "ClosedError",
+    "FormatError",
+    "FrozenError",
+    "GGUFError",
+    "GridFull",
+    "PlacementError",
+    "PlacementWarning",
+    "TapeFull",
+]
+
+
+class CapacityError(MemoryError):
+    """A capacity that was fixed beforehand is used up; nothing was taken.
+
+    Attributes
+    ----------
+    limit, used, asked : int
+        What there is at most, what is taken, and what was asked for: bytes, cells or tokens, as
+        the message says.
+    """
+
+    def __init__(self, message: str, limit: int = 0, used: int = 0, asked: int = 0) -> None:
+        super().__init__(message, limit, used, asked)
+        self.message = message
+        self.limit = limit
+        self.used = used
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class TapeFull(CapacityError):  # noqa: N818 - the name is part of the public interface
+    """A tape has no room for a take (bytes)."""
+
+
+class GridFull(CapacityError):  # noqa: N818
+    """A grid has no free cell (cells)."""
+
+
+class CacheFull(CapacityError):  # noqa: N818
+    """A cache has no room for the tokens (tokens)."""
+
+
+class PlacementError(OSError):
+    """The system does not give memory as it was asked for; the message says how to get it."""
+
+
+class PlacementWarning(UserWarning):
+    """Memory was given, but not as it was asked for; `granted` says how."""
+
+
+class FormatError(ValueError):
+    """A file breaks a rule of its format.
+
+    Attributes
+    ----------
+    rule : str
+        The rule, in a few words.
+    offset : int
+        The byte of the file where it is broken.
+    path : str or None
+        The file, where one is known.
+    """
+
+    def __init__(self, rule: str, offset: int = 0, path: str | None = None) -> None:
+        super().__init__(rule, offset, path)
+        self.rule = rule
+        self.offset = offset
+        self.path = path
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path else ""
+        return f"{where}{self.rule} (at byte {self.offset})"
+
+
+class GGUFError(FormatError):
+    """A file is not a GGUF file that can be used."""
+
+
+class ClosedError(RuntimeError):
+    """The object was closed."""
+
+
+class FrozenError(RuntimeError):
+    """Memory was asked for while the tape, or its layout, is frozen."""

@@ -1,0 +1,317 @@
+"""Three tapes for three lifetimes: weights, scratch, history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack
+
+from unimem._core.block import Block
+from unimem._core.tape import Tape
+from unimem.errors import ClosedError
+from unimem.plan import Plan, plan
+from unimem.weights import Weights, open_weights
+
+if TYPE_CHECKING:
+    from unimem.placement import PlacementOptions
+
+__all__ = ["Layout", "Stat"]
+
+_MB = 1_000_000
+
+
+class _Cache(Protocol):
+    """What a layout asks of an attached cache."""
+
+    tape: Tape
+
+    @property
+    def closed(self) -> bool: ...
+
+    def clear(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The use of a layout's three tapes, in bytes; `str` writes it in MB of 1e6 bytes.
+
+    Examples
+    --------
+    >>> str(Stat(1_500_000, 4_000_000, 0, 1_000_000, 250_000, 500_000))
+    'weights: 1.5/4.0 MB | scratch: 0.0/1.0 MB | history: 0.2/0.5 MB'
+    """
+
+    weights_used: int
+    weights_total: int
+    scratch_used: int
+    scratch_total: int
+    history_used: int
+    history_total: int
+
+    def __str__(self) -> str:
+        return " | ".join(
+            f"{name}: {used / _MB:.1f}/{total / _MB:.1f} MB"
+            for name, used, total in (
+                ("weights", self.weights_used, self.weights_total),
+                ("scratch", self.scratch_used, self.scratch_total),
+                ("history", self.history_used, self.history_total),
+            )
+        )
+
+
+class Layout:
+    """The memory of one model and one conversation.
+
+    ============  ==================================  ============================
+    tape          what lives there                    when it is cleared
+    ============  ==================================  ============================
+    weights       the model, mapped or loaded once    never
+    scratch       temporaries of a pass, the logits   `clear_pass`, after a token
+    history       the KV cache                        `clear_talk`, a new talk
+    ============  ==================================  ============================
+
+    The tapes may be taken from in several threads; clearing, freezing and closing are for one.
+    After a fork the child has its own copy.
+
+    Parameters
+    ----------
+    weights : int, Block or Weights
+        A size in bytes, a block, or an opened model, which is mapped and counts as used.
+    scratch, history : int or Block
+        A size in bytes, or a block.
+    **placement
+        See `PlacementOptions`; for the tapes that are given as sizes.
+
+    Attributes
+    ----------
+    weights : Tape or Weights
+        What was given, or a tape over it.
+    scratch, history : Tape
+        The other two.
+    plan : Plan or None
+        What the sizes follow from, in a layout made by `for_model`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Layout(1 << 20, 1 << 16, 1 << 20, pages="4k") as layout:
+    ...     hidden = layout.scratch.take(1024)
+    ...     layout.clear_pass()
+    ...     print(layout.stat())
+    weights: 0.0/1.0 MB | scratch: 0.0/0.1 MB | history: 0.0/1.0 MB
+    """
+
+    def __init__(
+        self,
+        weights: int | Block | Weights,
+        scratch: int | Block,
+        history: int | Block,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        self._closed = True
+        self._caches: list[_Cache] = []
+        self._owns_weights = not isinstance(weights, Weights)
+        self.plan: Plan | None = None
+        made: list[Tape] = []
+        try:
+            self.weights: Tape | Weights
+            if isinstance(weights, Weights):
+                self.weights = weights
+            else:
+                self.weights = _tape(weights, "weights", placement)
+                made.append(self.weights)
+            self.scratch = _tape(scratch, "scratch", placement)
+            made.append(self.scratch)
+            self.history = _tape(history, "history", placement)
+        except BaseException:
+            # All or nothing: what was made before the failure goes back.
+            for tape in made:
+                tape.close()
+            raise
+        self._closed = False
+
+    @classmethod
+    def for_model(
+        cls,
+        path_or_weights: str | PathLike[str] | Weights,
+        *,
+        ctx: int | None = None,
+        batch: int = 1,
+        kv_dtype: str = "f16",
+        threads: int | None = None,
+        load: Literal["auto", "map"] = "auto",
+        **placement: Unpack[PlacementOptions],
+    ) -> Layout:
+        """Make the layout that a model needs, as `plan` says.
+
+        Parameters
+        ----------
+        path_or_weights : path-like or Weights
+            A model file, which is opened and closed with the layout, or an opened one.
+        ctx : int, optional
+            Tokens of context; by default the smallest of the model's, 4096 and what fits.
+        batch, kv_dtype, threads, load
+            As for `plan`.
+        **placement
+            See `PlacementOptions`.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        GGUFError, OSError
+            The file cannot be used.
+        ValueError
+            An option is out of range.
+        MemoryError
+            The model does not fit into the memory that this process may have.
+        """
+        given = isinstance(path_or_weights, Weights)
+        weights = (
+            path_or_weights
+            if isinstance(path_or_weights, Weights)
+            else open_weights(path_or_weights, load=load)
+        )
+        try:
+            needed = plan(
+                weights, ctx=ctx, batch=batch, kv_dtype=kv_dtype, threads=threads, load=load
+            )
+            needed.require_fits()
+            layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
+        except BaseException:
+            if not given:
+                weights.close()
+            raise
+        layout._owns_weights = not given
+        layout.plan = needed
+        return layout
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the Layout is closed")
+
+    def attach(self, cache: _Cache) -> None:
+        """Let `clear_talk` clear a cache.
+
+        Parameters
+        ----------
+        cache : KVCache
+            Where its storage lies on `history`, all of that tape so far is kept from now on, so
+            that clearing forgets the tokens and leaves the memory.
+        """
+        self._check_open()
+        if cache.tape is self.history:
+            self.history.keep()
+        self._caches.append(cache)
+
+    def clear_pass(self) -> None:
+        """Clear `scratch` after a forward pass, down to what is kept."""
+        self._check_open()
+        self.scratch.clear()
+
+    def clear_talk(self) -> None:
+        """Begin a new conversation: clear the attached caches, `history` and `scratch`."""
+        self._check_open()
+        for cache in self._caches:
+            if not cache.closed:
+                cache.clear()
+        self.history.clear()
+        self.scratch.clear()
+
+    def freeze(self) -> None:
+        """Declare start-up finished.
+
+        From now on `weights` and `history` refuse every take, and `scratch` every take beyond the
+        most it has ever held, with `FrozenError`. Clearing, and appending to caches, go on.
+        """
+        self._check_open()
+        if isinstance(self.weights, Tape):
+            self.weights.freeze()
+        self.history.freeze()
+        self.scratch._freeze_at(self.scratch.high_water_bytes)
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        self._check_open()
+        for tape in (self.weights, self.history, self.scratch):
+            if isinstance(tape, Tape):
+                tape.thaw()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the layout is frozen."""
+        return self.history.frozen
+
+    @property
+    def total_bytes(self) -> int:
+        """The sizes of the three together, in bytes."""
+        s = self.stat()
+        return s.weights_total + s.scratch_total + s.history_total
+
+    @property
+    def closed(self) -> bool:
+        """Whether the layout was closed."""
+        return self._closed
+
+    def stat(self) -> Stat:
+        """Return how much of each tape is used."""
+        self._check_open()
+        if isinstance(self.weights, Weights):
+            weights_used = weights_total = self.weights.mapped_bytes
+        else:
+            weights_used, weights_total = self.weights.used_bytes, self.weights.total_bytes
+        return Stat(
+            weights_used,
+            weights_total,
+            self.scratch.used_bytes,
+            self.scratch.total_bytes,
+            self.history.used_bytes,
+            self.history.total_bytes,
+        )
+
+    def close(self) -> None:
+        """Give the memory back; blocks and weights that were passed in stay open.
+
+        Raises
+        ------
+        BufferError
+            Arrays still use a tape or the weights; nothing is closed then.
+        """
+        if self._closed:
+            return
+        self.history._check_unused()
+        self.scratch._check_unused()
+        if self._owns_weights:
+            self.weights.close()
+        self.scratch.close()
+        self.history.close()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        # Arrays that are still alive keep their memory; it goes with the last of them.
+        self.history.__exit__()
+        self.scratch.__exit__()
+        if self._owns_weights:
+            self.weights.__exit__(kind, error, trace)
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return "Layout(closed)" if self._closed else f"Layout({self.stat()})"
+
+
+def _tape(size_or_block: int | Block, name: str, placement: PlacementOptions) -> Tape:
+    if isinstance(size_or_block, Block):
+        return Tape(size_or_block, name=name)
+    return Tape(size_or_block, name=name, category=name, **placement)

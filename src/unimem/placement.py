@@ -1,0 +1,83 @@
+"""What memory was asked for, and what the kernel says it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+__all__ = ["Pages", "Placement", "PlacementOptions", "format_bytes"]
+
+Pages = Literal["auto", "4k", "thp"]
+
+_KIB = 1024
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a size in the largest unit that keeps it at 1 or above.
+
+    Examples
+    --------
+    >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(0)
+    ('1.5 KiB', '3.0 GiB', '0 B')
+    """
+    if nbytes < _KIB:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= _KIB
+        if nbytes < _KIB:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / _KIB:.1f} TiB"
+
+
+class PlacementOptions(TypedDict, total=False):
+    """How memory is placed; the same in every constructor that takes memory.
+
+    Attributes
+    ----------
+    pages : {"auto", "4k", "thp"}
+        The page size. ``"auto"`` takes transparent huge pages for sizes of at least one huge page
+        and never warns; ``"thp"`` warns (or raises, with `strict`) when they are not granted.
+    warm : bool or int
+        Bring the memory into RAM at once, with one thread or with so many.
+    strict : bool
+        Raise `PlacementError` where otherwise a fallback is taken with a `PlacementWarning`.
+    """
+
+    pages: Pages
+    warm: bool | int
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where memory is, as the kernel says (``/proc/self/smaps``).
+
+    Attributes
+    ----------
+    pages : {"4k", "thp"}
+        The pages that the memory lies in; before the first touch, those it will be given.
+    page_bytes : int
+        The size of such a page.
+    resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
+        Bytes in RAM, in RAM in huge pages, locked, swapped out.
+    pss_bytes : int
+        Bytes in RAM where a page that n processes share counts 1/n.
+    """
+
+    pages: Literal["4k", "thp"]
+    page_bytes: int
+    resident_bytes: int
+    huge_bytes: int
+    locked_bytes: int
+    swapped_bytes: int
+    pss_bytes: int
+
+    def __str__(self) -> str:
+        text = f"{self.pages}, {format_bytes(self.resident_bytes)} resident"
+        if self.huge_bytes:
+            text += f", {format_bytes(self.huge_bytes)} huge"
+        if self.locked_bytes:
+            text += f", {format_bytes(self.locked_bytes)} locked"
+        if self.swapped_bytes:
+            text += f", {format_bytes(self.swapped_bytes)} swapped out"
+        return text

@@ -1,0 +1,275 @@
+"""What a model will need, before anything is mapped or loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from unimem import limits
+from unimem._core.kv import KVCache
+from unimem.dims import ModelDims
+from unimem.errors import CapacityError
+from unimem.placement import format_bytes
+from unimem.report import Row, table
+from unimem.weights import Weights, open_weights
+
+__all__ = ["PREFILL_BATCH", "Plan", "nodes_bound", "plan", "scratch_parts"]
+
+PREFILL_BATCH = 128
+"""Tokens that the engine computes at once while it reads a prompt."""
+
+DEFAULT_CTX = 4096
+_PAGE = 4096
+# What ggml needs for one tensor's header, and for a node of a graph: two pointers in lists, and up
+# to four slots of a hash table with a pointer, a count and a bit each.
+_HEADER_BYTES = 368
+_NODE_BYTES = 2 * 8 + 4 * (8 + 4 + 1)
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The memory that a model needs, by category.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        Of each, `category` and `nbytes` are known.
+    ctx : int
+        Tokens of context.
+    threads : int
+        Threads that compute.
+    max_ctx : int
+        The longest context that fits, up to the model's own; 0 where none does.
+    available_bytes : int
+        What this process may take now.
+    scratch_bytes, history_bytes : int
+        Sizes of the two tapes.
+    """
+
+    rows: tuple[Row, ...]
+    ctx: int
+    threads: int
+    max_ctx: int
+    available_bytes: int
+    scratch_bytes: int
+    history_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it is available now."""
+        return self.total_bytes <= self.available_bytes
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do about a plan that does not fit; empty when it fits."""
+        if self.fits:
+            return ()
+        if self.max_ctx:
+            return (f"take a context of at most {self.max_ctx} tokens",)
+        return ("take a smaller model, or more memory: the weights alone do not fit",)
+
+    def require_fits(self) -> None:
+        """Raise when it does not fit.
+
+        Raises
+        ------
+        CapacityError
+            With the figures.
+        """
+        if not self.fits:
+            raise CapacityError(
+                f"the model needs {format_bytes(self.total_bytes)} with a context of {self.ctx} "
+                f"tokens, but {format_bytes(self.available_bytes)} are available: "
+                f"{'; '.join(self.advice)}",
+                self.available_bytes,
+                0,
+                self.total_bytes,
+            )
+
+    def __str__(self) -> str:
+        lines = [(row.category, format_bytes(row.nbytes)) for row in self.rows]
+        lines.append(("total", format_bytes(self.total_bytes)))
+        lines.append(("available", format_bytes(self.available_bytes)))
+        longest = f"the longest that fits: {self.max_ctx}" if self.max_ctx else "none fits"
+        text = table(("category", "size"), lines)
+        return "\n".join([text, f"context: {self.ctx} tokens ({longest})", *self.advice])
+
+
+def plan(
+    path_or_dims: str | os.PathLike[str] | Weights | ModelDims,
+    *,
+    ctx: int | None = None,
+    batch: int = 1,
+    kv_dtype: str = "f16",
+    threads: int | None = None,
+    load: Literal["auto", "map"] = "auto",
+) -> Plan:
+    """Say what a model will need.
+
+    Parameters
+    ----------
+    path_or_dims : path-like, Weights or ModelDims
+        A model file, or dimensions; of these the weights are estimated, at two bytes a value, or
+        34 bytes for 32 values where they are quantized.
+    ctx : int, optional
+        Tokens of context; by default the smallest of the model's, 4096 and what fits.
+    batch : int, default 1
+        Streams of the KV cache.
+    kv_dtype : {"f16", "f32"}
+        Type of the KV cache.
+    threads : int, optional
+        Threads that compute; by default the physical cores that this process may use.
+    load : {"auto", "map"}
+        How the weights come to memory.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    GGUFError, OSError
+        The file cannot be used.
+    ValueError
+        An option is out of range, or the model's dimensions are not known.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> p = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512))
+    >>> p.ctx, [row.category for row in p.rows]
+    (512, ['weights:f16', 'kv', 'scratch', 'logits'])
+    """
+    if isinstance(path_or_dims, ModelDims):
+        return _plan(path_or_dims, _estimate(path_or_dims), None, ctx, batch, kv_dtype, threads)
+    if not isinstance(path_or_dims, Weights):
+        with open_weights(path_or_dims, load=load) as weights:
+            return plan(weights, ctx=ctx, batch=batch, kv_dtype=kv_dtype, threads=threads)
+    weights = path_or_dims
+    rows = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
+    rows["other"] = weights.mapped_bytes - weights.nbytes  # the header and padding between tensors
+    dims = ModelDims.from_weights(weights)
+    arch = weights.metadata["general.architecture"]
+    window = weights.metadata.get(f"{arch}.attention.sliding_window")
+    window = window if isinstance(window, int) and window > 0 else None
+    return _plan(dims, rows, window, ctx, batch, kv_dtype, threads)
+
+
+def _plan(
+    dims: ModelDims,
+    weights: Mapping[str, int],
+    window: int | None,
+    ctx: int | None,
+    batch: int,
+    kv_dtype: str,
+    threads: int | None,
+) -> Plan:
+    threads = limits.thread_count() if threads is None else _count("threads", threads, 512)
+    batch = _count("batch", batch, 2**20)
+    available = limits.available_bytes()
+
+    def anonymous(n: int) -> tuple[int, int]:
+        history = KVCache.storage_bytes(
+            dims.num_layers, dims.num_kv_heads, dims.head_dim, n, batch=batch, dtype=kv_dtype
+        )
+        scratch = sum(scratch_parts(dims, n, threads).values())
+        return history, -(-scratch // _PAGE) * _PAGE
+
+    mapped = sum(weights.values())
+    low, high = 0, dims.max_seq_len if window is None else min(window, dims.max_seq_len)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if mapped + sum(anonymous(middle)) <= available:
+            low = middle
+        else:
+            high = middle - 1
+    if ctx is None:
+        # Where nothing fits, the plan is for one token, and says so.
+        ctx = max(1, min(DEFAULT_CTX, low))
+    ctx = _count("ctx", ctx, 2**31 - 1)
+    history, scratch = anonymous(ctx)
+    logits = scratch_parts(dims, ctx, threads)["logits"]
+    rows = {**weights, "kv": history, "scratch": scratch - logits, "logits": logits}
+    return Plan(
+        rows=tuple(Row(name, nbytes) for name, nbytes in rows.items()),
+        ctx=ctx,
+        threads=threads,
+        max_ctx=low,
+        available_bytes=available,
+        scratch_bytes=scratch,
+        history_bytes=history,
+    )
+
+
+def _count(name: str, value: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{name}: expected an integer from 1 to {most}, got {value!r}")
+    return value
+
+
+def _estimate(dims: ModelDims) -> dict[str, int]:
+    """Weights of a model with these dimensions, without norms and biases."""
+    hidden = dims.hidden_size
+    layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
+    values = 2 * hidden * dims.vocab_size + dims.num_layers * layer
+    if dims.quantized:
+        return {"weights:q8_0": -(-values // 32) * 34}
+    return {"weights:f16": 2 * values}
+
+
+def nodes_bound(n_layers: int) -> int:
+    """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
+
+    A layer has 28, and up to three more for biases and four for norms of queries and keys.
+    """
+    return 36 * n_layers + 16
+
+
+def scratch_parts(dims: ModelDims, ctx: int, threads: int) -> dict[str, int]:
+    """Bound what the engine takes from the scratch tape.
+
+    Parameters
+    ----------
+    dims : ModelDims
+        The model.
+    ctx : int
+        Tokens of context.
+    threads : int
+        Threads that compute.
+
+    Returns
+    -------
+    dict
+        ``headers`` (of weights and of the nodes of two graphs), ``inputs`` (tokens, positions,
+        rows and attention masks), ``values`` (of a batch, after sharing memory), ``work`` (ggml's
+        own, for quantized inputs and attention tiles) and ``logits``, in bytes. Only ``logits`` is
+        exact; the others are upper bounds.
+    """
+    n = min(PREFILL_BATCH, ctx)
+    hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
+    nodes = nodes_bound(dims.num_layers)
+    headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
+    graph = nodes * (_HEADER_BYTES + _NODE_BYTES) + 4096
+    # The residual, the normed input, three wide values at once, and a gap that is too narrow.
+    values = 4 * n * (3 * hidden + 3 * max(inner, q)) + 64 * _ALIGN
+    # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
+    # results of attention over all heads.
+    heads, size = dims.num_attention_heads, dims.head_dim
+    batch_work = 2 * n * max(hidden, q, inner)
+    tiles = 4 * threads * (256 * size + 2 * 64 * 64)
+    partials = 4 * threads * (heads * (2 + size) + 3 * size)
+    return {
+        "headers": headers + 2 * graph,
+        "inputs": n * (4 + 4 + 8 + 2 * ctx) + 2 * ctx + 8 * _ALIGN,
+        "values": values,
+        "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),
+        "logits": 4 * dims.vocab_size,
+    }

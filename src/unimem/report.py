@@ -1,0 +1,142 @@
+"""What memory is there and what it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from unimem._core.status import ledger
+from unimem.placement import Placement, format_bytes
+
+__all__ = ["Report", "Row", "report", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The memory of one category, in bytes. What is None is not known, or does not apply.
+
+    Attributes
+    ----------
+    category : str
+        ``"weights:q8_0"``, ``"kv"``, ``"scratch"``, ``"logits"``, ``"other"``, ...
+    nbytes : int
+        What is mapped, or planned.
+    granted : Placement or None
+        How the mapping that it lies in was placed, as the kernel says.
+    active_bytes : int or None
+        What is in use now.
+    resident_bytes : int or None
+        What is in RAM.
+    high_water_bytes : int or None
+        The most that was in use, or mapped.
+    """
+
+    category: str
+    nbytes: int
+    granted: Placement | None = None
+    active_bytes: int | None = None
+    resident_bytes: int | None = None
+    high_water_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows of memory, and facts about where they were measured.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        One a category.
+    facts : mapping
+        Names to numbers, texts or lists.
+    """
+
+    rows: tuple[Row, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and texts."""
+        return {
+            "total_bytes": self.total_bytes,
+            "rows": [asdict(row) for row in self.rows],
+            "facts": dict(self.facts),
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        def size(nbytes: int | None) -> str:
+            return "-" if nbytes is None else format_bytes(nbytes)
+
+        lines: list[tuple[str, ...]] = [
+            (
+                row.category,
+                size(row.nbytes),
+                row.granted.pages if row.granted else "-",
+                size(row.active_bytes),
+                size(row.resident_bytes),
+                size(row.high_water_bytes),
+            )
+            for row in self.rows
+        ]
+        lines.append(("total", size(self.total_bytes), "", "", "", ""))
+        head = ("category", "size", "pages", "active", "resident", "high water")
+        facts = [f"{name}: {_fact(value)}" for name, value in self.facts.items()]
+        return "\n".join([table(head, lines), *facts])
+
+
+def _fact(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Lay out texts in columns: the first to the left, the others to the right.
+
+    Examples
+    --------
+    >>> print(table(("category", "size"), [("kv", "1 B"), ("scratch", "20 B")]))
+    category  size
+    kv         1 B
+    scratch   20 B
+    """
+    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (head, *lines)
+    )
+
+
+def report() -> Report:
+    """Report what unimem has mapped in this process, from its ledger.
+
+    Returns
+    -------
+    Report
+        A row for each category that has, or had, a mapping; `nbytes` counts whole pages.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Block(1 << 20, category="staging"):
+    ...     [row.nbytes for row in um.report().rows if row.category == "staging"]
+    [1048576]
+    """
+    return Report(
+        tuple(
+            Row(name, row["mapped_bytes"], high_water_bytes=row["high_water_bytes"])
+            for name, row in ledger().items()
+            if row["high_water_bytes"]
+        )
+    )
