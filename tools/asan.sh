@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The C tests, and the Python tests of the bindings, under AddressSanitizer and UBSan: `make asan`.
+# The sanitized package lies in build/asan-site and hides the installed one; nothing else changes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=$PWD/.venv/bin
+site=$PWD/build/asan-site
+export PATH=$bin:$PATH
+
+echo "== C tests"
+cmake -S . -B build/c-asan -G Ninja -DUNIMEM_TESTS=ON -DUNIMEM_SANITIZE=ON \
+    -DCMAKE_BUILD_TYPE=Debug >/dev/null
+cmake --build build/c-asan
+ctest --test-dir build/c-asan --output-on-failure
+
+echo "== Python package"
+rm -rf "$site"
+python -m pip install --quiet --no-build-isolation --no-deps --target "$site" . \
+    -C build-dir=build/py-asan -C cmake.build-type=Debug -C cmake.define.UNIMEM_SANITIZE=ON
+# An editable install finds its modules before PYTHONPATH does: Python runs this at its start.
+cat >"$site/sitecustomize.py" <<'END'
+import sys
+
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
+END
+
+# Python itself is not sanitized, so the runtime has to be there before it. Leaks are not looked
+# for: Python leaves what it has made once (types, names, modules) to the end of the process. With
+# its own allocator, objects would lie in arenas, where a write behind one of them shows nowhere.
+sanitized=(env
+    LD_PRELOAD="$(gcc -print-file-name=libasan.so)"
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
+    UBSAN_OPTIONS=print_stacktrace=1
+    PYTHONMALLOC=malloc
+    PYTHONPATH="$site")
+
+"${sanitized[@]}" python - "$site" <<'END'
+import ctypes
+import sys
+
+import unimem
+
+for name in ("status", "block", "tape", "grid", "kv", "gguf"):
+    path = getattr(unimem._core, name).__file__
+    assert path.startswith(sys.argv[1]), path
+    assert b"__asan_init" in open(path, "rb").read(), f"{path} is not sanitized"
+assert unimem.get_library().startswith(sys.argv[1]), unimem.get_library()
+assert b"__asan_init" in open(unimem.get_library(), "rb").read(), "libunimem is not sanitized"
+assert b"__ubsan_handle" in open(unimem.get_library(), "rb").read(), "libunimem has no UBSan"
+ctypes.CDLL(None).__asan_init  # the runtime is there
+END
+
+echo "== Python tests"
+"${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/test_block.py tests/test_tape.py \
+    tests/test_grid.py tests/test_kv.py tests/test_layout.py tests/test_gguf*.py \
+    tests/test_weights.py "$@"
