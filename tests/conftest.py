@@ -1,0 +1,62 @@
+"""Fixtures of all tests, and the list of what a run did not test."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from unimem._core.status import ledger
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def gives_memory_back() -> Iterator[None]:
+    """What a test maps is unmapped at its end."""
+
+    def mapped() -> dict[str, tuple[int, int]]:
+        return {name: (row["n_mappings"], row["mapped_bytes"]) for name, row in ledger().items()}
+
+    before = mapped()
+    yield
+    if mapped() != before:
+        gc.collect()  # which takes longer than most tests
+    # Less than before is what an earlier test had left to the collector.
+    assert {name: row for name, row in mapped().items() if row > before[name]} == {}
+
+
+@pytest.fixture
+def run_python() -> Run:
+    """Run a script in an interpreter of its own, with these options and environment variables."""
+
+    def run(script: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *options, "-c", textwrap.dedent(script)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what was not tested, by reason."""
+    tests_of: dict[str, list[str]] = defaultdict(list)
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        tests_of[reason.removeprefix("Skipped: ")].append(report.nodeid)
+    if tests_of:
+        terminalreporter.section("not tested in this run")
+        for reason, tests in sorted(tests_of.items()):
+            more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+            terminalreporter.write_line(f"{reason}: {tests[0]}{more}")

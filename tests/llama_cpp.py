@@ -1,0 +1,99 @@
+"""llama.cpp as the peer, through the cyllama wheel, in a process of its own.
+
+Both libraries bring a ggml whose symbols must not meet, so tests start this file:
+``python tests/llama_cpp.py greedy|quantize JSON``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Q4_K_M = 15  # llama_ftype
+
+
+def greedy(
+    model: Path, prompt: list[int], n: int, *, ctx: int = 1024, kv_dtype: str = "f16"
+) -> tuple[list[int], NDArray[Any]]:
+    """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
+
+    Weights are used as they lie in the file (no repacking), attention is flash attention.
+    """
+    out = model.with_suffix(f".{os.getpid()}.npz")
+    options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
+    try:
+        _run("greedy", options | {"out": str(out)})
+        with np.load(out) as data:
+            return [int(token) for token in data["tokens"]], data["logits"]
+    finally:
+        out.unlink(missing_ok=True)
+
+
+def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
+    """Quantize a model with llama.cpp's own quantizer."""
+    _run("quantize", {"source": str(source), "target": str(target), "ftype": ftype})
+    return target
+
+
+def _run(command: str, options: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, command, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed ({done.returncode}): {done.stderr[-2000:]}")
+
+
+def _greedy(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
+        @property
+        def n_vocab(self) -> int:  # the wheel's context asks its model for it, which has none
+            return int(self.get_vocab().n_vocab)
+
+    params = llama_cpp.LlamaModelParams()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    model = Model(options["model"], params)
+    params = llama_cpp.LlamaContextParams()
+    params.n_ctx, params.n_batch = options["ctx"], options["ctx"]
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = 1
+    params.type_k = params.type_v = {"f32": 0, "f16": 1}[options["kv"]]
+    context = llama_cpp.LlamaContext(model, params)
+    batch, past = options["prompt"], 0
+    tokens: list[int] = []
+    rows = []
+    while len(tokens) < options["n"]:
+        if context.decode(llama_cpp.llama_batch_get_one(batch, past)):
+            raise RuntimeError("decode failed")
+        past += len(batch)
+        rows.append(np.array(context.get_logits_ith(-1), np.float32))
+        tokens.append(int(rows[-1].argmax()))
+        batch = [tokens[-1]]
+    np.savez(options["out"], tokens=tokens, logits=rows)
+
+
+def _quantize(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    params = llama_cpp.LlamaModelQuantizeParams()
+    params.ftype = options["ftype"]
+    params.nthread = 2
+    if llama_cpp.model_quantize(options["source"], options["target"], params):
+        raise RuntimeError("quantizing failed")
+
+
+if __name__ == "__main__":
+    {"greedy": _greedy, "quantize": _quantize}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -1,0 +1,151 @@
+"""C and C++ programs that know nothing of Python, built with the header and library that the
+package brings."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import unimem as um
+
+PROGRAM = r"""
+#include <stdio.h>
+#include <string.h>
+
+#include <unimem.h>
+
+#define CHECK(call)                                                                              \
+    do {                                                                                         \
+        if ((call) != UM_OK) {                                                                   \
+            printf("%s failed: %s, %s\n", #call, um_status_name(err.status), err.what);          \
+            return 1;                                                                            \
+        }                                                                                        \
+    } while (0)
+
+int main(void) {
+    um_error err;
+    um_block block;
+    um_placement placement;
+    um_ledger_row row;
+    um_tape tape;
+    um_kv kv;
+    um_kv_spec spec;
+    void *storage;
+    size_t nbytes;
+    float k[16], v[16], back[16];
+    int i;
+
+    CHECK(um_block_map(&block, 1 << 20, UM_PAGES_4K, UM_CAT_HISTORY, &err));
+    CHECK(um_block_warm(&block, 0, block.nbytes, 2, &err));
+    CHECK(um_block_verify(&block, &placement, &err));
+    CHECK(um_ledger_read(UM_CAT_HISTORY, &row, &err));
+    printf("resident %llu mapped %llu\n", (unsigned long long)placement.resident_bytes,
+           (unsigned long long)row.mapped_bytes);
+
+    CHECK(um_tape_init(&tape, block.base, block.nbytes, &err));
+    memset(&spec, 0, sizeof spec);
+    spec.n_layers = 1;
+    spec.n_kv_heads = 2;
+    spec.head_dim = 8;
+    spec.batch = 1;
+    spec.max_seq_len = 1;
+    spec.type = UM_F16;
+    CHECK(um_kv_storage_bytes(&spec, &nbytes, &err));
+    CHECK(um_tape_take(&tape, nbytes, 64, &storage, &err));
+    CHECK(um_kv_init(&kv, &spec, storage, nbytes, &err));
+    for (i = 0; i < 16; i++) {
+        k[i] = (float)i;
+        v[i] = (float)-i;
+    }
+    CHECK(um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &err));
+    CHECK(um_convert(back, UM_F32, um_kv_part(&kv, 0, 1), UM_F16, 16, &err));
+    printf("tokens %llu, last %g\n", (unsigned long long)um_kv_seq_len(&kv), (double)back[15]);
+    if (um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &err) == UM_OK) {
+        return 1;
+    }
+    printf("%s: asked %llu, %llu of %llu used\n", um_status_name(err.status),
+           (unsigned long long)err.asked, (unsigned long long)err.used,
+           (unsigned long long)err.limit);
+    CHECK(um_block_unmap(&block, &err));
+    CHECK(um_ledger_read(UM_CAT_HISTORY, &row, &err));
+    printf("mapped %llu\n", (unsigned long long)row.mapped_bytes);
+    return 0;
+}
+"""
+
+OUTPUT = """\
+resident 1048576 mapped 1048576
+tokens 1, last -15
+UM_E_FULL: asked 1, 1 of 1 used
+mapped 0
+"""
+
+CMAKE = """\
+cmake_minimum_required(VERSION 3.24)
+project(user LANGUAGES C)
+find_package(unimem CONFIG REQUIRED)
+add_executable(user user.c)
+target_link_libraries(user PRIVATE unimem::unimem)
+"""
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} on this machine")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("compiler", "suffix", "options"),
+    [
+        ("cc", "c", ["-std=c17", "-Wall", "-Wextra", "-Wpedantic", "-Wstrict-prototypes"]),
+        ("c++", "cpp", ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic"]),
+    ],
+)
+def test_a_program_is_built_and_runs(
+    tmp_path: Path, compiler: str, suffix: str, options: list[str]
+) -> None:
+    source, program, library = tmp_path / f"user.{suffix}", tmp_path / "user", um.get_library()
+    source.write_text(PROGRAM)
+    link = [library, f"-Wl,-rpath,{Path(library).parent}"]
+    run(tool(compiler), *options, "-Werror", f"-I{um.get_include()}", source, "-o", program, *link)
+    assert run(program) == OUTPUT
+
+
+def test_a_cmake_project_finds_the_package(tmp_path: Path) -> None:
+    cmake = tool("cmake")
+    (tmp_path / "user.c").write_text(PROGRAM)
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
+    config = Path(um.get_library()).parent / "cmake" / "unimem"
+    build = tmp_path / "build"
+    run(cmake, "-S", tmp_path, "-B", build, f"-Dunimem_DIR={config}")
+    run(cmake, "--build", build)
+    assert run(build / "user") == OUTPUT
+
+
+def test_the_library_exports_its_own_names_only() -> None:
+    exported = [
+        line.split()[-1]
+        for line in run(tool("nm"), "-D", "--defined-only", um.get_library()).splitlines()
+    ]
+    assert "um_tape_take" in exported
+    assert [name for name in exported if not name.startswith("um_")] == []
+    declared = (Path(um.get_include()) / "unimem.h").read_text()
+    assert [name for name in exported if f"{name}(" not in declared] == []
+
+
+def test_the_library_loads_without_python() -> None:
+    library = ctypes.CDLL(um.get_library())
+    library.um_status_name.restype = ctypes.c_char_p
+    assert library.um_status_name(2) == b"UM_E_FULL"

@@ -1,0 +1,230 @@
+"""Chat templates of the well known shapes, their errors, and their bounds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenizer_models import Vocab, bpe_vocab, spm_vocab
+from unimem.engine import chat as module
+from unimem.engine.chat import ChatTemplateError, chat_prompt, render_chat
+from unimem.engine.tokenizer import Tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi! "},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "1+1?"},
+]
+
+CHATML = """\
+{% for message in messages %}
+    {%- if loop.first and messages[0]['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%Y") %}{% endif %}
+{%- if tools is not none %}{{- raise_exception("tools are not for this test") }}{% endif %}
+{%- for message in messages %}
+    {%- set content = '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n'
+        + message.content | trim + '<|eot_id|>' %}
+    {{- content }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/...') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.first and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def render(template: str, messages: list[dict[str, str]] = TALK, **options: Any) -> str:
+    return render_chat(template, messages, bos_token="<s>", eos_token="</s>", **options)
+
+
+def test_chatml() -> None:
+    talk = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+    assert render(CHATML) == talk + "<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == talk
+    assert render(CHATML, TALK[1:2]).startswith("<|im_start|>system\nYou are helpful.<|im_end|>\n")
+
+
+def test_llama3() -> None:
+    talk = "".join(
+        f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content'].strip()}<|eot_id|>"
+        for m in TALK
+    )
+    assert render(LLAMA3) == f"<s>{talk}<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+
+def test_mistral() -> None:
+    expected = "<s>[INST] Be brief.\n\nHi! [/INST] Hello.</s>[INST] 1+1?[/INST]"
+    assert render(MISTRAL) == expected
+    with pytest.raises(ChatTemplateError, match=r"line 10: roles must alternate user/assistant"):
+        render(MISTRAL, TALK[2:])
+
+
+def test_what_templates_expect_of_their_environment() -> None:
+    assert render("{{ {'b': '<é>', 'a': [1]} | tojson }}") == '{"b": "<é>", "a": [1]}'
+    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
+    assert (
+        render("{% for x in 'abc' %}{% if x == 'b' %}{% break %}{% endif %}{{ x }}{% endfor %}")
+        == "a"
+    )
+    assert render("{% generation %}{{ eos_token }}{% endgeneration %}.") == "</s>."
+    assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"  # trim_blocks, lstrip_blocks
+    assert render("{{ tools is none and documents is none }}") == "True"
+    assert (
+        render("{% set n = namespace(i=1) %}{% set n.i = n.i + 1 %}{{ n.i * 3 }}{{ '-' * 3 }}")
+        == "6---"
+    )
+    assert render("{{ strftime_now('%d') | length }}") == "2"
+    assert render("{{ '<' }}{{ messages[1].content }}") == "<Hi! "  # nothing is escaped
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\nb {% if %}", "line 2: Expected an expression"),
+        ("a\n\n{{ raise_exception('not ' + eos_token) }}", "line 3: not </s>"),
+        ("a\n{{ nothing.at.all }}", "line 2: 'nothing' is undefined"),
+        ("{{ 1 / 0 }}", "line 1: ZeroDivisionError"),
+        ("{% for m in messages %}\n{{ m.role + 1 }}{% endfor %}", "line 2: TypeError"),
+        ("{% include 'other' %}", "line 1: TypeError: no loader"),
+        ("{{ ''.__class__.__mro__ }}", "line 1: access to attribute '__class__'.*unsafe"),
+        ("{{ messages.append(1) }}", "line 1: access to attribute 'append'.*unsafe"),
+        ("{{ messages[0].update(role='user') }}", "line 1: access to attribute 'update'.*unsafe"),
+        ("{{" + "(" * 3000 + ")" * 3000 + "}}", "RecursionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line 1: RecursionError"),
+    ],
+)
+def test_errors_name_the_line(template: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(100001) %}{% endfor %}", "Range too big"),
+        ("{{ '-' * 20000000 }}", r"result of \* may be too large"),
+        ("{{ 9 ** 9 ** 9 }}", r"result of \*\* may be too large"),
+        (
+            "\n{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "line 2: it takes more than 2000000 steps",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            "more than 2000000 steps",
+        ),
+        ("{% for i in range(9999) %}{{ '-' * 9999 }}{% endfor %}", "more than 16777216 characters"),
+        ("-" * ((1 << 20) + 1), "expected at most 1048576 characters"),
+    ],
+)
+def test_templates_are_bounded(template: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        render(template)
+
+
+def test_a_long_talk_is_within_the_bounds() -> None:
+    talk = [{"role": role, "content": "word " * 99} for role in ("user", "assistant")] * 1000
+    assert render(MISTRAL, talk).count("[INST]") == 1000
+
+
+def test_trace_function_is_put_back() -> None:
+    def trace(*_: object) -> None:
+        return None
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        render(CHATML)
+        assert sys.gettrace() is trace
+        with pytest.raises(ChatTemplateError):
+            render("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}")
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(outer)
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {}])
+def test_messages_need_role_and_content(message: Any) -> None:
+    with pytest.raises(ValueError, match=r"messages\[1\]: expected a text as"):
+        render(CHATML, [TALK[0], message])
+
+
+@pytest.fixture(scope="module")
+def spm() -> Vocab:
+    return spm_vocab()
+
+
+def test_prompt_of_a_file_begins_once(spm: Vocab) -> None:
+    tokenizer = Tokenizer.from_metadata(spm.metadata)
+    metadata = spm.metadata | {"tokenizer.chat_template": MISTRAL}
+    prompt = chat_prompt(metadata, tokenizer, TALK)
+    tokens = tokenizer.encode(prompt, special=True)
+    assert tokens[0] == tokenizer.bos_id
+    assert tokens.count(1) == 1
+    assert tokens.count(2) == 1  # </s> after the assistant's answer
+    assert tokenizer.decode(tokens, special=True).startswith("<s> [INST] Be brief.")
+
+
+def test_prompt_of_a_file_whose_tokenizer_adds_nothing() -> None:
+    vocab = bpe_vocab("qwen2")
+    tokenizer = Tokenizer.from_metadata(vocab.metadata)
+    prompt = chat_prompt(vocab.metadata | {"tokenizer.chat_template": LLAMA3}, tokenizer, TALK)
+    assert prompt.startswith("<|begin_of_text|><|start_header_id|>system")
+    tokens = tokenizer.encode(prompt, special=True)
+    assert tokens[0] == tokenizer.bos_id
+    assert tokens.count(tokenizer.bos_id) == 1
+    assert tokens.count(vocab.tokens.index("<|eot_id|>")) == len(TALK)
+
+
+@pytest.mark.parametrize(("template", "has"), [(None, "has none"), (7, "has 7")])
+def test_file_without_template_is_named(spm: Vocab, template: Any, has: str) -> None:
+    tokenizer = Tokenizer.from_metadata(spm.metadata)
+    with pytest.raises(ChatTemplateError, match=rf"^tokenizer\.chat_template: .*{has}"):
+        chat_prompt({"tokenizer.chat_template": template}, tokenizer, TALK)
+
+
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    spec = importlib.util.spec_from_file_location("without_extra", Path(str(module.__file__)))
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"needs jinja2.*pip install 'unimem-llm\[run\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,77 @@
+"""The examples in docstrings run, in Python and in Cython modules, and say what they print."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import unimem
+
+MISSING: dict[str, str] = {}
+
+
+def modules() -> Iterator[ModuleType]:
+    yield unimem
+    for info in pkgutil.walk_packages(unimem.__path__, "unimem."):
+        if info.name.endswith(".__main__"):
+            continue
+        try:
+            yield importlib.import_module(info.name)
+        except ImportError as error:
+            # An extra that is not installed; what needs none is always there.
+            if not info.name.startswith(("unimem.cli", "unimem.engine")):
+                raise
+            MISSING[info.name] = str(error)
+
+
+def documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The module, its classes and functions, and their methods: what has a docstring."""
+    yield module.__name__, module
+    for name, thing in vars(module).items():
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        if inspect.isclass(thing):
+            yield f"{module.__name__}.{name}", thing
+            for member, value in vars(thing).items():
+                yield f"{module.__name__}.{name}.{member}", value
+        elif callable(thing):
+            yield f"{module.__name__}.{name}", thing
+
+
+def examples() -> list[doctest.DocTest]:
+    found = []
+    for module in modules():
+        for name, thing in documented(module):
+            text = inspect.getdoc(thing) or ""
+            if ">>>" in text:
+                names = dict(vars(module))
+                found.append(doctest.DocTestParser().get_doctest(text, names, name, name, 0))
+    return found
+
+
+EXAMPLES = examples()
+
+
+def test_there_are_examples_of_every_noun() -> None:
+    names = {example.name.rsplit(".", 1)[-1] for example in EXAMPLES}
+    assert {"Block", "Tape", "Grid", "KVCache", "Layout", "Stat"} <= names
+
+
+def test_every_module_was_looked_at() -> None:
+    if MISSING:
+        pytest.skip(f"not installed: {MISSING}")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_example(example: doctest.DocTest) -> None:
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(said)

@@ -1,0 +1,143 @@
+"""Damaged files given to the decoder: a result or an exception, never a dead process.
+
+ggml ends the process on a shape, a type or a number that it does not take. Each mutant is opened,
+and computed with where it opens, in a process that dies with ggml.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+pytest.importorskip(
+    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+)
+
+import gguf
+import unimem as um
+from conftest import Run
+from models.make import Shape, write_model
+from unimem.engine import ggml
+
+SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=96, vocab=300, ctx=64)
+N_RANDOM = 160
+# Runs each mutant: (offset, bytes) replacements in a copy of the file.
+SCRIPT = """
+    import json, os, pickle
+    from unimem.engine import Decoder
+    folder = os.environ["FOLDER"]
+    original = open(folder + "/model.gguf", "rb").read()
+    mutants = pickle.load(open(folder + "/mutants", "rb"))
+    outcomes = {}
+    for number in range(len(mutants)):
+        print("mutant", number, flush=True)
+        data = bytearray(original)
+        for offset, new in mutants[number]:
+            data[offset : offset + len(new)] = new
+        path = f"{folder}/{number}.gguf"
+        open(path, "wb").write(data)
+        try:
+            with Decoder(path, ctx=5 + number % 40, threads=1) as decoder:
+                decoder.prefill([1, 2, 3])
+                for _ in range(2):
+                    decoder.generate_next_token()
+            outcome = "computed"
+        except Exception as error:
+            outcome = type(error).__name__
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(json.dumps(outcomes))
+"""
+
+Mutant = list[tuple[int, bytes]]
+
+
+def run_all(folder: Path, mutants: list[Mutant], run_python: Run) -> dict[str, int]:
+    (folder / "mutants").write_bytes(pickle.dumps(mutants))
+    done = run_python(SCRIPT, FOLDER=str(folder))
+    last = done.stdout.splitlines()[-1] if done.stdout else ""
+    assert done.returncode == 0, f"died ({done.returncode}) in {last}: {done.stderr[-2000:]}"
+    outcomes: dict[str, int] = json.loads(last)
+    assert sum(outcomes.values()) == len(mutants)
+    return outcomes
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model.gguf", request.param, SHAPE, "q8_0", tied=True)
+
+
+def header_bytes(path: Path) -> int:
+    with um.open_weights(path) as weights:
+        return min(tensor.offset for tensor in weights.tensors.values())
+
+
+def test_random_bytes_of_the_header(model: Path, tmp_path: Path, run_python: Run) -> None:
+    rng = np.random.default_rng(0)
+    end = header_bytes(model)
+    data = model.read_bytes()
+    # The vocabulary is most of the header, and not the engine's: half of the mutants spare it.
+    tokens = data.index(b"tokenizer.ggml.tokens"), data.index(b"tokenizer.ggml.bos_token_id")
+    places = [i for i in range(end) if not tokens[0] <= i < tokens[1]]
+    mutants: list[Mutant] = []
+    for i in range(N_RANDOM):
+        where = places if i % 4 else range(end)
+        chosen = rng.choice(where, int(rng.integers(1, 4)))
+        flip = 1 << int(rng.integers(0, 8)) if i % 3 == 0 else None
+        mutants.append(
+            [(int(o), bytes([data[o] ^ (flip or int(rng.integers(1, 256)))])) for o in chosen]
+        )
+    outcomes = run_all(tmp_path, mutants, run_python)
+    assert len(outcomes) > 2  # some were refused by the reader, some by the engine, some computed
+
+
+def test_every_number_of_the_metadata(model: Path, tmp_path: Path, run_python: Run) -> None:
+    integers = [0, 1, 2, 3, 5, 7, 63, 65, 128, 2**16, 2**31 - 1, 2**31, 2**32 - 1]
+    floats = [0.0, -1.0, 1.0, 1e-40, 1e38, float("nan"), float("inf"), -float("inf")]
+    mutants: list[Mutant] = []
+    data = model.read_bytes()
+    arch = gguf.GGUFReader(model).fields["general.architecture"].contents()
+    for name, field in gguf.GGUFReader(model).fields.items():
+        if not name.startswith(arch):
+            continue
+        offset = data.index(name.encode()) + len(name) + 4
+        if field.types == [gguf.GGUFValueType.UINT32]:
+            mutants += [[(offset, struct.pack("<I", value))] for value in integers]
+        elif field.types == [gguf.GGUFValueType.FLOAT32]:
+            mutants += [[(offset, struct.pack("<f", value))] for value in floats]
+    assert len(mutants) > 90
+    run_all(tmp_path, mutants, run_python)
+
+
+def test_every_tensor_with_another_shape_type_or_place(
+    model: Path, tmp_path: Path, run_python: Run
+) -> None:
+    mutants: list[Mutant] = []
+    data = model.read_bytes()
+    for tensor in gguf.GGUFReader(model).tensors:
+        n_dims = len(tensor.shape)
+        dims = data.index(tensor.name.encode()) + len(tensor.name) + 4
+        kind, offset = dims + 8 * n_dims, dims + 8 * n_dims + 4
+        if n_dims == 2:
+            ne0, ne1 = (int(n) for n in tensor.shape)
+            mutants.append([(dims, struct.pack("<QQ", ne1, ne0))])
+            mutants.append([(dims, struct.pack("<QQ", ne0 // 2, ne1 * 2))])
+            mutants.append([(dims, struct.pack("<QQ", ne0, ne1 - 1))])
+        mutants.append([(dims, struct.pack("<Q", 0))])
+        mutants += [[(kind, struct.pack("<I", number))] for number in (0, 1, 2, 26, 28, 30, 14)]
+        mutants.append([(offset, struct.pack("<Q", 0))])
+    run_all(tmp_path, mutants, run_python)
+
+
+@pytest.mark.parametrize("kind", sorted(ggml.MATMUL_TYPES.values()))
+def test_random_weights_of_every_type(kind: str, tmp_path: Path, run_python: Run) -> None:
+    # Any bits are a value of a quantized type, or not a number: tables are not left.
+    shape = Shape(hidden=256, layers=1, heads=4, kv_heads=2, inner=256, vocab=300, ctx=64)
+    write_model(tmp_path / "model.gguf", shape=shape, kind=kind, random_bits=True)
+    outcomes = run_all(tmp_path, [[], []], run_python)
+    assert set(outcomes) <= {"computed", "ArithmeticError"}

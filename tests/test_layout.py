@@ -1,0 +1,315 @@
+"""Three lifetimes: the weights stay, a pass clears scratch, a new talk clears the rest."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gguf_files as gf
+import proc_maps
+import unimem as um
+from unimem._core.status import counters, ledger
+from unimem.layout import Stat
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+KIB = 1024
+
+
+@pytest.fixture
+def layout() -> Iterator[um.Layout]:
+    with um.Layout(64 * KIB, 16 * KIB, 32 * KIB, pages="4k") as layout:
+        yield layout
+
+
+def model(tmp_path: Path) -> Path:
+    """A file with one tensor of eight float32."""
+    path = tmp_path / "model.gguf"
+    data = np.arange(8, dtype="float32").tobytes()
+    parts = [gf.head(1, 0), gf.string("w"), gf.u32(1), gf.u64(8), gf.u32(gf.F32), gf.u64(0)]
+    header = b"".join(parts)
+    path.write_bytes(header + bytes(-len(header) % 32) + data)
+    return path
+
+
+def used(layout: um.Layout) -> tuple[int, int, int]:
+    stat = layout.stat()
+    return stat.weights_used, stat.scratch_used, stat.history_used
+
+
+def mapped() -> dict[str, int]:
+    return {name: row["mapped_bytes"] for name, row in ledger().items() if row["mapped_bytes"]}
+
+
+def test_each_lifetime_is_cleared_when_it_ends(layout: um.Layout) -> None:
+    assert isinstance(layout.weights, um.Tape)
+    weight = layout.weights.take(100)
+    weight[:] = 1
+    layout.history.take(200)
+    layout.scratch.take(300)
+    assert used(layout) == (400, 1200, 800)
+    layout.clear_pass()
+    assert used(layout) == (400, 0, 800)
+    layout.scratch.take(300)
+    layout.scratch.keep()
+    layout.scratch.take(300)
+    layout.clear_pass()
+    assert used(layout) == (400, 1200, 800)  # what is kept stays
+    layout.clear_talk()
+    assert used(layout) == (400, 1200, 0)
+    assert (weight == 1).all()
+    del weight
+
+
+def test_stat_and_sizes(layout: um.Layout) -> None:
+    layout.scratch.take_bytes(10)
+    assert layout.stat() == Stat(0, 64 * KIB, 10, 16 * KIB, 0, 32 * KIB)
+    assert layout.total_bytes == 112 * KIB
+    text = "weights: 1.5/4.0 MB | scratch: 0.0/1.0 MB | history: 0.2/0.5 MB"
+    assert str(Stat(1_500_000, 4_000_000, 0, 1_000_000, 250_000, 500_000)) == text
+    assert repr(layout) == f"Layout({layout.stat()})"
+    assert layout.weights.block.requested["pages"] == "4k"
+
+
+def test_the_ledger_tells_the_lifetimes_apart(layout: um.Layout) -> None:
+    assert mapped() == {"weights": 64 * KIB, "scratch": 16 * KIB, "history": 32 * KIB}
+
+
+def test_a_cache_on_history(layout: um.Layout) -> None:
+    kv = um.KVCache(2, 2, 8, 16, tape=layout.history)
+    layout.attach(kv)
+    storage = layout.history.used_bytes
+    assert storage == kv.capacity_bytes
+    address = kv.address(1, "v")
+    token = np.ones((2, 2, 8), "float32")
+    layout.history.take(10)  # something else of this talk
+    for talk in range(3):
+        assert kv.is_empty
+        for n in range(5):
+            kv.append_all(token * talk, token)
+            layout.clear_pass()
+            assert kv.seq_len == n + 1  # a pass does not touch it
+        layout.clear_talk()
+        assert kv.is_empty
+        assert layout.history.used_bytes == storage  # its memory stays, the rest goes
+        assert kv.address(1, "v") == address
+    kv.append_all(token, token)
+    assert layout.history.owns(kv.layer(0)[0])
+
+
+def test_caches_elsewhere_are_cleared_too(layout: um.Layout) -> None:
+    with um.KVCache(1, 2, 8, 4) as kv:
+        layout.attach(kv)
+        assert layout.history.used_bytes == 0
+        kv.append(0, *[np.ones((2, 2, 8), "float32")] * 2)
+        layout.history.take(8)
+        layout.clear_talk()
+        assert kv.is_empty
+        assert layout.history.used_bytes == 0
+    layout.history.take(8)
+    layout.clear_talk()  # the closed one is not asked
+    assert layout.history.used_bytes == 0
+
+
+def test_frozen_means_no_new_memory(layout: um.Layout) -> None:
+    kv = um.KVCache(1, 2, 8, 16, tape=layout.history, dtype="f32")
+    layout.attach(kv)
+    layout.scratch.take_bytes(1000)
+    layout.clear_pass()
+    layout.freeze()
+    assert layout.frozen
+    assert isinstance(layout.weights, um.Tape)
+    takes: list[Callable[[], Any]] = [
+        lambda: layout.weights.take(1),  # type: ignore[union-attr]
+        lambda: layout.history.take(1),
+        lambda: layout.history.take(0),
+        lambda: layout.scratch.take_bytes(1001),
+        lambda: um.KVCache(1, 2, 8, 16, tape=layout.history),
+    ]
+    token = np.ones((1, 2, 8), "float32")
+    before, system = mapped(), counters()
+    for n in range(16):
+        layout.scratch.take_bytes(900, align=1)
+        layout.scratch.take_bytes(100, align=1)  # up to the high water
+        for take in takes:
+            with pytest.raises(um.FrozenError):
+                take()
+        layout.clear_pass()
+        kv.append(0, token, token)
+        assert kv.seq_len == n + 1
+    layout.clear_talk()
+    assert kv.is_empty
+    assert mapped() == before
+    assert counters() == system
+    layout.thaw()
+    assert not layout.frozen
+    layout.weights.take(1)
+    layout.history.take(1)
+    layout.scratch.take_bytes(2000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ((0, 4096, 4096), ValueError),
+        ((4096, -1, 4096), ValueError),
+        ((4096, 4096, 0), ValueError),
+        ((4096, 2**62, 4096), MemoryError),
+        ((4096, 4096, 2**62), MemoryError),
+        ((4096, 4096, "big"), TypeError),
+        ((None, 4096, 4096), TypeError),
+        ((4096, 1.5, 4096), TypeError),
+    ],
+)
+def test_all_or_nothing(sizes: tuple[Any, Any, Any], error: type[Exception]) -> None:
+    before = mapped()
+    with pytest.raises(error):
+        um.Layout(*sizes)
+    assert mapped() == before
+
+
+def test_a_wrong_option_leaves_nothing() -> None:
+    before = mapped()
+    for options in ({"pages": "3k"}, {"warm": -1}, {"colour": "red"}):
+        with pytest.raises((ValueError, TypeError)):
+            um.Layout(4096, 4096, 4096, **options)
+    assert mapped() == before
+
+
+def test_given_blocks_stay_open() -> None:
+    with um.Block(8192) as ground, um.Block(4096) as other:
+        with um.Layout(4096, ground, other) as layout:
+            assert layout.scratch.block is ground
+            assert layout.stat().scratch_total == 8192
+        layout = um.Layout(4096, ground, other)
+        view = layout.scratch.take(4)
+        layout.close()  # the view uses the block, which is not the layout's
+        view[:] = 1
+        assert not ground.closed
+        before = mapped()
+        with pytest.raises(ValueError, match="nbytes"):
+            um.Layout(4096, ground, 0)
+        assert mapped() == before
+        del view
+        ground.close()  # and nobody holds it
+        with pytest.raises(um.ClosedError):
+            um.Layout(4096, ground, other)
+        assert mapped() == {"other": 4096}
+
+
+def test_given_weights_count_as_used_and_stay_open(tmp_path: Path) -> None:
+    weights = um.open_weights(model(tmp_path))
+    with um.Layout(weights, 4096, 8192) as layout:
+        assert layout.weights is weights
+        assert layout.stat().weights_used == layout.stat().weights_total == weights.mapped_bytes
+        assert layout.total_bytes == weights.mapped_bytes + 12288
+        layout.freeze()
+        layout.clear_talk()
+        layout.thaw()
+    assert not weights.closed
+    assert weights.tensors["w"].as_array().tolist() == list(range(8))
+    layout = um.Layout(weights, 4096, 8192)
+    layout.close()
+    assert not weights.closed
+    before = mapped()
+    with pytest.raises(ValueError, match="nbytes"):
+        um.Layout(weights, 0, 1)
+    assert mapped() == before
+    assert not weights.closed
+    weights.close()
+
+
+@pytest.mark.parametrize("which", ["weights", "scratch", "history"])
+def test_close_with_live_views_closes_nothing(which: str) -> None:
+    layout = um.Layout(4096, 4096, 4096)
+    view = getattr(layout, which).take(8)
+    before = mapped()
+    with pytest.raises(BufferError, match="live"):
+        layout.close()
+    assert not layout.closed
+    assert mapped() == before
+    for tape in (layout.weights, layout.scratch, layout.history):
+        assert isinstance(tape, um.Tape)
+        assert not tape.closed
+        tape.take(1)
+    assert view.size == 8
+    del view
+    layout.close()
+    assert layout.closed
+    layout.close()
+
+
+def test_views_of_every_tape_outlive_the_with() -> None:
+    with um.Layout(4096, 4096, 4096) as layout:
+        assert isinstance(layout.weights, um.Tape)
+        views = [tape.take(8) for tape in (layout.weights, layout.scratch, layout.history)]
+        addresses = [proc_maps.address_of(view) for view in views]
+    assert layout.closed
+    for n, view in enumerate(views):
+        view[:] = n
+        assert view.sum() == 8 * n
+    del views, view
+    gc.collect()
+    assert not any(proc_maps.is_mapped(address) for address in addresses)
+
+
+def test_a_closed_layout_says_so(layout: um.Layout) -> None:
+    kv = um.KVCache(1, 2, 8, 4, tape=layout.history)
+    layout.attach(kv)
+    layout.close()
+    uses: list[Callable[[], Any]] = [
+        layout.clear_pass,
+        layout.clear_talk,
+        layout.freeze,
+        layout.thaw,
+        layout.stat,
+        lambda: layout.total_bytes,
+        lambda: layout.attach(kv),
+        layout.__enter__,
+        lambda: layout.scratch.take(1),
+        lambda: kv.seq_len,
+    ]
+    for use in uses:
+        with pytest.raises(um.ClosedError, match="closed"):
+            use()
+    assert repr(layout) == "Layout(closed)"
+    assert kv.closed
+
+
+def test_a_layout_that_is_dropped_open_warns_and_gives_the_memory_back() -> None:
+    before = mapped()
+    layout = um.Layout(4096, 4096, 4096)
+    with pytest.warns(ResourceWarning, match="unclosed") as caught:
+        del layout
+    assert len(caught) == 3
+    caught.clear()
+    gc.collect()
+    assert mapped() == before
+
+
+def test_steady_state(layout: um.Layout) -> None:
+    """What a decode step does: nothing is allocated, called, or moved."""
+    kv = um.KVCache(2, 2, 8, 64, tape=layout.history)
+    layout.attach(kv)
+    token = np.ones((2, 8), "float32")
+
+    def step() -> list[int]:
+        hidden = layout.scratch.take((4, 16))
+        scores = layout.scratch.take((2, 64), "float16")
+        for i in range(2):
+            kv.append(i, token[None], token[None])
+        addresses = [proc_maps.address_of(a) for a in (hidden, scores, *kv.layer(0), *kv.layer(1))]
+        layout.clear_pass()
+        return addresses
+
+    first = step()
+    layout.freeze()
+    before = counters()
+    for _ in range(60):
+        assert step() == first
+    assert counters() == before

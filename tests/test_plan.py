@@ -1,0 +1,157 @@
+"""Plans: what will be needed, whether it fits, and how long a context may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+
+DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
+GIB = 1 << 30
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def set_available(nbytes: int) -> None:
+        monkeypatch.setattr("unimem.limits.available_bytes", lambda: nbytes)
+
+    set_available(64 * GIB)
+    return set_available
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+    from models.make import SMALL, write_model
+
+    return write_model(tmp_path / "m.gguf", shape=SMALL)
+
+
+def rows(plan: um.Plan) -> dict[str, int]:
+    return {row.category: row.nbytes for row in plan.rows}
+
+
+@pytest.mark.usefixtures("available")
+def test_dims() -> None:
+    plan = um.plan(DIMS, threads=4)
+    assert list(rows(plan)) == ["weights:f16", "kv", "scratch", "logits"]
+    assert plan.ctx == 4096
+    assert plan.max_ctx == 8192
+    assert rows(plan)["logits"] == 4 * 32000
+    kv = um.KVCache.storage_bytes(22, 4, 64, 4096)
+    assert rows(plan)["kv"] == plan.history_bytes == kv
+    # K and V, layers, tokens, heads, their size, bytes of a float16; then alignment.
+    assert 0 <= kv - 2 * 22 * 4096 * 4 * 64 * 2 < 64 * 44
+    assert plan.scratch_bytes == rows(plan)["scratch"] + rows(plan)["logits"]
+    assert plan.total_bytes == sum(rows(plan).values())
+    assert plan.fits
+    assert plan.advice == ()
+    # 1.1 billion parameters.
+    assert rows(plan)["weights:f16"] == pytest.approx(2 * 1.1e9, rel=0.02)
+    quantized = um.plan(replace(DIMS, quantized=True), threads=4)
+    assert rows(quantized)["weights:q8_0"] == pytest.approx(1.1e9 * 34 / 32, rel=0.02)
+
+
+@pytest.mark.usefixtures("available")
+def test_options_change_what_they_should() -> None:
+    base = rows(um.plan(DIMS, ctx=1000, threads=2))
+    for options in ({"kv_dtype": "f32"}, {"batch": 2}):
+        assert rows(um.plan(DIMS, ctx=1000, threads=2, **options))["kv"] == pytest.approx(
+            2 * base["kv"], rel=1e-3
+        )
+    assert rows(um.plan(DIMS, ctx=2000, threads=2))["kv"] == pytest.approx(2 * base["kv"], rel=1e-3)
+    assert rows(um.plan(DIMS, ctx=1000, threads=64))["scratch"] > base["scratch"]
+
+
+def test_the_context_is_what_fits(available: Any) -> None:
+    whole = um.plan(DIMS, ctx=3000)
+    available(whole.total_bytes)
+    assert um.plan(DIMS).ctx == um.plan(DIMS).max_ctx == 3000
+    assert whole.total_bytes == um.plan(DIMS).total_bytes
+    assert um.plan(DIMS).fits
+    available(whole.total_bytes - 1)
+    assert um.plan(DIMS).ctx == 2999
+    too_long = um.plan(DIMS, ctx=3000)
+    assert not too_long.fits
+    assert too_long.advice == ("take a context of at most 2999 tokens",)
+    with pytest.raises(um.CapacityError, match="2999") as caught:
+        too_long.require_fits()
+    assert caught.value.asked == too_long.total_bytes
+    assert caught.value.limit == too_long.total_bytes - 1
+    available(1000)
+    nothing = um.plan(DIMS)
+    assert (nothing.fits, nothing.max_ctx, nothing.ctx) == (False, 0, 1)
+    assert "smaller model" in nothing.advice[0]
+    assert "none fits" in str(nothing)
+
+
+def test_a_short_model_bounds_the_context(available: Any) -> None:
+    available(64 * GIB)
+    assert um.plan(replace(DIMS, max_seq_len=300)).ctx == 300
+    # More than the model was made for may be asked for.
+    assert um.plan(replace(DIMS, max_seq_len=300), ctx=400).ctx == 400
+
+
+@pytest.mark.usefixtures("available")
+def test_a_file(model: Path) -> None:
+    plan = um.plan(model, threads=2)
+    with um.open_weights(model) as weights:
+        assert um.plan(weights, threads=2) == plan
+        types = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
+        assert {k: v for k, v in rows(plan).items() if k in types} == types
+    # What is mapped is the file.
+    assert sum(types.values()) + rows(plan)["other"] == model.stat().st_size
+    assert plan.ctx == 1024
+
+
+def test_a_layout_is_what_was_planned(model: Path) -> None:
+    plan = um.plan(model, ctx=200)
+    with um.Layout.for_model(model, ctx=200) as layout:
+        assert layout.scratch.total_bytes == plan.scratch_bytes
+        assert layout.history.total_bytes == plan.history_bytes
+        assert layout.plan is not None
+        assert layout.plan.rows == plan.rows
+
+
+def test_for_model_refuses_what_does_not_fit(model: Path, available: Any) -> None:
+    available(1 << 20)
+    with pytest.raises(MemoryError):
+        um.Layout.for_model(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ctx": 0},
+        {"ctx": -5},
+        {"ctx": 2**31},
+        {"ctx": 1.5},
+        {"batch": 0},
+        {"threads": 0},
+        {"threads": True},
+        {"kv_dtype": "q9"},
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    name = "dtype" if "kv_dtype" in options else next(iter(options))
+    with pytest.raises(ValueError, match=name):
+        um.plan(DIMS, **options)
+
+
+def test_str(available: Any) -> None:
+    available(64 * GIB)
+    lines = str(um.plan(DIMS, ctx=100)).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "category",
+        "weights:f16",
+        "kv",
+        "scratch",
+        "logits",
+        "total",
+        "available",
+        "context:",
+    ]

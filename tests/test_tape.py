@@ -1,0 +1,629 @@
+"""Tapes: what a model in Python would do, whatever is taken, kept, rewound and frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import mmap
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import proc_maps
+import unimem as um
+from conftest import Run
+from unimem._core.status import counters, ledger
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+PAGE = mmap.PAGESIZE
+KIB = 1024
+
+
+@pytest.fixture
+def tape() -> Iterator[um.Tape]:
+    with um.Tape(64 * KIB, name="t") as tape:
+        yield tape
+
+
+def figures(tape: um.Tape) -> tuple[int, int, int, int]:
+    return tape.used_bytes, tape.high_water_bytes, tape.n_takes, tape.available_bytes
+
+
+# ---- taking ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (5, (5,)),
+        ((), ()),
+        ((2, 3), (2, 3)),
+        ([2, 3], (2, 3)),
+        ((2, 0, 3), (2, 0, 3)),
+        (0, (0,)),
+        (np.int64(4), (4,)),
+        ((np.int32(4), True), (4, 1)),
+        (np.array([2, 2]), (2, 2)),
+        ((1,) * 32, (1,) * 32),
+    ],
+)
+def test_shapes(tape: um.Tape, shape: Any, expected: tuple[int, ...]) -> None:
+    array = tape.take(shape)
+    assert array.shape == expected
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    assert tape.used_bytes == array.nbytes
+    assert proc_maps.address_of(array) == tape.block.address
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("float16", "float32", "float64", "uint8", "int64", "bool", "complex64", ">f4", "e"),
+        *(np.float16, np.dtype("int16"), np.dtype([("d", "<f2"), ("qs", "i1", 32)]), int),
+    ],
+)
+def test_dtypes(tape: um.Tape, dtype: Any) -> None:
+    for _ in range(2):  # the second time from memory
+        array = tape.take(7, dtype)
+        assert array.dtype == np.dtype(dtype)
+        assert array.nbytes == 7 * np.dtype(dtype).itemsize
+        array[...] = 0
+
+
+def test_bfloat16(tape: um.Tape) -> None:
+    for dtype in ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        array = tape.take(3, dtype)
+        array[:] = 1.5
+        assert array.dtype == ml_dtypes.bfloat16
+        assert array.view("uint16").tolist() == [0x3FC0] * 3
+
+
+@pytest.mark.parametrize("dtype", ["f16", "<f16", ">f16", "=f16"])
+def test_f16_says_what_to_write(tape: um.Tape, dtype: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="write float16"):
+            tape.take(1, dtype)
+
+
+@pytest.mark.parametrize("align", [1, 2, 4, 64, 4096, 1 << 15])
+def test_alignment_is_of_the_address(align: int) -> None:
+    with um.Tape(1 << 18, pages="4k") as tape:
+        for _ in range(3):
+            assert proc_maps.address_of(tape.take(3, "uint8", align=align)) % align == 0
+            assert tape.take_address(1, align) % align == 0
+
+
+def test_an_array_says_whether_it_is_aligned(tape: um.Tape) -> None:
+    tape.take_bytes(1)
+    loose = tape.take(4, "float32", align=1)
+    assert not loose.flags.aligned
+    loose[:] = 2
+    assert loose.sum() == 8
+    assert tape.take(4, "float32", align=4).flags.aligned
+
+
+def test_take_bytes_and_take_address(tape: um.Tape) -> None:
+    array = tape.take_bytes(100)
+    assert array.dtype == np.uint8
+    assert array.shape == (100,)
+    address = tape.take_address(100)
+    assert address == proc_maps.address_of(array) + 128
+    assert tape.take_address(1, 1) == address + 100
+    assert tape.used_bytes == 229
+    assert tape.n_takes == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "align", "error"),
+    [
+        (64 * KIB + 1, "uint8", 64, um.TapeFull),
+        (16 * KIB + 1, "float32", 64, um.TapeFull),
+        (2**61, "float64", 64, um.TapeFull),
+        (2**62, "float32", 64, um.TapeFull),
+        (2**63 - 1, "uint8", 64, um.TapeFull),
+        (2**64, "uint8", 64, um.TapeFull),
+        (2**200, "uint8", 64, um.TapeFull),
+        ((2**32, 2**32), "uint8", 64, um.TapeFull),
+        ((2**31, 2**31, 4), "float32", 64, um.TapeFull),
+        ((np.int64(2**40), np.int64(2**40)), "float32", 64, um.TapeFull),
+        ((np.int32(2**30), np.int32(2**30)), "uint8", 64, um.TapeFull),
+        ((0, 2**63), "uint8", 64, ValueError),
+        ((2**62, 0, 2**62), "uint8", 64, ValueError),
+        ((1,) * 33, "uint8", 64, ValueError),
+        (-1, "uint8", 64, ValueError),
+        ((3, -1), "uint8", 64, ValueError),
+        ((-3, -1), "uint8", 64, ValueError),
+        (1.0, "uint8", 64, TypeError),
+        ((1, 1.5), "uint8", 64, TypeError),
+        ("3", "uint8", 64, TypeError),
+        (None, "uint8", 64, TypeError),
+        (1, "no such type", 64, TypeError),
+        (1, object, 64, ValueError),
+        (1, "V0", 64, ValueError),
+        (1, "U", 64, ValueError),
+        (1, "uint8", 0, ValueError),
+        (1, "uint8", 3, ValueError),
+        (1, "uint8", -64, ValueError),
+        (1, "uint8", 1.5, TypeError),
+        (1, "uint8", 1 << 62, um.TapeFull),
+    ],
+)
+def test_a_refused_take_takes_nothing(
+    tape: um.Tape, shape: Any, dtype: Any, align: Any, error: type[Exception]
+) -> None:
+    tape.take_bytes(5)
+    before = figures(tape)
+    with pytest.raises(error):
+        tape.take(shape, dtype, align=align)
+    assert figures(tape) == before
+
+
+@pytest.mark.parametrize("nbytes", [64 * KIB + 1, 2**63 - 1])
+def test_take_address_refuses_what_does_not_fit(tape: um.Tape, nbytes: int) -> None:
+    with pytest.raises(um.TapeFull):
+        tape.take_address(nbytes)
+    with pytest.raises(ValueError, match="nbytes"):
+        tape.take_address(-nbytes)
+    assert tape.used_bytes == 0
+
+
+def test_a_full_tape_names_the_figures(tape: um.Tape) -> None:
+    tape.take_bytes(60 * KIB)
+    for take in (tape.take_bytes, tape.take_address, lambda n: tape.take((1, n), "uint8")):
+        with pytest.raises(um.TapeFull) as caught:
+            take(5 * KIB)
+        error = caught.value
+        assert (error.limit, error.used, error.asked) == (64 * KIB, 60 * KIB, 5 * KIB)
+        for part in ("'t'", str(64 * KIB), str(60 * KIB), str(5 * KIB)):
+            assert part in str(error)
+    with pytest.raises(um.TapeFull) as caught:
+        tape.take((2**40, 2**40))
+    assert (caught.value.limit, caught.value.used) == (64 * KIB, 60 * KIB)
+    assert caught.value.asked == 4 * 2**80
+    tape.take_bytes(4 * KIB)  # the last byte
+    assert tape.available_bytes == 0
+    tape.take_bytes(0, align=1)
+
+
+def test_the_size_asked_for_is_the_size() -> None:
+    with um.Tape(100) as tape:
+        assert tape.total_bytes == 100
+        tape.take_bytes(100)
+        with pytest.raises(um.TapeFull):
+            tape.take_bytes(1, align=1)
+
+
+# ---- clearing ----
+
+
+def test_after_clear_the_same_memory_comes_again_as_it_was(tape: um.Tape) -> None:
+    first = tape.take(100)
+    first[:] = 3
+    address = proc_maps.address_of(first)
+    tape.clear()
+    assert tape.used_bytes == 0
+    again = tape.take(100)
+    assert proc_maps.address_of(again) == address
+    assert (again == 3).all()  # clear zeroes nothing
+
+
+def test_keep_mark_rewind(tape: um.Tape) -> None:
+    tape.take_bytes(64)
+    mark = tape.mark()
+    tape.take_bytes(64)
+    tape.keep()
+    tape.take_bytes(64)
+    tape.rewind(mark)
+    assert tape.used_bytes == 128  # it stops at what is kept
+    tape.take_bytes(64)
+    late = tape.mark()
+    tape.clear()
+    assert tape.used_bytes == 128
+    with pytest.raises(ValueError, match="mark"):
+        tape.rewind(late)
+    for bad in (-1, 2**70):
+        with pytest.raises(ValueError, match="mark"):
+            tape.rewind(bad)
+    with pytest.raises(TypeError):
+        tape.rewind(1.5)  # type: ignore[arg-type]
+    assert figures(tape) == (128, 192, 4, 64 * KIB - 128)
+
+
+def test_frames(tape: um.Tape) -> None:
+    tape.take_bytes(64)
+    with tape.frame() as inner:
+        assert inner is tape
+        tape.take_bytes(64)
+        with tape.frame():
+            tape.take_bytes(64)
+        assert tape.used_bytes == 128
+    assert tape.used_bytes == 64
+
+    def fail() -> None:
+        with tape.frame():
+            tape.take_bytes(64)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert tape.used_bytes == 64
+    with tape.frame():
+        tape.clear()
+    assert tape.used_bytes == 0
+    with tape.frame():
+        tape.close()
+
+
+def test_freeze_and_thaw(tape: um.Tape) -> None:
+    tape.take_bytes(64)
+    tape.freeze()
+    assert tape.frozen
+    before = figures(tape)
+    takes: list[Callable[[], Any]] = [
+        lambda: tape.take(1),
+        lambda: tape.take(0),
+        lambda: tape.take_address(1),
+        lambda: um.KVCache(1, 1, 8, 4, tape=tape),
+    ]
+    for take in takes:
+        with pytest.raises(um.FrozenError, match="frozen"):
+            take()
+    assert figures(tape) == before
+    assert "frozen" in repr(tape)
+    tape.clear()  # goes on
+    tape.thaw()
+    assert not tape.frozen
+    tape.take(1)
+
+
+def test_owns(tape: um.Tape) -> None:
+    array = tape.take(8)
+    start = tape.block.address
+    assert tape.owns(array)
+    assert tape.owns(array[3:])
+    assert tape.owns(array.view("uint8").reshape(4, 8).T)
+    assert tape.owns(start)
+    assert tape.owns(start + 64 * KIB - 1)
+    assert not tape.owns(start + 64 * KIB)
+    assert not tape.owns(start - 1)
+    assert not tape.owns(np.empty(8))
+    assert not tape.owns(0)
+
+
+class TapeAgainstModel(RuleBasedStateMachine):
+    """The same calls on a tape and on a few lines of Python."""
+
+    TOTAL = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = um.Tape(self.TOTAL)
+        self.base = self.tape.block.address
+        self.used = self.kept = self.peak = self.n_takes = 0
+        self.limit: int | None = None
+        self.marks: list[int] = []
+        self.live: list[tuple[int, int]] = []
+
+    def teardown(self) -> None:
+        self.tape.close()
+
+    def fall_to(self, floor: int) -> None:
+        self.used = max(floor, self.kept)
+        self.live = [(start, end) for start, end in self.live if end <= self.used]
+
+    @rule(
+        nbytes=st.one_of(st.integers(0, 300), st.integers(0, 5000)),
+        log_align=st.integers(0, 12),
+        as_array=st.booleans(),
+    )
+    def take(self, nbytes: int, log_align: int, as_array: bool) -> None:
+        align = 1 << log_align
+        start = -(-(self.base + self.used) // align) * align - self.base
+        fits = start + nbytes <= self.TOTAL
+        if self.limit is not None:
+            fits = self.limit > 0 and start + nbytes <= self.limit
+        expected = contextlib.nullcontext() if fits else pytest.raises(self.refusal(nbytes))
+        with expected:
+            if as_array:
+                array = self.tape.take(nbytes, "uint8", align=align)
+                address = proc_maps.address_of(array)
+                array[:] = 1
+            else:
+                address = self.tape.take_address(nbytes, align)
+            assert address == self.base + start
+        if fits:
+            assert all(end <= start or start + nbytes <= first for first, end in self.live)
+            self.live.append((start, start + nbytes))
+            self.used = start + nbytes
+            self.peak = max(self.peak, self.used)
+            self.n_takes += 1
+
+    def refusal(self, nbytes: int) -> tuple[type[Exception], ...]:
+        # What would not even fit into an empty tape is full, frozen or not.
+        if self.limit is None:
+            return (um.TapeFull,)
+        return (um.FrozenError, um.TapeFull) if nbytes > self.TOTAL else (um.FrozenError,)
+
+    @rule()
+    def clear(self) -> None:
+        self.tape.clear()
+        self.fall_to(0)
+
+    @rule()
+    def keep(self) -> None:
+        self.tape.keep()
+        self.kept = self.used
+
+    @rule()
+    def mark(self) -> None:
+        mark = self.tape.mark()
+        assert mark == self.used
+        self.marks.append(mark)
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        mark = data.draw(st.sampled_from(self.marks))
+        if mark > self.used:
+            with pytest.raises(ValueError, match="mark"):
+                self.tape.rewind(mark)
+        else:
+            self.tape.rewind(mark)
+            self.fall_to(mark)
+
+    @rule(nbytes=st.integers(0, 100), fails=st.booleans())
+    def frame(self, nbytes: int, fails: bool) -> None:
+        before = self.used
+        with contextlib.suppress(MemoryError, RuntimeError, KeyError), self.tape.frame():
+            self.tape.take_bytes(nbytes, align=1)
+            self.n_takes += 1
+            self.peak = max(self.peak, before + nbytes)
+            if fails:
+                raise KeyError
+        self.fall_to(before)
+
+    @rule(at_high_water=st.booleans())
+    def freeze(self, at_high_water: bool) -> None:
+        self.limit = self.peak if at_high_water else 0
+        self.tape._freeze_at(self.limit)
+
+    @rule()
+    def thaw(self) -> None:
+        self.tape.thaw()
+        self.limit = None
+
+    @invariant()
+    def figures_agree(self) -> None:
+        assert figures(self.tape) == (self.used, self.peak, self.n_takes, self.TOTAL - self.used)
+        assert self.tape.frozen == (self.limit is not None)
+
+
+TestTapeAgainstModel = TapeAgainstModel.TestCase
+TestTapeAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    n_threads, n_takes = 6, 400
+    shared = um.Tape(1 << 20)
+    got: list[list[tuple[int, int]]] = [[] for _ in range(n_threads)]
+    start = threading.Barrier(n_threads)
+
+    def work(n: int) -> None:
+        start.wait()
+        for i in range(n_takes):
+            nbytes = 1 + (n * 31 + i * 17) % 90
+            array = shared.take_bytes(nbytes, align=1 << i % 7)
+            array[:] = n
+            got[n].append((proc_maps.address_of(array), nbytes))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with shared:
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(n_threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert shared.n_takes == n_threads * n_takes
+            taken = sorted(item for items in got for item in items)
+            assert len(taken) == n_threads * n_takes
+            for (address, nbytes), (following, _) in itertools.pairwise(taken):
+                assert address + nbytes <= following
+            memory = shared.block.as_array()
+            for n, items in enumerate(got):
+                for address, nbytes in items:
+                    at = address - shared.block.address
+                    assert (memory[at : at + nbytes] == n).all()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_taking_makes_no_system_call_and_no_allocation() -> None:
+    with um.Tape(1 << 20, warm=True) as tape:
+        before = counters()
+        for _ in range(100):
+            x = tape.take((4, 100), "float16")
+            tape.take_address(1000)
+            x[:] = 0
+            with tape.frame():
+                tape.take_bytes(1000)
+        tape.clear()
+        assert counters() == before
+
+
+# ---- debug mode ----
+
+
+@pytest.mark.parametrize("debug", ["1", "0", ""])
+def test_debug_mode_overwrites_what_is_taken_back(run_python: Run, debug: str) -> None:
+    done = run_python(
+        f"""
+        import unimem as um
+        poisoned = {debug == "1"}
+        with um.Tape(4096) as tape:
+            kept = tape.take_bytes(100); kept[:] = 1
+            tape.keep()
+            first = tape.take_bytes(100); first[:] = 2
+            mark = tape.mark()
+            second = tape.take_bytes(100); second[:] = 3
+            tape.rewind(mark)
+            assert (second == (0xDB if poisoned else 3)).all()
+            assert (first == 2).all()
+            try:
+                tape.rewind(mark + 1)
+            except ValueError:
+                pass
+            assert (first == 2).all()
+            tape.clear()
+            assert (first == (0xDB if poisoned else 2)).all()
+            assert (kept == 1).all()
+            with tape.frame():
+                inside = tape.take_bytes(50); inside[:] = 4
+            assert (inside == (0xDB if poisoned else 4)).all()
+        """,
+        UNIMEM_DEBUG=debug,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- blocks and lifetime ----
+
+
+def test_a_tape_over_a_block() -> None:
+    with um.Block(10_000, name="ground", pages="4k") as block:
+        tape = um.Tape(block)
+        assert tape.name == "ground"
+        assert tape.block is block
+        assert tape.total_bytes == block.nbytes
+        array = tape.take(4)
+        assert proc_maps.address_of(array) == block.address
+        with pytest.raises(BufferError, match="live"):
+            block.close()
+        tape.close()  # the block is not the tape's: views may live on
+        assert tape.closed
+        array[:] = 1
+        assert (block.as_array("float32", 4) == 1).all()
+        with pytest.raises(ValueError, match="pages"):
+            um.Tape(block, pages="4k")
+        del array
+
+
+def test_a_tape_outlives_its_block() -> None:
+    with um.Block(PAGE) as block:
+        tape = um.Tape(block)
+    tape.take(4)[:] = 1  # the memory is there as long as the tape is
+    assert "its block closed" in repr(tape)
+    with pytest.raises(um.ClosedError):
+        tape.warm()
+    tape.close()
+
+
+def test_views_keep_the_memory() -> None:
+    tape = um.Tape(PAGE)
+    address = tape.block.address
+    view = tape.take(8)[2:]
+    with pytest.raises(BufferError, match="1 live view"):
+        tape.close()
+    assert tape.take(1) is not None  # nothing was closed
+    with tape:
+        view[:] = 5
+    assert tape.closed
+    assert proc_maps.is_mapped(address)
+    assert (view == 5).all()
+    del view
+    gc.collect()
+    assert not proc_maps.is_mapped(address)
+
+
+def test_the_block_of_a_tape_is_not_closed_under_it(tape: um.Tape) -> None:
+    with pytest.raises(BufferError):
+        tape.block.close()
+    tape.take(1)[:] = 1
+
+
+def test_a_closed_tape_says_so() -> None:
+    tape = um.Tape(PAGE, name="mine")
+    tape.close()
+    tape.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: tape.take(1),
+        lambda: tape.take((1, 1)),
+        lambda: tape.take_bytes(1),
+        lambda: tape.take_address(1),
+        tape.clear,
+        tape.keep,
+        tape.mark,
+        lambda: tape.rewind(0),
+        lambda: tape.frame().__enter__(),
+        tape.freeze,
+        tape.thaw,
+        tape.warm,
+        lambda: tape.owns(0),
+        lambda: tape.used_bytes,
+        lambda: tape.available_bytes,
+        lambda: tape.high_water_bytes,
+        lambda: tape.block,
+        tape.__enter__,
+        lambda: um.KVCache(1, 1, 8, 4, tape=tape),
+    ]
+    for use in uses:
+        with pytest.raises(um.ClosedError, match="mine"):
+            use()
+    assert repr(tape) == "Tape('mine', closed)"
+
+
+def test_a_tape_that_is_dropped_open_warns_once_and_gives_the_memory_back() -> None:
+    tape = um.Tape(PAGE, name="forgotten")
+    address = tape.block.address
+    with pytest.warns(ResourceWarning) as caught:
+        del tape
+    assert [str(w.message)[:25] for w in caught] == ["unclosed Tape('forgotten'"]
+    caught.clear()  # the warning holds the tape
+    gc.collect()
+    assert not proc_maps.is_mapped(address)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("a", TypeError)]
+)
+def test_a_refused_tape_leaves_nothing(nbytes: Any, error: type[Exception]) -> None:
+    before = ledger()
+    with pytest.raises(error):
+        um.Tape(nbytes)
+    assert ledger() == before
+
+
+@pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_tape_does_not_pickle(tape: um.Tape, use: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="memory of this process"):
+        use(tape)
+
+
+def test_placement_and_category() -> None:
+    before = ledger()["history"]["mapped_bytes"]
+    with um.Tape(3 * PAGE, category="history", pages="4k", warm=True) as tape:
+        assert tape.block.granted.resident_bytes == 3 * PAGE
+        assert tape.block.requested["pages"] == "4k"
+        assert ledger()["history"]["mapped_bytes"] == before + 3 * PAGE
+        assert repr(tape) == "Tape('tape', 0 B of 12.0 KiB used, 4k, 12.0 KiB resident)"
+
+
+def test_warm(tape: um.Tape) -> None:
+    assert tape.block.verify().resident_bytes == 0
+    tape.warm(2)
+    assert tape.block.granted.resident_bytes == 64 * KIB
