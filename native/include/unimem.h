@@ -107,43 +107,105 @@ UM_API const char *um_category_name(um_category category);
 typedef enum um_pages {
     UM_PAGES_AUTO = 0, /* THP for blocks of at least one huge page, else the base page */
     UM_PAGES_4K,       /* base pages, never huge */
-    UM_PAGES_THP       /* transparent huge pages, by MADV_HUGEPAGE */
+    UM_PAGES_THP,      /* transparent huge pages, by MADV_HUGEPAGE */
+    UM_PAGES_2M,       /* hugetlb pages of 2 MiB, from the pool that the administrator filled */
+    UM_PAGES_1G        /* hugetlb pages of 1 GiB */
 } um_pages;
 
+#define UM_MAX_NODES 1024
+
+typedef enum um_numa_mode {
+    UM_NUMA_NONE = 0,   /* the process's policy: usually the node of the thread that touches first */
+    UM_NUMA_BIND,       /* only these nodes: a page that they have no room for is not given */
+    UM_NUMA_INTERLEAVE, /* page by page over these nodes */
+    UM_NUMA_WEIGHTED,   /* the same, by the kernel's weights of the nodes (Linux 6.9) */
+    UM_NUMA_PREFERRED   /* these nodes, and others when they have no room */
+} um_numa_mode;
+
+typedef struct um_numa {
+    um_numa_mode mode;
+    uint64_t nodes[UM_MAX_NODES / 64]; /* bit n % 64 of word n / 64: node n; none for UM_NUMA_NONE */
+} um_numa;
+
+typedef enum um_lock {
+    UM_LOCK_NONE = 0,
+    UM_LOCK_NOW,    /* all pages are brought in and stay in RAM */
+    UM_LOCK_ONFAULT /* a page stays in RAM from its first touch on (mlock2, MLOCK_ONFAULT) */
+} um_lock;
+
+typedef enum um_sharing {
+    UM_SHARING_NONE = 0, /* private, anonymous */
+    UM_SHARING_MEMFD,    /* a memfd of the block's own, sealed against growing and shrinking */
+    UM_SHARING_FD        /* an open, empty, writable file of the caller's, such as one in /dev/shm */
+} um_sharing;
+
 typedef enum um_access {
-    UM_ACCESS_READ = 0, /* file mappings: shared, read-only */
-    UM_ACCESS_PRIVATE   /* file mappings: writable, copy-on-write, the file never changes */
+    UM_ACCESS_READ = 0, /* shared, read-only */
+    UM_ACCESS_PRIVATE,  /* writable, copy-on-write, the file never changes */
+    UM_ACCESS_SHARED    /* writable, and what is written is the file's */
 } um_access;
+
+typedef enum um_advice {
+    UM_ADVICE_WILLNEED = 0,
+    UM_ADVICE_SEQUENTIAL,
+    UM_ADVICE_RANDOM,
+    UM_ADVICE_DONTNEED, /* of private anonymous memory this would be its contents: refused there */
+    UM_ADVICE_HUGEPAGE,
+    UM_ADVICE_NOHUGEPAGE
+} um_advice;
 
 /* What the kernel says of a range, read back from it and never echoed from the request. */
 typedef struct um_placement {
-    um_pages pages; /* UM_PAGES_THP when the range holds huge pages, or would when touched; else
-                       UM_PAGES_4K */
+    um_pages pages; /* UM_PAGES_2M or UM_PAGES_1G: of hugetlb. UM_PAGES_THP when the range holds huge
+                       pages, or would when touched; else UM_PAGES_4K */
     uint64_t page_bytes;     /* the page size `pages` stands for */
     uint64_t resident_bytes; /* in RAM */
     uint64_t pss_bytes;      /* in RAM, a page shared by n processes counted 1/n */
-    uint64_t huge_bytes;     /* in RAM, in huge pages */
-    uint64_t locked_bytes;
+    uint64_t huge_bytes;     /* in RAM, in huge pages of any kind */
+    uint64_t locked_bytes;   /* in RAM and locked there */
     uint64_t swapped_bytes;
+    uint64_t node_bytes[UM_MAX_NODES]; /* in RAM, on each node */
 } um_placement;
 
+/* How um_block_map shall map. All zeros are the defaults. */
+typedef struct um_block_options {
+    um_pages pages;
+    um_category category;
+    um_numa numa;
+    um_sharing sharing;
+    int fd;                /* of UM_SHARING_FD; it may be closed afterwards */
+    size_t reserve_nbytes; /* address space kept for um_block_commit; 0: just nbytes */
+    const char *name;      /* of the memfd, as in /proc/PID/maps; NULL: "unimem" */
+} um_block_options;
+
 typedef struct um_block {
-    void *base;    /* read. Page-aligned (huge-page aligned when `requested_pages` is THP); never
-                      changes */
-    size_t nbytes; /* read. Usable size: the request rounded up to whole pages; of a file: the
-                      request */
+    void *base;    /* read. A multiple of the page size asked for; never changes */
+    size_t nbytes; /* read. Usable bytes from the base on, up to the first gap: whole pages; of a
+                      file: the request */
     size_t requested_nbytes;
     um_pages requested_pages;
     um_category category;
-    void *map_base; /* what is really mapped, guard pages included */
+    um_numa numa;
+    um_lock lock;
+    um_sharing sharing;
+    um_access access;
+    size_t step_nbytes;     /* read. Commit and release work in whole steps: the page, huge or not */
+    size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
+    size_t committed_nbytes;
+    uint64_t *committed; /* a bit a step; NULL while exactly [0, nbytes) is committed */
+    void *map_base;      /* what is really mapped, guard pages included */
     size_t map_nbytes;
+    int fd; /* read. Of shared memory; -1 otherwise */
     int is_file;
 } um_block;
 
-/* Maps nbytes of zeroed anonymous memory between two inaccessible guard pages, so that the range is
- * a mapping of its own in /proc/self/smaps. Nothing is touched: see um_block_warm. errors:
- * UM_E_INVALID (nbytes 0 or too large to round, unknown pages or category), UM_E_NOMEM, UM_E_OS. */
-UM_API um_status um_block_map(um_block *out, size_t nbytes, um_pages pages, um_category category,
+/* Maps nbytes of zeroed memory between two inaccessible guard pages, so that the range is a mapping
+ * of its own in /proc/self/smaps. The NUMA policy is set before anything is touched; nothing is
+ * touched here: see um_block_warm. For shared memory the policy belongs to the memory, and holds
+ * for every process that maps it; shared memory is left out of a forked child. errors:
+ * UM_E_INVALID (nbytes 0 or too large to round, reserve_nbytes below nbytes, unknown option, a NUMA
+ * mode without nodes), UM_E_NOMEM (also: the hugetlb pool is too small), UM_E_OS. */
+UM_API um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                               um_error *err);
 
 /* Maps nbytes of the open file fd from offset (a multiple of the base page). The fd may be closed
@@ -154,15 +216,60 @@ UM_API um_status um_block_map(um_block *out, size_t nbytes, um_pages pages, um_c
 UM_API um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
                                    um_access access, um_category category, um_error *err);
 
+/* Maps the whole of shared memory that another block, here or in another process, has made: fd is
+ * that block's, or one of a file in /dev/shm; it may be closed afterwards. access is READ or SHARED.
+ * errors: UM_E_INVALID (access, an empty file), UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
+                                 um_error *err);
+
+/* Makes a sealed copy of the first nbytes of `block`: shared memory that nobody can write, grow or
+ * shrink any more, mapped read-only. pages is AUTO, 4K, THP, 2M or 1G as for um_block_map.
+ * errors: as um_block_map. */
+UM_API um_status um_block_copy_sealed(um_block *out, const um_block *block,
+                                      const um_block_options *options, um_error *err);
+
+/* Makes [offset, offset + nbytes) usable, rounded outwards to whole steps, inside what is reserved.
+ * What is committed there already stays as it is. Nothing moves. New memory is zeroed, and placed
+ * and locked as the block is. errors: UM_E_INVALID (outside the reserved range, a mapped file),
+ * UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err);
+
+/* Gives the memory of the whole steps inside [offset, offset + nbytes) back: it is inaccessible
+ * then, and RSS and commit charge have fallen by what it was. *out_nbytes (may be NULL) is how much
+ * was committed there. errors: UM_E_INVALID (outside the reserved range, a mapped file), UM_E_OS. */
+UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
+                                  um_error *err);
+
+/* Whether all of [offset, offset + nbytes) is committed. */
+UM_API int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes);
+
+/* Locks what is committed, and from now on what will be; UM_LOCK_NONE unlocks. errors: UM_E_INVALID
+ * (unknown lock), UM_E_NOMEM (also: past the memlock limit, or a page cannot be had), UM_E_OS. */
+UM_API um_status um_block_lock(um_block *block, um_lock lock, um_error *err);
+
 /* Brings [offset, offset + nbytes) into RAM with n_threads threads (at least 1), each pinned to a
- * CPU of its own. Anonymous memory is made writable-resident, file pages are read. Contents do not
- * change. errors: UM_E_INVALID, UM_E_NOMEM, UM_E_IO (the file is shorter than the range; os_errno
- * is 0), UM_E_OS. */
+ * CPU of its own: cpus[i] for the ith, or CPUs that this thread may run on where cpus is NULL.
+ * Anonymous and shared memory is made writable-resident, file pages are read. Contents do not
+ * change. errors: UM_E_INVALID (also a range that is not committed), UM_E_NOMEM, UM_E_IO (the file
+ * is shorter than the range; os_errno is 0), UM_E_OS. */
 UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
-                               um_error *err);
+                               const int *cpus, um_error *err);
+
+/* Asks the kernel to put what is resident into huge pages now (MADV_COLLAPSE, Linux 6.1), shared
+ * memory included. hugetlb memory is left as it is. errors: UM_E_NOMEM (no huge page is free),
+ * UM_E_OS (the kernel cannot; pages of 4K were asked for). */
+UM_API um_status um_block_collapse(um_block *block, um_error *err);
+
+/* errors: UM_E_INVALID (unknown advice; DONTNEED of memory that is no file), UM_E_OS. */
+UM_API um_status um_block_advise(um_block *block, um_advice advice, um_error *err);
 
 /* Reads the placement of the whole block from the kernel. errors: UM_E_OS, UM_E_IO. */
 UM_API um_status um_block_verify(const um_block *block, um_placement *out, um_error *err);
+
+/* Moves resident pages that lie elsewhere than the block's NUMA policy says to where it says, page
+ * by page (move_pages). *out_nbytes (may be NULL) is how much was elsewhere and could not be moved.
+ * errors: UM_E_INVALID (the block has no policy), UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err);
 
 /* How many bytes of [offset, offset + nbytes) are in RAM, in whole pages: for memory that shares
  * its block with other things. errors: UM_E_INVALID, UM_E_OS. */
@@ -171,6 +278,10 @@ UM_API um_status um_block_resident(const um_block *block, size_t offset, size_t 
 
 /* Gives the memory back; the struct is zeroed. A zeroed block is left alone. errors: UM_E_OS. */
 UM_API um_status um_block_unmap(um_block *block, um_error *err);
+
+/* For a child after a fork: memory that was left out of it is struck off the ledger, its descriptor
+ * is closed, and the struct is zeroed, without touching the addresses. */
+UM_API void um_block_forget(um_block *block);
 
 /* The base page size, and the huge page size of THP (0 where the kernel has none). */
 UM_API size_t um_page_bytes(void);

@@ -8,30 +8,77 @@
 
 #include "unimem.h"
 
+/* ---- address space ---- */
+
 /* Inaccessible address space. pre: nbytes is a multiple of the base page. */
 int um_os_reserve(size_t nbytes, void **out);
-/* Zeroed private memory at an address inside a reservation. pre: both are multiples of the base
- * page. */
-int um_os_map_at(void *address, size_t nbytes);
-/* A file, at an address inside a reservation. pre: address and offset are multiples of the base
+/* Inaccessible again, and charged to nobody: takes the place of what is mapped there. pre: both are
+ * multiples of the page there (of a hugetlb mapping: the huge page). */
+int um_os_reserve_at(void *address, size_t nbytes);
+/* Zeroed private memory at an address inside a reservation; huge_shift is 0, or the logarithm of a
+ * hugetlb page's size. pre: both are multiples of the page. */
+int um_os_map_at(void *address, size_t nbytes, unsigned huge_shift);
+/* A file, at an address inside a reservation. pre: address and offset are multiples of the file's
  * page. */
 int um_os_map_file_at(void *address, int fd, uint64_t offset, size_t nbytes, um_access access);
-/* pre: the range was mapped by one of the above; both are multiples of the base page. */
+/* pre: the range was mapped by one of the above; both are multiples of the page. */
 int um_os_unmap(void *address, size_t nbytes);
-/* MADV_HUGEPAGE or MADV_NOHUGEPAGE. pre: the range is mapped. */
-int um_os_advise_huge(void *address, size_t nbytes, int huge);
-/* MADV_POPULATE_WRITE or MADV_POPULATE_READ. pre: the range is mapped. */
-int um_os_populate(void *address, size_t nbytes, int write);
+
+/* ---- pages ---- */
+
+typedef enum um_os_advice {
+    UM_OS_HUGE,
+    UM_OS_NO_HUGE,
+    UM_OS_COLLAPSE,
+    UM_OS_DONT_FORK,
+    UM_OS_WILLNEED,
+    UM_OS_SEQUENTIAL,
+    UM_OS_RANDOM,
+    UM_OS_DONTNEED,
+    UM_OS_POPULATE_READ,
+    UM_OS_POPULATE_WRITE
+} um_os_advice;
+
+/* One madvise. pre: the range is mapped. */
+int um_os_advise(void *address, size_t nbytes, um_os_advice advice);
 /* mincore: one byte a page, its lowest bit set when the page is in RAM. pre: the range is mapped.
  */
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages);
+/* mlock2. pre: the range is mapped. */
+int um_os_lock(void *address, size_t nbytes, int on_fault);
+int um_os_unlock(void *address, size_t nbytes);
+
+/* ---- NUMA ---- */
+
+/* mbind, for pages that will be touched. pre: the range is mapped; numa->mode is not NONE. */
+int um_os_bind(void *address, size_t nbytes, const um_numa *numa);
+/* move_pages of this process: where n pages are (nodes NULL) or shall be. out_status[i] is the node,
+ * or a negative errno. pre: n addresses, each inside a page. */
+int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
+
+/* ---- files ---- */
+
 /* One pread. 0 bytes read means the end of the file. */
 int um_os_pread(int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes);
 /* One read at the file's own position, for /proc. */
 int um_os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes);
 int um_os_file_nbytes(int fd, uint64_t *out);
+/* The page size of a file's mappings: of hugetlbfs its own, else the base page. */
+int um_os_file_page_bytes(int fd, size_t *out);
 int um_os_open_read(const char *path, int *out_fd);
 int um_os_close(int fd);
+/* A second descriptor of the same file, closed on exec. */
+int um_os_duplicate(int fd, int *out_fd);
+/* An empty memfd that can be sealed; huge_shift as above. */
+int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd);
+int um_os_resize(int fd, uint64_t nbytes);
+/* Seals a memfd against growing and shrinking, and with `write` against writing and more seals. */
+int um_os_seal(int fd, int write);
+/* Gives a range of a shared file's memory back. pre: multiples of the file's page. */
+int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
+
+/* ---- threads ---- */
+
 /* The CPUs this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a word). */
 int um_os_get_affinity(void *mask, size_t mask_nbytes);
 int um_os_set_affinity(const void *mask, size_t mask_nbytes);
@@ -41,6 +88,7 @@ typedef struct um_os_thread {
 } um_os_thread;
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg);
 int um_os_thread_join(um_os_thread thread);
+
 /* The base page; cannot fail. */
 size_t um_os_page_bytes(void);
 

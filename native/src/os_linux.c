@@ -12,13 +12,36 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux 5.14; the C library's headers may be older than the kernel. */
-#ifndef MADV_POPULATE_READ
+/* The kernel's own numbers (uapi), since the C library's headers may be older than the kernel. */
+#ifndef MADV_POPULATE_READ /* Linux 5.14 */
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE /* Linux 6.1 */
+#define MADV_COLLAPSE 25
+#endif
+#ifndef MAP_HUGE_SHIFT
+#define MAP_HUGE_SHIFT 26
+#endif
+#ifndef MFD_HUGE_SHIFT
+#define MFD_HUGE_SHIFT 26
+#endif
+#ifndef MLOCK_ONFAULT
+#define MLOCK_ONFAULT 1
+#endif
+enum {
+    MPOL_PREFERRED = 1,
+    MPOL_BIND = 2,
+    MPOL_INTERLEAVE = 3,
+    MPOL_PREFERRED_MANY = 5,     /* Linux 5.15 */
+    MPOL_WEIGHTED_INTERLEAVE = 6 /* Linux 6.9 */
+};
+enum { MPOL_MF_MOVE = 1 << 1 };
+#define HUGETLBFS_MAGIC 0x958458f6
 
 static int result_of_map(void *mapped, void **out) {
     if (mapped == MAP_FAILED) {
@@ -34,16 +57,25 @@ int um_os_reserve(size_t nbytes, void **out) {
         mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), out);
 }
 
-int um_os_map_at(void *address, size_t nbytes) {
+int um_os_reserve_at(void *address, size_t nbytes) {
+    void *mapped;
+    um_count_os_call();
+    return result_of_map(mmap(address, nbytes, PROT_NONE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0),
+                         &mapped);
+}
+
+int um_os_map_at(void *address, size_t nbytes, unsigned huge_shift) {
+    int huge = huge_shift == 0 ? 0 : MAP_HUGETLB | (int)(huge_shift << MAP_HUGE_SHIFT);
     void *mapped;
     um_count_os_call();
     return result_of_map(mmap(address, nbytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0),
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | huge, -1, 0),
                          &mapped);
 }
 
 int um_os_map_file_at(void *address, int fd, uint64_t offset, size_t nbytes, um_access access) {
-    int protection = access == UM_ACCESS_PRIVATE ? PROT_READ | PROT_WRITE : PROT_READ;
+    int protection = access == UM_ACCESS_READ ? PROT_READ : PROT_READ | PROT_WRITE;
     int sharing = access == UM_ACCESS_PRIVATE ? MAP_PRIVATE : MAP_SHARED;
     void *mapped;
     um_count_os_call();
@@ -56,20 +88,62 @@ int um_os_unmap(void *address, size_t nbytes) {
     return munmap(address, nbytes) == 0 ? 0 : errno;
 }
 
-int um_os_advise_huge(void *address, size_t nbytes, int huge) {
+int um_os_advise(void *address, size_t nbytes, um_os_advice advice) {
+    static const int numbers[] = {
+        [UM_OS_HUGE] = MADV_HUGEPAGE,
+        [UM_OS_NO_HUGE] = MADV_NOHUGEPAGE,
+        [UM_OS_COLLAPSE] = MADV_COLLAPSE,
+        [UM_OS_DONT_FORK] = MADV_DONTFORK,
+        [UM_OS_WILLNEED] = MADV_WILLNEED,
+        [UM_OS_SEQUENTIAL] = MADV_SEQUENTIAL,
+        [UM_OS_RANDOM] = MADV_RANDOM,
+        [UM_OS_DONTNEED] = MADV_DONTNEED,
+        [UM_OS_POPULATE_READ] = MADV_POPULATE_READ,
+        [UM_OS_POPULATE_WRITE] = MADV_POPULATE_WRITE,
+    };
     um_count_os_call();
-    return madvise(address, nbytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) == 0 ? 0 : errno;
-}
-
-int um_os_populate(void *address, size_t nbytes, int write) {
-    um_count_os_call();
-    return madvise(address, nbytes, write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0 ? 0
-                                                                                           : errno;
+    return madvise(address, nbytes, numbers[advice]) == 0 ? 0 : errno;
 }
 
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages) {
     um_count_os_call();
     return mincore(address, nbytes, out_pages) == 0 ? 0 : errno;
+}
+
+int um_os_lock(void *address, size_t nbytes, int on_fault) {
+    um_count_os_call();
+    return syscall(SYS_mlock2, address, nbytes, on_fault ? MLOCK_ONFAULT : 0) == 0 ? 0 : errno;
+}
+
+int um_os_unlock(void *address, size_t nbytes) {
+    um_count_os_call();
+    return munlock(address, nbytes) == 0 ? 0 : errno;
+}
+
+int um_os_bind(void *address, size_t nbytes, const um_numa *numa) {
+    int n_nodes = 0;
+    for (size_t i = 0; i < sizeof numa->nodes / sizeof numa->nodes[0]; i++) {
+        n_nodes += __builtin_popcountll(numa->nodes[i]);
+    }
+    /* One preferred node is older than several, and means the same. */
+    const int modes[] = {
+        [UM_NUMA_BIND] = MPOL_BIND,
+        [UM_NUMA_INTERLEAVE] = MPOL_INTERLEAVE,
+        [UM_NUMA_WEIGHTED] = MPOL_WEIGHTED_INTERLEAVE,
+        [UM_NUMA_PREFERRED] = n_nodes == 1 ? MPOL_PREFERRED : MPOL_PREFERRED_MANY,
+    };
+    um_count_os_call();
+    /* The kernel reads one bit less than it is told. */
+    return syscall(SYS_mbind, address, nbytes, modes[numa->mode], numa->nodes,
+                   (unsigned long)UM_MAX_NODES + 1, 0) == 0
+               ? 0
+               : errno;
+}
+
+int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
+    um_count_os_call();
+    /* A positive result is a number of pages that could not be moved: out_status has the reasons. */
+    return syscall(SYS_move_pages, 0, n, pages, nodes, out_status, MPOL_MF_MOVE) >= 0 ? 0 : errno;
 }
 
 int um_os_pread(int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes) {
@@ -102,6 +176,17 @@ int um_os_file_nbytes(int fd, uint64_t *out) {
     return 0;
 }
 
+int um_os_file_page_bytes(int fd, size_t *out) {
+    struct statfs fs;
+    um_count_os_call();
+    if (fstatfs(fd, &fs) != 0) {
+        return errno;
+    }
+    bool huge = (uint32_t)fs.f_type == HUGETLBFS_MAGIC;
+    *out = huge ? (size_t)fs.f_bsize : um_os_page_bytes();
+    return 0;
+}
+
 int um_os_open_read(const char *path, int *out_fd) {
     um_count_os_call();
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -115,6 +200,46 @@ int um_os_open_read(const char *path, int *out_fd) {
 int um_os_close(int fd) {
     um_count_os_call();
     return close(fd) == 0 ? 0 : errno;
+}
+
+int um_os_duplicate(int fd, int *out_fd) {
+    um_count_os_call();
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+        return errno;
+    }
+    *out_fd = copy;
+    return 0;
+}
+
+int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd) {
+    unsigned huge = huge_shift == 0 ? 0 : MFD_HUGETLB | huge_shift << MFD_HUGE_SHIFT;
+    um_count_os_call();
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | huge);
+    if (fd < 0) {
+        return errno;
+    }
+    *out_fd = fd;
+    return 0;
+}
+
+int um_os_resize(int fd, uint64_t nbytes) {
+    um_count_os_call();
+    return ftruncate(fd, (off_t)nbytes) == 0 ? 0 : errno;
+}
+
+int um_os_seal(int fd, int write) {
+    int seals = F_SEAL_SHRINK | F_SEAL_GROW | (write ? F_SEAL_WRITE | F_SEAL_SEAL : 0);
+    um_count_os_call();
+    return fcntl(fd, F_ADD_SEALS, seals) == 0 ? 0 : errno;
+}
+
+int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes) {
+    um_count_os_call();
+    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
+                     (off_t)nbytes) == 0
+               ? 0
+               : errno;
 }
 
 int um_os_get_affinity(void *mask, size_t mask_nbytes) {

@@ -91,14 +91,26 @@ static int fault(const char *call) {
     }
 
 WRAP(um_os_reserve, (size_t nbytes, void **out), (nbytes, out))
-WRAP(um_os_map_at, (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_reserve_at, (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_map_at, (void *address, size_t nbytes, unsigned huge_shift),
+     (address, nbytes, huge_shift))
 WRAP(um_os_map_file_at, (void *address, int fd, uint64_t offset, size_t nbytes, um_access access),
      (address, fd, offset, nbytes, access))
 WRAP(um_os_unmap, (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_advise_huge, (void *address, size_t nbytes, int huge), (address, nbytes, huge))
-WRAP(um_os_populate, (void *address, size_t nbytes, int write), (address, nbytes, write))
+WRAP(um_os_advise, (void *address, size_t nbytes, um_os_advice advice), (address, nbytes, advice))
 WRAP(um_os_residency, (void *address, size_t nbytes, unsigned char *out_pages),
      (address, nbytes, out_pages))
+WRAP(um_os_lock, (void *address, size_t nbytes, int on_fault), (address, nbytes, on_fault))
+WRAP(um_os_unlock, (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_bind, (void *address, size_t nbytes, const um_numa *numa), (address, nbytes, numa))
+WRAP(um_os_move_pages, (size_t n, void *const *pages, const int *nodes, int *out_status),
+     (n, pages, nodes, out_status))
+WRAP(um_os_file_page_bytes, (int fd, size_t *out), (fd, out))
+WRAP(um_os_duplicate, (int fd, int *out_fd), (fd, out_fd))
+WRAP(um_os_memfd, (const char *name, unsigned huge_shift, int *out_fd), (name, huge_shift, out_fd))
+WRAP(um_os_resize, (int fd, uint64_t nbytes), (fd, nbytes))
+WRAP(um_os_seal, (int fd, int write), (fd, write))
+WRAP(um_os_punch_hole, (int fd, uint64_t offset, uint64_t nbytes), (fd, offset, nbytes))
 WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
 WRAP(um_os_open_read, (const char *path, int *out_fd), (path, out_fd))
 WRAP_ENDING(um_os_close, (int fd), (fd))
@@ -266,12 +278,22 @@ const char *os_state_permissions(const void *address) {
 static const char *name_of(const char *call) {
     static const char *const names[][2] = {
         {"um_os_reserve", "mmap"},
+        {"um_os_reserve_at", "mmap"},
         {"um_os_map_at", "mmap"},
         {"um_os_map_file_at", "mmap"},
         {"um_os_unmap", "munmap"},
-        {"um_os_advise_huge", "madvise"},
-        {"um_os_populate", "madvise"},
+        {"um_os_advise", "madvise"},
         {"um_os_residency", "mincore"},
+        {"um_os_lock", "mlock2"},
+        {"um_os_unlock", "munlock"},
+        {"um_os_bind", "mbind"},
+        {"um_os_move_pages", "move_pages"},
+        {"um_os_file_page_bytes", "fstatfs"},
+        {"um_os_duplicate", "fcntl"},
+        {"um_os_memfd", "memfd_create"},
+        {"um_os_resize", "ftruncate"},
+        {"um_os_seal", "fcntl"},
+        {"um_os_punch_hole", "fallocate"},
         {"um_os_pread", "pread"},
         {"um_os_read", "read"},
         {"um_os_file_nbytes", "fstat"},
