@@ -1,4 +1,7 @@
 /* See fault_os.h. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include "fault_os.h"
 
 #include <errno.h>
@@ -9,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -103,8 +107,6 @@ WRAP(um_os_residency, (void *address, size_t nbytes, unsigned char *out_pages),
 WRAP(um_os_lock, (void *address, size_t nbytes, int on_fault), (address, nbytes, on_fault))
 WRAP(um_os_unlock, (void *address, size_t nbytes), (address, nbytes))
 WRAP(um_os_bind, (void *address, size_t nbytes, const um_numa *numa), (address, nbytes, numa))
-WRAP(um_os_move_pages, (size_t n, void *const *pages, const int *nodes, int *out_status),
-     (n, pages, nodes, out_status))
 WRAP(um_os_file_page_bytes, (int fd, size_t *out), (fd, out))
 WRAP(um_os_duplicate, (int fd, int *out_fd), (fd, out_fd))
 WRAP(um_os_memfd, (const char *name, unsigned huge_shift, int *out_fd), (name, huge_shift, out_fd))
@@ -112,7 +114,6 @@ WRAP(um_os_resize, (int fd, uint64_t nbytes), (fd, nbytes))
 WRAP(um_os_seal, (int fd, int write), (fd, write))
 WRAP(um_os_punch_hole, (int fd, uint64_t offset, uint64_t nbytes), (fd, offset, nbytes))
 WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
-WRAP(um_os_open_read, (const char *path, int *out_fd), (path, out_fd))
 WRAP_ENDING(um_os_close, (int fd), (fd))
 WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
 WRAP(um_os_set_affinity, (const void *mask, size_t mask_nbytes), (mask, mask_nbytes))
@@ -128,6 +129,63 @@ WRAP(um_os_pread, (int fd, void *out, size_t nbytes, uint64_t offset, size_t *ou
      (fd, out, limited(nbytes), offset, out_nbytes))
 WRAP(um_os_read, (int fd, void *out, size_t nbytes, size_t *out_nbytes),
      (fd, out, limited(nbytes), out_nbytes))
+
+/* ---- invented answers ---- */
+
+static struct invented_file {
+    const char *path, *text;
+} invented_files[16];
+static fault_os_move_pages_fn invented_move_pages;
+
+void fault_os_file(const char *path, const char *text) {
+    for (size_t i = 0; i < sizeof invented_files / sizeof invented_files[0]; i++) {
+        struct invented_file *file = &invented_files[i];
+        if (file->text == NULL || strcmp(file->path, path) == 0) {
+            *file = (struct invented_file){.path = path, .text = text};
+            return;
+        }
+    }
+    fprintf(stderr, "too many invented files\n");
+    exit(1);
+}
+
+void fault_os_move_pages(fault_os_move_pages_fn answer) {
+    invented_move_pages = answer;
+}
+
+int __real_um_os_open_read(const char *path, int *out_fd);
+int __wrap_um_os_open_read(const char *path, int *out_fd);
+int __wrap_um_os_open_read(const char *path, int *out_fd) {
+    int failed = fault("um_os_open_read");
+    if (failed != 0) {
+        return failed;
+    }
+    for (size_t i = 0; i < sizeof invented_files / sizeof invented_files[0]; i++) {
+        const struct invented_file *file = &invented_files[i];
+        if (file->text != NULL && strcmp(file->path, path) == 0) {
+            size_t n = strlen(file->text);
+            int fd = memfd_create("invented", MFD_CLOEXEC);
+            if (fd < 0 || write(fd, file->text, n) != (ssize_t)n || lseek(fd, 0, SEEK_SET) != 0) {
+                fprintf(stderr, "no memfd for an invented file\n");
+                exit(1);
+            }
+            *out_fd = fd;
+            return 0;
+        }
+    }
+    return __real_um_os_open_read(path, out_fd);
+}
+
+int __real_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
+int __wrap_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
+int __wrap_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
+    int failed = fault("um_os_move_pages");
+    if (failed != 0) {
+        return failed;
+    }
+    return invented_move_pages != NULL ? invented_move_pages(n, pages, nodes, out_status)
+                                       : __real_um_os_move_pages(n, pages, nodes, out_status);
+}
 
 void *__real_um_heap_alloc(size_t n, size_t item_bytes);
 void *__wrap_um_heap_alloc(size_t n, size_t item_bytes);

@@ -24,6 +24,13 @@ unsigned fault_os_calls_of(const char *function);
 const char *fault_os_failed(void);
 /* Every read gives at most this many bytes; 0: no limit. */
 void fault_os_limit_read(size_t nbytes);
+/* From now on this path opens as a file with this text, which is kept by address; NULL: as it is.
+ */
+void fault_os_file(const char *path, const char *text);
+/* From now on this answers move_pages in place of the kernel; NULL: the kernel does. */
+typedef int (*fault_os_move_pages_fn)(size_t n, void *const *pages, const int *nodes,
+                                      int *out_status);
+void fault_os_move_pages(fault_os_move_pages_fn answer);
 /* The nth heap allocation (from 1 on; 0: none) gives NULL, once. Counting starts anew. */
 void fault_os_fail_nth_alloc(unsigned n);
 unsigned fault_os_allocs(void);

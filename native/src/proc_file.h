@@ -1,0 +1,28 @@
+/* Files of /proc and /sys as text. */
+#ifndef UM_PROC_FILE_H
+#define UM_PROC_FILE_H
+
+#include <stddef.h>
+
+/* Reads a small file whole, cut off at the capacity; out always ends with a zero, and is empty
+ * after a failure. Returns 0 or an errno. pre: capacity is at least 1. */
+int um_proc_text(const char *path, char *out, size_t capacity);
+
+/* A file that is read line by line. */
+typedef struct um_proc_lines {
+    int fd;
+    size_t read_nbytes;
+    size_t used, at;
+    char buffer[40960]; /* a line of numa_maps may have a path and 1024 nodes */
+} um_proc_lines;
+
+/* read_nbytes is asked for at a time. The kernel walks the pages of a mapping before it writes the
+ * mapping's lines, and writes as many mappings as are asked for: small reads walk little that
+ * nobody will look at. Returns 0 or an errno. */
+int um_proc_lines_open(um_proc_lines *out, const char *path, size_t read_nbytes);
+/* The next line without its end, valid until the next call; NULL behind the last one. A line that
+ * the buffer cannot hold loses its beginning. Returns 0 or an errno. */
+int um_proc_lines_next(um_proc_lines *lines, char **out_line);
+void um_proc_lines_close(um_proc_lines *lines);
+
+#endif
