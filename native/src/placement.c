@@ -1,47 +1,24 @@
 /* Placement: what the kernel says of a block. */
 #include "internal.h"
 #include "os.h"
+#include "proc_file.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
-/* Reads a file line by line through a buffer of its own. */
-typedef struct line_reader {
-    int fd;
-    size_t used, at;
-    char buffer[32768];
-} line_reader;
+/* An entry of smaps has 700 to 800 bytes and a line of numa_maps 80 to 250, so that a read takes
+ * one or two of them. */
+enum { SMAPS_READ_BYTES = 1024, NUMA_MAPS_READ_BYTES = 256 };
 
-/* The next line without its end, cut off at the buffer's size; NULL at the end (os_errno 0) or on
- * failure. */
-static char *next_line(line_reader *reader, int *os_errno) {
-    for (;;) {
-        char *start = reader->buffer + reader->at;
-        char *end = memchr(start, '\n', reader->used - reader->at);
-        if (end != NULL) {
-            *end = '\0';
-            reader->at = (size_t)(end - reader->buffer) + 1;
-            return start;
-        }
-        size_t rest = reader->used - reader->at, n;
-        if (rest == sizeof reader->buffer) {
-            rest = 0; /* a line longer than the buffer holds nothing that is looked for */
-        }
-        memmove(reader->buffer, reader->buffer + reader->used - rest, rest);
-        reader->used = rest;
-        reader->at = 0;
-        do {
-            *os_errno =
-                um_os_read(reader->fd, reader->buffer + rest, sizeof reader->buffer - rest, &n);
-        } while (*os_errno == EINTR);
-        if (*os_errno != 0 || n == 0) {
-            return NULL;
-        }
-        reader->used += n;
+static um_status fail_read(um_error *err, int os_errno, const char *what) {
+    um_fail(err, UM_E_IO, what);
+    if (err != NULL) {
+        err->os_errno = os_errno;
     }
+    return UM_E_IO;
 }
 
-/* Adds a line such as "Rss:   1234 kB" to *bytes when it has this name. */
+/* Adds the bytes of a line such as "Rss:   1234 kB" when it has this name. */
 static bool add_field(const char *line, const char *name, uint64_t *bytes) {
     size_t n = strlen(name);
     if (strncmp(line, name, n) != 0 || line[n] != ':') {
@@ -51,57 +28,187 @@ static bool add_field(const char *line, const char *name, uint64_t *bytes) {
     return true;
 }
 
-um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
-    uintptr_t first = (uintptr_t)block->base, last = first + block->nbytes;
-    line_reader reader = {0};
-    int os_errno = um_os_open_read("/proc/self/smaps", &reader.fd);
+/* What smaps says of a range, summed over its entries. */
+typedef struct smaps_sums {
+    uint64_t rss, pss, huge, locked, swapped;
+    uint64_t hugetlb, hugetlb_page; /* which Rss and Pss do not contain */
+    bool may_be_huge;               /* a page that is touched now could be a huge one */
+} smaps_sums;
+
+/* One entry's lines, after its first. */
+typedef struct smaps_entry {
+    uintptr_t end;
+    uint64_t rss, kernel_page, eligible;
+    bool inside, accessible;
+} smaps_entry;
+
+/* "7f0000000000-7f0000200000 rw-p ..."; false for any other line. */
+static bool begin_entry(const char *line, uintptr_t first, uintptr_t *out_start, smaps_entry *out) {
+    char *after;
+    uintptr_t start = (uintptr_t)strtoull(line, &after, 16);
+    if (after == line || *after != '-') {
+        return false;
+    }
+    *out_start = start;
+    *out = (smaps_entry){.end = (uintptr_t)strtoull(after + 1, &after, 16)};
+    out->inside = out->end > first;
+    out->accessible = after[0] == ' ' && after[1] == 'r';
+    return true;
+}
+
+/* Takes one line of an entry; true when it is the entry's last one. */
+static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
+    if (strncmp(line, "VmFlags:", 8) != 0) {
+        (void)(add_field(line, "KernelPageSize", &entry->kernel_page) ||
+               add_field(line, "Rss", &entry->rss) || add_field(line, "Pss", &sums->pss) ||
+               add_field(line, "AnonHugePages", &sums->huge) ||
+               add_field(line, "ShmemPmdMapped", &sums->huge) ||
+               add_field(line, "FilePmdMapped", &sums->huge) ||
+               add_field(line, "Shared_Hugetlb", &sums->hugetlb) ||
+               add_field(line, "Private_Hugetlb", &sums->hugetlb) ||
+               add_field(line, "Swap", &sums->swapped) ||
+               add_field(line, "THPeligible", &entry->eligible));
+        return false;
+    }
+    sums->rss += entry->rss;
+    /* Not the line "Locked", which counts a page that n processes map as 1/n. */
+    sums->locked += strstr(line, " lo") != NULL ? entry->rss : 0;
+    if (entry->kernel_page > um_os_page_bytes()) {
+        sums->hugetlb_page = entry->kernel_page;
+    }
+    /* Of the gaps between committed parts, the kernel says what they could be, too. */
+    sums->may_be_huge = sums->may_be_huge || (entry->accessible && entry->eligible > 0);
+    return true;
+}
+
+static um_status read_smaps(uintptr_t first, uintptr_t last, smaps_sums *out, um_error *err) {
+    um_proc_lines lines;
+    int os_errno = um_proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES);
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "open /proc/self/smaps");
     }
-    um_placement found = {0};
-    uint64_t eligible = 0;
-    bool inside = false;
-    for (char *line; (line = next_line(&reader, &os_errno)) != NULL;) {
-        char *after;
-        uintptr_t start = (uintptr_t)strtoull(line, &after, 16);
-        if (after != line && *after == '-') {
-            uintptr_t end = (uintptr_t)strtoull(after + 1, NULL, 16);
+    smaps_entry entry = {0};
+    for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
+        uintptr_t start;
+        if (begin_entry(line, first, &start, &entry)) {
             if (start >= last) {
                 break; /* entries are in the order of addresses */
             }
-            inside = end > first;
-        } else if (inside) {
-            (void)(add_field(line, "Rss", &found.resident_bytes) ||
-                   add_field(line, "Pss", &found.pss_bytes) ||
-                   add_field(line, "AnonHugePages", &found.huge_bytes) ||
-                   add_field(line, "ShmemPmdMapped", &found.huge_bytes) ||
-                   add_field(line, "FilePmdMapped", &found.huge_bytes) ||
-                   add_field(line, "Locked", &found.locked_bytes) ||
-                   add_field(line, "Swap", &found.swapped_bytes) ||
-                   add_field(line, "THPeligible", &eligible));
+        } else if (entry.inside && take_line(line, &entry, out) && entry.end >= last) {
+            break;
         }
     }
-    um_os_close(reader.fd);
+    um_proc_lines_close(&lines);
+    return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
+}
+
+/* The one node that has memory; -1 when there are several, or when that cannot be told. */
+static int only_memory_node(void) {
+    char text[64], *after;
+    if (um_proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
+        return -1;
+    }
+    unsigned long node = strtoul(text, &after, 10);
+    bool one = after != text && (*after == '\n' || *after == '\0') && node < UM_MAX_NODES;
+    return one ? (int)node : -1;
+}
+
+/* Adds what a line of numa_maps, such as "7f0000000000 bind:1 anon=3 N0=1 N1=2
+ * kernelpagesize_kB=4", says of nodes. Its counts are in pages of the size at its end. */
+static void add_node_bytes(const char *line, uint64_t *node_bytes) {
+    const char *size = strstr(line, " kernelpagesize_kB=");
+    uint64_t page_bytes = size == NULL ? um_os_page_bytes()
+                                       : strtoull(strchr(size, '=') + 1, NULL, 10) * UINT64_C(1024);
+    /* Blanks in paths are escaped: a blank is always the beginning of a word. */
+    for (const char *word = line; (word = strstr(word, " N")) != NULL;) {
+        char *after;
+        word += 2;
+        unsigned long node = strtoul(word, &after, 10);
+        if (after != word && *after == '=' && node < UM_MAX_NODES) {
+            node_bytes[node] += strtoull(after + 1, NULL, 10) * page_bytes;
+        }
+    }
+}
+
+/* numa_maps costs the kernel one more walk over the pages, a fourth of what asking move_pages for
+ * each of them does; it needs no capability, where containers may refuse move_pages. A machine with
+ * one node needs neither. Which nodes have memory is asked anew each time, since memory can be
+ * plugged in. */
+static um_status read_nodes(uintptr_t first, uintptr_t last, uint64_t resident_bytes,
+                            uint64_t *node_bytes, um_error *err) {
+    int only_node = only_memory_node();
+    if (only_node >= 0) {
+        node_bytes[only_node] = resident_bytes;
+        return UM_OK;
+    }
+    um_proc_lines lines;
+    int os_errno = um_proc_lines_open(&lines, "/proc/self/numa_maps", NUMA_MAPS_READ_BYTES);
+    if (os_errno == ENOENT) {
+        node_bytes[0] = resident_bytes; /* a kernel that knows no nodes */
+        return UM_OK;
+    }
     if (os_errno != 0) {
-        um_fail(err, UM_E_IO, "read /proc/self/smaps");
-        if (err != NULL) {
-            err->os_errno = os_errno;
-        }
-        return UM_E_IO;
+        return um_fail_os(err, os_errno, 0, "open /proc/self/numa_maps");
     }
+    for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
+        uintptr_t start = (uintptr_t)strtoull(line, NULL, 16);
+        if (start >= last) {
+            break;
+        }
+        if (start >= first) {
+            add_node_bytes(line, node_bytes);
+        }
+    }
+    um_proc_lines_close(&lines);
+    return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/numa_maps");
+}
+
+/* The size of the huge pages that smaps tells of. Where /sys does not tell it: what one page of
+ * page table entries, 8 bytes each, covers. */
+static size_t thp_bytes(void) {
+    size_t told = um_huge_page_bytes(), page = um_os_page_bytes();
+    return told != 0 ? told : page * (page / 8);
+}
+
+um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
+    uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
+    smaps_sums sums = {0};
+    um_status status = read_smaps(first, last, &sums, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    /* hugetlb pages are in books of their own. The kernel does not say how many processes map one
+     * (so pss_bytes counts it whole), and never takes one out of RAM: to lock them changes nothing.
+     */
+    um_placement found = {.resident_bytes = sums.rss + sums.hugetlb,
+                          .pss_bytes = sums.pss + sums.hugetlb,
+                          .huge_bytes = sums.huge + sums.hugetlb,
+                          .locked_bytes = sums.locked + sums.hugetlb,
+                          .swapped_bytes = sums.swapped};
     /* Pages that are there say what they are; before the first one, eligibility says what they will
      * be. */
-    bool huge = found.huge_bytes > 0 || (found.resident_bytes == 0 && eligible > 0);
-    found.pages = huge ? UM_PAGES_THP : UM_PAGES_4K;
-    found.page_bytes = huge ? um_huge_page_bytes() : um_os_page_bytes();
-    *out = found;
-    return UM_OK;
+    bool huge = sums.huge > 0 || (sums.rss == 0 && sums.may_be_huge);
+    if (sums.hugetlb_page != 0) {
+        found.pages = sums.hugetlb_page < UINT64_C(1) << 30 ? UM_PAGES_2M : UM_PAGES_1G;
+        found.page_bytes = sums.hugetlb_page;
+    } else {
+        found.pages = huge ? UM_PAGES_THP : UM_PAGES_4K;
+        found.page_bytes = huge ? thp_bytes() : um_os_page_bytes();
+    }
+    if (found.resident_bytes > 0) {
+        status = read_nodes(first, last, found.resident_bytes, found.node_bytes, err);
+    }
+    if (status == UM_OK) {
+        *out = found;
+    }
+    return status;
 }
 
 um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                             uint64_t *out_bytes, um_error *err) {
     size_t end, page = um_os_page_bytes();
-    if (!um_add(offset, nbytes, &end) || end > block->nbytes) {
+    size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
+    if (!um_add(offset, nbytes, &end) || end > limit) {
         return um_fail(err, UM_E_INVALID, "the range is outside the block");
     }
     unsigned char pages[4096];

@@ -3,119 +3,166 @@
 #include "os.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 
-enum { CPU_MASK_WORDS = 1024 / 64, WARM_STEP_BYTES = 16 << 20, MAX_WARM_THREADS = 64 };
+enum { MAX_CPUS = 8192, CPU_MASK_WORDS = MAX_CPUS / 64, MAX_WARM_THREADS = 512 };
+enum { WARM_STEP_BYTES = 16 << 20 };
+
+/* What the threads of one call share. */
+typedef struct warming {
+    um_os_advice advice;
+    _Atomic int os_errno; /* of the first that failed; the others stop then */
+} warming;
 
 typedef struct warm_part {
+    warming *shared;
     char *address;
     size_t nbytes;
-    int write;
     int cpu; /* -1: anywhere */
-    int os_errno;
     um_os_thread thread;
 } warm_part;
 
-/* Populates in steps, so that a signal or a full system is noticed between them. */
-static void *warm_run(void *arg) {
-    warm_part *part = arg;
+/* Populates in steps, so that a signal, a full system and another thread's failure are noticed
+ * between them. */
+static void warm_run(const warm_part *part) {
+    warming *shared = part->shared;
+    for (size_t done = 0; done < part->nbytes && atomic_load(&shared->os_errno) == 0;) {
+        size_t left = part->nbytes - done, step = left < WARM_STEP_BYTES ? left : WARM_STEP_BYTES;
+        int os_errno = um_os_advise(part->address + done, step, shared->advice), none = 0;
+        if (os_errno == 0) {
+            done += step;
+        } else if (os_errno != EINTR && os_errno != EAGAIN) {
+            atomic_compare_exchange_strong(&shared->os_errno, &none, os_errno);
+        }
+    }
+}
+
+static void *thread_run(void *arg) {
+    const warm_part *part = arg;
     if (part->cpu >= 0) {
         uint64_t mask[CPU_MASK_WORDS] = {0};
         mask[part->cpu / 64] |= UINT64_C(1) << (part->cpu % 64);
         /* A thread that cannot be pinned still warms; it may only be slower. */
         um_os_set_affinity(mask, sizeof mask);
     }
-    for (size_t done = 0; done < part->nbytes && part->os_errno == 0;) {
-        size_t left = part->nbytes - done, step = left < WARM_STEP_BYTES ? left : WARM_STEP_BYTES;
-        int os_errno = um_os_advise(part->address + done, step,
-                                    part->write ? UM_OS_POPULATE_WRITE : UM_OS_POPULATE_READ);
-        if (os_errno == 0) {
-            done += step;
-        } else if (os_errno != EINTR && os_errno != EAGAIN) {
-            part->os_errno = os_errno;
-        }
-    }
+    warm_run(part);
     return NULL;
 }
 
 /* The n-th CPU of the mask, counting round; -1 for an empty mask. */
 static int nth_cpu(const uint64_t *mask, unsigned n) {
-    int cpus[CPU_MASK_WORDS * 64], count = 0;
-    for (int cpu = 0; cpu < CPU_MASK_WORDS * 64; cpu++) {
-        if (mask[cpu / 64] >> (cpu % 64) & 1) {
-            cpus[count++] = cpu;
+    unsigned n_cpus = 0;
+    for (unsigned i = 0; i < CPU_MASK_WORDS; i++) {
+        n_cpus += (unsigned)__builtin_popcountll(mask[i]);
+    }
+    n = n_cpus == 0 ? 0 : n % n_cpus;
+    for (int cpu = 0; n_cpus != 0 && cpu < MAX_CPUS; cpu++) {
+        if ((mask[cpu / 64] >> (cpu % 64) & 1) != 0 && n-- == 0) {
+            return cpu;
         }
     }
-    return count == 0 ? -1 : cpus[n % (unsigned)count];
+    return -1;
+}
+
+/* Starts a thread a part, and waits for all that were started. Returns 0 or the errno of the thread
+ * that could not be started. */
+static int run_threads(warm_part *parts, unsigned n_parts) {
+    unsigned n_started = 0;
+    int os_errno = 0;
+    while (n_started < n_parts && os_errno == 0) {
+        os_errno = um_os_thread_start(&parts[n_started].thread, thread_run, &parts[n_started]);
+        n_started += os_errno == 0;
+    }
+    int none = 0;
+    atomic_compare_exchange_strong(&parts->shared->os_errno, &none, os_errno);
+    for (unsigned i = 0; i < n_started; i++) {
+        um_os_thread_join(parts[i].thread);
+    }
+    return os_errno;
+}
+
+static bool is_hugetlb(const um_block *block) {
+    return block->requested_pages == UM_PAGES_2M || block->requested_pages == UM_PAGES_1G;
+}
+
+/* EFAULT is the kernel's answer where a touch would end in SIGBUS: behind the end of a file that
+ * has become shorter, or where the pool of huge pages, or the file system of shared memory, is used
+ * up.
+ */
+static um_status fail_populate(const um_block *block, int os_errno, size_t end, size_t nbytes,
+                               um_error *err) {
+    uint64_t file_nbytes = UINT64_MAX;
+    if (os_errno != EFAULT) {
+        return um_fail_os(err, os_errno, nbytes, "madvise");
+    }
+    bool shared = !block->is_file && block->sharing != UM_SHARING_NONE;
+    if (shared && um_os_file_nbytes(block->fd, &file_nbytes) != 0) {
+        file_nbytes = UINT64_MAX;
+    }
+    if (block->is_file || file_nbytes < end) {
+        return um_fail(err, UM_E_IO, "madvise");
+    }
+    return um_fail_os(err, shared || is_hugetlb(block) ? ENOMEM : EFAULT, nbytes, "madvise");
 }
 
 um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                         const int *cpus, um_error *err) {
-    size_t end;
-    if (!um_add(offset, nbytes, &end) || end > block->nbytes) {
+    size_t end, page = um_os_page_bytes();
+    if (!um_add(offset, nbytes, &end) || end > block->reserved_nbytes) {
         return um_fail(err, UM_E_INVALID, "the range is outside the block");
     }
     if (n_threads == 0) {
         return um_fail(err, UM_E_INVALID, "n_threads");
     }
-    if (nbytes == 0) {
-        return UM_OK;
-    }
-    size_t align = um_os_page_bytes();
-    if (!block->is_file && block->requested_pages != UM_PAGES_4K) {
-        /* Threads meet at huge page borders: two that fill one huge page together get small ones.
-         */
-        size_t huge_page = um_huge_page_bytes();
-        align = huge_page > align && block->nbytes % huge_page == 0 ? huge_page : align;
-    }
-    size_t page = um_os_page_bytes();
-    size_t first = offset / page * page, last = (end + page - 1) / page * page;
     if (n_threads > MAX_WARM_THREADS) {
         n_threads = MAX_WARM_THREADS;
     }
+    for (unsigned i = 0; cpus != NULL && i < n_threads; i++) {
+        if (cpus[i] >= MAX_CPUS) {
+            return um_fail(err, UM_E_INVALID, "cpus");
+        }
+    }
+    if (nbytes == 0) {
+        return UM_OK;
+    }
+    if (!um_block_is_committed(block, offset, nbytes)) {
+        return um_fail(err, UM_E_INVALID, "the range is not committed");
+    }
+    /* Threads meet at borders of huge pages: two that fill one huge page together get small ones.
+     */
+    size_t align = block->step_nbytes > page ? block->step_nbytes : page;
+    size_t first = offset / page * page, last = (end + page - 1) / page * page;
     /* From the border below the first byte: so there are never more parts than threads. */
     size_t share = ((last - first / align * align) / n_threads / align + 1) * align;
 
     uint64_t mask[CPU_MASK_WORDS] = {0};
-    if (n_threads > 1 && um_os_get_affinity(mask, sizeof mask) != 0) {
+    if (cpus == NULL && n_threads > 1 && um_os_get_affinity(mask, sizeof mask) != 0) {
         memset(mask, 0, sizeof mask);
     }
-    warm_part parts[MAX_WARM_THREADS] = {0};
+    bool read_only =
+        block->is_file || (block->sharing != UM_SHARING_NONE && block->access == UM_ACCESS_READ);
+    warming shared = {.advice = read_only ? UM_OS_POPULATE_READ : UM_OS_POPULATE_WRITE};
+    warm_part parts[MAX_WARM_THREADS];
     unsigned n_parts = 0;
     for (size_t at = first; at < last; n_parts++) {
         size_t part_end = (at / align * align) + share;
         part_end = part_end < last ? part_end : last;
-        parts[n_parts] = (warm_part){.address = (char *)block->base + at,
+        parts[n_parts] = (warm_part){.shared = &shared,
+                                     .address = (char *)block->base + at,
                                      .nbytes = part_end - at,
-                                     .write = !block->is_file,
-                                     .cpu = cpus != NULL      ? cpus[n_parts]
-                                            : n_threads > 1 ? nth_cpu(mask, n_parts)
-                                                            : -1};
+                                     .cpu = cpus != NULL ? cpus[n_parts] : nth_cpu(mask, n_parts)};
         at = part_end;
     }
-    /* One thread of one's own is the caller's, unpinned: its affinity is not ours to change. */
-    unsigned n_started = 0;
-    int os_errno = 0;
-    if (n_parts == 1) {
+    /* One part that needs no pinning is the caller's. One that does is not: the caller's affinity
+     * is not ours to change. */
+    if (n_parts == 1 && (cpus == NULL || parts[0].cpu < 0)) {
         warm_run(&parts[0]);
     } else {
-        while (n_started < n_parts && os_errno == 0) {
-            os_errno = um_os_thread_start(&parts[n_started].thread, warm_run, &parts[n_started]);
-            n_started += os_errno == 0;
-        }
-        for (unsigned i = 0; i < n_started; i++) {
-            um_os_thread_join(parts[i].thread);
-        }
+        int os_errno = run_threads(parts, n_parts);
         if (os_errno != 0) {
             return um_fail_os(err, os_errno, nbytes, "pthread_create");
         }
     }
-    for (unsigned i = 0; i < n_parts; i++) {
-        if (parts[i].os_errno == EFAULT && block->is_file) {
-            return um_fail(err, UM_E_IO, "madvise"); /* pages behind the end of the file */
-        }
-        if (parts[i].os_errno != 0) {
-            return um_fail_os(err, parts[i].os_errno, nbytes, "madvise");
-        }
-    }
-    return UM_OK;
+    int os_errno = atomic_load(&shared.os_errno);
+    return os_errno == 0 ? UM_OK : fail_populate(block, os_errno, end, nbytes, err);
 }

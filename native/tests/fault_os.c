@@ -138,15 +138,20 @@ static struct invented_file {
 static fault_os_move_pages_fn invented_move_pages;
 
 void fault_os_file(const char *path, const char *text) {
+    struct invented_file *found = NULL;
     for (size_t i = 0; i < sizeof invented_files / sizeof invented_files[0]; i++) {
         struct invented_file *file = &invented_files[i];
-        if (file->text == NULL || strcmp(file->path, path) == 0) {
-            *file = (struct invented_file){.path = path, .text = text};
-            return;
+        if (file->text != NULL && strcmp(file->path, path) == 0) {
+            found = file;
+            break;
         }
+        found = found == NULL && file->text == NULL ? file : found;
     }
-    fprintf(stderr, "too many invented files\n");
-    exit(1);
+    if (found == NULL) {
+        fprintf(stderr, "too many invented files\n");
+        exit(1);
+    }
+    *found = (struct invented_file){.path = path, .text = text};
 }
 
 void fault_os_move_pages(fault_os_move_pages_fn answer) {

@@ -1,0 +1,696 @@
+/* Repairing: which pages are moved, where to, and what is left when they cannot be.
+ *
+ * The machine that runs the tests may have one node. Here the kernel is played: its books are
+ * invented files, and move_pages is a function that does what Linux does, its giving up included.
+ */
+#include "numa.h"
+
+#include "test.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "os.h"
+
+enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
+
+/* ---- the kernel that is played ---- */
+
+static unsigned char *const base = (unsigned char *)(uintptr_t)0x100000000000;
+
+static struct {
+    size_t page_bytes, n_pages;
+    int node[MAX_PAGES];       /* NOWHERE: never touched */
+    size_t first[MAX_PAGES];   /* of the huge page that a page is part of; its own number: small */
+    size_t n_of_page;          /* pages in a huge page */
+    bool pinned[MAX_PAGES];    /* cannot be migrated, which ends the call */
+    bool elsewhere[MAX_PAGES]; /* mapped by another process too */
+    unsigned busy[MAX_PAGES];  /* as often not to be had now */
+    bool gap[MAX_PAGES];       /* must not be asked for */
+    size_t room[N_NODES];      /* pages that a node can still take */
+    size_t n_moved, n_calls;
+} kernel;
+
+static char smaps[512], numa_maps[512];
+
+static void play(size_t n_pages, size_t page_bytes) {
+    memset(&kernel, 0, sizeof kernel);
+    kernel.page_bytes = page_bytes;
+    kernel.n_pages = n_pages;
+    kernel.n_of_page = 1;
+    for (size_t i = 0; i < MAX_PAGES; i++) {
+        kernel.node[i] = NOWHERE;
+        kernel.first[i] = i;
+    }
+    for (int node = 0; node < N_NODES; node++) {
+        kernel.room[node] = MAX_PAGES;
+    }
+}
+
+/* Makes n pages from `first` on a huge one. */
+static void play_huge(size_t first, size_t n) {
+    kernel.n_of_page = n;
+    for (size_t i = first; i < first + n; i++) {
+        kernel.first[i] = first;
+    }
+}
+
+static size_t n_on(int node) {
+    size_t n = 0;
+    for (size_t i = 0; i < kernel.n_pages; i++) {
+        n += kernel.node[i] == node;
+    }
+    return n;
+}
+
+static size_t n_huge(void) {
+    size_t n = 0;
+    for (size_t i = 0; i < kernel.n_pages; i++) {
+        n += kernel.node[i] != NOWHERE &&
+             (kernel.first[i] != i || (i + 1 < MAX_PAGES && kernel.first[i + 1] == i));
+    }
+    return n;
+}
+
+/* Writes the kernel's books. */
+static void play_books(void) {
+    size_t kb = kernel.page_bytes / 1024, resident = kernel.n_pages - n_on(NOWHERE);
+    bool hugetlb = kernel.page_bytes > um_page_bytes();
+    uintptr_t start = (uintptr_t)base, end = start + kernel.n_pages * kernel.page_bytes;
+    snprintf(smaps, sizeof smaps,
+             "%zx-%zx rw-p 00000000 00:00 0\nKernelPageSize: %zu kB\nRss: %zu kB\nPss: %zu kB\n"
+             "AnonHugePages: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd wr\n",
+             start, end, kb, hugetlb ? 0 : resident * kb, hugetlb ? 0 : resident * kb,
+             hugetlb ? 0 : n_huge() * kb, hugetlb ? resident * kb : 0);
+    int n = snprintf(numa_maps, sizeof numa_maps, "%zx default anon=1", start);
+    for (int node = 0; node < N_NODES; node++) {
+        n += snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " N%d=%zu", node, n_on(node));
+    }
+    snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " kernelpagesize_kB=%zu\n", kb);
+    fault_os_file("/proc/self/smaps", smaps);
+    fault_os_file("/proc/self/numa_maps", numa_maps);
+    fault_os_file("/sys/devices/system/node/has_memory", "0-3\n");
+}
+
+static size_t page_of(const void *address) {
+    size_t offset = (size_t)((const unsigned char *)address - base);
+    size_t page = offset / kernel.page_bytes;
+    if (offset % kernel.page_bytes != 0 || page >= kernel.n_pages || kernel.gap[page]) {
+        REQUIRE(!"an address that must not be asked about");
+    }
+    return page;
+}
+
+/* Moves the pages that were put aside for a node; an errno, or -1 when one could not be moved. */
+static int migrate(const size_t *aside, size_t n, int node) {
+    int result = 0;
+    for (size_t i = 0; i < n; i++) {
+        size_t first = kernel.first[aside[i]], n_pages = 1;
+        while (first + n_pages < kernel.n_pages && kernel.first[first + n_pages] == first) {
+            n_pages++;
+        }
+        if (kernel.room[node] < n_pages) {
+            return ENOMEM;
+        }
+        if (kernel.pinned[first]) {
+            result = -1;
+            continue;
+        }
+        for (size_t page = first; page < first + n_pages; page++) {
+            kernel.room[kernel.node[page]]++;
+            kernel.room[node]--;
+            kernel.node[page] = node;
+            kernel.n_moved++;
+        }
+    }
+    return result;
+}
+
+/* What became of one page before it was put aside: 0 put it aside, else its status. */
+static bool has_status(size_t page, int node, const size_t *aside, size_t n, int *out_status) {
+    size_t first = kernel.first[page];
+    bool is_aside = false;
+    for (size_t i = 0; i < n; i++) {
+        is_aside = is_aside || kernel.first[aside[i]] == first;
+    }
+    if (kernel.node[page] == NOWHERE) {
+        *out_status = -ENOENT;
+    } else if (kernel.node[page] == node) {
+        *out_status = node;
+    } else if (kernel.elsewhere[first]) {
+        *out_status = -EACCES;
+    } else if (is_aside || kernel.busy[first] > 0) {
+        kernel.busy[first] -= kernel.busy[first] > 0;
+        *out_status = -EBUSY;
+    } else {
+        return false;
+    }
+    return true;
+}
+
+/* As Linux does it: pages for the same node are put aside and migrated together; when one of them
+ * cannot be, the call ends, and the statuses of these and all further ones are not written. */
+static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
+    static size_t aside[MAX_PAGES];
+    size_t n_aside = 0, begin = 0;
+    kernel.n_calls++;
+    for (size_t i = 0; i < n && nodes == NULL; i++) {
+        int node = kernel.node[page_of(pages[i])];
+        out_status[i] = node == NOWHERE ? -ENOENT : node;
+    }
+    for (size_t i = 0; nodes != NULL && i <= n; i++) {
+        int status = 0;
+        bool ends = i == n || (i > begin && nodes[i] != nodes[begin]);
+        bool own = !ends && has_status(page_of(pages[i]), nodes[i], aside, n_aside, &status);
+        if (ends || own) {
+            int result = migrate(aside, n_aside, nodes[begin < n ? begin : n - 1]);
+            if (result != 0) {
+                return result < 0 ? 0 : result;
+            }
+            for (; begin < i; begin++) {
+                out_status[begin] = nodes[begin];
+            }
+            n_aside = 0;
+        }
+        if (own) {
+            out_status[i] = status;
+            begin = i + 1;
+        } else if (i < n) {
+            begin = ends ? i : begin;
+            own = ends && has_status(page_of(pages[i]), nodes[i], aside, 0, &status);
+            if (own) {
+                out_status[i] = status;
+                begin = i + 1;
+            } else {
+                aside[n_aside++] = page_of(pages[i]);
+            }
+        }
+    }
+    return 0;
+}
+
+/* ---- the blocks ---- */
+
+static um_numa policy(um_numa_mode mode, uint64_t nodes) {
+    return (um_numa){.mode = mode, .nodes = {nodes}};
+}
+
+static um_block make_block(um_numa_mode mode, uint64_t nodes, size_t step_pages) {
+    size_t nbytes = kernel.n_pages * kernel.page_bytes;
+    return (um_block){.base = base,
+                      .nbytes = nbytes,
+                      .requested_nbytes = nbytes,
+                      .numa = policy(mode, nodes),
+                      .step_nbytes = step_pages * kernel.page_bytes,
+                      .reserved_nbytes = nbytes,
+                      .committed_nbytes = nbytes,
+                      .fd = -1};
+}
+
+/* Repairs, and returns the pages that stay elsewhere. */
+static size_t repair(um_block *block) {
+    uint64_t elsewhere = UINT64_MAX;
+    um_block copy = *block;
+    play_books();
+    kernel.n_moved = kernel.n_calls = 0;
+    CHECK_OK(um_block_repair(block, &elsewhere, &test_err));
+    CHECK(memcmp(block, &copy, sizeof copy) == 0);
+    CHECK(elsewhere % kernel.page_bytes == 0);
+    return (size_t)elsewhere / kernel.page_bytes;
+}
+
+/* Pages whose unit does not lie where the pattern with this phase says. */
+static size_t n_misplaced(const um_numa_pattern *pattern, size_t unit_pages, uint64_t phase) {
+    size_t n = 0;
+    for (size_t i = 0; i < kernel.n_pages; i++) {
+        unsigned index = um_numa_pattern_index(pattern, i / unit_pages + phase);
+        n += kernel.node[i] != NOWHERE && kernel.node[i] != pattern->nodes[index];
+    }
+    return n;
+}
+
+/* The same, with the phase that suits best. */
+static size_t n_misplaced_at_best(const um_numa *numa, const uint32_t *weights, size_t unit_pages) {
+    um_numa_pattern pattern;
+    size_t best = SIZE_MAX;
+    um_numa_pattern_make(&pattern, numa, weights);
+    for (uint64_t phase = 0; phase < pattern.cycle; phase++) {
+        size_t n = n_misplaced(&pattern, unit_pages, phase);
+        best = n < best ? n : best;
+    }
+    return best;
+}
+
+/* ---- the pattern ---- */
+
+static void test_pattern(void) {
+    uint64_t seed = 7;
+    for (int round = 0; round < 200; round++) {
+        um_numa numa = {.mode = UM_NUMA_WEIGHTED};
+        uint32_t weights[UM_MAX_NODES] = {0};
+        size_t n_expected = 0, n_nodes = 1 + (size_t)(test_random(&seed) % 20);
+        int expected[20 * 255];
+        unsigned node = 0;
+        bool weighted = round % 3 != 0;
+        for (size_t i = 0; i < n_nodes; i++) {
+            node += 1 + (unsigned)(test_random(&seed) % 50);
+            numa.nodes[node / 64] |= UINT64_C(1) << (node % 64);
+            weights[node] = weighted ? 1 + (uint32_t)(test_random(&seed) % 255) : 1;
+            for (uint32_t k = 0; k < weights[node]; k++) {
+                expected[n_expected++] = (int)node;
+            }
+        }
+        um_numa_pattern pattern;
+        um_numa_pattern_make(&pattern, &numa, weighted ? weights : NULL);
+        CHECK_EQ_U64(pattern.n_nodes, n_nodes);
+        CHECK_EQ_U64(pattern.cycle, n_expected);
+        bool same = true;
+        for (uint64_t unit = 0; unit < 2 * n_expected + 3; unit++) {
+            same = same && pattern.nodes[um_numa_pattern_index(&pattern, unit)] ==
+                               expected[unit % n_expected];
+        }
+        CHECK(same);
+    }
+    um_numa last = {.mode = UM_NUMA_BIND};
+    last.nodes[15] = UINT64_C(1) << 63;
+    um_numa_pattern pattern;
+    um_numa_pattern_make(&pattern, &last, NULL);
+    CHECK(pattern.n_nodes == 1 && pattern.nodes[0] == 1023 && pattern.cycle == 1);
+    CHECK_EQ_U64(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
+}
+
+/* ---- nodes of which any will do ---- */
+
+static void test_bind(void) {
+    um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_PREFERRED};
+    for (int i = 0; i < 2; i++) {
+        play(10000, um_page_bytes());
+        for (size_t page = 0; page < 10000; page++) {
+            kernel.node[page] = page % 10 == 9 ? NOWHERE : page % 3 == 0 ? 1 : 0;
+        }
+        size_t n_stray = n_on(1), n_untouched = n_on(NOWHERE);
+        um_block block = make_block(modes[i], 1, 1);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(n_on(1), 0);
+        CHECK_EQ_U64(n_on(NOWHERE), n_untouched);
+        CHECK_EQ_U64(kernel.n_moved, n_stray);
+
+        /* With nothing to do, no page is asked about. */
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(kernel.n_calls, 0);
+        CHECK(um_block_repair(&block, NULL, NULL) == UM_OK);
+    }
+
+    /* With several nodes pages stay where they are on one of them; the others are spread. */
+    play(1000, um_page_bytes());
+    for (size_t page = 0; page < 1000; page++) {
+        kernel.node[page] = page < 500 ? 2 : 1;
+    }
+    um_block block = make_block(UM_NUMA_BIND, 1 << 0 | 1 << 2, 1);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(n_on(2), 750);
+    CHECK_EQ_U64(n_on(0), 250);
+    CHECK_EQ_U64(kernel.n_moved, 500);
+}
+
+static void test_gaps(void) {
+    play(64 * 20, um_page_bytes());
+    uint64_t committed[1] = {0};
+    um_block block = make_block(UM_NUMA_BIND, 1 << 3, 64);
+    for (size_t page = 0; page < kernel.n_pages; page++) {
+        bool usable = page / 64 % 3 != 1;
+        kernel.gap[page] = !usable;
+        kernel.node[page] = usable ? 2 : NOWHERE;
+        committed[0] |= (uint64_t)usable << (page / 64);
+    }
+    block.committed = committed;
+    block.nbytes = 64 * kernel.page_bytes;
+    block.committed_nbytes = 13 * block.nbytes;
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(n_on(3), 13 * 64);
+    CHECK_EQ_U64(n_on(2), 0);
+}
+
+/* ---- interleaving ---- */
+
+static void test_interleave(void) {
+    uint64_t nodes = 1 << 0 | 1 << 1 | 1 << 3, seed = 11;
+    int of[] = {0, 1, 3};
+    for (size_t phase = 0; phase < 3; phase++) {
+        play(5000, um_page_bytes());
+        for (size_t page = 0; page < 5000; page++) {
+            kernel.node[page] = page % 7 == 6 ? NOWHERE : of[(page + phase) % 3];
+        }
+        um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(kernel.n_moved, 0); /* wherever the kernel began */
+
+        for (size_t i = 0; i < 700; i++) {
+            kernel.node[test_random(&seed) % 5000] = (int)(test_random(&seed) % N_NODES);
+        }
+        um_numa_pattern pattern;
+        um_numa_pattern_make(&pattern, &block.numa, NULL);
+        size_t n_wrong = n_misplaced(&pattern, 1, phase);
+        CHECK(n_wrong > 100);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(kernel.n_moved, n_wrong);
+        CHECK_EQ_U64(n_misplaced(&pattern, 1, phase), 0);
+    }
+    /* All on one node: each gets its third. */
+    play(9000, um_page_bytes());
+    memset(kernel.node, 0, sizeof kernel.node);
+    um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK(n_on(0) == 3000 && n_on(1) == 3000 && n_on(3) == 3000);
+    CHECK_EQ_U64(kernel.n_moved, 6000);
+
+    /* Over one node it is what bind is. */
+    block = make_block(UM_NUMA_INTERLEAVE, 1 << 1, 1);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(n_on(1), 9000);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(kernel.n_calls, 0);
+}
+
+static void test_weighted(void) {
+    static const char folder[] = "/sys/kernel/mm/mempolicy/weighted_interleave/";
+    static char path[3][80];
+    for (int node = 0; node < 3; node++) {
+        snprintf(path[node], sizeof path[node], "%snode%d", folder, node);
+    }
+    uint32_t weights[UM_MAX_NODES] = {[0] = 3, [2] = 1};
+    fault_os_file(path[0], "3\n");
+    fault_os_file(path[2], "1\n");
+    for (size_t phase = 0; phase < 4; phase++) {
+        play(4000, um_page_bytes());
+        um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 2, 1);
+        um_numa_pattern pattern;
+        um_numa_pattern_make(&pattern, &block.numa, weights);
+        for (size_t page = 0; page < 4000; page++) {
+            kernel.node[page] = pattern.nodes[um_numa_pattern_index(&pattern, page + phase)];
+        }
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(kernel.n_moved, 0);
+        kernel.node[17] = kernel.node[18] = 1;
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(kernel.n_moved, 2);
+        CHECK_EQ_U64(n_misplaced(&pattern, 1, phase), 0);
+        CHECK_EQ_U64(n_on(0), 3000);
+        CHECK_EQ_U64(n_on(2), 1000);
+    }
+    /* A weight that is absent, or nothing that could be one, is 1. */
+    fault_os_file(path[2], NULL);
+    const char *nothing[] = {"", "0\n", "many\n", "256\n"};
+    for (size_t i = 0; i < 4; i++) {
+        fault_os_file(path[1], nothing[i]);
+        play(1000, um_page_bytes());
+        memset(kernel.node, 0, sizeof kernel.node);
+        um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(n_on(0), 750);
+        CHECK_EQ_U64(n_on(1), 250);
+    }
+    fault_os_file(path[0], NULL);
+    fault_os_file(path[1], NULL);
+    /* So is that of a node that has no file. */
+    snprintf(path[0], sizeof path[0], "%snode3", folder);
+    if (access(path[0], F_OK) != 0) {
+        play(100, um_page_bytes());
+        memset(kernel.node, 0, sizeof kernel.node);
+        um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 2 | 1 << 3, 1);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(n_on(3), 50);
+    } else {
+        test_skip("a node without a weight", "this machine has a node 3");
+    }
+}
+
+/* ---- huge pages ---- */
+
+enum { HUGE = 512 };
+
+static void test_huge_pages(void) {
+    um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_INTERLEAVE};
+    for (int i = 0; i < 2; i++) {
+        play(HUGE * 20, um_page_bytes());
+        for (size_t page = 0; page < kernel.n_pages; page++) {
+            kernel.node[page] = page / HUGE < 10 ? 2 : 1;
+        }
+        /* Two of three are huge pages; the third part is small ones, on several nodes. */
+        for (size_t unit = 0; unit < 20; unit++) {
+            if (unit % 3 < 2) {
+                play_huge(unit * HUGE, HUGE);
+            } else {
+                kernel.node[unit * HUGE + 5] = 0;
+                kernel.node[unit * HUGE + 6] = 3;
+                kernel.node[unit * HUGE + 7] = NOWHERE;
+            }
+        }
+        um_block block = make_block(modes[i], 1 << 1 | 1 << 3, HUGE);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(n_on(0) + n_on(2), 0);
+        CHECK_EQ_U64(n_on(NOWHERE), 6);
+        if (modes[i] == UM_NUMA_INTERLEAVE) {
+            CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
+        }
+        CHECK(kernel.n_calls < 40);
+    }
+}
+
+/* Where the kernel had no huge pages it spreads small ones, and that is left as it is. */
+static void test_small_pages_of_huge_units(void) {
+    play(HUGE * 20, um_page_bytes());
+    for (size_t page = 0; page < kernel.n_pages; page++) {
+        kernel.node[page] = (int)((page + 1) % 2);
+    }
+    um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, HUGE);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(kernel.n_moved, 0);
+
+    kernel.node[77] = 2; /* then the units get whole */
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
+}
+
+static void test_hugetlb(void) {
+    size_t sizes[] = {(size_t)2 << 20, (size_t)1 << 30};
+    for (int i = 0; i < 2; i++) {
+        play(100, sizes[i]);
+        memset(kernel.node, 0, sizeof kernel.node);
+        um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
+        CHECK_EQ_U64(repair(&block), 0);
+        CHECK_EQ_U64(n_on(0), 50);
+        CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, 1), 0);
+        CHECK(kernel.n_calls < 6);
+        kernel.room[3] = 20; /* the pool of this node */
+        block = make_block(UM_NUMA_BIND, 1 << 3, 1);
+        CHECK_EQ_U64(repair(&block), 80);
+        CHECK_EQ_U64(n_on(3), 20);
+    }
+}
+
+/* ---- pages that cannot be moved ---- */
+
+static void test_full_node(void) {
+    play(20000, um_page_bytes());
+    for (size_t page = 0; page < kernel.n_pages; page++) {
+        kernel.node[page] = 2;
+    }
+    kernel.room[1] = 3000;
+    um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
+    CHECK_EQ_U64(repair(&block), 7000);
+    CHECK_EQ_U64(n_on(0), 10000);
+    CHECK_EQ_U64(n_on(1), 3000);
+    CHECK_EQ_U64(n_on(2), 7000);
+
+    kernel.room[0] = 0;
+    block = make_block(UM_NUMA_BIND, 1 << 0, 1);
+    CHECK_EQ_U64(repair(&block), 10000);
+    CHECK(kernel.n_calls < 40); /* not once a page */
+}
+
+static void test_immovable_pages(void) {
+    uint64_t seed = 23;
+    play(10000, um_page_bytes());
+    size_t n_pinned = 0, n_shared = 0;
+    for (size_t page = 0; page < kernel.n_pages; page++) {
+        uint64_t r = test_random(&seed) % 100;
+        kernel.node[page] = r < 50 ? 1 : 0;
+        kernel.pinned[page] = r < 2;
+        kernel.elsewhere[page] = r == 3;
+        kernel.busy[page] = r == 5 ? 2 : 0;
+        n_pinned += r < 2;
+        n_shared += r == 3;
+    }
+    REQUIRE(n_pinned > 50 && n_shared > 50);
+    um_block block = make_block(UM_NUMA_BIND, 1, 1);
+    CHECK_EQ_U64(repair(&block), n_pinned + n_shared);
+    CHECK_EQ_U64(n_on(1), n_pinned + n_shared);
+
+    /* A page that is in use for good is not waited for. */
+    play(10, um_page_bytes());
+    memset(kernel.node, 0, sizeof kernel.node);
+    kernel.busy[3] = UINT32_MAX;
+    block = make_block(UM_NUMA_BIND, 1 << 1, 1);
+    CHECK_EQ_U64(repair(&block), 1);
+    CHECK(kernel.n_calls < 20);
+
+    /* Memory that a device holds, all of it: after some pages the rest is not tried. */
+    size_t unit_pages[] = {1, HUGE};
+    for (int i = 0; i < 2; i++) {
+        play(MAX_PAGES, um_page_bytes());
+        for (size_t page = 0; page < MAX_PAGES; page++) {
+            kernel.node[page] = 0;
+            kernel.pinned[page] = true;
+        }
+        for (size_t first = 0; i == 1 && first < MAX_PAGES; first += HUGE) {
+            play_huge(first, HUGE);
+        }
+        block = make_block(UM_NUMA_BIND, 1 << 1, unit_pages[i]);
+        CHECK_EQ_U64(repair(&block), MAX_PAGES);
+        CHECK(kernel.n_calls < 1000);
+    }
+}
+
+/* ---- refused, and faults ---- */
+
+static void test_refused(void) {
+    play(4, um_page_bytes());
+    play_books();
+    uint64_t elsewhere = 12345;
+    um_block block = make_block(UM_NUMA_NONE, 0, 1);
+    CHECK_STATUS(UM_E_INVALID, um_block_repair(&block, &elsewhere, &test_err));
+    CHECK(um_block_repair(&block, NULL, NULL) == UM_E_INVALID);
+    CHECK_EQ_U64(elsewhere, 12345);
+}
+
+/* Half of the pages on the wrong node. */
+static void play_strays(void) {
+    play(5000, um_page_bytes());
+    for (size_t page = 0; page < kernel.n_pages; page++) {
+        kernel.node[page] = page % 4 < 2 ? 0 : 2;
+    }
+    play_books();
+}
+
+static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done) {
+    static os_state before, after;
+    uint64_t elsewhere = 12345;
+    play_strays();
+    os_state_read(&before);
+    fault_os_fail_nth(n, os_errno);
+    test_err_pattern(&test_err);
+    um_status status = um_block_repair(block, &elsewhere, &test_err);
+    const char *failed = fault_os_failed();
+    fault_os_fail_nth(0, 0);
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+    *out_done = failed == NULL;
+    if (status == UM_OK) {
+        /* No more than which books are asked, or in which order. A node that is said to be full is
+         * not tried again, and what should be there is told. */
+        bool full = failed != NULL && strcmp(failed, "um_os_move_pages") == 0;
+        CHECK(failed == NULL || full || strcmp(failed, "um_os_open_read") == 0 ||
+              strcmp(failed, "um_os_read") == 0 || strcmp(failed, "um_os_close") == 0);
+        CHECK(!full || os_errno == ENOMEM);
+        size_t n_wrong = n_misplaced_at_best(&block->numa, NULL, 1);
+        CHECK_EQ_U64(elsewhere, n_wrong * kernel.page_bytes);
+        CHECK((n_wrong == 0) == !full);
+    } else {
+        CHECK(failed != NULL && test_err.status == status && test_err.os_errno == os_errno);
+        CHECK(status == (os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS) || status == UM_E_IO);
+        CHECK_EQ_U64(elsewhere, 12345);
+        CHECK_EQ_U64(n_on(NOWHERE), 0);
+        CHECK_EQ_U64(repair(block), 0);
+    }
+}
+
+static void test_faults(void) {
+    um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
+    play_strays();
+    int errnos[] = {EPERM, ENOMEM};
+    for (int i = 0; i < 2; i++) {
+        um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
+        for (int m = 0; m < 2; m++) {
+            block = make_block(modes[m], 1 << 0 | 1 << 1, 1);
+            bool done = false;
+            unsigned n = 1;
+            for (; !done; n++) {
+                test_fault(&block, n, errnos[i], &done);
+            }
+            CHECK(n > 10);
+        }
+    }
+    for (unsigned n = 1; n <= 2; n++) {
+        uint64_t elsewhere = 12345;
+        play_strays();
+        fault_os_fail_nth_alloc(n);
+        CHECK_STATUS(UM_E_NOMEM, um_block_repair(&block, &elsewhere, &test_err));
+        CHECK(test_err.os_errno == ENOMEM);
+        CHECK_EQ_U64(elsewhere, 12345);
+    }
+    fault_os_fail_nth_alloc(0);
+}
+
+/* ---- the real kernel ---- */
+
+static void test_real_kernel(void) {
+    fault_os_file("/proc/self/smaps", NULL);
+    fault_os_file("/proc/self/numa_maps", NULL);
+    fault_os_file("/sys/devices/system/node/has_memory", NULL);
+    fault_os_move_pages(NULL);
+    um_block block;
+    um_block_options options = {
+        .pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH, .numa = policy(UM_NUMA_INTERLEAVE, 0)};
+    um_placement placement;
+    REQUIRE(CHECK_OK(um_block_map(&block, 100 * um_page_bytes(),
+                                  &(um_block_options){.pages = UM_PAGES_4K}, &test_err)));
+    memset(block.base, 1, block.nbytes);
+    CHECK_OK(um_block_verify(&block, &placement, &test_err));
+    CHECK_OK(um_block_unmap(&block, &test_err));
+    for (unsigned node = 0; node < 64; node++) {
+        options.numa.nodes[0] |= (uint64_t)(placement.node_bytes[node] > 0) << node;
+    }
+    if (options.numa.nodes[0] == 0) {
+        test_skip("repair with the real kernel", "memory lies on no node below 64");
+        return;
+    }
+    /* Where the kernel spreads pages itself, it agrees with the pattern that is found. */
+    um_status status = um_block_map(&block, 100 * um_page_bytes(), &options, &test_err);
+    if (status != UM_OK) {
+        test_skip("repair with the real kernel", "this process may not set a NUMA policy");
+        return;
+    }
+    memset(block.base, 1, block.nbytes);
+    uint64_t elsewhere = 12345;
+    CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_EQ_U64(elsewhere, 0);
+    CHECK(((unsigned char *)block.base)[12345] == 1);
+    int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {-1, -1};
+    void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
+    if (um_os_move_pages(2, pages, NULL, where) == 0) {
+        CHECK(where[0] == node && where[1] == node);
+    } else {
+        test_skip("move_pages", "the kernel refuses it here");
+    }
+    CHECK_OK(um_block_unmap(&block, &test_err));
+}
+
+int main(void) {
+    fault_os_move_pages(play_move_pages);
+    test_pattern();
+    test_bind();
+    test_gaps();
+    test_interleave();
+    test_weighted();
+    test_huge_pages();
+    test_small_pages_of_huge_units();
+    test_hugetlb();
+    test_full_node();
+    test_immovable_pages();
+    test_refused();
+    test_faults();
+    test_real_kernel();
+    return test_report();
+}
