@@ -33,7 +33,14 @@ static const char *_Atomic calls[MAX_LOGGED]; /* the functions that were called,
 static _Atomic size_t read_limit;
 static _Atomic unsigned n_allocs, fail_alloc_at;
 
+enum { MAX_CPUS = 8192 };
+
+static _Atomic unsigned n_pinned[MAX_CPUS];
+
 void fault_os_fail_nth(unsigned n, int os_errno) {
+    for (unsigned cpu = 0; cpu < MAX_CPUS; cpu++) {
+        atomic_store(&n_pinned[cpu], 0);
+    }
     atomic_store(&n_calls, 0);
     atomic_store(&fail_errno, os_errno);
     atomic_store(&fail_at, n);
@@ -54,6 +61,10 @@ unsigned fault_os_calls_of(const char *function) {
 const char *fault_os_failed(void) {
     unsigned n = atomic_load(&fail_at);
     return n != 0 && n <= fault_os_calls() && n <= MAX_LOGGED ? calls[n - 1] : NULL;
+}
+
+unsigned fault_os_pinned_to(unsigned cpu) {
+    return atomic_load(&n_pinned[cpu]);
 }
 
 void fault_os_limit_read(size_t nbytes) {
@@ -116,9 +127,25 @@ WRAP(um_os_punch_hole, (int fd, uint64_t offset, uint64_t nbytes), (fd, offset, 
 WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
 WRAP_ENDING(um_os_close, (int fd), (fd))
 WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
-WRAP(um_os_set_affinity, (const void *mask, size_t mask_nbytes), (mask, mask_nbytes))
 WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
 WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
+
+int __real_um_os_set_affinity(const void *mask, size_t mask_nbytes);
+int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes);
+int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes) {
+    unsigned n_bits = 0, last = 0;
+    for (unsigned cpu = 0; cpu < MAX_CPUS && cpu < mask_nbytes * 8; cpu++) {
+        if ((((const unsigned char *)mask)[cpu / 8] >> (cpu % 8) & 1) != 0) {
+            n_bits++;
+            last = cpu;
+        }
+    }
+    if (n_bits == 1) {
+        atomic_fetch_add(&n_pinned[last], 1);
+    }
+    int failed = fault("um_os_set_affinity");
+    return failed != 0 ? failed : __real_um_os_set_affinity(mask, mask_nbytes);
+}
 
 static size_t limited(size_t nbytes) {
     size_t limit = atomic_load(&read_limit);

@@ -22,6 +22,8 @@ unsigned fault_os_calls(void);
 unsigned fault_os_calls_of(const char *function);
 /* The function of os.h that was made to fail, or NULL when none was. */
 const char *fault_os_failed(void);
+/* How many threads were pinned to this CPU alone since fault_os_fail_nth. */
+unsigned fault_os_pinned_to(unsigned cpu);
 /* Every read gives at most this many bytes; 0: no limit. */
 void fault_os_limit_read(size_t nbytes);
 /* From now on this path opens as a file with this text, which is kept by address; NULL: as it is.
