@@ -1,0 +1,533 @@
+/* Placement: that what is said of a block is what the kernel's books say, whatever is in them. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "test.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "huge_pool.h"
+
+static const char smaps_path[] = "/proc/self/smaps";
+static const char numa_maps_path[] = "/proc/self/numa_maps";
+static const char has_memory_path[] = "/sys/devices/system/node/has_memory";
+
+static size_t page, huge_page;
+
+static um_block make_block(size_t nbytes, const um_block_options *options) {
+    um_block block;
+    REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
+    return block;
+}
+
+static um_block make_pages(size_t nbytes, um_pages pages) {
+    return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
+}
+
+static void unmap(um_block *block) {
+    CHECK_OK(um_block_unmap(block, &test_err));
+}
+
+static um_placement placement_of(const um_block *block) {
+    um_placement placement;
+    memset(&placement, 0x5A, sizeof placement);
+    CHECK_OK(um_block_verify(block, &placement, &test_err));
+    return placement;
+}
+
+static bool same_placement(const um_placement *a, const um_placement *b) {
+    return a->pages == b->pages && a->page_bytes == b->page_bytes &&
+           a->resident_bytes == b->resident_bytes && a->pss_bytes == b->pss_bytes &&
+           a->huge_bytes == b->huge_bytes && a->locked_bytes == b->locked_bytes &&
+           a->swapped_bytes == b->swapped_bytes &&
+           memcmp(a->node_bytes, b->node_bytes, sizeof a->node_bytes) == 0;
+}
+
+static uint64_t on_all_nodes(const um_placement *placement) {
+    uint64_t sum = 0;
+    for (size_t node = 0; node < UM_MAX_NODES; node++) {
+        sum += placement->node_bytes[node];
+    }
+    return sum;
+}
+
+static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
+    uint64_t found = UINT64_MAX;
+    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
+    return found;
+}
+
+static bool file_has(const char *path, const char *text) {
+    char content[4096] = "";
+    FILE *file = fopen(path, "r");
+    if (file != NULL) {
+        content[fread(content, 1, sizeof content - 1, file)] = '\0';
+        fclose(file);
+    }
+    return strstr(content, text) != NULL;
+}
+
+static bool thp_enabled(void) {
+    return huge_page != 0 && !file_has("/sys/kernel/mm/transparent_hugepage/enabled", "[never]");
+}
+
+/* ---- the real kernel ---- */
+
+static void test_small_pages(void) {
+    um_block block = make_pages(100 * page, UM_PAGES_4K);
+    um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel puts it close */
+    unsigned char *bytes = block.base;
+    for (size_t i = 0; i < 100; i += 3) {
+        bytes[i * page] = 1;
+    }
+    um_placement p = placement_of(&block);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK_EQ_U64(p.page_bytes, page);
+    CHECK_EQ_U64(p.resident_bytes, 34 * page);
+    CHECK_EQ_U64(p.pss_bytes, 34 * page);
+    CHECK_EQ_U64(p.huge_bytes, 0);
+    CHECK_EQ_U64(p.locked_bytes, 0);
+    CHECK_EQ_U64(p.swapped_bytes, 0);
+    CHECK_EQ_U64(on_all_nodes(&p), 34 * page);
+    CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 0);
+
+    /* Pages that somebody protected or locked make the range several entries of smaps: all of them
+     * count. */
+    CHECK(mprotect(bytes + 30 * page, page, PROT_READ) == 0);
+    CHECK(mprotect(bytes + 60 * page, 2 * page, PROT_NONE) == 0);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 34 * page);
+    /* Not through the C library: AddressSanitizer makes its mlock do nothing. */
+    if (syscall(SYS_mlock, bytes + page, 5 * page) == 0) {
+        p = placement_of(&block);
+        CHECK_EQ_U64(p.locked_bytes, 5 * page);
+        CHECK_EQ_U64(p.resident_bytes, (34 + 4) * page); /* page 3 was there */
+        CHECK(syscall(SYS_munlock, bytes, block.nbytes) == 0);
+    } else {
+        test_skip("locked_bytes", "this process may not lock memory");
+    }
+
+    /* However few bytes a read of /proc gives. */
+    um_placement whole = placement_of(&block), piecewise;
+    fault_os_limit_read(61);
+    CHECK_OK(um_block_verify(&block, &piecewise, &test_err));
+    fault_os_limit_read(0);
+    CHECK(same_placement(&whole, &piecewise));
+
+    memset(neighbour.base, 1, neighbour.nbytes);
+    p = placement_of(&block);
+    CHECK(same_placement(&whole, &p));
+    CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 50 * page);
+    CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
+    unmap(&neighbour);
+    unmap(&block);
+}
+
+static void test_huge_pages(void) {
+    if (!thp_enabled()) {
+        test_skip("huge pages", "transparent huge pages are switched off");
+        return;
+    }
+    um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
+    um_placement p = placement_of(&block);
+    CHECK(p.pages == UM_PAGES_THP); /* would be, when touched */
+    CHECK_EQ_U64(p.page_bytes, huge_page);
+    CHECK_EQ_U64(p.huge_bytes, 0);
+    memset(block.base, 1, block.nbytes);
+    p = placement_of(&block);
+    CHECK_EQ_U64(p.resident_bytes, block.nbytes);
+    CHECK_EQ_U64(on_all_nodes(&p), block.nbytes);
+    CHECK(p.huge_bytes <= block.nbytes && p.huge_bytes % huge_page == 0);
+    CHECK(p.pages == (p.huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K));
+    CHECK_EQ_U64(p.page_bytes, p.huge_bytes > 0 ? huge_page : page);
+    if (p.huge_bytes == 0) {
+        test_skip("huge_bytes", "the kernel gave no huge page (memory is fragmented)");
+    }
+    unmap(&block);
+
+    block = make_pages(4 * huge_page, UM_PAGES_4K);
+    CHECK(placement_of(&block).pages == UM_PAGES_4K);
+    memset(block.base, 1, block.nbytes);
+    p = placement_of(&block);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK_EQ_U64(p.page_bytes, page);
+    CHECK_EQ_U64(p.huge_bytes, 0);
+    CHECK_EQ_U64(p.resident_bytes, block.nbytes);
+    unmap(&block);
+}
+
+static void test_gaps(void) {
+    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
+    um_block block = make_block(10 * page, &options);
+    CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
+    memset(block.base, 1, 10 * page);
+    memset((char *)block.base + 50 * page, 1, 10 * page);
+    um_placement p = placement_of(&block);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK_EQ_U64(p.resident_bytes, 20 * page);
+    CHECK_EQ_U64(on_all_nodes(&p), 20 * page);
+    CHECK_EQ_U64(resident(&block, 0, 100 * page), 20 * page);
+    CHECK_EQ_U64(resident(&block, 5 * page, 50 * page), 10 * page);
+    CHECK_OK(um_block_release(&block, 0, 10 * page, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
+    CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
+    unmap(&block);
+}
+
+static void test_shared(void) {
+    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
+    um_block block = make_block(20 * page, &options), other;
+    memset(block.base, 1, 10 * page);
+    um_placement p = placement_of(&block);
+    CHECK_EQ_U64(p.resident_bytes, 10 * page);
+    CHECK_EQ_U64(p.pss_bytes, 10 * page);
+    CHECK_EQ_U64(on_all_nodes(&p), 10 * page);
+
+    /* Mapped twice, a page counts half each time; locked it is as a whole. */
+    REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
+    CHECK_EQ_U64(placement_of(&other).resident_bytes, 0); /* that it has brought in itself */
+    CHECK_EQ_U64(resident(&other, 0, other.nbytes), 10 * page);
+    volatile unsigned char *bytes = other.base;
+    for (size_t i = 0; i < 10; i++) {
+        CHECK(bytes[i * page] == 1);
+    }
+    CHECK_EQ_U64(placement_of(&other).resident_bytes, 10 * page);
+    CHECK_EQ_U64(placement_of(&other).pss_bytes, 5 * page);
+    CHECK_EQ_U64(placement_of(&block).pss_bytes, 5 * page);
+    if (syscall(SYS_mlock, block.base, 10 * page) == 0) {
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 10 * page);
+        CHECK_EQ_U64(placement_of(&other).locked_bytes, 0);
+    } else {
+        test_skip("locked_bytes of shared memory", "this process may not lock memory");
+    }
+    unmap(&other);
+    unmap(&block);
+}
+
+/* hugetlb pages of 2 MiB, private and shared. */
+static void test_hugetlb(void) {
+    size_t huge = (size_t)2 << 20;
+    if (!file_has("/proc/meminfo", "Hugepagesize:       2048 kB") || !huge_pool_borrow(8)) {
+        test_skip("hugetlb", "no pages of 2 MiB can be had from the pool");
+        return;
+    }
+    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
+    for (int i = 0; i < 2; i++) {
+        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
+        um_block block = make_block(4 * huge, &options);
+        um_placement p = placement_of(&block);
+        CHECK(p.pages == UM_PAGES_2M);
+        CHECK_EQ_U64(p.page_bytes, huge);
+        CHECK_EQ_U64(p.resident_bytes, 0);
+        memset(block.base, 1, 3 * huge);
+        p = placement_of(&block);
+        CHECK(p.pages == UM_PAGES_2M);
+        CHECK_EQ_U64(p.resident_bytes, 3 * huge);
+        CHECK_EQ_U64(p.pss_bytes, 3 * huge);
+        CHECK_EQ_U64(p.huge_bytes, 3 * huge);
+        CHECK_EQ_U64(p.locked_bytes, 3 * huge);
+        CHECK_EQ_U64(on_all_nodes(&p), 3 * huge);
+        CHECK_EQ_U64(resident(&block, 0, block.nbytes), 3 * huge);
+        unmap(&block);
+    }
+    huge_pool_give_back();
+}
+
+/* ---- invented books ---- */
+
+/* A block that nobody maps, and what the books say of it. */
+static um_block invented_block(void) {
+    return (um_block){.base = (void *)(uintptr_t)0x200000,
+                      .nbytes = 0x100000,
+                      .step_nbytes = page,
+                      .reserved_nbytes = 0x200000,
+                      .fd = -1};
+}
+
+static const char before[] = "100000-1ff000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\n"
+                             "Rss: 7 kB\nPss: 7 kB\nVmFlags: rd wr lo \n"
+                             "1ff000-200000 ---p 00000000 00:00 0 \nKernelPageSize: 4 kB\n"
+                             "Rss: 9 kB\nTHPeligible: 1\nVmFlags: mr \n";
+static const char behind[] = "400000-401000 ---p 00000000 00:00 0 \nKernelPageSize: 2048 kB\n"
+                             "Rss: 11 kB\nPss: 13 kB\nAnonHugePages: 17 kB\nVmFlags: rd lo \n";
+
+static um_placement placement_by(const char *smaps) {
+    static char text[8192];
+    um_block block = invented_block();
+    snprintf(text, sizeof text, "%s%s%s", before, smaps, behind);
+    fault_os_file(smaps_path, text);
+    um_placement whole = placement_of(&block);
+    fault_os_limit_read(7);
+    um_placement piecewise = placement_of(&block);
+    fault_os_limit_read(0);
+    CHECK(same_placement(&whole, &piecewise));
+    fault_os_file(smaps_path, NULL);
+    return whole;
+}
+
+static void test_invented_smaps(void) {
+    fault_os_file(has_memory_path, "5\n");
+    um_placement p = placement_by("");
+    CHECK(p.pages == UM_PAGES_4K && p.resident_bytes == 0 && p.locked_bytes == 0);
+    CHECK_EQ_U64(on_all_nodes(&p), 0);
+
+    p = placement_by("200000-280000 rw-p 00000000 00:00 0 \nSize: 512 kB\nKernelPageSize: 4 kB\n"
+                     "MMUPageSize: 4 kB\nRss: 100 kB\nPss: 50 kB\nPss_Dirty: 1 kB\n"
+                     "Anonymous: 3 kB\nAnonHugePages: 0 kB\nSwap: 8 kB\nSwapPss: 3 kB\n"
+                     "Locked: 50 kB\nTHPeligible: 1\nVmFlags: rd wr mr mw me lo ac \n"
+                     "280000-300000 ---p 00000000 00:00 0 \nKernelPageSize: 4 kB\n"
+                     "THPeligible: 1\nVmFlags: mr mw me nr \n"
+                     "300000-400000 r--s 00000000 00:01 2 /a:\\040lo \nKernelPageSize: 4 kB\n"
+                     "Rss: 40 kB\nPss: 20 kB\nSwap: 16 kB\nVmFlags: rd mr \n");
+    CHECK(p.pages == UM_PAGES_4K && p.page_bytes == page);
+    CHECK_EQ_U64(p.resident_bytes, 140 << 10);
+    CHECK_EQ_U64(p.pss_bytes, 70 << 10);
+    CHECK_EQ_U64(p.locked_bytes, 100 << 10);
+    CHECK_EQ_U64(p.swapped_bytes, 24 << 10);
+    CHECK_EQ_U64(p.node_bytes[5], 140 << 10);
+    CHECK_EQ_U64(on_all_nodes(&p), 140 << 10);
+
+    const char *kinds[] = {"AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"};
+    for (int i = 0; i < 3; i++) {
+        char text[512];
+        snprintf(text, sizeof text,
+                 "200000-400000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\nRss: 4096 kB\n"
+                 "%s: 2048 kB\nVmFlags: rd \n",
+                 kinds[i]);
+        p = placement_by(text);
+        CHECK(p.pages == UM_PAGES_THP && p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
+        CHECK_EQ_U64(p.huge_bytes, 2 << 20);
+    }
+    /* Before the first touch eligibility counts, of what can be touched. */
+    p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: rd \n");
+    CHECK(p.pages == UM_PAGES_THP);
+    p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 0\nVmFlags: rd \n"
+                     "300000-400000 ---p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: mr \n");
+    CHECK(p.pages == UM_PAGES_4K);
+
+    struct {
+        um_pages pages;
+        uint64_t kb;
+    } sizes[] = {{UM_PAGES_2M, 2048}, {UM_PAGES_1G, 1 << 20}};
+    for (int i = 0; i < 2; i++) {
+        char text[512];
+        snprintf(text, sizeof text,
+                 "200000-280000 rw-s 00000000 00:00 0 \nKernelPageSize: %zu kB\nRss: 0 kB\n"
+                 "Shared_Hugetlb: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd ht \n"
+                 "280000-400000 ---p 00000000 00:00 0 \nKernelPageSize: 4 kB\nVmFlags: mr \n",
+                 (size_t)sizes[i].kb, (size_t)sizes[i].kb, 2 * (size_t)sizes[i].kb);
+        p = placement_by(text);
+        CHECK(p.pages == sizes[i].pages);
+        CHECK_EQ_U64(p.page_bytes, sizes[i].kb << 10);
+        uint64_t fields[] = {p.resident_bytes, p.pss_bytes, p.huge_bytes, p.locked_bytes,
+                             p.node_bytes[5]};
+        for (int k = 0; k < 5; k++) {
+            CHECK_EQ_U64(fields[k], 3 * sizes[i].kb << 10);
+        }
+    }
+    fault_os_file(has_memory_path, NULL);
+}
+
+static void test_invented_nodes(void) {
+    static const char smaps[] =
+        "200000-400000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\nRss: 64 kB\nVmFlags: rd \n";
+    static const char numa_maps[] =
+        "1f0000 default anon=5 N0=5 kernelpagesize_kB=4\n"
+        "200000 bind:0-1,1023 anon=3 dirty=3 active=1 N0=1 N1=2 N1023=4 kernelpagesize_kB=4\n"
+        "280000 interleave:0-1 file=/a\\040N1=7\\075N1 huge dirty=3 N1=3 kernelpagesize_kB=2048\n"
+        "2c0000 default\n"
+        "300000 default file=/N0=9 mapped=1 Nothing=1 N=3 N0 N1024=6 N1=1 kernelpagesize_kB=64\n"
+        "3ff000 prefer=static:1 anon=1 N7=1\n"
+        "400000 default anon=50 N0=50 kernelpagesize_kB=4\n";
+    fault_os_file(smaps_path, smaps);
+    fault_os_file(numa_maps_path, numa_maps);
+    um_block block = invented_block();
+    const char *several[] = {"0-1,7,1023\n", "0,1\n", "\n", ""};
+    for (int i = 0; i < 8; i++) {
+        fault_os_file(has_memory_path, several[i % 4]);
+        fault_os_limit_read(i < 4 ? 0 : 5);
+        um_placement p = placement_of(&block);
+        CHECK_EQ_U64(p.node_bytes[0], 4 << 10);
+        CHECK_EQ_U64(p.node_bytes[1], (8 << 10) + (3 * 2048 << 10) + (64 << 10));
+        CHECK_EQ_U64(p.node_bytes[7], page);
+        CHECK_EQ_U64(p.node_bytes[1023], 16 << 10);
+        CHECK_EQ_U64(on_all_nodes(&p), ((4 + 8 + 16 + 3 * 2048 + 64) << 10) + page);
+    }
+    fault_os_limit_read(0);
+
+    /* A line with all nodes there may be. */
+    static char line[40000];
+    int n = snprintf(line, sizeof line, "200000 default");
+    for (int node = 0; node < UM_MAX_NODES; node++) {
+        n += snprintf(line + n, sizeof line - (size_t)n, " N%d=%d", node, 1000000 + node);
+    }
+    snprintf(line + n, sizeof line - (size_t)n, " kernelpagesize_kB=4\n");
+    fault_os_file(numa_maps_path, line);
+    um_placement p = placement_of(&block);
+    bool all = true;
+    for (uint64_t node = 0; node < UM_MAX_NODES; node++) {
+        all = all && p.node_bytes[node] == (1000000 + node) * 4096;
+    }
+    CHECK(all);
+
+    /* With one node, the only one is not asked for. */
+    fault_os_file(has_memory_path, "3\n");
+    p = placement_of(&block);
+    CHECK_EQ_U64(p.node_bytes[3], 64 << 10);
+    CHECK_EQ_U64(on_all_nodes(&p), 64 << 10);
+    fault_os_file(has_memory_path, NULL);
+    fault_os_file(numa_maps_path, NULL);
+    fault_os_file(smaps_path, NULL);
+}
+
+/* ---- residency ---- */
+
+static void test_resident(void) {
+    um_block block = make_pages(5000 * page, UM_PAGES_4K);
+    unsigned char *bytes = block.base;
+    for (size_t i = 10; i < 20; i++) {
+        bytes[i * page] = 1;
+    }
+    bytes[4999 * page] = 1;
+    CHECK_EQ_U64(resident(&block, 0, block.nbytes), 11 * page);
+    CHECK_EQ_U64(resident(&block, 0, 10 * page), 0);
+    CHECK_EQ_U64(resident(&block, 0, 10 * page + 1), page);
+    CHECK_EQ_U64(resident(&block, 10 * page - 1, 2), page);
+    CHECK_EQ_U64(resident(&block, 15 * page + 7, 1), page);
+    CHECK_EQ_U64(resident(&block, 15 * page + 7, page), 2 * page);
+    CHECK_EQ_U64(resident(&block, 4999 * page, page), page);
+    CHECK_EQ_U64(resident(&block, 15 * page, 0), 0);
+    CHECK_EQ_U64(resident(&block, block.nbytes, 0), 0);
+
+    uint64_t untouched = 12345;
+    size_t beyond[][2] = {{0, block.nbytes + 1}, {block.nbytes, 1},        {block.nbytes + 1, 0},
+                          {1, SIZE_MAX},         {SIZE_MAX, block.nbytes}, {SIZE_MAX, 1}};
+    for (size_t i = 0; i < sizeof beyond / sizeof beyond[0]; i++) {
+        CHECK_STATUS(UM_E_INVALID,
+                     um_block_resident(&block, beyond[i][0], beyond[i][1], &untouched, &test_err));
+    }
+    CHECK_EQ_U64(untouched, 12345);
+    unmap(&block);
+}
+
+/* ---- each system call in turn ---- */
+
+typedef struct asking {
+    um_block block;
+    uint64_t nbytes;
+} asking;
+
+static um_status run_resident(void *context, um_error *err) {
+    asking *a = context;
+    return um_block_resident(&a->block, 0, a->block.nbytes, &a->nbytes, err);
+}
+
+static void forget(void *context) {
+    ((asking *)context)->nbytes = 12345;
+}
+
+/* The Nth call fails: either the same placement is found in another way, or there is an error that
+ * names the call, and nothing else changed. */
+static bool check_verify_fault(const um_block *block, const um_placement *expected, unsigned n,
+                               int os_errno) {
+    static os_state state_before, state_after;
+    um_placement placement, pattern;
+    um_error err;
+    memset(&placement, 0x5A, sizeof placement);
+    memset(&pattern, 0x5A, sizeof pattern);
+    test_err_pattern(&err);
+    os_state_read(&state_before);
+    fault_os_fail_nth(n, os_errno);
+    um_status status = um_block_verify(block, &placement, &err);
+    const char *failed = fault_os_failed();
+    fault_os_fail_nth(0, 0);
+    os_state_read(&state_after);
+    CHECK(os_state_same(&state_before, &state_after));
+    if (status == UM_OK) {
+        CHECK(same_placement(&placement, expected));
+    } else {
+        REQUIRE(failed != NULL);
+        bool is_read = strcmp(failed, "um_os_read") == 0;
+        CHECK(is_read || strcmp(failed, "um_os_open_read") == 0);
+        CHECK(status == (is_read ? UM_E_IO : os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS));
+        CHECK(err.status == status && err.os_errno == os_errno);
+        CHECK(strstr(err.what, is_read ? "read /proc/self/" : "open /proc/self/") != NULL);
+        CHECK(memcmp(&placement, &pattern, sizeof pattern) == 0);
+    }
+    return failed != NULL;
+}
+
+static void test_faults(void) {
+    asking a = {.block = make_pages(10000 * page, UM_PAGES_4K)};
+    ((unsigned char *)a.block.base)[0] = 1;
+    forget(&a);
+    fault_os_check_each(&(fault_case){.run = run_resident,
+                                      .undo = forget,
+                                      .context = &a,
+                                      .outputs = &a.nbytes,
+                                      .outputs_nbytes = sizeof a.nbytes});
+    /* With one node and with several, in which case the kernel's own books tell of them. */
+    bool has_numa_maps = access(numa_maps_path, R_OK) == 0;
+    for (int several = 0; several <= has_numa_maps; several++) {
+        fault_os_file(has_memory_path, several ? "0-3\n" : NULL);
+        um_placement expected = placement_of(&a.block);
+        CHECK_EQ_U64(expected.resident_bytes, page);
+        CHECK_EQ_U64(on_all_nodes(&expected), page);
+        int errnos[] = {EPERM, ENOMEM, EIO};
+        for (int i = 0; i < 3; i++) {
+            unsigned n = 1;
+            while (check_verify_fault(&a.block, &expected, n, errnos[i])) {
+                n++;
+            }
+            CHECK(n > 5);
+        }
+        /* A signal is no failure, and a kernel without NUMA has one node. */
+        for (unsigned n = 2; n < 4; n++) {
+            um_placement p;
+            fault_os_fail_nth(n, EINTR);
+            CHECK_OK(um_block_verify(&a.block, &p, &test_err));
+            CHECK(strcmp(fault_os_failed(), "um_os_read") == 0);
+            fault_os_fail_nth(0, 0);
+            CHECK(same_placement(&p, &expected));
+        }
+    }
+    unmap(&a.block);
+
+    um_placement p;
+    um_block block = invented_block();
+    fault_os_file(smaps_path, "200000-400000 rw-p 00000000 00:00 0 \nRss: 64 kB\nVmFlags: rd \n");
+    fault_os_file(has_memory_path, "0-3\n");
+    unsigned n = 1, n_books = 0;
+    for (const char *failed = ""; failed != NULL; n++) {
+        fault_os_fail_nth(n, ENOENT);
+        um_status status = um_block_verify(&block, &p, NULL);
+        failed = fault_os_failed();
+        if (n > 1 && failed != NULL && strcmp(failed, "um_os_open_read") == 0) {
+            CHECK(status == UM_OK);
+            n_books++; /* first has_memory, then numa_maps */
+            CHECK_EQ_U64(p.node_bytes[0], n_books == 2 ? 64 << 10 : 0);
+        }
+    }
+    CHECK_EQ_U64(n_books, 2);
+    fault_os_fail_nth(0, 0);
+    fault_os_file(has_memory_path, NULL);
+    fault_os_file(smaps_path, NULL);
+}
+
+int main(void) {
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
+    test_small_pages();
+    test_huge_pages();
+    test_gaps();
+    test_shared();
+    test_hugetlb();
+    test_invented_smaps();
+    test_invented_nodes();
+    test_resident();
+    test_faults();
+    return test_report();
+}

@@ -1,0 +1,361 @@
+/* Warming: what is in RAM afterwards, which threads brought it there, and what is said when a page
+ * cannot be had. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "test.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "huge_pool.h"
+
+static size_t page, huge_page;
+
+static um_block make_block(size_t nbytes, const um_block_options *options) {
+    um_block block;
+    REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
+    return block;
+}
+
+static um_block make_pages(size_t nbytes, um_pages pages) {
+    return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
+}
+
+static void unmap(um_block *block) {
+    CHECK_OK(um_block_unmap(block, &test_err));
+}
+
+static um_placement placement_of(const um_block *block) {
+    um_placement placement;
+    memset(&placement, 0, sizeof placement);
+    CHECK_OK(um_block_verify(block, &placement, &test_err));
+    return placement;
+}
+
+static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
+    uint64_t found = UINT64_MAX;
+    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
+    return found;
+}
+
+/* ---- what is warmed ---- */
+
+static void test_range(void) {
+    enum { N = 64 };
+    uint64_t seed = 3;
+    for (int i = 0; i < 60; i++) {
+        um_block block = make_pages(N * page, UM_PAGES_4K);
+        unsigned char *bytes = block.base;
+        bytes[20 * page + 5] = 99;
+        uint64_t r = test_random(&seed);
+        size_t offset = (size_t)(r % (N * page)), most = N * page - offset;
+        size_t nbytes = i % 2 == 0 ? (size_t)(r >> 20) % (most + 1) : most / 2;
+        unsigned n_threads = 1 + (unsigned)(r >> 50) % 5;
+        bool touched = offset / page <= 20 && offset + nbytes > 20 * page;
+        size_t expected = nbytes == 0 ? 0 : (offset + nbytes + page - 1) / page - offset / page;
+        fault_os_fail_nth(0, 0);
+        CHECK_OK(um_block_warm(&block, offset, nbytes, n_threads, NULL, &test_err));
+        unsigned n_started = fault_os_calls_of("um_os_thread_start");
+        CHECK(n_started <= n_threads && n_started != 1);
+        CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
+        CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), n_started);
+        CHECK_EQ_U64(resident(&block, offset, nbytes), expected * page);
+        CHECK_EQ_U64(resident(&block, 0, block.nbytes),
+                     (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
+        CHECK(bytes[20 * page + 5] == 99);
+        unmap(&block);
+    }
+}
+
+/* Where threads meet at huge page borders, a range that begins and ends within a huge page is no
+ * more parts than there are threads. */
+static void test_parts(void) {
+    if (huge_page == 0) {
+        test_skip("parts of huge pages", "the kernel has no huge pages");
+        return;
+    }
+    um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
+    size_t small = huge_page / 8;
+    for (size_t offset = 0; offset < huge_page; offset += small) {
+        for (size_t nbytes = small; nbytes <= 8 * huge_page; nbytes += 3 * small) {
+            for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
+                fault_os_fail_nth(0, 0);
+                CHECK_OK(um_block_warm(&block, offset, nbytes, n_threads, NULL, &test_err));
+                CHECK(fault_os_calls_of("um_os_thread_start") <= n_threads);
+            }
+        }
+    }
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, UINT32_MAX, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    unmap(&block);
+}
+
+static void test_keeps_content_and_affinity(void) {
+    um_block block = make_pages(40 * page, UM_PAGES_AUTO);
+    unsigned char *bytes = block.base;
+    cpu_set_t cpus, cpus_after;
+    CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
+    for (size_t i = 0; i < block.nbytes; i += 2 * page) {
+        memset(bytes + i, (int)(i / page) + 1, page);
+    }
+    int pinned[3] = {0, 0, 0};
+    for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, n_threads, pinned, &test_err));
+        CHECK_OK(um_block_warm(&block, block.nbytes, 0, n_threads, NULL, &test_err));
+    }
+    bool same = true;
+    for (size_t i = 0; i < block.nbytes; i++) {
+        size_t at = i / page;
+        same = same && bytes[i] == (at % 2 == 0 ? at + 1 : 0);
+    }
+    CHECK(same);
+    CHECK(sched_getaffinity(0, sizeof cpus_after, &cpus_after) == 0);
+    CHECK(CPU_EQUAL(&cpus, &cpus_after));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    unmap(&block);
+}
+
+/* ---- threads and CPUs ---- */
+
+static void test_cpus(void) {
+    um_block block = make_pages(16 * page, UM_PAGES_4K);
+    cpu_set_t allowed;
+    int some[2] = {-1, -1}, n_some = 0;
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    for (size_t cpu = 0; cpu < CPU_SETSIZE && n_some < 2; cpu++) {
+        if (CPU_ISSET(cpu, &allowed)) {
+            some[n_some++] = (int)cpu;
+        }
+    }
+    some[1] = n_some < 2 ? some[0] : some[1];
+
+    /* One thread that is to be pinned is not the caller's. */
+    int one[] = {some[1]};
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 1);
+    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[1]), 1);
+    one[0] = -1;
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 0);
+
+    /* Each is pinned to its own; a negative one runs anywhere; a CPU that there is not does no
+     * harm. */
+    int mixed[] = {some[0], -1, some[1], 8191};
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, mixed, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 4);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 3);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_get_affinity"), 0);
+    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
+    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
+    CHECK_EQ_U64(resident(&block, 0, block.nbytes), block.nbytes);
+
+    /* Without a list, the CPUs that this thread may run on are taken in turn. */
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, NULL, &test_err));
+    unsigned n_pinned = 0;
+    for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        unsigned n = fault_os_pinned_to(cpu);
+        CHECK(n == 0 || CPU_ISSET(cpu, &allowed));
+        CHECK(n <= (4 + (unsigned)CPU_COUNT(&allowed) - 1) / (unsigned)CPU_COUNT(&allowed));
+        n_pinned += n;
+    }
+    CHECK_EQ_U64(n_pinned, 4);
+
+    int beyond[] = {some[0], 8192};
+    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 2, beyond, &test_err));
+    CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
+    unmap(&block);
+}
+
+/* ---- kinds of memory ---- */
+
+static void test_gaps(void) {
+    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
+    um_block block = make_block(10 * page, &options);
+    CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
+    CHECK_OK(um_block_warm(&block, 45 * page, 10 * page, 2, NULL, &test_err));
+    CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
+    size_t not_committed[][2] = {{0, 11 * page},
+                                 {10 * page, 1},
+                                 {39 * page, 2 * page},
+                                 {0, 100 * page},
+                                 {20 * page, 5 * page}};
+    for (size_t i = 0; i < sizeof not_committed / sizeof not_committed[0]; i++) {
+        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, not_committed[i][0], not_committed[i][1],
+                                                 2, NULL, &test_err));
+    }
+    CHECK_OK(um_block_warm(&block, 20 * page, 0, 1, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
+    unmap(&block);
+}
+
+static void test_shared(void) {
+    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
+    um_block block = make_block(20 * page, &options), other;
+    REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
+    ((unsigned char *)block.base)[0] = 77;
+    CHECK_OK(um_block_warm(&other, 0, 5 * page, 2, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&other).resident_bytes, 5 * page);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, page);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 20 * page);
+    CHECK(((unsigned char *)other.base)[0] == 77);
+    unmap(&other);
+    unmap(&block);
+}
+
+/* Shared memory that somebody else makes shorter. */
+static void test_shorter(void) {
+    int fd = memfd_create("shorter", MFD_CLOEXEC);
+    REQUIRE(fd >= 0);
+    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd};
+    um_block block = make_block(20 * page, &options);
+    CHECK(ftruncate(fd, 10 * (off_t)page) == 0);
+    for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
+        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
+        CHECK(test_err.os_errno == 0);
+        CHECK(um_block_warm(&block, 15 * page, page, n_threads, NULL, NULL) == UM_E_IO);
+    }
+    CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
+    unmap(&block);
+    close(fd);
+}
+
+static void test_hugetlb(void) {
+    size_t huge = (size_t)2 << 20;
+    if (!huge_pool_borrow(4)) {
+        test_skip("hugetlb", "no pages can be had from the pool");
+        return;
+    }
+    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
+    for (int i = 0; i < 2; i++) {
+        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
+        um_block block;
+        if (um_block_map(&block, 4 * huge, &options, &test_err) != UM_OK) {
+            test_skip("hugetlb", "the pool's pages are not of 2 MiB, or somebody took them");
+            continue;
+        }
+        for (unsigned n_threads = 1; n_threads <= 6; n_threads++) {
+            fault_os_fail_nth(0, 0);
+            CHECK_OK(um_block_warm(&block, huge / 2, 3 * huge, n_threads, NULL, &test_err));
+            CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
+        }
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * huge);
+        unmap(&block);
+    }
+    huge_pool_give_back();
+}
+
+/* What the kernel says where a touch would be fatal. */
+static void test_no_page(void) {
+    struct {
+        um_block_options options;
+        um_status status;
+    } cases[] = {{{.pages = UM_PAGES_4K}, UM_E_OS},
+                 {{.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD}, UM_E_NOMEM}};
+    for (int i = 0; i < 2; i++) {
+        um_block block = make_block(4 * page, &cases[i].options);
+        for (int huge = 0; huge < 2; huge++) {
+            block.requested_pages = huge ? UM_PAGES_2M : UM_PAGES_4K; /* as if it were */
+            um_status status = huge ? UM_E_NOMEM : cases[i].status;
+            fault_os_fail_nth(1, EFAULT);
+            CHECK_STATUS(status, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+            CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+            CHECK(test_err.os_errno == (status == UM_E_NOMEM ? ENOMEM : EFAULT));
+            CHECK_EQ_U64(test_err.asked, block.nbytes);
+            fault_os_fail_nth(0, 0);
+        }
+        unmap(&block);
+    }
+}
+
+/* ---- refused, and each system call in turn ---- */
+
+static void test_refused(void) {
+    um_block block = make_pages(4 * page, UM_PAGES_4K), copy = block;
+    size_t beyond[][2] = {{0, 4 * page + 1}, {4 * page, 1}, {4 * page + 1, 0},
+                          {1, SIZE_MAX},     {SIZE_MAX, 2}, {SIZE_MAX - page, 2 * page}};
+    for (size_t i = 0; i < sizeof beyond / sizeof beyond[0]; i++) {
+        CHECK_STATUS(UM_E_INVALID,
+                     um_block_warm(&block, beyond[i][0], beyond[i][1], 2, NULL, &test_err));
+    }
+    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 0, NULL, &test_err));
+    CHECK(um_block_warm(&block, 0, page, 0, NULL, NULL) == UM_E_INVALID);
+    CHECK(memcmp(&block, &copy, sizeof block) == 0);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    unmap(&block);
+}
+
+typedef struct warming {
+    um_block block;
+    unsigned n_threads;
+    const int *cpus;
+} warming;
+
+static um_status run_warm(void *context, um_error *err) {
+    warming *w = context;
+    return um_block_warm(&w->block, 0, w->block.nbytes, w->n_threads, w->cpus, err);
+}
+
+static void test_faults(void) {
+    static const int cpus[] = {0, -1, 0};
+    size_t unit = huge_page == 0 ? page : huge_page;
+    os_state_settle_threads(6);
+    um_block_options kinds[] = {{.pages = UM_PAGES_4K},
+                                {.pages = UM_PAGES_THP},
+                                {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD}};
+    for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
+        for (int i = 0; i < 6; i++) {
+            const um_block_options *options = &kinds[i % 3];
+            warming w = {
+                .block = make_block(3 * (options->pages == UM_PAGES_THP ? unit : page), options),
+                .n_threads = n_threads,
+                .cpus = i < 3 ? NULL : cpus};
+            memset(w.block.base, 0x77, w.block.nbytes);
+            /* A thread that cannot be pinned still warms. */
+            fault_os_check_each(&(fault_case){.run = run_warm,
+                                              .context = &w,
+                                              .outputs = w.block.base,
+                                              .outputs_nbytes = w.block.nbytes,
+                                              .harmless = " um_os_get_affinity um_os_set_affinity "
+                                                          " um_os_thread_join "});
+            unmap(&w.block);
+        }
+    }
+    um_block block = make_pages(4 * page, UM_PAGES_4K);
+    int interruptions[] = {EINTR, EAGAIN};
+    for (int i = 0; i < 2; i++) {
+        fault_os_fail_nth(1, interruptions[i]);
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+        CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+    }
+    fault_os_fail_nth(0, 0);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    unmap(&block);
+}
+
+int main(void) {
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
+    test_range();
+    test_parts();
+    test_keeps_content_and_affinity();
+    test_cpus();
+    test_gaps();
+    test_shared();
+    test_shorter();
+    test_hugetlb();
+    test_no_page();
+    test_refused();
+    test_faults();
+    return test_report();
+}
