@@ -51,10 +51,46 @@ cdef extern from "unimem.h" nogil:
         UM_PAGES_AUTO
         UM_PAGES_4K
         UM_PAGES_THP
+        UM_PAGES_2M
+        UM_PAGES_1G
+
+    enum:
+        UM_MAX_NODES
+
+    ctypedef enum um_numa_mode:
+        UM_NUMA_NONE
+        UM_NUMA_BIND
+        UM_NUMA_INTERLEAVE
+        UM_NUMA_WEIGHTED
+        UM_NUMA_PREFERRED
+
+    # Arrays of UM_MAX_NODES / 64 words and of UM_MAX_NODES words.
+    ctypedef struct um_numa:
+        um_numa_mode mode
+        uint64_t nodes[16]
+
+    ctypedef enum um_lock:
+        UM_LOCK_NONE
+        UM_LOCK_NOW
+        UM_LOCK_ONFAULT
+
+    ctypedef enum um_sharing:
+        UM_SHARING_NONE
+        UM_SHARING_MEMFD
+        UM_SHARING_FD
 
     ctypedef enum um_access:
         UM_ACCESS_READ
         UM_ACCESS_PRIVATE
+        UM_ACCESS_SHARED
+
+    ctypedef enum um_advice:
+        UM_ADVICE_WILLNEED
+        UM_ADVICE_SEQUENTIAL
+        UM_ADVICE_RANDOM
+        UM_ADVICE_DONTNEED
+        UM_ADVICE_HUGEPAGE
+        UM_ADVICE_NOHUGEPAGE
 
     ctypedef struct um_placement:
         um_pages pages
@@ -64,6 +100,16 @@ cdef extern from "unimem.h" nogil:
         uint64_t huge_bytes
         uint64_t locked_bytes
         uint64_t swapped_bytes
+        uint64_t node_bytes[1024]
+
+    ctypedef struct um_block_options:
+        um_pages pages
+        um_category category
+        um_numa numa
+        um_sharing sharing
+        int fd
+        size_t reserve_nbytes
+        const char *name
 
     ctypedef struct um_block:
         void *base
@@ -71,20 +117,42 @@ cdef extern from "unimem.h" nogil:
         size_t requested_nbytes
         um_pages requested_pages
         um_category category
+        um_numa numa
+        um_lock lock
+        um_sharing sharing
+        um_access access
+        size_t step_nbytes
+        size_t reserved_nbytes
+        size_t committed_nbytes
+        uint64_t *committed
         void *map_base
         size_t map_nbytes
+        int fd
         int is_file
 
-    um_status um_block_map(um_block *out, size_t nbytes, um_pages pages, um_category category,
+    um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                            um_error *err)
     um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
                                 um_access access, um_category category, um_error *err)
+    um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
+                              um_error *err)
+    um_status um_block_copy_sealed(um_block *out, const um_block *block,
+                                   const um_block_options *options, um_error *err)
+    um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err)
+    um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
+                               um_error *err)
+    bint um_block_is_committed(const um_block *block, size_t offset, size_t nbytes)
+    um_status um_block_lock(um_block *block, um_lock lock, um_error *err)
     um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
-                            um_error *err)
+                            const int *cpus, um_error *err)
+    um_status um_block_collapse(um_block *block, um_error *err)
+    um_status um_block_advise(um_block *block, um_advice advice, um_error *err)
     um_status um_block_verify(const um_block *block, um_placement *out, um_error *err)
+    um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err)
     um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                 uint64_t *out_bytes, um_error *err)
     um_status um_block_unmap(um_block *block, um_error *err)
+    void um_block_forget(um_block *block)
     size_t um_page_bytes()
     size_t um_huge_page_bytes()
 
