@@ -115,8 +115,8 @@ typedef enum um_pages {
 #define UM_MAX_NODES 1024
 
 typedef enum um_numa_mode {
-    UM_NUMA_NONE = 0,   /* the process's policy: usually the node of the thread that touches first */
-    UM_NUMA_BIND,       /* only these nodes: a page that they have no room for is not given */
+    UM_NUMA_NONE = 0, /* the process's policy: usually the node of the thread that touches first */
+    UM_NUMA_BIND,     /* only these nodes: a page that they have no room for is not given */
     UM_NUMA_INTERLEAVE, /* page by page over these nodes */
     UM_NUMA_WEIGHTED,   /* the same, by the kernel's weights of the nodes (Linux 6.9) */
     UM_NUMA_PREFERRED   /* these nodes, and others when they have no room */
@@ -124,7 +124,8 @@ typedef enum um_numa_mode {
 
 typedef struct um_numa {
     um_numa_mode mode;
-    uint64_t nodes[UM_MAX_NODES / 64]; /* bit n % 64 of word n / 64: node n; none for UM_NUMA_NONE */
+    uint64_t
+        nodes[UM_MAX_NODES / 64]; /* bit n % 64 of word n / 64: node n; none for UM_NUMA_NONE */
 } um_numa;
 
 typedef enum um_lock {
@@ -136,7 +137,7 @@ typedef enum um_lock {
 typedef enum um_sharing {
     UM_SHARING_NONE = 0, /* private, anonymous */
     UM_SHARING_MEMFD,    /* a memfd of the block's own, sealed against growing and shrinking */
-    UM_SHARING_FD        /* an open, empty, writable file of the caller's, such as one in /dev/shm */
+    UM_SHARING_FD /* an open, empty, writable file of the caller's, such as one in /dev/shm */
 } um_sharing;
 
 typedef enum um_access {
@@ -156,8 +157,8 @@ typedef enum um_advice {
 
 /* What the kernel says of a range, read back from it and never echoed from the request. */
 typedef struct um_placement {
-    um_pages pages; /* UM_PAGES_2M or UM_PAGES_1G: of hugetlb. UM_PAGES_THP when the range holds huge
-                       pages, or would when touched; else UM_PAGES_4K */
+    um_pages pages; /* UM_PAGES_2M or UM_PAGES_1G: of hugetlb. UM_PAGES_THP when the range holds
+                       huge pages, or would when touched; else UM_PAGES_4K */
     uint64_t page_bytes;     /* the page size `pages` stands for */
     uint64_t resident_bytes; /* in RAM */
     uint64_t pss_bytes;      /* in RAM, a page shared by n processes counted 1/n */
@@ -189,7 +190,7 @@ typedef struct um_block {
     um_lock lock;
     um_sharing sharing;
     um_access access;
-    size_t step_nbytes;     /* read. Commit and release work in whole steps: the page, huge or not */
+    size_t step_nbytes; /* read. Commit and release work in whole steps: the page, huge or not */
     size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
     size_t committed_nbytes;
     uint64_t *committed; /* a bit a step; NULL while exactly [0, nbytes) is committed */
@@ -217,8 +218,8 @@ UM_API um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_
                                    um_access access, um_category category, um_error *err);
 
 /* Maps the whole of shared memory that another block, here or in another process, has made: fd is
- * that block's, or one of a file in /dev/shm; it may be closed afterwards. access is READ or SHARED.
- * errors: UM_E_INVALID (access, an empty file), UM_E_NOMEM, UM_E_OS. */
+ * that block's, or one of a file in /dev/shm; it may be closed afterwards. access is READ or
+ * SHARED. errors: UM_E_INVALID (access, an empty file), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
                                  um_error *err);
 
@@ -236,7 +237,8 @@ UM_API um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, 
 
 /* Gives the memory of the whole steps inside [offset, offset + nbytes) back: it is inaccessible
  * then, and RSS and commit charge have fallen by what it was. *out_nbytes (may be NULL) is how much
- * was committed there. errors: UM_E_INVALID (outside the reserved range, a mapped file), UM_E_OS. */
+ * was committed there. errors: UM_E_INVALID (outside the reserved range, a mapped file), UM_E_OS.
+ */
 UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                   um_error *err);
 

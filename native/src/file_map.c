@@ -10,7 +10,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     if (um_category_name(category) == NULL) {
         return um_fail(err, UM_E_INVALID, "category");
     }
-    if (access != UM_ACCESS_READ && access != UM_ACCESS_PRIVATE) {
+    if ((unsigned)access > UM_ACCESS_SHARED) {
         return um_fail(err, UM_E_INVALID, "access");
     }
     if (offset % page != 0) {
@@ -35,18 +35,28 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     if (status != UM_OK) {
         return status;
     }
+    const char *call = "mmap";
     os_errno = um_os_map_file_at(space.data, fd, offset, nbytes, access);
+    if (os_errno == 0 && access == UM_ACCESS_SHARED) {
+        call = "madvise";
+        os_errno = um_os_advise(space.data, whole_pages, UM_OS_DONT_FORK);
+    }
     if (os_errno != 0) {
         um_os_unmap(space.map_base, space.map_nbytes);
-        return um_fail_os(err, os_errno, nbytes, "mmap");
+        return um_fail_os(err, os_errno, nbytes, call);
     }
     *out = (um_block){.base = space.data,
                       .nbytes = nbytes,
                       .requested_nbytes = nbytes,
                       .requested_pages = UM_PAGES_AUTO,
                       .category = category,
+                      .access = access,
+                      .step_nbytes = page,
+                      .reserved_nbytes = whole_pages,
+                      .committed_nbytes = whole_pages,
                       .map_base = space.map_base,
                       .map_nbytes = space.map_nbytes,
+                      .fd = -1,
                       .is_file = 1};
     um_ledger_enter(category, whole_pages);
     return UM_OK;

@@ -52,8 +52,8 @@ int um_os_unlock(void *address, size_t nbytes);
 
 /* mbind, for pages that will be touched. pre: the range is mapped; numa->mode is not NONE. */
 int um_os_bind(void *address, size_t nbytes, const um_numa *numa);
-/* move_pages of this process: where n pages are (nodes NULL) or shall be. out_status[i] is the node,
- * or a negative errno. pre: n addresses, each inside a page. */
+/* move_pages of this process: where n pages are (nodes NULL) or shall be. out_status[i] is the
+ * node, or a negative errno. pre: n addresses, each inside a page. */
 int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
 
 /* ---- files ---- */

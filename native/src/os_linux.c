@@ -142,7 +142,8 @@ int um_os_bind(void *address, size_t nbytes, const um_numa *numa) {
 
 int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
     um_count_os_call();
-    /* A positive result is a number of pages that could not be moved: out_status has the reasons. */
+    /* A positive result is a number of pages that could not be moved: out_status has the reasons.
+     */
     return syscall(SYS_move_pages, 0, n, pages, nodes, out_status, MPOL_MF_MOVE) >= 0 ? 0 : errno;
 }
 

@@ -47,13 +47,19 @@ void um_counters_read(um_counters *out) {
                          .allocated_bytes = atomic_load(&allocated_bytes)};
 }
 
-void um_ledger_enter(um_category category, uint64_t nbytes) {
+void um_ledger_change(um_category category, uint64_t old_nbytes, uint64_t new_nbytes) {
     category_totals *row = &totals[category];
-    atomic_fetch_add(&row->n_mappings, 1);
-    uint64_t now = atomic_fetch_add(&row->mapped_bytes, nbytes) + nbytes;
+    uint64_t more =
+        new_nbytes - old_nbytes; /* of unsigned numbers: less wraps round, and is right */
+    uint64_t now = atomic_fetch_add(&row->mapped_bytes, more) + more;
     uint64_t high = atomic_load(&row->high_water_bytes);
     while (now > high && !atomic_compare_exchange_weak(&row->high_water_bytes, &high, now)) {
     }
+}
+
+void um_ledger_enter(um_category category, uint64_t nbytes) {
+    atomic_fetch_add(&totals[category].n_mappings, 1);
+    um_ledger_change(category, 0, nbytes);
 }
 
 void um_ledger_leave(um_category category, uint64_t nbytes) {
