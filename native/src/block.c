@@ -50,129 +50,162 @@ um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t ph
     return UM_OK;
 }
 
-/* The logarithm of a hugetlb page's size; 0 for pages that are not hugetlb. */
-static unsigned huge_shift_of(um_pages pages) {
+/* ---- mapping ---- */
+
+unsigned um_hugetlb_shift(um_pages pages) {
     return pages == UM_PAGES_2M ? 21 : pages == UM_PAGES_1G ? 30 : 0;
 }
 
-static const char *unknown_option(const um_block_options *options) {
-    bool has_node = false;
-    for (size_t i = 0; i < sizeof options->numa.nodes / sizeof options->numa.nodes[0]; i++) {
-        has_node |= options->numa.nodes[i] != 0;
+/* errors: UM_E_INVALID. */
+static um_status check_numa(const um_numa *numa, um_error *err) {
+    bool any = false;
+    for (size_t i = 0; i < sizeof numa->nodes / sizeof numa->nodes[0]; i++) {
+        any = any || numa->nodes[i] != 0;
     }
-    if ((unsigned)options->pages > UM_PAGES_1G) {
-        return "pages";
+    if ((unsigned)numa->mode > UM_NUMA_PREFERRED) {
+        return um_fail(err, UM_E_INVALID, "numa.mode");
     }
-    if (um_category_name(options->category) == NULL) {
-        return "category";
+    if (any != (numa->mode != UM_NUMA_NONE)) {
+        return um_fail(err, UM_E_INVALID,
+                       any ? "numa.nodes: nodes without a mode"
+                           : "numa.nodes: a mode without nodes");
     }
-    if ((unsigned)options->sharing > UM_SHARING_FD) {
-        return "sharing";
-    }
-    if ((unsigned)options->numa.mode > UM_NUMA_PREFERRED ||
-        has_node != (options->numa.mode != UM_NUMA_NONE)) {
-        return "numa";
-    }
-    return NULL;
+    return UM_OK;
 }
 
-int um_block_map_steps(const um_block *block, size_t offset, size_t nbytes, const char **out_call) {
-    char *at = (char *)block->base + offset;
-    bool shared = block->sharing != UM_SHARING_NONE;
-    unsigned huge_shift = huge_shift_of(block->requested_pages);
-    *out_call = "mmap";
-    int os_errno = shared ? um_os_map_file_at(at, block->fd, offset, nbytes, block->access)
-                          : um_os_map_at(at, nbytes, huge_shift);
-    bool is_base = block->step_nbytes == um_os_page_bytes();
-    if (os_errno == 0 && huge_shift == 0) {
-        *out_call = "madvise";
-        os_errno = um_os_advise(at, nbytes, is_base ? UM_OS_NO_HUGE : UM_OS_HUGE);
-        if (os_errno == EINVAL && is_base) {
-            os_errno = 0; /* a kernel without THP, where base pages need no advice */
-        }
+/* errors: UM_E_INVALID. */
+static um_status check_options(const um_block_options *options, um_error *err) {
+    if (um_category_name(options->category) == NULL) {
+        return um_fail(err, UM_E_INVALID, "category");
     }
-    if (os_errno == 0 && shared && block->access == UM_ACCESS_SHARED) {
-        *out_call = "madvise";
-        os_errno = um_os_advise(at, nbytes, UM_OS_DONT_FORK);
+    if ((unsigned)options->pages > UM_PAGES_1G) {
+        return um_fail(err, UM_E_INVALID, "pages");
+    }
+    if ((unsigned)options->sharing > UM_SHARING_FD) {
+        return um_fail(err, UM_E_INVALID, "sharing");
+    }
+    return check_numa(&options->numa, err);
+}
+
+/* The page that is asked for. A block that will grow is as large as it may become. */
+static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
+    size_t page = um_os_page_bytes();
+    if (um_hugetlb_shift(pages) != 0) {
+        return (size_t)1 << um_hugetlb_shift(pages);
+    }
+    size_t huge_page = pages == UM_PAGES_4K ? 0 : um_huge_page_bytes();
+    bool huge = huge_page > page && (pages == UM_PAGES_THP || reserve_nbytes >= huge_page);
+    return huge ? huge_page : page;
+}
+
+/* Tells the kernel which pages a range may have. */
+static int advise_pages(const um_block *block, void *address, size_t nbytes) {
+    if (um_hugetlb_shift(block->requested_pages) != 0) {
+        return 0;
+    }
+    if (block->step_nbytes > um_os_page_bytes()) {
+        return um_os_advise(address, nbytes, UM_OS_HUGE);
+    }
+    if (block->sharing != UM_SHARING_NONE && block->requested_pages != UM_PAGES_4K) {
+        return 0; /* whoever made shared memory decides */
+    }
+    int os_errno = um_os_advise(address, nbytes, UM_OS_NO_HUGE);
+    return os_errno == EINVAL ? 0 : os_errno; /* a kernel without THP needs no advice */
+}
+
+/* mlock2 says EAGAIN where a page could not be had. */
+static um_status fail_lock(um_error *err, int os_errno, size_t asked, const char *call) {
+    return os_errno == EAGAIN ? um_fail_nomem(err, os_errno, asked, call)
+                              : um_fail_os(err, os_errno, asked, call);
+}
+
+um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
+                             um_error *err) {
+    char *address = (char *)block->base + offset;
+    bool shared = block->sharing != UM_SHARING_NONE;
+    const char *call = "mmap";
+    int os_errno = shared ? um_os_map_file_at(address, block->fd, offset, nbytes, block->access)
+                          : um_os_map_at(address, nbytes, um_hugetlb_shift(block->requested_pages));
+    if (os_errno == 0) {
+        call = "madvise";
+        os_errno = advise_pages(block, address, nbytes);
+    }
+    if (os_errno == 0 && shared && block->access != UM_ACCESS_READ) {
+        os_errno = um_os_advise(address, nbytes, UM_OS_DONT_FORK);
     }
     if (os_errno == 0 && block->numa.mode != UM_NUMA_NONE) {
-        *out_call = "mbind";
-        os_errno = um_os_bind(at, nbytes, &block->numa);
+        call = "mbind";
+        os_errno = um_os_bind(address, nbytes, &block->numa);
     }
-    if (os_errno == 0 && block->lock != UM_LOCK_NONE) {
-        *out_call = "mlock2";
-        os_errno = um_os_lock(at, nbytes, block->lock == UM_LOCK_ONFAULT);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, asked, call);
     }
-    return os_errno;
+    if (block->lock != UM_LOCK_NONE) {
+        os_errno = um_os_lock(address, nbytes, block->lock == UM_LOCK_ONFAULT);
+    }
+    return os_errno == 0 ? UM_OK : fail_lock(err, os_errno, asked, "mlock2");
 }
 
 um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                        um_error *err) {
-    const char *unknown = unknown_option(options);
-    if (unknown != NULL) {
-        return um_fail(err, UM_E_INVALID, unknown);
+    um_status status = check_options(options, err);
+    if (status != UM_OK) {
+        return status;
     }
-    size_t most = options->reserve_nbytes == 0 ? nbytes : options->reserve_nbytes;
-    if (most < nbytes) {
+    size_t reserve = options->reserve_nbytes == 0 ? nbytes : options->reserve_nbytes;
+    if (reserve < nbytes) {
+        return um_fail(err, UM_E_INVALID, "reserve_nbytes is less than nbytes");
+    }
+    size_t step = page_asked_for(options->pages, reserve), data_nbytes, reserved_nbytes;
+    if (nbytes == 0 || !um_round_up(nbytes, step, &data_nbytes)) {
+        return um_fail(err, UM_E_INVALID, "nbytes");
+    }
+    if (!um_round_up(reserve, step, &reserved_nbytes)) {
         return um_fail(err, UM_E_INVALID, "reserve_nbytes");
     }
-    unsigned huge_shift = huge_shift_of(options->pages);
-    size_t step = um_os_page_bytes();
-    if (huge_shift != 0) {
-        step = (size_t)1 << huge_shift;
-    } else if (options->pages != UM_PAGES_4K) {
-        size_t huge_page = um_huge_page_bytes();
-        bool huge = huge_page != 0 && (options->pages == UM_PAGES_THP || most >= huge_page);
-        step = huge ? huge_page : step;
+    um_space space;
+    status = um_space_reserve(&space, reserved_nbytes, step, 0, reserve, err);
+    if (status != UM_OK) {
+        return status;
     }
-    um_block block = {.requested_nbytes = nbytes,
+    bool shared = options->sharing != UM_SHARING_NONE;
+    um_block block = {.base = space.data,
+                      .nbytes = data_nbytes,
+                      .requested_nbytes = nbytes,
                       .requested_pages = options->pages,
                       .category = options->category,
                       .numa = options->numa,
+                      .lock = UM_LOCK_NONE,
                       .sharing = options->sharing,
-                      .access = UM_ACCESS_PRIVATE,
+                      .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE,
                       .step_nbytes = step,
+                      .reserved_nbytes = reserved_nbytes,
+                      .committed_nbytes = data_nbytes,
+                      .map_base = space.map_base,
+                      .map_nbytes = space.map_nbytes,
                       .fd = -1};
-    if (nbytes == 0 || !um_round_up(nbytes, step, &block.nbytes) ||
-        !um_round_up(most, step, &block.reserved_nbytes)) {
-        return um_fail(err, UM_E_INVALID, "nbytes");
-    }
-    block.committed_nbytes = block.nbytes;
-    um_space space;
-    um_status status = um_space_reserve(&space, block.reserved_nbytes, step, 0, nbytes, err);
-    if (status != UM_OK) {
-        return status;
-    }
-    block.base = space.data;
-    block.map_base = space.map_base;
-    block.map_nbytes = space.map_nbytes;
-    if (options->sharing != UM_SHARING_NONE) {
-        block.access = UM_ACCESS_SHARED;
-        status = um_share_make(options, huge_shift, block.reserved_nbytes, &block.fd, err);
-    }
+    status = shared ? um_share_open(options, reserved_nbytes, &block.fd, err) : UM_OK;
     if (status == UM_OK) {
-        const char *call;
-        int os_errno = um_block_map_steps(&block, 0, block.nbytes, &call);
-        if (os_errno != 0) {
-            status = um_fail_os(err, os_errno, nbytes, call);
-        }
+        status = um_block_map_range(&block, 0, data_nbytes, nbytes, err);
     }
     if (status != UM_OK) {
-        um_os_unmap(block.map_base, block.map_nbytes);
+        um_os_unmap(space.map_base, space.map_nbytes);
         if (block.fd >= 0) {
-            um_os_close(block.fd);
+            um_share_discard(options, block.fd);
         }
         return status;
     }
-    um_ledger_enter(block.category, block.committed_nbytes);
     *out = block;
+    um_ledger_enter(block.category, data_nbytes);
     return UM_OK;
 }
 
-/* What is left of a block whose addresses are not its own any more. */
-static void let_go(um_block *block) {
-    if (block->sharing != UM_SHARING_NONE) {
-        um_os_close(block->fd); /* whose failure closes it all the same */
+void um_block_forget(um_block *block) {
+    if (block->map_base == NULL) {
+        return;
+    }
+    if (block->fd >= 0) {
+        um_os_close(block->fd);
     }
     um_heap_free(block->committed);
     um_ledger_leave(block->category, block->committed_nbytes);
@@ -187,27 +220,54 @@ um_status um_block_unmap(um_block *block, um_error *err) {
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, block->map_nbytes, "munmap");
     }
-    let_go(block);
+    um_block_forget(block);
     return UM_OK;
 }
 
-void um_block_forget(um_block *block) {
-    if (block->map_base != NULL) {
-        let_go(block);
-    }
-}
+/* ---- what is committed ---- */
 
-/* ---- what is asked of all that is committed ---- */
+/* Calls madvise, mlock2 or munlock for each committed run. Returns the errno of the first that
+ * fails, and in *out_done the step up to which it went. */
+typedef int (*range_call)(const um_block *block, void *address, size_t nbytes, int argument);
 
-/* One madvise a committed run. */
-static um_status advise_all(um_block *block, um_os_advice advice, um_error *err) {
-    size_t start = 0, end = 0;
-    while (um_block_next_run(block, end, block->reserved_nbytes, true, &start, &end)) {
-        int os_errno = um_os_advise((char *)block->base + start, end - start, advice);
+static int call_runs(const um_block *block, size_t end, range_call call, int argument,
+                     size_t *out_done) {
+    size_t step = block->step_nbytes;
+    for (um_run run = {0}; um_block_next_run(block, run.end, end, true, &run);) {
+        int os_errno = call(block, (char *)block->base + run.first * step,
+                            (run.end - run.first) * step, argument);
+        *out_done = run.end;
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, end - start, "madvise");
+            return os_errno;
         }
     }
+    return 0;
+}
+
+static int call_advise(const um_block *block, void *address, size_t nbytes, int advice) {
+    (void)block;
+    return um_os_advise(address, nbytes, (um_os_advice)advice);
+}
+
+static int call_lock(const um_block *block, void *address, size_t nbytes, int lock) {
+    (void)block;
+    return lock == UM_LOCK_NONE ? um_os_unlock(address, nbytes)
+                                : um_os_lock(address, nbytes, lock == UM_LOCK_ONFAULT);
+}
+
+um_status um_block_lock(um_block *block, um_lock lock, um_error *err) {
+    if ((unsigned)lock > UM_LOCK_ONFAULT) {
+        return um_fail(err, UM_E_INVALID, "lock");
+    }
+    size_t done = 0;
+    int os_errno = call_runs(block, um_block_n_steps(block), call_lock, (int)lock, &done);
+    if (os_errno != 0) {
+        size_t undone;
+        call_runs(block, done, call_lock, (int)block->lock, &undone);
+        return fail_lock(err, os_errno, block->committed_nbytes,
+                         lock == UM_LOCK_NONE ? "munlock" : "mlock2");
+    }
+    block->lock = lock;
     return UM_OK;
 }
 
@@ -220,43 +280,87 @@ um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
     if ((unsigned)advice > UM_ADVICE_NOHUGEPAGE) {
         return um_fail(err, UM_E_INVALID, "advice");
     }
-    if (advice == UM_ADVICE_DONTNEED && !(block->is_file && block->access != UM_ACCESS_PRIVATE)) {
-        return um_fail(err, UM_E_INVALID, "advice: what is in this memory would be lost");
+    bool is_of_a_file = block->is_file != 0 && block->access != UM_ACCESS_PRIVATE;
+    if (advice == UM_ADVICE_DONTNEED && !is_of_a_file) {
+        return um_fail(err, UM_E_INVALID, "advice: DONTNEED would lose what was written");
     }
-    return advise_all(block, advices[advice], err);
+    size_t done;
+    int os_errno =
+        call_runs(block, um_block_n_steps(block), call_advise, (int)advices[advice], &done);
+    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, block->committed_nbytes, "madvise");
 }
 
-um_status um_block_collapse(um_block *block, um_error *err) {
-    if (huge_shift_of(block->requested_pages) != 0) {
-        return UM_OK;
-    }
-    return advise_all(block, UM_OS_COLLAPSE, err);
-}
+/* ---- collapsing ---- */
 
-/* 0 or an errno. */
-static int lock_run(const um_block *block, size_t start, size_t end, um_lock lock) {
-    char *at = (char *)block->base + start;
-    return lock == UM_LOCK_NONE ? um_os_unlock(at, end - start)
-                                : um_os_lock(at, end - start, lock == UM_LOCK_ONFAULT);
-}
+/* How often a page is tried that the kernel is busy with. */
+enum { COLLAPSE_TRIES = 4 };
 
-um_status um_block_lock(um_block *block, um_lock lock, um_error *err) {
-    if ((unsigned)lock > UM_LOCK_ONFAULT) {
-        return um_fail(err, UM_E_INVALID, "lock");
-    }
-    size_t start = 0, end = 0;
-    while (um_block_next_run(block, end, block->reserved_nbytes, true, &start, &end)) {
-        int os_errno = lock_run(block, start, end, lock);
+/* Whether any page of a range is in RAM. */
+static int find_resident(char *address, size_t nbytes, bool *out) {
+    unsigned char pages[4096];
+    size_t page = um_os_page_bytes();
+    *out = false;
+    for (size_t at = 0; at < nbytes && !*out;) {
+        size_t part = nbytes - at < sizeof pages * page ? nbytes - at : sizeof pages * page;
+        int os_errno = um_os_residency(address + at, part, pages);
         if (os_errno != 0) {
-            /* As it was, the run that failed halfway included. */
-            size_t undo_end = end;
-            for (start = end = 0; um_block_next_run(block, end, undo_end, true, &start, &end);) {
-                lock_run(block, start, end, block->lock);
-            }
-            return um_fail_os(err, os_errno, block->committed_nbytes,
-                              lock == UM_LOCK_NONE ? "munlock" : "mlock2");
+            return os_errno;
+        }
+        for (size_t i = 0; i < part / page; i++) {
+            *out = *out || (pages[i] & 1) != 0;
+        }
+        at += part;
+    }
+    return 0;
+}
+
+static int collapse_page(char *address, size_t huge_page, const char **out_call) {
+    bool resident;
+    *out_call = "mincore";
+    int os_errno = find_resident(address, huge_page, &resident);
+    if (os_errno != 0 || !resident) {
+        return os_errno;
+    }
+    *out_call = "madvise";
+    for (int i = 0; i < COLLAPSE_TRIES; i++) {
+        os_errno = um_os_advise(address, huge_page, UM_OS_COLLAPSE);
+        if (os_errno != EAGAIN && os_errno != EINTR) {
+            break;
         }
     }
-    block->lock = lock;
+    return os_errno;
+}
+
+/* Huge page by huge page: the kernel's answer for a range of several is EINVAL when one of them was
+ * never touched. */
+um_status um_block_collapse(um_block *block, um_error *err) {
+    size_t step = block->step_nbytes;
+    if (um_hugetlb_shift(block->requested_pages) != 0 || step == 0) {
+        return UM_OK;
+    }
+    if (block->requested_pages == UM_PAGES_4K) {
+        return um_fail_os(err, EINVAL, block->committed_nbytes, "madvise");
+    }
+    size_t huge_page = step > um_os_page_bytes() ? step : um_huge_page_bytes();
+    if (huge_page == 0) {
+        return um_fail_os(err, EOPNOTSUPP, block->committed_nbytes, "madvise");
+    }
+    for (um_run run = {0};
+         um_block_next_run(block, run.end, um_block_n_steps(block), true, &run);) {
+        uintptr_t first = (uintptr_t)block->base + run.first * step;
+        uintptr_t end = (uintptr_t)block->base + run.end * step;
+        for (uintptr_t at = (first + huge_page - 1) / huge_page * huge_page; at + huge_page <= end;
+             at += huge_page) {
+            const char *call;
+            int os_errno = collapse_page((char *)at, huge_page, &call);
+            /* EBUSY: the memory cgroup has no room for a huge page. */
+            if (os_errno == EBUSY) {
+                return um_fail_nomem(err, os_errno, huge_page, call);
+            }
+            if (os_errno != 0) {
+                return um_fail_os(err, os_errno, huge_page, call);
+            }
+        }
+    }
     return UM_OK;
 }

@@ -6,12 +6,16 @@
 
 um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes, um_access access,
                             um_category category, um_error *err) {
-    size_t page = um_os_page_bytes(), whole_pages;
     if (um_category_name(category) == NULL) {
         return um_fail(err, UM_E_INVALID, "category");
     }
     if ((unsigned)access > UM_ACCESS_SHARED) {
         return um_fail(err, UM_E_INVALID, "access");
+    }
+    size_t page, whole_pages;
+    int os_errno = um_os_file_page_bytes(fd, &page);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, nbytes, "fstatfs");
     }
     if (offset % page != 0) {
         return um_fail(err, UM_E_INVALID, "offset is not a multiple of the page size");
@@ -20,7 +24,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
         return um_fail(err, UM_E_INVALID, "nbytes");
     }
     uint64_t file_nbytes;
-    int os_errno = um_os_file_nbytes(fd, &file_nbytes);
+    os_errno = um_os_file_nbytes(fd, &file_nbytes);
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, nbytes, "fstat");
     }

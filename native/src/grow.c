@@ -1,172 +1,248 @@
-/* Growing and shrinking in place: which steps of a block's address space are committed. */
+/* Growing and shrinking: which steps of a block's address space have memory. */
 #include "internal.h"
 #include "os.h"
 
 #include <errno.h>
+#include <stdlib.h>
 
-static bool is_set(const um_block *block, size_t step) {
-    return (block->committed[step / 64] >> (step % 64) & 1) != 0;
+enum { WORD_STEPS = 64 };
+
+/* ---- the steps ---- */
+
+size_t um_block_n_steps(const um_block *block) {
+    return block->step_nbytes == 0 ? 0 : block->reserved_nbytes / block->step_nbytes;
 }
 
-bool um_block_next_run(const um_block *block, size_t from, size_t to, bool committed,
-                       size_t *out_start, size_t *out_end) {
-    size_t start = from, end;
+/* The first step in [from, end) that is committed, or that is not; `end` when there is none. */
+static size_t find_step(const um_block *block, size_t from, size_t end, bool committed) {
     if (block->committed == NULL) {
-        /* Committed is exactly what lies below committed_nbytes. */
-        size_t border = block->committed_nbytes;
-        start = committed || from > border ? from : border;
-        end = committed && border < to ? border : to;
-    } else {
-        size_t step = block->step_nbytes;
-        while (start < to && is_set(block, start / step) != committed) {
-            start += step;
-        }
-        end = start;
-        while (end < to && is_set(block, end / step) == committed) {
-            end += step;
-        }
+        size_t n_committed = block->committed_nbytes / block->step_nbytes;
+        size_t found = committed == (from < n_committed) ? from : committed ? end : n_committed;
+        return found < end ? found : end;
     }
-    if (start >= end) {
+    while (from < end) {
+        uint64_t word = block->committed[from / WORD_STEPS];
+        uint64_t wanted = (committed ? word : ~word) >> (from % WORD_STEPS);
+        if (wanted != 0) {
+            from += (size_t)__builtin_ctzll(wanted);
+            return from < end ? from : end;
+        }
+        from += WORD_STEPS - from % WORD_STEPS;
+    }
+    return end;
+}
+
+bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed,
+                       um_run *out) {
+    if (from >= end) {
         return false;
     }
-    *out_start = start;
-    *out_end = end;
+    size_t first = find_step(block, from, end, committed);
+    if (first == end) {
+        return false;
+    }
+    *out = (um_run){.first = first, .end = find_step(block, first, end, !committed)};
     return true;
 }
 
 int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
-    size_t end, start, run_end;
-    if (!um_add(offset, nbytes, &end) || end > block->reserved_nbytes) {
+    size_t end, step = block->step_nbytes;
+    if (!um_add(offset, nbytes, &end)) {
         return 0;
     }
-    if (nbytes == 0) {
-        return 1;
+    if (block->is_file) {
+        return end <= block->nbytes;
     }
-    size_t first = offset / block->step_nbytes * block->step_nbytes;
-    return um_block_next_run(block, first, block->reserved_nbytes, true, &start, &run_end) &&
-           start == first && run_end >= end;
+    if (nbytes == 0 || end > block->reserved_nbytes) {
+        return end <= block->reserved_nbytes;
+    }
+    size_t end_step = (end - 1) / step + 1;
+    return find_step(block, offset / step, end_step, false) == end_step;
 }
 
-/* The bitmap is made when the first gap or growth needs it. */
-static bool make_bitmap(um_block *block) {
-    size_t n_steps = block->reserved_nbytes / block->step_nbytes;
-    uint64_t *bits = um_heap_alloc((n_steps + 63) / 64, sizeof *bits);
-    for (size_t i = 0; bits != NULL && i < block->committed_nbytes / block->step_nbytes; i++) {
-        bits[i / 64] |= UINT64_C(1) << (i % 64);
+static void set_steps(uint64_t *words, um_run run, bool committed) {
+    for (size_t at = run.first; at < run.end;) {
+        size_t word = at / WORD_STEPS, bit = at % WORD_STEPS, n = WORD_STEPS - bit;
+        n = n < run.end - at ? n : run.end - at;
+        uint64_t mask = (n == WORD_STEPS ? UINT64_MAX : (UINT64_C(1) << n) - 1) << bit;
+        words[word] = committed ? words[word] | mask : words[word] & ~mask;
+        at += n;
     }
-    block->committed = bits;
-    return bits != NULL;
 }
 
-/* Enters a change of [first, last) into the bitmap, the sizes and the ledger. */
-static void set_committed(um_block *block, size_t first, size_t last, bool committed) {
-    size_t step = block->step_nbytes, before = block->committed_nbytes;
-    for (size_t i = first / step; i < last / step; i++) {
-        uint64_t bit = UINT64_C(1) << (i % 64);
-        if (is_set(block, i) != committed) {
-            block->committed[i / 64] ^= bit;
-            block->committed_nbytes += committed ? step : -step;
+/* What a call that changes steps needs before it changes any. */
+typedef struct change {
+    um_run range;
+    uint64_t *words; /* a bitmap of the steps as they are; NULL where the block needs none after */
+} change;
+
+/* Whether the range can be committed, or released, and what is committed still is one piece from
+ * the base on. */
+static bool stays_whole(const um_block *block, um_run range, bool committed) {
+    size_t n_committed = block->committed_nbytes / block->step_nbytes;
+    return block->committed == NULL &&
+           (committed ? range.first <= n_committed : range.end >= n_committed);
+}
+
+static um_status begin_change(const um_block *block, um_run range, bool committed, change *out,
+                              um_error *err) {
+    *out = (change){.range = range, .words = block->committed};
+    if (block->committed == NULL && !stays_whole(block, range, committed)) {
+        size_t n_words = (um_block_n_steps(block) - 1) / WORD_STEPS + 1;
+        out->words = um_heap_alloc(n_words, sizeof *out->words);
+        if (out->words == NULL) {
+            return um_fail_os(err, ENOMEM, n_words * sizeof *out->words, "calloc");
         }
+        set_steps(out->words, (um_run){0, block->committed_nbytes / block->step_nbytes}, true);
     }
-    size_t start, end;
-    bool any = um_block_next_run(block, 0, block->reserved_nbytes, true, &start, &end);
-    block->nbytes = any && start == 0 ? end : 0;
-    um_ledger_change(block->category, before, block->committed_nbytes);
+    return UM_OK;
 }
 
-static bool may_change(const um_block *block) {
-    return !block->is_file &&
-           (block->sharing == UM_SHARING_NONE || block->access == UM_ACCESS_SHARED);
+static void abandon_change(const um_block *block, const change *c) {
+    if (c->words != block->committed) {
+        um_heap_free(c->words);
+    }
+}
+
+static size_t count_steps(const um_block *block, um_run range, bool committed) {
+    size_t n = 0;
+    for (um_run run = {.end = range.first};
+         um_block_next_run(block, run.end, range.end, committed, &run);) {
+        n += run.end - run.first;
+    }
+    return n;
+}
+
+/* The range has changed: the block says so from now on. */
+static void finish_change(um_block *block, const change *c, bool committed) {
+    size_t step = block->step_nbytes;
+    size_t changed = count_steps(block, c->range, !committed) * step;
+    size_t total =
+        committed ? block->committed_nbytes + changed : block->committed_nbytes - changed;
+    um_ledger_resize(block->category, block->committed_nbytes, total);
+    block->committed_nbytes = total;
+    block->committed = c->words;
+    if (c->words == NULL) {
+        block->nbytes = total;
+        return;
+    }
+    set_steps(c->words, c->range, committed);
+    block->nbytes = find_step(block, 0, um_block_n_steps(block), false) * step;
+    if (block->nbytes == total) {
+        block->committed = NULL; /* the last gap is closed */
+        um_heap_free(c->words);
+    }
+}
+
+/* ---- commit and release ---- */
+
+static void *address_of(const um_block *block, size_t n_steps) {
+    return (char *)block->base + n_steps * block->step_nbytes;
+}
+
+static size_t nbytes_of(const um_block *block, um_run run) {
+    return (run.end - run.first) * block->step_nbytes;
+}
+
+static um_status check_range(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
+                             um_error *err) {
+    if (block->is_file) {
+        return um_fail(err, UM_E_INVALID, "a mapped file cannot be committed or released");
+    }
+    if (!um_add(offset, nbytes, out_end) || *out_end > block->reserved_nbytes) {
+        return um_fail(err, UM_E_INVALID, "the range is outside what is reserved");
+    }
+    return UM_OK;
 }
 
 um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err) {
     size_t end, step = block->step_nbytes;
-    if (!may_change(block)) {
-        return um_fail(err, UM_E_INVALID, "this memory cannot grow: it is a file, or read-only");
+    um_status status = check_range(block, offset, nbytes, &end, err);
+    if (status != UM_OK || nbytes == 0) {
+        return status;
     }
-    if (!um_add(offset, nbytes, &end) || end > block->reserved_nbytes) {
-        return um_fail(err, UM_E_INVALID, "the range is outside the reserved range");
+    change c;
+    um_run range = {offset / step, (end - 1) / step + 1};
+    status = begin_change(block, range, true, &c, err);
+    if (status != UM_OK) {
+        return status;
     }
-    if (um_block_is_committed(block, offset, nbytes)) {
-        return UM_OK;
+    um_run run = {.end = range.first};
+    while (status == UM_OK && um_block_next_run(block, run.end, range.end, false, &run)) {
+        status = um_block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
     }
-    bool had_bitmap = block->committed != NULL;
-    if (!had_bitmap && !make_bitmap(block)) {
-        return um_fail_os(err, ENOMEM, nbytes, "calloc");
-    }
-    size_t first = offset / step * step, last = (end + step - 1) / step * step;
-    size_t start, run_end = first;
-    while (um_block_next_run(block, run_end, last, false, &start, &run_end)) {
-        const char *call;
-        int os_errno = um_block_map_steps(block, start, run_end - start, &call);
-        if (os_errno != 0) {
-            /* All or nothing: the gaps that were filled so far are gaps again. */
-            size_t undo_end = run_end;
-            run_end = first;
-            while (um_block_next_run(block, run_end, undo_end, false, &start, &run_end)) {
-                um_os_reserve_at((char *)block->base + start, run_end - start);
-                if (block->sharing != UM_SHARING_NONE) {
-                    um_os_punch_hole(block->fd, start, run_end - start);
-                }
-            }
-            if (!had_bitmap) {
-                um_heap_free(block->committed);
-                block->committed = NULL;
-            }
-            return um_fail_os(err, os_errno, nbytes, call);
+    if (status != UM_OK) {
+        /* Memory that other processes see is left as it is: what they wrote there is theirs. */
+        for (um_run undo = {.end = range.first};
+             um_block_next_run(block, undo.end, run.end, false, &undo);) {
+            um_os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
         }
+        abandon_change(block, &c);
+        return status;
     }
-    set_committed(block, first, last, true);
+    finish_change(block, &c, true);
     return UM_OK;
 }
 
-/* The gap [first, last) is memory again, with what is in the file; what cannot be mapped stays
- * a gap. */
-static void map_again(um_block *block, size_t first, size_t last) {
-    size_t start, end = first;
-    const char *call;
-    while (um_block_next_run(block, end, last, true, &start, &end)) {
-        um_block_map_steps(block, start, end - start, &call);
+/* Shared memory that could not be given back is mapped again where it was. Where that is refused,
+ * too, the memory keeps what it holds, and may be committed later; until then the block says what
+ * is so: that it is not there. */
+static void restore(um_block *block, const change *c) {
+    bool restored = true;
+    for (um_run run = {.end = c->range.first};
+         um_block_next_run(block, run.end, c->range.end, true, &run);) {
+        size_t nbytes = nbytes_of(block, run);
+        restored = restored && um_block_map_range(block, run.first * block->step_nbytes, nbytes,
+                                                  nbytes, NULL) == UM_OK;
+    }
+    if (restored) {
+        abandon_change(block, c);
+    } else {
+        um_os_reserve_at(address_of(block, c->range.first), nbytes_of(block, c->range));
+        finish_change(block, c, false);
     }
 }
 
 um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                            um_error *err) {
-    size_t end, first, step = block->step_nbytes;
-    if (!may_change(block)) {
-        return um_fail(err, UM_E_INVALID, "this memory cannot shrink: it is a file, or read-only");
+    size_t end, step = block->step_nbytes;
+    um_status status = check_range(block, offset, nbytes, &end, err);
+    if (status != UM_OK) {
+        return status;
     }
-    if (!um_add(offset, nbytes, &end) || end > block->reserved_nbytes ||
-        !um_round_up(offset, step, &first)) {
-        return um_fail(err, UM_E_INVALID, "the range is outside the reserved range");
+    if (block->sharing != UM_SHARING_NONE && block->access == UM_ACCESS_READ) {
+        return um_fail(err, UM_E_INVALID, "memory that may only be read cannot be released");
     }
-    size_t last = end / step * step, start, run_end;
-    size_t before = block->committed_nbytes;
-    if (first < last && um_block_next_run(block, first, last, true, &start, &run_end)) {
-        bool had_bitmap = block->committed != NULL;
-        if (!had_bitmap && !make_bitmap(block)) {
-            return um_fail_os(err, ENOMEM, nbytes, "calloc");
+    um_run range = {0, 0};
+    if (nbytes != 0) {
+        range = (um_run){offset / step + (offset % step != 0), end / step};
+    }
+    size_t released = 0;
+    if (range.first < range.end) {
+        change c;
+        status = begin_change(block, range, false, &c, err);
+        if (status != UM_OK) {
+            return status;
         }
-        const char *call = "mmap";
-        int os_errno = um_os_reserve_at((char *)block->base + first, last - first);
-        if (os_errno == 0 && block->sharing != UM_SHARING_NONE) {
-            call = "fallocate";
-            os_errno = um_os_punch_hole(block->fd, first, last - first);
-            if (os_errno != 0) {
-                map_again(block, first, last);
-            }
-        }
+        size_t range_nbytes = nbytes_of(block, range);
+        int os_errno = um_os_reserve_at(address_of(block, range.first), range_nbytes);
         if (os_errno != 0) {
-            if (!had_bitmap) {
-                um_heap_free(block->committed);
-                block->committed = NULL;
-            }
-            return um_fail_os(err, os_errno, nbytes, call);
+            abandon_change(block, &c);
+            return um_fail_os(err, os_errno, nbytes, "mmap");
         }
-        set_committed(block, first, last, false);
+        if (block->sharing != UM_SHARING_NONE) {
+            os_errno = um_os_punch_hole(block->fd, range.first * step, range_nbytes);
+            if (os_errno != 0) {
+                restore(block, &c);
+                return um_fail_os(err, os_errno, nbytes, "fallocate");
+            }
+        }
+        released = block->committed_nbytes;
+        finish_change(block, &c, false);
+        released -= block->committed_nbytes;
     }
     if (out_nbytes != NULL) {
-        *out_nbytes = before - block->committed_nbytes;
+        *out_nbytes = released;
     }
     return UM_OK;
 }

@@ -23,8 +23,8 @@ void um_heap_free(void *p);
 /* One row of the ledger goes up or down by a mapping. */
 void um_ledger_enter(um_category category, uint64_t nbytes);
 void um_ledger_leave(um_category category, uint64_t nbytes);
-/* A mapping has grown or shrunk. */
-void um_ledger_change(um_category category, uint64_t old_nbytes, uint64_t new_nbytes);
+/* A mapping that stays has another size now. */
+void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes);
 void um_count_os_call(void);
 
 /* Address space for a block, with one page of no access on either side, which keep the kernel from
@@ -41,17 +41,33 @@ typedef struct um_space {
 um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t phase, size_t asked,
                            um_error *err);
 
-/* Maps whole steps of a block's address space, placed and locked as the block is. Returns 0 or an
- * errno and the call that failed; what it had mapped is the caller's to undo. */
-int um_block_map_steps(const um_block *block, size_t offset, size_t nbytes, const char **out_call);
-/* The first run of steps in [from, to) that are committed, or are not; false when there is none.
- * pre: from and to are multiples of the step, inside the reserved range. */
-bool um_block_next_run(const um_block *block, size_t from, size_t to, bool committed,
-                       size_t *out_start, size_t *out_end);
-/* The file behind a block's shared memory, of nbytes: the block's own, or one that was given.
- * errors: UM_E_NOMEM, UM_E_OS. */
-um_status um_share_make(const um_block_options *options, unsigned huge_shift, size_t nbytes,
-                        int *out_fd, um_error *err);
+/* Neighbouring steps of a block, by their numbers. */
+typedef struct um_run {
+    size_t first, end;
+} um_run;
+
+/* The first run inside [from, end) whose steps all are committed, or all are not; false: none. */
+bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed, um_run *out);
+/* The steps that the block reserves. */
+size_t um_block_n_steps(const um_block *block);
+
+/* Maps a range of reserved address space as the block is: its pages, policy, sharing and lock.
+ * After a failure the range may be mapped in part, and has to be reserved again or unmapped.
+ * `asked` is for the error. */
+um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
+                             um_error *err);
+
+/* A failure of which errno does not say that it was for want of memory. */
+um_status um_fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call);
+
+/* The logarithm of the size of the hugetlb pages that are asked for; 0: none are. */
+unsigned um_hugetlb_shift(um_pages pages);
+
+/* The descriptor, the caller's to close, of shared memory of nbytes that a block is to be made of.
+ * errors: UM_E_INVALID, UM_E_NOMEM, UM_E_OS. */
+um_status um_share_open(const um_block_options *options, size_t nbytes, int *out_fd, um_error *err);
+/* Undoes it, where no block came of it. */
+void um_share_discard(const um_block_options *options, int fd);
 
 static inline bool um_is_power_of_two(size_t n) {
     return n != 0 && (n & (n - 1)) == 0;

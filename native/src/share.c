@@ -1,39 +1,145 @@
-/* Sharing: memory behind a descriptor, which other processes map too. */
+/* Sharing: memory behind a descriptor, which other processes may map. */
 #include "internal.h"
 #include "os.h"
 
 #include <errno.h>
 #include <stdio.h>
 
-um_status um_share_make(const um_block_options *options, unsigned huge_shift, size_t nbytes,
-                        int *out_fd, um_error *err) {
-    int fd;
-    bool own = options->sharing == UM_SHARING_MEMFD;
-    const char *call = own ? "memfd_create" : "fcntl";
+/* What the kernel takes; it puts "memfd:" before it. */
+enum { MAX_NAME_BYTES = 249 };
+
+/* ---- new memory ---- */
+
+static um_status make_memfd(const um_block_options *options, int *out_fd, um_error *err) {
     const char *name = options->name == NULL ? "unimem" : options->name;
-    int os_errno = own ? um_os_memfd(name, huge_shift, &fd) : um_os_duplicate(options->fd, &fd);
-    if (os_errno != 0) {
-        return um_fail_os(err, os_errno, nbytes, call);
+    if (strlen(name) > MAX_NAME_BYTES) {
+        return um_fail(err, UM_E_INVALID, "name is longer than 249 bytes");
     }
-    call = "ftruncate";
-    os_errno = um_os_resize(fd, nbytes);
-    if (os_errno == 0 && own) {
+    int os_errno = um_os_memfd(name, um_hugetlb_shift(options->pages), out_fd);
+    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "memfd_create");
+}
+
+/* The caller's file, when memory can be made of it. */
+static um_status take_file(const um_block_options *options, int *out_fd, um_error *err) {
+    int fd;
+    int os_errno = um_os_duplicate(options->fd, &fd);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, 0, "fcntl");
+    }
+    unsigned shift = um_hugetlb_shift(options->pages);
+    size_t page = 0, asked_page = shift == 0 ? um_os_page_bytes() : (size_t)1 << shift;
+    uint64_t nbytes = 0;
+    um_status status = UM_OK;
+    if ((os_errno = um_os_file_page_bytes(fd, &page)) != 0) {
+        status = um_fail_os(err, os_errno, 0, "fstatfs");
+    } else if (page != asked_page) {
+        status = um_fail(err, UM_E_INVALID, "pages: the file system has pages of another size");
+    } else if ((os_errno = um_os_file_nbytes(fd, &nbytes)) != 0) {
+        status = um_fail_os(err, os_errno, 0, "fstat");
+    } else if (nbytes != 0) {
+        status = um_fail(err, UM_E_INVALID, "fd: the file is not empty");
+    }
+    if (status != UM_OK) {
+        um_os_close(fd);
+        return status;
+    }
+    *out_fd = fd;
+    return UM_OK;
+}
+
+void um_share_discard(const um_block_options *options, int fd) {
+    if (options->sharing == UM_SHARING_FD) {
+        um_os_resize(fd, 0);
+    }
+    um_os_close(fd);
+}
+
+um_status um_share_open(const um_block_options *options, size_t nbytes, int *out_fd,
+                        um_error *err) {
+    bool is_file = options->sharing == UM_SHARING_FD;
+    int fd;
+    um_status status = is_file ? take_file(options, &fd, err) : make_memfd(options, &fd, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    const char *call = "ftruncate";
+    int os_errno = um_os_resize(fd, nbytes);
+    if (os_errno == 0 && !is_file) {
         call = "fcntl";
         os_errno = um_os_seal(fd, 0);
     }
     if (os_errno != 0) {
-        um_os_close(fd);
+        um_share_discard(options, fd);
         return um_fail_os(err, os_errno, nbytes, call);
     }
     *out_fd = fd;
     return UM_OK;
 }
 
-/* The hugetlb pages of a file with this page size, or AUTO. */
-static um_pages pages_of(size_t page_nbytes) {
-    return page_nbytes == (size_t)1 << 21   ? UM_PAGES_2M
-           : page_nbytes == (size_t)1 << 30 ? UM_PAGES_1G
-                                            : UM_PAGES_AUTO;
+/* ---- memory of somebody else ---- */
+
+/* What a file's page is called; false: it has no name. */
+static bool pages_of(size_t page, um_pages *out) {
+    static const um_pages hugetlb[] = {UM_PAGES_2M, UM_PAGES_1G};
+    if (page == um_os_page_bytes()) {
+        *out = UM_PAGES_AUTO;
+        return true;
+    }
+    for (size_t i = 0; i < sizeof hugetlb / sizeof hugetlb[0]; i++) {
+        if (page == (size_t)1 << um_hugetlb_shift(hugetlb[i])) {
+            *out = hugetlb[i];
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Fills what is to be mapped: the file is asked through block->fd. */
+static um_status look_at_file(um_block *block, um_error *err) {
+    uint64_t nbytes;
+    size_t whole_pages;
+    int os_errno = um_os_file_nbytes(block->fd, &nbytes);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, 0, "fstat");
+    }
+    os_errno = um_os_file_page_bytes(block->fd, &block->step_nbytes);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, nbytes, "fstatfs");
+    }
+    if (!pages_of(block->step_nbytes, &block->requested_pages)) {
+        return um_fail(err, UM_E_INVALID, "fd: its huge pages are neither of 2 MiB nor of 1 GiB");
+    }
+    if (nbytes == 0) {
+        return um_fail(err, UM_E_INVALID, "fd: the file is empty");
+    }
+    if (nbytes > SIZE_MAX || !um_round_up((size_t)nbytes, block->step_nbytes, &whole_pages)) {
+        return um_fail(err, UM_E_INVALID, "fd: the file is too large");
+    }
+    block->requested_nbytes = (size_t)nbytes;
+    block->nbytes = block->reserved_nbytes = block->committed_nbytes = whole_pages;
+    return UM_OK;
+}
+
+static um_status map_whole(um_block *block, um_error *err) {
+    size_t huge_page = um_huge_page_bytes(), align = block->step_nbytes;
+    /* Huge pages of shared memory are mapped as such only where address and offset agree. */
+    if (huge_page > align && block->nbytes >= huge_page) {
+        align = huge_page;
+    }
+    um_space space;
+    um_status status =
+        um_space_reserve(&space, block->nbytes, align, 0, block->requested_nbytes, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    block->base = space.data;
+    block->map_base = space.map_base;
+    block->map_nbytes = space.map_nbytes;
+    status = um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
+    if (status != UM_OK) {
+        um_os_unmap(space.map_base, space.map_nbytes);
+    }
+    return status;
 }
 
 um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
@@ -49,93 +155,71 @@ um_status um_block_attach(um_block *out, int fd, um_access access, um_category c
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "fcntl");
     }
-    uint64_t file_nbytes = 0;
-    const char *call = "fstat";
-    os_errno = um_os_file_nbytes(block.fd, &file_nbytes);
-    if (os_errno == 0) {
-        call = "fstatfs";
-        os_errno = um_os_file_page_bytes(block.fd, &block.step_nbytes);
-    }
-    um_status status = os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, call);
-    if (status == UM_OK &&
-        (file_nbytes == 0 || !um_round_up(file_nbytes, block.step_nbytes, &block.nbytes))) {
-        status = um_fail(err, UM_E_INVALID, "the file is empty, or too large");
-    }
-    um_space space;
+    um_status status = look_at_file(&block, err);
     if (status == UM_OK) {
-        /* Huge pages of shared memory are mapped as such only at addresses of their multiples. */
-        size_t huge_page = um_huge_page_bytes();
-        bool huge = huge_page > block.step_nbytes && block.nbytes >= huge_page;
-        status = um_space_reserve(&space, block.nbytes, huge ? huge_page : block.step_nbytes, 0,
-                                  file_nbytes, err);
+        status = map_whole(&block, err);
     }
     if (status != UM_OK) {
         um_os_close(block.fd);
         return status;
     }
-    block.base = space.data;
-    block.map_base = space.map_base;
-    block.map_nbytes = space.map_nbytes;
-    block.requested_nbytes = file_nbytes;
-    block.requested_pages = pages_of(block.step_nbytes);
-    block.reserved_nbytes = block.committed_nbytes = block.nbytes;
-    call = "mmap";
-    os_errno = um_os_map_file_at(block.base, block.fd, 0, block.nbytes, access);
-    if (os_errno == 0 && access == UM_ACCESS_SHARED) {
-        call = "madvise";
-        os_errno = um_os_advise(block.base, block.nbytes, UM_OS_DONT_FORK);
-    }
-    if (os_errno != 0) {
-        um_os_unmap(block.map_base, block.map_nbytes);
-        um_os_close(block.fd);
-        return um_fail_os(err, os_errno, file_nbytes, call);
-    }
-    um_ledger_enter(category, block.committed_nbytes);
     *out = block;
+    um_ledger_enter(category, block.committed_nbytes);
     return UM_OK;
+}
+
+/* ---- sealed copies ---- */
+
+/* Before Linux 6.7 a sealed memfd cannot be mapped through a descriptor that could write. Where it
+ * cannot be opened anew, for reading, newer kernels map it all the same. */
+static void reopen_read_only(um_block *block) {
+    char path[32];
+    int fd;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", block->fd);
+    if (um_os_open_read(path, &fd) == 0) {
+        um_os_close(block->fd);
+        block->fd = fd;
+    }
+}
+
+/* No mapping may be left that writes when the memory is sealed; the address space is kept. */
+static um_status seal(um_block *block, um_error *err) {
+    int os_errno = um_os_reserve_at(block->base, block->reserved_nbytes);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, block->requested_nbytes, "mmap");
+    }
+    os_errno = um_os_seal(block->fd, 1);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, block->requested_nbytes, "fcntl");
+    }
+    reopen_read_only(block);
+    block->access = UM_ACCESS_READ;
+    return um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
 }
 
 um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                const um_block_options *options, um_error *err) {
+    if (options->sharing == UM_SHARING_FD) {
+        return um_fail(err, UM_E_INVALID, "sharing: only a memfd can be sealed");
+    }
+    if (options->reserve_nbytes != 0) {
+        return um_fail(err, UM_E_INVALID, "reserve_nbytes: a sealed copy does not grow");
+    }
+    if (block->nbytes == 0) {
+        return um_fail(err, UM_E_INVALID, "block: nothing is committed at its base");
+    }
     um_block copy;
-    um_block_options own = *options;
-    own.sharing = UM_SHARING_MEMFD;
-    own.reserve_nbytes = 0;
-    um_status status = um_block_map(&copy, block->nbytes, &own, err);
+    um_block_options shared = *options;
+    shared.sharing = UM_SHARING_MEMFD;
+    um_status status = um_block_map(&copy, block->nbytes, &shared, err);
     if (status != UM_OK) {
         return status;
     }
-    /* A page that cannot be had must be an error here, not a signal in the copy. */
-    status = um_block_warm(&copy, 0, copy.nbytes, 1, NULL, err);
+    /* Where there is no memory warming says so; memcpy would end the process. */
+    status = um_block_warm(&copy, 0, block->nbytes, 1, NULL, err);
     if (status == UM_OK) {
         memcpy(copy.base, block->base, block->nbytes);
-        /* Sealing wants no writable mapping, and older kernels map sealed memory only through a
-         * descriptor that cannot write. */
-        char path[32];
-        snprintf(path, sizeof path, "/proc/self/fd/%d", copy.fd);
-        int read_fd = -1;
-        const char *call = "mmap";
-        int os_errno = um_os_reserve_at(copy.base, copy.nbytes);
-        if (os_errno == 0) {
-            call = "fcntl";
-            os_errno = um_os_seal(copy.fd, 1);
-        }
-        if (os_errno == 0) {
-            call = "open";
-            os_errno = um_os_open_read(path, &read_fd);
-        }
-        if (os_errno == 0) {
-            um_os_close(copy.fd);
-            copy.fd = read_fd;
-            copy.access = UM_ACCESS_READ;
-            copy.numa =
-                (um_numa){0}; /* the policy is the memory's now; setting it twice is a write */
-            os_errno = um_block_map_steps(&copy, 0, copy.nbytes, &call);
-            copy.numa = own.numa;
-        }
-        if (os_errno != 0) {
-            status = um_fail_os(err, os_errno, block->nbytes, call);
-        }
+        status = seal(&copy, err);
     }
     if (status != UM_OK) {
         um_block_unmap(&copy, NULL);

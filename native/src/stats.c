@@ -47,11 +47,8 @@ void um_counters_read(um_counters *out) {
                          .allocated_bytes = atomic_load(&allocated_bytes)};
 }
 
-void um_ledger_change(um_category category, uint64_t old_nbytes, uint64_t new_nbytes) {
-    category_totals *row = &totals[category];
-    uint64_t more =
-        new_nbytes - old_nbytes; /* of unsigned numbers: less wraps round, and is right */
-    uint64_t now = atomic_fetch_add(&row->mapped_bytes, more) + more;
+static void add_bytes(category_totals *row, uint64_t nbytes) {
+    uint64_t now = atomic_fetch_add(&row->mapped_bytes, nbytes) + nbytes;
     uint64_t high = atomic_load(&row->high_water_bytes);
     while (now > high && !atomic_compare_exchange_weak(&row->high_water_bytes, &high, now)) {
     }
@@ -59,12 +56,20 @@ void um_ledger_change(um_category category, uint64_t old_nbytes, uint64_t new_nb
 
 void um_ledger_enter(um_category category, uint64_t nbytes) {
     atomic_fetch_add(&totals[category].n_mappings, 1);
-    um_ledger_change(category, 0, nbytes);
+    add_bytes(&totals[category], nbytes);
 }
 
 void um_ledger_leave(um_category category, uint64_t nbytes) {
     atomic_fetch_sub(&totals[category].mapped_bytes, nbytes);
     atomic_fetch_sub(&totals[category].n_mappings, 1);
+}
+
+void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes) {
+    if (to_nbytes < from_nbytes) {
+        atomic_fetch_sub(&totals[category].mapped_bytes, from_nbytes - to_nbytes);
+    } else {
+        add_bytes(&totals[category], to_nbytes - from_nbytes);
+    }
 }
 
 void um_count_os_call(void) {

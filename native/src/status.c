@@ -51,6 +51,11 @@ um_status um_fail_os(um_error *err, int os_errno, uint64_t asked, const char *ca
                 (um_error){.status = status, .os_errno = os_errno, .asked = asked, .what = call});
 }
 
+um_status um_fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call) {
+    return fill(
+        err, (um_error){.status = UM_E_NOMEM, .os_errno = os_errno, .asked = asked, .what = call});
+}
+
 um_status um_fail_format(um_error *err, const char *rule, uint64_t offset) {
     return fill(err, (um_error){.status = UM_E_FORMAT, .offset = offset, .what = rule});
 }

@@ -91,15 +91,17 @@ static bool is_hugetlb(const um_block *block) {
  */
 static um_status fail_populate(const um_block *block, int os_errno, size_t end, size_t nbytes,
                                um_error *err) {
-    uint64_t file_nbytes = UINT64_MAX;
     if (os_errno != EFAULT) {
         return um_fail_os(err, os_errno, nbytes, "madvise");
     }
     bool shared = !block->is_file && block->sharing != UM_SHARING_NONE;
-    if (shared && um_os_file_nbytes(block->fd, &file_nbytes) != 0) {
-        file_nbytes = UINT64_MAX;
+    uint64_t file_nbytes;
+    size_t mapped_nbytes = SIZE_MAX; /* what is behind it was cut off */
+    if (shared && um_os_file_nbytes(block->fd, &file_nbytes) == 0 && file_nbytes < SIZE_MAX &&
+        !um_round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes)) {
+        mapped_nbytes = SIZE_MAX;
     }
-    if (block->is_file || file_nbytes < end) {
+    if (block->is_file || mapped_nbytes < end) {
         return um_fail(err, UM_E_IO, "madvise");
     }
     return um_fail_os(err, shared || is_hugetlb(block) ? ENOMEM : EFAULT, nbytes, "madvise");
@@ -108,7 +110,8 @@ static um_status fail_populate(const um_block *block, int os_errno, size_t end, 
 um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                         const int *cpus, um_error *err) {
     size_t end, page = um_os_page_bytes();
-    if (!um_add(offset, nbytes, &end) || end > block->reserved_nbytes) {
+    size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
+    if (!um_add(offset, nbytes, &end) || end > limit) {
         return um_fail(err, UM_E_INVALID, "the range is outside the block");
     }
     if (n_threads == 0) {
