@@ -12,7 +12,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c)
 
-.PHONY: run test test-c test-py check format asan install bench bench-peer clean
+.PHONY: run test test-c test-py test-numa check format asan install bench bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -26,6 +26,10 @@ test-c: $(VENV)/.installed
 
 test-py: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
+test-numa: $(VENV)/.installed
+	$(BIN)/python tests/numa/vm.py -- $(abspath $(BIN))/python -m pytest -p no:cacheprovider tests/numa
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .

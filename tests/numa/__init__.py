@@ -1,0 +1,1 @@
+"""Tests on several NUMA nodes, and the virtual machine that has them."""
