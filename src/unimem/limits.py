@@ -1,18 +1,190 @@
-"""What this process may have: memory and CPUs. The only place that asks."""
+"""What this process may have: memory, huge pages, locked memory and CPUs. The only place that asks.
+
+Everything that takes memory asks here first and refuses by name, since the kernel's own answer to
+a cgroup that is full is to kill the process.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
-from pathlib import Path
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import compress
 
-import psutil  # type: ignore[import-untyped]
+from unimem.errors import CapacityError
+from unimem.placement import format_bytes
 
-__all__ = ["available_bytes", "thread_count"]
+__all__ = [
+    "HugePool",
+    "Limit",
+    "Node",
+    "available_bytes",
+    "huge_pools",
+    "memlock",
+    "memory_limits",
+    "nodes",
+    "overcommit",
+    "parse_list",
+    "require",
+    "thread_count",
+    "tightest",
+]
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_CPUS = Path("/sys/devices/system/cpu")
+_CPUS = "/sys/devices/system/cpu"
+_NODES = "/sys/devices/system/node"
+_POOLS = "/sys/kernel/mm/hugepages"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
+_CAP_IPC_LOCK = 1 << 14
+_MOST_LISTED = 1 << 16  # more than any kernel has of nodes or CPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit on memory, in bytes, and how to raise it.
+
+    Attributes
+    ----------
+    name : str
+        What limits: "memory of the machine", "cgroup /a/b", "commit limit (overcommit_memory=2)",
+        "locked memory (memlock)", "hugetlb pool of 2m pages".
+    limit_bytes, used_bytes : int
+        What there is, and what is taken of it. File pages that can be dropped are not taken.
+    remedy : str
+        A command or a setting that raises it.
+    """
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+    remedy: str
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can still be taken; never negative."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HugePool:
+    """The pool of one size of hugetlb pages.
+
+    Attributes
+    ----------
+    page_bytes : int
+        Size of a page.
+    total, free, reserved : int
+        Pages in the pool, pages that nothing uses, and free pages promised to a mapping.
+    surplus_most : int
+        Pages that the kernel may add on demand (`nr_overcommit_hugepages`).
+    nodes : mapping of int to (int, int)
+        Total and free pages of each node.
+    cgroups : tuple of Limit
+        Limits of hugetlb cgroups above the process.
+    """
+
+    page_bytes: int
+    total: int
+    free: int
+    reserved: int
+    surplus_most: int
+    nodes: Mapping[int, tuple[int, int]]
+    cgroups: tuple[Limit, ...] = field(default=())
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that a new mapping can have: whole pages, promised to nobody, in every cgroup."""
+        room = max(0, self.free - self.reserved) * self.page_bytes
+        room = min([room, *(limit.room_bytes for limit in self.cgroups)])
+        return room // self.page_bytes * self.page_bytes
+
+    def limit(self, nbytes: int = 0) -> Limit:
+        """Tell what is in the way of a mapping of `nbytes` bytes.
+
+        Parameters
+        ----------
+        nbytes : int, default 0
+            What is wanted; the remedy makes the pool large enough for it.
+
+        Returns
+        -------
+        Limit
+            The pool, or a hugetlb cgroup where that has less room.
+        """
+        page = self.page_bytes
+        unpromised = max(0, self.free - self.reserved)
+        wanted = self.total + max(0, -(-nbytes // page) - unpromised)
+        where = f"{_POOLS}/hugepages-{page >> 10}kB/nr_hugepages"
+        # The short path is of the default size, which an option of the kernel chooses.
+        if _kib(_fields("/proc/meminfo").get("Hugepagesize", "0")) == page:
+            where = "/proc/sys/vm/nr_hugepages"
+        pool = Limit(
+            f"hugetlb pool of {_size_name(page)} pages",
+            self.total * page,
+            (self.total - unpromised) * page,
+            f"echo {wanted} > {where}",
+        )
+        return min((pool, *self.cgroups), key=lambda limit: limit.room_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A NUMA node.
+
+    Attributes
+    ----------
+    id : int
+        Its number.
+    total_bytes, free_bytes : int
+        Its memory, and what nothing uses; 0 where the node has no memory.
+    available_bytes : int
+        Free memory and file pages that can be dropped.
+    cpus : tuple of int
+        All of its CPUs; empty for a node that is memory alone.
+    distances : tuple of int
+        To the nodes of `nodes()`, in their order; 10 is the node itself.
+    allowed : bool
+        Whether this process may have memory there.
+    """
+
+    id: int
+    total_bytes: int
+    free_bytes: int
+    available_bytes: int
+    cpus: tuple[int, ...]
+    distances: tuple[int, ...]
+    allowed: bool
+
+
+def memory_limits() -> tuple[Limit, ...]:
+    """Tell every limit on the memory of this process.
+
+    Returns
+    -------
+    tuple of Limit
+        The machine, then each memory cgroup from the process's own up (version 1 and 2), then the
+        commit limit where the kernel keeps one (`overcommit_memory=2`).
+
+    Notes
+    -----
+    `memory.high` counts as a limit like `memory.max`: passing it does not kill, but the kernel
+    then puts the process to sleep at each new page, and memory of a block cannot be reclaimed.
+    """
+    return tuple(limit() for _, limit in _memory())
+
+
+def tightest() -> Limit:
+    """Tell the limit with the least room.
+
+    Returns
+    -------
+    Limit
+        Of `memory_limits()`.
+    """
+    return min(memory_limits(), key=lambda limit: limit.room_bytes)
 
 
 def available_bytes() -> int:
@@ -21,24 +193,188 @@ def available_bytes() -> int:
     Returns
     -------
     int
-        The least of the system's available memory and the room in each memory cgroup above the
-        process, version 1 or 2. File pages that can be dropped count as room.
+        The least room in any of `memory_limits()`. File pages that can be dropped count as room.
     """
-    room = int(psutil.virtual_memory().available)
-    for folder, version in _cgroups("memory"):
-        if version == 2:
-            limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-            droppable = "inactive_file"
-        else:
-            limit = _number(folder / "memory.limit_in_bytes")
-            used = _number(folder / "memory.usage_in_bytes")
-            droppable = "total_inactive_file"
-        if limit is None or used is None or limit >= _NO_LIMIT:
-            continue
-        stat = _read(folder / "memory.stat") or ""
-        fields = dict(line.split() for line in stat.splitlines() if line.count(" ") == 1)
-        room = min(room, max(0, limit - used + int(fields.get(droppable, 0))))
-    return room
+    return tightest().room_bytes
+
+
+def require(nbytes: int, what: str) -> None:
+    """Refuse what does not fit, before anything is taken.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes that will be taken.
+    what : str
+        What wants them, for the message, as in "block 'kv'".
+
+    Raises
+    ------
+    CapacityError
+        Names the limit with the least room, its figures, and how to raise it.
+    """
+    # Counting the file pages that can be dropped costs more than all else here, and is needed only
+    # where the room without them is too small.
+    if all(room >= nbytes for room, _ in _memory()):
+        return
+    least = tightest()
+    if least.room_bytes < nbytes:
+        raise CapacityError(
+            f"{what} of {format_bytes(nbytes)} does not fit: {least.name} has room for "
+            f"{format_bytes(least.room_bytes)} (limit {format_bytes(least.limit_bytes)}, "
+            f"{format_bytes(least.used_bytes)} used); raise it with: {least.remedy}",
+            least.limit_bytes,
+            least.used_bytes,
+            nbytes,
+        )
+
+
+def memlock() -> Limit | None:
+    """Tell the limit on locked memory.
+
+    Returns
+    -------
+    Limit or None
+        None where nothing limits it: RLIMIT_MEMLOCK is unlimited, or the process has CAP_IPC_LOCK.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    status = _fields("/proc/self/status")
+    # The kernel honours the capability only in the first user namespace, where all ids are mapped.
+    ids = (_read("/proc/self/uid_map") or "0 0 4294967295").split()
+    if ids == ["0", "0", "4294967295"] and int(status.get("CapEff", "0"), 16) & _CAP_IPC_LOCK:
+        return None
+    return Limit(
+        "locked memory (memlock)",
+        soft,
+        _kib(status.get("VmLck", "0")),
+        "ulimit -l unlimited, systemd LimitMEMLOCK=infinity, or docker --ulimit memlock=-1",
+    )
+
+
+def huge_pools() -> dict[str, HugePool]:
+    """Tell the pools of hugetlb pages.
+
+    Returns
+    -------
+    dict
+        "2m", "1g" and other sizes that the kernel has ("64k", "32m", ...) to `HugePool`, from the
+        smallest page.
+    """
+    sizes = sorted(
+        int(match[1])
+        for name in _names(_POOLS)
+        if (match := re.fullmatch(r"hugepages-(\d+)kB", name))
+    )
+    online = _online() if sizes else ()
+    pools = {}
+    for kib in sizes:
+        folder = f"{_POOLS}/hugepages-{kib}kB"
+        per_node = {}
+        for node in online:
+            own = f"{_NODES}/node{node}/hugepages/hugepages-{kib}kB"
+            total = _number(f"{own}/nr_hugepages")
+            if total is not None:
+                per_node[node] = (total, _number(f"{own}/free_hugepages") or 0)
+        pools[_size_name(kib << 10)] = HugePool(
+            page_bytes=kib << 10,
+            total=_number(f"{folder}/nr_hugepages") or 0,
+            free=_number(f"{folder}/free_hugepages") or 0,
+            reserved=_number(f"{folder}/resv_hugepages") or 0,
+            surplus_most=_number(f"{folder}/nr_overcommit_hugepages") or 0,
+            nodes=per_node,
+            cgroups=tuple(_hugetlb(kib << 10)),
+        )
+    return pools
+
+
+def nodes() -> dict[int, Node]:
+    """Tell the NUMA nodes.
+
+    Returns
+    -------
+    dict
+        Ids to `Node`, of each that is online and has memory or CPUs. A kernel without NUMA has one
+        node 0, with all memory and CPUs.
+    """
+    allowed = _fields("/proc/self/status").get("Mems_allowed_list")
+    permitted = None if allowed is None else set(parse_list(allowed))
+    online = _online()
+    if not online:
+        memory = _fields("/proc/meminfo")
+        total, free = _kib(memory.get("MemTotal", "0")), _kib(memory.get("MemFree", "0"))
+        available = _kib(memory.get("MemAvailable", "0"))
+        cpus = parse_list(_read(f"{_CPUS}/online") or "") or tuple(sorted(os.sched_getaffinity(0)))
+        return {0: Node(0, total, free, available, cpus, (10,), True)}
+    found = {}
+    for node in online:
+        folder = f"{_NODES}/node{node}"
+        memory = _fields(f"{folder}/meminfo", f"Node {node} ")
+        free = _kib(memory.get("MemFree", "0"))
+        distances = tuple(int(d) for d in (_read(f"{folder}/distance") or "").split())
+        found[node] = Node(
+            id=node,
+            total_bytes=_kib(memory.get("MemTotal", "0")),
+            free_bytes=free,
+            available_bytes=free + _kib(memory.get("Inactive(file)", "0")),
+            cpus=parse_list(_read(f"{folder}/cpulist") or ""),
+            distances=distances,
+            allowed=permitted is None or node in permitted,
+        )
+    used = [bool(node.total_bytes or node.cpus) for node in found.values()]
+    return {
+        node.id: replace(node, distances=tuple(compress(node.distances, used)))
+        for node in compress(found.values(), used)
+    }
+
+
+def overcommit() -> int:
+    """Tell how the kernel promises memory.
+
+    Returns
+    -------
+    int
+        `vm.overcommit_memory`: 0 (refuse the absurd), 1 (promise all), 2 (keep a commit limit).
+    """
+    return _number("/proc/sys/vm/overcommit_memory") or 0
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """Parse the kernel's format of lists of nodes and CPUs.
+
+    Parameters
+    ----------
+    text : str
+        Numbers and ranges, as in "0,2-3"; may be empty.
+
+    Returns
+    -------
+    tuple of int
+        In ascending order, each once.
+
+    Raises
+    ------
+    ValueError
+        The text is no such list.
+
+    Examples
+    --------
+    >>> parse_list("0,2-3")
+    (0, 2, 3)
+    """
+    numbers: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else -1
+        if not first <= last < _MOST_LISTED:
+            raise ValueError(
+                f'expected a list of numbers and ascending ranges below {_MOST_LISTED}, like "0,2-3"'
+                f", got {text!r}"
+            )
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
 
 
 def thread_count() -> int:
@@ -52,46 +388,169 @@ def thread_count() -> int:
     """
     cores = {_core(cpu) for cpu in os.sched_getaffinity(0)}
     count = float(len(cores))
-    for folder, version in _cgroups("cpu"):
+    for folder, _, version in _cgroups("cpu"):
         if version == 2:
-            quota, _, period = (_read(folder / "cpu.max") or "").partition(" ")
+            quota, _, period = (_read(f"{folder}/cpu.max") or "").partition(" ")
         else:
-            quota = _read(folder / "cpu.cfs_quota_us") or ""
-            period = _read(folder / "cpu.cfs_period_us") or ""
+            quota = _read(f"{folder}/cpu.cfs_quota_us") or ""
+            period = _read(f"{folder}/cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
             count = min(count, int(quota) / int(period))
     return max(1, int(count))
 
 
 def _core(cpu: int) -> tuple[str, str]:
-    topology = _CPUS / f"cpu{cpu}" / "topology"
-    package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
+    topology = f"{_CPUS}/cpu{cpu}/topology"
+    package, core = _read(f"{topology}/physical_package_id"), _read(f"{topology}/core_id")
     # Without a known topology each CPU counts as a core.
     return (package or "", core) if core else ("cpu", str(cpu))
 
 
-def _cgroups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders of the cgroups above this process, from its own up, and their version."""
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+def _memory() -> Iterator[tuple[int, Callable[[], Limit]]]:
+    """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
+    memory = _fields("/proc/meminfo")
+    total = _kib(memory.get("MemTotal", "0"))
+    available = _kib(memory.get("MemAvailable", memory.get("MemFree", "0")))
+    if not memory:  # /proc is hidden from this process, the system call is not
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, available = (os.sysconf(n) * page for n in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    remedy = "end other processes, or take less"
+    machine = Limit("memory of the machine", total, total - available, remedy)
+    yield machine.room_bytes, lambda: machine
+    for folder, name, version in _cgroups("memory"):
+        yield from _memory_cgroup(folder, name, version)
+    if overcommit() == 2:
+        commit = Limit(
+            "commit limit (overcommit_memory=2)",
+            _kib(memory.get("CommitLimit", "0")),
+            _kib(memory.get("Committed_AS", "0")),
+            "echo 0 > /proc/sys/vm/overcommit_memory",
+        )
+        yield commit.room_bytes, lambda: commit
+
+
+def _memory_cgroup(
+    folder: str, name: str, version: int
+) -> Iterator[tuple[int, Callable[[], Limit]]]:
+    names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+    known = [(n, file) for file in names if (n := _number(f"{folder}/{file}")) is not None]
+    if not known or min(known)[0] >= _NO_LIMIT:
+        return
+    limit, file = min(known)
+    used = _number(f"{folder}/memory.{'current' if version == 2 else 'usage_in_bytes'}")
+    if used is None:
+        return
+
+    def whole() -> Limit:
+        stat = _read(f"{folder}/memory.stat") or ""
+        droppable = "inactive_file" if version == 2 else "total_inactive_file"
+        match = re.search(rf"^{droppable} (\d+)$", stat, re.MULTILINE)
+        taken = max(0, used - int(match[1])) if match else used
+        # Version 1 writes "no limit" as -1.
+        none = "max" if version == 2 else "-1"
+        return Limit(f"cgroup {name}", limit, taken, f"echo {none} > {folder}/{file}")
+
+    yield limit - used, whole
+
+
+def _hugetlb(page_bytes: int) -> Iterator[Limit]:
+    """Limits of hugetlb cgroups on one size of page, on pages used and on pages promised."""
+    size = _size_name(page_bytes).upper() + "B"
+    for folder, name, version in _cgroups("hugetlb"):
+        for kind in ("", "rsvd."):
+            start = f"{folder}/hugetlb.{size}.{kind}"
+            file = f"{start}max" if version == 2 else f"{start}limit_in_bytes"
+            limit = _number(file)
+            if limit is None or limit >= _NO_LIMIT:
+                continue
+            used = _number(f"{start}current" if version == 2 else f"{start}usage_in_bytes") or 0
+            none = "max" if version == 2 else "-1"
+            yield Limit(f"hugetlb cgroup {name}", limit, used, f"echo {none} > {file}")
+
+
+def _cgroups(controller: str) -> Iterator[tuple[str, str, int]]:
+    """Folder, name and version of the cgroups above this process, from its own up."""
+    for line in (_read("/proc/self/cgroup") or "").splitlines():
         _, names, path = line.split(":", 2)
-        if not names:
-            root, version = _CGROUP_ROOT, 2
-        elif controller in names.split(","):
-            root, version = _CGROUP_ROOT / controller, 1
-        else:
+        if names and controller not in names.split(","):
             continue
-        # In a container the path may be the host's, which is not visible: what exists is ours.
-        folder = root / path.lstrip("/")
-        yield from ((f, version) for f in (folder, *folder.parents) if f.is_relative_to(root))
+        mount = _mounts().get(controller if names else "")
+        if mount is None:
+            continue
+        folder, root = mount
+        # A container may see only a part of the tree: what it mounts begins at `root`. Its path
+        # may also be the host's, or lead out of its namespace: what exists is ours.
+        inside = root == "/" or path == root or path.startswith(f"{root}/")
+        above = "" if root == "/" or not inside else root
+        parts = [part for part in path[len(above) :].split("/") if part]
+        if ".." in parts:
+            parts = []
+        for depth in range(len(parts), -1, -1):
+            below = "".join(f"/{part}" for part in parts[:depth])
+            yield folder + below, above + below or "/", 2 if not names else 1
 
 
-def _read(path: Path) -> str | None:
+@cache
+def _mounts() -> dict[str, tuple[str, str]]:
+    """Mount point of each controller's tree and what of it is mounted; "" is version 2.
+
+    Read once: the trees are mounted when the system or the container starts.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for line in (_read("/proc/self/mountinfo") or "").splitlines():
+        mount, _, kind = line.partition(" - ")
+        kinds = kind.split()
+        if not kinds or kinds[0] not in ("cgroup", "cgroup2"):
+            continue
+        root, folder = (
+            re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), part)
+            for part in mount.split()[3:5]
+        )
+        for controller in kinds[2].split(",") if kinds[0] == "cgroup" else ("",):
+            # Where a tree is mounted more than once, the mount that shows most of it is taken.
+            if controller not in found or len(root) < len(found[controller][1]):
+                found[controller] = folder, root
+    return found
+
+
+def _online() -> tuple[int, ...]:
+    return parse_list(_read(f"{_NODES}/online") or "")
+
+
+def _size_name(nbytes: int) -> str:
+    for shift, unit in ((30, "g"), (20, "m")):
+        if nbytes >> shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift}{unit}"
+    return f"{nbytes >> 10}k"
+
+
+def _fields(path: str, prefix: str = "") -> dict[str, str]:
+    """Lines "name: value" of a file."""
+    pairs = (line.partition(":") for line in (_read(path) or "").splitlines())
+    return {name.removeprefix(prefix): value.strip() for name, _, value in pairs}
+
+
+def _kib(value: str) -> int:
+    """Bytes of a figure like "123 kB"."""
+    return int(value.split()[0]) << 10
+
+
+def _read(path: str) -> str | None:
+    # Without buffers and decoders of open(): this runs before each block is made.
     try:
-        return path.read_text().strip()
+        with io.FileIO(path) as file:
+            return file.readall().decode(errors="surrogateescape").strip()
     except OSError:
         return None
 
 
-def _number(path: Path) -> int | None:
+def _names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _number(path: str) -> int | None:
     text = _read(path)
     return int(text) if text is not None and text.isdigit() else None

@@ -82,12 +82,14 @@ class Plan:
         Raises
         ------
         CapacityError
-            With the figures.
+            With the figures, and the limit that has the least room.
         """
         if not self.fits:
+            least = limits.tightest()
             raise CapacityError(
                 f"the model needs {format_bytes(self.total_bytes)} with a context of {self.ctx} "
-                f"tokens, but {format_bytes(self.available_bytes)} are available: "
+                f"tokens, but {format_bytes(self.available_bytes)} are available (the least room "
+                f"is in {least.name}, limit {format_bytes(least.limit_bytes)}): "
                 f"{'; '.join(self.advice)}",
                 self.available_bytes,
                 0,
