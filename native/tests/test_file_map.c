@@ -221,7 +221,7 @@ static void test_refused_maps(void) {
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, (um_category)-1);
         check_map_fails(UM_E_OS, EBADF, -1, 0, page, a, UM_CAT_WEIGHTS);
     }
-    check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)2, UM_CAT_WEIGHTS);
+    check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)3, UM_CAT_WEIGHTS);
     check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)-1, UM_CAT_WEIGHTS);
     close(fd);
     /* What cannot be mapped, and what was not opened for reading. */
@@ -250,19 +250,19 @@ static void test_warm(void) {
     for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
         int fd = make_file(100 * page + 1);
         um_block block = map_file(fd, page, 99 * page + 1, (um_access)access);
-        CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, &test_err));
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 100 * page);
         CHECK(holds_file(&block, page));
-        CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 99 * page, 2, 1, &test_err));
+        CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, NULL, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 99 * page, 2, 1, NULL, &test_err));
 
         /* The file loses its tail: an error, not a dead process, and the head is still there. */
         CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
-        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 1, &test_err));
+        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
         CHECK(test_err.os_errno == 0);
-        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 3, &test_err));
-        CHECK(um_block_warm(&block, 0, block.nbytes, 3, NULL) == UM_E_IO);
-        CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, &test_err));
+        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
+        CHECK(um_block_warm(&block, 0, block.nbytes, 3, NULL, NULL) == UM_E_IO);
+        CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, NULL, &test_err));
         CHECK(((unsigned char *)block.base)[49 * page - 1] == byte_at(50 * page - 1));
         unmap(&block);
         close(fd);
@@ -343,7 +343,7 @@ static um_status run_read(void *context, um_error *err) {
 
 static um_status run_warm(void *context, um_error *err) {
     mapping *m = context;
-    return um_block_warm(&m->block, 0, m->block.nbytes, 2, err);
+    return um_block_warm(&m->block, 0, m->block.nbytes, 2, NULL, err);
 }
 
 static void test_faults(void) {

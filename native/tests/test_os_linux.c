@@ -32,7 +32,7 @@ static void test_memory(void) {
     CHECK(strcmp(os_state_permissions(base), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 16 * page - 1), "---p") == 0);
 
-    CHECK_CALL(0, um_os_map_at(base + 4 * page, 8 * page));
+    CHECK_CALL(0, um_os_map_at(base + 4 * page, 8 * page, 0));
     CHECK(strcmp(os_state_permissions(base + 4 * page - 1), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 4 * page), "rw-p") == 0);
     CHECK(strcmp(os_state_permissions(base + 12 * page - 1), "rw-p") == 0);
@@ -44,15 +44,15 @@ static void test_memory(void) {
     for (int i = 0; i < 8; i++) {
         CHECK((pages[i] & 1) == 0);
     }
-    CHECK_CALL(0, um_os_populate(base + 5 * page, 2 * page, 1));
-    CHECK_CALL(0, um_os_populate(base + 10 * page, page, 0));
+    CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
+    CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
     CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
     CHECK((pages[0] & 1) == 0 && (pages[1] & 1) == 1 && (pages[2] & 1) == 1 && (pages[3] & 1) == 0);
     CHECK(base[5 * page] == 0 && base[7 * page - 1] == 0);
 
     if (um_huge_page_bytes() != 0) {
-        CHECK_CALL(0, um_os_advise_huge(base + 4 * page, 8 * page, 1));
-        CHECK_CALL(0, um_os_advise_huge(base + 4 * page, 8 * page, 0));
+        CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
+        CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_NO_HUGE));
     }
     CHECK_CALL(0, um_os_unmap(base, 16 * page));
     CHECK(strcmp(os_state_permissions(base + 5 * page), "") == 0);
@@ -62,9 +62,9 @@ static void test_memory(void) {
     CHECK_CALL(ENOMEM, um_os_reserve((size_t)1 << 62, &untouched));
     CHECK(untouched == &page);
     CHECK_CALL(EINVAL, um_os_unmap(base + 1, page));
-    CHECK_CALL(ENOMEM, um_os_populate(base, page, 1));
+    CHECK_CALL(ENOMEM, um_os_advise(base, page, UM_OS_POPULATE_WRITE));
     CHECK_CALL(ENOMEM, um_os_residency(base, page, pages));
-    CHECK_CALL(EINVAL, um_os_advise_huge(base + 1, page, 1));
+    CHECK_CALL(EINVAL, um_os_advise(base + 1, page, UM_OS_HUGE));
 }
 
 static void test_files(void) {
