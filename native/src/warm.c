@@ -87,8 +87,7 @@ static bool is_hugetlb(const um_block *block) {
 
 /* EFAULT is the kernel's answer where a touch would end in SIGBUS: behind the end of a file that
  * has become shorter, or where the pool of huge pages, or the file system of shared memory, is used
- * up.
- */
+ * up. */
 static um_status fail_populate(const um_block *block, int os_errno, size_t end, size_t nbytes,
                                um_error *err) {
     if (os_errno != EFAULT) {
@@ -97,9 +96,8 @@ static um_status fail_populate(const um_block *block, int os_errno, size_t end, 
     bool shared = !block->is_file && block->sharing != UM_SHARING_NONE;
     uint64_t file_nbytes;
     size_t mapped_nbytes = SIZE_MAX; /* what is behind it was cut off */
-    if (shared && um_os_file_nbytes(block->fd, &file_nbytes) == 0 && file_nbytes < SIZE_MAX &&
-        !um_round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes)) {
-        mapped_nbytes = SIZE_MAX;
+    if (shared && um_os_file_nbytes(block->fd, &file_nbytes) == 0) {
+        (void)um_round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes);
     }
     if (block->is_file || mapped_nbytes < end) {
         return um_fail(err, UM_E_IO, "madvise");

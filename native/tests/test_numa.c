@@ -29,7 +29,7 @@ static struct {
     unsigned busy[MAX_PAGES];  /* as often not to be had now */
     bool gap[MAX_PAGES];       /* must not be asked for */
     size_t room[N_NODES];      /* pages that a node can still take */
-    size_t n_moved, n_calls;
+    size_t n_moved, n_calls, n_asked_to_move;
 } kernel;
 
 static char smaps[512], numa_maps[512];
@@ -155,6 +155,7 @@ static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *
     static size_t aside[MAX_PAGES];
     size_t n_aside = 0, begin = 0;
     kernel.n_calls++;
+    kernel.n_asked_to_move += nodes != NULL ? n : 0;
     for (size_t i = 0; i < n && nodes == NULL; i++) {
         int node = kernel.node[page_of(pages[i])];
         out_status[i] = node == NOWHERE ? -ENOENT : node;
@@ -213,7 +214,7 @@ static size_t repair(um_block *block) {
     uint64_t elsewhere = UINT64_MAX;
     um_block copy = *block;
     play_books();
-    kernel.n_moved = kernel.n_calls = 0;
+    kernel.n_moved = kernel.n_calls = kernel.n_asked_to_move = 0;
     CHECK_OK(um_block_repair(block, &elsewhere, &test_err));
     CHECK(memcmp(block, &copy, sizeof copy) == 0);
     CHECK(elsewhere % kernel.page_bytes == 0);
@@ -345,6 +346,7 @@ static void test_interleave(void) {
         um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
         CHECK_EQ_U64(repair(&block), 0);
         CHECK_EQ_U64(kernel.n_moved, 0); /* wherever the kernel began */
+        CHECK_EQ_U64(kernel.n_calls, 2);
 
         for (size_t i = 0; i < 700; i++) {
             kernel.node[test_random(&seed) % 5000] = (int)(test_random(&seed) % N_NODES);
@@ -392,6 +394,7 @@ static void test_weighted(void) {
         }
         CHECK_EQ_U64(repair(&block), 0);
         CHECK_EQ_U64(kernel.n_moved, 0);
+        CHECK_EQ_U64(kernel.n_calls, 1);
         kernel.node[17] = kernel.node[18] = 1;
         CHECK_EQ_U64(repair(&block), 0);
         CHECK_EQ_U64(kernel.n_moved, 2);
@@ -456,6 +459,19 @@ static void test_huge_pages(void) {
         }
         CHECK(kernel.n_calls < 40);
     }
+    /* One address moves a huge page; one that cannot be moved is not tried with each of them. */
+    play(HUGE * 20, um_page_bytes());
+    for (size_t first = 0; first < kernel.n_pages; first += HUGE) {
+        play_huge(first, HUGE);
+    }
+    memset(kernel.node, 0, sizeof kernel.node);
+    um_block block = make_block(UM_NUMA_BIND, 1 << 1, HUGE);
+    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ_U64(kernel.n_asked_to_move, 20);
+    memset(kernel.node, 0, sizeof kernel.node);
+    kernel.pinned[3 * HUGE] = true;
+    CHECK_EQ_U64(repair(&block), HUGE);
+    CHECK(kernel.n_calls < 40);
 }
 
 /* Where the kernel had no huge pages it spreads small ones, and that is left as it is. */
@@ -528,11 +544,14 @@ static void test_immovable_pages(void) {
     CHECK_EQ_U64(repair(&block), n_pinned + n_shared);
     CHECK_EQ_U64(n_on(1), n_pinned + n_shared);
 
-    /* A page that is in use for good is not waited for. */
+    /* A page that is in use is asked for again; one that is in use for good is not waited for. */
     play(10, um_page_bytes());
     memset(kernel.node, 0, sizeof kernel.node);
-    kernel.busy[3] = UINT32_MAX;
+    kernel.busy[3] = 2;
     block = make_block(UM_NUMA_BIND, 1 << 1, 1);
+    CHECK_EQ_U64(repair(&block), 0);
+    memset(kernel.node, 0, sizeof kernel.node);
+    kernel.busy[3] = UINT32_MAX;
     CHECK_EQ_U64(repair(&block), 1);
     CHECK(kernel.n_calls < 20);
 

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <unistd.h>
 
 #include "fault_os.h"
@@ -227,7 +228,46 @@ static void test_shorter(void) {
     }
     CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
     unmap(&block);
+
+    /* The last page of a file that ends inside it is there. */
+    CHECK(ftruncate(fd, 2 * (off_t)page + 100) == 0);
+    REQUIRE(CHECK_OK(um_block_attach(&block, fd, UM_ACCESS_SHARED, UM_CAT_OTHER, &test_err)));
+    CHECK_OK(um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
+    fault_os_fail_nth(1, EFAULT);
+    CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
+    fault_os_fail_nth(0, 0);
+    CHECK(ftruncate(fd, (off_t)page) == 0);
+    CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, page + 1, 1, NULL, &test_err));
+    CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
+    unmap(&block);
     close(fd);
+}
+
+/* A file system of shared memory that has less room than the file. */
+static void test_full_file_system(void) {
+    char folder[] = "/tmp/unimem-warm-XXXXXX", path[64], options[64];
+    REQUIRE(mkdtemp(folder) != NULL);
+    snprintf(options, sizeof options, "size=%zu", 4 * page);
+    if (mount("tmpfs", folder, "tmpfs", 0, options) != 0) {
+        test_skip("a full file system", "this process may not mount one");
+        rmdir(folder);
+        return;
+    }
+    snprintf(path, sizeof path, "%s/block", folder);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    CHECK(fd >= 0);
+    um_block block = make_block(
+        20 * page, &(um_block_options){.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd});
+    CHECK_OK(um_block_warm(&block, 0, 2 * page, 1, NULL, &test_err));
+    for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
+        CHECK_STATUS(UM_E_NOMEM,
+                     um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
+        CHECK(test_err.os_errno == ENOMEM);
+    }
+    unmap(&block);
+    close(fd);
+    CHECK(umount(folder) == 0);
+    rmdir(folder);
 }
 
 static void test_hugetlb(void) {
@@ -353,6 +393,7 @@ int main(void) {
     test_gaps();
     test_shared();
     test_shorter();
+    test_full_file_system();
     test_hugetlb();
     test_no_page();
     test_refused();
