@@ -3,43 +3,58 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from unimem import limits
+from unimem.errors import CapacityError
 
 Write = Callable[[str, object], None]
 
+V2 = "30 20 0:25 / /cg rw - cgroup2 cgroup2 rw\n"
+V1 = (
+    "31 20 0:26 / /cg/memory rw - cgroup cgroup rw,memory\n"
+    "32 20 0:27 / /cg/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "33 20 0:28 / /cg/huge rw - cgroup cgroup rw,hugetlb\n"
+)
+MEMINFO = "MemTotal: 20 kB\nMemFree: 5 kB\nMemAvailable: 10 kB\nHugepagesize: 2048 kB"
+
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Write files of /sys/fs/cgroup, of /sys/devices/system/cpu and /proc/self/cgroup."""
-    real = limits._read
-
-    def read(path: Path) -> str | None:
-        return real(tmp_path / "self" if str(path) == "/proc/self/cgroup" else path)
-
-    monkeypatch.setattr(limits, "_CGROUP_ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "_CPUS", tmp_path / "cpu")
-    monkeypatch.setattr(limits, "_read", read)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Write files as the process would see them, cgroups under /cg; all others are absent."""
+    real_read, real_names = limits._read, limits._names
+    monkeypatch.setattr(limits, "_read", lambda path: real_read(f"{tmp_path}{path}"))
+    monkeypatch.setattr(limits, "_names", lambda path: real_names(f"{tmp_path}{path}"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    limits._mounts.cache_clear()
 
     def write(name: str, content: object) -> None:
-        path = tmp_path / name
+        short = {"self": "proc/self/cgroup", "cgroup": "cg", "cpu": "sys/devices/system/cpu"}
+        first, slash, rest = name.partition("/")
+        path = tmp_path / f"{short.get(first, first)}{slash}{rest}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
 
-    return write
+    write("proc/self/mountinfo", V2 + V1)
+    write("proc/meminfo", MEMINFO)
+    yield write
+    limits._mounts.cache_clear()
 
 
 def test_without_cgroups(tree: Write) -> None:
-    assert limits.available_bytes() == 10_000
+    assert limits.available_bytes() == 10 << 10
     assert limits.thread_count() == 8
+    (machine,) = limits.memory_limits()
+    assert (machine.name, machine.limit_bytes) == ("memory of the machine", 20 << 10)
+
+
+def test_without_proc(tree: Write, tmp_path: Path) -> None:
+    (tmp_path / "proc/meminfo").unlink()
+    (machine,) = limits.memory_limits()
+    assert 0 < machine.room_bytes <= machine.limit_bytes
 
 
 def test_version_2_takes_the_least_room_above(tree: Write) -> None:
@@ -50,6 +65,7 @@ def test_version_2_takes_the_least_room_above(tree: Write) -> None:
     tree("cgroup/a/memory.current", 2000)
     tree("cgroup/a/memory.stat", "anon 1200\ninactive_file 300\nslab 7")
     assert limits.available_bytes() == 3300
+    assert limits.tightest().name == "cgroup /a"
     tree("cgroup/a/b/memory.max", 1000)
     assert limits.available_bytes() == 900
     tree("cgroup/a/memory.current", 9000)
@@ -88,6 +104,154 @@ def test_threads_of_one_core_count_once(tree: Write) -> None:
     assert limits.thread_count() == 4
 
 
+def test_high_is_a_limit_and_the_remedy_names_its_file(tree: Write) -> None:
+    tree("self", "0::/a")
+    tree("cgroup/a/memory.max", 5000)
+    tree("cgroup/a/memory.high", 4000)
+    tree("cgroup/a/memory.current", 1000)
+    limit = limits.tightest()
+    assert (limit.name, limit.limit_bytes, limit.room_bytes) == ("cgroup /a", 4000, 3000)
+    assert limit.remedy == "echo max > /cg/a/memory.high"
+
+
+def test_a_container_sees_a_part_of_the_tree(tree: Write) -> None:
+    tree("proc/self/mountinfo", r"30 20 0:25 /docker/x /c\040g ro - cgroup2 cgroup2 rw")
+    tree("c g/s/memory.max", 4000)
+    tree("c g/s/memory.current", 0)
+    tree("c g/memory.max", 3000)
+    tree("c g/memory.current", 0)
+    tree("self", "0::/docker/x/s")
+    assert [limit.name for limit in limits.memory_limits()[1:]] == [
+        "cgroup /docker/x/s",
+        "cgroup /docker/x",
+    ]
+    for hidden in ("/elsewhere/y", "/../../y"):
+        tree("self", f"0::{hidden}")
+        assert [limit.name for limit in limits.memory_limits()[1:]] == ["cgroup /"]
+        assert limits.available_bytes() == 3000
+
+
+def test_the_commit_limit_counts_in_mode_2_only(tree: Write) -> None:
+    tree("proc/meminfo", MEMINFO + "\nCommitLimit: 9 kB\nCommitted_AS: 8 kB")
+    assert (limits.overcommit(), limits.available_bytes()) == (0, 10 << 10)
+    tree("proc/sys/vm/overcommit_memory", 2)
+    assert (limits.overcommit(), limits.available_bytes()) == (2, 1 << 10)
+    assert limits.tightest().name == "commit limit (overcommit_memory=2)"
+
+
+def test_require_names_the_least_room(tree: Write) -> None:
+    tree("self", "0::/a")
+    tree("cgroup/a/memory.max", 4096)
+    tree("cgroup/a/memory.current", 3072)
+    tree("cgroup/a/memory.stat", "inactive_file 1024")
+    limits.require(2048, "block 'kv'")
+    with pytest.raises(CapacityError) as caught:
+        limits.require(2049, "block 'kv'")
+    error = caught.value
+    assert (error.limit, error.used, error.asked) == (4096, 2048, 2049)
+    assert str(error) == (
+        "block 'kv' of 2.0 KiB does not fit: cgroup /a has room for 2.0 KiB (limit 4.0 KiB, "
+        "2.0 KiB used); raise it with: echo max > /cg/a/memory.max"
+    )
+
+
+def test_memlock(tree: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = 1 << 20
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
+    tree("proc/self/status", "VmLck:\t 64 kB\nCapEff:\t0000000000000000")
+    limit = limits.memlock()
+    assert limit is not None
+    assert (limit.limit_bytes, limit.room_bytes) == (1 << 20, (1 << 20) - (64 << 10))
+    assert all(way in limit.remedy for way in ("ulimit -l", "LimitMEMLOCK=", "--ulimit memlock"))
+    tree("proc/self/status", "VmLck:\t 64 kB\nCapEff:\t0000000000004000")
+    assert limits.memlock() is None
+    # The capability of a container with its own user ids is not the kernel's.
+    tree("proc/self/uid_map", "0 1000 65536")
+    assert limits.memlock() is not None
+    soft = -1
+    assert limits.memlock() is None
+
+
+def test_huge_pools(tree: Write) -> None:
+    assert limits.huge_pools() == {}
+    for kib, total in ((1048576, 2), (2048, 10), (64, 0)):
+        folder = f"sys/kernel/mm/hugepages/hugepages-{kib}kB"
+        tree(f"{folder}/nr_hugepages", total)
+        tree(f"{folder}/free_hugepages", total)
+    tree("sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", 3)
+    tree("sys/devices/system/node/online", "0")
+    tree("sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages", 10)
+    pools = limits.huge_pools()
+    assert list(pools) == ["64k", "2m", "1g"]
+    assert pools["2m"].nodes == {0: (10, 0)}
+    assert pools["2m"].available_bytes == 7 * (2 << 20)
+    limit = pools["2m"].limit(8 * (2 << 20))
+    assert limit.remedy == "echo 11 > /proc/sys/vm/nr_hugepages"
+    assert limit.room_bytes == pools["2m"].available_bytes
+    assert pools["1g"].limit(3 << 30).remedy.startswith("echo 3 > /sys/kernel/mm/hugepages/")
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "used"),
+    [
+        ("0::/a", "cgroup/a/hugetlb.2MB.max", "cgroup/a/hugetlb.2MB.current"),
+        ("0::/a", "cgroup/a/hugetlb.2MB.rsvd.max", "cgroup/a/hugetlb.2MB.rsvd.current"),
+        (
+            "5:hugetlb:/a",
+            "cgroup/huge/a/hugetlb.2MB.rsvd.limit_in_bytes",
+            "cgroup/huge/a/hugetlb.2MB.rsvd.usage_in_bytes",
+        ),
+    ],
+)
+def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
+    folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
+    tree(f"{folder}/nr_hugepages", 10)
+    tree(f"{folder}/free_hugepages", 10)
+    tree("self", own)
+    tree(most, 5 << 20)
+    tree(used, 1 << 20)
+    pool = limits.huge_pools()["2m"]
+    assert pool.available_bytes == 4 << 20
+    assert pool.limit(10 << 20).name == "hugetlb cgroup /a"
+
+
+def test_nodes(tree: Write) -> None:
+    tree("sys/devices/system/node/online", "0,2,1023")
+    tree("proc/self/status", "Mems_allowed_list:\t0,2")
+    for node, total, cpus in ((0, 100, "0-3"), (2, 0, ""), (1023, 50, "")):
+        folder = f"sys/devices/system/node/node{node}"
+        figures = {"MemTotal": total, "MemFree": total // 2, "Inactive(file)": total // 10}
+        lines = [f"Node {node} {name}: {kib} kB" for name, kib in figures.items()]
+        tree(f"{folder}/meminfo", "\n".join(lines))
+        tree(f"{folder}/cpulist", cpus)
+        tree(f"{folder}/distance", "10 15 20")
+    assert limits.nodes() == {
+        0: limits.Node(0, 100 << 10, 50 << 10, 60 << 10, (0, 1, 2, 3), (10, 20), True),
+        1023: limits.Node(1023, 50 << 10, 25 << 10, 30 << 10, (), (10, 20), False),
+    }
+
+
+def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
+    tree("cpu/online", "0-1")
+    assert limits.nodes() == {0: limits.Node(0, 20 << 10, 5 << 10, 10 << 10, (0, 1), (10,), True)}
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("", ()), ("0", (0,)), ("0,2-3\n", (0, 2, 3)), ("3,1-2,2", (1, 2, 3)), ("1023", (1023,))],
+)
+def test_lists(text: str, numbers: tuple[int, ...]) -> None:
+    assert limits.parse_list(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["a", "1,", "3-1", "-1", "1-", "0x1", "0-99999999", "1 2"])
+def test_lists_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a list of numbers"):
+        limits.parse_list(text)
+
+
 def test_this_machine() -> None:
-    assert 0 < limits.available_bytes() <= psutil.virtual_memory().total
+    machine = limits.memory_limits()[0]
+    assert 0 < limits.available_bytes() <= machine.limit_bytes
     assert 1 <= limits.thread_count() <= len(os.sched_getaffinity(0))
+    assert any(node.allowed for node in limits.nodes().values())

@@ -370,8 +370,8 @@ def parse_list(text: str) -> tuple[int, ...]:
         last = int(match[2] or match[1]) if match else -1
         if not first <= last < _MOST_LISTED:
             raise ValueError(
-                f'expected a list of numbers and ascending ranges below {_MOST_LISTED}, like "0,2-3"'
-                f", got {text!r}"
+                f"expected a list of numbers and ascending ranges below {_MOST_LISTED}, "
+                f'like "0,2-3", got {text!r}'
             )
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))
@@ -480,7 +480,7 @@ def _cgroups(controller: str) -> Iterator[tuple[str, str, int]]:
         folder, root = mount
         # A container may see only a part of the tree: what it mounts begins at `root`. Its path
         # may also be the host's, or lead out of its namespace: what exists is ours.
-        inside = root == "/" or path == root or path.startswith(f"{root}/")
+        inside = root in ("/", path) or path.startswith(f"{root}/")
         above = "" if root == "/" or not inside else root
         parts = [part for part in path[len(above) :].split("/") if part]
         if ".." in parts:
@@ -532,7 +532,7 @@ def _fields(path: str, prefix: str = "") -> dict[str, str]:
 
 def _kib(value: str) -> int:
     """Bytes of a figure like "123 kB"."""
-    return int(value.split()[0]) << 10
+    return int(value.split(maxsplit=1)[0]) << 10
 
 
 def _read(path: str) -> str | None:

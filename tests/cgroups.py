@@ -1,0 +1,100 @@
+"""A cgroup of 512 MB for tests, made below the own one and removed afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from unimem import limits
+
+LIMIT_BYTES = 512 << 20
+
+# The child is moved before the interpreter of the script starts, so that all it takes is counted.
+_ENTER = 'echo $$ > "$1/cgroup.procs" && exec "$2" -c "$3"'
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCgroup:
+    """A cgroup whose memory is limited to `LIMIT_BYTES`.
+
+    Attributes
+    ----------
+    name : str
+        What `limits` calls it: "cgroup /a/b".
+    folder : Path
+        Where its files are.
+    """
+
+    name: str
+    folder: Path
+
+    def run(self, script: str) -> str:
+        """Run a Python script in the cgroup and give what it prints; fail when it fails."""
+        ended = subprocess.run(
+            ["sh", "-c", _ENTER, "sh", str(self.folder), sys.executable, script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        # A kill by the kernel shows as -9.
+        assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+
+def _make() -> tuple[SmallCgroup, Callable[[], None]]:
+    own = f"unimem-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    refusal = "no memory controller is mounted"
+    # Below the own cgroup where that may have children with limits, else at the root of the tree.
+    places = list(limits._cgroups("memory"))
+    for above, name, version in [*places[:1], *places[-1:]]:
+        folder = Path(above) / own
+        file = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        try:
+            folder.mkdir()
+            try:
+                if version == 2 and not file.exists():
+                    (Path(above) / "cgroup.subtree_control").write_text("+memory")
+                file.write_text(str(LIMIT_BYTES))
+            except OSError:
+                folder.rmdir()
+                raise
+        except OSError as error:
+            refusal = str(error)
+            continue
+        return SmallCgroup(f"cgroup {name.rstrip('/')}/{own}", folder), folder.rmdir
+    pytest.skip(f"a cgroup with a limit on memory cannot be made: {refusal}")
+
+
+@contextmanager
+def small_cgroup() -> Iterator[SmallCgroup]:
+    """Make the cgroup, and remove it at the end."""
+    if os.geteuid() != 0:
+        pytest.skip("making a cgroup needs root")
+    cgroup, remove = _make()
+    try:
+        yield cgroup
+    finally:
+        # The kernel may still be taking leave of the last process.
+        for _ in range(100):
+            with suppress(OSError):
+                remove()
+                break
+            time.sleep(0.02)
+        assert not cgroup.folder.exists(), f"{cgroup.folder} is left behind"
+
+
+@pytest.fixture
+def cgroup_512mb() -> Iterator[SmallCgroup]:
+    """Import this into a test module to use it: `cgroup_512mb.run(script)`."""
+    with small_cgroup() as cgroup:
+        yield cgroup
