@@ -17,6 +17,7 @@ from unimem._core.grid import Cell, Grid
 from unimem._core.kv import KVCache
 from unimem._core.tape import Tape
 from unimem.dims import ModelDims
+from unimem.doctor import Machine, doctor
 from unimem.errors import (
     CacheFull,
     CapacityError,
@@ -48,6 +49,7 @@ __all__ = [
     "GridFull",
     "KVCache",
     "Layout",
+    "Machine",
     "ModelDims",
     "Placement",
     "PlacementError",
@@ -60,6 +62,7 @@ __all__ = [
     "TapeFull",
     "Tensor",
     "Weights",
+    "doctor",
     "get_include",
     "get_library",
     "open_weights",

@@ -81,6 +81,7 @@ def _app() -> typer.Typer:
     """Collect the commands. A new command is a new file and a line here."""
     import typer
 
+    from unimem.cli.doctor import doctor
     from unimem.cli.run import run
 
     app = typer.Typer(
@@ -92,6 +93,7 @@ def _app() -> typer.Typer:
     )
     app.callback()(_unimem)
     app.command()(run)
+    app.command()(doctor)
     return app
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-__all__ = ["Flow", "dim", "heading", "printable", "progress", "show"]
+__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "progress", "show"]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
@@ -116,6 +116,16 @@ def dim(text: str) -> str:
 def heading(text: str) -> str:
     """Make text stand out, where standard output shows colours."""
     return _styled(text, "\x1b[1m")
+
+
+def good(text: str) -> str:
+    """Make text green, where standard output shows colours."""
+    return _styled(text, "\x1b[32m")
+
+
+def bad(text: str) -> str:
+    """Make text yellow, where standard output shows colours: it is worth a look, and no error."""
+    return _styled(text, "\x1b[33m")
 
 
 def _styled(text: str, code: str) -> str:

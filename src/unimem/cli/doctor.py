@@ -1,0 +1,27 @@
+"""`unimem doctor`: what this machine gives to inference, and what to change."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from unimem import doctor as look
+from unimem.cli import terminal
+from unimem.doctor_text import Style, render
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead (see docs/doctor.md).")
+    ] = False,
+) -> None:
+    """Show what this machine gives to inference, and what to change so that it gives more."""
+    machine = look()
+    if as_json:
+        terminal.show(machine.to_json() + "\n")
+        return
+    style = Style(terminal.dim, terminal.heading, terminal.good, terminal.bad)
+    terminal.show(render(machine, style) + "\n")
