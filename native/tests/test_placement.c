@@ -345,10 +345,10 @@ static void test_invented_nodes(void) {
     fault_os_file(smaps_path, smaps);
     fault_os_file(numa_maps_path, numa_maps);
     um_block block = invented_block();
-    const char *several[] = {"0-1,7,1023\n", "0,1\n", "\n", ""};
-    for (int i = 0; i < 8; i++) {
-        fault_os_file(has_memory_path, several[i % 4]);
-        fault_os_limit_read(i < 4 ? 0 : 5);
+    const char *several[] = {"0-1,7,1023\n", "0,1\n", "\n", "", "1024\n"};
+    for (int i = 0; i < 10; i++) {
+        fault_os_file(has_memory_path, several[i % 5]);
+        fault_os_limit_read(i < 5 ? 0 : 5);
         um_placement p = placement_of(&block);
         CHECK_EQ_U64(p.node_bytes[0], 4 << 10);
         CHECK_EQ_U64(p.node_bytes[1], (8 << 10) + (3 * 2048 << 10) + (64 << 10));

@@ -170,6 +170,9 @@ static void test_cpus(void) {
         n_pinned += n;
     }
     CHECK_EQ_U64(n_pinned, 4);
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* one part is the caller's */
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
 
     int beyond[] = {some[0], 8192};
     CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 2, beyond, &test_err));

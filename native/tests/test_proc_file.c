@@ -1,0 +1,96 @@
+/* Files of /proc and /sys: whole or line by line, however few bytes a read gives. */
+#include "proc_file.h"
+
+#include "test.h"
+
+#include <errno.h>
+
+#include "fault_os.h"
+
+static const char path[] = "/invented";
+static os_state before, after;
+
+static void test_text(void) {
+    char text[16];
+    size_t limits[] = {0, 1, 3};
+    os_state_read(&before);
+    for (size_t i = 0; i < 3; i++) {
+        fault_os_limit_read(limits[i]);
+        fault_os_file(path, "0-3\n");
+        CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "0-3\n") == 0);
+        CHECK(um_proc_text(path, text, 3) == 0 && strcmp(text, "0-") == 0);
+        CHECK(um_proc_text(path, text, 1) == 0 && strcmp(text, "") == 0);
+        fault_os_file(path, "");
+        CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "") == 0);
+    }
+    fault_os_limit_read(0);
+    fault_os_file(path, NULL);
+    strcpy(text, "before");
+    CHECK(um_proc_text(path, text, sizeof text) == ENOENT && strcmp(text, "") == 0);
+
+    fault_os_file(path, "text");
+    for (unsigned n = 1; n <= 4; n++) {
+        static const int results[] = {EIO, EIO, EIO, 0}; /* open, two reads, close */
+        fault_os_fail_nth(n, EIO);
+        CHECK(um_proc_text(path, text, sizeof text) == results[n - 1]);
+        CHECK(strcmp(text, n < 4 ? "" : "text") == 0);
+    }
+    fault_os_fail_nth(2, EINTR);
+    CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "text") == 0);
+    fault_os_fail_nth(0, 0);
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+}
+
+static void check_lines(const char *text, const char *const *expected, size_t n_expected) {
+    static um_proc_lines lines;
+    size_t sizes[] = {1, 7, 256, 1 << 20}, limits[] = {0, 5};
+    fault_os_file(path, text);
+    for (int i = 0; i < 8; i++) {
+        char *line = NULL;
+        size_t n = 0;
+        fault_os_limit_read(limits[i / 4]);
+        REQUIRE(um_proc_lines_open(&lines, path, sizes[i % 4]) == 0);
+        while (um_proc_lines_next(&lines, &line) == 0 && line != NULL) {
+            CHECK(n < n_expected && strcmp(line, expected[n]) == 0);
+            n++;
+        }
+        CHECK_EQ_U64(n, n_expected);
+        um_proc_lines_close(&lines);
+    }
+    fault_os_limit_read(0);
+}
+
+static void test_lines(void) {
+    static char text[100000], tail[100000];
+    os_state_read(&before);
+    check_lines("", NULL, 0);
+    check_lines("without an end", NULL, 0);
+    check_lines("one\n\nthree\nrest", (const char *const[]){"one", "", "three"}, 3);
+    /* A line as long as the buffer, less its end, is whole; of a longer one the end is left. */
+    for (size_t n = sizeof((um_proc_lines *)0)->buffer - 1; n < sizeof text - 10; n += 20000) {
+        memset(text, 'x', n);
+        strcpy(text + n, "\nlast\n");
+        um_proc_lines *lines = malloc(sizeof *lines);
+        char *line;
+        fault_os_file(path, text);
+        REQUIRE(lines != NULL && um_proc_lines_open(lines, path, 4096) == 0);
+        REQUIRE(um_proc_lines_next(lines, &line) == 0 && line != NULL);
+        strcpy(tail, line);
+        CHECK(strspn(tail, "x") == strlen(tail));
+        CHECK(n == sizeof lines->buffer - 1 ? strlen(tail) == n : strlen(tail) < n);
+        CHECK(um_proc_lines_next(lines, &line) == 0 && strcmp(line, "last") == 0);
+        CHECK(um_proc_lines_next(lines, &line) == 0 && line == NULL);
+        um_proc_lines_close(lines);
+        free(lines);
+    }
+    fault_os_file(path, NULL);
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+}
+
+int main(void) {
+    test_text();
+    test_lines();
+    return test_report();
+}
