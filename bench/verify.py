@@ -172,10 +172,12 @@ def main() -> int:
     for pages, rounds in kinds:
         with warmed(nbytes, pages) as block, open("/proc/self/pagemap", "rb", 0) as pagemap:
             fd = pagemap.fileno()
+            # Each side follows the same one in every round. What the kernel looks at is in the CPU's
+            # caches after numa_maps as it is after verify(), and is not after move_pages.
             sides = {
+                "numa_maps, read whole": read_file("/proc/self/numa_maps", nbytes),
                 "verify()": ask_unimem(block),
                 "smaps, read whole": read_file("/proc/self/smaps", nbytes),
-                "numa_maps, read whole": read_file("/proc/self/numa_maps", nbytes),
                 every_page: ask_move_pages(block, PAGE),
                 one_in_2mb: ask_move_pages(block, HUGE),
                 "PAGEMAP_SCAN": scan_pagemap(block, fd, IS_PRESENT),
