@@ -222,8 +222,15 @@ def swap(m: Invented) -> None:
     m.write("/proc/meminfo", f"MemTotal: {256 << 20} kB\nSwapTotal: 8388608 kB\nSwapFree: 0 kB")
 
 
+def hugetlb_cgroup(m: Invented) -> None:
+    remedy = "echo max > /sys/fs/cgroup/a/hugetlb.2MB.max"
+    limit = limits.Limit("hugetlb cgroup /a", 0, 0, remedy)
+    wide = limits.Limit("hugetlb cgroup /", GIB, 0, "echo no")
+    m.pools["2m"] = dataclasses.replace(m.pools["2m"], cgroups=(limit, wide))
+
+
 def memlock(m: Invented) -> None:
-    m.memlock = limits.Limit("locked memory (memlock)", 8 << 20, 0, "ulimit -l unlimited")
+    m.memlock = limits.Limit("locked memory (memlock)", 8 << 20, 0, "raise it")
 
 
 def defrag_always(m: Invented) -> None:
@@ -299,6 +306,8 @@ NEEDED = [
     (balancing, "moves pages between nodes", "sysctl kernel.numa_balancing=0"),
     (zone_reclaim, "vm.zone_reclaim_mode=1", "sysctl vm.zone_reclaim_mode=0"),
     (swap, "vm.swappiness=60", "sysctl vm.swappiness=1"),
+    (hugetlb_cgroup, "hugetlb cgroup /a allows 0 B of the pool of 2m pages",
+     "echo max > /sys/fs/cgroup/a/hugetlb.2MB.max"),
     (memlock, "only 8.0 MiB may be locked", "ulimit -l unlimited"),
     (defrag_always, "every page fault may wait", f"echo defer+madvise > {THP}/defrag"),
     (defrag_defer, "THP defrag=defer", f"echo defer+madvise > {THP}/defrag"),
@@ -314,7 +323,11 @@ NEEDED = [
 OPTIONAL = [
     (kernel("6.1.0-18-amd64"), "Linux 6.1 is older than 6.7", "boot Linux 6.7 or newer"),
     (no_weights, "Linux 6.8 is older than 6.9", "boot Linux 6.9 or newer"),
-    (no_pool, "no hugetlb pages of 2m", "sysctl vm.nr_hugepages=8192"),
+    (
+        no_pool,
+        "no hugetlb pages of 2m",
+        "echo 8192 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
+    ),
 ]
 CASES = [(*case, False) for case in NEEDED] + [(*case, True) for case in OPTIONAL]
 
@@ -392,6 +405,11 @@ def memlock_of_all(m: Invented) -> None:
     m.memlock = limits.Limit("locked memory (memlock)", 256 * GIB, 0, "")
 
 
+def wide_hugetlb_cgroup(m: Invented) -> None:
+    limit = limits.Limit("hugetlb cgroup /a", 200 << 20, 0, "echo no")
+    m.pools["2m"] = dataclasses.replace(m.pools["2m"], cgroups=(limit,))
+
+
 def pool_on_demand(m: Invented) -> None:
     m.pools = {"2m": pool(2 << 20, 0, surplus_most=10)}
 
@@ -414,8 +432,8 @@ def forbidden_node_without_memory(m: Invented) -> None:
     [
         thp_always, size_overrides_never, defrag_always_for_those_who_ask, shmem_force,
         shm_is_no_tmpfs, generous_quota, container_of_one_node, one_node_balanced,
-        tiered_balancing, quiet_swap, memlock_of_all, pool_on_demand, backported_weights,
-        no_cpufreq, forbidden_node_without_memory, kernel("7.0.1"),
+        tiered_balancing, quiet_swap, memlock_of_all, wide_hugetlb_cgroup, pool_on_demand,
+        backported_weights, no_cpufreq, forbidden_node_without_memory, kernel("7.0.1"),
     ],
 )  # fmt: skip
 def test_what_does_no_harm_is_no_finding(
@@ -446,7 +464,10 @@ def test_large_pages_are_proposed_to_large_machines(machine: Invented) -> None:
     assert [finding.is_optional for finding in found] == [True, True]
     assert found[1].run.endswith("hugepagesz=1G hugepages=16")
     machine.write("/proc/meminfo", f"MemTotal: {32 << 20} kB")
-    assert len(um.doctor().findings) == 1
+    (small,) = um.doctor().findings
+    assert small.run.startswith("echo 4096 >")  # a fourth of the machine
+    machine.write("/proc/meminfo", f"MemTotal: {2 << 20} kB")
+    assert um.doctor().findings[0].run.startswith("echo 512 >")
 
 
 def test_findings_come_by_their_effect(machine: Invented) -> None:
@@ -643,6 +664,6 @@ def test_the_real_machine_is_as_the_kernel_says() -> None:
     assert found.cpu.cores <= found.cpu.threads
     assert set(found.cpu.features) <= set((read("/proc/cpuinfo") or "").split())
     assert found.cpu.usable_cores == limits.thread_count()
-    assert dict(found.pools) == dict(limits.huge_pools())
+    assert list(found.pools) == list(limits.huge_pools())
     assert set(found.numa.nodes) == set(limits.nodes())
     assert max(map(len, str(found).splitlines()[:4])) <= 80

@@ -14,7 +14,8 @@ from unimem.placement import format_bytes
 __all__ = ["findings"]
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
-_EXAMPLE_BYTES = 16 << 30  # a model whose need of huge pages is reckoned as an example
+_GIB = 1 << 30
+_EXAMPLE_BYTES = 16 * _GIB  # a model whose need of huge pages is reckoned as an example
 _ENOUGH_MAPS = 65530  # what the kernel sets by itself
 _QUIET_SWAPPINESS = 10
 _LARGE_BYTES = 64 << 30  # below, a pool of 1 GiB pages costs more room than it gains
@@ -150,9 +151,26 @@ def _memlock(machine: Machine) -> Iterator[Finding]:
             f"only {format_bytes(limit.limit_bytes)} may be locked (memlock)",
             "lock=True is refused beyond that, and what is not locked may be swapped out or "
             "dropped.",
-            limit.remedy,
-            "blocks of any size can be locked in RAM",
+            "ulimit -l unlimited",
+            "blocks of any size can be locked in RAM; for a service LimitMEMLOCK=infinity does it, "
+            "for a container --ulimit memlock=-1",
         )
+
+
+def _hugetlb_cgroups(machine: Machine) -> Iterator[Finding]:
+    for name, pool in machine.pools.items():
+        if not pool.total or not pool.cgroups:
+            continue
+        limit = min(pool.cgroups, key=lambda limit: limit.limit_bytes)
+        if limit.limit_bytes < pool.total * pool.page_bytes:
+            yield Finding(
+                f"{limit.name} allows {format_bytes(limit.limit_bytes)} of the pool of {name} "
+                "pages",
+                f"The pool has {format_bytes(pool.total * pool.page_bytes)}; blocks beyond the "
+                "limit get other pages, whatever is free.",
+                limit.remedy,
+                "blocks can have all reserved pages",
+            )
 
 
 def _numa(machine: Machine) -> Iterator[Finding]:
@@ -283,27 +301,31 @@ def _pools(machine: Machine) -> Iterator[Finding]:
     pools = machine.pools
     if any(pool.total or pool.surplus_most for pool in pools.values()):
         return
+    # An example that a small machine could follow without being left without memory.
+    fourth = machine.memory.total_bytes // 4 // _GIB * _GIB
+    nbytes = min(_EXAMPLE_BYTES, max(_GIB, fourth))
     small = pools.get("2m")
     if small is not None:
-        pages = -(-_EXAMPLE_BYTES // small.page_bytes)
+        pages = nbytes // small.page_bytes
         yield Finding(
             "no hugetlb pages of 2m are reserved",
             "With THP blocks get huge pages when memory is not fragmented; reserved ones are sure, "
-            f"cannot be swapped, and are unmapped at once. {format_bytes(_EXAMPLE_BYTES)} need "
+            f"cannot be swapped, and are unmapped at once. A model of {format_bytes(nbytes)} needs "
             f"{pages} pages.",
-            f"sysctl vm.nr_hugepages={pages}",
-            f"{format_bytes(_EXAMPLE_BYTES)} are set aside: nothing else can use them",
+            # vm.nr_hugepages is of the default size, which the kernel's command line may change.
+            f"echo {pages} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
+            f"{format_bytes(nbytes)} are set aside: nothing else can use them",
             is_optional=True,
         )
     large = pools.get("1g")
     if large is not None and machine.memory.total_bytes >= _LARGE_BYTES:
-        pages = _EXAMPLE_BYTES // large.page_bytes
+        pages = nbytes // large.page_bytes
         yield Finding(
             "no hugetlb pages of 1g are reserved",
             "They need the fewest TLB entries. Only at boot is there surely memory in pieces of "
             "1 GiB.",
             f"add to the kernel's command line: hugepagesz=1G hugepages={pages}",
-            f"{format_bytes(_EXAMPLE_BYTES)} are set aside from boot on, spread over the nodes",
+            f"{format_bytes(nbytes)} are set aside from boot on, spread over the nodes",
             is_optional=True,
         )
 
@@ -318,6 +340,7 @@ _JUDGES = (
     _mbind,
     _numa,
     _swap,
+    _hugetlb_cgroups,
     _memlock,
     _defrag,
     _shmem,
