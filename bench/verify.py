@@ -172,7 +172,7 @@ def main() -> int:
     for pages, rounds in kinds:
         with warmed(nbytes, pages) as block, open("/proc/self/pagemap", "rb", 0) as pagemap:
             fd = pagemap.fileno()
-            # Each side follows the same one in every round. What the kernel looks at is in the caches
+            # Each side follows the same one in every round. What the kernel looks at is in caches
             # after numa_maps as it is after verify(), and is not after move_pages.
             sides = {
                 "numa_maps, read whole": read_file("/proc/self/numa_maps", nbytes),
