@@ -2,13 +2,346 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Unpack
 
-import unimem
+import numpy as np
+import pytest
+
+import unimem as um
+from numa.books import NODES, meminfo, move, node_bytes, numastat, page_nodes
+from unimem import limits
+from unimem.placement import Pages, PlacementOptions
+
+MB = 1 << 20
+PAGES: tuple[Pages, ...] = ("4k", "thp", "2m")
+UNIT = {"4k": 4096, "thp": 2 * MB, "2m": 2 * MB}  # memory that lies on one node
+# An odd number of units, so that two nodes cannot have the same.
+NBYTES = {"4k": 16 * MB + 4096, "thp": 18 * MB, "2m": 18 * MB}
+WEIGHTS = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
+
+
+def nodes_of(block: um.Block) -> dict[int, int]:
+    """Resident bytes on each node, for which unimem and the kernel must have the same figures."""
+    nodes = node_bytes(block.address, block.reserved_bytes)
+    assert block.verify().nodes == nodes
+    assert sum(nodes.values()) == block.verify().resident_bytes
+    return nodes
+
+
+def made(pages: Pages, numa: str, *, shared: bool = False) -> um.Block:
+    """A warm block that has just what it asked for."""
+    nbytes = NBYTES[pages]
+    block = um.Block(nbytes, pages=pages, numa=numa, shared=shared, warm=True, strict=True)
+    placement = block.verify()
+    assert placement.pages == pages
+    assert placement.resident_bytes == block.nbytes == nbytes
+    assert placement.huge_bytes == (0 if pages == "4k" else nbytes)
+    return block
+
+
+def fallen_back(match: str, nbytes: int, **options: Unpack[PlacementOptions]) -> um.Block:
+    """A block that has less than it asked for, of which one warning tells."""
+    with pytest.warns(um.PlacementWarning, match=match) as warned:
+        block = um.Block(nbytes, **options)
+    assert len(warned) == 1
+    return block
+
+
+def is_even(nodes: dict[int, int], among: set[int], unit: int) -> bool:
+    """Whether each of these nodes has the same, but for one unit, and no other node anything."""
+    return set(nodes) == among and max(nodes.values()) - min(nodes.values()) <= unit
+
+
+# ---- the machine ----
 
 
 def test_the_machine_has_three_nodes_one_without_cpus() -> None:
-    nodes = Path("/sys/devices/system/node")
-    assert (nodes / "has_memory").read_text().strip() == "0-2"
-    assert (nodes / "has_cpu").read_text().strip() == "0-1"
-    assert unimem.__version__
+    assert (NODES / "has_memory").read_text().strip() == "0-2"
+    assert (NODES / "has_cpu").read_text().strip() == "0-1"
+
+
+def test_limits_know_the_nodes() -> None:
+    nodes = limits.nodes()
+    assert list(nodes) == [0, 1, 2]
+    for number, node in nodes.items():
+        folder = NODES / f"node{number}"
+        memory = meminfo(number)
+        assert node.id == number
+        assert node.allowed
+        assert node.total_bytes == memory["MemTotal"]
+        assert abs(node.free_bytes - memory["MemFree"]) < 32 * MB
+        assert node.free_bytes <= node.available_bytes <= node.total_bytes
+        assert node.distances == tuple(map(int, (folder / "distance").read_text().split()))
+        assert node.cpus == limits.parse_list((folder / "cpulist").read_text())
+        pool = limits.huge_pools()["2m"].nodes[number]
+        assert pool == (memory["HugePages_Total"], memory["HugePages_Free"]) == (32, 32)
+    assert nodes[2].cpus == ()
+    assert nodes[0].distances == (10, 20, 30)
+
+
+# ---- policies ----
+
+
+@pytest.mark.parametrize("pages", PAGES)
+def test_interleave_over_two_nodes(pages: Pages) -> None:
+    with made(pages, "interleave:0,1") as block:
+        assert is_even(nodes_of(block), {0, 1}, UNIT[pages])
+
+
+@pytest.mark.parametrize("numa", ["interleave", "interleave:0-2"])
+@pytest.mark.parametrize("pages", PAGES)
+def test_interleave_over_all_nodes(pages: Pages, numa: str) -> None:
+    with made(pages, numa) as block:
+        assert is_even(nodes_of(block), {0, 1, 2}, UNIT[pages])
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("pages", PAGES)
+def test_bind(pages: Pages, node: int) -> None:
+    with made(pages, f"bind:{node}") as block:
+        assert nodes_of(block) == {node: block.nbytes}
+
+
+@pytest.mark.parametrize(("numa", "among"), [("bind:0,2", {0, 2}), ("bind:0-1", {0, 1})])
+@pytest.mark.parametrize("pages", PAGES)
+def test_bind_to_several_nodes(pages: Pages, numa: str, among: set[int]) -> None:
+    with made(pages, numa) as block:
+        assert set(nodes_of(block)) <= among
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_preferred(node: int) -> None:
+    with made("4k", f"preferred:{node}") as block:
+        assert nodes_of(block) == {node: block.nbytes}
+
+
+@pytest.fixture
+def three_to_one() -> Iterator[None]:
+    """Weights of the kernel: 3 for node 0, and 1 for the others."""
+    before = {file: file.read_text() for file in WEIGHTS.iterdir() if file.name != "auto"}
+    assert len(before) == 3
+    for file in before:
+        file.write_text("3" if file.name == "node0" else "1")
+    yield
+    for file, weight in before.items():
+        file.write_text(weight)
+
+
+@pytest.mark.usefixtures("three_to_one")
+@pytest.mark.parametrize("pages", PAGES)
+def test_weighted(pages: Pages) -> None:
+    n_units = 32 if pages != "4k" else 8192
+    with um.Block(n_units * UNIT[pages], pages=pages, numa="weighted:0,1", strict=True) as block:
+        block.warm(threads=2)
+        nodes = nodes_of(block)
+        assert set(nodes) == {0, 1}
+        assert abs(nodes[0] / block.nbytes - 0.75) <= 0.02
+
+
+@pytest.mark.usefixtures("three_to_one")
+def test_weighted_over_all_nodes() -> None:
+    with made("4k", "weighted") as block:
+        nodes = nodes_of(block)
+        shares = [nodes[node] / block.nbytes for node in (0, 1, 2)]
+        assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
+
+
+def test_a_policy_holds_for_what_grows() -> None:
+    with um.Block(2 * MB, reserve=64 * MB, pages="thp", numa="bind:1", strict=True) as block:
+        block.commit(32 * MB)
+        block.as_array()[:] = 1
+        assert nodes_of(block) == {1: 32 * MB}
+        block.release(8 * MB, 8 * MB)
+        assert nodes_of(block) == {1: 24 * MB}
+        block.commit(32 * MB)
+        block.warm()
+        assert nodes_of(block) == {1: 32 * MB}
+
+
+def test_what_stands_on_blocks_is_placed() -> None:
+    placement: um.PlacementOptions = {"numa": "bind:1", "warm": True, "strict": True}
+    with ExitStack() as stack:
+        tape = stack.enter_context(um.Tape(4 * MB, **placement))
+        grid = stack.enter_context(um.Grid(64 << 10, 32, **placement))
+        layout = stack.enter_context(um.Layout(2 * MB, 2 * MB, 2 * MB, **placement))
+        cache = stack.enter_context(um.KVCache(2, 4, 64, 1024, **placement))
+        cache_tape = cache.tape
+        for part in (tape, grid.tape, layout.weights, layout.scratch, layout.history, cache_tape):
+            assert nodes_of(part.block) == {1: part.block.nbytes}
+
+
+# ---- repair ----
+
+
+@pytest.mark.parametrize(
+    ("pages", "shared"),
+    [("4k", False), ("thp", False), ("2m", False), ("4k", True), ("2m", True)],
+)
+@pytest.mark.parametrize("numa", ["bind:1", "interleave:0,1", "interleave:0-2"])
+def test_repair(pages: Pages, shared: bool, numa: str) -> None:
+    unit, nbytes = UNIT[pages], NBYTES[pages]
+    with made(pages, numa, shared=shared) as block:
+        words = block.as_array("uint64")
+        words[:] = np.arange(words.size, dtype=np.uint64)
+        before = page_nodes(block.address, nbytes, unit)
+        balance = nodes_of(block)
+
+        # A part of it: each page comes back to where it was.
+        part = 5 * unit
+        wrong = 2 if numa != "interleave:0-2" else 0
+        move(block.address + unit, part, unit, wrong)
+        assert nodes_of(block) != balance
+        placement = block.repair()
+        assert placement.nodes == balance
+        assert nodes_of(block) == balance
+        assert (page_nodes(block.address, nbytes, unit) == before).all()
+
+        # All of it: where the pattern begins is free.
+        move(block.address, nbytes, unit, wrong)
+        assert nodes_of(block) == {wrong: nbytes}
+        placement = block.repair()
+        assert nodes_of(block) == placement.nodes
+        if numa == "bind:1":
+            assert placement.nodes == {1: nbytes}
+        else:
+            assert is_even(placement.nodes, set(balance), unit)
+        assert placement.pages == pages
+        assert (words == np.arange(words.size, dtype=np.uint64)).all()
+        del words
+
+
+@pytest.mark.usefixtures("three_to_one")
+def test_repair_by_weights() -> None:
+    with made("4k", "weighted:0,1") as block:
+        before = page_nodes(block.address, block.nbytes, 4096)
+        move(block.address, block.nbytes // 2 & -4096, 4096, 2)
+        block.repair()
+        assert (page_nodes(block.address, block.nbytes, 4096) == before).all()
+
+
+@pytest.mark.parametrize(("numa", "among"), [("bind:1", {1}), ("interleave:0,1", {0, 1})])
+def test_huge_pages_of_shared_memory(numa: str, among: set[int]) -> None:
+    # They are made of small pages that are there, by collapse.
+    with um.Block(16 * MB, pages="thp", numa=numa, shared=True, warm=True, strict=True) as block:
+        assert block.verify().huge_bytes == 16 * MB
+        assert is_even(nodes_of(block), among, 2 * MB)
+
+
+def test_repair_leaves_what_is_right() -> None:
+    with made("4k", "interleave:0,1") as block:
+        before = page_nodes(block.address, block.nbytes, 4096)
+        assert block.repair().nodes == nodes_of(block)
+        assert (page_nodes(block.address, block.nbytes, 4096) == before).all()
+
+
+def test_repair_says_what_it_could_not_move() -> None:
+    # The kernel moves no page that is mapped twice, unless all processes shall move with it.
+    with made("4k", "bind:1", shared=True) as block:
+        move(block.address, 8 * MB, 4096, 0)
+        with um.Block.attach(block.fileno(), writable=True) as second:
+            second.warm()
+            with pytest.warns(um.PlacementWarning, match=r"8\.0 MiB.*node.* 0"):
+                placement = block.repair()
+        assert placement.nodes == {0: 8 * MB, 1: block.nbytes - 8 * MB}
+        assert block.repair().nodes == {1: block.nbytes}
+
+
+# ---- nodes that cannot give ----
+
+
+@pytest.fixture
+def full_node() -> Iterator[int]:
+    """A node with room for 32 to 48 MB."""
+    room = limits.nodes()[2].available_bytes
+    filler = um.Block((room - 40 * MB) // (2 * MB) * (2 * MB), pages="thp", numa="bind:2", warm=2)
+    with filler:
+        assert set(nodes_of(filler)) == {2}
+        yield 2
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_full_node_is_named(full_node: int, warm: bool) -> None:
+    before = limits.nodes()[full_node].available_bytes
+    with pytest.raises(um.PlacementError, match=f"node {full_node}"):
+        um.Block(96 * MB, pages="4k", numa=f"bind:{full_node}", warm=warm, strict=True)
+    assert abs(limits.nodes()[full_node].available_bytes - before) < 8 * MB
+    named = f"node {full_node}"
+    with fallen_back(named, 96 * MB, pages="4k", numa=f"bind:{full_node}", warm=warm) as block:
+        block.as_array()[:] = 1
+        nodes = nodes_of(block)
+        assert sum(nodes.values()) == 96 * MB
+        assert nodes.get(full_node, 0) < 64 * MB
+
+
+def test_repair_with_a_full_node(full_node: int) -> None:
+    with um.Block(64 * MB, pages="4k", numa=f"preferred:{full_node}", warm=True) as block:
+        assert nodes_of(block)[full_node] < 64 * MB
+        with pytest.warns(um.PlacementWarning):
+            block.repair()
+        assert sum(nodes_of(block).values()) == 64 * MB
+
+
+def test_a_pool_is_full_on_one_node() -> None:
+    # The three pools have 192 MB, that of node 1 has 64.
+    with pytest.raises(um.PlacementError, match=r"(?s)node 1.*nr_hugepages"):
+        um.Block(80 * MB, pages="2m", numa="bind:1", strict=True)
+    with fallen_back("node 1", 80 * MB, pages="2m", numa="bind:1", warm=True) as block:
+        assert block.granted.pages == "thp"
+        assert nodes_of(block) == {1: 80 * MB}
+    with um.Block(80 * MB, numa="bind:1", warm=True) as block:
+        assert nodes_of(block) == {1: 80 * MB}
+    assert limits.huge_pools()["2m"].nodes[1] == (32, 32)
+
+
+@pytest.mark.parametrize("numa", ["bind:5", "preferred:1023", "interleave:5,700-702"])
+def test_nodes_that_do_not_exist(numa: str) -> None:
+    named = numa.partition(":")[2].partition("-")[0]
+    with pytest.raises(um.PlacementError, match=named):
+        um.Block(4 * MB, numa=numa, strict=True)
+    with fallen_back(named, 4 * MB, pages="4k", numa=numa, warm=True) as block:
+        assert sum(nodes_of(block).values()) == 4 * MB
+
+
+@pytest.mark.parametrize(
+    ("numa", "among"),
+    [("bind:1,5", {1}), ("interleave:0,1,5", {0, 1}), ("preferred:2,5", {2})],
+)
+def test_some_nodes_do_not_exist(numa: str, among: set[int]) -> None:
+    with pytest.raises(um.PlacementError, match="5"):
+        um.Block(4 * MB, numa=numa, strict=True)
+    with fallen_back("5", 4 * MB, pages="4k", numa=numa, warm=True) as block:
+        assert is_even(nodes_of(block), among, 4096)
+
+
+# ---- warming ----
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_warming_threads_run_on_the_node(node: int) -> None:
+    with um.Block(32 * MB, pages="4k", numa=f"bind:{node}", strict=True) as block:
+        affinity = os.sched_getaffinity(0)
+        before = numastat(node)
+        block.warm(threads=2)
+        given = {name: count - before[name] for name, count in numastat(node).items()}
+        assert os.sched_getaffinity(0) == affinity
+        assert given["local_node"] >= 0.98 * 8192
+        assert given["other_node"] <= 0.05 * 8192
+
+
+def test_warming_threads_are_spread_over_the_nodes() -> None:
+    # A page that may lie on either node comes to that of the thread which touches it.
+    with um.Block(32 * MB, pages="4k", numa="bind:0,1", strict=True) as block:
+        block.warm(threads=2)
+        assert is_even(nodes_of(block), {0, 1}, 4 * MB)
+
+
+def test_warming_a_node_without_cpus() -> None:
+    seen = []
+    with um.Block(32 * MB, pages="4k", numa="bind:2", strict=True) as block:
+        block.warm(threads=4, progress=lambda done, total: seen.append((done, total)))
+        assert nodes_of(block) == {2: 32 * MB}
+    assert seen[-1] == (32 * MB, 32 * MB)

@@ -1,0 +1,180 @@
+"""Placement in other processes: sharing, cpusets, containers, cgroups."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from cgroups import small_cgroup
+from numa.books import node_bytes
+from unimem.placement import Pages
+
+MB = 1 << 20
+TESTS = Path(__file__).parent.parent
+
+
+def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None = None) -> Any:
+    """What the script prints, as JSON; it runs in the cgroup and has the descriptor."""
+    enter = f"echo $$ >{cgroup}/cgroup.procs && " if cgroup else ""
+    ended = subprocess.run(
+        ["sh", "-c", enter + 'exec "$@"', "sh", sys.executable, "-c", script, *arguments],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        pass_fds=() if fd is None else (fd,),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # A kill by the kernel shows as -9.
+    assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return json.loads(ended.stdout)
+
+
+ATTACH = """
+import json, os, socket, sys
+import unimem as um
+from numa.books import node_bytes
+
+os.sched_setaffinity(0, {0})  # of node 0, where pages without a policy would come to
+with socket.socket(fileno=int(sys.argv[1])) as link:
+    _, fds, _, _ = socket.recv_fds(link, 1, 8)
+found = []
+for fd in fds:
+    block = um.Block.attach(fd, writable=True)
+    os.close(fd)
+    block.as_array()[:] = 7
+    nodes = node_bytes(block.address, block.nbytes)
+    assert block.verify().nodes == nodes
+    found.append(list(nodes.items()))
+print(json.dumps(found))
+"""
+
+
+def test_a_shared_block_is_placed_whoever_touches_it() -> None:
+    numas = ("bind:1", "bind:2", "interleave:0,1", "preferred:1")
+    pages: tuple[Pages, ...] = ("4k", "2m", "4k", "4k")
+    blocks = [
+        um.Block(16 * MB, pages=page, numa=numa, shared=True, strict=True)
+        for page, numa in zip(pages, numas, strict=True)
+    ]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b"x"], [block.fileno() for block in blocks])
+        found = run(ATTACH, str(theirs.fileno()), fd=theirs.fileno())
+    expected = [{1: 16 * MB}, {2: 16 * MB}, {0: 8 * MB, 1: 8 * MB}, {1: 16 * MB}]
+    assert [dict(nodes) for nodes in found] == expected
+    for block, nodes in zip(blocks, expected, strict=True):
+        assert (block.as_array() == 7).all()
+        assert node_bytes(block.address, block.nbytes) == nodes
+        assert block.verify().nodes == nodes
+        block.close()
+
+
+# Makes blocks with each of the policies, and tells what came of it.
+MAKE = """
+import json, sys, warnings
+import unimem as um
+from numa.books import node_bytes
+
+def attempt(numa, strict):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            with um.Block(4 << 20, pages="4k", numa=numa, strict=strict, warm=2) as block:
+                nodes = node_bytes(block.address, block.nbytes)
+                return {"nodes": list(nodes), "warnings": [str(w.message) for w in warned]}
+        except um.PlacementError as error:
+            return {"error": str(error)}
+
+allowed = {id: node.allowed for id, node in um.limits.nodes().items()}
+found = [[attempt(numa, strict) for strict in (True, False)] for numa in sys.argv[1:]]
+print(json.dumps({"allowed": list(allowed.values()), "found": found}))
+"""
+
+
+@pytest.fixture
+def cpuset_of_node_0() -> Iterator[Path]:
+    """A cgroup that may have memory of node 0 alone."""
+    folder = Path(f"/sys/fs/cgroup/unimem-numa-{os.getpid()}")
+    folder.mkdir()
+    (folder / "cpuset.mems").write_text("0")
+    yield folder
+    folder.rmdir()
+
+
+def test_nodes_that_the_cpuset_forbids_are_named(cpuset_of_node_0: Path) -> None:
+    told = run(MAKE, "bind:1", "bind:0-1", "interleave", "bind:0", cgroup=cpuset_of_node_0)
+    assert told["allowed"] == [True, False, False]
+    (bind_1, fallback), (bind_both, rest), all_allowed, bind_0 = told["found"]
+    for refused in (bind_1, bind_both):
+        assert "node 1" in refused["error"]
+        assert "cpuset" in refused["error"]
+    for taken in (fallback, rest):
+        assert taken["nodes"] == [0]
+        assert len(taken["warnings"]) == 1
+        assert "node 1" in taken["warnings"][0]
+    for attempt in (*all_allowed, *bind_0):
+        assert attempt == {"nodes": [0], "warnings": []}
+
+
+# As the seccomp filter of a container without the capability: mbind gives EPERM.
+FORBID = """
+import ctypes, struct
+
+MBIND, NO_NEW_PRIVS, SECCOMP = 237, 38, 22
+LOAD_NUMBER, JUMP_UNLESS, RETURN, EPERM, ALLOW = 0x20, 0x15, 0x06, 0x50001, 0x7FFF0000
+steps = ((LOAD_NUMBER, 0, 0, 0), (JUMP_UNLESS, 0, 1, MBIND), (RETURN, 0, 0, EPERM),
+         (RETURN, 0, 0, ALLOW))
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+assert libc.prctl(SECCOMP, 2, program) == 0
+"""
+
+
+def test_a_container_without_the_capability() -> None:
+    told = run(FORBID + MAKE, "bind:1")
+    refused, taken = told["found"][0]
+    assert "CAP_SYS_NICE" in refused["error"]
+    assert len(taken["warnings"]) == 1
+    assert "CAP_SYS_NICE" in taken["warnings"][0]
+
+
+# Blocks that fit, and what would pass the limit of the cgroup: making, warming and growing.
+OUTGROW = """
+import json
+import unimem as um
+
+def refusal(call):
+    try:
+        call()
+    except um.CapacityError as error:
+        return str(error)
+
+MB = 1 << 20
+refused = [refusal(lambda: um.Block(600 * MB))]
+first, second = um.Block(300 * MB), um.Block(300 * MB, reserve=4096 * MB)
+first.warm()
+refused.append(refusal(second.warm))
+refused.append(refusal(lambda: second.commit(3000 * MB)))
+print(json.dumps({"refused": refused, "committed": second.committed_bytes}))
+"""
+
+
+def test_a_cgroup_of_version_2_is_not_outgrown() -> None:
+    with small_cgroup() as cgroup:
+        assert (cgroup.folder / "memory.max").exists()
+        told = run(OUTGROW, cgroup=cgroup.folder)
+    assert told["committed"] == 300 * MB
+    for message in told["refused"]:
+        assert cgroup.name in message
