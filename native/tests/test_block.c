@@ -2,47 +2,20 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "test.h"
+#include "blocks.h"
 
 #include <errno.h>
-#include <sched.h>
+#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "fault_os.h"
+#include "huge_pool.h"
 
 /* Without the huge page size a block gets base pages, and says so. */
 static size_t page, huge_page;
 static os_state before, after;
-
-static um_block make_block(size_t nbytes, um_pages pages) {
-    um_block block;
-    memset(&block, 0x5A, sizeof block);
-    REQUIRE(CHECK_OK(um_block_map(&block, nbytes,
-                                  &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH},
-                                  &test_err)));
-    return block;
-}
-
-static void unmap(um_block *block) {
-    static const um_block zeroed;
-    CHECK_OK(um_block_unmap(block, &test_err));
-    CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
-}
-
-static um_placement placement_of(const um_block *block) {
-    um_placement placement;
-    memset(&placement, 0, sizeof placement);
-    CHECK_OK(um_block_verify(block, &placement, &test_err));
-    return placement;
-}
-
-static um_ledger_row ledger_row(um_category category) {
-    um_ledger_row row;
-    CHECK_OK(um_ledger_read(category, &row, &test_err));
-    return row;
-}
 
 static void test_page_sizes(void) {
     page = um_page_bytes();
@@ -52,30 +25,57 @@ static void test_page_sizes(void) {
     CHECK_EQ_U64(huge_page != 0, access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0);
 }
 
+/* Options of nothing but pages, in the category of this test. */
+static const um_block_options *of(um_pages pages) {
+    static um_block_options options;
+    options = (um_block_options){.pages = pages, .category = UM_CAT_SCRATCH};
+    return &options;
+}
+
 /* ---- map and unmap ---- */
 
-static void check_map(size_t asked, um_pages pages, size_t nbytes, size_t align) {
-    um_block block = make_block(asked, pages); /* sets the ledger's high water */
-    unmap(&block);
-    os_state_read(&before);
-    um_ledger_row row = ledger_row(UM_CAT_SCRATCH), row_mapped;
+/* What a block of one piece says of itself. */
+static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
+                         size_t nbytes, size_t step) {
+    CHECK_EQ_U64(block->nbytes, nbytes);
+    CHECK_EQ_U64(block->reserved_nbytes, nbytes);
+    CHECK_EQ_U64(block->committed_nbytes, nbytes);
+    CHECK(block->committed == NULL);
+    CHECK_EQ_U64(block->step_nbytes, step);
+    CHECK_EQ_U64((uintptr_t)block->base % step, 0);
+    CHECK_EQ_U64(block->requested_nbytes, asked);
+    CHECK(block->requested_pages == options->pages);
+    CHECK(block->category == options->category);
+    CHECK(memcmp(&block->numa, &options->numa, sizeof block->numa) == 0);
+    CHECK(block->lock == UM_LOCK_NONE && block->sharing == options->sharing);
+    bool shared = options->sharing != UM_SHARING_NONE;
+    CHECK(block->access == (shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
+    CHECK((block->fd >= 0) == shared && block->is_file == 0);
+}
 
-    block = make_block(asked, pages);
-    CHECK_EQ_U64(block.nbytes, nbytes);
-    CHECK_EQ_U64((uintptr_t)block.base % align, 0);
-    CHECK_EQ_U64(block.requested_nbytes, asked);
-    CHECK(block.requested_pages == pages);
-    CHECK(block.category == UM_CAT_SCRATCH);
-    row_mapped = ledger_row(UM_CAT_SCRATCH);
+static void check_permissions(const um_block *block, const char *permissions) {
+    const unsigned char *bytes = block->base;
+    CHECK(strcmp(os_state_permissions(bytes - 1), "---p") == 0);
+    CHECK(strcmp(os_state_permissions(bytes), permissions) == 0);
+    CHECK(strcmp(os_state_permissions(bytes + block->nbytes - 1), permissions) == 0);
+    CHECK(strcmp(os_state_permissions(bytes + block->nbytes), "---p") == 0);
+}
+
+static void check_map_with(size_t asked, const um_block_options *options, size_t nbytes,
+                           size_t step) {
+    um_block block = make_block(asked, options); /* sets the ledger's high water */
+    unmap_block(&block);
+    os_state_read(&before);
+    um_ledger_row row = ledger_row(options->category), row_mapped;
+
+    block = make_block(asked, options);
+    check_fields(&block, options, asked, nbytes, step);
+    row_mapped = ledger_row(options->category);
     CHECK_EQ_U64(row_mapped.n_mappings, row.n_mappings + 1);
     CHECK_EQ_U64(row_mapped.mapped_bytes, row.mapped_bytes + nbytes);
-
-    unsigned char *bytes = block.base;
-    CHECK(strcmp(os_state_permissions(bytes - 1), "---p") == 0);
-    CHECK(strcmp(os_state_permissions(bytes), "rw-p") == 0);
-    CHECK(strcmp(os_state_permissions(bytes + nbytes - 1), "rw-p") == 0);
-    CHECK(strcmp(os_state_permissions(bytes + nbytes), "---p") == 0);
+    check_permissions(&block, options->sharing == UM_SHARING_NONE ? "rw-p" : "rw-s");
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    unsigned char *bytes = block.base;
     bool zeroed = true;
     for (size_t at = 0; at < nbytes; at += page) {
         zeroed = zeroed && bytes[at] == 0 && bytes[at + page - 1] == 0;
@@ -84,9 +84,16 @@ static void check_map(size_t asked, um_pages pages, size_t nbytes, size_t align)
     CHECK(zeroed);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, nbytes);
 
-    unmap(&block);
+    unmap_block(&block);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
+}
+
+static void check_map(size_t asked, um_pages pages, size_t nbytes, size_t step) {
+    um_block_options options = *of(pages);
+    check_map_with(asked, &options, nbytes, step);
+    options.sharing = UM_SHARING_MEMFD;
+    check_map_with(asked, &options, nbytes, step);
 }
 
 static void test_map(void) {
@@ -104,47 +111,178 @@ static void test_map(void) {
     check_map(5 * unit - 1, UM_PAGES_AUTO, 5 * unit, unit);
 }
 
-static void check_map_fails(um_status status, size_t nbytes, um_pages pages, um_category category) {
-    um_block_options options = {.pages = pages, .category = category};
+/* The size of blocks that will grow decides, not the size that they begin with. */
+static void test_auto_pages_of_a_growing_block(void) {
+    if (huge_page == 0) {
+        test_skip("pages of a growing block", "the kernel has no huge pages");
+        return;
+    }
+    um_block_options options = *of(UM_PAGES_AUTO);
+    options.reserve_nbytes = huge_page;
+    um_block block = make_block(1, &options);
+    CHECK_EQ_U64(block.step_nbytes, huge_page);
+    CHECK_EQ_U64(block.nbytes, huge_page);
+    unmap_block(&block);
+}
+
+static void check_refused(um_status status, const char *what, size_t nbytes,
+                          const um_block_options *options) {
     um_block block, untouched;
     memset(&block, 0x5A, sizeof block);
     memcpy(&untouched, &block, sizeof block);
     os_state_read(&before);
-    CHECK_STATUS(status, um_block_map(&block, nbytes, &options, &test_err));
+    CHECK_STATUS(status, um_block_map(&block, nbytes, options, &test_err));
+    CHECK(strstr(test_err.what, what) != NULL);
     if (status == UM_E_NOMEM) {
         CHECK(test_err.os_errno == ENOMEM);
         CHECK_EQ_U64(test_err.asked, nbytes);
     }
-    CHECK(um_block_map(&block, nbytes, &options, NULL) == status);
+    CHECK(um_block_map(&block, nbytes, options, NULL) == status);
     CHECK(memcmp(&block, &untouched, sizeof block) == 0);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
 }
 
-static void test_refused_maps(void) {
-    um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
+static void test_refused_sizes(void) {
+    um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP, UM_PAGES_2M, UM_PAGES_1G};
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
-        check_map_fails(UM_E_INVALID, 0, kinds[i], UM_CAT_SCRATCH);
-        check_map_fails(UM_E_INVALID, SIZE_MAX, kinds[i], UM_CAT_SCRATCH);
-        check_map_fails(UM_E_INVALID, SIZE_MAX - page + 1, kinds[i], UM_CAT_SCRATCH);
-        /* More than the address space has. */
-        check_map_fails(UM_E_NOMEM, SIZE_MAX / 4, kinds[i], UM_CAT_SCRATCH);
-        check_map_fails(UM_E_NOMEM, (size_t)1 << 58, kinds[i], UM_CAT_SCRATCH);
-        check_map_fails(UM_E_INVALID, page, kinds[i], UM_CAT_COUNT);
-        check_map_fails(UM_E_INVALID, page, kinds[i], (um_category)-1);
+        for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+            um_block_options options = *of(kinds[i]);
+            options.sharing = (um_sharing)sharing;
+            check_refused(UM_E_INVALID, "nbytes", 0, &options);
+            check_refused(UM_E_INVALID, "nbytes", SIZE_MAX, &options);
+            check_refused(UM_E_INVALID, "nbytes", SIZE_MAX - page + 1, &options);
+            /* More than the address space has. */
+            check_refused(UM_E_NOMEM, "mmap", SIZE_MAX / 4, &options);
+            check_refused(UM_E_NOMEM, "mmap", (size_t)1 << 58, &options);
+            options.reserve_nbytes = page;
+            check_refused(UM_E_INVALID, "reserve_nbytes", page + 1, &options);
+            options.reserve_nbytes = SIZE_MAX;
+            check_refused(UM_E_INVALID, "nbytes", page, &options);
+        }
     }
-    check_map_fails(UM_E_INVALID, page, (um_pages)5, UM_CAT_SCRATCH);
-    check_map_fails(UM_E_INVALID, page, (um_pages)-1, UM_CAT_SCRATCH);
+}
+
+static void test_refused_options(void) {
+    um_block_options options = *of((um_pages)5);
+    check_refused(UM_E_INVALID, "pages", page, &options);
+    options = *of((um_pages)-1);
+    check_refused(UM_E_INVALID, "pages", page, &options);
+    um_category categories[] = {UM_CAT_COUNT, (um_category)-1};
+    for (size_t i = 0; i < 2; i++) {
+        options = (um_block_options){.category = categories[i]};
+        check_refused(UM_E_INVALID, "category", page, &options);
+    }
+    options = (um_block_options){.sharing = (um_sharing)3};
+    check_refused(UM_E_INVALID, "sharing", page, &options);
+    options = (um_block_options){.numa = {.mode = (um_numa_mode)5, .nodes = {1}}};
+    check_refused(UM_E_INVALID, "numa", page, &options);
+    options = (um_block_options){.numa = {.nodes = {[15] = UINT64_C(1) << 63}}};
+    check_refused(UM_E_INVALID, "numa", page, &options);
+    for (int mode = UM_NUMA_BIND; mode <= UM_NUMA_PREFERRED; mode++) {
+        options = (um_block_options){.numa = {.mode = (um_numa_mode)mode}};
+        check_refused(UM_E_INVALID, "numa", page, &options);
+    }
+    char name[251];
+    memset(name, 'n', sizeof name - 1);
+    name[250] = '\0';
+    options = (um_block_options){.sharing = UM_SHARING_MEMFD, .name = name};
+    check_refused(UM_E_INVALID, "name", page, &options);
+    name[249] = '\0';
+    um_block block = make_block(page, &options);
+    unmap_block(&block);
+}
+
+/* ---- hugetlb ---- */
+
+static void check_hugetlb(um_sharing sharing, size_t huge) {
+    um_block_options options = {
+        .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
+    uint64_t available = huge_pages_available();
+    um_block block = make_block(huge + 1, &options);
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* promised when it is mapped */
+    CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
+    unmap_block(&block);
+    CHECK_EQ_U64(huge_pages_available(), available);
+
+    check_map_with(1, &options, huge, huge);
+    check_map_with(3 * huge + 1, &options, 4 * huge, huge);
+    check_refused(UM_E_NOMEM, "mmap", (available + 1) * huge, &options);
+    CHECK_EQ_U64(huge_pages_available(), available);
+}
+
+static void test_hugetlb(void) {
+    enum { HUGE_BYTES = 2 << 20 };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(8)) {
+        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
+        return;
+    }
+    check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
+    check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
+    huge_pool_give_back();
+}
+
+/* A page size that the kernel has, and that nobody has filled the pool of, is no memory; one that
+ * it does not have is the kernel's refusal. */
+static void test_gigantic_pages(void) {
+    const char *free_pages = "/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages";
+    bool known = access(free_pages, F_OK) == 0;
+    size_t nbytes = (size_t)1 << 45; /* more than any pool has */
+    um_block block;
+    um_status status = um_block_map(&block, nbytes, of(UM_PAGES_1G), &test_err);
+    CHECK(status == (known ? UM_E_NOMEM : UM_E_OS));
+    CHECK(strcmp(test_err.what, "mmap") == 0);
+}
+
+/* ---- NUMA ---- */
+
+static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
+    um_block_options options = {.category = UM_CAT_SCRATCH,
+                                .sharing = sharing,
+                                .numa = {.mode = mode, .nodes = {1}},
+                                .reserve_nbytes = 8 * page};
+    um_block block;
+    um_status status = um_block_map(&block, 4 * page, &options, &test_err);
+    if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {
+        CHECK(strcmp(test_err.what, "mbind") == 0);
+        test_skip("weighted interleaving", "the kernel is older than 6.9");
+        return;
+    }
+    REQUIRE(CHECK(status == UM_OK));
+    CHECK(strcmp(policy_at(block.base), policy) == 0);
+    memset(block.base, 1, block.nbytes);
+    um_placement p = placement_of(&block);
+    CHECK_EQ_U64(p.node_bytes[0], 4 * page);
+    CHECK_EQ_U64(p.resident_bytes, 4 * page);
+    unmap_block(&block);
+}
+
+static void test_policies(void) {
+    if (!may_bind()) {
+        return;
+    }
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        check_policy(UM_NUMA_BIND, (um_sharing)sharing, "bind:0");
+        check_policy(UM_NUMA_INTERLEAVE, (um_sharing)sharing, "interleave:0");
+        check_policy(UM_NUMA_WEIGHTED, (um_sharing)sharing, "weighted interleave:0");
+        check_policy(UM_NUMA_PREFERRED, (um_sharing)sharing, "prefer:0");
+        /* The last node there can be is on no machine. */
+        um_block_options options = {
+            .category = UM_CAT_SCRATCH,
+            .sharing = (um_sharing)sharing,
+            .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
+        check_refused(UM_E_OS, "mbind", page, &options);
+    }
 }
 
 static void test_unmap(void) {
     um_block zeroed = {0};
     fault_os_fail_nth(0, 0);
-    unmap(&zeroed);
+    unmap_block(&zeroed);
     CHECK_EQ_U64(fault_os_calls(), 0);
 
     /* What cannot be unmapped is still there, and can be unmapped later. */
-    um_block block = make_block(3 * page, UM_PAGES_4K), copy = block;
+    um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
     memset(block.base, 7, block.nbytes);
     os_state_read(&before);
     fault_os_fail_nth(1, EPERM);
@@ -153,11 +291,206 @@ static void test_unmap(void) {
     fault_os_fail_nth(1, ENOMEM);
     CHECK(um_block_unmap(&block, NULL) != UM_OK);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
-    CHECK(((unsigned char *)block.base)[3 * page - 1] == 7);
+    CHECK(is_filled(block.base, block.nbytes, 7));
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
-    unmap(&block);
-    unmap(&block);
+    unmap_block(&block);
+    unmap_block(&block);
+}
+
+/* ---- fork ---- */
+
+/* In the child: shared memory is not there, and is struck off; private memory is its own. */
+static bool child_forgets(void *arg) {
+    um_block *blocks = arg;
+    static const um_block zeroed;
+    void *base = blocks[0].base;
+    int fd = blocks[0].fd;
+    um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
+    bool good = CHECK(strcmp(os_state_permissions(base), "") == 0);
+    um_block_forget(&blocks[0]);
+    good = CHECK(memcmp(&blocks[0], &zeroed, sizeof zeroed) == 0) && good;
+    good = CHECK(fcntl(fd, F_GETFD) == -1 && errno == EBADF) && good;
+    um_ledger_row forgotten = ledger_row(UM_CAT_SCRATCH);
+    good = CHECK(forgotten.n_mappings == row.n_mappings - 1) && good;
+    good = CHECK(forgotten.mapped_bytes == row.mapped_bytes - 4 * page) && good;
+    good = CHECK(is_filled(blocks[1].base, 4 * page, 2)) && good;
+    memset(blocks[1].base, 3, 4 * page);
+    return CHECK(um_block_unmap(&blocks[1], NULL) == UM_OK) && good;
+}
+
+static void test_fork(void) {
+    um_block_options options = *of(UM_PAGES_4K);
+    options.sharing = UM_SHARING_MEMFD;
+    um_block blocks[2] = {make_block(4 * page, &options), make_block(4 * page, of(UM_PAGES_4K))};
+    memset(blocks[0].base, 1, 4 * page);
+    memset(blocks[1].base, 2, 4 * page);
+    CHECK(has_vm_flag(blocks[0].base, "dc") && !has_vm_flag(blocks[1].base, "dc"));
+    CHECK(in_child(child_forgets, blocks));
+    CHECK(is_filled(blocks[0].base, 4 * page, 1) && is_filled(blocks[1].base, 4 * page, 2));
+    unmap_block(&blocks[0]);
+    unmap_block(&blocks[1]);
+    um_block_forget(&blocks[0]); /* nothing is left to forget */
+}
+
+/* ---- lock ---- */
+
+static void test_lock(void) {
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block_options options = *of(UM_PAGES_4K);
+        options.sharing = (um_sharing)sharing;
+        um_block block = make_block(8 * page, &options);
+        if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
+            test_skip("locking", "this process may not lock memory");
+            unmap_block(&block);
+            return;
+        }
+        CHECK(block.lock == UM_LOCK_ONFAULT && has_vm_flag(block.base, "lo"));
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+        ((unsigned char *)block.base)[page] = 1;
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, page);
+        CHECK_OK(um_block_lock(&block, UM_LOCK_NOW, &test_err));
+        CHECK(block.lock == UM_LOCK_NOW);
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 8 * page);
+        CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
+        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
+        CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)3, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)-1, &test_err));
+        /* The kernel's word for a page that could not be had. */
+        fault_os_fail_nth(1, EAGAIN);
+        CHECK_STATUS(UM_E_NOMEM, um_block_lock(&block, UM_LOCK_NOW, &test_err));
+        CHECK(test_err.os_errno == EAGAIN && strcmp(test_err.what, "mlock2") == 0);
+        fault_os_fail_nth(0, 0);
+        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        unmap_block(&block);
+    }
+}
+
+/* The limit holds for those without the capability. */
+static bool child_passes_limit(void *arg) {
+    um_block *block = arg;
+    struct rlimit limit = {.rlim_cur = 4 * page, .rlim_max = 4 * page};
+    um_error err;
+    if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || (geteuid() == 0 && setuid(65534) != 0)) {
+        return CHECK(!"the child cannot take a limit on");
+    }
+    bool good = CHECK(um_block_lock(block, UM_LOCK_NOW, &err) == UM_E_NOMEM);
+    good = CHECK(err.os_errno == ENOMEM && strcmp(err.what, "mlock2") == 0) && good;
+    good = CHECK(block->lock == UM_LOCK_NONE && !has_vm_flag(block->base, "lo")) && good;
+    um_block small;
+    um_block_options options = *of(UM_PAGES_4K);
+    good = CHECK(um_block_map(&small, 2 * page, &options, NULL) == UM_OK) && good;
+    return CHECK(um_block_lock(&small, UM_LOCK_NOW, NULL) == UM_OK) && good;
+}
+
+static void test_lock_limit(void) {
+    um_block block = make_block(8 * page, of(UM_PAGES_4K));
+    CHECK(in_child(child_passes_limit, &block));
+    unmap_block(&block);
+}
+
+/* ---- advice ---- */
+
+static void test_advise(void) {
+    um_block_options options = *of(UM_PAGES_AUTO);
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        options.sharing = (um_sharing)sharing;
+        um_block block = make_block(8 * page, &options);
+        memset(block.base, 7, block.nbytes);
+        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
+        CHECK(is_filled(block.base, block.nbytes, 7));
+        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)6, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)-1, &test_err));
+        CHECK_OK(um_block_advise(&block, UM_ADVICE_SEQUENTIAL, &test_err));
+        CHECK(has_vm_flag(block.base, "sr"));
+        CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
+        CHECK(has_vm_flag(block.base, "rr") && !has_vm_flag(block.base, "sr"));
+        if (huge_page != 0) {
+            CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
+            CHECK(has_vm_flag(block.base, "hg"));
+            CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
+            CHECK(has_vm_flag(block.base, "nh") && !has_vm_flag(block.base, "hg"));
+        }
+        fault_os_fail_nth(1, EIO);
+        CHECK_STATUS(UM_E_OS, um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
+        CHECK(test_err.os_errno == EIO && strcmp(test_err.what, "madvise") == 0);
+        fault_os_fail_nth(0, 0);
+        unmap_block(&block);
+    }
+}
+
+/* ---- collapse ---- */
+
+/* A block of four huge pages, of which the first and the third have small pages. */
+static um_block make_scattered(um_sharing sharing) {
+    um_block_options options = *of(UM_PAGES_THP);
+    options.sharing = sharing;
+    um_block block = make_block(4 * huge_page, &options);
+    unsigned char *bytes = block.base;
+    CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
+    memset(bytes + page, 5, 3 * page);
+    memset(bytes + 3 * huge_page - page, 6, page);
+    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
+    CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
+    return block;
+}
+
+static void check_collapse(um_sharing sharing) {
+    um_block block = make_scattered(sharing);
+    unsigned char *bytes = block.base;
+    um_status status = um_block_collapse(&block, &test_err);
+    if (status != UM_OK) {
+        CHECK(status == UM_E_OS || status == UM_E_NOMEM);
+        test_skip("collapsing", strerror(test_err.os_errno));
+    } else {
+        um_placement p = placement_of(&block);
+        CHECK_EQ_U64(p.huge_bytes, 2 * huge_page);
+        CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* what was not touched is not there */
+        CHECK(is_filled(bytes, page, 0) && is_filled(bytes + page, 3 * page, 5));
+        CHECK(is_filled(bytes + 4 * page, huge_page - 4 * page, 0));
+        CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
+        CHECK_OK(um_block_collapse(&block, &test_err)); /* of huge pages there is nothing to do */
+    }
+    unmap_block(&block);
+}
+
+static void test_collapse(void) {
+    if (huge_page == 0) {
+        test_skip("collapsing", "the kernel has no huge pages");
+        return;
+    }
+    check_collapse(UM_SHARING_NONE);
+    check_collapse(UM_SHARING_MEMFD);
+    um_block block = make_block(2 * huge_page, of(UM_PAGES_4K));
+    memset(block.base, 1, block.nbytes);
+    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
+    CHECK(test_err.os_errno == EINVAL && strcmp(test_err.what, "madvise") == 0);
+    unmap_block(&block);
+    /* Nothing of it could be a huge page. */
+    block = make_block(3 * page, of(UM_PAGES_AUTO));
+    memset(block.base, 1, block.nbytes);
+    CHECK_OK(um_block_collapse(&block, &test_err));
+    unmap_block(&block);
+}
+
+/* The calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
+static void test_collapse_answers(void) {
+    if (huge_page == 0) {
+        return;
+    }
+    um_block block = make_scattered(UM_SHARING_NONE);
+    fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
+    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
+    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "madvise") == 0);
+    fault_os_fail_nth(2, EAGAIN); /* what is busy now is tried again */
+    CHECK_OK(um_block_collapse(&block, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_advise"), 3);
+    fault_os_fail_nth(1, ENOMEM);
+    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
+    CHECK(strcmp(test_err.what, "mincore") == 0);
+    fault_os_fail_nth(0, 0);
+    unmap_block(&block);
 }
 
 /* ---- each system call in turn ---- */
@@ -165,13 +498,12 @@ static void test_unmap(void) {
 typedef struct mapping {
     um_block block;
     size_t nbytes;
-    um_pages pages;
+    um_block_options options;
 } mapping;
 
 static um_status run_map(void *context, um_error *err) {
     mapping *m = context;
-    return um_block_map(&m->block, m->nbytes,
-                        &(um_block_options){.pages = m->pages, .category = UM_CAT_HISTORY}, err);
+    return um_block_map(&m->block, m->nbytes, &m->options, err);
 }
 
 static void undo_map(void *context) {
@@ -180,30 +512,90 @@ static void undo_map(void *context) {
     memset(&m->block, 0x5A, sizeof m->block);
 }
 
+static void check_map_faults(size_t nbytes, um_block_options options) {
+    mapping m = {.nbytes = nbytes, .options = options};
+    memset(&m.block, 0x5A, sizeof m.block);
+    fault_os_check_each(&(fault_case){.run = run_map,
+                                      .undo = undo_map,
+                                      .context = &m,
+                                      .outputs = &m.block,
+                                      .outputs_nbytes = sizeof m.block,
+                                      .harmless = HARMLESS_HUGE_PAGE});
+}
+
 static void test_map_faults(void) {
     size_t unit = huge_page == 0 ? page : huge_page;
-    mapping cases[] = {{.nbytes = 5 * page, .pages = UM_PAGES_4K},
-                       {.nbytes = 2 * unit, .pages = UM_PAGES_THP},
-                       {.nbytes = 2 * unit, .pages = UM_PAGES_AUTO},
-                       {.nbytes = page, .pages = UM_PAGES_AUTO}};
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        memset(&cases[i].block, 0x5A, sizeof cases[i].block);
-        fault_os_check_each(&(fault_case){.run = run_map,
-                                          .undo = undo_map,
-                                          .context = &cases[i],
-                                          .outputs = &cases[i].block,
-                                          .outputs_nbytes = sizeof cases[i].block,
-                                          .harmless = HARMLESS_HUGE_PAGE});
+    bool binds = may_bind();
+    um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+        for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+            um_block_options options = {
+                .pages = kinds[i], .category = UM_CAT_HISTORY, .sharing = (um_sharing)sharing};
+            check_map_faults(5 * page, options);
+            options.reserve_nbytes = 3 * unit;
+            options.numa.mode = binds ? UM_NUMA_PREFERRED : UM_NUMA_NONE;
+            options.numa.nodes[0] = binds;
+            check_map_faults(unit, options);
+        }
     }
     /* A kernel without THP refuses the advice; base pages need none. */
     um_block block;
     fault_os_fail_nth(4, EINVAL);
-    CHECK_OK(um_block_map(&block, page,
-                          &(um_block_options){.pages = UM_PAGES_4K, .category = UM_CAT_HISTORY},
-                          &test_err));
+    CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K), &test_err));
     CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
     fault_os_fail_nth(0, 0);
-    unmap(&block);
+    unmap_block(&block);
+}
+
+static um_status run_lock(void *context, um_error *err) {
+    return um_block_lock(context, UM_LOCK_ONFAULT, err);
+}
+
+static void undo_lock(void *context) {
+    CHECK(um_block_lock(context, UM_LOCK_NONE, NULL) == UM_OK);
+}
+
+static um_status run_unlock(void *context, um_error *err) {
+    return um_block_lock(context, UM_LOCK_NONE, err);
+}
+
+static void undo_unlock(void *context) {
+    CHECK(um_block_lock(context, UM_LOCK_ONFAULT, NULL) == UM_OK);
+}
+
+static um_status run_collapse(void *context, um_error *err) {
+    return um_block_collapse(context, err);
+}
+
+/* Of a block in three parts. */
+static void test_page_faults(void) {
+    um_block_options options = *of(UM_PAGES_THP);
+    size_t unit = huge_page == 0 ? page : huge_page;
+    options.reserve_nbytes = 5 * unit;
+    um_block block = make_block(unit, &options);
+    CHECK_OK(um_block_commit(&block, 2 * unit, unit, &test_err));
+    CHECK_OK(um_block_commit(&block, 4 * unit, unit, &test_err));
+    memset((char *)block.base + 4 * unit, 1, unit);
+    fault_case c = {.context = &block, .outputs = &block, .outputs_nbytes = sizeof block};
+    c.run = run_lock;
+    c.undo = undo_lock;
+    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
+        undo_lock(&block);
+        fault_os_check_each(&c);
+        undo_unlock(&block);
+        c.run = run_unlock;
+        c.undo = undo_unlock;
+        fault_os_check_each(&c);
+        CHECK(has_vm_flag(block.base, "lo"));
+        CHECK(has_vm_flag((char *)block.base + 4 * unit, "lo"));
+        undo_lock(&block);
+    }
+    if (huge_page != 0) {
+        c.run = run_collapse;
+        c.undo = NULL;
+        fault_os_check_each(&c);
+    }
+    unmap_block(&block);
 }
 
 static void test_huge_page_faults(void) {
@@ -221,9 +613,21 @@ static void test_huge_page_faults(void) {
 int main(void) {
     test_page_sizes();
     test_map();
-    test_refused_maps();
+    test_auto_pages_of_a_growing_block();
+    test_refused_sizes();
+    test_refused_options();
+    test_hugetlb();
+    test_gigantic_pages();
+    test_policies();
     test_unmap();
+    test_fork();
+    test_lock();
+    test_lock_limit();
+    test_advise();
+    test_collapse();
+    test_collapse_answers();
     test_map_faults();
+    test_page_faults();
     test_huge_page_faults();
     um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
     CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);

@@ -1,0 +1,144 @@
+/* What the tests of blocks share: making and ending one, and the kernel's books about it. */
+#ifndef UM_BLOCKS_H
+#define UM_BLOCKS_H
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "test.h"
+
+static inline um_block make_block(size_t nbytes, const um_block_options *options) {
+    um_block block;
+    memset(&block, 0x5A, sizeof block);
+    REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
+    return block;
+}
+
+static inline void unmap_block(um_block *block) {
+    static const um_block zeroed;
+    CHECK_OK(um_block_unmap(block, &test_err));
+    CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
+}
+
+static inline um_placement placement_of(const um_block *block) {
+    um_placement placement;
+    memset(&placement, 0, sizeof placement);
+    CHECK_OK(um_block_verify(block, &placement, &test_err));
+    return placement;
+}
+
+static inline um_ledger_row ledger_row(um_category category) {
+    um_ledger_row row;
+    CHECK_OK(um_ledger_read(category, &row, &test_err));
+    return row;
+}
+
+/* Whether a range holds one byte only. */
+static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
+    const unsigned char *bytes = at;
+    return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
+}
+
+/* The line of the smaps entry that holds an address and begins with `name`; "" when there is none.
+ * Valid until the next call. */
+static inline const char *smaps_line(const void *address, const char *name) {
+    static char line[512];
+    FILE *file = fopen("/proc/self/smaps", "r");
+    bool inside = false;
+    REQUIRE(file != NULL);
+    while (fgets(line, sizeof line, file) != NULL) {
+        char *after;
+        uintptr_t start = (uintptr_t)strtoull(line, &after, 16);
+        if (*after == '-') {
+            uintptr_t end = (uintptr_t)strtoull(after + 1, NULL, 16);
+            inside = (uintptr_t)address >= start && (uintptr_t)address < end;
+        } else if (inside && strncmp(line, name, strlen(name)) == 0) {
+            fclose(file);
+            return line;
+        }
+    }
+    fclose(file);
+    line[0] = '\0';
+    return line;
+}
+
+/* Two letters of smaps: "lo" locked, "dc" left out of a fork, "ac" charged to the commit limit. */
+static inline bool has_vm_flag(const void *address, const char *flag) {
+    char word[8];
+    snprintf(word, sizeof word, " %s ", flag);
+    return strstr(smaps_line(address, "VmFlags:"), word) != NULL;
+}
+
+static inline uint64_t smaps_bytes(const void *address, const char *name) {
+    const char *line = smaps_line(address, name), *number = strchr(line, ':');
+    return number == NULL ? 0 : strtoull(number + 1, NULL, 10) * 1024;
+}
+
+/* The policy of the mapping that begins at an address, as numa_maps writes it ("bind:0"). */
+static inline const char *policy_at(const void *address) {
+    static char line[4096], policy[256];
+    FILE *file = fopen("/proc/self/numa_maps", "r");
+    policy[0] = '\0';
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        char *after;
+        if ((uintptr_t)strtoull(line, &after, 16) == (uintptr_t)address) {
+            /* Some policies have a blank in their names; the next word is a count or a path. */
+            size_t n = strcspn(after + 1, "=\n"), colon = strcspn(after + 1, ":");
+            n = colon < n ? colon + strcspn(after + 1 + colon, " \n") : strcspn(after + 1, " \n");
+            snprintf(policy, sizeof policy, "%.*s", (int)n, after + 1);
+        }
+    }
+    if (file != NULL) {
+        fclose(file);
+    }
+    return policy;
+}
+
+/* Whether this process may set policies: containers often may not. */
+static inline bool may_bind(void) {
+    um_block_options options = {.numa = {.mode = UM_NUMA_BIND, .nodes = {1}}};
+    um_block block;
+    if (access("/proc/self/numa_maps", R_OK) != 0 ||
+        um_block_map(&block, 1, &options, NULL) != UM_OK) {
+        test_skip("NUMA policies", "mbind is refused here");
+        return false;
+    }
+    unmap_block(&block);
+    return true;
+}
+
+/* A number of /proc/meminfo. */
+static inline uint64_t meminfo(const char *name) {
+    char line[256];
+    uint64_t found = 0;
+    FILE *file = fopen("/proc/meminfo", "r");
+    REQUIRE(file != NULL);
+    while (fgets(line, sizeof line, file) != NULL) {
+        size_t n = strlen(name);
+        if (strncmp(line, name, n) == 0 && line[n] == ':') {
+            found = strtoull(line + n + 1, NULL, 10);
+        }
+    }
+    fclose(file);
+    return found;
+}
+
+/* Huge pages of the pool that nobody has, and that are promised to nobody. */
+static inline uint64_t huge_pages_available(void) {
+    return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
+}
+
+/* Runs fn(arg) in a child; true when it returned true. What fails there is printed there. */
+static inline bool in_child(bool (*fn)(void *), void *arg) {
+    fflush(NULL);
+    pid_t pid = fork();
+    REQUIRE(pid >= 0);
+    if (pid == 0) {
+        _exit(fn(arg) ? 0 : 1);
+    }
+    int status = -1;
+    REQUIRE(waitpid(pid, &status, 0) == pid);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+#endif
