@@ -172,7 +172,9 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
         status = um_block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
     }
     if (status != UM_OK) {
-        /* Memory that other processes see is left as it is: what they wrote there is theirs. */
+        /* Memory that other processes see is left as it is: what they wrote there is theirs. So
+         * hugetlb pages that the pool has promised to an earlier run of shared memory stay promised
+         * to it: for the next try, or until the file ends. */
         for (um_run undo = {.end = range.first};
              um_block_next_run(block, undo.end, run.end, false, &undo);) {
             um_os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
@@ -182,6 +184,18 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
     }
     finish_change(block, &c, true);
     return UM_OK;
+}
+
+/* The pool has a hugetlb page of shared memory back only when the page was there: one that is
+ * merely promised stays so. */
+static void fetch_promised_pages(const um_block *block, um_run range) {
+    if (block->sharing == UM_SHARING_NONE || um_hugetlb_shift(block->requested_pages) == 0) {
+        return;
+    }
+    for (um_run run = {.end = range.first};
+         um_block_next_run(block, run.end, range.end, true, &run);) {
+        um_os_advise(address_of(block, run.first), nbytes_of(block, run), UM_OS_POPULATE_WRITE);
+    }
 }
 
 /* Shared memory that could not be given back is mapped again where it was. Where that is refused,
@@ -225,6 +239,7 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
             return status;
         }
         size_t range_nbytes = nbytes_of(block, range);
+        fetch_promised_pages(block, range);
         int os_errno = um_os_reserve_at(address_of(block, range.first), range_nbytes);
         if (os_errno != 0) {
             abandon_change(block, &c);
