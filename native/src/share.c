@@ -194,7 +194,9 @@ static um_status seal(um_block *block, um_error *err) {
     }
     reopen_read_only(block);
     block->access = UM_ACCESS_READ;
-    return um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
+    um_status status = um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
+    /* The pages are there; this mapping does not know of them yet. */
+    return status == UM_OK ? um_block_warm(block, 0, block->nbytes, 1, NULL, err) : status;
 }
 
 um_status um_block_copy_sealed(um_block *out, const um_block *block,
