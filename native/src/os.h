@@ -69,7 +69,7 @@ int um_os_open_read(const char *path, int *out_fd);
 int um_os_close(int fd);
 /* A second descriptor of the same file, closed on exec. */
 int um_os_duplicate(int fd, int *out_fd);
-/* An empty memfd that can be sealed; huge_shift as above. */
+/* An empty memfd that can be sealed and never be executed; huge_shift as above. */
 int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd);
 int um_os_resize(int fd, uint64_t nbytes);
 /* Seals a memfd against growing and shrinking, and with `write` against writing and more seals. */

@@ -30,6 +30,9 @@
 #ifndef MFD_HUGE_SHIFT
 #define MFD_HUGE_SHIFT 26
 #endif
+#ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
+#define MFD_NOEXEC_SEAL 8U
+#endif
 #ifndef MLOCK_ONFAULT
 #define MLOCK_ONFAULT 1
 #endif
@@ -214,9 +217,16 @@ int um_os_duplicate(int fd, int *out_fd) {
 }
 
 int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd) {
-    unsigned huge = huge_shift == 0 ? 0 : MFD_HUGETLB | huge_shift << MFD_HUGE_SHIFT;
+    unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    flags |= huge_shift == 0 ? 0 : MFD_HUGETLB | huge_shift << MFD_HUGE_SHIFT;
+    /* Hardened kernels (vm.memfd_noexec) refuse memory that could be made executable; old ones do
+     * not know how to say that it cannot. */
     um_count_os_call();
-    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | huge);
+    int fd = memfd_create(name, flags | MFD_NOEXEC_SEAL);
+    if (fd < 0 && errno == EINVAL) {
+        um_count_os_call();
+        fd = memfd_create(name, flags);
+    }
     if (fd < 0) {
         return errno;
     }

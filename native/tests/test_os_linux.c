@@ -2,7 +2,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "test.h"
+#include "blocks.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "fault_os.h"
+#include "huge_pool.h"
 #include "os.h"
 
 static size_t page;
@@ -124,6 +125,224 @@ static void test_files(void) {
     close(fd);
 }
 
+/* ---- placed memory ---- */
+
+static void test_reserve_at(void) {
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(8 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, 8 * page, 0));
+    memset(base, 1, 8 * page);
+    CHECK_CALL(0, um_os_reserve_at(base + 2 * page, 3 * page));
+    CHECK(strcmp(os_state_permissions(base + 2 * page - 1), "rw-p") == 0);
+    CHECK(strcmp(os_state_permissions(base + 2 * page), "---p") == 0);
+    CHECK(strcmp(os_state_permissions(base + 5 * page - 1), "---p") == 0);
+    CHECK(has_vm_flag(base, "ac") && !has_vm_flag(base + 2 * page, "ac"));
+    CHECK_CALL(0, um_os_map_at(base + 2 * page, 3 * page, 0));
+    CHECK(is_filled(base, 2 * page, 1) && is_filled(base + 2 * page, 3 * page, 0));
+    CHECK_CALL(EINVAL, um_os_reserve_at(base + 1, page));
+    CHECK(is_filled(base, 2 * page, 1));
+    CHECK_CALL(0, um_os_unmap(base, 8 * page));
+}
+
+/* Each advice is the one it is named after, as far as smaps shows it. */
+static void test_advice(void) {
+    struct {
+        um_os_advice advice;
+        const char *flag;
+        bool there;
+    } cases[] = {{UM_OS_SEQUENTIAL, "sr", true}, {UM_OS_RANDOM, "rr", true},
+                 {UM_OS_DONT_FORK, "dc", true},  {UM_OS_HUGE, "hg", true},
+                 {UM_OS_NO_HUGE, "nh", true},    {UM_OS_NO_HUGE, "hg", false}};
+    bool thp = um_huge_page_bytes() != 0;
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        if (thp || (cases[i].advice != UM_OS_HUGE && cases[i].advice != UM_OS_NO_HUGE)) {
+            CHECK_CALL(0, um_os_advise(base, 4 * page, cases[i].advice));
+            CHECK(has_vm_flag(base, cases[i].flag) == cases[i].there);
+        }
+    }
+    memset(base, 1, 4 * page);
+    CHECK_CALL(0, um_os_advise(base, 4 * page, UM_OS_DONTNEED));
+    CHECK(is_filled(base, 4 * page, 0));
+    CHECK_CALL(EINVAL, um_os_advise(base, 4 * page, UM_OS_COLLAPSE)); /* too small */
+    CHECK_CALL(0, um_os_unmap(base, 4 * page));
+    CHECK_CALL(ENOMEM, um_os_advise(base, 4 * page, UM_OS_WILLNEED));
+}
+
+static void test_lock(void) {
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    if (um_os_lock(base, page, 1) != 0) {
+        test_skip("locking", "this process may not lock memory");
+    } else {
+        unsigned char pages[4];
+        CHECK_CALL(0, um_os_lock(base, 2 * page, 0));
+        CHECK_CALL(0, um_os_lock(base + 2 * page, 2 * page, 1));
+        CHECK(has_vm_flag(base, "lo") && has_vm_flag(base + 3 * page, "lo"));
+        CHECK_CALL(0, um_os_residency(base, 4 * page, pages));
+        CHECK((pages[1] & 1) == 1 && (pages[2] & 1) == 0);
+        CHECK_CALL(0, um_os_unlock(base, 4 * page));
+        CHECK(!has_vm_flag(base, "lo") && !has_vm_flag(base + 3 * page, "lo"));
+    }
+    CHECK_CALL(0, um_os_unmap(base, 4 * page));
+    CHECK_CALL(ENOMEM, um_os_lock(base, page, 0));
+    CHECK_CALL(ENOMEM, um_os_unlock(base, page));
+}
+
+static void test_policy(void) {
+    struct {
+        um_numa_mode mode;
+        const char *policy;
+    } cases[] = {{UM_NUMA_BIND, "bind:0"},
+                 {UM_NUMA_INTERLEAVE, "interleave:0"},
+                 {UM_NUMA_PREFERRED, "prefer:0"}};
+    um_numa numa = {.mode = UM_NUMA_BIND, .nodes = {1}};
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    int os_errno = um_os_bind(base, 4 * page, &numa);
+    if (os_errno == EPERM || os_errno == ENOSYS) {
+        test_skip("policies", "mbind is refused here");
+        CHECK_CALL(0, um_os_unmap(base, 4 * page));
+        return;
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        numa.mode = cases[i].mode;
+        CHECK_CALL(0, um_os_bind(base, 4 * page, &numa));
+        CHECK(strcmp(policy_at(base), cases[i].policy) == 0);
+    }
+    numa.mode = UM_NUMA_WEIGHTED;
+    if (um_os_bind(base, 4 * page, &numa) == 0) {
+        CHECK(strcmp(policy_at(base), "weighted interleave:0") == 0);
+    } else {
+        test_skip("weighted interleaving", "the kernel is older than 6.9");
+    }
+    /* All nodes there can be: what the machine has not is left out, not misread. */
+    numa.mode = UM_NUMA_PREFERRED;
+    memset(numa.nodes, 0xFF, sizeof numa.nodes);
+    os_errno = um_os_bind(base, 4 * page, &numa);
+    CHECK(os_errno == 0 || os_errno == EINVAL);
+    numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}};
+    CHECK_CALL(EINVAL, um_os_bind(base, 4 * page, &numa));
+    CHECK_CALL(0, um_os_unmap(base, 4 * page));
+    numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
+    CHECK_CALL(EFAULT, um_os_bind(base, 4 * page, &numa));
+}
+
+static void test_move_pages(void) {
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    base[page] = 1;
+    void *pages[] = {base, base + page};
+    int status[] = {777, 777}, nodes[] = {0, 0};
+    int os_errno = um_os_move_pages(2, pages, NULL, status);
+    if (os_errno == EPERM || os_errno == ENOSYS) {
+        test_skip("move_pages", "it is refused here");
+    } else {
+        CHECK_CALL(0, um_os_move_pages(2, pages, NULL, status));
+        CHECK(status[0] == -ENOENT && status[1] >= 0);
+        nodes[0] = nodes[1] = status[1];
+        CHECK_CALL(0, um_os_move_pages(2, pages, nodes, status));
+        CHECK(status[1] == nodes[1] && base[page] == 1);
+        nodes[1] = UM_MAX_NODES + 1;
+        CHECK_CALL(ENODEV, um_os_move_pages(2, pages, nodes, status));
+    }
+    CHECK_CALL(0, um_os_unmap(base, 4 * page));
+}
+
+/* ---- shared memory ---- */
+
+static void test_memfd(void) {
+    int fd = 777, copy = 777;
+    uint64_t nbytes = 777;
+    size_t file_page = 777;
+    CHECK_CALL(0, um_os_memfd("unimem-test", 0, &fd));
+    REQUIRE(fd != 777);
+    CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK((fcntl(fd, F_GET_SEALS) & F_SEAL_SEAL) == 0);
+    CHECK_CALL(0, um_os_file_nbytes(fd, &nbytes));
+    CHECK_EQ_U64(nbytes, 0);
+    CHECK_CALL(0, um_os_resize(fd, 4 * page));
+    CHECK_CALL(0, um_os_file_nbytes(fd, &nbytes));
+    CHECK_EQ_U64(nbytes, 4 * page);
+    CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
+    CHECK_EQ_U64(file_page, page);
+    CHECK_CALL(0, um_os_duplicate(fd, &copy));
+    CHECK(copy != fd && copy != 777 && (fcntl(copy, F_GETFD) & FD_CLOEXEC) != 0);
+
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_file_at(base, copy, 0, 4 * page, UM_ACCESS_SHARED));
+    CHECK(strcmp(os_state_permissions(base), "rw-s") == 0);
+    memset(base, 1, 4 * page);
+    CHECK_CALL(0, um_os_punch_hole(fd, page, 2 * page));
+    CHECK(is_filled(base, page, 1) && is_filled(base + page, 2 * page, 0));
+    CHECK(is_filled(base + 3 * page, page, 1));
+
+    int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
+    CHECK_CALL(0, um_os_seal(fd, 0));
+    CHECK((fcntl(fd, F_GET_SEALS) & (size_seals | F_SEAL_WRITE | F_SEAL_SEAL)) == size_seals);
+    CHECK_CALL(EPERM, um_os_resize(fd, 5 * page));
+    CHECK_CALL(EBUSY, um_os_seal(fd, 1)); /* somebody could write */
+    CHECK_CALL(0, um_os_unmap(base, 4 * page));
+    CHECK_CALL(0, um_os_seal(fd, 1));
+    CHECK((fcntl(fd, F_GET_SEALS) & F_SEAL_WRITE) != 0);
+    CHECK_CALL(EPERM, um_os_seal(fd, 0));
+    CHECK_CALL(EPERM, um_os_punch_hole(fd, 0, page));
+    CHECK_CALL(0, um_os_close(copy));
+    CHECK_CALL(0, um_os_close(fd));
+}
+
+static void test_memfd_failures(void) {
+    int fd = 777;
+    size_t file_page = 777;
+    CHECK_CALL(EBADF, um_os_duplicate(-1, &fd));
+    CHECK_CALL(EBADF, um_os_file_page_bytes(-1, &file_page));
+    CHECK_CALL(EBADF, um_os_resize(-1, 0));
+    CHECK_CALL(EBADF, um_os_seal(-1, 0));
+    CHECK_CALL(EBADF, um_os_punch_hole(-1, 0, page));
+    CHECK(um_os_memfd("huge pages of 2 bytes", 1, &fd) != 0);
+    CHECK(fd == 777 && file_page == 777);
+}
+
+static void test_hugetlb(void) {
+    enum { SHIFT = 21, HUGE_BYTES = 1 << SHIFT };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
+        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
+        return;
+    }
+    char *reserved = NULL;
+    CHECK_CALL(0, um_os_reserve(5 * HUGE_BYTES, (void **)&reserved));
+    char *base = (char *)(((uintptr_t)reserved / HUGE_BYTES + 1) * HUGE_BYTES);
+    CHECK_CALL(0, um_os_map_at(base, 2 * HUGE_BYTES, SHIFT));
+    CHECK_EQ_U64(smaps_bytes(base, "KernelPageSize:"), HUGE_BYTES);
+    base[HUGE_BYTES] = 1;
+    CHECK_CALL(0, um_os_reserve_at(base + HUGE_BYTES, HUGE_BYTES));
+    CHECK(strcmp(os_state_permissions(base + HUGE_BYTES), "---p") == 0);
+    CHECK_CALL(EINVAL, um_os_map_at(base + page, HUGE_BYTES, SHIFT));
+
+    int fd = 777;
+    size_t file_page = 777;
+    CHECK_CALL(0, um_os_memfd("unimem-test", SHIFT, &fd));
+    CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
+    CHECK_EQ_U64(file_page, HUGE_BYTES);
+    CHECK_CALL(0, um_os_resize(fd, 2 * HUGE_BYTES));
+    CHECK_CALL(
+        0, um_os_map_file_at(base + 2 * HUGE_BYTES, fd, HUGE_BYTES, HUGE_BYTES, UM_ACCESS_SHARED));
+    base[2 * HUGE_BYTES] = 1;
+    CHECK_CALL(0, um_os_punch_hole(fd, HUGE_BYTES, HUGE_BYTES));
+    CHECK(base[2 * HUGE_BYTES] == 0);
+    CHECK_CALL(0, um_os_unmap(reserved, 5 * HUGE_BYTES));
+    CHECK_CALL(0, um_os_close(fd));
+    huge_pool_give_back();
+}
+
+/* ---- threads ---- */
+
 typedef struct runner {
     size_t cpu;
     _Atomic int ran;
@@ -179,6 +398,14 @@ int main(void) {
     CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
     test_memory();
     test_files();
+    test_reserve_at();
+    test_advice();
+    test_lock();
+    test_policy();
+    test_move_pages();
+    test_memfd();
+    test_memfd_failures();
+    test_hugetlb();
     test_threads();
     return test_report();
 }
