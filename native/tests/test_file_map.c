@@ -2,14 +2,16 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "test.h"
+#include "blocks.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
+#include "huge_pool.h"
 
 static size_t page;
 static os_state before, after;
@@ -54,25 +56,6 @@ static um_block map_file(int fd, uint64_t offset, size_t nbytes, um_access acces
     return block;
 }
 
-static void unmap(um_block *block) {
-    static const um_block zeroed;
-    CHECK_OK(um_block_unmap(block, &test_err));
-    CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
-}
-
-static um_ledger_row ledger_row(void) {
-    um_ledger_row row;
-    CHECK_OK(um_ledger_read(UM_CAT_WEIGHTS, &row, &test_err));
-    return row;
-}
-
-static um_placement placement_of(const um_block *block) {
-    um_placement placement;
-    memset(&placement, 0, sizeof placement);
-    CHECK_OK(um_block_verify(block, &placement, &test_err));
-    return placement;
-}
-
 /* ---- mapping ---- */
 
 static void test_map(void) {
@@ -82,22 +65,28 @@ static void test_map(void) {
         size_t nbytes;
     } ranges[] = {{0, file_nbytes},     {0, 1},           {0, page},      {page, 3 * page},
                   {2 * page, page + 1}, {10 * page, 123}, {10 * page, 1}, {9 * page, page + 123}};
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
             uint64_t offset = ranges[i].offset;
             size_t nbytes = ranges[i].nbytes, whole = (nbytes + page - 1) / page * page;
             int fd = make_file(file_nbytes);
-            um_ledger_row row = ledger_row(), mapped;
+            um_ledger_row row = ledger_row(UM_CAT_WEIGHTS), mapped;
             um_block block = map_file(fd, offset, nbytes, (um_access)access);
             close(fd);
             CHECK_EQ_U64(block.nbytes, nbytes);
             CHECK_EQ_U64(block.requested_nbytes, nbytes);
             CHECK_EQ_U64((uintptr_t)block.base % page, 0);
             CHECK(block.is_file != 0 && block.category == UM_CAT_WEIGHTS);
+            CHECK(block.access == (um_access)access && block.sharing == UM_SHARING_NONE);
+            CHECK(block.fd == -1 && block.step_nbytes == page && block.committed == NULL);
+            CHECK(block.reserved_nbytes == whole && block.committed_nbytes == whole);
+            CHECK(um_block_is_committed(&block, 0, nbytes));
+            CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
-            CHECK(strcmp(os_state_permissions(block.base),
-                         access == UM_ACCESS_READ ? "r--s" : "rw-p") == 0);
-            mapped = ledger_row();
+            const char *permissions[] = {"r--s", "rw-p", "rw-s"};
+            CHECK(strcmp(os_state_permissions(block.base), permissions[access]) == 0);
+            CHECK(has_vm_flag(block.base, "dc") == (access == UM_ACCESS_SHARED));
+            mapped = ledger_row(UM_CAT_WEIGHTS);
             CHECK_EQ_U64(mapped.n_mappings, row.n_mappings + 1);
             CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes + whole);
             um_placement p = placement_of(&block);
@@ -106,8 +95,8 @@ static void test_map(void) {
             uint64_t resident = 0;
             CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
             CHECK_EQ_U64(resident, whole);
-            unmap(&block);
-            mapped = ledger_row();
+            unmap_block(&block);
+            mapped = ledger_row(UM_CAT_WEIGHTS);
             CHECK_EQ_U64(mapped.n_mappings, row.n_mappings);
             CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes);
         }
@@ -123,12 +112,11 @@ static void test_private_writes_stay_private(void) {
     unsigned char bytes[64];
     CHECK_OK(um_file_read(fd, page, bytes, sizeof bytes, &test_err));
     CHECK(bytes[0] == byte_at(page) && bytes[63] == byte_at(page + 63));
-    unmap(&written);
-    unmap(&other);
+    unmap_block(&written);
+    unmap_block(&other);
     close(fd);
 }
 
-/* A read-only mapping shares the file's own pages: what is written to the file is seen. */
 /* Neighbours in one file, mapped one after the other, would become one entry of smaps. */
 static void test_neighbours_stay_apart(void) {
     enum { N = 8 };
@@ -144,7 +132,7 @@ static void test_neighbours_stay_apart(void) {
         CHECK_EQ_U64(placement.resident_bytes, page);
         CHECK(strcmp(os_state_permissions((char *)blocks[i].base - page), "---p") == 0);
         CHECK(strcmp(os_state_permissions((char *)blocks[i].base + page), "---p") == 0);
-        unmap(&blocks[i]);
+        unmap_block(&blocks[i]);
     }
     close(fd);
 }
@@ -159,18 +147,95 @@ static void test_large_files_lie_as_in_the_file(void) {
         for (uint64_t offset = 0; offset <= huge_page; offset += huge_page / 4) {
             um_block block = map_file(fd, offset, huge_page + page, UM_ACCESS_READ);
             CHECK_EQ_U64((uintptr_t)block.base % huge_page, offset % huge_page);
-            unmap(&block);
+            unmap_block(&block);
         }
     }
     close(fd);
 }
 
+/* What is written through a shared mapping is the file's, and stays there. */
+static void test_shared_writes_are_the_files(void) {
+    int fd = make_file(3 * page + 5);
+    um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
+    um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
+    memset(written.base, 0xAB, page);
+    CHECK(is_filled((char *)other.base + page, page, 0xAB));
+    unmap_block(&written);
+    unsigned char bytes[2];
+    CHECK_OK(um_file_read(fd, 2 * page - 1, bytes, sizeof bytes, &test_err));
+    CHECK(bytes[0] == 0xAB && bytes[1] == byte_at(2 * page));
+    unmap_block(&other);
+    close(fd);
+}
+
+/* Of a file's pages nothing is lost; of a private mapping it would be what was written. */
+static void test_advise(void) {
+    int fd = make_file(8 * page);
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+        um_block block = map_file(fd, page, 7 * page, (um_access)access);
+        CHECK_OK(um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
+        CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
+        CHECK(has_vm_flag(block.base, "rr"));
+        if (access == UM_ACCESS_PRIVATE) {
+            memset(block.base, 1, page);
+            CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
+            CHECK(is_filled(block.base, page, 1));
+        } else {
+            CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+            CHECK_OK(um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
+            CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+            CHECK(holds_file(&block, page));
+        }
+        unmap_block(&block);
+    }
+    close(fd);
+}
+
+static void test_lock(void) {
+    int fd = make_file(4 * page + 1);
+    um_block block = map_file(fd, 0, 4 * page + 1, UM_ACCESS_READ);
+    if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
+        test_skip("locking a file", "this process may not lock memory");
+    } else {
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 5 * page);
+        CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 0);
+    }
+    unmap_block(&block);
+    close(fd);
+}
+
+/* The kernel maps whole huge pages of such a file: what lies behind it has to stay untouched. */
+static void test_file_of_huge_pages(void) {
+    enum { HUGE_BYTES = 2 << 20 };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
+        test_skip("files of huge pages", "this process may not fill the pool of 2 MiB pages");
+        return;
+    }
+    int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
+    REQUIRE(fd >= 0);
+    CHECK(ftruncate(fd, 3 * HUGE_BYTES) == 0);
+    um_block block = map_file(fd, HUGE_BYTES, page + 1, UM_ACCESS_SHARED), refused;
+    CHECK_EQ_U64(block.nbytes, page + 1);
+    CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
+    CHECK_EQ_U64(block.reserved_nbytes, HUGE_BYTES);
+    CHECK_EQ_U64((uintptr_t)block.base % HUGE_BYTES, 0);
+    memset(block.base, 1, HUGE_BYTES);
+    CHECK(strcmp(os_state_permissions((char *)block.base + HUGE_BYTES), "---p") == 0);
+    CHECK_STATUS(UM_E_INVALID, um_block_map_file(&refused, fd, page, page, UM_ACCESS_READ,
+                                                 UM_CAT_WEIGHTS, &test_err));
+    unmap_block(&block);
+    close(fd);
+    huge_pool_give_back();
+}
+
+/* A read-only mapping shares the file's own pages: what is written to the file is seen. */
 static void test_read_is_the_file(void) {
     int fd = make_file(2 * page);
     um_block block = map_file(fd, page, page, UM_ACCESS_READ);
     CHECK(pwrite(fd, "changed", 7, (off_t)page + 10) == 7);
     CHECK(memcmp((char *)block.base + 10, "changed", 7) == 0);
-    unmap(&block);
+    unmap_block(&block);
     close(fd);
 }
 
@@ -192,7 +257,7 @@ static void check_map_fails(um_status status, int os_errno, int fd, uint64_t off
 static void test_refused_maps(void) {
     size_t n = 4 * page + 7;
     int fd = make_file(n);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         um_access a = (um_access)access;
         struct {
             uint64_t offset;
@@ -247,7 +312,7 @@ static void test_refused_maps(void) {
 /* ---- warming ---- */
 
 static void test_warm(void) {
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         int fd = make_file(100 * page + 1);
         um_block block = map_file(fd, page, 99 * page + 1, (um_access)access);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
@@ -264,7 +329,7 @@ static void test_warm(void) {
         CHECK(um_block_warm(&block, 0, block.nbytes, 3, NULL, NULL) == UM_E_IO);
         CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, NULL, &test_err));
         CHECK(((unsigned char *)block.base)[49 * page - 1] == byte_at(50 * page - 1));
-        unmap(&block);
+        unmap_block(&block);
         close(fd);
     }
 }
@@ -350,7 +415,7 @@ static void test_faults(void) {
     mapping m = {.fd = make_file(3 * page)};
     memset(&m.block, 0x5A, sizeof m.block);
     os_state_settle_threads(4);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_PRIVATE; access++) {
+    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         m.access = (um_access)access;
         fault_os_check_each(&(fault_case){.run = run_map,
                                           .undo = undo_map,
@@ -390,12 +455,16 @@ int main(void) {
     test_private_writes_stay_private();
     test_neighbours_stay_apart();
     test_large_files_lie_as_in_the_file();
+    test_shared_writes_are_the_files();
+    test_advise();
+    test_lock();
+    test_file_of_huge_pages();
     test_read_is_the_file();
     test_refused_maps();
     test_warm();
     test_read();
     test_faults();
-    um_ledger_row row = ledger_row();
+    um_ledger_row row = ledger_row(UM_CAT_WEIGHTS);
     CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
     return test_report();
 }

@@ -51,6 +51,24 @@ static void test_ledger(void) {
     CHECK_EQ_U64(row_of(UM_CAT_HISTORY).high_water_bytes, 0);
 }
 
+/* A mapping that grows and shrinks stays one mapping. */
+static void test_ledger_resize(void) {
+    um_ledger_enter(UM_CAT_DIAGNOSTICS, 4096);
+    um_ledger_enter(UM_CAT_DIAGNOSTICS, 100);
+    um_ledger_resize(UM_CAT_DIAGNOSTICS, 4096, 12288);
+    um_ledger_row row = row_of(UM_CAT_DIAGNOSTICS);
+    CHECK(row.n_mappings == 2 && row.mapped_bytes == 12388 && row.high_water_bytes == 12388);
+    um_ledger_resize(UM_CAT_DIAGNOSTICS, 12288, 8192);
+    um_ledger_resize(UM_CAT_DIAGNOSTICS, 100, 100);
+    row = row_of(UM_CAT_DIAGNOSTICS);
+    CHECK(row.n_mappings == 2 && row.mapped_bytes == 8292 && row.high_water_bytes == 12388);
+    um_ledger_resize(UM_CAT_DIAGNOSTICS, 8192, 0);
+    um_ledger_leave(UM_CAT_DIAGNOSTICS, 0);
+    um_ledger_leave(UM_CAT_DIAGNOSTICS, 100);
+    row = row_of(UM_CAT_DIAGNOSTICS);
+    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0 && row.high_water_bytes == 12388);
+}
+
 static void test_counters(void) {
     um_counters before, after;
     um_counters_read(&before);
@@ -90,7 +108,8 @@ static void *enter_and_leave(void *arg) {
     uint64_t nbytes = 4096 * (*(unsigned *)arg + 1u);
     pthread_barrier_wait(&all_run);
     for (int i = 0; i < N_ROUNDS; i++) {
-        um_ledger_enter(UM_CAT_SCRATCH, nbytes);
+        um_ledger_enter(UM_CAT_SCRATCH, nbytes / 2);
+        um_ledger_resize(UM_CAT_SCRATCH, nbytes / 2, nbytes);
         um_count_os_call();
         um_ledger_leave(UM_CAT_SCRATCH, nbytes);
     }
@@ -122,6 +141,7 @@ static void test_threads(void) {
 int main(void) {
     test_categories();
     test_ledger();
+    test_ledger_resize();
     test_counters();
     test_threads();
     return test_report();
