@@ -28,7 +28,8 @@ PROGRAM = r"""
 
 int main(void) {
     um_error err;
-    um_block block;
+    um_block block, shared, attached;
+    um_block_options options;
     um_placement placement;
     um_ledger_row row;
     um_tape tape;
@@ -39,8 +40,13 @@ int main(void) {
     float k[16], v[16], back[16];
     int i;
 
-    CHECK(um_block_map(&block, 1 << 20, UM_PAGES_4K, UM_CAT_HISTORY, &err));
-    CHECK(um_block_warm(&block, 0, block.nbytes, 2, &err));
+    memset(&options, 0, sizeof options);
+    options.pages = UM_PAGES_4K;
+    options.category = UM_CAT_HISTORY;
+    options.reserve_nbytes = 1 << 20;
+    CHECK(um_block_map(&block, 1 << 19, &options, &err));
+    CHECK(um_block_commit(&block, 1 << 19, 1 << 19, &err));
+    CHECK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &err));
     CHECK(um_block_verify(&block, &placement, &err));
     CHECK(um_ledger_read(UM_CAT_HISTORY, &row, &err));
     printf("resident %llu mapped %llu\n", (unsigned long long)placement.resident_bytes,
@@ -70,6 +76,19 @@ int main(void) {
     printf("%s: asked %llu, %llu of %llu used\n", um_status_name(err.status),
            (unsigned long long)err.asked, (unsigned long long)err.used,
            (unsigned long long)err.limit);
+
+    options.sharing = UM_SHARING_MEMFD;
+    options.name = "test_c_api";
+    CHECK(um_block_map(&shared, 1 << 19, &options, &err));
+    strcpy((char *)shared.base, "seen by both");
+    CHECK(um_block_attach(&attached, shared.fd, UM_ACCESS_READ, UM_CAT_STAGING, &err));
+    CHECK(um_block_release(&shared, 1 << 18, 1 << 18, &nbytes, &err));
+    printf("%s, %u of %u released\n", (const char *)attached.base, (unsigned)nbytes, 1u << 19);
+    if (um_block_is_committed(&shared, 1 << 18, 1)) {
+        return 1;
+    }
+    CHECK(um_block_unmap(&attached, &err));
+    CHECK(um_block_unmap(&shared, &err));
     CHECK(um_block_unmap(&block, &err));
     CHECK(um_ledger_read(UM_CAT_HISTORY, &row, &err));
     printf("mapped %llu\n", (unsigned long long)row.mapped_bytes);
@@ -81,6 +100,7 @@ OUTPUT = """\
 resident 1048576 mapped 1048576
 tokens 1, last -15
 UM_E_FULL: asked 1, 1 of 1 used
+seen by both, 262144 of 524288 released
 mapped 0
 """
 

@@ -105,7 +105,7 @@ UM_API const char *um_category_name(um_category category);
 /* ---- block ---- */
 
 typedef enum um_pages {
-    UM_PAGES_AUTO = 0, /* THP for blocks of at least one huge page, else the base page */
+    UM_PAGES_AUTO = 0, /* THP for blocks that reserve at least one huge page, else the base page */
     UM_PAGES_4K,       /* base pages, never huge */
     UM_PAGES_THP,      /* transparent huge pages, by MADV_HUGEPAGE */
     UM_PAGES_2M,       /* hugetlb pages of 2 MiB, from the pool that the administrator filled */
@@ -205,11 +205,13 @@ typedef struct um_block {
  * touched here: see um_block_warm. For shared memory the policy belongs to the memory, and holds
  * for every process that maps it; shared memory is left out of a forked child. errors:
  * UM_E_INVALID (nbytes 0 or too large to round, reserve_nbytes below nbytes, unknown option, a NUMA
- * mode without nodes), UM_E_NOMEM (also: the hugetlb pool is too small), UM_E_OS. */
+ * mode without nodes or nodes without one, a name above 249 bytes, a file that is not empty or has
+ * pages of another size), UM_E_NOMEM (also: the hugetlb pool is too small), UM_E_OS. */
 UM_API um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                               um_error *err);
 
-/* Maps nbytes of the open file fd from offset (a multiple of the base page). The fd may be closed
+/* Maps nbytes of the open file fd from offset (a multiple of the base page; in hugetlbfs, of the
+ * file's). The fd may be closed
  * afterwards. nbytes must lie inside the file as it is now. A file that shrinks later makes
  * touching the lost pages fatal: callers that cannot trust the file use um_file_read. errors:
  * UM_E_INVALID (offset not a multiple of the page, nbytes 0, range outside the file), UM_E_NOMEM,
@@ -219,13 +221,15 @@ UM_API um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_
 
 /* Maps the whole of shared memory that another block, here or in another process, has made: fd is
  * that block's, or one of a file in /dev/shm; it may be closed afterwards. access is READ or
- * SHARED. errors: UM_E_INVALID (access, an empty file), UM_E_NOMEM, UM_E_OS. */
+ * SHARED. What is reserved and not committed there is committed here. errors: UM_E_INVALID (access,
+ * an empty file), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
                                  um_error *err);
 
 /* Makes a sealed copy of the first nbytes of `block`: shared memory that nobody can write, grow or
- * shrink any more, mapped read-only. pages is AUTO, 4K, THP, 2M or 1G as for um_block_map.
- * errors: as um_block_map. */
+ * shrink any more, mapped read-only. Its pages are in RAM. errors: as um_block_map,
+ * UM_E_INVALID for options that reserve more or name a file, and where nothing is committed at the
+ * base. */
 UM_API um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                       const um_block_options *options, um_error *err);
 
@@ -237,8 +241,9 @@ UM_API um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, 
 
 /* Gives the memory of the whole steps inside [offset, offset + nbytes) back: it is inaccessible
  * then, and RSS and commit charge have fallen by what it was. *out_nbytes (may be NULL) is how much
- * was committed there. errors: UM_E_INVALID (outside the reserved range, a mapped file), UM_E_OS.
- */
+ * was committed there. Other processes see zeros in shared memory that was released. errors:
+ * UM_E_INVALID (outside the reserved range, a mapped file, memory that may only be read),
+ * UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                   um_error *err);
 
@@ -258,11 +263,13 @@ UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, un
                                const int *cpus, um_error *err);
 
 /* Asks the kernel to put what is resident into huge pages now (MADV_COLLAPSE, Linux 6.1), shared
- * memory included. hugetlb memory is left as it is. errors: UM_E_NOMEM (no huge page is free),
- * UM_E_OS (the kernel cannot; pages of 4K were asked for). */
+ * memory included. hugetlb memory is left as it is. errors: UM_E_NOMEM (no huge page is free,
+ * or the memory cgroup has no room for one), UM_E_OS (the kernel cannot; pages of 4K were asked
+ * for). */
 UM_API um_status um_block_collapse(um_block *block, um_error *err);
 
-/* errors: UM_E_INVALID (unknown advice; DONTNEED of memory that is no file), UM_E_OS. */
+/* errors: UM_E_INVALID (unknown advice; DONTNEED of memory that is no file, or of a file that is
+ * written privately), UM_E_OS. */
 UM_API um_status um_block_advise(um_block *block, um_advice advice, um_error *err);
 
 /* Reads the placement of the whole block from the kernel. errors: UM_E_OS, UM_E_IO. */
