@@ -30,14 +30,17 @@ static inline void huge_pool_write(unsigned n) {
 
 static inline void huge_pool_give_back(void) {
     if (huge_pool_fd >= 0) {
-        huge_pool_write(huge_pool_read() - huge_pool_borrowed);
+        /* Somebody else may have emptied the pool meanwhile. */
+        unsigned now = huge_pool_read();
+        huge_pool_write(now > huge_pool_borrowed ? now - huge_pool_borrowed : 0);
         close(huge_pool_fd);
         huge_pool_fd = -1;
     }
 }
 
-/* Adds n pages to the pool; false, and the pool is as it was, when this process may not, or when the
- * machine has not that many free. They are given back at the end of the program at the latest. */
+/* Adds n pages to the pool; false, and the pool is as it was, when this process may not, or when
+ * the machine has not that many free. They are given back at the end of the program at the latest.
+ */
 static inline bool huge_pool_borrow(unsigned n) {
     huge_pool_fd = open("/proc/sys/vm/nr_hugepages", O_RDWR | O_CLOEXEC);
     if (huge_pool_fd < 0) {
