@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-__all__ = ["Pages", "Placement", "PlacementOptions", "format_bytes"]
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "format_bytes"]
 
-Pages = Literal["auto", "4k", "thp"]
+Pages = Literal["auto", "4k", "thp", "2m", "1g"]
+Lock = bool | Literal["onfault"]
 
 _KIB = 1024
 
@@ -34,9 +35,16 @@ class PlacementOptions(TypedDict, total=False):
 
     Attributes
     ----------
-    pages : {"auto", "4k", "thp"}
-        The page size. ``"auto"`` takes transparent huge pages for sizes of at least one huge page
-        and never warns; ``"thp"`` warns (or raises, with `strict`) when they are not granted.
+    pages : {"auto", "4k", "thp", "2m", "1g"}
+        The page size. ``"auto"`` takes the largest that is there for the size (hugetlb pages when
+        the pool has room, transparent huge pages from one huge page on, else base pages) and never
+        warns. ``"2m"`` and ``"1g"`` are hugetlb pages.
+    numa : str, optional
+        The nodes: ``"bind:0"``, ``"bind:0,2-3"``, ``"preferred:1"``, ``"interleave"``,
+        ``"interleave:0,1"``, ``"weighted"`` or ``"weighted:0,1"``. Without nodes, all that have
+        memory and are allowed.
+    lock : bool or "onfault"
+        Keep the memory in RAM: all of it now, or each page from its first touch on.
     warm : bool or int
         Bring the memory into RAM at once, with one thread or with so many.
     strict : bool
@@ -44,33 +52,38 @@ class PlacementOptions(TypedDict, total=False):
     """
 
     pages: Pages
+    numa: str | None
+    lock: Lock
     warm: bool | int
     strict: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where memory is, as the kernel says (``/proc/self/smaps``).
+    """Where memory is, as the kernel says (``/proc/self/smaps`` and ``numa_maps``).
 
     Attributes
     ----------
-    pages : {"4k", "thp"}
+    pages : {"4k", "thp", "2m", "1g"}
         The pages that the memory lies in; before the first touch, those it will be given.
     page_bytes : int
         The size of such a page.
     resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
-        Bytes in RAM, in RAM in huge pages, locked, swapped out.
+        Bytes in RAM, in RAM in huge pages of any kind, in RAM and locked there, swapped out.
     pss_bytes : int
-        Bytes in RAM where a page that n processes share counts 1/n.
+        Bytes in RAM where a page that n processes share counts 1/n; hugetlb pages count whole.
+    nodes : dict of int to int
+        Bytes in RAM on each node that holds some.
     """
 
-    pages: Literal["4k", "thp"]
+    pages: Literal["4k", "thp", "2m", "1g"]
     page_bytes: int
     resident_bytes: int
     huge_bytes: int
     locked_bytes: int
     swapped_bytes: int
     pss_bytes: int
+    nodes: dict[int, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         text = f"{self.pages}, {format_bytes(self.resident_bytes)} resident"
@@ -80,4 +93,8 @@ class Placement:
             text += f", {format_bytes(self.locked_bytes)} locked"
         if self.swapped_bytes:
             text += f", {format_bytes(self.swapped_bytes)} swapped out"
+        # On a machine with one node they say nothing new.
+        if len(self.nodes) > 1 or any(self.nodes):
+            for node, nbytes in sorted(self.nodes.items()):
+                text += f", {format_bytes(nbytes)} on node {node}"
         return text

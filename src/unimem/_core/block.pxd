@@ -1,38 +1,27 @@
 # Blocks for Cython callers: `cimport unimem._core.block`.
-cimport numpy as cnp
-
 from unimem._core cimport native as um
-
-# Owns one mapping. Arrays and buffers over the memory hold the region, so that it is unmapped with
-# the last of them; the number of references to it is the number of its users.
-cdef class Region:
-    cdef um.um_block block
-    cdef readonly bint writable
-    cdef readonly str name
-    cdef object __weakref__
-    cdef object array(self, size_t offset, object shape, object dtype)
+from unimem._core.region cimport Region
 
 cdef class Block:
     cdef Region _region
     cdef readonly str name
     cdef readonly str category
+    # A file in /dev/shm that other processes may attach, or None.
+    cdef readonly str path
     # Part of another object, which warns for both when it is left open.
     cdef bint _is_part
+    cdef dict _requested
+    # What the kernel was asked for, a placing.Choice; None for memory that somebody else placed.
+    cdef object _choice
     cdef object _granted
+    cdef object _remove_name
     cdef object __weakref__
     cdef Region region(self)
-
-cdef enum:
-    MAX_DIMS = 32
-
-# A size or a count as an integer, at least `least`; what is none raises ValueError or TypeError.
-cdef size_t size_of(object n, str what, object least=*) except? 0
-# A shape (a number or a sequence of them) as a tuple of at most MAX_DIMS integers of 0 or above.
-cdef tuple dims_of(object shape)
-# The bytes of an array of these dimensions, of any size.
-cdef object nbytes_of(tuple dims, object itemsize)
-# An ndarray over `address`, which keeps `owner` alive; `dims` is what dims_of gave.
-cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable)
-# The same with one dimension.
-cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable)
-cdef object dtype_of(object dtype)
+    cdef Region _map_choice(self, object request, um.um_category category, int fd, bint strict,
+                            Region source)
+    cdef Region _try_map(self, object request, object choice, um.um_category category, int fd,
+                         Region source, dict refused)
+    cdef object explain(self, um.um_status status, const um.um_error *err, str doing)
+    cdef unsigned check_threads(self, object threads) except 0
+    cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
+                      object progress, size_t before, size_t total) except -1

@@ -1,26 +1,35 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict
 
 import numpy.typing as npt
 
-from unimem.placement import Pages, Placement
+from unimem.placement import Lock, Pages, Placement
 
 class Requested(TypedDict):
     nbytes: int
     pages: Pages
+    numa: str | None
+    lock: Lock
+    shared: bool | str
+    reserve: int
 
 class Block:
     name: str
     category: str
+    path: str | None
     def __init__(
         self,
         nbytes: int,
         *,
         pages: Pages = "auto",
+        numa: str | None = None,
+        lock: Lock = False,
         warm: bool | int = False,
+        shared: bool | str = False,
         strict: bool = False,
+        reserve: int | None = None,
         name: str | None = None,
         category: str = "other",
     ) -> None: ...
@@ -30,7 +39,7 @@ class Block:
         *,
         offset: int = 0,
         nbytes: int | None = None,
-        mode: Literal["r", "c"] = "r",
+        mode: Literal["r", "c", "r+"] = "r",
         name: str | None = None,
         category: str = "weights",
     ) -> Block: ...
@@ -39,14 +48,29 @@ class Block:
         fd: int,
         offset: int,
         nbytes: int,
-        mode: Literal["r", "c"],
+        mode: Literal["r", "c", "r+"],
         name: str,
         category: str = "weights",
     ) -> Block: ...
+    @staticmethod
+    def attach(
+        fd_or_path: int | str | PathLike[str],
+        *,
+        writable: bool = False,
+        name: str | None = None,
+        category: str = "other",
+    ) -> Block: ...
+    def sealed_copy(self, *, pages: Pages = "auto", name: str | None = None) -> Block: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def committed_bytes(self) -> int: ...
+    @property
+    def step_bytes(self) -> int: ...
     @property
     def requested(self) -> Requested: ...
     @property
@@ -65,10 +89,23 @@ class Block:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __dlpack__(self, **options: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-    def warm(self, threads: int | None = None) -> None: ...
+    def warm(
+        self,
+        threads: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None: ...
     def _warm_range(self, offset: int, nbytes: int, threads: int | None = None) -> None: ...
     def _resident_range(self, offset: int, nbytes: int) -> int: ...
     def verify(self) -> Placement: ...
+    def repair(self) -> Placement: ...
+    def collapse(self) -> Placement: ...
+    def commit(self, nbytes: int) -> None: ...
+    def release(self, offset: int = 0, nbytes: int | None = None) -> int: ...
+    def advise(
+        self,
+        advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"],
+    ) -> None: ...
+    def fileno(self) -> int: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(

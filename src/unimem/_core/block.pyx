@@ -1,209 +1,98 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Blocks: mapped memory, with its placement read back from the kernel."""
-import math
+import dataclasses
+import errno
+import io
 import os
+import stat
 import warnings
+import weakref
 
 import numpy as np
 
-from unimem.errors import ClosedError, PlacementError, PlacementWarning
+from unimem import limits, placing
+from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.placement import Placement, format_bytes
 
-cimport numpy as cnp
-from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.number cimport PyNumber_Index
-from cpython.object cimport PyTypeObject
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memset
 
 from unimem._core cimport native as um
+from unimem._core.arrays cimport dtype_of, size_of
+from unimem._core.region cimport Region, leave_out_of_child, set_numa
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject *o) nogil
     int PyObject_GetBuffer(object exporter, Py_buffer *view, int flags) except -1
 
-cdef extern from "numpy/arrayobject.h":
-    enum:
-        NPY_ITEM_REFCOUNT  # the elements are, or contain, Python objects
-    object PyArray_NewFromDescr(PyTypeObject *subtype, cnp.dtype descr, int n_dims,
-                                const cnp.npy_intp *dims, const cnp.npy_intp *strides, void *data,
-                                int flags, PyObject *template)
-
-cnp.import_array()
-
-cdef object MOST = 2**63 - 1
-
-cdef dict _PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP}
+cdef dict _PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP,
+                    "2m": um.UM_PAGES_2M, "1g": um.UM_PAGES_1G}
+cdef dict _PAGE_NAMES = {number: name for name, number in _PAGES.items()}
+cdef dict _ACCESS = {"r": um.UM_ACCESS_READ, "c": um.UM_ACCESS_PRIVATE, "r+": um.UM_ACCESS_SHARED}
+cdef dict _ADVICES = {
+    "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
+    "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
+    "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
+# A signal, such as Ctrl-C, and a progress callback wait for no more than this to be warmed.
+cdef size_t WARM_PART_BYTES = 256 << 20
+cdef enum:
+    MOST_THREADS = 512
+cdef size_t THP_BYTES = um.um_huge_page_bytes()
 cdef dict _CATEGORIES = {
     (<bytes>um.um_category_name(<um.um_category>i)).decode(): i for i in range(um.UM_CAT_COUNT)}
-cdef dict _DTYPES = {}
-# What dtype_of was asked last, and its answer: most callers ask for one dtype all the time.
-cdef object _last_asked = object()
-cdef object _last_found = None
 
 
-cdef object dtype_of(object dtype):
-    """A NumPy dtype; names and types are remembered, since np.dtype costs as much as a take."""
-    global _last_asked, _last_found
-    if dtype is _last_asked:
-        return _last_found
-    if isinstance(dtype, (str, type)):
-        found = _DTYPES.get(dtype)
-        if found is None:
-            found = _DTYPES[dtype] = _new_dtype(dtype)
-    else:
-        found = _new_dtype(dtype)
-        if found is not dtype:
-            return found  # a description that may change, such as a list
-    _last_asked, _last_found = dtype, found
-    return found
-
-
-cdef cnp.dtype _new_dtype(object dtype):
-    cdef cnp.dtype found
-    if isinstance(dtype, str) and dtype.lstrip("<>=|") == "f16":
-        # NumPy reads it as 16 bytes, which nobody who writes it here means.
-        raise ValueError("dtype 'f16' is 16 bytes wide in NumPy: write float16")
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        import ml_dtypes
-        found = np.dtype(ml_dtypes.bfloat16)
-    else:
-        found = np.dtype(dtype)
-    if found.flags & NPY_ITEM_REFCOUNT or found.itemsize == 0:
-        raise ValueError(f"dtype {found} cannot lie in raw memory: expected a fixed-size number or "
-                         "struct")
-    return found
-
-
-cdef size_t size_of(object n, str what, object least=0) except? 0:
-    exact = PyNumber_Index(n)
-    if not least <= exact <= MOST:
-        raise ValueError(f"{what}: expected an integer from {least} to 2**63 - 1, got {n}")
-    return exact
-
-
-cdef tuple dims_of(object shape):
-    cdef tuple dims
-    cdef bint exact = type(shape) is tuple
-    if exact:
-        for n in <tuple>shape:
-            exact = exact and type(n) is int
-    if exact:
-        dims = shape
-    else:
-        try:
-            dims = tuple(shape)
-        except TypeError:
-            dims = (shape,)
-        dims = tuple([PyNumber_Index(n) for n in dims])
-    if len(dims) > MAX_DIMS:
-        raise ValueError(f"shape: expected at most {MAX_DIMS} dimensions, got {len(dims)}")
-    for n in dims:
-        if n < 0:
-            raise ValueError(f"shape: negative dimension in {dims}")
-    return dims
-
-
-cdef object nbytes_of(tuple dims, object itemsize):
-    nbytes = itemsize
-    for n in dims:
-        nbytes = nbytes * n
-    # NumPy refuses what would be too large without its dimensions of 0, and refuses it too late:
-    # when memory has been taken.
-    if nbytes == 0 and math.prod([n or 1 for n in dims], start=itemsize) > MOST:
-        raise ValueError(f"shape: {dims} is too large for an array")
-    return nbytes
-
-
-cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable):
-    cdef cnp.npy_intp sizes[MAX_DIMS]
-    cdef int n_dims = 0
-    for n in dims:
-        sizes[n_dims] = n
-        n_dims += 1
-    return new_array(address, n_dims, sizes, dtype, owner, writable)
-
-
-cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable):
-    return new_array(address, 1, &n, dtype, owner, writable)
-
-
-cdef inline object new_array(void *address, int n_dims, cnp.npy_intp *sizes, object dtype,
-                             object owner, bint writable):
-    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS
-    if <uintptr_t>address & <uintptr_t>((<cnp.dtype>dtype).alignment - 1) == 0:
-        flags |= cnp.NPY_ARRAY_ALIGNED
-    if writable:
-        flags |= cnp.NPY_ARRAY_WRITEABLE
-    Py_INCREF(dtype)  # PyArray_NewFromDescr steals it
-    array = PyArray_NewFromDescr(<PyTypeObject *>cnp.ndarray, dtype, n_dims, sizes, NULL, address,
-                                 flags, NULL)
-    Py_INCREF(owner)  # as PyArray_SetBaseObject does
-    cnp.PyArray_SetBaseObject(array, owner)
-    return array
-
-
-cdef class Region:
-    """One mapping, unmapped with its last user."""
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.block.base, <Py_ssize_t>self.block.nbytes,
-                          not self.writable, flags)
-
-    def __dealloc__(self):
-        # A destructor never raises; the kernel refuses only what was never mapped.
-        um.um_block_unmap(&self.block, NULL)
-
-    cdef object array(self, size_t offset, object shape, object dtype):
-        cdef tuple dims
-        if shape is None:
-            if offset > self.block.nbytes:
-                raise ValueError(
-                    f"{self.name}: offset {offset} is outside {self.block.nbytes} bytes")
-            dims = ((self.block.nbytes - offset) // <size_t>dtype.itemsize,)
-        else:
-            dims = dims_of(shape)
-        nbytes = nbytes_of(dims, dtype.itemsize)
-        if offset + nbytes > self.block.nbytes:
-            raise ValueError(
-                f"{self.name}: shape {dims} of {dtype} at offset {offset} needs "
-                f"{nbytes} bytes of {self.block.nbytes}")
-        if (<uintptr_t>self.block.base + offset) % <size_t>dtype.alignment:
-            raise ValueError(f"{self.name}: offset {offset} is not aligned for {dtype}")
-        return array_over(<char *>self.block.base + offset, dims, dtype, self, self.writable)
-
-
-cdef _page_names(um.um_pages pages):
-    return "thp" if pages == um.UM_PAGES_THP else "4k"
+cdef um.um_category _category_of(object category) except *:
+    if category not in _CATEGORIES:
+        raise ValueError(f"category: expected one of {', '.join(_CATEGORIES)}, got {category!r}")
+    return <um.um_category><int>_CATEGORIES[category]
 
 
 cdef class Block:
-    """One region of anonymous memory, between two guard pages.
+    """One region of memory, between two guard pages.
 
-    Threads may use a block at the same time; closing it is for one. After a fork the child has its
-    own copy, page by page as either side writes.
+    Threads may use a block at the same time; growing, releasing and closing it is for one. After a
+    fork the child has its own copy of private memory, page by page as either side writes; shared
+    memory that can be written is left out of the child, where using it raises ClosedError.
 
     Parameters
     ----------
     nbytes : int
         Size in bytes, rounded up to whole pages in `nbytes`; the request stays in `requested`.
-    pages, warm, strict
-        See `PlacementOptions`.
+    pages, numa, lock, warm, strict
+        See `PlacementOptions`. hugetlb pages that are bound to nodes are touched at once, since one
+        that its node lacks later would end the process.
+    shared : bool or str, default False
+        True: memory behind `fileno`, which other processes can `attach`. A name: the same as a file
+        in ``/dev/shm``, which must not exist, and which goes when the block is closed.
+    reserve : int, optional
+        Address space in bytes, into which `commit` lets the block grow.
     name : str, optional
         Stands in messages.
     category : str, default "other"
         The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
         ``"diagnostics"`` or ``"other"``.
 
+    Attributes
+    ----------
+    path : str or None
+        The file in ``/dev/shm`` of a block that has a name there.
+
     Raises
     ------
     ValueError
         A size of 0 or below, an unknown option.
+    CapacityError
+        The memory does not fit into a limit, which is named; nothing was taken.
     MemoryError
         The system has no memory.
+    FileExistsError
+        There is shared memory of this name.
     PlacementError
-        With `strict`, when the pages asked for were not granted.
+        With `strict`, when not all that was asked for was granted. Without, one `PlacementWarning`.
 
     Examples
     --------
@@ -214,47 +103,146 @@ cdef class Block:
     '4k'
     """
 
-    def __init__(self, nbytes, *, pages="auto", warm=False, strict=False, name=None,
-                 category="other"):
-        cdef um.um_error err
+    def __init__(self, nbytes, *, pages="auto", numa=None, lock=False, warm=False, shared=False,
+                 strict=False, reserve=None, name=None, category="other"):
         if pages not in _PAGES:
             raise ValueError(f"pages: expected one of {', '.join(_PAGES)}, got {pages!r}")
-        if category not in _CATEGORIES:
-            raise ValueError(
-                f"category: expected one of {', '.join(_CATEGORIES)}, got {category!r}")
+        cdef um.um_category entered = _category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
-        cdef um.um_pages wanted = _PAGES[pages]
-        cdef um.um_category entered = <um.um_category><int>_CATEGORIES[category]
-        cdef um.um_status status
-        cdef Region region = Region.__new__(Region)
+        cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", nbytes)
+        if not isinstance(lock, bool) and lock != "onfault":
+            raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
+        if not isinstance(shared, (bool, str)):
+            raise TypeError(f"shared: expected False, True or a name, got {shared!r}")
+        path = placing.shared_name(shared) if isinstance(shared, str) else None
+        cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
+        request = placing.Request(nbytes=size, pages=pages, numa=placing.parse_numa(numa),
+                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES)
         self.name = name or "block"
-        region.name = self.name
-        region.writable = True
-        with nogil:
-            status = um.um_block_map(&region.block, size, wanted, entered, &err)
-        if status != um.UM_OK:
-            raise_status(status, &err, f"Block '{self.name}' of {nbytes} bytes")
-        self._region = region
         self.category = category
+        self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
+                           "shared": shared, "reserve": kept}
         try:
-            if warm:
-                self.warm(None if warm is True else warm)
-            if pages == "thp":
-                self._check_huge(bool(warm), strict)
+            if path is None:
+                self._place(request, entered, -1, n_threads, bool(warm), bool(strict))
+            else:
+                self._place_named(path, request, entered, n_threads, bool(warm), bool(strict))
         except BaseException:
-            self._region = None
+            self._drop()
             raise
 
-    def _check_huge(self, bint warmed, bint strict):
-        placement = self.verify()
-        if placement.pages == "thp" and (not warmed or placement.huge_bytes == self.nbytes):
-            return
-        text = (f"Block '{self.name}': asked for transparent huge pages, granted {placement}. Look "
-                "/sys/kernel/mm/transparent_hugepage/enabled; 'echo madvise > "
-                "/sys/kernel/mm/transparent_hugepage/enabled' as root allows them")
-        if strict:
-            raise PlacementError(text)
-        warnings.warn(text, PlacementWarning, stacklevel=3)
+    def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
+                     bint strict):
+        placing.require_shm(request.nbytes, f"block '{self.name}'")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                         0o600)
+        except FileExistsError as error:
+            raise FileExistsError(error.errno, "there is shared memory of this name: take another "
+                                  "one, Block.attach it, or remove it", path) from None
+        try:
+            # From here on: when the block is closed, collected, or at the end of the process.
+            self._remove_name = weakref.finalize(self, placing.remove_named, path, os.getpid(),
+                                                 os.fstat(fd).st_ino)
+            self.path = path
+            self._place(request, category, fd, n_threads, warm, strict)
+        finally:
+            os.close(fd)
+
+    def _place(self, request, um.um_category category, int fd, unsigned n_threads, bint warm,
+               bint strict):
+        """Map, warm, lock, and look whether it is as it was asked for."""
+        cdef Region region = self._map_choice(request, category, fd, strict, None)
+        choice, problems = self._choice, list(self._choice.shortfalls)
+        if warm:
+            self.populate(region, 0, region.block.nbytes, n_threads, None, 0, region.block.nbytes)
+            if request.shared and choice.pages in ("auto", "thp"):
+                # Where it cannot be done, the comparison below says so.
+                self._collapse(region, None)
+        if choice.lock and not region.is_hugetlb():
+            self._lock(region, choice, problems)
+        if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
+            problems += placing.comparison(request, self._choice, self.verify(),
+                                           region.block.nbytes, warm=warm)
+        if problems:
+            text = placing.told(self.name, request.nbytes, problems, self._granted)
+            if strict:
+                raise PlacementError(text)
+            placing.warn(text)
+
+    cdef Region _map_choice(self, request, um.um_category category, int fd, bint strict,
+                            Region source):
+        """Map what can be had of a request; with a source, as a sealed copy of it."""
+        refused = {}
+        while self._region is None:
+            choice = self._choice = placing.decide(request, limits, refused)
+            if strict and choice.shortfalls:
+                raise PlacementError(placing.told(self.name, request.nbytes, choice.shortfalls,
+                                                  None))
+            if choice.pages not in placing.HUGETLB:
+                limits.require(request.nbytes, f"block '{self.name}'")
+            self._region = self._try_map(request, choice, category, fd, source, refused)
+        return self._region
+
+    cdef Region _try_map(self, request, choice, um.um_category category, int fd, Region source,
+                         dict refused):
+        """The region; None when the kernel refused something that the block can do without."""
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef um.um_block_options options
+        cdef size_t size = request.nbytes
+        cdef bytes label = os.fsencode(self.name)[:200].replace(b"\0", b"?")
+        cdef Region region = Region.__new__(Region)
+        region.name = self.name
+        memset(&options, 0, sizeof(options))
+        options.pages = <um.um_pages><int>_PAGES[choice.pages]
+        options.category = category
+        options.reserve_nbytes = 0 if source is not None else request.reserve
+        options.name = label
+        options.fd = fd
+        if request.shared:
+            options.sharing = um.UM_SHARING_MEMFD if fd < 0 else um.UM_SHARING_FD
+        set_numa(&options.numa, choice.numa)
+        # A bound page that its node lacks would end the process when it is touched, and what is
+        # locked is in RAM.
+        cdef bint at_once = choice.pages in placing.HUGETLB and placing.at_once(choice)
+        with nogil:
+            if source is not None:
+                status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)
+            else:
+                status = um.um_block_map(&region.block, size, &options, &err)
+            if status == um.UM_OK and at_once:
+                status = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &err)
+        if status == um.UM_OK:
+            region.writable = source is None
+            if request.shared and region.writable:
+                leave_out_of_child(region)
+            return region
+        if err.what == b"mbind":
+            if choice.numa.mode == "weighted" and err.os_errno == errno.EINVAL:
+                refused["weighted"] = "this kernel interleaves without weights (Linux 6.9 has them)"
+            else:
+                refused["numa"] = (
+                    f"mbind: {os.strerror(err.os_errno)}: a container needs the capability "
+                    "CAP_SYS_NICE ('docker run --cap-add SYS_NICE'), and a kernel NUMA support")
+        elif choice.pages in placing.HUGETLB and status == um.UM_E_NOMEM:
+            refused[choice.pages] = (
+                "the kernel has not so many such pages for this process now: 'grep . "
+                "/sys/kernel/mm/hugepages/*/*' shows the pools")
+        else:
+            raise_status(status, &err, f"Block '{self.name}' of {size} bytes")
+        return None
+
+    def _lock(self, Region region, choice, list problems):
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef um.um_lock lock = um.UM_LOCK_NOW if choice.lock is True else um.UM_LOCK_ONFAULT
+        with nogil:
+            status = um.um_block_lock(&region.block, lock, &err)
+        if status != um.UM_OK:
+            problems.append(f"lock={choice.lock!r}: {err.what.decode()}: "
+                            f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
+            self._choice = dataclasses.replace(choice, lock=False)
 
     @staticmethod
     def map(path, *, offset=0, nbytes=None, mode="r", name=None, category="weights"):
@@ -268,8 +256,9 @@ cdef class Block:
             The first byte, a multiple of the base page.
         nbytes : int, optional
             How many bytes; all up to the end of the file by default.
-        mode : {"r", "c"}
+        mode : {"r", "c", "r+"}
             ``"r"``: shared and read-only. ``"c"``: writable, copy-on-write; the file never changes.
+            ``"r+"``: what is written is the file's, and a forked child has no part in it.
         name : str, optional
             Stands in messages; the path by default.
         category : str, default "weights"
@@ -289,7 +278,8 @@ cdef class Block:
             The range is outside the file, or empty.
         """
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
+                     | os.O_NONBLOCK)
         try:
             if nbytes is None:
                 nbytes = max(os.fstat(fd).st_size - offset, 0)
@@ -300,32 +290,119 @@ cdef class Block:
     @staticmethod
     def _map_fd(int fd, offset, nbytes, mode, name, category="weights"):
         cdef um.um_error err
-        if mode not in ("r", "c"):
-            raise ValueError(f"mode: expected 'r' or 'c', got {mode!r}")
-        if category not in _CATEGORIES:
-            raise ValueError(
-                f"category: expected one of {', '.join(_CATEGORIES)}, got {category!r}")
+        if mode not in _ACCESS:
+            raise ValueError(f"mode: expected 'r', 'c' or 'r+', got {mode!r}")
+        cdef um.um_category entered = _category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
         cdef size_t size = size_of(nbytes, f"nbytes of {name} from byte {offset} on", 1)
-        cdef um.um_access access = um.UM_ACCESS_READ if mode == "r" else um.UM_ACCESS_PRIVATE
-        cdef um.um_category entered = <um.um_category><int>_CATEGORIES[category]
+        cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
         cdef um.um_status status
         cdef Region region = Region.__new__(Region)
-        region.name = name
-        region.writable = mode == "c"
         with nogil:
             status = um.um_block_map_file(&region.block, fd, start, size, access, entered, &err)
         if status != um.UM_OK:
             raise_status(status, &err, f"mapping {name}")
+        return _new_block(region, name, category, mode == "r+")
+
+    @staticmethod
+    def attach(fd_or_path, *, bint writable=False, name=None, category="other"):
+        """Map the shared memory that another block has made, here or in another process.
+
+        Parameters
+        ----------
+        fd_or_path : int or path-like
+            A descriptor, such as one that came over a Unix socket, which may be closed afterwards;
+            or a path, such as ``"/dev/shm/NAME"`` or ``"/proc/PID/fd/N"``.
+        writable : bool, default False
+            Whether it may be written through this block.
+        name, category : str
+            As for the class.
+
+        Returns
+        -------
+        Block
+            All of the memory. Its NUMA policy is the one that its maker has set.
+
+        Raises
+        ------
+        OSError
+            It cannot be opened, or not be mapped so.
+        ValueError
+            It is no memory or file, or empty.
+        """
+        cdef um.um_error err
+        cdef um.um_category entered = _category_of(category)
+        cdef um.um_access access = um.UM_ACCESS_SHARED if writable else um.UM_ACCESS_READ
+        cdef um.um_status status
+        cdef Region region = Region.__new__(Region)
+        cdef int fd
+        if isinstance(fd_or_path, int):
+            fd, label = fd_or_path, f"descriptor {fd_or_path}"
+        else:
+            label = os.fsdecode(fd_or_path)
+            fd = os.open(fd_or_path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+                         | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
+            with nogil:
+                status = um.um_block_attach(&region.block, fd, access, entered, &err)
+        finally:
+            if not isinstance(fd_or_path, int):
+                os.close(fd)
+        if status == um.UM_E_OS and err.os_errno in (errno.EPERM, errno.EACCES) and writable:
+            raise PlacementError(err.os_errno, f"attaching {label}: it may only be read, for it is "
+                                 "sealed or open for reading: attach it with writable=False")
+        if status != um.UM_OK:
+            raise_status(status, &err, f"attaching {label}")
+        cdef Block block = _new_block(region, name or label, category, True)
+        block.path = label if label.startswith(placing.SHM + "/") else None
+        return block
+
+    def sealed_copy(self, *, pages="auto", name=None):
+        """Copy the memory into shared memory that nobody can write, grow or shrink any more.
+
+        Parameters
+        ----------
+        pages : {"auto", "4k", "thp", "2m", "1g"}
+            As for the class.
+        name : str, optional
+            As for the class.
+
+        Returns
+        -------
+        Block
+            Read-only; others `attach` its `fileno`. A forked child has it, too.
+
+        Raises
+        ------
+        ValueError, MemoryError
+            As the class.
+        """
+        cdef Region source = self.region()
         cdef Block block = Block.__new__(Block)
-        block.name = name
-        block.category = category
-        block._region = region
+        if pages not in _PAGES:
+            raise ValueError(f"pages: expected one of {', '.join(_PAGES)}, got {pages!r}")
+        request = placing.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
+                                  reserve=source.block.nbytes, thp_bytes=THP_BYTES)
+        block.name, block.category = name or f"sealed copy of {self.name}", self.category
+        cdef Region region = block._map_choice(request, source.block.category, -1, False, source)
+        block._requested = _requested_of(region, True) | {"pages": pages}
+        if block._choice.pages in ("auto", "thp"):
+            block._collapse(region, None)
+        problems = list(block._choice.shortfalls)
+        if pages != "auto":
+            problems += placing.comparison(request, block._choice, block.verify(),
+                                           region.block.nbytes, warm=True)
+        if problems:
+            placing.warn(placing.told(block.name, request.nbytes, problems, block._granted))
         return block
 
     cdef Region region(self):
         if self._region is None:
             raise ClosedError(f"Block '{self.name}' is closed")
+        if self._region.block.base == NULL:
+            raise ClosedError(f"Block '{self.name}' {placing.LEFT_OUT}")
         return self._region
 
     @property
@@ -335,26 +412,40 @@ cdef class Block:
 
     @property
     def nbytes(self):
-        """Usable size in bytes: the request rounded up to whole pages."""
+        """Usable bytes from the base on, up to the first gap: whole pages."""
         return self.region().block.nbytes
 
     @property
+    def reserved_bytes(self):
+        """Address space from the base on, into which the block can grow."""
+        return self.region().block.reserved_nbytes
+
+    @property
+    def committed_bytes(self):
+        """Bytes that are usable, wherever they are."""
+        return self.region().block.committed_nbytes
+
+    @property
+    def step_bytes(self):
+        """The page, huge or not: `commit` and `release` work in whole steps."""
+        return self.region().block.step_nbytes
+
+    @property
     def requested(self):
-        """What was asked for: a dict of `nbytes` and `pages`."""
-        cdef Region region = self.region()
-        names = {number: name for name, number in _PAGES.items()}
-        return {"nbytes": region.block.requested_nbytes,
-                "pages": names[<int>region.block.requested_pages]}
+        """What was asked for: a dict of `nbytes`, `pages`, `numa`, `lock`, `shared`, `reserve`."""
+        self.region()
+        return dict(self._requested)
 
     @property
     def granted(self):
         """The `Placement` as it was when it was last read from the kernel (see `verify`)."""
+        self.region()
         return self.verify() if self._granted is None else self._granted
 
     @property
     def closed(self):
-        """Whether the block was closed."""
-        return self._region is None
+        """Whether the block was closed (or left out of this forked child)."""
+        return self._region is None or self._region.block.base == NULL
 
     def as_array(self, dtype="uint8", shape=None, offset=0):
         """View the memory as an array, without a copy.
@@ -376,7 +467,8 @@ cdef class Block:
         Raises
         ------
         ValueError
-            The array does not fit, or is not aligned for its dtype.
+            The array does not fit, is not aligned for its dtype, or reaches over memory that is not
+            committed.
         """
         return self.region().array(size_of(offset, "offset"), shape, dtype_of(dtype))
 
@@ -403,36 +495,94 @@ cdef class Block:
     def __dlpack_device__(self):
         return self.as_array().__dlpack_device__()
 
-    def warm(self, threads=None):
+    def warm(self, threads=None, progress=None):
         """Bring all pages into RAM, so that no later access faults.
 
         Parameters
         ----------
         threads : int, optional
-            How many threads, each pinned to a CPU of its own; 1 by default.
+            How many threads, each pinned to a CPU of its own, of the nodes whose memory it touches;
+            1 by default.
+        progress : callable, optional
+            Called as ``progress(done_bytes, total_bytes)`` after each part. What it raises ends
+            the warming, as Ctrl-C does; nothing is lost by that.
 
         Raises
         ------
+        CapacityError
+            What is not in RAM yet does not fit into a limit, which is named.
         MemoryError
             There is not enough memory.
         OSError
             A mapped file has become shorter.
         """
-        self._warm_range(0, self.nbytes, threads)
+        cdef Region region = self.region()
+        self._warm_runs(region.runs(region.block.reserved_nbytes, True), threads, progress)
 
     def _warm_range(self, offset, nbytes, threads=None):
+        self._warm_runs([(offset, nbytes)], threads, None)
+
+    def _warm_runs(self, list runs, threads, progress):
         cdef Region region = self.region()
+        cdef unsigned n_threads = self.check_threads(threads)
+        cdef size_t done = 0
+        total = sum([nbytes for _, nbytes in runs])
+        if not (region.block.is_file or region.is_hugetlb()):
+            # What is in RAM already is asked only where it decides.
+            try:
+                limits.require(total, f"warming block '{self.name}'")
+            except CapacityError:
+                resident = sum([self._resident_range(first, nbytes) for first, nbytes in runs])
+                if resident == 0:
+                    raise
+                limits.require(max(total - resident, 0), f"warming block '{self.name}'")
+        for first, nbytes in runs:
+            self.populate(region, first, nbytes, n_threads, progress, done, total)
+            done += <size_t>nbytes
+
+    cdef unsigned check_threads(self, object threads) except 0:
+        # No block has more parts to warm.
+        return min(size_of(1 if threads is None else threads, "threads", 1), <size_t>MOST_THREADS)
+
+    cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
+                      object progress, size_t before, size_t total) except -1:
         cdef um.um_error err
         cdef um.um_status status
-        cdef size_t start = offset, size = nbytes
-        # No block has so many parts to warm, and `unsigned` holds no more.
-        cdef size_t wanted = size_of(1 if threads is None else threads, "threads", 1)
-        cdef unsigned n_threads = min(wanted, 1024)
-        with nogil:
-            status = um.um_block_warm(&region.block, start, size, n_threads, &err)
-        if status != um.UM_OK:
-            raise_status(status, &err, f"warming block '{self.name}'")
+        cdef int cpus[MOST_THREADS]
+        cdef const int *chosen = NULL
+        cdef size_t at = offset, end = offset + nbytes, size
+        cdef size_t part = max(WARM_PART_BYTES, region.block.step_nbytes)
+        policy = None if self._choice is None else self._choice.numa
+        if policy is not None:
+            found = placing.warm_cpus(policy, n_threads, limits.nodes(), os.sched_getaffinity(0))
+            if found is not None:
+                for i in range(n_threads):
+                    cpus[i] = found[i]
+                chosen = cpus
         self._granted = None
+        while at < end:
+            PyErr_CheckSignals()
+            # Parts end where huge pages do.
+            size = min((at // part + 1) * part, end) - at
+            with nogil:
+                status = um.um_block_warm(&region.block, at, size, n_threads, chosen, &err)
+            if status != um.UM_OK:
+                self.explain(status, &err, f"warming block '{self.name}'")
+            at += size
+            if progress is not None:
+                progress(before + at - offset, total)
+        return 0
+
+    cdef object explain(self, um.um_status status, const um.um_error *err, str doing):
+        """Raise what a failure means, where the status alone does not tell what to do."""
+        if status == um.UM_E_NOMEM and self._region.is_hugetlb():
+            raise PlacementError(
+                err.os_errno, f"{doing}: the pool of hugetlb pages is used up: 'grep . "
+                "/sys/kernel/mm/hugepages/*/*' shows it, and more in nr_hugepages makes it larger")
+        if status == um.UM_E_NOMEM and self.path is not None:
+            raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {placing.SHM} is full "
+                              f"('df {placing.SHM}')")
+        raise_status(status, err, doing)
 
     def verify(self):
         """Read from the kernel where the memory is.
@@ -444,21 +594,233 @@ cdef class Block:
         Raises
         ------
         OSError
-            ``/proc/self/smaps`` cannot be read.
+            ``/proc/self/smaps`` or ``numa_maps`` cannot be read.
         """
         cdef Region region = self.region()
         cdef um.um_error err
         cdef um.um_placement p
         cdef um.um_status status
+        cdef unsigned node
         with nogil:
             status = um.um_block_verify(&region.block, &p, &err)
         if status != um.UM_OK:
             raise_status(status, &err, f"verifying block '{self.name}'")
+        nodes = {}
+        for node in range(um.UM_MAX_NODES):
+            if p.node_bytes[node] != 0:
+                nodes[node] = p.node_bytes[node]
         self._granted = Placement(
-            pages=_page_names(p.pages), page_bytes=p.page_bytes, resident_bytes=p.resident_bytes,
-            huge_bytes=p.huge_bytes, locked_bytes=p.locked_bytes,
-            swapped_bytes=p.swapped_bytes, pss_bytes=p.pss_bytes)
+            pages=_PAGE_NAMES[<int>p.pages], page_bytes=p.page_bytes,
+            resident_bytes=p.resident_bytes, huge_bytes=p.huge_bytes, locked_bytes=p.locked_bytes,
+            swapped_bytes=p.swapped_bytes, pss_bytes=p.pss_bytes, nodes=nodes)
         return self._granted
+
+    def repair(self):
+        """Move what lies elsewhere than the NUMA policy says to where it says, and verify.
+
+        A `PlacementWarning` tells what cannot be moved.
+
+        Returns
+        -------
+        Placement
+
+        Raises
+        ------
+        ValueError
+            The block has no NUMA policy.
+        OSError
+            The kernel refuses to move pages, as in a container that may not.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef uint64_t left = 0
+        if region.block.numa.mode == um.UM_NUMA_NONE:
+            raise ValueError(f"Block '{self.name}' has no NUMA policy: make it with numa=")
+        with nogil:
+            status = um.um_block_repair(&region.block, &left, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            self.explain(status, &err, f"repairing block '{self.name}'")
+        placement = self.verify()
+        if left > 0:
+            placing.warn(placing.left_elsewhere(self.name, self._choice.numa, left, placement))
+        return placement
+
+    def collapse(self):
+        """Put what is in RAM into huge pages now, shared memory included, and verify.
+
+        Where no huge page is free, a `PlacementWarning` says so.
+
+        Returns
+        -------
+        Placement
+
+        Raises
+        ------
+        PlacementError
+            The kernel cannot (before Linux 6.1), or the block was asked to have 4k pages.
+        """
+        cdef Region region = self.region()
+        self._collapse(region, True)
+        placement = self.verify()
+        text = placing.few_huge_pages(self.name, placement, THP_BYTES)
+        if text:
+            placing.warn(text)
+        return placement
+
+    def _collapse(self, Region region, raises):
+        cdef um.um_error err
+        cdef um.um_status status
+        with nogil:
+            status = um.um_block_collapse(&region.block, &err)
+        self._granted = None
+        if raises and status not in (um.UM_OK, um.UM_E_NOMEM):
+            reason = ("pages='4k' were asked for"
+                      if region.block.requested_pages == um.UM_PAGES_4K else
+                      f"{err.what.decode()}: {os.strerror(err.os_errno)}: the kernel cannot put "
+                      "this memory into huge pages (Linux 6.1 and its THP support can for "
+                      "anonymous and shared memory)")
+            raise PlacementError(err.os_errno, f"collapsing block '{self.name}': {reason}")
+
+    def commit(self, nbytes):
+        """Make the first `nbytes` bytes usable, inside of what is reserved; nothing moves.
+
+        Parameters
+        ----------
+        nbytes : int
+            Rounded up to `step_bytes`. What is committed already stays as it is; what is new is
+            zeroed, and placed and locked as the block is.
+
+        Raises
+        ------
+        ValueError
+            It is more than `reserved_bytes`, or a mapped file.
+        CapacityError, PlacementError, MemoryError
+            There is no room; nothing was committed then.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef size_t size = size_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
+        if size > region.block.reserved_nbytes:
+            raise ValueError(f"Block '{self.name}': {size} bytes are more than the "
+                             f"{region.block.reserved_nbytes} that are reserved: make it with a "
+                             "larger reserve=")
+        end = (size + step - 1) // step * step
+        cdef list missing = region.runs(end, False)
+        if not missing or region.block.is_file:
+            return
+        cdef size_t more = sum([n for _, n in missing])
+        what = f"growth of block '{self.name}'"
+        cdef bint hugetlb = region.is_hugetlb()
+        placing.require_growth(self.name, more, self._choice, limits,
+                               _PAGE_NAMES[<int>region.block.requested_pages])
+        if not hugetlb:
+            limits.require(more, what)
+        if self.path is not None:
+            placing.require_shm(more, what)
+        # With the interpreter's lock: whoever makes an array looks at what is committed.
+        status = um.um_block_commit(&region.block, 0, size, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            self.explain(status, &err, what)
+        if hugetlb and placing.at_once(self._choice):
+            try:
+                for first, n in missing:
+                    self.populate(region, first, n, 1, None, 0, n)
+            except BaseException:
+                for first, n in missing:
+                    um.um_block_release(&region.block, first, n, NULL, NULL)
+                raise
+
+    def release(self, offset=0, nbytes=None):
+        """Give memory back; RSS and commit charge fall, and addresses stay reserved.
+
+        Parameters
+        ----------
+        offset : int
+            In bytes.
+        nbytes : int, optional
+            All up to the end by default. Only whole steps inside the range are given back.
+
+        Returns
+        -------
+        int
+            Bytes that were given back. Committed again they are zero.
+
+        Raises
+        ------
+        BufferError
+            Arrays or other users of the range are alive.
+        ValueError
+            The range is outside of what is reserved, or is a mapped file's or read-only.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
+        cdef size_t step = region.block.step_nbytes, begin, end, released = 0
+        cdef size_t size = (size_of(nbytes, "nbytes") if nbytes is not None
+                            else reserved - min(first, reserved))
+        cdef Py_ssize_t n_whole, n_parts = 0
+        if first <= reserved and size <= reserved - first:
+            begin, end = (first + step - 1) // step * step, (first + size) // step * step
+            # The block and this call hold the region, and each window once.
+            n_whole = Py_REFCNT(<PyObject *>region) - 2 - region.n_windows
+            n_parts = region.n_windows_in(begin, end)
+            if begin < end and n_whole + n_parts > 0:
+                raise BufferError(
+                    f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, users "
+                    f"of all of it (buffers, tapes): {n_whole}; drop them first")
+        # With the interpreter's lock: nobody makes an array over the range meanwhile.
+        status = um.um_block_release(&region.block, first, size, &released, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            raise_status(status, &err, f"releasing memory of block '{self.name}'")
+        return released
+
+    def advise(self, advice):
+        """Tell the kernel how the memory will be used.
+
+        Parameters
+        ----------
+        advice : {"willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"}
+            ``"dontneed"`` drops pages of a mapped file, which come back from it; of other memory it
+            would be the contents, and is refused.
+
+        Raises
+        ------
+        ValueError
+            An unknown advice, or one that would lose what was written.
+        OSError
+            The kernel refuses.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        if advice not in _ADVICES:
+            raise ValueError(f"advice: expected one of {', '.join(_ADVICES)}, got {advice!r}")
+        cdef um.um_advice wanted = <um.um_advice><int>_ADVICES[advice]
+        with nogil:
+            status = um.um_block_advise(&region.block, wanted, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            raise_status(status, &err, f"Block '{self.name}'")
+
+    def fileno(self):
+        """Return the descriptor of shared memory, which stays the block's.
+
+        Raises
+        ------
+        io.UnsupportedOperation
+            The memory is not shared.
+        """
+        cdef int fd = self.region().block.fd
+        if fd < 0:
+            raise io.UnsupportedOperation(f"Block '{self.name}' has no descriptor: make it with "
+                                          "shared=True")
+        return fd
 
     def _resident_range(self, offset, nbytes):
         """How many bytes of a range are in RAM, in whole pages."""
@@ -488,8 +850,12 @@ cdef class Block:
             raise BufferError(
                 f"Block '{self.name}' has {n_users} live users (arrays, buffers, tapes): "
                 "drop them first, or leave a 'with'")
-        self._region = None
-        self._granted = None
+        self._drop()
+
+    def _drop(self):
+        self._region = self._granted = None
+        if self._remove_name is not None:
+            self._remove_name()
 
     def __enter__(self):
         self.region()
@@ -497,17 +863,37 @@ cdef class Block:
 
     def __exit__(self, *exc_info):
         # Arrays that are still alive keep the memory; it goes with the last of them.
-        self._region = None
+        self._drop()
 
     def __del__(self):
-        if self._region is not None and not self._is_part:
+        if not self.closed and not self._is_part:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __reduce__(self):
         raise TypeError("a Block cannot be pickled: it is memory of this process. "
-                        "Save what is in it, or let the other process map the same file")
+                        "Make it with shared=True, pass its fileno() or path, and use "
+                        "Block.attach there")
 
     def __repr__(self):
-        if self._region is None:
+        if self.closed:
             return f"Block('{self.name}', closed)"
         return f"Block('{self.name}', {format_bytes(self.nbytes)}, {self.granted})"
+
+
+cdef Block _new_block(Region region, name, category, bint shared):
+    """A block over a mapping that is there; shared: writes through it are others' as well."""
+    cdef Block block = Block.__new__(Block)
+    region.name = block.name = name
+    region.writable = region.block.access != um.UM_ACCESS_READ
+    if region.block.access == um.UM_ACCESS_SHARED:
+        leave_out_of_child(region)
+    block.category = category
+    block._region = region
+    block._requested = _requested_of(region, shared or region.block.sharing != um.UM_SHARING_NONE)
+    return block
+
+
+cdef dict _requested_of(Region region, bint shared):
+    return {"nbytes": region.block.requested_nbytes,
+            "pages": _PAGE_NAMES[<int>region.block.requested_pages], "numa": None, "lock": False,
+            "shared": shared, "reserve": region.block.reserved_nbytes}

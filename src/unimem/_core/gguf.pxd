@@ -1,6 +1,6 @@
 # GGUF headers for Cython callers.
 from unimem._core cimport native as um
-from unimem._core.block cimport Region
+from unimem._core.region cimport Region
 
 cdef class Header:
     cdef um.um_gguf _gguf

@@ -11,10 +11,10 @@ from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from unimem._core cimport native as um
-from unimem._core.block cimport Region
+from unimem._core.region cimport Region
 from unimem._core.status cimport raise_status
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
@@ -63,13 +63,14 @@ cdef class Header:
         cdef um.um_error err
         cdef um.um_status status = um.UM_OK
         cdef uint64_t nbytes = min(self._file_nbytes, <uint64_t>FIRST_READ_NBYTES)
+        cdef um.um_block_options options
+        memset(&options, 0, sizeof(options))
         while True:
             if nbytes > 0:
                 self._region = Region.__new__(Region)
                 self._region.name = path
                 with nogil:
-                    status = um.um_block_map(&self._region.block, nbytes, um.UM_PAGES_AUTO,
-                                             um.UM_CAT_OTHER, &err)
+                    status = um.um_block_map(&self._region.block, nbytes, &options, &err)
                     if status == um.UM_OK:
                         self._bytes = <const unsigned char *>self._region.block.base
                         status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)

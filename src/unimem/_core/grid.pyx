@@ -5,7 +5,7 @@ from unimem.errors import ClosedError, GridFull
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.block cimport dtype_of, size_of
+from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Tape
 

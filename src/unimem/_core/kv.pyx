@@ -9,7 +9,7 @@ cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.block cimport array_over, size_of
+from unimem._core.arrays cimport array_over, size_of
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Tape
 

@@ -1,6 +1,7 @@
 # Tapes for Cython callers: `from unimem._core.tape cimport Tape`.
 from unimem._core cimport native as um
-from unimem._core.block cimport Block, Region
+from unimem._core.block cimport Block
+from unimem._core.region cimport Region
 
 cdef class Tape:
     cdef um.um_tape tape
@@ -9,6 +10,8 @@ cdef class Tape:
     cdef bint _owns_block
     # Overwritten by `clear` and `rewind` in debug mode, so that a stale view shows.
     cdef bint _poison
+    # In a forked child, over memory that was left out of it.
+    cdef bint _left_out
     cdef readonly str name
     cdef object __weakref__
 

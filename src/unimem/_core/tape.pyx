@@ -2,10 +2,12 @@
 """Tapes: bump allocators over a block."""
 import os
 import warnings
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
 
+from unimem import placing
 from unimem.errors import ClosedError, TapeFull
 from unimem.placement import format_bytes
 
@@ -15,9 +17,10 @@ from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
-from unimem._core.block cimport (
-    Block, array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
+from unimem._core.arrays cimport (
+    array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
 )
+from unimem._core.block cimport Block
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
@@ -30,6 +33,21 @@ cdef enum:
     POISON = 0xDB
 
 
+# Tapes over memory that a fork leaves out of the child. There they lose their region, which every
+# take looks at already: no take pays for this.
+cdef object _over_shared = weakref.WeakSet()
+
+
+def _lose_left_out():
+    cdef Tape tape
+    for tape in list(_over_shared):
+        tape._left_out = True
+        tape._region = None
+
+
+os.register_at_fork(after_in_child=_lose_left_out)
+
+
 cdef class Tape:
     """A bump allocator: memory is taken in order and cleared all at once.
 
@@ -38,7 +56,7 @@ cdef class Tape:
     ``UNIMEM_DEBUG=1`` in the environment such memory is overwritten.
 
     Any number of threads may take at the same time; `clear` and `rewind` are for one. After a fork
-    the child has its own copy.
+    the child has its own copy; of a tape over shared memory it has none, and ClosedError says so.
 
     Parameters
     ----------
@@ -85,17 +103,22 @@ cdef class Tape:
             total = nbytes_or_block
         if not block.region().writable:
             raise ValueError(f"Tape '{self.name}': block '{block.name}' is read-only, and what is "
-                             "taken from a tape is written: map the file with mode='c'")
+                             "taken from a tape is written: map the file with mode='c', or attach "
+                             "the memory with writable=True")
         self._region = block.region()
         self._block = block
         self._poison = os.environ.get("UNIMEM_DEBUG", "0") not in ("", "0")
         if um.um_tape_init(&self.tape, self._region.block.base, total, &err) != um.UM_OK:
             raise_status(err.status, &err, f"Tape '{self.name}'")
+        if self._region.block.access == um.UM_ACCESS_SHARED:
+            _over_shared.add(self)
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Tape '{self.name}'", TapeFull)
 
     cdef object check_open(self):
+        if self._left_out:
+            raise ClosedError(f"Tape '{self.name}' {placing.LEFT_OUT}")
         if self._region is None:
             raise ClosedError(f"Tape '{self.name}' is closed")
 

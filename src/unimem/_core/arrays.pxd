@@ -1,0 +1,17 @@
+# Arrays over memory, for Cython callers.
+cimport numpy as cnp
+
+cdef enum:
+    MAX_DIMS = 32
+
+# A size or a count as an integer, at least `least`; what is none raises ValueError or TypeError.
+cdef size_t size_of(object n, str what, object least=*) except? 0
+# A shape (a number or a sequence of them) as a tuple of at most MAX_DIMS integers of 0 or above.
+cdef tuple dims_of(object shape)
+# The bytes of an array of these dimensions, of any size.
+cdef object nbytes_of(tuple dims, object itemsize)
+# An ndarray over `address`, which keeps `owner` alive; `dims` is what dims_of gave.
+cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable)
+# The same with one dimension.
+cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable)
+cdef object dtype_of(object dtype)

@@ -1,0 +1,128 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Arrays over memory: dtypes, shapes, and ndarrays made with the C API."""
+import math
+
+import numpy as np
+
+cimport numpy as cnp
+from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyTypeObject
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport uintptr_t
+
+cdef extern from "numpy/arrayobject.h":
+    enum:
+        NPY_ITEM_REFCOUNT  # the elements are, or contain, Python objects
+    object PyArray_NewFromDescr(PyTypeObject *subtype, cnp.dtype descr, int n_dims,
+                                const cnp.npy_intp *dims, const cnp.npy_intp *strides, void *data,
+                                int flags, PyObject *template)
+
+cnp.import_array()
+
+cdef object MOST = 2**63 - 1
+
+cdef dict _DTYPES = {}
+# What dtype_of was asked last, and its answer: most callers ask for one dtype all the time.
+cdef object _last_asked = object()
+cdef object _last_found = None
+
+
+cdef object dtype_of(object dtype):
+    """A NumPy dtype; names and types are remembered, since np.dtype costs as much as a take."""
+    global _last_asked, _last_found
+    if dtype is _last_asked:
+        return _last_found
+    if isinstance(dtype, (str, type)):
+        found = _DTYPES.get(dtype)
+        if found is None:
+            found = _DTYPES[dtype] = _new_dtype(dtype)
+    else:
+        found = _new_dtype(dtype)
+        if found is not dtype:
+            return found  # a description that may change, such as a list
+    _last_asked, _last_found = dtype, found
+    return found
+
+
+cdef cnp.dtype _new_dtype(object dtype):
+    cdef cnp.dtype found
+    if isinstance(dtype, str) and dtype.lstrip("<>=|") == "f16":
+        # NumPy reads it as 16 bytes, which nobody who writes it here means.
+        raise ValueError("dtype 'f16' is 16 bytes wide in NumPy: write float16")
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        import ml_dtypes
+        found = np.dtype(ml_dtypes.bfloat16)
+    else:
+        found = np.dtype(dtype)
+    if found.flags & NPY_ITEM_REFCOUNT or found.itemsize == 0:
+        raise ValueError(f"dtype {found} cannot lie in raw memory: expected a fixed-size number or "
+                         "struct")
+    return found
+
+
+cdef size_t size_of(object n, str what, object least=0) except? 0:
+    exact = PyNumber_Index(n)
+    if not least <= exact <= MOST:
+        raise ValueError(f"{what}: expected an integer from {least} to 2**63 - 1, got {n}")
+    return exact
+
+
+cdef tuple dims_of(object shape):
+    cdef tuple dims
+    cdef bint exact = type(shape) is tuple
+    if exact:
+        for n in <tuple>shape:
+            exact = exact and type(n) is int
+    if exact:
+        dims = shape
+    else:
+        try:
+            dims = tuple(shape)
+        except TypeError:
+            dims = (shape,)
+        dims = tuple([PyNumber_Index(n) for n in dims])
+    if len(dims) > MAX_DIMS:
+        raise ValueError(f"shape: expected at most {MAX_DIMS} dimensions, got {len(dims)}")
+    for n in dims:
+        if n < 0:
+            raise ValueError(f"shape: negative dimension in {dims}")
+    return dims
+
+
+cdef object nbytes_of(tuple dims, object itemsize):
+    nbytes = itemsize
+    for n in dims:
+        nbytes = nbytes * n
+    # NumPy refuses what would be too large without its dimensions of 0, and refuses it too late:
+    # when memory has been taken.
+    if nbytes == 0 and math.prod([n or 1 for n in dims], start=itemsize) > MOST:
+        raise ValueError(f"shape: {dims} is too large for an array")
+    return nbytes
+
+
+cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable):
+    cdef cnp.npy_intp sizes[MAX_DIMS]
+    cdef int n_dims = 0
+    for n in dims:
+        sizes[n_dims] = n
+        n_dims += 1
+    return new_array(address, n_dims, sizes, dtype, owner, writable)
+
+
+cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable):
+    return new_array(address, 1, &n, dtype, owner, writable)
+
+
+cdef inline object new_array(void *address, int n_dims, cnp.npy_intp *sizes, object dtype,
+                             object owner, bint writable):
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS
+    if <uintptr_t>address & <uintptr_t>((<cnp.dtype>dtype).alignment - 1) == 0:
+        flags |= cnp.NPY_ARRAY_ALIGNED
+    if writable:
+        flags |= cnp.NPY_ARRAY_WRITEABLE
+    Py_INCREF(dtype)  # PyArray_NewFromDescr steals it
+    array = PyArray_NewFromDescr(<PyTypeObject *>cnp.ndarray, dtype, n_dims, sizes, NULL, address,
+                                 flags, NULL)
+    Py_INCREF(owner)  # as PyArray_SetBaseObject does
+    cnp.PyArray_SetBaseObject(array, owner)
+    return array

@@ -1,0 +1,26 @@
+# The owner of one mapping, for Cython callers.
+from unimem._core cimport native as um
+
+# Owns one mapping. Whoever uses the memory holds the region, so that it is unmapped with the last
+# of them; the number of references to it is the number of its users. Arrays hold it through a
+# window, which knows their part; everybody else counts as a user of all of it.
+cdef class Region:
+    cdef um.um_block block
+    cdef readonly bint writable
+    cdef readonly str name
+    # The first of the windows, a list linked both ways, and their number.
+    cdef void *windows
+    cdef Py_ssize_t n_windows
+    cdef object __weakref__
+    # An array over a part of it, which counts as a user of that part.
+    cdef object array(self, size_t offset, object shape, object dtype)
+    # Offset and size of each run below `end`, in whole steps, that is committed, or is not.
+    cdef list runs(self, size_t end, bint committed)
+    # How many arrays lie over a part.
+    cdef Py_ssize_t n_windows_in(self, size_t first, size_t end)
+    cdef bint is_hugetlb(self)
+
+# A fork leaves this memory out of the child: there it is forgotten.
+cdef object leave_out_of_child(Region region)
+# Fills a native policy from a placing.NumaPolicy, or None.
+cdef int set_numa(um.um_numa *out, object policy) except -1

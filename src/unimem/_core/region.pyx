@@ -1,0 +1,142 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Regions: each owns one mapping, and knows who uses which part of it."""
+import os
+import weakref
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memset
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport array_over, dims_of, nbytes_of
+
+cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTERLEAVE,
+                         "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
+# What a fork leaves out of the child.
+cdef object _left_out = weakref.WeakSet()
+
+
+def _forget_left_out():
+    for region in list(_left_out):
+        um.um_block_forget(&(<Region>region).block)
+
+
+os.register_at_fork(after_in_child=_forget_left_out)
+
+
+cdef object leave_out_of_child(Region region):
+    _left_out.add(region)
+
+
+@cython.final
+@cython.no_gc
+cdef class Window:
+    """A user of a part of a region: the base of an array, and so of all arrays made of that."""
+
+    cdef Region region
+    cdef size_t first, end
+    cdef void *before
+    cdef void *after
+
+    def __dealloc__(self):
+        if self.before != NULL:
+            (<Window>self.before).after = self.after
+        else:
+            self.region.windows = self.after
+        if self.after != NULL:
+            (<Window>self.after).before = self.before
+        self.region.n_windows -= 1
+
+
+cdef Window _new_window(Region region, size_t first, size_t nbytes):
+    cdef Window window = Window.__new__(Window)
+    window.region, window.first, window.end = region, first, first + nbytes
+    window.after = region.windows
+    if region.windows != NULL:
+        (<Window>region.windows).before = <void *>window
+    region.windows = <void *>window
+    region.n_windows += 1
+    return window
+
+
+cdef class Region:
+    """One mapping, unmapped with its last user."""
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.block.base, <Py_ssize_t>self.block.nbytes,
+                          not self.writable, flags)
+
+    def __dealloc__(self):
+        # A destructor never raises; the kernel refuses only what was never mapped.
+        um.um_block_unmap(&self.block, NULL)
+
+    cdef object array(self, size_t offset, object shape, object dtype):
+        cdef tuple dims
+        cdef size_t size
+        if shape is None:
+            if offset > self.block.nbytes:
+                raise ValueError(
+                    f"{self.name}: offset {offset} is outside {self.block.nbytes} bytes")
+            dims = ((self.block.nbytes - offset) // <size_t>dtype.itemsize,)
+        else:
+            dims = dims_of(shape)
+        nbytes = nbytes_of(dims, dtype.itemsize)
+        if offset + nbytes > self.block.nbytes:
+            most = self.block.nbytes if self.block.is_file else self.block.reserved_nbytes
+            size = nbytes if offset + nbytes <= most else 0
+            if size == 0 or not um.um_block_is_committed(&self.block, offset, size):
+                hint = "" if size == 0 else ", and not all of them are committed: commit() them"
+                raise ValueError(
+                    f"{self.name}: shape {dims} of {dtype} at offset {offset} needs {nbytes} bytes "
+                    f"of {most}{hint}")
+        size = nbytes
+        if (<uintptr_t>self.block.base + offset) % <size_t>dtype.alignment:
+            raise ValueError(f"{self.name}: offset {offset} is not aligned for {dtype}")
+        return array_over(<char *>self.block.base + offset, dims, dtype,
+                          _new_window(self, offset, size), self.writable)
+
+    cdef list runs(self, size_t end, bint committed):
+        cdef um.um_block *b = &self.block
+        cdef size_t step = b.step_nbytes, at, n_steps, first
+        cdef bint inside = False
+        cdef list found = []
+        if b.committed == NULL:
+            at = b.committed_nbytes if not b.is_file else b.nbytes
+            if committed:
+                return [(0, min(at, end))] if min(at, end) else []
+            return [(at, end - at)] if at < end else []
+        n_steps = end // step
+        first = 0
+        for at in range(n_steps):
+            if ((b.committed[at // 64] >> (at % 64) & 1) != 0) == committed:
+                if not inside:
+                    first, inside = at, True
+            elif inside:
+                found.append((first * step, (at - first) * step))
+                inside = False
+        if inside:
+            found.append((first * step, (n_steps - first) * step))
+        return found
+
+    cdef Py_ssize_t n_windows_in(self, size_t first, size_t end):
+        cdef Py_ssize_t n = 0
+        cdef void *here = self.windows
+        while here != NULL:
+            n += (<Window>here).first < end and (<Window>here).end > first
+            here = (<Window>here).after
+        return n
+
+    cdef bint is_hugetlb(self):
+        return self.block.requested_pages in (um.UM_PAGES_2M, um.UM_PAGES_1G)
+
+
+cdef int set_numa(um.um_numa *out, object policy) except -1:
+    cdef unsigned n
+    memset(out, 0, sizeof(um.um_numa))
+    if policy is not None:
+        out.mode = <um.um_numa_mode><int>_NUMA_MODES[policy.mode]
+        for node in policy.nodes:
+            n = node
+            out.nodes[n // 64] |= (<uint64_t>1) << (n % 64)
+    return 0

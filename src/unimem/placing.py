@@ -1,0 +1,543 @@
+"""Decides how a block is placed: what was asked for, against what this process may have.
+
+Pure functions of a request and of facts, so that tests can invent machines. The module
+`unimem.limits` is the facts of this one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from unimem.errors import CapacityError, PlacementError, PlacementWarning
+from unimem.placement import Lock, Pages, Placement, format_bytes
+
+if TYPE_CHECKING:
+    from unimem.limits import HugePool, Limit, Node
+
+__all__ = [
+    "Choice",
+    "Facts",
+    "NumaPolicy",
+    "Request",
+    "at_once",
+    "comparison",
+    "decide",
+    "elsewhere",
+    "few_huge_pages",
+    "left_elsewhere",
+    "parse_numa",
+    "pool_shortfall",
+    "remove_named",
+    "require_growth",
+    "require_shm",
+    "shared_name",
+    "show_nodes",
+    "told",
+    "warm_cpus",
+    "warn",
+]
+
+MAX_NODES = 1024
+PAGES: tuple[str, ...] = get_args(Pages)
+HUGETLB = ("1g", "2m")  # the larger first, as "auto" tries them
+SHM = "/dev/shm"
+# Says why nothing can be done with an object over shared memory in a forked child.
+LEFT_OUT = (
+    "is shared memory, which is left out of a forked child: pass fileno() or the path, and use "
+    "Block.attach there"
+)
+_GRAMMAR = (
+    "expected 'bind:NODES', 'preferred:NODES', 'interleave', 'interleave:NODES', 'weighted' or "
+    "'weighted:NODES', with NODES such as 0 or 0,2-3, from 0 to 1023"
+)
+_NUMA = re.compile(r"(bind|preferred|interleave|weighted)(?::([0-9,-]+))?")
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
+
+NumaMode = Literal["bind", "preferred", "interleave", "weighted"]
+
+
+class Facts(Protocol):
+    """What the system says of itself; `unimem.limits` is one."""
+
+    def huge_pools(self) -> Mapping[str, HugePool]:
+        """Tell the pools of hugetlb pages, by size."""
+
+    def nodes(self) -> Mapping[int, Node]:
+        """Tell the NUMA nodes."""
+
+    def memlock(self) -> Limit | None:
+        """Tell the limit on locked memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaPolicy:
+    """A NUMA policy: a mode, and nodes in ascending order (none: all that can be used)."""
+
+    mode: NumaMode
+    nodes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{show_nodes(self.nodes)}" if self.nodes else self.mode
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a block is asked to be, checked; `reserve` is `nbytes` where nothing more is kept."""
+
+    nbytes: int
+    pages: Pages = "auto"
+    numa: NumaPolicy | None = None
+    lock: Lock = False
+    shared: bool | str = False
+    reserve: int = 0
+    page_bytes: int = 4096
+    thp_bytes: int = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to ask the kernel for, and what of the request that leaves out."""
+
+    pages: Pages
+    numa: NumaPolicy | None
+    lock: Lock
+    shortfalls: tuple[str, ...] = field(default=())
+
+
+def show_nodes(nodes: Iterable[int]) -> str:
+    """Write nodes as a list of ranges.
+
+    Examples
+    --------
+    >>> show_nodes([0, 2, 3, 4, 7])
+    '0,2-4,7'
+    """
+    runs: list[list[int]] = []
+    for node in sorted(nodes):
+        if runs and node == runs[-1][1] + 1:
+            runs[-1][1] = node
+        else:
+            runs.append([node, node])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_numa(text: str | None) -> NumaPolicy | None:
+    """Read a NUMA policy.
+
+    Raises
+    ------
+    ValueError
+        It is not in the grammar, which the message shows.
+
+    Examples
+    --------
+    >>> parse_numa("bind:0,2-3").nodes
+    (0, 2, 3)
+    """
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise TypeError(f"numa: {_GRAMMAR}; got {type(text).__name__}")
+    found = _NUMA.fullmatch(text)
+    if found is None or (found[2] is None and found[1] in ("bind", "preferred")):
+        raise ValueError(f"numa: {_GRAMMAR}; got {text!r}")
+    nodes: set[int] = set()
+    for part in found[2].split(",") if found[2] else ():
+        ends = _RANGE.fullmatch(part)
+        first = int(ends[1]) if ends else MAX_NODES
+        last = int(ends[2] or ends[1]) if ends else MAX_NODES
+        if not first <= last < MAX_NODES:
+            raise ValueError(f"numa: {_GRAMMAR}; got {text!r}")
+        nodes.update(range(first, last + 1))
+    mode: NumaMode = found[1]  # type: ignore[assignment]
+    return NumaPolicy(mode, tuple(sorted(nodes)))
+
+
+def shared_name(name: str) -> str:
+    """Return the path of a shared block of this name.
+
+    Raises
+    ------
+    ValueError
+        No file can have this name.
+    """
+    if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+        raise ValueError(
+            f"shared: expected True, False or the name of a file in {SHM} (without '/', at most "
+            f"255 bytes), got {name!r}"
+        )
+    return f"{SHM}/{name}"
+
+
+def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = None) -> Choice:
+    """Choose what to ask the kernel for.
+
+    Parameters
+    ----------
+    request : Request
+        What is wanted.
+    facts : Facts
+        What there is; asked only for what the request needs.
+    refused : mapping of str to str, optional
+        What the kernel has refused although it seemed to be there, and its reason: page sizes,
+        ``"weighted"`` (that policy), ``"numa"`` (every policy).
+
+    Returns
+    -------
+    Choice
+        With a sentence for each thing that was asked for and cannot be had.
+    """
+    refused = refused or {}
+    shortfalls: list[str] = []
+    numa = _choose_nodes(request, facts, refused, shortfalls)
+    pages = _choose_pages(request, facts, numa, refused, shortfalls)
+    if numa is not None and numa.mode == "bind" and pages not in HUGETLB:
+        # The kernel kills a process whose bound page has no room.
+        nodes = facts.nodes()
+        room = sum(nodes[node].available_bytes for node in numa.nodes)
+        if room < request.nbytes:
+            each = ", ".join(
+                f"node {node} has {format_bytes(nodes[node].available_bytes)} of "
+                f"{format_bytes(nodes[node].total_bytes)} available"
+                for node in numa.nodes
+            )
+            shortfalls.append(
+                f"numa='{request.numa}' needs {format_bytes(request.nbytes)}, and {each}: free "
+                "memory there, or name more nodes ('numactl --hardware' shows them)"
+            )
+            numa = NumaPolicy("preferred", numa.nodes)
+    lock = request.lock
+    if lock and pages not in HUGETLB:  # which are never taken out of RAM
+        limit = facts.memlock()
+        if limit is not None and limit.room_bytes < request.nbytes:
+            shortfalls.append(
+                f"lock={lock!r} needs {format_bytes(request.nbytes)}, and {limit.name} has room "
+                f"for {format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}: "
+                f"{limit.remedy}"
+            )
+            lock = False
+    return Choice(pages, numa, lock, tuple(shortfalls))
+
+
+def _choose_nodes(
+    request: Request, facts: Facts, refused: Mapping[str, str], shortfalls: list[str]
+) -> NumaPolicy | None:
+    wanted = request.numa
+    if wanted is None:
+        return None
+    if "numa" in refused:
+        shortfalls.append(f"numa='{wanted}': {refused['numa']}")
+        return None
+    nodes = facts.nodes()
+    usable = {n for n, node in nodes.items() if node.allowed and node.total_bytes > 0}
+    chosen = [n for n in (wanted.nodes or sorted(usable)) if n in usable]
+    missing = [f"node {n} {_why_not(nodes.get(n))}" for n in wanted.nodes if n not in usable]
+    if missing or not chosen:
+        shortfalls.append(
+            f"numa='{wanted}': {', '.join(missing) or 'no node can be used'}; this process can use "
+            f"{show_nodes(usable) or 'none'}"
+        )
+    if not chosen:
+        return None
+    mode = wanted.mode
+    if mode == "weighted" and "weighted" in refused:
+        shortfalls.append(f"numa='{wanted}': {refused['weighted']}; pages are interleaved 1:1")
+        mode = "interleave"
+    return NumaPolicy(mode, tuple(chosen))
+
+
+def _why_not(node: Node | None) -> str:
+    if node is None:
+        return "is offline or does not exist"
+    if node.total_bytes == 0:
+        return "has no memory"
+    return "is not allowed to this process (cpuset: 'cat /sys/fs/cgroup/cpuset.mems.effective')"
+
+
+def _choose_pages(
+    request: Request,
+    facts: Facts,
+    numa: NumaPolicy | None,
+    refused: Mapping[str, str],
+    shortfalls: list[str],
+) -> Pages:
+    named = isinstance(request.shared, str)
+    if request.pages == "auto":
+        # A block that grows wants room in the pool for all that it may become.
+        most = max(request.nbytes, request.reserve)
+        for size in HUGETLB:
+            page = _BYTES[size]
+            wasted = -request.nbytes % page
+            if named or request.nbytes < page or size in refused:
+                continue
+            if size == "1g" and wasted * 8 > request.nbytes:
+                continue
+            pool = facts.huge_pools().get(size)
+            if pool is not None and -(-most // page) * page <= _pool_room(pool, numa):
+                return "1g" if size == "1g" else "2m"
+        return "auto"
+    if request.pages not in HUGETLB:
+        return request.pages
+    if named:
+        reason = f"pages='{request.pages}': hugetlb pages cannot have a name in {SHM}: shared=True"
+    elif request.pages in refused:
+        reason = f"pages='{request.pages}': {refused[request.pages]}"
+    else:
+        found = pool_shortfall(request.pages, request.nbytes, facts, numa)
+        if found is None:
+            return request.pages
+        reason = found
+    shortfalls.append(reason)
+    if request.nbytes < request.thp_bytes or not request.thp_bytes:
+        return "4k"
+    return "auto" if request.shared else "thp"
+
+
+def _pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
+    """Bytes that the pool has for a policy."""
+    room = pool.available_bytes
+    if numa is not None and numa.mode == "bind":
+        on_nodes = sum(pool.nodes.get(node, (0, 0))[1] for node in numa.nodes)
+        room = min(room, on_nodes * pool.page_bytes)
+    return room
+
+
+def pool_shortfall(
+    size: str, nbytes: int, facts: Facts, numa: NumaPolicy | None = None
+) -> str | None:
+    """Say why a pool of hugetlb pages cannot hold `nbytes` more; None when it can."""
+    pools = facts.huge_pools()
+    pool = pools.get(size)
+    if pool is None:
+        there = ", ".join(sorted(pools)) or "none"
+        return (
+            f"pages='{size}': this kernel has no hugetlb pages of {size} (it has {there}); some "
+            f"CPUs need 'hugepagesz={size.upper()}' on the kernel's command line"
+        )
+    page = pool.page_bytes
+    needed = -(-nbytes // page)
+    room = _pool_room(pool, numa) // page
+    if needed <= room:
+        return None
+    limit = pool.limit(nbytes)
+    has = f"the pool has {pool.total} in all, {pool.free} free, {pool.reserved} of these promised"
+    if pool.free - pool.reserved > pool.available_bytes // page:
+        has += f", and {limit.name} has room for {format_bytes(limit.room_bytes)}"
+    command = limit.remedy
+    if numa is not None and numa.mode == "bind":
+        has += "".join(
+            f", {pool.nodes.get(node, (0, 0))[1]} free on node {node}" for node in numa.nodes
+        )
+        more = -(-(needed - room) // len(numa.nodes))
+        command = "; ".join(
+            f"echo {pool.nodes.get(node, (0, 0))[0] + more} > /sys/devices/system/node/node{node}"
+            f"/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
+            for node in numa.nodes
+        )
+    return (
+        f"pages='{size}' needs {needed} hugetlb pages of {format_bytes(page)}, and {has}: "
+        f"'{command}' as root adds what is missing"
+    )
+
+
+def comparison(
+    request: Request, choice: Choice, granted: Placement, nbytes: int, *, warm: bool
+) -> list[str]:
+    """Say what of a choice the kernel did not keep.
+
+    Parameters
+    ----------
+    request, choice : Request, Choice
+        What was wanted, and what the kernel was asked for.
+    granted : Placement
+        What it says it gave.
+    nbytes : int
+        The block's size in whole pages.
+    warm : bool
+        Whether all of it was touched.
+    """
+    found = []
+    if request.pages == choice.pages == "thp" and (
+        granted.pages != "thp" or (warm and granted.huge_bytes < granted.resident_bytes)
+    ):
+        found.append(_why_not_thp(request, granted, warm=warm))
+    elif choice.pages in HUGETLB and granted.pages != choice.pages:
+        found.append(f"pages='{choice.pages}' were mapped, and the kernel says {granted.pages}")
+    elif choice.pages == "4k" and granted.huge_bytes:
+        found.append(f"pages='4k', and {format_bytes(granted.huge_bytes)} lie in huge pages")
+    if warm and granted.resident_bytes < nbytes:
+        found.append(
+            f"warm: {format_bytes(granted.resident_bytes)} of {format_bytes(nbytes)} are in RAM, "
+            f"and {format_bytes(granted.swapped_bytes)} swapped out: lock=True keeps them there"
+        )
+    if choice.numa is not None:
+        text = elsewhere(choice.numa, granted)
+        if text:
+            found.append(f"numa='{request.numa}': {text}: repair() moves it when there is room")
+    if choice.lock:
+        wanted = granted.resident_bytes if choice.lock == "onfault" else nbytes
+        if granted.locked_bytes < wanted:
+            found.append(
+                f"lock={choice.lock!r}: {format_bytes(granted.locked_bytes)} of "
+                f"{format_bytes(wanted)} are locked"
+            )
+    return found
+
+
+def at_once(choice: Choice) -> bool:
+    """Whether hugetlb pages are touched as soon as they are mapped.
+
+    A bound page that its node lacks would end the process when it is touched, and what is locked
+    is in RAM.
+    """
+    return choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind")
+
+
+def require_growth(
+    name: str, nbytes: int, choice: Choice | None, facts: Facts, pages: Pages
+) -> None:
+    """Refuse growth by `nbytes` that cannot be placed and locked as the block is.
+
+    Raises
+    ------
+    PlacementError
+        What is there of a block is there already, so that nothing is downgraded.
+    """
+    numa, lock = (None, False) if choice is None else (choice.numa, choice.lock)
+    found = decide(
+        Request(nbytes=nbytes, pages=pages if pages in HUGETLB else "4k", numa=numa, lock=lock),
+        facts,
+    )
+    if found.shortfalls:
+        raise PlacementError(told(name, nbytes, found.shortfalls, None))
+
+
+def few_huge_pages(name: str, granted: Placement, thp_bytes: int) -> str:
+    """Say that memory is not in huge pages as far as it could be; empty when it is."""
+    whole = granted.resident_bytes // thp_bytes * thp_bytes if thp_bytes else 0
+    if granted.huge_bytes >= whole:
+        return ""
+    return (
+        f"Block '{name}': {format_bytes(granted.huge_bytes)} of "
+        f"{format_bytes(granted.resident_bytes)} are in huge pages, and no more are free: "
+        "'echo 1 > /proc/sys/vm/compact_memory' as root joins free memory"
+    )
+
+
+def left_elsewhere(name: str, numa: NumaPolicy, left: int, granted: Placement) -> str:
+    """Say what `repair` could not move."""
+    where = elsewhere(numa, granted) or ", ".join(
+        f"{format_bytes(n)} on node {node}" for node, n in sorted(granted.nodes.items())
+    )
+    return (
+        f"Block '{name}': {format_bytes(left)} could not be moved to where '{numa}' wants it "
+        f"({where}): free memory on its nodes, and repair() again"
+    )
+
+
+def elsewhere(numa: NumaPolicy, granted: Placement) -> str:
+    """Say how many bytes lie on nodes outside of a policy, and on which; empty for none."""
+    wrong = {node: n for node, n in granted.nodes.items() if node not in numa.nodes and n}
+    if not wrong:
+        return ""
+    return ", ".join(f"{format_bytes(n)} on node {node}" for node, n in sorted(wrong.items()))
+
+
+def _why_not_thp(request: Request, granted: Placement, *, warm: bool) -> str:
+    switch = "/sys/kernel/mm/transparent_hugepage/enabled"
+    text = "pages='thp': asked for transparent huge pages"
+    if request.shared:
+        switch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        if not warm:
+            return (
+                f"{text}, which shared memory gets when it is warmed (warm=True, or warm() and "
+                f"collapse()), or at once after 'echo advise > {switch}' as root"
+            )
+    if granted.pages == "thp":
+        return (
+            f"{text}, and {format_bytes(granted.huge_bytes)} of "
+            f"{format_bytes(granted.resident_bytes)} are: free memory is in small pieces; "
+            "'echo 1 > /proc/sys/vm/compact_memory' as root joins them"
+        )
+    value = "advise" if request.shared else "madvise"
+    return f"{text}. Look at {switch}; 'echo {value} > {switch}' as root allows them"
+
+
+def warm_cpus(
+    numa: NumaPolicy | None, n_threads: int, nodes: Mapping[int, Node], allowed: Collection[int]
+) -> list[int] | None:
+    """Choose a CPU for each thread that warms.
+
+    Returns
+    -------
+    list of int or None
+        The threads go round the policy's nodes; a node whose CPUs may not be used, or that has
+        none, gets any allowed one. None where the policy chooses nothing: the threads are then
+        pinned to the CPUs of the caller.
+    """
+    if numa is None or not numa.nodes or len(nodes) < 2 or not allowed:
+        return None
+    everywhere = sorted(allowed)
+    lists = [
+        [cpu for cpu in nodes[node].cpus if cpu in allowed] if node in nodes else []
+        for node in numa.nodes
+    ]
+    chosen = []
+    for i in range(n_threads):
+        cpus = lists[i % len(lists)] or everywhere
+        chosen.append(cpus[i // len(lists) % len(cpus)])
+    return chosen
+
+
+def warn(text: str) -> None:
+    """Warn once, where the caller's code entered unimem, through whatever classes that went."""
+    level = 1
+    frame = sys._getframe(0)
+    # Cython's functions have no frames: what has one is Python.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, PlacementWarning, stacklevel=level)
+
+
+def told(name: str, nbytes: int, shortfalls: Iterable[str], granted: Placement | None) -> str:
+    """Write the message of a PlacementError or PlacementWarning."""
+    text = f"Block '{name}' of {format_bytes(nbytes)}: {'; '.join(shortfalls)}"
+    return text if granted is None else f"{text}; granted {granted}"
+
+
+def remove_named(path: str, pid: int, inode: int) -> None:
+    """Remove a shared block's name, in the process that made it, while it still is its own."""
+    with suppress(FileNotFoundError):
+        if os.getpid() == pid and os.stat(path).st_ino == inode:
+            os.unlink(path)
+
+
+def require_shm(nbytes: int, what: str) -> None:
+    """Refuse what the file system of named blocks has no room for.
+
+    Raises
+    ------
+    CapacityError
+        Touching a page that it has no room for would kill the process (SIGBUS).
+    """
+    fs = os.statvfs(SHM)
+    limit, room = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
+    if limit and room < nbytes:  # a limit of 0 is none
+        raise CapacityError(
+            f"{what} of {format_bytes(nbytes)} does not fit: {SHM} has room for "
+            f"{format_bytes(room)} (limit {format_bytes(limit)}); raise it with: mount -o "
+            f"remount,size={limit - room + nbytes} {SHM}, or docker --shm-size",
+            limit,
+            limit - room,
+            nbytes,
+        )
