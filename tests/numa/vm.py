@@ -11,6 +11,7 @@ busybox. Both are fetched by apt; QEMU is installed when it is missing and this 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import itertools
 import lzma
@@ -56,17 +57,24 @@ class UnavailableError(Exception):
 
 
 def apt(*arguments: str) -> None:
-    """Run apt-get; once more with new lists when it fails, since a mirror drops old versions."""
-    command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", *arguments]
+    """Run apt-get."""
+    command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    quiet = subprocess.run(command, env=environment, capture_output=True, check=False)
-    if quiet.returncode == 0:
-        return
+    answer = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    if answer.returncode != 0:
+        raise UnavailableError(f"apt-get {shlex.join(arguments)} failed:\n{answer.stderr.strip()}")
+
+
+def update_lists() -> None:
+    """Fetch apt's lists, since a mirror drops what old ones name. Root only.
+
+    Packages may be had although one of the sources does not answer, so a failure is no error here.
+    """
     if os.geteuid() == 0:
-        subprocess.run(["apt-get", "-qq", "update"], capture_output=True, check=False)
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if again.returncode != 0:
-        raise UnavailableError(f"{shlex.join(command)} failed:\n{again.stderr.strip()}")
+        with contextlib.suppress(UnavailableError):
+            apt("update")
 
 
 def check_host() -> None:
@@ -98,13 +106,8 @@ def unpack(package: str, folder: Path) -> Path:
     """Fetch a package and unpack it below the folder, without installing it."""
     fetched = folder / package
     fetched.mkdir()
-    arguments = ("-o", f"Dir::Cache::archives={fetched}", "download", package)
-    before = Path.cwd()
-    os.chdir(fetched)  # apt-get downloads to where it is
-    try:
-        apt(*arguments)
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(fetched):  # apt-get downloads to where it is
+        apt("download", package)
     root = fetched / "root"
     archive = next(fetched.glob("*.deb"))
     subprocess.run(["dpkg-deb", "-x", archive, root], check=True)
@@ -112,20 +115,17 @@ def unpack(package: str, folder: Path) -> Path:
 
 
 def kernel_package() -> str:
-    """The newest kernel that a meta package stands for, such as linux-image-6.12.9-amd64."""
-    for updated in (False, True):
-        if updated and os.geteuid() == 0:
-            subprocess.run(["apt-get", "-qq", "update"], capture_output=True, check=False)
-        for meta in KERNELS:
-            answer = subprocess.run(
-                ["apt-cache", "depends", meta], capture_output=True, text=True, check=False
-            )
-            found = re.search(r"Depends: (linux-image-(\d+)\.(\d+)\S*)", answer.stdout)
-            if found and (int(found[2]), int(found[3])) >= OLDEST_KERNEL:
-                return found[1]
+    """The kernel that a meta package stands for, such as linux-image-6.12.9-amd64."""
+    for meta in KERNELS:
+        answer = subprocess.run(
+            ["apt-cache", "depends", meta], capture_output=True, text=True, check=False
+        )
+        found = re.search(r"Depends: (linux-image-(\d+)\.(\d+)\S*)", answer.stdout)
+        if found and (int(found[2]), int(found[3])) >= OLDEST_KERNEL:
+            return found[1]
     raise UnavailableError(
-        f"apt knows no kernel of 6.9 or newer under the names {', '.join(KERNELS)}:"
-        " is the network there, and is this Debian 12 or newer? Try: apt-get update"
+        f"apt knows no kernel from {'.'.join(map(str, OLDEST_KERNEL))} on under the names"
+        f" {' and '.join(KERNELS)}: is this Debian 12 or newer, and has apt-get update run?"
     )
 
 
@@ -170,12 +170,13 @@ def collect_modules(root: Path) -> dict[str, bytes]:
 def set_up() -> None:
     """Fill the cache, once."""
     check_host()
-    install_tools()
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-        if (CACHE / "ready").exists():
+        if (CACHE / "ready").exists() and shutil.which(QEMU) is not None:
             return
+        update_lists()
+        install_tools()
         package = kernel_package()
         print(f"unpacking {package} and busybox-static to {CACHE}", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
@@ -251,7 +252,8 @@ def qemu_command(folder: Path, output: int) -> list[str]:
     boot = f"console=ttyS0 quiet panic=-1 mitigations=off numa_balancing=disable {HUGE_PAGES}"
     return [
         *(QEMU, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
-        *("-machine", "pc", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max,la57=off"),
+        # In one thread: with a thread for each CPU one kernel in 30 died while it patched itself.
+        *("-machine", "pc", "-accel", "tcg,thread=single,tb-size=512", "-cpu", "max,la57=off"),
         *("-smp", str(sum(NODE_CPUS)), "-m", f"{sum(NODE_MB)}M", *nodes()),
         *("-kernel", str(CACHE / "vmlinux"), "-initrd", str(folder / "ram_disk"), "-append", boot),
         "-virtfs",
@@ -298,7 +300,7 @@ def run(command: list[str], time_limit: float) -> int:
         if machine.returncode == 0 and status.exists() and (answer := status.read_text().strip()):
             return int(answer)
         log = folder / "log"
-        tail = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+        tail = log.read_text(errors="replace").splitlines()[-40:] if log.exists() else []
         print(
             "vm.py: the machine ended without an answer; its log ends:",
             *tail,
