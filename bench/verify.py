@@ -101,10 +101,17 @@ def read_file(path: str, nbytes: int) -> Callable[[], Any]:
 def ask_move_pages(block: um.Block, step: int) -> Callable[[], Any]:
     pages = np.arange(block.address, block.address + block.nbytes, step, dtype=np.uint64)
     status = np.empty(len(pages), np.int32)
-    arguments = (SYS_MOVE_PAGES, 0, len(pages), ctypes.c_void_p(pages.ctypes.data), None)
+    # Where n pages of this process are: no nodes to go to, no flags. data_as keeps the array.
+    arguments = (
+        *map(ctypes.c_long, (SYS_MOVE_PAGES, 0, len(pages))),
+        pages.ctypes.data_as(ctypes.c_void_p),
+        None,
+        status.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_long(0),
+    )
 
     def run() -> Callable[[], int]:
-        checked(LIBC.syscall(*arguments, ctypes.c_void_p(status.ctypes.data), 0))
+        checked(LIBC.syscall(*arguments))
         return lambda: int((status >= 0).sum()) * step
 
     return run
