@@ -155,7 +155,10 @@ typedef enum um_advice {
     UM_ADVICE_NOHUGEPAGE
 } um_advice;
 
-/* What the kernel says of a range, read back from it and never echoed from the request. */
+/* What the kernel says of a range, read back from it and never echoed from the request. Of shared
+ * memory and files, in RAM is what this process has mapped there. A hugetlb page cannot leave RAM
+ * and always counts as locked; how many processes share one the kernel does not say, so that
+ * pss_bytes counts it whole. */
 typedef struct um_placement {
     um_pages pages; /* UM_PAGES_2M or UM_PAGES_1G: of hugetlb. UM_PAGES_THP when the range holds
                        huge pages, or would when touched; else UM_PAGES_4K */
@@ -255,10 +258,11 @@ UM_API int um_block_is_committed(const um_block *block, size_t offset, size_t nb
 UM_API um_status um_block_lock(um_block *block, um_lock lock, um_error *err);
 
 /* Brings [offset, offset + nbytes) into RAM with n_threads threads (at least 1), each pinned to a
- * CPU of its own: cpus[i] for the ith, or CPUs that this thread may run on where cpus is NULL.
- * Anonymous and shared memory is made writable-resident, file pages are read. Contents do not
- * change. errors: UM_E_INVALID (also a range that is not committed), UM_E_NOMEM, UM_E_IO (the file
- * is shorter than the range; os_errno is 0), UM_E_OS. */
+ * CPU of its own: cpus[i] for the ith (negative: anywhere), or CPUs that this thread may run on
+ * where cpus is NULL; then one thread is the caller's, and not pinned. Memory that may be written is
+ * made writable-resident; files, and memory that may only be read, are read. Contents do not change.
+ * errors: UM_E_INVALID (also a range that is not committed), UM_E_NOMEM, UM_E_IO (the file is
+ * shorter than the range; os_errno is 0), UM_E_OS. */
 UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                                const int *cpus, um_error *err);
 
@@ -276,8 +280,10 @@ UM_API um_status um_block_advise(um_block *block, um_advice advice, um_error *er
 UM_API um_status um_block_verify(const um_block *block, um_placement *out, um_error *err);
 
 /* Moves resident pages that lie elsewhere than the block's NUMA policy says to where it says, page
- * by page (move_pages). *out_nbytes (may be NULL) is how much was elsewhere and could not be moved.
- * errors: UM_E_INVALID (the block has no policy), UM_E_NOMEM, UM_E_OS. */
+ * by page (move_pages). Pages that were interleaved stay where they are, wherever the kernel began;
+ * with THP a huge page is moved as a whole. *out_nbytes (may be NULL) is how much was elsewhere and
+ * could not be moved: their node is full, a device uses them, or other processes map them, too.
+ * errors: UM_E_INVALID (the block has no policy), UM_E_NOMEM, UM_E_OS, UM_E_IO (as for verify). */
 UM_API um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err);
 
 /* How many bytes of [offset, offset + nbytes) are in RAM, in whole pages: for memory that shares
