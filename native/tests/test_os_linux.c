@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
@@ -264,6 +265,9 @@ static void test_memfd(void) {
     REQUIRE(fd != 777);
     CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK((fcntl(fd, F_GET_SEALS) & F_SEAL_SEAL) == 0);
+    int known = memfd_create("unimem-test", MFD_CLOEXEC | 8U); /* MFD_NOEXEC_SEAL, Linux 6.3 */
+    CHECK((fchmod(fd, 0777) == 0) == (known < 0));
+    close(known);
     CHECK_CALL(0, um_os_file_nbytes(fd, &nbytes));
     CHECK_EQ_U64(nbytes, 0);
     CHECK_CALL(0, um_os_resize(fd, 4 * page));
