@@ -259,10 +259,10 @@ UM_API um_status um_block_lock(um_block *block, um_lock lock, um_error *err);
 
 /* Brings [offset, offset + nbytes) into RAM with n_threads threads (at least 1), each pinned to a
  * CPU of its own: cpus[i] for the ith (negative: anywhere), or CPUs that this thread may run on
- * where cpus is NULL; then one thread is the caller's, and not pinned. Memory that may be written is
- * made writable-resident; files, and memory that may only be read, are read. Contents do not change.
- * errors: UM_E_INVALID (also a range that is not committed), UM_E_NOMEM, UM_E_IO (the file is
- * shorter than the range; os_errno is 0), UM_E_OS. */
+ * where cpus is NULL; then one thread is the caller's, and not pinned. Memory that may be written
+ * is made writable-resident; files, and memory that may only be read, are read. Contents do not
+ * change. errors: UM_E_INVALID (also a range that is not committed), UM_E_NOMEM, UM_E_IO (the file
+ * is shorter than the range; os_errno is 0), UM_E_OS. */
 UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                                const int *cpus, um_error *err);
 
