@@ -333,18 +333,8 @@ static int collapse_page(char *address, size_t huge_page, const char **out_call)
 
 /* Huge page by huge page: the kernel's answer for a range of several is EINVAL when one of them was
  * never touched. */
-um_status um_block_collapse(um_block *block, um_error *err) {
+static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
     size_t step = block->step_nbytes;
-    if (um_hugetlb_shift(block->requested_pages) != 0 || step == 0) {
-        return UM_OK;
-    }
-    if (block->requested_pages == UM_PAGES_4K) {
-        return um_fail_os(err, EINVAL, block->committed_nbytes, "madvise");
-    }
-    size_t huge_page = step > um_os_page_bytes() ? step : um_huge_page_bytes();
-    if (huge_page == 0) {
-        return um_fail_os(err, EOPNOTSUPP, block->committed_nbytes, "madvise");
-    }
     for (um_run run = {0};
          um_block_next_run(block, run.end, um_block_n_steps(block), true, &run);) {
         uintptr_t first = (uintptr_t)block->base + run.first * step;
@@ -363,4 +353,27 @@ um_status um_block_collapse(um_block *block, um_error *err) {
         }
     }
     return UM_OK;
+}
+
+um_status um_block_collapse(um_block *block, um_error *err) {
+    size_t step = block->step_nbytes;
+    if (um_hugetlb_shift(block->requested_pages) != 0 || step == 0) {
+        return UM_OK;
+    }
+    if (block->requested_pages == UM_PAGES_4K) {
+        return um_fail_os(err, EINVAL, block->committed_nbytes, "madvise");
+    }
+    size_t huge_page = step > um_os_page_bytes() ? step : um_huge_page_bytes();
+    if (huge_page == 0) {
+        return um_fail_os(err, EOPNOTSUPP, block->committed_nbytes, "madvise");
+    }
+    um_status status = collapse_all(block, huge_page, err);
+    /* The kernel asks no policy: a huge page comes to the node that most of it was on and, of equal
+     * ones, to the first. All of an interleaved block would be there. */
+    bool spread = block->numa.mode == UM_NUMA_INTERLEAVE || block->numa.mode == UM_NUMA_WEIGHTED;
+    if (!spread) {
+        return status;
+    }
+    um_status repaired = um_block_repair(block, NULL, status == UM_OK ? err : NULL);
+    return status == UM_OK ? repaired : status;
 }

@@ -229,6 +229,11 @@ def test_huge_pages_of_shared_memory(numa: str, among: set[int]) -> None:
     with um.Block(16 * MB, pages="thp", numa=numa, shared=True, warm=True, strict=True) as block:
         assert block.verify().huge_bytes == 16 * MB
         assert is_even(nodes_of(block), among, 2 * MB)
+    with um.Block(16 * MB, pages="auto", numa=numa, shared=True, reserve=2048 * MB) as block:
+        block.warm(threads=2)
+        assert block.granted.pages == "4k"
+        assert block.collapse().huge_bytes == 16 * MB
+        assert is_even(nodes_of(block), among, 2 * MB)
 
 
 def test_repair_leaves_what_is_right() -> None:
@@ -278,9 +283,10 @@ def test_a_full_node_is_named(full_node: int, warm: bool) -> None:
 
 
 def test_repair_with_a_full_node(full_node: int) -> None:
-    with um.Block(64 * MB, pages="4k", numa=f"preferred:{full_node}", warm=True) as block:
+    numa = f"preferred:{full_node}"
+    with fallen_back(r"MiB on node [01]", 64 * MB, pages="4k", numa=numa, warm=True) as block:
         assert nodes_of(block)[full_node] < 64 * MB
-        with pytest.warns(um.PlacementWarning):
+        with pytest.warns(um.PlacementWarning, match=r"could not be moved .*MiB on node [01]"):
             block.repair()
         assert sum(nodes_of(block).values()) == 64 * MB
 
