@@ -3,24 +3,32 @@ witness."""
 
 from __future__ import annotations
 
+import mmap
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+import unimem as um
+
+PAGE = mmap.PAGESIZE
+
 _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ")
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$")
+_NODE = re.compile(r" N(\d+)=(\d+)")
+_KERNEL_PAGE = re.compile(r" kernelpagesize_kB=(\d+)")
 
 
 @dataclass
 class Mapping:
-    """One entry of smaps; its fields in bytes."""
+    """One entry of smaps; its fields in bytes, and the two-letter words of VmFlags."""
 
     start: int
     end: int
     access: str
     fields: dict[str, int] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
 
 
 def mappings(address: int, nbytes: int = 1) -> list[Mapping]:
@@ -35,7 +43,62 @@ def mappings(address: int, nbytes: int = 1) -> list[Mapping]:
                 found.append(Mapping(start, end, head[3]))
         elif inside and (item := _FIELD.match(line)):
             found[-1].fields[item[1]] = int(item[2]) * 1024
+        elif inside and line.startswith("VmFlags:"):
+            found[-1].flags = set(line.split()[1:])
     return found
+
+
+def nodes(address: int, nbytes: int) -> dict[int, int]:
+    """Bytes on each node, of the mappings that begin in the range (numa_maps)."""
+    found: dict[int, int] = {}
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        if address <= int(line.split(" ", 1)[0], 16) < address + nbytes:
+            size = _KERNEL_PAGE.search(line)
+            for node, n in _NODE.findall(line):
+                page = int(size[1]) * 1024 if size else 4096
+                found[int(node)] = found.get(int(node), 0) + int(n) * page
+    return found
+
+
+def policies(address: int, nbytes: int) -> set[str]:
+    """The NUMA policies of the mappings that begin in the range, as the kernel writes them."""
+    return {
+        line.split()[1]
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if address <= int(line.split(" ", 1)[0], 16) < address + nbytes
+    }
+
+
+def hugetlb_bytes(part: Mapping) -> int:
+    """What a mapping has of hugetlb pages, which no other field counts."""
+    return part.fields.get("Private_Hugetlb", 0) + part.fields.get("Shared_Hugetlb", 0)
+
+
+def assert_granted(block: um.Block, granted: um.Placement | None = None) -> None:
+    """A placement is what smaps and numa_maps say of all that the block reserves."""
+    granted = granted or block.granted
+    parts = [
+        part
+        for part in mappings(block.address, block.reserved_bytes)
+        if part.access[0] == "r"  # not the gaps
+    ]
+    hugetlb = sum(map(hugetlb_bytes, parts))
+    assert granted.resident_bytes == sum(part.fields["Rss"] for part in parts) + hugetlb
+    assert granted.pss_bytes == sum(part.fields["Pss"] for part in parts) + hugetlb
+    thp = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
+    assert granted.huge_bytes == hugetlb + sum(part.fields[n] for part in parts for n in thp)
+    locked = sum(part.fields["Rss"] for part in parts if "lo" in part.flags)
+    assert granted.locked_bytes == locked + hugetlb
+    assert granted.swapped_bytes == sum(part.fields["Swap"] for part in parts)
+    assert granted.nodes == nodes(block.address, block.reserved_bytes)
+    if granted.pages in ("2m", "1g"):
+        assert {part.fields["KernelPageSize"] for part in parts} == {granted.page_bytes}
+        assert granted.page_bytes == {"2m": 2 << 20, "1g": 1 << 30}[granted.pages]
+    else:
+        assert hugetlb == 0
+        assert granted.page_bytes == (huge_page_bytes() if granted.pages == "thp" else PAGE)
+        if granted.resident_bytes:
+            assert (granted.pages == "thp") == (granted.huge_bytes > 0)
 
 
 def total(address: int, nbytes: int, name: str) -> int:

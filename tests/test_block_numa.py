@@ -1,0 +1,141 @@
+"""NUMA policies of blocks, as far as a machine with one node can show them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import proc_maps
+import unimem as um
+from conftest import Run
+from huge_pages import eight_huge_pages
+from unimem import limits
+
+__all__ = ["eight_huge_pages"]
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+MIB = 1 << 20
+NODE = min(n for n, node in limits.nodes().items() if node.allowed and node.total_bytes)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("pages", ["4k", "auto", "thp"])
+@pytest.mark.parametrize("numa", [f"bind:{NODE}", f"preferred:{NODE}", f"interleave:{NODE}"])
+def test_policies_reach_the_kernel(numa: str, pages: Any, shared: bool) -> None:
+    with um.Block(5 * MIB, pages=pages, numa=numa, warm=2, shared=shared, strict=True) as block:
+        assert block.requested["numa"] == numa
+        assert block.granted.nodes == {NODE: block.nbytes}
+        proc_maps.assert_granted(block)
+        (policy,) = proc_maps.policies(block.address, block.nbytes)
+        assert policy == numa.replace("preferred:", "prefer:")
+        assert block.repair() == block.granted  # nothing was elsewhere
+
+
+@pytest.mark.parametrize("numa", ["interleave", "weighted"])
+def test_without_nodes_all_that_can_be_used(numa: str) -> None:
+    usable = {n for n, node in limits.nodes().items() if node.allowed and node.total_bytes}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with um.Block(4 * MIB, pages="4k", numa=numa, warm=True) as block:
+            assert set(block.granted.nodes) <= usable
+            assert sum(block.granted.nodes.values()) == block.nbytes
+    if caught:
+        (warning,) = caught  # a kernel before 6.9
+        assert numa == "weighted"
+        assert "6.9" in str(warning.message)
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_bound_hugetlb_pages_are_there_at_once() -> None:
+    with um.Block(4 * MIB, pages="2m", numa=f"bind:{NODE}", strict=True) as block:
+        assert block.granted.pages == "2m"
+        assert block.granted.nodes == {NODE: 4 * MIB}
+        proc_maps.assert_granted(block)
+    with um.Block(4 * MIB, pages="2m", numa=f"interleave:{NODE}", strict=True) as block:
+        assert block.granted.resident_bytes == 0
+
+
+def test_a_node_that_is_not_there_is_named() -> None:
+    with pytest.raises(um.PlacementError, match=r"'kv'.*node 1023 is offline or does not exist"):
+        um.Block(4096, numa="bind:1023", strict=True, name="kv")
+    with pytest.warns(um.PlacementWarning, match="node 1023"):
+        block = um.Block(4096, numa=f"bind:{NODE},1023", warm=True)
+    assert block.granted.nodes == {NODE: 4096}
+    block.repair()
+    block.close()
+    with pytest.warns(um.PlacementWarning, match="node 1023"):
+        block = um.Block(4096, numa="bind:1023")
+    with block, pytest.raises(ValueError, match="no NUMA policy"):
+        block.repair()
+
+
+@pytest.mark.parametrize("numa", ["bind", "nowhere:0", "bind:1024", 0, "bind:0:1"])
+def test_grammar_errors_leave_nothing(numa: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="bind:NODES"):
+        um.Block(4096, numa=numa)
+
+
+def test_repair_needs_a_policy() -> None:
+    with um.Block(4096) as block, pytest.raises(ValueError, match="make it with numa="):
+        block.repair()
+
+
+def test_every_class_takes_a_policy() -> None:
+    numa = f"bind:{NODE}"
+    with um.Layout(4096, 4096, 4096, numa=numa, lock="onfault") as layout:
+        assert isinstance(layout.weights, um.Tape)
+        for tape in (layout.weights, layout.scratch, layout.history):
+            assert tape.block.requested["numa"] == numa
+            assert tape.block.requested["lock"] == "onfault"
+            assert tape.total_bytes == 4096
+    with um.Grid(64, 4, numa=numa) as grid:
+        assert grid.tape.block.requested["numa"] == numa
+    with um.KVCache(1, 1, 8, 4, numa=numa, lock=True) as kv:
+        assert kv.tape.block.requested["numa"] == numa
+        assert kv.tape.block.granted.locked_bytes == kv.tape.block.nbytes
+
+
+def test_a_kernel_that_refuses_policies_is_told(run_python: Run) -> None:
+    # What a container's filter of system calls does to mbind, done by a filter of our own.
+    done = run_python(
+        """
+        import ctypes, platform, struct, warnings
+        import unimem as um
+
+        mbind = {"x86_64": 237, "aarch64": 235}[platform.machine()]
+        def op(code, jt, jf, k):
+            return struct.pack("HBBI", code, jt, jf, k)
+        # Load the number of the call; mbind gives EPERM, all others go on.
+        program = (op(0x20, 0, 0, 0) + op(0x15, 0, 1, mbind) + op(0x06, 0, 0, 0x00050000 | 1)
+                   + op(0x06, 0, 0, 0x7fff0000))
+        buffer = ctypes.create_string_buffer(program)
+        libc = ctypes.CDLL(None, use_errno=True)
+        class Filter(ctypes.Structure):
+            _fields_ = [("n", ctypes.c_ushort), ("program", ctypes.c_void_p)]
+        filter = Filter(4, ctypes.addressof(buffer))
+        assert libc.prctl(38, 1, 0, 0, 0) == 0
+        if libc.prctl(22, 2, ctypes.byref(filter), 0, 0) != 0:
+            print("no seccomp")
+            raise SystemExit(0)
+        node = next(iter(um.Block(4096, warm=True).granted.nodes))
+        for shared in (False, True, "unimem-test-mbind"):
+            try:
+                um.Block(1 << 20, numa=f"bind:{node}", strict=True, shared=shared)
+            except um.PlacementError as error:
+                assert "CAP_SYS_NICE" in str(error), error
+            else:
+                raise AssertionError("no PlacementError")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with um.Block(1 << 20, numa=f"interleave:{node}", shared=shared, warm=True) as b:
+                    assert b.granted.resident_bytes == 1 << 20
+            (warning,) = caught
+            assert "CAP_SYS_NICE" in str(warning.message)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    if "no seccomp" in done.stdout:
+        pytest.skip("this kernel has no seccomp filters")

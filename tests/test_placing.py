@@ -1,0 +1,443 @@
+"""What is asked of the kernel, decided on machines that are invented."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from unimem import placing
+from unimem.errors import CapacityError, PlacementError, PlacementWarning
+from unimem.limits import HugePool, Limit, Node
+from unimem.placement import Placement
+from unimem.placing import Choice, NumaPolicy, Request
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class Machine:
+    """Facts that are made up; what is not, may not be asked."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, HugePool] | None = None,
+        nodes: Mapping[int, Node] | None = None,
+        memlock: Limit | str | None = "unknown",
+    ) -> None:
+        self._pools, self._nodes, self._memlock = pools, nodes, memlock
+
+    def huge_pools(self) -> Mapping[str, HugePool]:
+        assert self._pools is not None, "the pools were asked"
+        return self._pools
+
+    def nodes(self) -> Mapping[int, Node]:
+        assert self._nodes is not None, "the nodes were asked"
+        return self._nodes
+
+    def memlock(self) -> Limit | None:
+        assert not isinstance(self._memlock, str), "the memlock limit was asked"
+        return self._memlock
+
+
+def pool(page: int, free: int, reserved: int = 0, **options: Any) -> HugePool:
+    per_node = options.pop("nodes", {0: (free, free)})
+    return HugePool(page, free, free, reserved, 0, per_node, **options)
+
+
+def node(n: int, available: int = 8 * GIB, total: int = 16 * GIB, **options: Any) -> Node:
+    options = {"cpus": (2 * n, 2 * n + 1), "allowed": True} | options
+    return Node(n, total, available, available, options["cpus"], (10,), options["allowed"])
+
+
+POOLS = {"2m": pool(2 * MIB, 1024), "1g": pool(GIB, 4)}
+EMPTY = {"2m": pool(2 * MIB, 0), "1g": pool(GIB, 0)}
+NODES = {
+    0: node(0),
+    1: node(1),
+    2: node(2, cpus=()),
+    3: node(3, available=0, total=0),
+    4: node(4, allowed=False),
+}
+
+
+def decide(machine: Machine, nbytes: int, **options: Any) -> Choice:
+    refused = options.pop("refused", None)
+    return placing.decide(Request(nbytes=nbytes, **options), machine, refused)
+
+
+# ---- the grammar ----
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "nodes"),
+    [
+        ("bind:0", "bind", (0,)),
+        ("bind:0,2-3", "bind", (0, 2, 3)),
+        ("bind:3,0,3-4", "bind", (0, 3, 4)),
+        ("interleave", "interleave", ()),
+        ("interleave:0,1", "interleave", (0, 1)),
+        ("weighted", "weighted", ()),
+        ("weighted:1023", "weighted", (1023,)),
+        ("preferred:1", "preferred", (1,)),
+        ("bind:0-1023", "bind", tuple(range(1024))),
+    ],
+)
+def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
+    policy = placing.parse_numa(text)
+    assert policy is not None
+    assert (policy.mode, policy.nodes) == (mode, nodes)
+    assert placing.parse_numa(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "bind", "preferred", "bind:", "interleave:", "bind:1024", "bind:0-1024", "bind:3-1"),
+        *("bind:-1", "bind:1,", "bind:,1", "bind:1--2", "bind:a", "spread:0", "bind: 0"),
+        *("bind:0 ", "bind:0\n", "BIND:0", "bind:99999999999999999999", "bind:\u0661", "bind:0x1"),
+    ],
+)
+def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
+    with pytest.raises(ValueError, match=r"bind:NODES.*interleave.*weighted.*0,2-3") as caught:
+        placing.parse_numa(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_numa_is_text_or_none() -> None:
+    assert placing.parse_numa(None) is None
+    wrong: Any = 0
+    with pytest.raises(TypeError, match="bind:NODES"):
+        placing.parse_numa(wrong)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0b", "x" * 256])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ValueError, match="/dev/shm"):
+        placing.shared_name(name)
+
+
+def test_a_name_is_a_path() -> None:
+    assert placing.shared_name("kv") == "/dev/shm/kv"
+
+
+# ---- pages ----
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pools", "options", "pages"),
+    [
+        (MIB, None, {}, "auto"),  # too small: the pools are not even asked
+        (2 * MIB - 1, None, {}, "auto"),
+        (2 * MIB, POOLS, {}, "2m"),
+        (2 * MIB, EMPTY, {}, "auto"),
+        (2 * MIB, {}, {}, "auto"),
+        (2 * MIB, {"2m": pool(2 * MIB, 4, reserved=4)}, {}, "auto"),
+        (GIB - 1, POOLS, {}, "2m"),
+        (GIB, POOLS, {}, "1g"),
+        (4 * GIB, POOLS, {}, "1g"),
+        (4 * GIB + 1, POOLS, {}, "auto"),  # too much for either pool
+        (GIB + 1, POOLS, {}, "2m"),  # half of the second page would be wasted
+        (16 * GIB // 9, POOLS, {}, "2m"),  # a little more than an eighth of it would be wasted
+        (16 * GIB // 9 + 1, POOLS, {}, "1g"),
+        (2 * GIB - GIB // 8, POOLS, {}, "1g"),
+        (GIB, {"2m": pool(2 * MIB, 512)}, {}, "2m"),
+        (GIB, POOLS, {"shared": True}, "1g"),
+        (GIB, POOLS, {"shared": "name"}, "auto"),
+        (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB}, "2m"),
+        (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB + 1}, "auto"),
+        (GIB, POOLS, {"refused": {"1g": "full"}}, "2m"),
+        (GIB, POOLS, {"refused": {"1g": "full", "2m": "full"}}, "auto"),
+    ],
+)
+def test_auto_takes_the_largest_pages_that_are_there(
+    nbytes: int, pools: Any, options: dict[str, Any], pages: str
+) -> None:
+    choice = decide(Machine(pools), nbytes, **options)
+    assert (choice.pages, choice.shortfalls) == (pages, ())  # auto has none
+
+
+@pytest.mark.parametrize("pages", ["4k", "thp"])
+def test_other_pages_need_no_facts(pages: str) -> None:
+    assert decide(Machine(), 8 * MIB, pages=pages) == Choice(pages, None, False)  # type: ignore[arg-type]
+
+
+def test_a_pool_that_is_too_small_is_told_with_the_command() -> None:
+    machine = Machine({"2m": pool(2 * MIB, 5, reserved=2)})
+    assert decide(machine, 6 * MIB, pages="2m").pages == "2m"
+    choice = decide(machine, 6 * MIB + 1, pages="2m")
+    assert choice.pages == "thp"
+    (text,) = choice.shortfalls
+    for part in ("needs 4 hugetlb pages of 2.0 MiB", "5 in all, 5 free, 2 of these promised"):
+        assert part in text
+    assert "echo 6 > /" in text  # 4 more than are promised
+    assert "nr_hugepages" in text
+
+
+def test_small_blocks_and_shared_ones_fall_back_to_what_they_can_have() -> None:
+    assert decide(Machine(EMPTY), MIB, pages="2m").pages == "4k"
+    assert decide(Machine(EMPTY), MIB, pages="1g").pages == "4k"
+    assert decide(Machine(EMPTY), 4 * MIB, pages="2m", shared=True).pages == "auto"
+    assert decide(Machine(EMPTY), 4 * MIB, pages="2m", thp_bytes=0).pages == "4k"
+
+
+def test_a_kernel_without_such_pages() -> None:
+    (text,) = decide(Machine({"2m": pool(2 * MIB, 1)}), GIB, pages="1g").shortfalls
+    assert "no hugetlb pages of 1g (it has 2m)" in text
+    assert "hugepagesz=1G" in text
+
+
+def test_a_cgroup_of_hugetlb_pages_is_named() -> None:
+    cgroup = Limit("hugetlb cgroup /a of 2m pages", 4 * MIB, 2 * MIB, "echo 1G > /a/max")
+    machine = Machine({"2m": pool(2 * MIB, 100, cgroups=(cgroup,))})
+    assert decide(machine, 2 * MIB, pages="2m").pages == "2m"
+    (text,) = decide(machine, 4 * MIB, pages="2m").shortfalls
+    assert "hugetlb cgroup /a of 2m pages has room for 2.0 MiB" in text
+    assert "echo 1G > /a/max" in text
+
+
+def test_hugetlb_pages_have_no_name() -> None:
+    choice = decide(Machine(), 4 * MIB, pages="2m", shared="kv")
+    assert choice.pages == "auto"
+    assert "cannot have a name" in choice.shortfalls[0]
+
+
+def test_what_the_kernel_refused_is_not_asked_again() -> None:
+    choice = decide(Machine(POOLS), 4 * MIB, pages="2m", refused={"2m": "the pool is empty"})
+    assert choice.pages == "thp"
+    assert choice.shortfalls == ("pages='2m': the pool is empty",)
+
+
+def test_the_pool_of_the_bound_nodes_counts() -> None:
+    pools = {"2m": pool(2 * MIB, 8, nodes={0: (6, 6), 1: (2, 2)})}
+    machine = Machine(pools, NODES)
+    bind0, bind1 = NumaPolicy("bind", (0,)), NumaPolicy("bind", (1,))
+    assert decide(machine, 12 * MIB, pages="2m", numa=bind0).pages == "2m"
+    choice = decide(machine, 12 * MIB, pages="2m", numa=bind1)
+    assert choice.pages == "thp"
+    assert choice.numa == bind1
+    (text,) = choice.shortfalls
+    assert "2 free on node 1" in text
+    assert "echo 6 > /sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages" in text
+    assert decide(machine, 12 * MIB, numa=bind0).pages == "2m"
+    assert decide(machine, 12 * MIB, numa=bind1) == Choice("auto", bind1, False)
+    assert decide(machine, 16 * MIB, pages="2m", numa=NumaPolicy("interleave")).pages == "2m"
+
+
+# ---- nodes ----
+
+
+@pytest.mark.parametrize("mode", ["interleave", "weighted"])
+def test_without_nodes_all_that_can_be_used(mode: Any) -> None:
+    choice = decide(Machine({}, NODES), 4 * MIB, numa=NumaPolicy(mode))
+    assert choice == Choice("auto", NumaPolicy(mode, (0, 1, 2)), False)
+
+
+def test_nodes_that_cannot_be_used_are_named() -> None:
+    policy = NumaPolicy("bind", (0, 3, 4, 9))
+    choice = decide(Machine({}, NODES), MIB, numa=policy)
+    assert choice.numa == NumaPolicy("bind", (0,))
+    (text,) = choice.shortfalls
+    for part in (
+        "numa='bind:0,3-4,9'",
+        "node 3 has no memory",
+        "node 4 is not allowed",
+        "cpuset",
+        "node 9 is offline",
+        "can use 0-2",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("nodes", [(3,), (4,), (9,), (3, 4, 1023)])
+def test_no_policy_is_left_when_no_node_can_be_used(nodes: tuple[int, ...]) -> None:
+    choice = decide(Machine({}, NODES), MIB, numa=NumaPolicy("preferred", nodes))
+    assert choice.numa is None
+    assert len(choice.shortfalls) == 1
+
+
+def test_a_bound_node_without_room_is_preferred_instead() -> None:
+    nodes = {0: node(0), 1: node(1, available=GIB), 2: node(2, available=GIB)}
+    policy = NumaPolicy("bind", (1, 2))
+    assert decide(Machine({}, nodes), 2 * GIB, numa=policy) == Choice("auto", policy, False)
+    choice = decide(Machine({}, nodes), 2 * GIB + 1, numa=policy)
+    assert choice.numa == NumaPolicy("preferred", (1, 2))
+    (text,) = choice.shortfalls
+    assert "needs 2.0 GiB" in text
+    assert "node 1 has 1.0 GiB of 16.0 GiB available" in text
+    assert "node 2 has 1.0 GiB" in text
+    # hugetlb pages come out of the pool, not out of this.
+    pools = {"2m": pool(2 * MIB, 2048, nodes={1: (2048, 2048)})}
+    assert decide(Machine(pools, nodes), 3 * GIB, pages="2m", numa=policy).shortfalls == ()
+
+
+def test_policies_that_the_kernel_refuses() -> None:
+    weighted = NumaPolicy("weighted", (0, 1))
+    machine = Machine({}, NODES)
+    choice = decide(machine, MIB, numa=weighted, refused={"weighted": "Linux 6.9 has it"})
+    assert choice.numa == NumaPolicy("interleave", (0, 1))
+    assert "Linux 6.9" in choice.shortfalls[0]
+    choice = decide(machine, MIB, numa=weighted, refused={"numa": "CAP_SYS_NICE"})
+    assert choice.numa is None
+    assert choice.shortfalls == ("numa='weighted:0-1': CAP_SYS_NICE",)
+
+
+# ---- lock ----
+
+MEMLOCK = Limit("locked memory (memlock)", 8 * MIB, 2 * MIB, "ulimit -l unlimited")
+
+
+@pytest.mark.parametrize("lock", [True, "onfault"])
+def test_the_memlock_limit_is_named(lock: Any) -> None:
+    assert decide(Machine(memlock=None), 2**40, pages="4k", lock=lock).lock == lock
+    assert decide(Machine(memlock=MEMLOCK), 6 * MIB, pages="4k", lock=lock).lock == lock
+    choice = decide(Machine(memlock=MEMLOCK), 6 * MIB + 1, pages="4k", lock=lock)
+    assert choice.lock is False
+    (text,) = choice.shortfalls
+    assert "memlock) has room for 6.0 MiB of 8.0 MiB" in text
+    assert "ulimit -l unlimited" in text
+    # hugetlb pages are never taken out of RAM.
+    assert decide(Machine(POOLS), 64 * MIB, pages="2m", lock=lock) == Choice("2m", None, lock)
+
+
+def test_all_shortfalls_come_together() -> None:
+    choice = decide(
+        Machine(EMPTY, NODES, MEMLOCK),
+        64 * MIB,
+        pages="2m",
+        numa=NumaPolicy("bind", (9,)),
+        lock=True,
+    )
+    assert choice.pages == "thp"
+    assert choice.numa is None
+    assert choice.lock is False
+    assert [text.split("=")[0] for text in choice.shortfalls] == ["numa", "pages", "lock"]
+
+
+def test_growth_is_not_downgraded() -> None:
+    machine = Machine(EMPTY, {0: node(0, available=MIB)}, MEMLOCK)
+    for choice, pages, part in (
+        (Choice("2m", None, False), "2m", "nr_hugepages"),
+        (Choice("thp", NumaPolicy("bind", (0,)), False), "thp", "node 0"),
+        (Choice("thp", None, True), "thp", "memlock"),
+    ):
+        with pytest.raises(PlacementError, match=part):
+            placing.require_growth("kv", 8 * MIB, choice, machine, pages)  # type: ignore[arg-type]
+    placing.require_growth("kv", 8 * MIB, None, Machine(), "auto")
+
+
+# ---- what came of it ----
+
+
+def granted(pages: Any, resident: int, **options: Any) -> Placement:
+    figures = {"huge_bytes": 0, "locked_bytes": 0, "swapped_bytes": 0, "nodes": {}} | options
+    return Placement(pages, 4096, resident, pss_bytes=resident, **figures)
+
+
+@pytest.mark.parametrize(
+    ("request_", "choice", "found", "warm", "words"),
+    [
+        ({"pages": "auto"}, ("auto",), granted("4k", 0), False, []),
+        ({"pages": "thp"}, ("thp",), granted("thp", 0), False, []),
+        ({"pages": "thp"}, ("thp",), granted("4k", 0), False, ["echo madvise"]),
+        ({"pages": "thp"}, ("thp",), granted("thp", 8, huge_bytes=4), True, ["compact_memory"]),
+        ({"pages": "thp"}, ("thp",), granted("thp", 8, huge_bytes=8), True, []),
+        ({"pages": "thp", "shared": True}, ("thp",), granted("4k", 0), False, ["collapse"]),
+        ({"pages": "thp", "shared": True}, ("thp",), granted("4k", 8), True, ["shmem_enabled"]),
+        ({"pages": "2m"}, ("thp",), granted("4k", 0), False, []),  # told already
+        ({"pages": "2m"}, ("2m",), granted("2m", 0), False, []),
+        ({"pages": "2m"}, ("2m",), granted("4k", 0), False, ["the kernel says 4k"]),
+        ({"pages": "4k"}, ("4k",), granted("thp", 8, huge_bytes=8), True, ["huge pages"]),
+        ({}, ("auto",), granted("4k", 4, swapped_bytes=4), True, ["swapped out"]),
+        ({"lock": True}, ("auto", None, True), granted("4k", 8, locked_bytes=8), False, []),
+        ({"lock": True}, ("auto", None, True), granted("4k", 8), False, ["lock=True: 0 B of 8 B"]),
+        ({"lock": "onfault"}, ("auto", None, "onfault"), granted("4k", 0), False, []),
+        (
+            {"lock": "onfault"},
+            ("auto", None, "onfault"),
+            granted("4k", 8, locked_bytes=4),
+            False,
+            ["lock='onfault': 4 B of 8 B"],
+        ),
+        (
+            {"numa": NumaPolicy("bind", (1,))},
+            ("auto", NumaPolicy("bind", (1,))),
+            granted("4k", 8, nodes={0: 3, 1: 5}),
+            True,
+            ["3 B on node 0"],
+        ),
+        (
+            {"numa": NumaPolicy("bind", (1,))},
+            ("auto", NumaPolicy("bind", (1,))),
+            granted("4k", 8, nodes={1: 8}),
+            True,
+            [],
+        ),
+    ],
+)
+def test_comparison(
+    request_: dict[str, Any], choice: Any, found: Placement, warm: bool, words: list[str]
+) -> None:
+    pages, numa, lock = (*choice, None, False)[:3] if len(choice) < 3 else choice
+    texts = placing.comparison(
+        Request(nbytes=8, **request_), Choice(pages, numa, lock or False), found, 8, warm=warm
+    )
+    assert len(texts) == len(words)
+    for text, word in zip(texts, words, strict=True):
+        assert word in text
+
+
+def test_few_huge_pages() -> None:
+    assert placing.few_huge_pages("b", granted("thp", 5 * MIB, huge_bytes=4 * MIB), 2 * MIB) == ""
+    text = placing.few_huge_pages("b", granted("4k", 5 * MIB, huge_bytes=2 * MIB), 2 * MIB)
+    assert "2.0 MiB of 5.0 MiB" in text
+    assert "compact_memory" in text
+    assert placing.few_huge_pages("b", granted("4k", 5 * MIB), 0) == ""
+
+
+def test_what_repair_left() -> None:
+    policy = NumaPolicy("bind", (1,))
+    text = placing.left_elsewhere("b", policy, MIB, granted("4k", 8, nodes={0: MIB, 1: GIB}))
+    assert "1.0 MiB could not be moved" in text
+    assert "1.0 MiB on node 0" in text
+    spread = NumaPolicy("interleave", (0, 1))
+    text = placing.left_elsewhere("b", spread, MIB, granted("4k", 8, nodes={0: 3, 1: 5}))
+    assert "3 B on node 0, 5 B on node 1" in text
+
+
+# ---- CPUs that warm ----
+
+
+def test_threads_go_round_the_nodes_of_the_policy() -> None:
+    nodes = {0: node(0, cpus=(0, 1)), 1: node(1, cpus=(2, 3)), 2: node(2, cpus=())}
+    every = {0, 1, 2, 3}
+
+    def cpus(mode: Any, *chosen: int, n: int, allowed: set[int] = every) -> list[int] | None:
+        return placing.warm_cpus(NumaPolicy(mode, chosen), n, nodes, allowed)
+
+    assert cpus("bind", 1, n=3) == [2, 3, 2]
+    assert cpus("interleave", 0, 1, n=4) == [0, 2, 1, 3]
+    assert cpus("preferred", 2, n=2) == [0, 1]  # no CPUs of its own: any
+    assert cpus("bind", 1, n=2, allowed={0, 3}) == [3, 3]
+    assert cpus("bind", 1, n=2, allowed={0}) == [0, 0]
+    assert placing.warm_cpus(None, 2, nodes, every) is None
+    assert placing.warm_cpus(NumaPolicy("bind", (0,)), 2, {0: nodes[0]}, every) is None
+
+
+# ---- messages ----
+
+
+def test_warnings_point_at_the_caller() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placing.warn("as it is")
+    (warning,) = caught
+    assert warning.category is PlacementWarning
+    assert warning.filename == __file__
+
+
+def test_shm_that_is_too_small_is_named() -> None:
+    placing.require_shm(1, "block 'kv'")
+    with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
+        placing.require_shm(2**60, "block 'kv'")
