@@ -10,6 +10,7 @@ import ctypes
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import unimem as um
@@ -103,10 +104,10 @@ def main() -> int:
         samples = bench.compare(
             title,
             {
-                "unimem, thp": lambda n=n_threads: warm("thp", n),
-                "C, thp": lambda cpus=cpus: in_c("thp", cpus),
-                "unimem, 4k": lambda n=n_threads: warm("4k", n),
-                "C, 4k": lambda cpus=cpus: in_c("4k", cpus),
+                "unimem, thp": partial(warm, "thp", n_threads),
+                "C, thp": partial(in_c, "thp", cpus),
+                "unimem, 4k": partial(warm, "4k", n_threads),
+                "C, 4k": partial(in_c, "4k", cpus),
             },
             unit="GB/s",
             rounds=31,

@@ -47,5 +47,6 @@ def test_a_table_and_json() -> None:
     assert document == report.to_dict()
     assert document["total_bytes"] == 5_002_048
     assert document["rows"][0]["granted"]["pages"] == "4k"
+    assert sum(document["rows"][0]["granted"]["nodes"].values()) == 1 << 20
     assert document["rows"][1]["granted"] is None
     assert document["facts"] == {"cpu_features": ["avx2", "fma"], "threads": 2}

@@ -62,10 +62,10 @@ class Report:
         return sum(row.nbytes for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts."""
+        """Return plain dicts, lists, numbers and texts, as in JSON: a node's key is a text."""
         return {
             "total_bytes": self.total_bytes,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [_plain(row) for row in self.rows],
             "facts": dict(self.facts),
         }
 
@@ -92,6 +92,14 @@ class Report:
         head = ("category", "size", "pages", "active", "resident", "high water")
         facts = [f"{name}: {_fact(value)}" for name, value in self.facts.items()]
         return "\n".join([table(head, lines), *facts])
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    if row.granted is not None:
+        nodes = row.granted.nodes.items()
+        plain["granted"]["nodes"] = {str(node): nbytes for node, nbytes in nodes}
+    return plain
 
 
 def _fact(value: Any) -> str:
