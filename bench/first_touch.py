@@ -87,7 +87,7 @@ def main() -> int:
             granted = block.verify()
         if granted.pages != pages or granted.resident_bytes != nbytes:
             raise AssertionError(f"asked for {pages}, got {granted}")
-        return nbytes / seconds / 1e9
+        return float(nbytes / seconds / 1e9)
 
     def in_c(pages: Pages, cpus: list[int]) -> float:
         n = len(cpus)
