@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -201,7 +201,7 @@ PARTS: dict[str, Views] = {
     "array": lambda b: b.as_array("uint8", PAGE, 4 * PAGE),
     "slice": lambda b: b.as_array("uint8", PAGE, 4 * PAGE)[10:20][::2],
     "view of another type": lambda b: b.as_array("uint8", PAGE, 4 * PAGE).view("float16")[5:],
-    "memoryview of an array": lambda b: memoryview(b.as_array("uint8", PAGE, 4 * PAGE)),
+    "memoryview of an array": lambda b: b.as_array("uint8", PAGE, 4 * PAGE).data,
     "dlpack": lambda b: np.from_dlpack(b.as_array("float32", PAGE // 4, 4 * PAGE)),
     "one byte at its end": lambda b: b.as_array("uint8", 1, 5 * PAGE - 1),
 }
@@ -210,7 +210,7 @@ WHOLE: dict[str, Views] = {
     "memoryview": memoryview,
     "asarray": np.asarray,
     "tape": um.Tape,
-    "frombuffer": lambda b: np.frombuffer(b, "float32"),
+    "frombuffer": lambda b: np.frombuffer(cast(Any, b), "float32"),
 }
 
 

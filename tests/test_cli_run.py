@@ -110,7 +110,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["model"]["architecture"] == "llama"
     assert document["model"]["dims"]["num_layers"] == TINY.layers
     assert document["options"] == {
-        "ctx": 100, "threads": 1, "kv_dtype": "f16", "pages": "auto", "chat": False,
+        "ctx": 100, "threads": 1, "kv_dtype": "f16", "pages": "auto", "numa": None, "chat": False,
         "temperature": 0.0, "top_k": 40, "top_p": 1.0, "seed": None,
     }  # fmt: skip
     report, plan = document["report"], document["plan"]
@@ -275,7 +275,8 @@ def test_the_continuation_is_llama_cpp_s() -> None:
         (["random.gguf", "--ctx", str(2**31)], 2, "--ctx"),
         (["random.gguf", "--threads", "0"], 2, "--threads"),
         (["random.gguf", "--kv-dtype", "q9"], 2, "--kv-dtype"),
-        (["random.gguf", "--pages", "1g"], 2, "--pages"),
+        (["random.gguf", "--pages", "3k"], 2, "--pages"),
+        (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
         (["random.gguf", "--temperature", "-1"], 2, "temperature"),
         (["random.gguf", "--temperature", "nan"], 2, "temperature"),
         (["random.gguf", "--temperature", "inf"], 2, "temperature"),

@@ -47,8 +47,8 @@ def pool(page: int, free: int, reserved: int = 0, **options: Any) -> HugePool:
 
 
 def node(n: int, available: int = 8 * GIB, total: int = 16 * GIB, **options: Any) -> Node:
-    options = {"cpus": (2 * n, 2 * n + 1), "allowed": True} | options
-    return Node(n, total, available, available, options["cpus"], (10,), options["allowed"])
+    cpus = options.get("cpus", (2 * n, 2 * n + 1))
+    return Node(n, total, available, available, cpus, (10,), options.get("allowed", True))
 
 
 POOLS = {"2m": pool(2 * MIB, 1024), "1g": pool(GIB, 4)}
@@ -331,7 +331,12 @@ def test_growth_is_not_downgraded() -> None:
 
 
 def granted(pages: Any, resident: int, **options: Any) -> Placement:
-    figures = {"huge_bytes": 0, "locked_bytes": 0, "swapped_bytes": 0, "nodes": {}} | options
+    figures: dict[str, Any] = {
+        "huge_bytes": 0,
+        "locked_bytes": 0,
+        "swapped_bytes": 0,
+        "nodes": {},
+    } | options
     return Placement(pages, 4096, resident, pss_bytes=resident, **figures)
 
 

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, each in a process of its own."""
+"""The examples of README.md and docs/placement.md run as they stand, each in its own process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+ROOT = Path(__file__).parent.parent
+
+
+def examples(name: str) -> list[str]:
+    """The Python examples of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+
+
+EXAMPLES = examples("README.md") + examples("docs/placement.md")
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -36,5 +43,6 @@ def test_the_first_example_prints_the_figures_of_its_tapes() -> None:
     )
 
 
-def test_the_readme_has_its_two_examples() -> None:
-    assert len(EXAMPLES) == 2
+def test_the_documents_have_their_examples() -> None:
+    assert len(examples("README.md")) == 2
+    assert len(examples("docs/placement.md")) == 3

@@ -22,6 +22,7 @@ from unimem.cli import terminal
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.placement import Pages, format_bytes
+from unimem.placing import parse_numa
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report, table
 from unimem.weights import Weights, open_weights
@@ -72,6 +73,7 @@ class Options:
     embedded: bool
     ctx: int | None
     pages: Pages
+    numa: str | None
     chat: bool
     sampling: Sampling
 
@@ -181,12 +183,25 @@ def run(
     pages: Annotated[
         Pages, typer.Option(help="Pages of the KV cache and of scratch memory.")
     ] = "auto",
+    numa: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODE[:NODES]",
+            help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
     ] = False,
 ) -> None:
     """Make text, and show what every byte is for and what a token costs."""
-    options = Options(model is None, ctx, pages, chat, _sampling(temperature, top_k, top_p, seed))
+    try:
+        parse_numa(numa)
+    except ValueError as error:
+        raise typer.BadParameter(f"--numa: {error}") from None
+    sampling = _sampling(temperature, top_k, top_p, seed)
+    options = Options(model is None, ctx, pages, numa, chat, sampling)
     if prompt is None and model is None:
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
@@ -202,7 +217,7 @@ def run(
     with (
         open_weights(path) as weights,
         Layout.for_model(
-            weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads, pages=pages
+            weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads, pages=pages, numa=numa
         ) as layout,
     ):
         plan = layout.plan
@@ -439,6 +454,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "threads": decoder.threads,
             "kv_dtype": decoder.kv.dtype,
             "pages": options.pages,
+            "numa": options.numa,
             "chat": options.chat,
             **asdict(options.sampling),
         },
