@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -154,6 +155,9 @@ assert state() == before
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs address space"
+)
 def test_limits_of_the_process_give_typed_errors(run_python: Run) -> None:
     done = run_python(
         """

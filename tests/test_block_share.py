@@ -363,7 +363,8 @@ def test_children_of_multiprocessing_attach(method: str) -> None:
     with um.Block(PAGE, shared=NAME) as block:
         block.as_array()[:] = 1
         ours, theirs = context.Pipe()
-        child: Any = context.Process(target=attach_in_child, args=(block.path, theirs))  # type: ignore[attr-defined]
+        process: Any = context.Process  # type: ignore[attr-defined]
+        child = process(target=attach_in_child, args=(block.path, theirs))
         child.start()
         assert ours.recv() == "done"
         child.join()

@@ -36,6 +36,10 @@ class Machine:
         assert self._nodes is not None, "the nodes were asked"
         return self._nodes
 
+    def require(self, nbytes: int, what: str) -> None:
+        if nbytes > 8 * GIB:
+            raise CapacityError(f"{what} does not fit")
+
     def memlock(self) -> Limit | None:
         assert not isinstance(self._memlock, str), "the memlock limit was asked"
         return self._memlock
@@ -159,8 +163,8 @@ def test_auto_takes_the_largest_pages_that_are_there(
 
 
 @pytest.mark.parametrize("pages", ["4k", "thp"])
-def test_other_pages_need_no_facts(pages: str) -> None:
-    assert decide(Machine(), 8 * MIB, pages=pages) == Choice(pages, None, False)  # type: ignore[arg-type]
+def test_other_pages_need_no_facts(pages: Any) -> None:
+    assert decide(Machine(), 8 * MIB, pages=pages) == Choice(pages, None, False)
 
 
 def test_a_pool_that_is_too_small_is_told_with_the_command() -> None:
@@ -325,6 +329,20 @@ def test_growth_is_not_downgraded() -> None:
         with pytest.raises(PlacementError, match=part):
             placing.require_growth("kv", 8 * MIB, choice, machine, pages)  # type: ignore[arg-type]
     placing.require_growth("kv", 8 * MIB, None, Machine(), "auto")
+
+
+def test_warming_needs_room_in_the_machine_and_on_the_bound_nodes() -> None:
+    machine = Machine({}, {0: node(0, available=GIB), 1: node(1)})
+    bound = Choice("thp", NumaPolicy("bind", (0,)), True)
+    placing.require_room("kv", GIB, bound, machine)
+    with pytest.raises(PlacementError, match=r"'kv'.*node 0 has 1\.0 GiB"):
+        placing.require_room("kv", GIB + 1, bound, machine)
+    placing.require_room(
+        "kv", 4 * GIB, Choice("thp", NumaPolicy("preferred", (0,)), False), machine
+    )
+    placing.require_room("kv", 4 * GIB, None, Machine())
+    with pytest.raises(CapacityError, match="warming block 'kv'"):
+        placing.require_room("kv", 9 * GIB, None, Machine())
 
 
 # ---- what came of it ----

@@ -40,7 +40,7 @@ import sys
 
 import unimem
 
-for name in ("status", "block", "tape", "grid", "kv", "gguf"):
+for name in ("status", "arrays", "region", "block", "tape", "grid", "kv", "gguf"):
     path = getattr(unimem._core, name).__file__
     assert path.startswith(sys.argv[1]), path
     assert b"__asan_init" in open(path, "rb").read(), f"{path} is not sanitized"
@@ -51,6 +51,6 @@ ctypes.CDLL(None).__asan_init  # the runtime is there
 END
 
 echo "== Python tests"
-"${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/test_block.py tests/test_tape.py \
+"${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/test_block*.py tests/test_tape.py \
     tests/test_grid.py tests/test_kv.py tests/test_layout.py tests/test_gguf*.py \
     tests/test_weights.py "$@"

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from unimem.errors import CapacityError, PlacementError, PlacementWarning
@@ -36,6 +36,7 @@ __all__ = [
     "pool_shortfall",
     "remove_named",
     "require_growth",
+    "require_room",
     "require_shm",
     "shared_name",
     "show_nodes",
@@ -76,6 +77,9 @@ class Facts(Protocol):
 
     def memlock(self) -> Limit | None:
         """Tell the limit on locked memory."""
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Raise CapacityError when so much does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +423,21 @@ def require_growth(
     )
     if found.shortfalls:
         raise PlacementError(told(name, nbytes, found.shortfalls, None))
+
+
+def require_room(name: str, nbytes: int, choice: Choice | None, facts: Facts) -> None:
+    """Refuse warming of `nbytes` that are not in RAM, and do not fit there.
+
+    Raises
+    ------
+    CapacityError
+        A limit has no room; it is named.
+    PlacementError
+        The nodes that the block is bound to have none.
+    """
+    facts.require(nbytes, f"warming block '{name}'")
+    if choice is not None and choice.numa is not None:
+        require_growth(name, nbytes, replace(choice, lock=False), facts, "4k")
 
 
 def few_huge_pages(name: str, granted: Placement, thp_bytes: int) -> str:

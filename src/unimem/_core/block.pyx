@@ -530,12 +530,12 @@ cdef class Block:
         if not (region.block.is_file or region.is_hugetlb()):
             # What is in RAM already is asked only where it decides.
             try:
-                limits.require(total, f"warming block '{self.name}'")
-            except CapacityError:
+                placing.require_room(self.name, total, self._choice, limits)
+            except (CapacityError, PlacementError):
                 resident = sum([self._resident_range(first, nbytes) for first, nbytes in runs])
                 if resident == 0:
                     raise
-                limits.require(max(total - resident, 0), f"warming block '{self.name}'")
+                placing.require_room(self.name, max(total - resident, 0), self._choice, limits)
         for first, nbytes in runs:
             self.populate(region, first, nbytes, n_threads, progress, done, total)
             done += <size_t>nbytes
@@ -771,8 +771,8 @@ cdef class Block:
             n_parts = region.n_windows_in(begin, end)
             if begin < end and n_whole + n_parts > 0:
                 raise BufferError(
-                    f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, users "
-                    f"of all of it (buffers, tapes): {n_whole}; drop them first")
+                    f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, "
+                    f"users of all of it (buffers, tapes): {n_whole}; drop them first")
         # With the interpreter's lock: nobody makes an array over the range meanwhile.
         status = um.um_block_release(&region.block, first, size, &released, &err)
         self._granted = None
