@@ -34,10 +34,10 @@ def test_a_block(cgroup_512mb: SmallCgroup) -> None:
 for options in ({}, {"warm": True}, {"shared": True, "warm": True}, {"pages": "4k", "lock": True}):
     refused(lambda: um.Block(600 * MIB, name="kv", **options), "block 'kv' of 600.0 MiB")
 refused(lambda: um.Tape(600 * MIB, name="tape"), "block 'tape'")
-with um.Block(64 * MIB, warm=True) as block:
-    assert block.granted.resident_bytes == 64 * MIB
-    with um.Block(400 * MIB, warm=True):
-        refused(block.sealed_copy, "block 'sealed copy of block' of 64.0 MiB")
+with um.Block(180 * MIB, pages="4k", warm=True) as block:
+    assert block.granted.resident_bytes == 180 * MIB
+    with um.Block(200 * MIB, warm=True):
+        refused(block.sealed_copy, "block 'sealed copy of block' of 180.0 MiB")
 """
     )
     assert said.count(cgroup_512mb.name) == 6
