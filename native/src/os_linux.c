@@ -70,10 +70,14 @@ int um_os_reserve_at(void *address, size_t nbytes) {
 
 int um_os_map_at(void *address, size_t nbytes, unsigned huge_shift) {
     int huge = huge_shift == 0 ? 0 : MAP_HUGETLB | (int)(huge_shift << MAP_HUGE_SHIFT);
+    /* Interleaving goes by the offset in the mapping. Linux takes the address for that of anonymous
+     * memory, whatever is said here, but the offset of hugetlb memory as it is: with 0, what a
+     * block grows by would always begin on the first node. */
+    off_t offset = huge == 0 ? 0 : (off_t)(uintptr_t)address;
     void *mapped;
     um_count_os_call();
     return result_of_map(mmap(address, nbytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | huge, -1, 0),
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | huge, -1, offset),
                          &mapped);
 }
 

@@ -106,10 +106,18 @@ def test_bind(pages: Pages, node: int) -> None:
         assert nodes_of(block) == {node: block.nbytes}
 
 
-@pytest.mark.parametrize(("numa", "among"), [("bind:0,2", {0, 2}), ("bind:0-1", {0, 1})])
+@pytest.mark.parametrize(
+    ("numa", "among"),
+    [("bind:0,2", {0, 2}), ("bind:0-1", {0, 1}), ("preferred:1-2", {1, 2})],
+)
 @pytest.mark.parametrize("pages", PAGES)
-def test_bind_to_several_nodes(pages: Pages, numa: str, among: set[int]) -> None:
+def test_any_of_several_nodes(pages: Pages, numa: str, among: set[int]) -> None:
     with made(pages, numa) as block:
+        assert set(nodes_of(block)) <= among
+        wrong = ({0, 1, 2} - among).pop()
+        move(block.address, 3 * UNIT[pages], UNIT[pages], wrong)
+        assert nodes_of(block)[wrong] == 3 * UNIT[pages]
+        assert set(block.repair().nodes) <= among
         assert set(nodes_of(block)) <= among
 
 
@@ -160,6 +168,21 @@ def test_a_policy_holds_for_what_grows() -> None:
         block.commit(32 * MB)
         block.warm()
         assert nodes_of(block) == {1: 32 * MB}
+
+
+@pytest.mark.parametrize(
+    ("pages", "shared"),
+    [("4k", False), ("thp", False), ("2m", False), ("4k", True), ("2m", True)],
+)
+def test_interleave_goes_on_where_a_block_grows(pages: Pages, shared: bool) -> None:
+    numa, unit = "interleave:0,1", UNIT[pages]
+    with um.Block(
+        unit, reserve=12 * unit, pages=pages, numa=numa, shared=shared, strict=True
+    ) as block:
+        for n_units in range(1, 13):
+            block.commit(n_units * unit)
+            block.warm()
+        assert is_even(nodes_of(block), {0, 1}, 0)
 
 
 def test_what_stands_on_blocks_is_placed() -> None:
@@ -289,6 +312,25 @@ def test_repair_with_a_full_node(full_node: int) -> None:
         with pytest.warns(um.PlacementWarning, match=r"could not be moved .*MiB on node [01]"):
             block.repair()
         assert sum(nodes_of(block).values()) == 64 * MB
+
+
+def test_a_node_that_is_full_when_memory_is_touched() -> None:
+    nbytes = limits.nodes()[2].available_bytes // 10 * 6 // (2 * MB) * (2 * MB)
+    with (
+        um.Block(nbytes, pages="thp", numa="bind:2", strict=True) as first,
+        um.Block(nbytes, pages="thp", numa="bind:2", strict=True) as second,
+        um.Block(2 * MB, reserve=nbytes, pages="thp", numa="bind:2", strict=True) as third,
+    ):
+        first.warm()
+        # The kernel would end this process.
+        with pytest.raises(um.PlacementError, match="node 2"):
+            second.warm()
+        with pytest.raises(um.PlacementError, match="node 2"):
+            third.commit(nbytes)
+        assert nodes_of(second) == {}
+        assert third.committed_bytes == 2 * MB
+        third.warm()
+        assert nodes_of(third) == {2: 2 * MB}
 
 
 def test_a_pool_is_full_on_one_node() -> None:

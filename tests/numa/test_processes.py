@@ -48,9 +48,8 @@ os.sched_setaffinity(0, {0})  # of node 0, where pages without a policy would co
 with socket.socket(fileno=int(sys.argv[1])) as link:
     _, fds, _, _ = socket.recv_fds(link, 1, 8)
 found = []
-for fd in fds:
-    block = um.Block.attach(fd, writable=True)
-    os.close(fd)
+for source in (*fds, sys.argv[2]):
+    block = um.Block.attach(source, writable=True)
     block.as_array()[:] = 7
     nodes = node_bytes(block.address, block.nbytes)
     assert block.verify().nodes == nodes
@@ -66,13 +65,15 @@ def test_a_shared_block_is_placed_whoever_touches_it() -> None:
         um.Block(16 * MB, pages=page, numa=numa, shared=True, strict=True)
         for page, numa in zip(pages, numas, strict=True)
     ]
+    named = um.Block(16 * MB, numa="bind:1", shared=f"unimem-{os.getpid()}", strict=True)
+    assert named.path is not None
     ours, theirs = socket.socketpair()
     with ours, theirs:
         socket.send_fds(ours, [b"x"], [block.fileno() for block in blocks])
-        found = run(ATTACH, str(theirs.fileno()), fd=theirs.fileno())
-    expected = [{1: 16 * MB}, {2: 16 * MB}, {0: 8 * MB, 1: 8 * MB}, {1: 16 * MB}]
+        found = run(ATTACH, str(theirs.fileno()), named.path, fd=theirs.fileno())
+    expected = [{1: 16 * MB}, {2: 16 * MB}, {0: 8 * MB, 1: 8 * MB}, {1: 16 * MB}, {1: 16 * MB}]
     assert [dict(nodes) for nodes in found] == expected
-    for block, nodes in zip(blocks, expected, strict=True):
+    for block, nodes in zip([*blocks, named], expected, strict=True):
         assert (block.as_array() == 7).all()
         assert node_bytes(block.address, block.nbytes) == nodes
         assert block.verify().nodes == nodes
