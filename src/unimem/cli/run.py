@@ -199,7 +199,7 @@ def run(
     try:
         parse_numa(numa)
     except ValueError as error:
-        raise typer.BadParameter(f"--numa: {error}") from None
+        raise typer.BadParameter(f"--{error}") from None
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(model is None, ctx, pages, numa, chat, sampling)
     if prompt is None and model is None:
