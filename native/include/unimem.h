@@ -267,9 +267,9 @@ UM_API um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, un
                                const int *cpus, um_error *err);
 
 /* Asks the kernel to put what is resident into huge pages now (MADV_COLLAPSE, Linux 6.1), shared
- * memory included. hugetlb memory is left as it is. errors: UM_E_NOMEM (no huge page is free,
- * or the memory cgroup has no room for one), UM_E_OS (the kernel cannot; pages of 4K were asked
- * for). */
+ * memory included, and spreads it anew where the NUMA policy interleaves: the kernel gathers it.
+ * hugetlb memory is left as it is. errors: UM_E_NOMEM (no huge page is free, or the memory cgroup
+ * has no room for one), UM_E_OS (the kernel cannot; pages of 4K were asked for). */
 UM_API um_status um_block_collapse(um_block *block, um_error *err);
 
 /* errors: UM_E_INVALID (unknown advice; DONTNEED of memory that is no file, or of a file that is
