@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 PAGE_BYTES = 2 << 20
+_MAP_HUGETLB_2M = 0x40000 | 21 << 26  # of the kernel's mman.h
 POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
@@ -19,24 +21,40 @@ def count(name: str) -> int:
 
 
 @contextmanager
+def all_held() -> Iterator[None]:
+    """Let no page of the pool be free: what the machine has is held meanwhile."""
+    free = count("free_hugepages") - count("resv_hugepages") if POOL.exists() else 0
+    if free == 0:
+        yield
+        return
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_HUGETLB_2M
+    with mmap.mmap(-1, free * PAGE_BYTES, flags=flags) as held:
+        for page in range(free):
+            held[page * PAGE_BYTES] = 1
+        yield
+
+
+@contextmanager
 def reserved(n_pages: int) -> Iterator[None]:
-    """Let the pool have n_pages more that are free, and as many as before at the end."""
+    """Let the pool have n_pages that are free, and as many pages as before at the end."""
     if not POOL.exists():
         pytest.skip("this kernel has no hugetlb pages of 2m")
     if os.geteuid() != 0:
         pytest.skip("reserving huge pages needs root")
-    before, free = count("nr_hugepages"), count("free_hugepages")
-    try:
+    before = count("nr_hugepages")
+    with all_held():
+        free = count("free_hugepages")
         try:
-            (POOL / "nr_hugepages").write_text(str(before + n_pages))
-        except OSError as error:
-            pytest.skip(f"huge pages cannot be reserved: {error}")
-        if count("free_hugepages") < free + n_pages:
-            pytest.skip(f"the machine has no {n_pages} huge pages of 2m to reserve just now")
-        yield
-    finally:
-        (POOL / "nr_hugepages").write_text(str(before))
-        assert count("nr_hugepages") == before, "reserved huge pages are still in use"
+            try:
+                (POOL / "nr_hugepages").write_text(str(before + n_pages))
+            except OSError as error:
+                pytest.skip(f"huge pages cannot be reserved: {error}")
+            if count("free_hugepages") < free + n_pages:
+                pytest.skip(f"the machine has no {n_pages} huge pages of 2m to reserve just now")
+            yield
+        finally:
+            (POOL / "nr_hugepages").write_text(str(before))
+            assert count("nr_hugepages") == before, "reserved huge pages are still in use"
 
 
 @pytest.fixture
@@ -47,7 +65,7 @@ def eight_huge_pages() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_huge_pages() -> None:
-    """Skip where somebody has reserved huge pages: they are not the tests' to take away."""
-    if POOL.exists() and count("nr_hugepages"):
-        pytest.skip("this machine has reserved huge pages of 2m")
+def no_huge_pages() -> Iterator[None]:
+    """Import this into a test module whose tests reckon with an empty pool."""
+    with all_held():
+        yield

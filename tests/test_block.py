@@ -21,7 +21,10 @@ import pytest
 import proc_maps
 import unimem as um
 from conftest import Run
+from huge_pages import no_huge_pages
 from unimem._core.status import counters, ledger
+
+__all__ = ["no_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -68,6 +71,7 @@ def test_size_is_rounded_up_to_pages_and_the_request_is_kept(nbytes: int) -> Non
         assert not block.as_array().any()
 
 
+@pytest.mark.usefixtures("no_huge_pages")
 @pytest.mark.parametrize("warm", [False, True, 3])
 @pytest.mark.parametrize(
     ("pages", "nbytes"), [("4k", 5 << 20), ("auto", PAGE), ("auto", 5 << 20), ("thp", 5 << 20)]
@@ -87,6 +91,7 @@ def test_granted_is_what_smaps_says(pages: Any, nbytes: int, warm: bool | int) -
 
 
 @needs_thp
+@pytest.mark.usefixtures("no_huge_pages")
 @pytest.mark.parametrize("pages", ["thp", "auto"])
 def test_huge_pages_fill_the_block(pages: Any) -> None:
     with um.Block(2 * HUGE + 1, pages=pages) as block:
@@ -160,6 +165,7 @@ def test_a_refused_block_leaves_nothing(
 PR_SET_THP_DISABLE = 41
 
 
+@pytest.mark.usefixtures("no_huge_pages")
 def test_what_cannot_be_granted_warns_or_raises(run_python: Run) -> None:
     # For one process only, huge pages are switched off by prctl: the machine's own switch
     # (/sys/kernel/mm/transparent_hugepage/enabled) belongs to everybody on it.

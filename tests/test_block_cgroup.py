@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from cgroups import SmallCgroup, cgroup_512mb
+import pytest
 
-__all__ = ["cgroup_512mb"]
+from cgroups import SmallCgroup, cgroup_512mb
+from huge_pages import no_huge_pages
+
+__all__ = ["cgroup_512mb", "no_huge_pages"]
+
+# hugetlb pages are not the memory cgroup's.
+pytestmark = pytest.mark.usefixtures("no_huge_pages")
 
 CHECK = """
 import unimem as um

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
+from unimem import limits
+from unimem.errors import CapacityError
 
 __all__ = ["cgroup_512mb"]
 
@@ -54,3 +56,9 @@ with tempfile.TemporaryFile(dir="/var/tmp") as file:
     limits.require(400 << 20, "block 'kv'")
 """
     cgroup_512mb.run(script)
+
+
+def test_shm_that_is_too_small_is_named() -> None:
+    limits.require_shm(1, "block 'kv'")
+    with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
+        limits.require_shm(2**60, "block 'kv'")

@@ -458,9 +458,3 @@ def test_warnings_point_at_the_caller() -> None:
     (warning,) = caught
     assert warning.category is PlacementWarning
     assert warning.filename == __file__
-
-
-def test_shm_that_is_too_small_is_named() -> None:
-    placing.require_shm(1, "block 'kv'")
-    with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
-        placing.require_shm(2**60, "block 'kv'")

@@ -626,6 +626,10 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
 }
 
 static void test_faults(void) {
+    static const char *const weights[] = {"/sys/kernel/mm/mempolicy/weighted_interleave/node0",
+                                          "/sys/kernel/mm/mempolicy/weighted_interleave/node1"};
+    fault_os_file(weights[0], "1\n");
+    fault_os_file(weights[1], "1\n");
     um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
     play_strays();
     int errnos[] = {EPERM, ENOMEM};
@@ -650,6 +654,8 @@ static void test_faults(void) {
         CHECK_EQ_U64(elsewhere, 12345);
     }
     fault_os_fail_nth_alloc(0);
+    fault_os_file(weights[0], NULL);
+    fault_os_file(weights[1], NULL);
 }
 
 /* ---- the real kernel ---- */

@@ -19,6 +19,7 @@ from unimem.errors import CapacityError
 from unimem.placement import format_bytes
 
 __all__ = [
+    "SHM",
     "HugePool",
     "Limit",
     "Node",
@@ -30,10 +31,12 @@ __all__ = [
     "overcommit",
     "parse_list",
     "require",
+    "require_shm",
     "thread_count",
     "tightest",
 ]
 
+SHM = "/dev/shm"  # where shared memory has a name
 _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
@@ -219,14 +222,38 @@ def require(nbytes: int, what: str) -> None:
         return
     least = tightest()
     if least.room_bytes < nbytes:
-        raise CapacityError(
-            f"{what} of {format_bytes(nbytes)} does not fit: {least.name} has room for "
-            f"{format_bytes(least.room_bytes)} (limit {format_bytes(least.limit_bytes)}, "
-            f"{format_bytes(least.used_bytes)} used); raise it with: {least.remedy}",
-            least.limit_bytes,
-            least.used_bytes,
-            nbytes,
-        )
+        raise _refusal(nbytes, what, least)
+
+
+def require_shm(nbytes: int, what: str) -> None:
+    """Refuse what the file system of named shared memory has no room for.
+
+    Parameters
+    ----------
+    nbytes, what
+        As for `require`.
+
+    Raises
+    ------
+    CapacityError
+        Touching a page that it has no room for would kill the process (SIGBUS).
+    """
+    fs = os.statvfs(SHM)
+    most, room = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
+    if most and room < nbytes:  # a size of 0 is no limit
+        remedy = f"mount -o remount,size={most - room + nbytes} {SHM}, or docker --shm-size"
+        raise _refusal(nbytes, what, Limit(SHM, most, most - room, remedy))
+
+
+def _refusal(nbytes: int, what: str, limit: Limit) -> CapacityError:
+    return CapacityError(
+        f"{what} of {format_bytes(nbytes)} does not fit: {limit.name} has room for "
+        f"{format_bytes(limit.room_bytes)} (limit {format_bytes(limit.limit_bytes)}, "
+        f"{format_bytes(limit.used_bytes)} used); raise it with: {limit.remedy}",
+        limit.limit_bytes,
+        limit.used_bytes,
+        nbytes,
+    )
 
 
 def memlock() -> Limit | None:

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from unimem.errors import CapacityError, PlacementError, PlacementWarning
+from unimem.errors import PlacementError, PlacementWarning
+from unimem.limits import SHM
 from unimem.placement import Lock, Pages, Placement, format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ __all__ = [
     "remove_named",
     "require_growth",
     "require_room",
-    "require_shm",
     "shared_name",
     "show_nodes",
     "told",
@@ -48,7 +48,6 @@ __all__ = [
 MAX_NODES = 1024
 PAGES: tuple[str, ...] = get_args(Pages)
 HUGETLB = ("1g", "2m")  # the larger first, as "auto" tries them
-SHM = "/dev/shm"
 # Says why nothing can be done with an object over shared memory in a forked child.
 LEFT_OUT = (
     "is shared memory, which is left out of a forked child: pass fileno() or the path, and use "
@@ -539,24 +538,3 @@ def remove_named(path: str, pid: int, inode: int) -> None:
     with suppress(FileNotFoundError):
         if os.getpid() == pid and os.stat(path).st_ino == inode:
             os.unlink(path)
-
-
-def require_shm(nbytes: int, what: str) -> None:
-    """Refuse what the file system of named blocks has no room for.
-
-    Raises
-    ------
-    CapacityError
-        Touching a page that it has no room for would kill the process (SIGBUS).
-    """
-    fs = os.statvfs(SHM)
-    limit, room = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
-    if limit and room < nbytes:  # a limit of 0 is none
-        raise CapacityError(
-            f"{what} of {format_bytes(nbytes)} does not fit: {SHM} has room for "
-            f"{format_bytes(room)} (limit {format_bytes(limit)}); raise it with: mount -o "
-            f"remount,size={limit - room + nbytes} {SHM}, or docker --shm-size",
-            limit,
-            limit - room,
-            nbytes,
-        )

@@ -133,7 +133,7 @@ cdef class Block:
 
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
                      bint strict):
-        placing.require_shm(request.nbytes, f"block '{self.name}'")
+        limits.require_shm(request.nbytes, f"block '{self.name}'")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
                          0o600)
@@ -356,7 +356,7 @@ cdef class Block:
         if status != um.UM_OK:
             raise_status(status, &err, f"attaching {label}")
         cdef Block block = _new_block(region, name or label, category, True)
-        block.path = label if label.startswith(placing.SHM + "/") else None
+        block.path = label if label.startswith(limits.SHM + "/") else None
         return block
 
     def sealed_copy(self, *, pages="auto", name=None):
@@ -580,8 +580,8 @@ cdef class Block:
                 err.os_errno, f"{doing}: the pool of hugetlb pages is used up: 'grep . "
                 "/sys/kernel/mm/hugepages/*/*' shows it, and more in nr_hugepages makes it larger")
         if status == um.UM_E_NOMEM and self.path is not None:
-            raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {placing.SHM} is full "
-                              f"('df {placing.SHM}')")
+            raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
+                              f"('df {limits.SHM}')")
         raise_status(status, err, doing)
 
     def verify(self):
@@ -719,7 +719,7 @@ cdef class Block:
         if not hugetlb:
             limits.require(more, what)
         if self.path is not None:
-            placing.require_shm(more, what)
+            limits.require_shm(more, what)
         # With the interpreter's lock: whoever makes an array looks at what is committed.
         status = um.um_block_commit(&region.block, 0, size, &err)
         self._granted = None
