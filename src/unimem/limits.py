@@ -19,7 +19,6 @@ from unimem.errors import CapacityError
 from unimem.placement import format_bytes
 
 __all__ = [
-    "SHM",
     "HugePool",
     "Limit",
     "Node",
