@@ -328,11 +328,8 @@ def nodes() -> dict[int, Node]:
     permitted = None if allowed is None else set(parse_list(allowed))
     online = _online()
     if not online:
-        memory = _fields("/proc/meminfo")
-        total, free = _kib(memory.get("MemTotal", "0")), _kib(memory.get("MemFree", "0"))
-        available = _kib(memory.get("MemAvailable", "0"))
         cpus = parse_list(_read(f"{_CPUS}/online") or "") or tuple(sorted(os.sched_getaffinity(0)))
-        return {0: Node(0, total, free, available, cpus, (10,), True)}
+        return {0: _with_all_memory(Node(0, 0, 0, 0, cpus, (10,), True))}
     found = {}
     for node in online:
         folder = f"{_NODES}/node{node}"
@@ -348,11 +345,26 @@ def nodes() -> dict[int, Node]:
             distances=distances,
             allowed=permitted is None or node in permitted,
         )
+    with_memory = [node for node in found.values() if node.total_bytes]
+    if len(with_memory) == 1:
+        found[with_memory[0].id] = _with_all_memory(with_memory[0])
     used = [bool(node.total_bytes or node.cpus) for node in found.values()]
     return {
         node.id: replace(node, distances=tuple(compress(node.distances, used)))
         for node in compress(found.values(), used)
     }
+
+
+def _with_all_memory(node: Node) -> Node:
+    """Give the only node with memory the machine's figures, which are nearer to what can be had.
+
+    They count all that can be reclaimed, and what a host would still add to a virtual machine.
+    """
+    memory = _fields("/proc/meminfo")
+    total, free, available = (
+        _kib(memory.get(name, "0")) for name in ("MemTotal", "MemFree", "MemAvailable")
+    )
+    return replace(node, total_bytes=total, free_bytes=free, available_bytes=available)
 
 
 def overcommit() -> int:
