@@ -73,6 +73,8 @@ asan: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.calls
 	$(BIN)/python -m bench.gguf
+	$(BIN)/python -m bench.first_touch
+	$(BIN)/python -m bench.verify
 	$(BIN)/python -m bench.decode
 
 # llama.cpp for bench.decode, built for this machine: a wheel lacks instruction sets. See

@@ -268,7 +268,7 @@ def test_a_signal_stops_the_warming() -> None:
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        with um.Block(300 * MIB, pages="4k") as block:
+        with um.Block(1200 * MIB) as block:
             # It arrives while the first part is being warmed, or before.
             signal.setitimer(signal.ITIMER_REAL, 0.005)
             with pytest.raises(TimeoutError):

@@ -36,8 +36,8 @@ cdef dict _ADVICES = {
     "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
     "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
     "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
-# A signal, such as Ctrl-C, and a progress callback wait for no more than this to be warmed.
-cdef size_t WARM_PART_BYTES = 256 << 20
+# Warmed between two calls of a progress callback; by each thread before a signal is noticed.
+cdef size_t PROGRESS_BYTES = 256 << 20, WARM_PART_BYTES = 1 << 30
 cdef enum:
     MOST_THREADS = 512
 cdef size_t THP_BYTES = um.um_huge_page_bytes()
@@ -551,7 +551,8 @@ cdef class Block:
         cdef int cpus[MOST_THREADS]
         cdef const int *chosen = NULL
         cdef size_t at = offset, end = offset + nbytes, size
-        cdef size_t part = max(WARM_PART_BYTES, region.block.step_nbytes)
+        cdef size_t part = max(WARM_PART_BYTES * n_threads if progress is None else PROGRESS_BYTES,
+                               region.block.step_nbytes)
         policy = None if self._choice is None else self._choice.numa
         if policy is not None:
             found = placing.warm_cpus(policy, n_threads, limits.nodes(), os.sched_getaffinity(0))
