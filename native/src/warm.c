@@ -81,10 +81,6 @@ static int run_threads(warm_part *parts, unsigned n_parts) {
     return os_errno;
 }
 
-static bool is_hugetlb(const um_block *block) {
-    return block->requested_pages == UM_PAGES_2M || block->requested_pages == UM_PAGES_1G;
-}
-
 /* EFAULT is the kernel's answer where a touch would end in SIGBUS: behind the end of a file that
  * has become shorter, or where the pool of huge pages, or the file system of shared memory, is used
  * up. */
@@ -102,7 +98,9 @@ static um_status fail_populate(const um_block *block, int os_errno, size_t end, 
     if (block->is_file || mapped_nbytes < end) {
         return um_fail(err, UM_E_IO, "madvise");
     }
-    return um_fail_os(err, shared || is_hugetlb(block) ? ENOMEM : EFAULT, nbytes, "madvise");
+    return um_fail_os(err,
+                      shared || um_hugetlb_shift(block->requested_pages) != 0 ? ENOMEM : EFAULT,
+                      nbytes, "madvise");
 }
 
 um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,

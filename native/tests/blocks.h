@@ -14,6 +14,10 @@ static inline um_block make_block(size_t nbytes, const um_block_options *options
     return block;
 }
 
+static inline um_block make_pages(size_t nbytes, um_pages pages) {
+    return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
+}
+
 static inline void unmap_block(um_block *block) {
     static const um_block zeroed;
     CHECK_OK(um_block_unmap(block, &test_err));

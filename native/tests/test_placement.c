@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "blocks.h"
 #include "fault_os.h"
 #include "huge_pool.h"
 
@@ -17,27 +18,6 @@ static const char numa_maps_path[] = "/proc/self/numa_maps";
 static const char has_memory_path[] = "/sys/devices/system/node/has_memory";
 
 static size_t page, huge_page;
-
-static um_block make_block(size_t nbytes, const um_block_options *options) {
-    um_block block;
-    REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
-    return block;
-}
-
-static um_block make_pages(size_t nbytes, um_pages pages) {
-    return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
-}
-
-static void unmap(um_block *block) {
-    CHECK_OK(um_block_unmap(block, &test_err));
-}
-
-static um_placement placement_of(const um_block *block) {
-    um_placement placement;
-    memset(&placement, 0x5A, sizeof placement);
-    CHECK_OK(um_block_verify(block, &placement, &test_err));
-    return placement;
-}
 
 static bool same_placement(const um_placement *a, const um_placement *b) {
     return a->pages == b->pages && a->page_bytes == b->page_bytes &&
@@ -122,8 +102,8 @@ static void test_small_pages(void) {
     CHECK(same_placement(&whole, &p));
     CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 50 * page);
     CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
-    unmap(&neighbour);
-    unmap(&block);
+    unmap_block(&neighbour);
+    unmap_block(&block);
 }
 
 static void test_huge_pages(void) {
@@ -146,7 +126,7 @@ static void test_huge_pages(void) {
     if (p.huge_bytes == 0) {
         test_skip("huge_bytes", "the kernel gave no huge page (memory is fragmented)");
     }
-    unmap(&block);
+    unmap_block(&block);
 
     block = make_pages(4 * huge_page, UM_PAGES_4K);
     CHECK(placement_of(&block).pages == UM_PAGES_4K);
@@ -156,7 +136,7 @@ static void test_huge_pages(void) {
     CHECK_EQ_U64(p.page_bytes, page);
     CHECK_EQ_U64(p.huge_bytes, 0);
     CHECK_EQ_U64(p.resident_bytes, block.nbytes);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 static void test_gaps(void) {
@@ -174,7 +154,7 @@ static void test_gaps(void) {
     CHECK_OK(um_block_release(&block, 0, 10 * page, NULL, &test_err));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
     CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 static void test_shared(void) {
@@ -203,8 +183,8 @@ static void test_shared(void) {
     } else {
         test_skip("locked_bytes of shared memory", "this process may not lock memory");
     }
-    unmap(&other);
-    unmap(&block);
+    unmap_block(&other);
+    unmap_block(&block);
 }
 
 /* hugetlb pages of 2 MiB, private and shared. */
@@ -231,7 +211,7 @@ static void test_hugetlb(void) {
         CHECK_EQ_U64(p.locked_bytes, 3 * huge);
         CHECK_EQ_U64(on_all_nodes(&p), 3 * huge);
         CHECK_EQ_U64(resident(&block, 0, block.nbytes), 3 * huge);
-        unmap(&block);
+        unmap_block(&block);
     }
     huge_pool_give_back();
 }
@@ -410,7 +390,7 @@ static void test_resident(void) {
                      um_block_resident(&block, beyond[i][0], beyond[i][1], &untouched, &test_err));
     }
     CHECK_EQ_U64(untouched, 12345);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 /* ---- each system call in turn ---- */
@@ -494,7 +474,7 @@ static void test_faults(void) {
             CHECK(same_placement(&p, &expected));
         }
     }
-    unmap(&a.block);
+    unmap_block(&a.block);
 
     um_placement p;
     um_block block = invented_block();

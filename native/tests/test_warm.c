@@ -11,31 +11,11 @@
 #include <sys/mount.h>
 #include <unistd.h>
 
+#include "blocks.h"
 #include "fault_os.h"
 #include "huge_pool.h"
 
 static size_t page, huge_page;
-
-static um_block make_block(size_t nbytes, const um_block_options *options) {
-    um_block block;
-    REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
-    return block;
-}
-
-static um_block make_pages(size_t nbytes, um_pages pages) {
-    return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
-}
-
-static void unmap(um_block *block) {
-    CHECK_OK(um_block_unmap(block, &test_err));
-}
-
-static um_placement placement_of(const um_block *block) {
-    um_placement placement;
-    memset(&placement, 0, sizeof placement);
-    CHECK_OK(um_block_verify(block, &placement, &test_err));
-    return placement;
-}
 
 static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
     uint64_t found = UINT64_MAX;
@@ -68,7 +48,7 @@ static void test_range(void) {
         CHECK_EQ_U64(resident(&block, 0, block.nbytes),
                      (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
         CHECK(bytes[20 * page + 5] == 99);
-        unmap(&block);
+        unmap_block(&block);
     }
 }
 
@@ -92,7 +72,7 @@ static void test_parts(void) {
     }
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, UINT32_MAX, NULL, &test_err));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 static void test_keeps_content_and_affinity(void) {
@@ -118,7 +98,7 @@ static void test_keeps_content_and_affinity(void) {
     CHECK(sched_getaffinity(0, sizeof cpus_after, &cpus_after) == 0);
     CHECK(CPU_EQUAL(&cpus, &cpus_after));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 /* ---- threads and CPUs ---- */
@@ -177,7 +157,7 @@ static void test_cpus(void) {
     int beyond[] = {some[0], 8192};
     CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
-    unmap(&block);
+    unmap_block(&block);
 }
 
 /* ---- kinds of memory ---- */
@@ -199,7 +179,7 @@ static void test_gaps(void) {
     }
     CHECK_OK(um_block_warm(&block, 20 * page, 0, 1, NULL, &test_err));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 static void test_shared(void) {
@@ -213,8 +193,8 @@ static void test_shared(void) {
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 20 * page);
     CHECK(((unsigned char *)other.base)[0] == 77);
-    unmap(&other);
-    unmap(&block);
+    unmap_block(&other);
+    unmap_block(&block);
 }
 
 /* Shared memory that somebody else makes shorter. */
@@ -230,7 +210,7 @@ static void test_shorter(void) {
         CHECK(um_block_warm(&block, 15 * page, page, n_threads, NULL, NULL) == UM_E_IO);
     }
     CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
-    unmap(&block);
+    unmap_block(&block);
 
     /* The last page of a file that ends inside it is there. */
     CHECK(ftruncate(fd, 2 * (off_t)page + 100) == 0);
@@ -242,7 +222,7 @@ static void test_shorter(void) {
     CHECK(ftruncate(fd, (off_t)page) == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, page + 1, 1, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
-    unmap(&block);
+    unmap_block(&block);
     close(fd);
 }
 
@@ -267,7 +247,7 @@ static void test_full_file_system(void) {
                      um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
         CHECK(test_err.os_errno == ENOMEM);
     }
-    unmap(&block);
+    unmap_block(&block);
     close(fd);
     CHECK(umount(folder) == 0);
     rmdir(folder);
@@ -293,7 +273,7 @@ static void test_hugetlb(void) {
             CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * huge);
-        unmap(&block);
+        unmap_block(&block);
     }
     huge_pool_give_back();
 }
@@ -317,7 +297,7 @@ static void test_no_page(void) {
             CHECK_EQ_U64(test_err.asked, block.nbytes);
             fault_os_fail_nth(0, 0);
         }
-        unmap(&block);
+        unmap_block(&block);
     }
 }
 
@@ -335,7 +315,7 @@ static void test_refused(void) {
     CHECK(um_block_warm(&block, 0, page, 0, NULL, NULL) == UM_E_INVALID);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 typedef struct warming {
@@ -371,7 +351,7 @@ static void test_faults(void) {
                                               .outputs_nbytes = w.block.nbytes,
                                               .harmless = " um_os_get_affinity um_os_set_affinity "
                                                           " um_os_thread_join "});
-            unmap(&w.block);
+            unmap_block(&w.block);
         }
     }
     um_block block = make_pages(4 * page, UM_PAGES_4K);
@@ -383,7 +363,7 @@ static void test_faults(void) {
     }
     fault_os_fail_nth(0, 0);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap(&block);
+    unmap_block(&block);
 }
 
 int main(void) {

@@ -15,12 +15,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from unimem import limits
-from unimem.limits import HugePool, Limit, Node, parse_list
+from unimem.limits import CpuQuota, HugePool, Limit, Node, parse_list
 
 __all__ = [
     "Capabilities",
     "Cpu",
-    "CpuQuota",
     "Finding",
     "Kernel",
     "Machine",
@@ -63,22 +62,6 @@ class Kernel:
     release: str
     version: tuple[int, int]
     architecture: str
-
-
-@dataclass(frozen=True, slots=True)
-class CpuQuota:
-    """The tightest CPU quota of the cgroups above the process.
-
-    Attributes
-    ----------
-    cpus : float
-        CPUs' worth of time that it leaves.
-    path : str
-        The file that sets it.
-    """
-
-    cpus: float
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,43 +398,16 @@ def _cpu(status: Mapping[str, str]) -> Cpu:
     )
     return Cpu(
         model=info.get("model name", "unknown"),
-        sockets=len({_core(cpu)[0] for cpu in online}),
-        cores=len({_core(cpu) for cpu in online}),
+        sockets=len({limits.core_of(cpu)[0] for cpu in online}),
+        cores=len({limits.core_of(cpu) for cpu in online}),
         threads=len(online),
-        allowed_cores=len({_core(cpu) for cpu in allowed}),
+        allowed_cores=len({limits.core_of(cpu) for cpu in allowed}),
         allowed_threads=len(allowed),
         usable_cores=limits.thread_count(),
-        quota=_quota(),
+        quota=limits.cpu_quota(),
         features=tuple(name for name in _FEATURES if name in has),
         governors=dict(sorted(governors.items())),
     )
-
-
-def _core(cpu: int) -> tuple[str, str]:
-    topology = f"{_CPUS}/cpu{cpu}/topology"
-    package, core = (
-        limits._read(f"{topology}/physical_package_id"),
-        limits._read(f"{topology}/core_id"),
-    )
-    # Without a known topology each CPU counts as a core.
-    return (package or "0", core if core is not None else f"cpu{cpu}")
-
-
-def _quota() -> CpuQuota | None:
-    quotas = []
-    for folder, _, version in limits._cgroups("cpu"):
-        if version == 2:
-            path = f"{folder}/cpu.max"
-            quota, _, period = (limits._read(path) or "").partition(" ")
-        else:
-            path = f"{folder}/cpu.cfs_quota_us"
-            quota, period = (
-                limits._read(path) or "",
-                limits._read(f"{folder}/cpu.cfs_period_us") or "",
-            )
-        if quota.isdigit() and period.isdigit() and int(period):
-            quotas.append(CpuQuota(int(quota) / int(period), path))
-    return min(quotas, key=lambda quota: quota.cpus, default=None)
 
 
 def _memory() -> Memory:

@@ -19,10 +19,13 @@ from unimem.errors import CapacityError
 from unimem.placement import format_bytes
 
 __all__ = [
+    "CpuQuota",
     "HugePool",
     "Limit",
     "Node",
     "available_bytes",
+    "core_of",
+    "cpu_quota",
     "huge_pools",
     "memlock",
     "memory_limits",
@@ -159,6 +162,22 @@ class Node:
     cpus: tuple[int, ...]
     distances: tuple[int, ...]
     allowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CpuQuota:
+    """The tightest CPU quota of the cgroups above the process.
+
+    Attributes
+    ----------
+    cpus : float
+        CPUs' worth of time that it leaves.
+    path : str
+        The file that sets it.
+    """
+
+    cpus: float
+    path: str
 
 
 def memory_limits() -> tuple[Limit, ...]:
@@ -424,23 +443,43 @@ def thread_count() -> int:
         Physical cores that the process's CPU affinity allows, and not more than the CPU quota of
         any cgroup above it; at least 1.
     """
-    cores = {_core(cpu) for cpu in os.sched_getaffinity(0)}
-    count = float(len(cores))
+    count = float(len({core_of(cpu) for cpu in os.sched_getaffinity(0)}))
+    quota = cpu_quota()
+    return max(1, int(count if quota is None else min(count, quota.cpus)))
+
+
+def cpu_quota() -> CpuQuota | None:
+    """Tell the tightest CPU quota of the cgroups above this process.
+
+    Returns
+    -------
+    CpuQuota or None
+        None where there is none.
+    """
+    quotas = []
     for folder, _, version in _cgroups("cpu"):
         if version == 2:
-            quota, _, period = (_read(f"{folder}/cpu.max") or "").partition(" ")
+            path = f"{folder}/cpu.max"
+            quota, _, period = (_read(path) or "").partition(" ")
         else:
-            quota = _read(f"{folder}/cpu.cfs_quota_us") or ""
+            path = f"{folder}/cpu.cfs_quota_us"
+            quota = _read(path) or ""
             period = _read(f"{folder}/cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
-            count = min(count, int(quota) / int(period))
-    return max(1, int(count))
+            quotas.append(CpuQuota(int(quota) / int(period), path))
+    return min(quotas, key=lambda quota: quota.cpus, default=None)
 
 
-def _core(cpu: int) -> tuple[str, str]:
+def core_of(cpu: int) -> tuple[str, str]:
+    """Tell the physical core of a CPU.
+
+    Returns
+    -------
+    tuple of str
+        Its socket and its number there; without a known topology each CPU counts as a core.
+    """
     topology = f"{_CPUS}/cpu{cpu}/topology"
     package, core = _read(f"{topology}/physical_package_id"), _read(f"{topology}/core_id")
-    # Without a known topology each CPU counts as a core.
     return (package or "", core) if core else ("cpu", str(cpu))
 
 
