@@ -6,7 +6,8 @@
  *   - um_tape_take, um_grid_take and um_grid_give may run in any number of threads at once.
  * um_tape_clear and um_tape_rewind may not run beside a user of what they take back; that is the
  * caller's order to keep.
- *   - A um_kv has one writer. Readers may read tokens below um_kv_seq_len while the writer appends.
+ *   - A um_kv, and a um_paged with all of its sequences, has one writer. Readers may read tokens
+ * that are there while the writer appends.
  *   - Nothing here aborts, prints or logs. Nothing but the ledger is global.
  *
  * Conventions
@@ -179,6 +180,8 @@ typedef struct um_block_options {
     um_sharing sharing;
     int fd;                /* of UM_SHARING_FD; it may be closed afterwards */
     size_t reserve_nbytes; /* address space kept for um_block_commit; 0: just nbytes */
+    size_t mirror_nbytes;  /* of a memfd: each piece of so many bytes is mapped twice, back to back,
+                              so that what wraps around its end is contiguous; 0: once */
     const char *name;      /* of the memfd, as in /proc/PID/maps; NULL: "unimem" */
 } um_block_options;
 
@@ -193,7 +196,8 @@ typedef struct um_block {
     um_lock lock;
     um_sharing sharing;
     um_access access;
-    size_t step_nbytes; /* read. Commit and release work in whole steps: the page, huge or not */
+    size_t mirror_nbytes; /* read. 0, or the block's memory is mirrored: see um_block_map */
+    size_t step_nbytes;   /* read. Commit and release work in whole steps: the page, huge or not */
     size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
     size_t committed_nbytes;
     uint64_t *committed; /* a bit a step; NULL while exactly [0, nbytes) is committed */
@@ -206,8 +210,14 @@ typedef struct um_block {
 /* Maps nbytes of zeroed memory between two inaccessible guard pages, so that the range is a mapping
  * of its own in /proc/self/smaps. The NUMA policy is set before anything is touched; nothing is
  * touched here: see um_block_warm. For shared memory the policy belongs to the memory, and holds
- * for every process that maps it; shared memory is left out of a forked child. errors:
- * UM_E_INVALID (nbytes 0 or too large to round, reserve_nbytes below nbytes, unknown option, a NUMA
+ * for every process that maps it; shared memory is left out of a forked child.
+ * With mirror_nbytes m, nbytes bytes of memory (a multiple of m, and m one of the page) take twice
+ * as much address space: the ith piece lies at base + 2 * i * m, and once more m behind that.
+ * `nbytes`, `reserved_nbytes`, `committed_nbytes` and every offset of such a block are of address
+ * space; the ledger and um_placement count its memory once. It does not grow, and is not released;
+ * see um_block_discard. errors:
+ * UM_E_INVALID (nbytes 0 or too large to round, reserve_nbytes below nbytes, unknown option, a
+ * mirror of memory that is no memfd, or that is not whole pages or pieces, a NUMA
  * mode without nodes or nodes without one, a name above 249 bytes, a file that is not empty or has
  * pages of another size), UM_E_NOMEM (also: the hugetlb pool is too small), UM_E_OS. */
 UM_API um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
@@ -249,6 +259,22 @@ UM_API um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, 
  * UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                   um_error *err);
+
+/* Forgets what the whole steps inside [offset, offset + nbytes) hold: their pages go back to the
+ * system, and they read as zeros, in both images of mirrored memory. They stay committed: touching
+ * them takes pages again. *out_nbytes (may be NULL) is how many bytes of memory were covered.
+ * errors: UM_E_INVALID (outside the reserved range or not committed, a mapped file, memory that may
+ * only be read or is locked), UM_E_OS. */
+UM_API um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
+                                  um_error *err);
+
+/* Commits [offset, offset + nbytes) as a private, copy-on-write mapping of the open file fd from
+ * file_offset on; the file never changes, and fd may be closed afterwards. Until it is released the
+ * range is the file's: it is not placed as the block is. errors: UM_E_INVALID (a block that is
+ * shared, a mapped file, of huge pages or locked; not multiples of the step; outside the reserved
+ * range, or committed there; a range outside the file), UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
+                                  size_t nbytes, um_error *err);
 
 /* Whether all of [offset, offset + nbytes) is committed. */
 UM_API int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes);
@@ -377,82 +403,151 @@ UM_API uint32_t um_grid_n_available(const um_grid *grid);
 
 /* ---- conversion ---- */
 
-typedef enum um_float { UM_F32 = 0, UM_F16 } um_float;
+/* UM_Q8_0 is ggml's: blocks of 32 values, a float16 scale and 32 int8 (ggml-common.h, block_q8_0).
+ */
+typedef enum um_dtype { UM_F32 = 0, UM_F16, UM_BF16, UM_Q8_0 } um_dtype;
 
-/* Bytes of one element; 0 for an unknown type. */
-UM_API size_t um_float_bytes(um_float type);
+/* Values in a block (1 for the floats), and bytes of a block; 0 for an unknown type. */
+UM_API size_t um_dtype_block_values(um_dtype type);
+UM_API size_t um_dtype_block_bytes(um_dtype type);
 /* Copies n elements from one type to another; ranges must not overlap, and both pointers are
- * aligned for their type (not more). Rounds to nearest even; a NaN stays a NaN. The fastest code
- * that this CPU runs is chosen on the first call. errors: UM_E_INVALID (unknown type). */
-UM_API um_status um_convert(void *out, um_float out_type, const void *in, um_float in_type,
+ * aligned for their type (not more; UM_Q8_0: 2). Rounds to nearest even; a NaN stays a NaN, and
+ * denormals and infinities are kept whatever the thread's floating-point mode is. To UM_Q8_0 as
+ * ggml's reference (quantize_row_q8_0_ref). The fastest code that this CPU runs is chosen on the
+ * first call. errors: UM_E_INVALID (unknown type; n not whole blocks). */
+UM_API um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type,
                             size_t n, um_error *err);
-/* The code in use: "scalar", "f16c", "avx512", "neon". */
+/* The code in use: "scalar", "avx2", "avx512", "neon". */
 UM_API const char *um_convert_isa(void);
 
 /* ---- kv ---- */
 
-/* K and V of all layers of one stream (optionally a batch) in storage that somebody else owns. For
- * each layer first K, then V, each [batch, max_seq_len, n_kv_heads, head_dim], each aligned to 64
- * bytes. */
+/* K and V of all layers of one stream (optionally a batch) in storage that somebody else owns.
+ *
+ * A lane is K or V of one layer of one stream: rows of n_kv_heads * head_dim values, one a token.
+ * Lane ((layer * 2 + v) * batch + stream) begins at base + lane * lane_stride. A plain cache holds
+ * its tokens in rows one after the other, from any row on. A ring (window != 0) holds the token of
+ * position p in row p % n_rows, and its lanes are mirrored (um_block_options): rows n_rows to
+ * 2 * n_rows are rows 0 to n_rows again.
+ *
+ * Tokens have positions, from 0 on, which nothing changes. The cache holds those from a first one
+ * up to um_kv_next_position; of these a ring shows the last `window` only. A token that some layers
+ * lack is not counted. */
 typedef struct um_kv_spec {
     uint32_t n_layers, n_kv_heads, head_dim, batch;
-    uint64_t max_seq_len;
-    um_float type;
+    uint64_t max_seq_len; /* tokens that it holds at most; of a ring: not less than the window */
+    uint64_t window;      /* 0, or a ring of the last so many tokens */
+    um_dtype type;        /* UM_Q8_0: head_dim is a multiple of 32 */
 } um_kv_spec;
 
+/* Where the lanes are. */
+typedef struct um_kv_storage {
+    void *base;           /* aligned to 64 bytes */
+    size_t lane_stride;   /* bytes; a multiple of 64, room for all rows (of a ring: twice) */
+    uint64_t n_rows;      /* rows of a lane; of a ring, not below the window */
+    uint64_t usable_rows; /* rows [0, usable_rows) may be written now; of a ring, n_rows */
+} um_kv_storage;
+
 typedef struct um_kv {
-    um_kv_spec spec;     /* read */
-    unsigned char *base; /* read */
-    size_t row_bytes;    /* read: one token of K (or V) in one layer of one stream */
-    size_t part_bytes;   /* read: K (or V) of one layer, rounded up to 64 */
-    UM_ATOMIC(uint64_t) *
-        layer_len; /* tokens each layer holds; n_layers words, in the storage as well */
+    um_kv_spec spec;              /* read */
+    unsigned char *base;          /* read */
+    size_t row_bytes;             /* read: one token of K (or V) in one layer of one stream */
+    size_t lane_stride;           /* read */
+    uint64_t n_rows;              /* read */
+    uint64_t usable_rows;         /* read; see um_kv_set_usable */
+    uint64_t shift;               /* of a plain cache: position p is in row p - shift */
+    UM_ATOMIC(uint64_t) first;    /* no token before this position is held */
     UM_ATOMIC(uint64_t) reserved; /* rows reserved and not committed */
+    UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
+    uint64_t *top; /* of each layer of a ring, the highest `end` so far: what lies n_rows below was
+                      overwritten */
 } um_kv;
 
-/* The storage a cache needs. errors: UM_E_INVALID (a dimension 0, a product that overflows, unknown
- * type). */
+/* The bytes of one row; and the bytes that fixed storage needs: max_seq_len rows a lane, lanes
+ * rounded up to 64 bytes, one behind the other. errors: UM_E_INVALID (a dimension 0, a product that
+ * overflows, unknown type, head_dim that is not whole blocks, window above max_seq_len). */
+UM_API um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
 UM_API um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
-/* errors: as um_kv_storage_bytes; UM_E_INVALID (storage not aligned to 64), UM_E_FULL (storage too
- * small). */
-UM_API um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, void *storage, size_t storage_bytes,
+/* An empty cache. Allocates a few words a layer: um_kv_free. errors: as um_kv_row_bytes;
+ * UM_E_INVALID (storage that breaks what is said of it above), UM_E_NOMEM. */
+UM_API um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                             um_error *err);
+UM_API void um_kv_free(um_kv *kv); /* the storage is left alone; a zeroed kv is, too */
 
-/* Where K (v = 0) or V (v = 1) of a layer begins; NULL for no such layer. Never changes. */
-UM_API void *um_kv_part(const um_kv *kv, uint32_t layer, int v);
+/* Where row 0 of a lane is, of K (v = 0) or V (v = 1); NULL for no such lane. Never changes. */
+UM_API void *um_kv_lane(const um_kv *kv, uint32_t layer, int v, uint32_t stream);
+/* The row of a position. */
+UM_API uint64_t um_kv_row(const um_kv *kv, uint64_t position);
 
-/* The order of the rows given to um_kv_append. */
+/* The order of the rows given to um_kv_append, and read by um_kv_read. */
 typedef enum um_kv_order {
     UM_KV_TOKEN_MAJOR = 0, /* [n, heads, head_dim], batch 1: how a matrix product leaves them */
     UM_KV_HEAD_MAJOR       /* [batch, heads, n, head_dim]: how attention code holds them */
 } um_kv_order;
 
-/* Appends n tokens to one layer, k and v aligned for `type`: a memcpy, or a conversion when `type`
- * is not the cache's. n may be 0. errors: UM_E_INVALID (layer, type, TOKEN_MAJOR with batch > 1),
- * UM_E_FULL, UM_E_STATE (rows are reserved). No row is appended then. */
+/* Appends n tokens to one layer, k and v aligned for `type` (not UM_Q8_0 unless the cache's): a
+ * memcpy, or a conversion when `type` is not the cache's. n may be 0. A ring forgets what is
+ * before its rows: of more than n_rows tokens it takes the last. errors: UM_E_INVALID (layer, type,
+ * TOKEN_MAJOR with batch > 1), UM_E_FULL (err->what "kv": max_seq_len is reached; "rows": the rows
+ * are used up, and um_kv_set_usable or um_kv_move makes room), UM_E_STATE (rows are reserved). No
+ * row is appended then. */
 UM_API um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v,
-                              um_float type, um_kv_order order, uint64_t n, um_error *err);
+                              um_dtype type, um_kv_order order, uint64_t n, um_error *err);
 /* Appends one token to all layers, k and v [n_layers, heads, head_dim]; batch 1. errors: as
  * um_kv_append, and UM_E_STATE when layers differ in length. */
-UM_API um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_float type,
+UM_API um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                   um_error *err);
 
 /* For engines that write rows themselves: reserve says from which row on n rows may be written in
- * every layer; commit makes the first n of them visible in all layers at once; rollback drops the
- * reservation, and tokens that not all layers hold. errors: UM_E_FULL, UM_E_STATE (reserve: rows
- * are reserved, or layers differ; commit: nothing is reserved), UM_E_INVALID (reserve of
- * nothing; commit of more than was reserved). */
+ * every layer (in a ring they may go on into the mirror, or be taken % n_rows); commit makes the
+ * first n of them visible in all layers at once; rollback drops the reservation, and tokens that
+ * not all layers hold. What a ring's reserved rows held is lost with reserve. errors: UM_E_FULL (as
+ * um_kv_append; a ring: more than n_rows), UM_E_STATE (reserve: rows are reserved, or layers
+ * differ; commit: nothing is reserved), UM_E_INVALID (reserve of nothing; commit of more than was
+ * reserved). */
 UM_API um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err);
 UM_API um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err);
 UM_API void um_kv_rollback(um_kv *kv);
 
-UM_API uint64_t um_kv_seq_len(const um_kv *kv); /* tokens that all layers hold */
-UM_API uint64_t um_kv_layer_len(
-    const um_kv *kv, uint32_t layer); /* tokens that this layer holds; 0 for no such layer */
-/* Keeps the first n tokens of every layer. errors: UM_E_INVALID (n above seq_len), UM_E_STATE
- * (layers differ, rows reserved). */
+UM_API uint64_t um_kv_seq_len(const um_kv *kv); /* tokens that all layers hold, and a ring shows */
+UM_API uint64_t um_kv_next_position(const um_kv *kv);  /* the position behind the last of these */
+UM_API uint64_t um_kv_first_position(const um_kv *kv); /* of these: next_position - seq_len */
+/* The tokens that one layer holds (and a ring shows): the position of the first, and how many.
+ * 0 for no such layer. */
+UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position);
+
+/* Copies n tokens of K or V of a layer, from `position` on, to out [batch, heads, n, head_dim],
+ * converted to `type` (not UM_Q8_0 unless the cache's). errors: UM_E_INVALID (layer, type, tokens
+ * that the layer does not hold). */
+UM_API um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, uint64_t n,
+                            void *out, um_dtype type, um_error *err);
+
+/* Keeps the first n of the seq_len tokens: next_position goes back by what is dropped. A ring then
+ * shows the `window` tokens before that again, if they are still there. errors: UM_E_INVALID (n
+ * above seq_len; what "overwritten": a ring lacks what it would have to show, and err->limit is the
+ * smallest n that works), UM_E_STATE (layers differ, rows reserved). */
 UM_API um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
-UM_API void um_kv_clear(um_kv *kv); /* no tokens, nothing reserved */
+/* Keeps the first keep_first and the last n of the seq_len tokens, all of them where that is more;
+ * next_position does not change. No byte is moved, but for keep_first tokens: these are copied to
+ * the rows before the last n. errors: UM_E_INVALID (keep_first of a ring), UM_E_STATE (as crop). */
+UM_API um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err);
+/* No tokens, nothing reserved; the next position is 0. */
+UM_API void um_kv_clear(um_kv *kv);
+
+/* ---- kv: for the owner of the storage ---- */
+
+/* Rows [0, n) can be written from now on. errors: UM_E_INVALID (a ring; above n_rows; below the end
+ * of the tokens or of what is reserved). */
+UM_API um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
+/* Moves the tokens of a plain cache so that the first lies in `row`. errors: UM_E_INVALID (a ring,
+ * rows that are not usable), UM_E_STATE (layers differ, rows reserved). */
+UM_API um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
+/* Declares that the rows hold n tokens whose next position is next_position, instead of what they
+ * held: of a plain cache rows [0, n), of a ring where they belong. errors: UM_E_INVALID (n above
+ * next_position, max_seq_len, usable rows or window). */
+UM_API um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err);
+
+/* ---- paged kv ---- */
 
 /* ---- gguf ---- */
 

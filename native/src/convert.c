@@ -169,20 +169,27 @@ const char *um_convert_isa(void) {
     return best_code()->isa;
 }
 
-size_t um_float_bytes(um_float type) {
+size_t um_dtype_block_values(um_dtype type) {
+    return type == UM_Q8_0 ? 32 : um_dtype_block_bytes(type) != 0;
+}
+
+size_t um_dtype_block_bytes(um_dtype type) {
     switch (type) {
     case UM_F32:
         return 4;
     case UM_F16:
+    case UM_BF16:
         return 2;
+    case UM_Q8_0:
+        return 34;
     }
     return 0;
 }
 
-um_status um_convert(void *out, um_float out_type, const void *in, um_float in_type, size_t n,
+um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n,
                      um_error *err) {
-    size_t item = um_float_bytes(out_type);
-    if (item == 0 || um_float_bytes(in_type) == 0) {
+    size_t item = um_dtype_block_bytes(out_type);
+    if (item == 0 || um_dtype_block_bytes(in_type) == 0) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     if (n == 0) {

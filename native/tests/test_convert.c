@@ -249,19 +249,19 @@ static void test_convert(void) {
     CHECK_OK(um_convert(NULL, UM_F16, NULL, UM_F16, 0, &test_err));
 
     memset(out, 0x5A, sizeof out);
-    um_float unknown[] = {(um_float)2, (um_float)-1, (um_float)255};
+    um_dtype unknown[] = {(um_dtype)2, (um_dtype)-1, (um_dtype)255};
     for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
         CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
         CHECK(um_convert(out, unknown[i], in, UM_F32, 5, NULL) == UM_E_INVALID);
-        CHECK_EQ_U64(um_float_bytes(unknown[i]), 0);
+        CHECK_EQ_U64(um_dtype_block_bytes(unknown[i]), 0);
     }
     for (size_t i = 0; i < 5; i++) {
         CHECK(out[i] == 0x5A5A);
     }
-    CHECK_EQ_U64(um_float_bytes(UM_F32), 4);
-    CHECK_EQ_U64(um_float_bytes(UM_F16), 2);
+    CHECK_EQ_U64(um_dtype_block_bytes(UM_F32), 4);
+    CHECK_EQ_U64(um_dtype_block_bytes(UM_F16), 2);
 }
 
 int main(void) {

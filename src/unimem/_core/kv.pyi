@@ -1,15 +1,24 @@
+from collections.abc import Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
+import numpy as np
 import numpy.typing as npt
 
+from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.dims import ModelDims
-from unimem.placement import PlacementOptions
+from unimem.placement import Placement, PlacementOptions
 
 class KVCache:
-    tape: Tape
-    dtype: Literal["f32", "f16"]
+    tape: Tape | None
+    block: Block | None
+    name: str
+    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    window: int | None
+    grow: bool
+    budget_bytes: int | None
     def __init__(
         self,
         n_layers: int,
@@ -19,21 +28,17 @@ class KVCache:
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        window: int | None = None,
+        spare_rows: int = 0,
+        budget_bytes: int | None = None,
+        grow: bool = False,
         tape: Tape | None = None,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None: ...
     @classmethod
     def for_dims(
-        cls,
-        dims: ModelDims,
-        *,
-        max_seq_len: int | None = None,
-        batch: int = 1,
-        dtype: npt.DTypeLike = "f16",
-        tape: Tape | None = None,
-        name: str | None = None,
-        **placement: Unpack[PlacementOptions],
+        cls, dims: ModelDims, *, max_seq_len: int | None = None, **options: Any
     ) -> KVCache: ...
     @staticmethod
     def storage_bytes(
@@ -54,12 +59,35 @@ class KVCache:
         out: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
     def address(self, layer: int, part: Literal["k", "v"]) -> int: ...
+    def row_of(self, position: int) -> int: ...
     def reserve(self, n: int) -> int: ...
     def commit(self, n: int) -> None: ...
     def rollback(self) -> None: ...
     def crop(self, n: int) -> None: ...
+    def trim_to(self, n: int, *, keep_first: int = 0) -> bool: ...
+    def enforce_memory_limit(self, max_bytes: int) -> bool: ...
     def clear(self) -> None: ...
+    def copy(self) -> KVCache: ...
     def warm(self, threads: int | None = None) -> None: ...
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        tokens: Sequence[int] | npt.NDArray[Any] | None = None,
+        model: str | None = None,
+    ) -> None: ...
+    @classmethod
+    def restore(
+        cls,
+        path: str | PathLike[str],
+        *,
+        mode: Literal["map", "copy"] = "map",
+        tokens: Sequence[int] | npt.NDArray[Any] | None = None,
+        model: str | None = None,
+        verify: bool | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> KVCache: ...
+    def verify(self) -> None: ...
     @property
     def seq_len(self) -> int: ...
     @property
@@ -77,6 +105,8 @@ class KVCache:
     @property
     def max_seq_len(self) -> int: ...
     @property
+    def n_rows(self) -> int: ...
+    @property
     def row_bytes(self) -> int: ...
     @property
     def memory_usage_bytes(self) -> int: ...
@@ -85,8 +115,21 @@ class KVCache:
     @property
     def resident_bytes(self) -> int: ...
     @property
+    def n_growths(self) -> int: ...
+    @property
+    def granted(self) -> Placement: ...
+    @property
     def closed(self) -> bool: ...
     def close(self) -> None: ...
+    # For unimem.snapshot.
+    def _rows(
+        self, layer: int, part: Literal["k", "v"], stream: int
+    ) -> npt.NDArray[np.uint8]: ...
+    def _begin_restore(self, next_position: int, n: int) -> None: ...
+    def _restore_rows(
+        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
+    ) -> npt.NDArray[np.uint8]: ...
+    def _finish_restore(self, next_position: int, n: int) -> None: ...
     def __len__(self) -> int: ...
     def __enter__(self) -> Self: ...
     def __exit__(

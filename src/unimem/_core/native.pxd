@@ -109,6 +109,7 @@ cdef extern from "unimem.h" nogil:
         um_sharing sharing
         int fd
         size_t reserve_nbytes
+        size_t mirror_nbytes
         const char *name
 
     ctypedef struct um_block:
@@ -121,6 +122,7 @@ cdef extern from "unimem.h" nogil:
         um_lock lock
         um_sharing sharing
         um_access access
+        size_t mirror_nbytes
         size_t step_nbytes
         size_t reserved_nbytes
         size_t committed_nbytes
@@ -141,6 +143,10 @@ cdef extern from "unimem.h" nogil:
     um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err)
     um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                um_error *err)
+    um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
+                               um_error *err)
+    um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
+                               size_t nbytes, um_error *err)
     bint um_block_is_committed(const um_block *block, size_t offset, size_t nbytes)
     um_status um_block_lock(um_block *block, um_lock lock, um_error *err)
     um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
@@ -192,12 +198,15 @@ cdef extern from "unimem.h" nogil:
     void *um_grid_cell(const um_grid *grid, uint32_t id)
     uint32_t um_grid_n_available(const um_grid *grid)
 
-    ctypedef enum um_float:
+    ctypedef enum um_dtype:
         UM_F32
         UM_F16
+        UM_BF16
+        UM_Q8_0
 
-    size_t um_float_bytes(um_float type)
-    um_status um_convert(void *out, um_float out_type, const void *inp, um_float in_type, size_t n,
+    size_t um_dtype_block_values(um_dtype type)
+    size_t um_dtype_block_bytes(um_dtype type)
+    um_status um_convert(void *out, um_dtype out_type, const void *inp, um_dtype in_type, size_t n,
                          um_error *err)
     const char *um_convert_isa()
 
@@ -207,34 +216,54 @@ cdef extern from "unimem.h" nogil:
         uint32_t head_dim
         uint32_t batch
         uint64_t max_seq_len
-        um_float type
+        uint64_t window
+        um_dtype type
+
+    ctypedef struct um_kv_storage:
+        void *base
+        size_t lane_stride
+        uint64_t n_rows
+        uint64_t usable_rows
 
     ctypedef struct um_kv:
         um_kv_spec spec
         unsigned char *base
         size_t row_bytes
-        size_t part_bytes
+        size_t lane_stride
+        uint64_t n_rows
+        uint64_t usable_rows
 
+    um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
     um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
-    um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, void *storage, size_t storage_bytes,
+    um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                          um_error *err)
-    void *um_kv_part(const um_kv *kv, uint32_t layer, int v)
+    void um_kv_free(um_kv *kv)
+    void *um_kv_lane(const um_kv *kv, uint32_t layer, int v, uint32_t stream)
+    uint64_t um_kv_row(const um_kv *kv, uint64_t position)
 
     ctypedef enum um_kv_order:
         UM_KV_TOKEN_MAJOR
         UM_KV_HEAD_MAJOR
 
-    um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_float type,
+    um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                            um_kv_order order, uint64_t n, um_error *err)
-    um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_float type,
+    um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                um_error *err)
     um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err)
     void um_kv_rollback(um_kv *kv)
     uint64_t um_kv_seq_len(const um_kv *kv)
-    uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer)
+    uint64_t um_kv_next_position(const um_kv *kv)
+    uint64_t um_kv_first_position(const um_kv *kv)
+    uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position)
+    um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, uint64_t n,
+                         void *out, um_dtype type, um_error *err)
     um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err)
+    um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err)
     void um_kv_clear(um_kv *kv)
+    um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err)
+    um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err)
+    um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err)
 
     ctypedef enum um_gguf_type:
         UM_GGUF_UINT8
