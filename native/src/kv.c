@@ -1,148 +1,291 @@
-/* The contiguous KV cache: fixed storage, appended to row by row. A token counts when every layer
- * holds it. */
+/* The contiguous KV cache: rows that are appended, in storage that somebody else owns. A token
+ * counts when every layer holds it. */
 #include "internal.h"
 
 #include <stdatomic.h>
 
-enum { PART_ALIGN = 64 };
+enum { LANE_ALIGN = 64 };
 
-/* Sizes that follow from a spec; false when one of them does not fit. */
-typedef struct kv_sizes {
-    size_t row_bytes, part_bytes, lens_offset, total;
-} kv_sizes;
+/* ---- sizes ---- */
 
-static bool sizes_of(const um_kv_spec *spec, kv_sizes *out) {
-    size_t item = um_float_bytes(spec->type), rows, part, parts, lens;
-    kv_sizes s;
-    if (item == 0 || spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 ||
-        spec->batch == 0 || spec->max_seq_len == 0) {
-        return false;
+static const char *const DIMS = "a dimension is 0, or their product does not fit";
+
+um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
+    size_t values = um_dtype_block_values(spec->type), row;
+    if (values == 0) {
+        return um_fail(err, UM_E_INVALID, "type");
     }
-    if (!um_mul(spec->n_kv_heads, spec->head_dim, &s.row_bytes) ||
-        !um_mul(s.row_bytes, item, &s.row_bytes) ||
-        !um_mul(spec->batch, spec->max_seq_len, &rows) || !um_mul(rows, s.row_bytes, &part) ||
-        !um_round_up(part, PART_ALIGN, &s.part_bytes) || !um_mul(s.part_bytes, 2, &parts) ||
-        !um_mul(parts, spec->n_layers, &s.lens_offset) ||
-        !um_mul(sizeof(uint64_t), spec->n_layers, &lens) ||
-        !um_add(s.lens_offset, lens, &s.total)) {
-        return false;
+    if (spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 || spec->batch == 0 ||
+        spec->max_seq_len == 0 || spec->max_seq_len > UINT32_MAX) {
+        return um_fail(err, UM_E_INVALID, DIMS);
     }
-    *out = s;
-    return true;
+    if (spec->window > spec->max_seq_len) {
+        return um_fail(err, UM_E_INVALID, "window is above max_seq_len");
+    }
+    if (spec->head_dim % values != 0) {
+        return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
+    }
+    if (!um_mul(spec->n_kv_heads, spec->head_dim / values, &row) ||
+        !um_mul(row, um_dtype_block_bytes(spec->type), &row)) {
+        return um_fail(err, UM_E_INVALID, DIMS);
+    }
+    *out = row;
+    return UM_OK;
+}
+
+static bool count_lanes(const um_kv_spec *spec, size_t *out) {
+    size_t n;
+    return um_mul(spec->n_layers, 2, &n) && um_mul(n, spec->batch, out);
 }
 
 um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
-    kv_sizes sizes;
-    if (!sizes_of(spec, &sizes)) {
-        return um_fail(err, UM_E_INVALID, "a dimension is 0, or their product does not fit");
+    size_t row, lane, lanes, total;
+    um_status status = um_kv_row_bytes(spec, &row, err);
+    if (status != UM_OK) {
+        return status;
     }
-    *out = sizes.total;
+    if (!um_mul(row, (size_t)spec->max_seq_len, &lane) || !um_round_up(lane, LANE_ALIGN, &lane) ||
+        !count_lanes(spec, &lanes) || !um_mul(lane, lanes, &total) || total > PTRDIFF_MAX) {
+        return um_fail(err, UM_E_INVALID, DIMS);
+    }
+    *out = total;
     return UM_OK;
 }
 
-um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, void *storage, size_t storage_bytes,
-                     um_error *err) {
-    kv_sizes sizes;
-    if (!sizes_of(spec, &sizes)) {
-        return um_fail(err, UM_E_INVALID, "a dimension is 0, or their product does not fit");
-    }
-    if (storage == NULL || (uintptr_t)storage % PART_ALIGN != 0) {
+static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *storage, size_t row,
+                               um_error *err) {
+    size_t lane, lanes, total;
+    if (storage->base == NULL || (uintptr_t)storage->base % LANE_ALIGN != 0 ||
+        storage->lane_stride % LANE_ALIGN != 0) {
         return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
-    if (storage_bytes < sizes.total) {
-        return um_fail_full(err, storage_bytes, 0, sizes.total, "kv storage");
+    if (storage->usable_rows > storage->n_rows || storage->n_rows > SIZE_MAX / 2 ||
+        storage->n_rows < (spec->window != 0 ? spec->window : 1) ||
+        (spec->window != 0 && storage->usable_rows != storage->n_rows)) {
+        return um_fail(err, UM_E_INVALID, "rows of the storage");
     }
-    kv->spec = *spec;
-    kv->base = storage;
-    kv->row_bytes = sizes.row_bytes;
-    kv->part_bytes = sizes.part_bytes;
-    kv->layer_len = (void *)(kv->base + sizes.lens_offset);
-    um_kv_clear(kv);
+    size_t n_mapped = (size_t)storage->n_rows * (spec->window != 0 ? 2 : 1);
+    if (!um_mul(row, n_mapped, &lane) || lane > storage->lane_stride ||
+        !count_lanes(spec, &lanes) || !um_mul(storage->lane_stride, lanes, &total)) {
+        return um_fail(err, UM_E_INVALID, "lane_stride has no room for the rows");
+    }
     return UM_OK;
 }
 
-void *um_kv_part(const um_kv *kv, uint32_t layer, int v) {
-    if (layer >= kv->spec.n_layers) {
-        return NULL;
+um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
+                     um_error *err) {
+    size_t row;
+    um_status status = um_kv_row_bytes(spec, &row, err);
+    if (status == UM_OK) {
+        status = check_storage(spec, storage, row, err);
     }
-    return kv->base + ((size_t)layer * 2 + (v != 0)) * kv->part_bytes;
+    if (status != UM_OK) {
+        return status;
+    }
+    /* Both tables in one piece. */
+    uint64_t *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
+    if (words == NULL) {
+        return um_fail_os(err, 0, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
+    }
+    *kv = (um_kv){.spec = *spec,
+                  .base = storage->base,
+                  .row_bytes = row,
+                  .lane_stride = storage->lane_stride,
+                  .n_rows = storage->n_rows,
+                  .usable_rows = storage->usable_rows,
+                  .end = (void *)words,
+                  .top = words + spec->n_layers};
+    return UM_OK;
 }
 
-uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer) {
-    return layer < kv->spec.n_layers
-               ? atomic_load_explicit(&kv->layer_len[layer], memory_order_acquire)
-               : 0;
+void um_kv_free(um_kv *kv) {
+    um_heap_free((void *)kv->end);
+    memset(kv, 0, sizeof *kv);
+}
+
+/* ---- rows and positions ---- */
+
+static bool is_ring(const um_kv *kv) {
+    return kv->spec.window != 0;
+}
+
+void *um_kv_lane(const um_kv *kv, uint32_t layer, int v, uint32_t stream) {
+    if (layer >= kv->spec.n_layers || stream >= kv->spec.batch) {
+        return NULL;
+    }
+    size_t lane = ((size_t)layer * 2 + (v != 0)) * kv->spec.batch + stream;
+    return kv->base + lane * kv->lane_stride;
+}
+
+uint64_t um_kv_row(const um_kv *kv, uint64_t position) {
+    return is_ring(kv) ? position % kv->n_rows : position - kv->shift;
+}
+
+static uint64_t end_of(const um_kv *kv, uint32_t layer) {
+    return atomic_load_explicit(&kv->end[layer], memory_order_acquire);
+}
+
+static void set_end(um_kv *kv, uint32_t layer, uint64_t end) {
+    if (is_ring(kv) && end > kv->top[layer]) {
+        kv->top[layer] = end;
+    }
+    /* Release: who reads this end sees the rows below it. */
+    atomic_store_explicit(&kv->end[layer], end, memory_order_release);
+}
+
+static void set_all_ends(um_kv *kv, uint64_t end) {
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        set_end(kv, layer, end);
+    }
+}
+
+static uint64_t max_u64(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+/* The first position whose row this layer still holds. */
+static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    if (is_ring(kv) && kv->top[layer] > kv->n_rows) {
+        first = max_u64(first, kv->top[layer] - kv->n_rows);
+    }
+    return first;
+}
+
+/* The first position to show of those from `oldest` to `end`. */
+static uint64_t first_shown(const um_kv *kv, uint64_t oldest, uint64_t end) {
+    uint64_t window = kv->spec.window;
+    if (window != 0 && end > window) {
+        oldest = max_u64(oldest, end - window);
+    }
+    return oldest < end ? oldest : end;
+}
+
+uint64_t um_kv_next_position(const um_kv *kv) {
+    uint64_t end = end_of(kv, 0);
+    for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
+        uint64_t other = end_of(kv, layer);
+        end = other < end ? other : end;
+    }
+    return end;
+}
+
+/* The first position that every layer still holds. */
+static uint64_t oldest_of_all(const um_kv *kv) {
+    uint64_t oldest = oldest_of(kv, 0);
+    for (uint32_t layer = 1; is_ring(kv) && layer < kv->spec.n_layers; layer++) {
+        oldest = max_u64(oldest, oldest_of(kv, layer));
+    }
+    return oldest;
+}
+
+uint64_t um_kv_first_position(const um_kv *kv) {
+    return first_shown(kv, oldest_of_all(kv), um_kv_next_position(kv));
 }
 
 uint64_t um_kv_seq_len(const um_kv *kv) {
-    uint64_t len = um_kv_layer_len(kv, 0);
-    for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        uint64_t other = um_kv_layer_len(kv, layer);
-        len = other < len ? other : len;
-    }
-    return len;
+    uint64_t end = um_kv_next_position(kv);
+    return end - first_shown(kv, oldest_of_all(kv), end);
 }
 
-static void set_layer_len(um_kv *kv, uint32_t layer, uint64_t len) {
-    /* Release: who reads this length sees the rows below it. */
-    atomic_store_explicit(&kv->layer_len[layer], len, memory_order_release);
-}
-
-static void set_all_lens(um_kv *kv, uint64_t len) {
-    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        set_layer_len(kv, layer, len);
+uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position) {
+    if (layer >= kv->spec.n_layers) {
+        return 0;
     }
+    uint64_t end = end_of(kv, layer), first = first_shown(kv, oldest_of(kv, layer), end);
+    if (out_first_position != NULL) {
+        *out_first_position = first;
+    }
+    return end - first;
 }
 
 static bool layers_differ(const um_kv *kv) {
-    uint64_t len = um_kv_layer_len(kv, 0);
+    uint64_t end = end_of(kv, 0);
     for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        if (um_kv_layer_len(kv, layer) != len) {
+        if (end_of(kv, layer) != end) {
             return true;
         }
     }
     return false;
 }
 
-static um_status check_append(const um_kv *kv, um_float type, um_error *err) {
-    if (um_float_bytes(type) == 0) {
-        return um_fail(err, UM_E_INVALID, "type");
-    }
+static um_status check_not_reserved(const um_kv *kv, um_error *err) {
     if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
         return um_fail(err, UM_E_STATE, "rows are reserved: commit or roll back first");
     }
     return UM_OK;
 }
 
-static um_status check_room(const um_kv *kv, uint64_t len, uint64_t n, um_error *err) {
-    if (n > kv->spec.max_seq_len - len) {
-        return um_fail_full(err, kv->spec.max_seq_len, len, n, "kv");
+static um_status check_whole(const um_kv *kv, um_error *err) {
+    um_status status = check_not_reserved(kv, err);
+    if (status == UM_OK && layers_differ(kv)) {
+        return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
+    }
+    return status;
+}
+
+/* Whether n rows can be written behind `end`. */
+static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
+    if (is_ring(kv)) {
+        return n <= UINT64_MAX - end ? UM_OK : um_fail_full(err, UINT64_MAX, end, n, "kv");
+    }
+    uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
+    if (n > kv->spec.max_seq_len - used) {
+        return um_fail_full(err, kv->spec.max_seq_len, used, n, "kv");
+    }
+    uint64_t row = um_kv_row(kv, end);
+    if (n > kv->usable_rows - row) {
+        return um_fail_full(err, kv->usable_rows, row, n, "rows");
     }
     return UM_OK;
 }
 
-/* Writes n tokens of one part from row `row` on. The types were checked, so no conversion fails. */
-static void write_rows(const um_kv *kv, unsigned char *part, uint64_t row, const unsigned char *in,
-                       um_float type, um_kv_order order, uint64_t n) {
+/* ---- appending ---- */
+
+static um_status check_input(const um_kv *kv, um_dtype type, um_error *err) {
+    if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
+        return um_fail(err, UM_E_INVALID, "type");
+    }
+    return check_not_reserved(kv, err);
+}
+
+static size_t nbytes_of(um_dtype type, size_t n) {
+    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
+}
+
+/* Rows given to an append: those of tokens [skip, n), from row `row` of the lanes on. */
+typedef struct source {
+    const unsigned char *rows;
+    um_dtype type;
+    um_kv_order order;
+    uint64_t n, skip, row;
+} source;
+
+/* Writes K or V of a layer. The types were checked, so no conversion fails. */
+static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
-    size_t heads = s->n_kv_heads, dim = s->head_dim, in_item = um_float_bytes(type);
-    if (order == UM_KV_TOKEN_MAJOR || (n == 1 && s->batch == 1)) {
-        um_convert(part + row * kv->row_bytes, s->type, in, type, (size_t)n * heads * dim, NULL);
+    size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n;
+    size_t count = (size_t)(in.n - in.skip);
+    if (in.order == UM_KV_TOKEN_MAJOR || (n == 1 && s->batch == 1)) {
+        unsigned char *out = um_kv_lane(kv, layer, v, 0);
+        const unsigned char *from = in.rows + nbytes_of(in.type, heads * dim) * (size_t)in.skip;
+        um_convert(out + in.row * kv->row_bytes, s->type, from, in.type, count * heads * dim, NULL);
         return;
     }
-    size_t out_head = kv->row_bytes / heads;
-    for (size_t b = 0; b < s->batch; b++) {
-        for (size_t t = 0; t < n; t++) {
-            unsigned char *out = part + (b * s->max_seq_len + row + t) * kv->row_bytes;
+    size_t in_head = nbytes_of(in.type, dim), out_head = kv->row_bytes / heads;
+    for (uint32_t b = 0; b < s->batch; b++) {
+        unsigned char *lane = um_kv_lane(kv, layer, v, b);
+        for (size_t t = (size_t)in.skip; t < n; t++) {
+            unsigned char *out = lane + (in.row + t - in.skip) * kv->row_bytes;
             for (size_t h = 0; h < heads; h++) {
-                const unsigned char *from = in + ((b * heads + h) * n + t) * dim * in_item;
-                um_convert(out + h * out_head, s->type, from, type, dim, NULL);
+                const unsigned char *from = in.rows + ((b * heads + h) * n + t) * in_head;
+                um_convert(out + h * out_head, s->type, from, in.type, dim, NULL);
             }
         }
     }
 }
 
-um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_float type,
+um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                        um_kv_order order, uint64_t n, um_error *err) {
     if (layer >= kv->spec.n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
@@ -150,63 +293,72 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
     if (order != UM_KV_HEAD_MAJOR && (order != UM_KV_TOKEN_MAJOR || kv->spec.batch != 1)) {
         return um_fail(err, UM_E_INVALID, "order");
     }
-    uint64_t len = um_kv_layer_len(kv, layer);
-    um_status status = check_append(kv, type, err);
+    uint64_t end = end_of(kv, layer);
+    um_status status = check_input(kv, type, err);
     if (status == UM_OK) {
-        status = check_room(kv, len, n, err);
+        status = check_room(kv, end, n, err);
     }
     if (status != UM_OK || n == 0) {
         return status;
     }
-    write_rows(kv, um_kv_part(kv, layer, 0), len, k, type, order, n);
-    write_rows(kv, um_kv_part(kv, layer, 1), len, v, type, order, n);
-    set_layer_len(kv, layer, len + n);
+    source in = {.rows = k, .type = type, .order = order, .n = n};
+    if (is_ring(kv) && n > kv->n_rows) {
+        in.skip = n - kv->n_rows;
+    }
+    in.row = um_kv_row(kv, end + in.skip);
+    write_rows(kv, layer, 0, in);
+    in.rows = v;
+    write_rows(kv, layer, 1, in);
+    set_end(kv, layer, end + n);
     return UM_OK;
 }
 
-um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_float type, um_error *err) {
+um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type, um_error *err) {
     if (kv->spec.batch != 1) {
         return um_fail(err, UM_E_INVALID, "batch is not 1");
     }
-    uint64_t len = um_kv_layer_len(kv, 0);
-    um_status status = check_append(kv, type, err);
-    if (status == UM_OK && layers_differ(kv)) {
-        status = um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
+    uint64_t end = end_of(kv, 0);
+    um_status status = check_input(kv, type, err);
+    if (status == UM_OK) {
+        status = check_whole(kv, err);
     }
     if (status == UM_OK) {
-        status = check_room(kv, len, 1, err);
+        status = check_room(kv, end, 1, err);
     }
     if (status != UM_OK) {
         return status;
     }
-    size_t in_row = (size_t)kv->spec.n_kv_heads * kv->spec.head_dim * um_float_bytes(type);
+    size_t in_row = nbytes_of(type, (size_t)kv->spec.n_kv_heads * kv->spec.head_dim);
+    source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        const unsigned char *k_row = (const unsigned char *)k + layer * in_row;
-        const unsigned char *v_row = (const unsigned char *)v + layer * in_row;
-        write_rows(kv, um_kv_part(kv, layer, 0), len, k_row, type, UM_KV_TOKEN_MAJOR, 1);
-        write_rows(kv, um_kv_part(kv, layer, 1), len, v_row, type, UM_KV_TOKEN_MAJOR, 1);
+        in.rows = (const unsigned char *)k + layer * in_row;
+        write_rows(kv, layer, 0, in);
+        in.rows = (const unsigned char *)v + layer * in_row;
+        write_rows(kv, layer, 1, in);
     }
-    set_all_lens(kv, len + 1);
+    set_all_ends(kv, end + 1);
     return UM_OK;
 }
 
 um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err) {
-    uint64_t len = um_kv_layer_len(kv, 0);
     if (n == 0) {
         return um_fail(err, UM_E_INVALID, "n is 0");
     }
-    if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um_fail(err, UM_E_STATE, "rows are reserved: commit or roll back first");
-    }
-    if (layers_differ(kv)) {
-        return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
-    }
-    um_status status = check_room(kv, len, n, err);
+    um_status status = check_whole(kv, err);
     if (status != UM_OK) {
         return status;
     }
+    uint64_t end = end_of(kv, 0);
+    status = is_ring(kv) && n > kv->n_rows ? um_fail_full(err, kv->n_rows, 0, n, "kv")
+                                           : check_room(kv, end, n, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    for (uint32_t layer = 0; is_ring(kv) && layer < kv->spec.n_layers; layer++) {
+        kv->top[layer] = max_u64(kv->top[layer], end + n);
+    }
     atomic_store_explicit(&kv->reserved, n, memory_order_relaxed);
-    *out_row = len;
+    *out_row = um_kv_row(kv, end);
     return UM_OK;
 }
 
@@ -218,31 +370,151 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     if (n > reserved) {
         return um_fail(err, UM_E_INVALID, "n is above what was reserved");
     }
-    set_all_lens(kv, um_kv_layer_len(kv, 0) + n);
+    set_all_ends(kv, end_of(kv, 0) + n);
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     return UM_OK;
 }
 
 void um_kv_rollback(um_kv *kv) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
-    set_all_lens(kv, um_kv_seq_len(kv));
+    set_all_ends(kv, um_kv_next_position(kv));
 }
 
-um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
-    if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um_fail(err, UM_E_STATE, "rows are reserved: commit or roll back first");
+/* ---- reading ---- */
+
+um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, uint64_t n,
+                     void *out, um_dtype type, um_error *err) {
+    const um_kv_spec *s = &kv->spec;
+    if (layer >= s->n_layers) {
+        return um_fail(err, UM_E_INVALID, "layer");
     }
-    if (layers_differ(kv)) {
-        return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
+    if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && s->type != UM_Q8_0)) {
+        return um_fail(err, UM_E_INVALID, "type");
     }
-    if (n > um_kv_layer_len(kv, 0)) {
-        return um_fail(err, UM_E_INVALID, "n is above seq_len");
+    uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
+    if (position < first || position - first > len || n > len - (position - first)) {
+        return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
     }
-    set_all_lens(kv, n);
+    size_t heads = s->n_kv_heads, dim = s->head_dim;
+    size_t in_head = kv->row_bytes / heads, out_head = nbytes_of(type, dim);
+    unsigned char *to = out;
+    for (uint32_t b = 0; b < s->batch; b++) {
+        const unsigned char *rows = um_kv_lane(kv, layer, v, b);
+        rows += um_kv_row(kv, position) * kv->row_bytes;
+        for (size_t h = 0; h < heads; h++) {
+            for (size_t t = 0; t < (size_t)n; t++, to += out_head) {
+                const unsigned char *from = rows + t * kv->row_bytes + h * in_head;
+                um_convert(to, type, from, s->type, dim, NULL);
+            }
+        }
+    }
     return UM_OK;
 }
 
-void um_kv_clear(um_kv *kv) {
+/* ---- forgetting ---- */
+
+um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
+    um_status status = check_whole(kv, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
+    if (n > len) {
+        return um_fail(err, UM_E_INVALID, "n is above seq_len");
+    }
+    uint64_t cropped = end - (len - n), oldest = oldest_of_all(kv);
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    if (is_ring(kv) && first_shown(kv, first, cropped) < oldest && n < len) {
+        /* Before `oldest`, rows were overwritten that the window would reach. */
+        uint64_t least = oldest + kv->spec.window;
+        um_fail(err, UM_E_INVALID, "overwritten");
+        if (err != NULL) {
+            err->limit = least < end ? len - (end - least) : len;
+        }
+        return UM_E_INVALID;
+    }
+    set_all_ends(kv, cropped);
+    return UM_OK;
+}
+
+um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) {
+    if (is_ring(kv) && keep_first != 0) {
+        return um_fail(err, UM_E_INVALID, "keep_first of a ring, whose rows follow from positions");
+    }
+    um_status status = check_whole(kv, err);
+    uint64_t len = um_kv_seq_len(kv);
+    if (status != UM_OK || n >= len || keep_first >= len - n) {
+        return status;
+    }
+    uint64_t end = end_of(kv, 0), first = end - n - keep_first;
+    if (keep_first != 0) {
+        uint64_t from = um_kv_row(kv, um_kv_first_position(kv)), to = um_kv_row(kv, first);
+        for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+            for (uint32_t lane = 0; lane < 2 * kv->spec.batch; lane++) {
+                unsigned char *rows = um_kv_lane(kv, layer, lane & 1, lane >> 1);
+                memmove(rows + to * kv->row_bytes, rows + from * kv->row_bytes,
+                        (size_t)keep_first * kv->row_bytes);
+            }
+        }
+    }
+    atomic_store_explicit(&kv->first, first, memory_order_release);
+    return UM_OK;
+}
+
+/* The cache holds `n` tokens up to `end`, and the first of a plain one lies in row `row`. */
+static void set_tokens(um_kv *kv, uint64_t end, uint64_t n, uint64_t row) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
-    set_all_lens(kv, 0);
+    memset(kv->top, 0, kv->spec.n_layers * sizeof *kv->top);
+    kv->shift = end - n - row; /* may wrap, as the rows that are counted from it do */
+    atomic_store_explicit(&kv->first, end - n, memory_order_relaxed);
+    set_all_ends(kv, end);
+}
+
+void um_kv_clear(um_kv *kv) {
+    set_tokens(kv, 0, 0, 0);
+}
+
+/* ---- for the owner of the storage ---- */
+
+um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
+    uint64_t end = 0;
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        end = max_u64(end, um_kv_row(kv, end_of(kv, layer)));
+    }
+    end += atomic_load_explicit(&kv->reserved, memory_order_relaxed);
+    if (is_ring(kv) || n > kv->n_rows || n < end) {
+        return um_fail(err, UM_E_INVALID, "rows that can be written");
+    }
+    kv->usable_rows = n;
+    return UM_OK;
+}
+
+um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
+    uint64_t len = um_kv_seq_len(kv);
+    if (is_ring(kv) || row > kv->usable_rows || len > kv->usable_rows - row) {
+        return um_fail(err, UM_E_INVALID, "row");
+    }
+    um_status status = check_whole(kv, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    uint64_t first = um_kv_first_position(kv), from = um_kv_row(kv, first);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        for (uint32_t lane = 0; lane < 2 * kv->spec.batch; lane++) {
+            unsigned char *rows = um_kv_lane(kv, layer, lane & 1, lane >> 1);
+            memmove(rows + row * kv->row_bytes, rows + from * kv->row_bytes,
+                    (size_t)len * kv->row_bytes);
+        }
+    }
+    kv->shift = first - row;
+    return UM_OK;
+}
+
+um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err) {
+    uint64_t most = is_ring(kv) ? kv->spec.window : kv->usable_rows;
+    if (n > next_position || n > most || n > kv->spec.max_seq_len) {
+        return um_fail(err, UM_E_INVALID, "n");
+    }
+    set_tokens(kv, next_position, n, 0);
+    return UM_OK;
 }
