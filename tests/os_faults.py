@@ -1,0 +1,126 @@
+"""Makes a system call of libunimem fail, in this process: the functions through which it takes
+memory are replaced in the table by which the library finds them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import unimem as um
+
+_SHT_RELA = 4
+_RELA_BYTES = _SYMBOL_BYTES = 24
+_FAILED = 2**64 - 1  # -1, and MAP_FAILED
+# The words that each takes, and what it answers when it fails.
+_FUNCTIONS = {
+    "mmap": (6, _FAILED),
+    "munmap": (2, _FAILED),
+    "madvise": (3, _FAILED),
+    "fallocate": (4, _FAILED),
+    "ftruncate": (2, _FAILED),
+    "memfd_create": (2, _FAILED),
+    "calloc": (2, 0),
+}
+
+
+def _slots(path: Path) -> dict[str, int]:
+    """Where the addresses of the functions are kept, in bytes from the library's base on."""
+    elf = path.read_bytes()
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    entry_bytes, n_entries = struct.unpack_from("<HH", elf, 58)
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", elf, table + i * entry_bytes) for i in range(n_entries)
+    ]
+    found = {}
+    for _, kind, _, _, offset, nbytes, link, *_ in sections:
+        if kind != _SHT_RELA:
+            continue
+        symbols = sections[link]
+        names = sections[symbols[6]][4]
+        for record in range(offset, offset + nbytes, _RELA_BYTES):
+            slot, info = struct.unpack_from("<QQ", elf, record)
+            (name,) = struct.unpack_from("<I", elf, symbols[4] + (info >> 32) * _SYMBOL_BYTES)
+            text = elf[names + name : elf.index(b"\0", names + name)].decode()
+            if text in _FUNCTIONS:
+                found[text] = slot
+    return found
+
+
+def _base(path: Path) -> int:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, offset, *_ = line.split()
+        if line.endswith(f" {path}") and int(offset, 16) == 0:
+            return int(place.split("-")[0], 16)
+    raise AssertionError(f"{path} is not mapped")
+
+
+class OsFaults:
+    """Lets the nth call fail.
+
+    Attributes
+    ----------
+    n_calls : int
+        Calls since `arm`.
+    failed : str or None
+        The function that failed.
+    """
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+        self.failed: str | None = None
+        self._nth = 0
+        self._errno = 0
+
+    def arm(self, nth: int, error: int = errno.ENOMEM) -> None:
+        """Let the nth call from now on (1 is the next) fail with this errno."""
+        self.n_calls, self.failed, self._nth, self._errno = 0, None, nth, error
+
+    def disarm(self) -> None:
+        """Let every call be made."""
+        self._nth = 0
+
+    def fails(self, name: str) -> bool:
+        """Count a call; whether it is the one."""
+        self.n_calls += 1
+        if self.n_calls != self._nth:
+            return False
+        self.failed = name
+        ctypes.set_errno(self._errno)
+        return True
+
+
+def _replacement(faults: OsFaults, name: str, libc: ctypes.CDLL) -> Any:
+    n_words, failure = _FUNCTIONS[name]
+    kind = ctypes.CFUNCTYPE(ctypes.c_size_t, *[ctypes.c_size_t] * n_words, use_errno=True)
+    real = kind((name, libc))
+    return kind(lambda *words: failure if faults.fails(name) else real(*words))
+
+
+@contextmanager
+def os_faults() -> Iterator[OsFaults]:
+    """Replace the functions until the end."""
+    path, libc = Path(um.get_library()).resolve(), ctypes.CDLL(None)
+    faults, base = OsFaults(), _base(path)
+    before: list[tuple[ctypes.c_void_p, int | None]] = []
+    replacements = []
+    for name, offset in _slots(path).items():
+        place = base + offset
+        # A linker may have asked for the table to be read-only once it is filled.
+        page = ctypes.c_void_p(place & -mmap.PAGESIZE)
+        assert libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        slot = ctypes.c_void_p.from_address(place)
+        replacements.append(_replacement(faults, name, libc))
+        before.append((slot, slot.value))
+        slot.value = ctypes.cast(replacements[-1], ctypes.c_void_p).value
+    assert before, "the library calls none of the functions by name"
+    try:
+        yield faults
+    finally:
+        for slot, value in before:
+            slot.value = value
