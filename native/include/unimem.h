@@ -539,8 +539,8 @@ UM_API void um_kv_clear(um_kv *kv);
 /* Rows [0, n) can be written from now on. errors: UM_E_INVALID (a ring; above n_rows; below the end
  * of the tokens or of what is reserved). */
 UM_API um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
-/* Moves the tokens of a plain cache so that the first lies in `row`. errors: UM_E_INVALID (a ring,
- * rows that are not usable), UM_E_STATE (layers differ, rows reserved). */
+/* Moves the tokens of a plain cache so that the first lies in `row`; an empty one goes on there.
+ * errors: UM_E_INVALID (a ring, rows that are not usable), UM_E_STATE (rows are reserved). */
 UM_API um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
 /* Declares that the rows hold n tokens whose next position is next_position, instead of what they
  * held: of a plain cache rows [0, n), of a ring where they belong. errors: UM_E_INVALID (n above

@@ -2,6 +2,7 @@
  * counts when every layer holds it. */
 #include "internal.h"
 
+#include <errno.h>
 #include <stdatomic.h>
 
 enum { LANE_ALIGN = 64 };
@@ -85,7 +86,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
     /* Both tables in one piece. */
     uint64_t *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
-        return um_fail_os(err, 0, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
+        return um_fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
     }
     *kv = (um_kv){.spec = *spec,
                   .base = storage->base,
@@ -490,20 +491,23 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
 }
 
 um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
-    uint64_t len = um_kv_seq_len(kv);
-    if (is_ring(kv) || row > kv->usable_rows || len > kv->usable_rows - row) {
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed), longest = 0;
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        longest = max_u64(longest, end_of(kv, layer) - first);
+    }
+    if (is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row) {
         return um_fail(err, UM_E_INVALID, "row");
     }
-    um_status status = check_whole(kv, err);
+    um_status status = check_not_reserved(kv, err);
     if (status != UM_OK) {
         return status;
     }
-    uint64_t first = um_kv_first_position(kv), from = um_kv_row(kv, first);
+    uint64_t from = um_kv_row(kv, first);
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        size_t nbytes = (size_t)(end_of(kv, layer) - first) * kv->row_bytes;
         for (uint32_t lane = 0; lane < 2 * kv->spec.batch; lane++) {
             unsigned char *rows = um_kv_lane(kv, layer, lane & 1, lane >> 1);
-            memmove(rows + row * kv->row_bytes, rows + from * kv->row_bytes,
-                    (size_t)len * kv->row_bytes);
+            memmove(rows + row * kv->row_bytes, rows + from * kv->row_bytes, nbytes);
         }
     }
     kv->shift = first - row;
