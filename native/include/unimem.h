@@ -201,6 +201,7 @@ typedef struct um_block {
     size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
     size_t committed_nbytes;
     uint64_t *committed; /* a bit a step; NULL while exactly [0, nbytes) is committed */
+    uint64_t *overlaid;  /* a bit a step that is a file's; NULL: none was (um_block_overlay) */
     void *map_base;      /* what is really mapped, guard pages included */
     size_t map_nbytes;
     int fd; /* read. Of shared memory; -1 otherwise */
@@ -459,8 +460,8 @@ typedef struct um_kv {
     UM_ATOMIC(uint64_t) first;    /* no token before this position is held */
     UM_ATOMIC(uint64_t) reserved; /* rows reserved and not committed */
     UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
-    uint64_t *top; /* of each layer of a ring, the highest `end` so far: what lies n_rows below was
-                      overwritten */
+    UM_ATOMIC(uint64_t) * top; /* of each layer, the highest `end` so far: what lies n_rows of a
+                                  ring below was overwritten */
 } um_kv;
 
 /* The bytes of one row; and the bytes that fixed storage needs: max_seq_len rows a lane, lanes
@@ -548,6 +549,107 @@ UM_API um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
 UM_API um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err);
 
 /* ---- paged kv ---- */
+
+/* K and V of many sequences, in blocks of tokens that they share, in storage that somebody else
+ * owns.
+ *
+ * A block is one piece of memory with block_tokens tokens of all layers: [n_layers, 2, n_kv_heads,
+ * block_tokens, head_dim], K before V, at base + id * block_bytes. So copy-on-write is one memcpy,
+ * and the tokens of a head lie one behind the other: gathering and attention read runs of
+ * block_tokens rows, not of one. With strides this is [n_blocks, block_tokens, n_kv_heads,
+ * head_dim] for each layer, as kernels with block tables take it.
+ *
+ * A sequence is a table of block ids. A block that sequences share is not written: the one that
+ * appends to it gets a copy first. When no sequence holds a block any more it is free or, where it
+ * is cached (um_paged_cache), evictable: it keeps its tokens until a block is needed and none is
+ * free. Then the one that has been evictable for longest is taken, and is not cached any more; what
+ * a sequence gives back is evicted from its end on. Whoever keeps an index of cached blocks asks
+ * um_paged_is_cached when it finds one. A cached block is uncached, too, when the only sequence that
+ * holds it was cropped into it and appends. */
+typedef struct um_paged_spec {
+    uint32_t n_layers, n_kv_heads, head_dim;
+    uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
+    um_dtype type;                   /* UM_Q8_0: head_dim is a multiple of 32 */
+} um_paged_spec;
+
+typedef struct um_paged_block um_paged_block; /* what is known of a block */
+
+typedef struct um_paged {
+    um_paged_spec spec;     /* read */
+    unsigned char *base;    /* read */
+    size_t head_bytes;      /* read: K (or V) of one head of one token */
+    size_t lane_bytes;      /* read: K (or V) of one layer in a block */
+    size_t block_bytes;     /* read: a multiple of 64 */
+    uint32_t n_free;        /* read: blocks that hold nothing */
+    uint32_t n_evictable;   /* read: blocks that are cached, and that no sequence holds */
+    um_paged_block *blocks;
+} um_paged;
+
+typedef struct um_paged_seq {
+    um_paged *paged;
+    uint32_t n_blocks;              /* read: entries of the table */
+    UM_ATOMIC(int32_t) * table;     /* read: block ids; with room for all, so that it never moves */
+    UM_ATOMIC(uint64_t) * len;      /* of each layer, in tokens */
+} um_paged_seq;
+
+/* The bytes that n_blocks blocks need. errors: UM_E_INVALID (a dimension 0, a product that
+ * overflows, too many blocks, unknown type, head_dim that is not whole blocks). */
+UM_API um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err);
+/* A pool of free blocks over storage of that many bytes, aligned to 64. Allocates a few words a
+ * block: um_paged_free. errors: as um_paged_storage_bytes; UM_E_INVALID (storage), UM_E_NOMEM. */
+UM_API um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
+                               um_error *err);
+/* The sequences are of no use then; the storage is left alone. A zeroed paged is, too. */
+UM_API void um_paged_free(um_paged *paged);
+
+/* Where K (v = 0) or V (v = 1) of a layer lies in a block; NULL for no such thing. */
+UM_API void *um_paged_lane(const um_paged *paged, uint32_t block, uint32_t layer, int v);
+/* How many sequences hold a block; 0 for no such block. */
+UM_API uint32_t um_paged_n_holders(const um_paged *paged, uint32_t block);
+UM_API uint32_t um_paged_n_in_use(const um_paged *paged); /* blocks that sequences hold */
+
+UM_API int um_paged_is_cached(const um_paged *paged, uint32_t block);
+/* Caches a block that a sequence holds. errors: UM_E_INVALID (no such block), UM_E_STATE (no
+ * sequence holds it). */
+UM_API um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err);
+/* Undoes it: where no sequence holds the block, it is free then. */
+UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
+
+/* A sequence that begins with these n_blocks blocks: full ones that are held or cached, in the order
+ * of their tokens; 0 for an empty one. All that it will ever allocate is allocated here:
+ * um_paged_seq_free. errors: UM_E_INVALID (no such block, or one that is free), UM_E_NOMEM. */
+UM_API um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
+                                   uint32_t n_blocks, um_error *err);
+/* A sequence with the same tokens in the same blocks: a copy of the table. errors: UM_E_STATE
+ * (layers differ in length), UM_E_NOMEM. */
+UM_API um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err);
+UM_API void um_paged_seq_clear(um_paged_seq *seq); /* no tokens; gives all blocks back */
+UM_API void um_paged_seq_free(um_paged_seq *seq);  /* clears it first; a zeroed seq is left alone */
+
+UM_API uint64_t um_paged_seq_len(const um_paged_seq *seq); /* tokens that all layers hold */
+UM_API uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer);
+/* Whether the next append to this layer copies a shared block. */
+UM_API int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer);
+
+/* Appends n tokens to one layer, otherwise as um_kv_append with batch 1. errors: UM_E_INVALID
+ * (layer, type, order), UM_E_FULL (blocks: limit n_blocks, used those that sequences hold, asked
+ * those that the call needs, a copy of a shared block included). Nothing is changed then. */
+UM_API um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
+                                 um_dtype type, um_kv_order order, uint64_t n, um_error *err);
+/* Appends one token to all layers, k and v [n_layers, heads, head_dim]. errors: as um_paged_append,
+ * and UM_E_STATE when layers differ in length. */
+UM_API um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
+                                     um_error *err);
+UM_API void um_paged_rollback(um_paged_seq *seq); /* drops tokens that not all layers hold */
+/* Keeps the first n tokens, and gives back the blocks behind them. errors: UM_E_INVALID (there are
+ * fewer), UM_E_STATE (layers differ in length). */
+UM_API um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err);
+
+/* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim], heads head_stride
+ * bytes apart, converted to `type` (not UM_Q8_0 unless the cache's). errors: UM_E_INVALID (layer,
+ * type, tokens that the layer does not hold, a head_stride below what n tokens need). */
+UM_API um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n,
+                                 void *out, size_t head_stride, um_dtype type, um_error *err);
 
 /* ---- gguf ---- */
 

@@ -17,7 +17,7 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     if (spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 || spec->batch == 0 ||
-        spec->max_seq_len == 0 || spec->max_seq_len > UINT32_MAX) {
+        spec->max_seq_len == 0) {
         return um_fail(err, UM_E_INVALID, DIMS);
     }
     if (spec->window > spec->max_seq_len) {
@@ -84,7 +84,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
         return status;
     }
     /* Both tables in one piece. */
-    uint64_t *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
+    UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
         return um_fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
     }
@@ -94,7 +94,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
                   .lane_stride = storage->lane_stride,
                   .n_rows = storage->n_rows,
                   .usable_rows = storage->usable_rows,
-                  .end = (void *)words,
+                  .end = words,
                   .top = words + spec->n_layers};
     return UM_OK;
 }
@@ -126,10 +126,19 @@ static uint64_t end_of(const um_kv *kv, uint32_t layer) {
     return atomic_load_explicit(&kv->end[layer], memory_order_acquire);
 }
 
-static void set_end(um_kv *kv, uint32_t layer, uint64_t end) {
-    if (is_ring(kv) && end > kv->top[layer]) {
-        kv->top[layer] = end;
+static uint64_t top_of(const um_kv *kv, uint32_t layer) {
+    return atomic_load_explicit(&kv->top[layer], memory_order_relaxed);
+}
+
+/* Rows up to `top` are, or may be, written. */
+static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
+    if (top > top_of(kv, layer)) {
+        atomic_store_explicit(&kv->top[layer], top, memory_order_relaxed);
     }
+}
+
+static void set_end(um_kv *kv, uint32_t layer, uint64_t end) {
+    raise_top(kv, layer, end);
     /* Release: who reads this end sees the rows below it. */
     atomic_store_explicit(&kv->end[layer], end, memory_order_release);
 }
@@ -147,10 +156,8 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
 /* The first position whose row this layer still holds. */
 static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
-    if (is_ring(kv) && kv->top[layer] > kv->n_rows) {
-        first = max_u64(first, kv->top[layer] - kv->n_rows);
-    }
-    return first;
+    uint64_t top = top_of(kv, layer);
+    return is_ring(kv) && top > kv->n_rows ? max_u64(first, top - kv->n_rows) : first;
 }
 
 /* The first position to show of those from `oldest` to `end`. */
@@ -227,18 +234,17 @@ static um_status check_whole(const um_kv *kv, um_error *err) {
 
 /* Whether n rows can be written behind `end`. */
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
-    if (is_ring(kv)) {
-        return n <= UINT64_MAX - end ? UM_OK : um_fail_full(err, UINT64_MAX, end, n, "kv");
+    if (!is_ring(kv)) {
+        uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
+        if (n > kv->spec.max_seq_len - used) {
+            return um_fail_full(err, kv->spec.max_seq_len, used, n, "kv");
+        }
+        uint64_t row = um_kv_row(kv, end);
+        if (n > kv->usable_rows - row) {
+            return um_fail_full(err, kv->usable_rows, row, n, "rows");
+        }
     }
-    uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
-    if (n > kv->spec.max_seq_len - used) {
-        return um_fail_full(err, kv->spec.max_seq_len, used, n, "kv");
-    }
-    uint64_t row = um_kv_row(kv, end);
-    if (n > kv->usable_rows - row) {
-        return um_fail_full(err, kv->usable_rows, row, n, "rows");
-    }
-    return UM_OK;
+    return n <= UINT64_MAX - end ? UM_OK : um_fail_full(err, UINT64_MAX, end, n, "kv");
 }
 
 /* ---- appending ---- */
@@ -355,8 +361,8 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     if (status != UM_OK) {
         return status;
     }
-    for (uint32_t layer = 0; is_ring(kv) && layer < kv->spec.n_layers; layer++) {
-        kv->top[layer] = max_u64(kv->top[layer], end + n);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        raise_top(kv, layer, end + n);
     }
     atomic_store_explicit(&kv->reserved, n, memory_order_relaxed);
     *out_row = um_kv_row(kv, end);
@@ -376,9 +382,26 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
-void um_kv_rollback(um_kv *kv) {
+/* All layers hold the tokens from `first` to `end`, and rows up to `top` were written. */
+static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
-    set_all_ends(kv, um_kv_next_position(kv));
+    atomic_store_explicit(&kv->first, first, memory_order_relaxed);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        atomic_store_explicit(&kv->top[layer], top, memory_order_relaxed);
+        set_end(kv, layer, end);
+    }
+}
+
+void um_kv_rollback(um_kv *kv) {
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t end = um_kv_next_position(kv), top = end;
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        top = max_u64(top, top_of(kv, layer));
+    }
+    if (is_ring(kv) && top - end >= kv->n_rows) {
+        first = top = end; /* some layer has overwritten all that was before */
+    }
+    set_all(kv, first, top, end);
 }
 
 /* ---- reading ---- */
@@ -438,6 +461,17 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
+/* Copies n rows in all lanes of a layer; they may overlap. */
+static void copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n) {
+    for (uint32_t stream = 0; stream < kv->spec.batch; stream++) {
+        for (int v = 0; v < 2; v++) {
+            unsigned char *rows = um_kv_lane(kv, layer, v, stream);
+            memmove(rows + to * kv->row_bytes, rows + from * kv->row_bytes,
+                    (size_t)n * kv->row_bytes);
+        }
+    }
+}
+
 um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) {
     if (is_ring(kv) && keep_first != 0) {
         return um_fail(err, UM_E_INVALID, "keep_first of a ring, whose rows follow from positions");
@@ -448,31 +482,17 @@ um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) 
         return status;
     }
     uint64_t end = end_of(kv, 0), first = end - n - keep_first;
-    if (keep_first != 0) {
-        uint64_t from = um_kv_row(kv, um_kv_first_position(kv)), to = um_kv_row(kv, first);
-        for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-            for (uint32_t lane = 0; lane < 2 * kv->spec.batch; lane++) {
-                unsigned char *rows = um_kv_lane(kv, layer, lane & 1, lane >> 1);
-                memmove(rows + to * kv->row_bytes, rows + from * kv->row_bytes,
-                        (size_t)keep_first * kv->row_bytes);
-            }
-        }
+    uint64_t to = um_kv_row(kv, first), from = um_kv_row(kv, um_kv_first_position(kv));
+    for (uint32_t layer = 0; keep_first != 0 && layer < kv->spec.n_layers; layer++) {
+        copy_rows(kv, layer, to, from, keep_first);
     }
     atomic_store_explicit(&kv->first, first, memory_order_release);
     return UM_OK;
 }
 
-/* The cache holds `n` tokens up to `end`, and the first of a plain one lies in row `row`. */
-static void set_tokens(um_kv *kv, uint64_t end, uint64_t n, uint64_t row) {
-    atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
-    memset(kv->top, 0, kv->spec.n_layers * sizeof *kv->top);
-    kv->shift = end - n - row; /* may wrap, as the rows that are counted from it do */
-    atomic_store_explicit(&kv->first, end - n, memory_order_relaxed);
-    set_all_ends(kv, end);
-}
-
 void um_kv_clear(um_kv *kv) {
-    set_tokens(kv, 0, 0, 0);
+    kv->shift = 0;
+    set_all(kv, 0, 0, 0);
 }
 
 /* ---- for the owner of the storage ---- */
@@ -504,13 +524,9 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
     }
     uint64_t from = um_kv_row(kv, first);
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        size_t nbytes = (size_t)(end_of(kv, layer) - first) * kv->row_bytes;
-        for (uint32_t lane = 0; lane < 2 * kv->spec.batch; lane++) {
-            unsigned char *rows = um_kv_lane(kv, layer, lane & 1, lane >> 1);
-            memmove(rows + row * kv->row_bytes, rows + from * kv->row_bytes, nbytes);
-        }
+        copy_rows(kv, layer, row, from, end_of(kv, layer) - first);
     }
-    kv->shift = first - row;
+    kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
     return UM_OK;
 }
 
@@ -519,6 +535,7 @@ um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *e
     if (n > next_position || n > most || n > kv->spec.max_seq_len) {
         return um_fail(err, UM_E_INVALID, "n");
     }
-    set_tokens(kv, next_position, n, 0);
+    kv->shift = next_position - n;
+    set_all(kv, next_position - n, next_position, next_position);
     return UM_OK;
 }
