@@ -460,8 +460,8 @@ typedef struct um_kv {
     UM_ATOMIC(uint64_t) first;    /* no token before this position is held */
     UM_ATOMIC(uint64_t) reserved; /* rows reserved and not committed */
     UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
-    UM_ATOMIC(uint64_t) * top; /* of each layer, the highest `end` so far: what lies n_rows of a
-                                  ring below was overwritten */
+    UM_ATOMIC(uint64_t) * top;    /* of each layer, the highest `end` so far: what lies n_rows of a
+                                     ring below was overwritten */
 } um_kv;
 
 /* The bytes of one row; and the bytes that fixed storage needs: max_seq_len rows a lane, lanes
@@ -564,8 +564,8 @@ UM_API um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_e
  * is cached (um_paged_cache), evictable: it keeps its tokens until a block is needed and none is
  * free. Then the one that has been evictable for longest is taken, and is not cached any more; what
  * a sequence gives back is evicted from its end on. Whoever keeps an index of cached blocks asks
- * um_paged_is_cached when it finds one. A cached block is uncached, too, when the only sequence that
- * holds it was cropped into it and appends. */
+ * um_paged_is_cached when it finds one. A cached block is uncached, too, when the only sequence
+ * that holds it was cropped into it and appends. */
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
@@ -575,21 +575,21 @@ typedef struct um_paged_spec {
 typedef struct um_paged_block um_paged_block; /* what is known of a block */
 
 typedef struct um_paged {
-    um_paged_spec spec;     /* read */
-    unsigned char *base;    /* read */
-    size_t head_bytes;      /* read: K (or V) of one head of one token */
-    size_t lane_bytes;      /* read: K (or V) of one layer in a block */
-    size_t block_bytes;     /* read: a multiple of 64 */
-    uint32_t n_free;        /* read: blocks that hold nothing */
-    uint32_t n_evictable;   /* read: blocks that are cached, and that no sequence holds */
+    um_paged_spec spec;   /* read */
+    unsigned char *base;  /* read */
+    size_t head_bytes;    /* read: K (or V) of one head of one token */
+    size_t lane_bytes;    /* read: K (or V) of one layer in a block */
+    size_t block_bytes;   /* read: a multiple of 64 */
+    uint32_t n_free;      /* read: blocks that hold nothing */
+    uint32_t n_evictable; /* read: blocks that are cached, and that no sequence holds */
     um_paged_block *blocks;
 } um_paged;
 
 typedef struct um_paged_seq {
     um_paged *paged;
-    uint32_t n_blocks;              /* read: entries of the table */
-    UM_ATOMIC(int32_t) * table;     /* read: block ids; with room for all, so that it never moves */
-    UM_ATOMIC(uint64_t) * len;      /* of each layer, in tokens */
+    uint32_t n_blocks;         /* read: entries of the table */
+    int32_t *table;            /* read: block ids; with room for all, so that it never moves */
+    UM_ATOMIC(uint64_t) * len; /* of each layer, in tokens */
 } um_paged_seq;
 
 /* The bytes that n_blocks blocks need. errors: UM_E_INVALID (a dimension 0, a product that
@@ -615,8 +615,8 @@ UM_API um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err);
 /* Undoes it: where no sequence holds the block, it is free then. */
 UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
 
-/* A sequence that begins with these n_blocks blocks: full ones that are held or cached, in the order
- * of their tokens; 0 for an empty one. All that it will ever allocate is allocated here:
+/* A sequence that begins with these n_blocks blocks: full ones that are held or cached, in the
+ * order of their tokens; 0 for an empty one. All that it will ever allocate is allocated here:
  * um_paged_seq_free. errors: UM_E_INVALID (no such block, or one that is free), UM_E_NOMEM. */
 UM_API um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
                                    uint32_t n_blocks, um_error *err);

@@ -1,5 +1,5 @@
 # The public C API, unimem.h, for Cython. The header's comments are the manual.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
     ctypedef enum um_status:
@@ -264,6 +264,55 @@ cdef extern from "unimem.h" nogil:
     um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err)
     um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err)
     um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err)
+
+    ctypedef struct um_paged_spec:
+        uint32_t n_layers
+        uint32_t n_kv_heads
+        uint32_t head_dim
+        uint32_t n_blocks
+        uint32_t block_tokens
+        um_dtype type
+
+    ctypedef struct um_paged:
+        um_paged_spec spec
+        unsigned char *base
+        size_t head_bytes
+        size_t lane_bytes
+        size_t block_bytes
+        uint32_t n_free
+        uint32_t n_evictable
+
+    ctypedef struct um_paged_seq:
+        um_paged *paged
+        uint32_t n_blocks
+        const int32_t *table
+
+    um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err)
+    um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
+                            um_error *err)
+    void um_paged_free(um_paged *paged)
+    void *um_paged_lane(const um_paged *paged, uint32_t block, uint32_t layer, int v)
+    uint32_t um_paged_n_holders(const um_paged *paged, uint32_t block)
+    uint32_t um_paged_n_in_use(const um_paged *paged)
+    bint um_paged_is_cached(const um_paged *paged, uint32_t block)
+    um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err)
+    void um_paged_uncache(um_paged *paged, uint32_t block)
+    um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
+                                uint32_t n_blocks, um_error *err)
+    um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err)
+    void um_paged_seq_clear(um_paged_seq *seq)
+    void um_paged_seq_free(um_paged_seq *seq)
+    uint64_t um_paged_seq_len(const um_paged_seq *seq)
+    uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer)
+    bint um_paged_will_copy(const um_paged_seq *seq, uint32_t layer)
+    um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
+                              um_dtype type, um_kv_order order, uint64_t n, um_error *err)
+    um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
+                                  um_error *err)
+    void um_paged_rollback(um_paged_seq *seq)
+    um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err)
+    um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n,
+                              void *out, size_t head_stride, um_dtype type, um_error *err)
 
     ctypedef enum um_gguf_type:
         UM_GGUF_UINT8

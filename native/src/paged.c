@@ -1,0 +1,487 @@
+/* Paged KV memory: blocks of tokens with counts of their holders, and sequences that are tables of
+ * them. A block is in one of two lists, or held: free, or evictable in the order of last use. */
+#include "internal.h"
+
+#include <errno.h>
+#include <stdatomic.h>
+
+enum { BLOCK_ALIGN = 64 };
+
+struct um_paged_block {
+    uint32_t n_holders;
+    uint32_t before, after; /* in its list, while nobody holds it */
+    bool cached;
+};
+
+/* ---- lists: rings through a head, which lies behind the blocks ---- */
+
+static uint32_t free_list(const um_paged *p) {
+    return p->spec.n_blocks;
+}
+
+static uint32_t evictable_list(const um_paged *p) {
+    return p->spec.n_blocks + 1;
+}
+
+static void link_behind(um_paged *p, uint32_t at, uint32_t block) {
+    um_paged_block *b = p->blocks;
+    b[block].before = at;
+    b[block].after = b[at].after;
+    b[b[at].after].before = block;
+    b[at].after = block;
+}
+
+static void unlink_block(um_paged *p, uint32_t block) {
+    um_paged_block *b = p->blocks;
+    b[b[block].before].after = b[block].after;
+    b[b[block].after].before = b[block].before;
+}
+
+static void add_free(um_paged *p, uint32_t block) {
+    /* To the front: what was used last is in the CPU's caches still. */
+    link_behind(p, free_list(p), block);
+    p->n_free++;
+}
+
+static uint64_t n_available(const um_paged *p) {
+    return (uint64_t)p->n_free + p->n_evictable;
+}
+
+/* pre: there is one. */
+static uint32_t take_block(um_paged *p) {
+    bool is_free = p->n_free != 0;
+    uint32_t block = p->blocks[is_free ? free_list(p) : evictable_list(p)].after;
+    *(is_free ? &p->n_free : &p->n_evictable) -= 1;
+    unlink_block(p, block);
+    p->blocks[block].cached = false;
+    p->blocks[block].n_holders = 1;
+    return block;
+}
+
+/* pre: it is held or cached. */
+static void hold_block(um_paged *p, uint32_t block) {
+    if (p->blocks[block].n_holders++ == 0) {
+        unlink_block(p, block);
+        p->n_evictable--;
+    }
+}
+
+static void drop_block(um_paged *p, uint32_t block) {
+    um_paged_block *b = &p->blocks[block];
+    if (--b->n_holders != 0) {
+        return;
+    }
+    if (b->cached) {
+        link_behind(p, p->blocks[evictable_list(p)].before, block);
+        p->n_evictable++;
+    } else {
+        add_free(p, block);
+    }
+}
+
+/* ---- the pool ---- */
+
+/* The bytes of n values of a head's type; pre: whole blocks. */
+static size_t bytes_of(um_dtype type, size_t n) {
+    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
+}
+
+static um_status sizes_of(const um_paged_spec *spec, um_paged *out, size_t *out_total,
+                          um_error *err) {
+    static const char *const dims = "a dimension is 0, or their product does not fit";
+    size_t values = um_dtype_block_values(spec->type), lane, block, total;
+    if (values == 0) {
+        return um_fail(err, UM_E_INVALID, "type");
+    }
+    if (spec->head_dim % values != 0) {
+        return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
+    }
+    if (spec->n_blocks >= INT32_MAX) {
+        return um_fail(err, UM_E_INVALID, "n_blocks is not below 2^31 - 1");
+    }
+    size_t head = bytes_of(spec->type, spec->head_dim);
+    if (head == 0 || spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
+        spec->n_blocks == 0 || !um_mul(head, spec->block_tokens, &lane) ||
+        !um_mul(lane, spec->n_kv_heads, &lane) || !um_mul(lane, 2, &block) ||
+        !um_mul(block, spec->n_layers, &block) || !um_round_up(block, BLOCK_ALIGN, &block) ||
+        !um_mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX) {
+        return um_fail(err, UM_E_INVALID, dims);
+    }
+    *out = (um_paged){.spec = *spec, .head_bytes = head, .lane_bytes = lane, .block_bytes = block};
+    *out_total = total;
+    return UM_OK;
+}
+
+um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err) {
+    um_paged sizes;
+    return sizes_of(spec, &sizes, out, err);
+}
+
+um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage, um_error *err) {
+    um_paged made;
+    size_t total;
+    um_status status = sizes_of(spec, &made, &total, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    if (storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0) {
+        return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
+    }
+    size_t n = (size_t)spec->n_blocks + 2;
+    made.base = storage;
+    made.blocks = um_heap_alloc(n, sizeof *made.blocks);
+    if (made.blocks == NULL) {
+        return um_fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc");
+    }
+    for (uint32_t list = free_list(&made); list <= evictable_list(&made); list++) {
+        made.blocks[list].before = made.blocks[list].after = list;
+    }
+    for (uint32_t block = spec->n_blocks; block-- > 0;) {
+        add_free(&made, block);
+    }
+    *paged = made;
+    return UM_OK;
+}
+
+void um_paged_free(um_paged *paged) {
+    um_heap_free(paged->blocks);
+    paged->blocks = NULL;
+}
+
+static unsigned char *lane_of(const um_paged *p, uint32_t block, uint32_t layer, int v) {
+    return p->base + block * p->block_bytes + ((size_t)layer * 2 + (v != 0)) * p->lane_bytes;
+}
+
+void *um_paged_lane(const um_paged *paged, uint32_t block, uint32_t layer, int v) {
+    bool there = block < paged->spec.n_blocks && layer < paged->spec.n_layers;
+    return there ? lane_of(paged, block, layer, v) : NULL;
+}
+
+uint32_t um_paged_n_holders(const um_paged *paged, uint32_t block) {
+    return block < paged->spec.n_blocks ? paged->blocks[block].n_holders : 0;
+}
+
+uint32_t um_paged_n_in_use(const um_paged *paged) {
+    return paged->spec.n_blocks - (uint32_t)n_available(paged);
+}
+
+int um_paged_is_cached(const um_paged *paged, uint32_t block) {
+    return block < paged->spec.n_blocks && paged->blocks[block].cached;
+}
+
+um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
+    if (block >= paged->spec.n_blocks) {
+        return um_fail(err, UM_E_INVALID, "no such block");
+    }
+    if (paged->blocks[block].n_holders == 0) {
+        return um_fail(err, UM_E_STATE, "no sequence holds the block");
+    }
+    paged->blocks[block].cached = true;
+    return UM_OK;
+}
+
+void um_paged_uncache(um_paged *paged, uint32_t block) {
+    if (!um_paged_is_cached(paged, block)) {
+        return;
+    }
+    paged->blocks[block].cached = false;
+    if (paged->blocks[block].n_holders == 0) {
+        unlink_block(paged, block);
+        paged->n_evictable--;
+        add_free(paged, block);
+    }
+}
+
+/* ---- sequences ---- */
+
+/* Entries of the table change while others read them: a copy takes the place of a shared block. */
+static uint32_t block_at(const um_paged_seq *seq, uint64_t i) {
+    return (uint32_t)__atomic_load_n(&seq->table[i], __ATOMIC_ACQUIRE);
+}
+
+static void set_block(um_paged_seq *seq, uint64_t i, uint32_t block) {
+    __atomic_store_n(&seq->table[i], (int32_t)block, __ATOMIC_RELEASE);
+}
+
+static uint64_t blocks_of(const um_paged *p, uint64_t n_tokens) {
+    return n_tokens / p->spec.block_tokens + (n_tokens % p->spec.block_tokens != 0);
+}
+
+uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer) {
+    return layer < seq->paged->spec.n_layers
+               ? atomic_load_explicit(&seq->len[layer], memory_order_acquire)
+               : 0;
+}
+
+uint64_t um_paged_seq_len(const um_paged_seq *seq) {
+    uint64_t len = um_paged_layer_len(seq, 0);
+    for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
+        uint64_t other = um_paged_layer_len(seq, layer);
+        len = other < len ? other : len;
+    }
+    return len;
+}
+
+static void set_layer_len(um_paged_seq *seq, uint32_t layer, uint64_t len) {
+    /* Release: who reads this length sees the tokens below it. */
+    atomic_store_explicit(&seq->len[layer], len, memory_order_release);
+}
+
+static void set_all_lens(um_paged_seq *seq, uint64_t len) {
+    for (uint32_t layer = 0; layer < seq->paged->spec.n_layers; layer++) {
+        set_layer_len(seq, layer, len);
+    }
+}
+
+static um_status check_layers(const um_paged_seq *seq, um_error *err) {
+    uint64_t len = um_paged_layer_len(seq, 0);
+    for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
+        if (um_paged_layer_len(seq, layer) != len) {
+            return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
+        }
+    }
+    return UM_OK;
+}
+
+static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
+    /* The lengths, and behind them the table. */
+    size_t lens = paged->spec.n_layers * sizeof *out->len;
+    size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
+    unsigned char *memory = um_heap_alloc(1, nbytes);
+    if (memory == NULL) {
+        return um_fail_nomem(err, ENOMEM, nbytes, "calloc");
+    }
+    *out = (um_paged_seq){.paged = paged, .len = (void *)memory, .table = (void *)(memory + lens)};
+    return UM_OK;
+}
+
+um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
+                            uint32_t n_blocks, um_error *err) {
+    um_paged_seq made;
+    if (n_blocks > paged->spec.n_blocks) {
+        return um_fail(err, UM_E_INVALID, "n_blocks");
+    }
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        uint32_t block = (uint32_t)blocks[i];
+        if (um_paged_n_holders(paged, block) == 0 && !um_paged_is_cached(paged, block)) {
+            return um_fail(err, UM_E_INVALID, "no such block, or it is free");
+        }
+    }
+    um_status status = new_seq(&made, paged, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        made.table[i] = blocks[i];
+        hold_block(paged, (uint32_t)blocks[i]);
+    }
+    made.n_blocks = n_blocks;
+    set_all_lens(&made, (uint64_t)n_blocks * paged->spec.block_tokens);
+    *out = made;
+    return UM_OK;
+}
+
+um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err) {
+    um_paged_seq made;
+    um_status status = check_layers(seq, err);
+    if (status == UM_OK) {
+        status = new_seq(&made, seq->paged, err);
+    }
+    if (status != UM_OK) {
+        return status;
+    }
+    memcpy(made.table, seq->table, seq->n_blocks * sizeof *seq->table);
+    for (uint32_t i = 0; i < seq->n_blocks; i++) {
+        seq->paged->blocks[seq->table[i]].n_holders++;
+    }
+    made.n_blocks = seq->n_blocks;
+    set_all_lens(&made, um_paged_layer_len(seq, 0));
+    *out = made;
+    return UM_OK;
+}
+
+/* Keeps n tokens of every layer. */
+static void keep_tokens(um_paged_seq *seq, uint64_t n) {
+    uint64_t n_blocks = blocks_of(seq->paged, n);
+    set_all_lens(seq, n);
+    /* From the end on, so that of a chain of cached blocks the last one is evicted first: without
+     * the ones before it nobody finds it. */
+    while (seq->n_blocks > n_blocks) {
+        drop_block(seq->paged, block_at(seq, --seq->n_blocks));
+    }
+}
+
+void um_paged_seq_clear(um_paged_seq *seq) {
+    keep_tokens(seq, 0);
+}
+
+void um_paged_seq_free(um_paged_seq *seq) {
+    if (seq->paged != NULL) {
+        um_paged_seq_clear(seq);
+        um_heap_free(seq->len);
+        *seq = (um_paged_seq){0};
+    }
+}
+
+void um_paged_rollback(um_paged_seq *seq) {
+    keep_tokens(seq, um_paged_seq_len(seq));
+}
+
+um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err) {
+    um_status status = check_layers(seq, err);
+    if (status == UM_OK && n > um_paged_layer_len(seq, 0)) {
+        status = um_fail(err, UM_E_INVALID, "n is above the length");
+    }
+    if (status == UM_OK) {
+        keep_tokens(seq, n);
+    }
+    return status;
+}
+
+/* ---- append ---- */
+
+static bool is_shared_at(const um_paged_seq *seq, uint64_t len) {
+    uint64_t i = len / seq->paged->spec.block_tokens;
+    return i < seq->n_blocks && seq->paged->blocks[seq->table[i]].n_holders > 1;
+}
+
+int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
+    return is_shared_at(seq, um_paged_layer_len(seq, layer));
+}
+
+/* Sees to it that tokens `len` to `len + n` may be written: takes the blocks that are missing, and
+ * copies the one that others hold, too. */
+static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, um_error *err) {
+    um_paged *p = seq->paged;
+    uint64_t needed = blocks_of(p, n > UINT64_MAX - len ? UINT64_MAX : len + n);
+    uint64_t n_new = needed > seq->n_blocks ? needed - seq->n_blocks : 0;
+    uint64_t first = len / p->spec.block_tokens;
+    bool copies = is_shared_at(seq, len);
+    if (n_new + copies > n_available(p)) {
+        return um_fail_full(err, p->spec.n_blocks, um_paged_n_in_use(p), n_new + copies, "paged");
+    }
+    if (copies) {
+        uint32_t shared = block_at(seq, first), own = take_block(p);
+        memcpy(lane_of(p, own, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
+        set_block(seq, first, own);
+        drop_block(p, shared);
+    } else if (first < seq->n_blocks) {
+        p->blocks[block_at(seq, first)].cached = false;
+    }
+    for (; n_new > 0; n_new--) {
+        set_block(seq, seq->n_blocks, take_block(p));
+        seq->n_blocks++;
+    }
+    return UM_OK;
+}
+
+/* Writes n tokens of K or V of a layer; there is room. The types were checked, so no conversion
+ * fails. */
+static void write_tokens(um_paged_seq *seq, uint32_t layer, int v, uint64_t at,
+                         const unsigned char *in, um_dtype type, um_kv_order order, uint64_t n) {
+    const um_paged *p = seq->paged;
+    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
+    size_t per_block = p->spec.block_tokens, run;
+    for (size_t done = 0; done < n; done += run) {
+        size_t row = (size_t)((at + done) % per_block);
+        run = n - done < per_block - row ? (size_t)n - done : per_block - row;
+        unsigned char *lane = lane_of(p, block_at(seq, (at + done) / per_block), layer, v);
+        for (size_t h = 0; h < heads; h++) {
+            unsigned char *out = lane + (h * per_block + row) * p->head_bytes;
+            if (order == UM_KV_HEAD_MAJOR) {
+                const unsigned char *from = in + (h * (size_t)n + done) * in_head;
+                um_convert(out, p->spec.type, from, type, run * dim, NULL);
+                continue;
+            }
+            const unsigned char *from = in + (done * heads + h) * in_head;
+            for (size_t t = 0; t < run; t++) {
+                um_convert(out + t * p->head_bytes, p->spec.type, from + t * heads * in_head, type,
+                           dim, NULL);
+            }
+        }
+    }
+}
+
+static um_status check_type(const um_paged *p, um_dtype type, um_error *err) {
+    bool known = um_dtype_block_bytes(type) != 0 && (type != UM_Q8_0 || p->spec.type == UM_Q8_0);
+    return known ? UM_OK : um_fail(err, UM_E_INVALID, "type");
+}
+
+um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
+                          um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
+    if (layer >= seq->paged->spec.n_layers) {
+        return um_fail(err, UM_E_INVALID, "layer");
+    }
+    if (order != UM_KV_TOKEN_MAJOR && order != UM_KV_HEAD_MAJOR) {
+        return um_fail(err, UM_E_INVALID, "order");
+    }
+    uint64_t len = um_paged_layer_len(seq, layer);
+    um_status status = check_type(seq->paged, type, err);
+    if (status == UM_OK && n != 0) {
+        status = make_room(seq, len, n, err);
+    }
+    if (status != UM_OK || n == 0) {
+        return status;
+    }
+    write_tokens(seq, layer, 0, len, k, type, order, n);
+    write_tokens(seq, layer, 1, len, v, type, order, n);
+    set_layer_len(seq, layer, len + n);
+    return UM_OK;
+}
+
+um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
+                              um_error *err) {
+    const um_paged_spec *s = &seq->paged->spec;
+    uint64_t len = um_paged_layer_len(seq, 0);
+    um_status status = check_type(seq->paged, type, err);
+    if (status == UM_OK) {
+        status = check_layers(seq, err);
+    }
+    if (status == UM_OK) {
+        status = make_room(seq, len, 1, err);
+    }
+    if (status != UM_OK) {
+        return status;
+    }
+    size_t in_layer = s->n_kv_heads * bytes_of(type, s->head_dim);
+    for (uint32_t layer = 0; layer < s->n_layers; layer++) {
+        const unsigned char *k_in = (const unsigned char *)k + layer * in_layer;
+        const unsigned char *v_in = (const unsigned char *)v + layer * in_layer;
+        write_tokens(seq, layer, 0, len, k_in, type, UM_KV_HEAD_MAJOR, 1);
+        write_tokens(seq, layer, 1, len, v_in, type, UM_KV_HEAD_MAJOR, 1);
+    }
+    set_all_lens(seq, len + 1);
+    return UM_OK;
+}
+
+/* ---- gather ---- */
+
+um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n, void *out,
+                          size_t head_stride, um_dtype type, um_error *err) {
+    const um_paged *p = seq->paged;
+    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, per_block = p->spec.block_tokens;
+    if (layer >= p->spec.n_layers) {
+        return um_fail(err, UM_E_INVALID, "layer");
+    }
+    if (n > um_paged_layer_len(seq, layer)) {
+        return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
+    }
+    um_status status = check_type(p, type, err);
+    if (status != UM_OK) {
+        return status;
+    }
+    size_t out_head = bytes_of(type, dim), run;
+    if (heads > 1 && head_stride / out_head < n) {
+        return um_fail(err, UM_E_INVALID, "head_stride");
+    }
+    for (size_t done = 0; done < n; done += run) {
+        const unsigned char *lane = lane_of(p, block_at(seq, done / per_block), layer, v);
+        run = n - done < per_block ? (size_t)n - done : per_block;
+        for (size_t h = 0; h < heads; h++) {
+            unsigned char *to = (unsigned char *)out + h * head_stride + done * out_head;
+            um_convert(to, type, lane + h * per_block * p->head_bytes, p->spec.type, run * dim,
+                       NULL);
+        }
+    }
+    return UM_OK;
+}
