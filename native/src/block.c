@@ -98,6 +98,36 @@ static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
     return huge ? huge_page : page;
 }
 
+/* The same of mirrored memory. Huge pages are mapped as such only where an address and its place in
+ * the file agree: in all images, or in few of them. */
+static size_t page_of_mirror(const um_block_options *options) {
+    size_t page = um_os_page_bytes();
+    if (um_hugetlb_shift(options->pages) == 0 && options->pages != UM_PAGES_THP) {
+        return page;
+    }
+    size_t huge_page = page_asked_for(options->pages, 0);
+    bool fits = um_hugetlb_shift(options->pages) != 0 || options->mirror_nbytes % huge_page == 0;
+    return fits ? huge_page : page;
+}
+
+/* errors: UM_E_INVALID. */
+static um_status check_mirror(const um_block_options *options, size_t nbytes, size_t step,
+                              um_error *err) {
+    if (options->sharing != UM_SHARING_MEMFD) {
+        return um_fail(err, UM_E_INVALID, "mirror_nbytes: only a memfd can be mirrored");
+    }
+    if (options->mirror_nbytes % step != 0) {
+        return um_fail(err, UM_E_INVALID, "mirror_nbytes is not a multiple of the page size");
+    }
+    if (nbytes % options->mirror_nbytes != 0) {
+        return um_fail(err, UM_E_INVALID, "nbytes is not a multiple of mirror_nbytes");
+    }
+    if (options->reserve_nbytes != 0 && options->reserve_nbytes != nbytes) {
+        return um_fail(err, UM_E_INVALID, "reserve_nbytes: mirrored memory does not grow");
+    }
+    return UM_OK;
+}
+
 /* Tells the kernel which pages a range may have. */
 static int advise_pages(const um_block *block, void *address, size_t nbytes) {
     if (um_hugetlb_shift(block->requested_pages) != 0) {
@@ -124,8 +154,14 @@ um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes
     char *address = (char *)block->base + offset;
     bool shared = block->sharing != UM_SHARING_NONE;
     const char *call = "mmap";
-    int os_errno = shared ? um_os_map_file_at(address, block->fd, offset, nbytes, block->access)
-                          : um_os_map_at(address, nbytes, um_hugetlb_shift(block->requested_pages));
+    int os_errno;
+    if (block->mirror_nbytes != 0) {
+        os_errno = um_mirror_map(block);
+    } else if (shared) {
+        os_errno = um_os_map_file_at(address, block->fd, offset, nbytes, block->access);
+    } else {
+        os_errno = um_os_map_at(address, nbytes, um_hugetlb_shift(block->requested_pages));
+    }
     if (os_errno == 0) {
         call = "madvise";
         os_errno = advise_pages(block, address, nbytes);
@@ -156,15 +192,29 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
     if (reserve < nbytes) {
         return um_fail(err, UM_E_INVALID, "reserve_nbytes is less than nbytes");
     }
-    size_t step = page_asked_for(options->pages, reserve), data_nbytes, reserved_nbytes;
+    bool mirrored = options->mirror_nbytes != 0;
+    size_t step = mirrored ? page_of_mirror(options) : page_asked_for(options->pages, reserve);
+    size_t data_nbytes, reserved_nbytes;
     if (nbytes == 0 || !um_round_up(nbytes, step, &data_nbytes)) {
         return um_fail(err, UM_E_INVALID, "nbytes");
     }
     if (!um_round_up(reserve, step, &reserved_nbytes)) {
         return um_fail(err, UM_E_INVALID, "reserve_nbytes");
     }
+    size_t file_nbytes = reserved_nbytes, align = step;
+    if (mirrored) {
+        status = check_mirror(options, nbytes, step, err);
+        if (status != UM_OK) {
+            return status;
+        }
+        if (!um_mul(nbytes, 2, &data_nbytes)) {
+            return um_fail(err, UM_E_INVALID, "nbytes");
+        }
+        reserved_nbytes = data_nbytes;
+        align = page_asked_for(options->pages, nbytes);
+    }
     um_space space;
-    status = um_space_reserve(&space, reserved_nbytes, step, 0, reserve, err);
+    status = um_space_reserve(&space, reserved_nbytes, align, 0, reserve, err);
     if (status != UM_OK) {
         return status;
     }
@@ -178,13 +228,14 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                       .lock = UM_LOCK_NONE,
                       .sharing = options->sharing,
                       .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE,
+                      .mirror_nbytes = options->mirror_nbytes,
                       .step_nbytes = step,
                       .reserved_nbytes = reserved_nbytes,
                       .committed_nbytes = data_nbytes,
                       .map_base = space.map_base,
                       .map_nbytes = space.map_nbytes,
                       .fd = -1};
-    status = shared ? um_share_open(options, reserved_nbytes, &block.fd, err) : UM_OK;
+    status = shared ? um_share_open(options, file_nbytes, &block.fd, err) : UM_OK;
     if (status == UM_OK) {
         status = um_block_map_range(&block, 0, data_nbytes, nbytes, err);
     }
@@ -196,7 +247,7 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
         return status;
     }
     *out = block;
-    um_ledger_enter(block.category, data_nbytes);
+    um_ledger_enter(block.category, um_block_memory_nbytes(&block));
     return UM_OK;
 }
 
@@ -208,7 +259,8 @@ void um_block_forget(um_block *block) {
         um_os_close(block->fd);
     }
     um_heap_free(block->committed);
-    um_ledger_leave(block->category, block->committed_nbytes);
+    um_heap_free(block->overlaid);
+    um_ledger_leave(block->category, um_block_memory_nbytes(block));
     *block = (um_block){0};
 }
 
@@ -314,7 +366,7 @@ static int find_resident(char *address, size_t nbytes, bool *out) {
     return 0;
 }
 
-static int collapse_page(char *address, size_t huge_page, const char **out_call) {
+static int collapse_page(char *address, size_t huge_page, char *mirror, const char **out_call) {
     bool resident;
     *out_call = "mincore";
     int os_errno = find_resident(address, huge_page, &resident);
@@ -328,31 +380,55 @@ static int collapse_page(char *address, size_t huge_page, const char **out_call)
             break;
         }
     }
-    return os_errno;
+    /* The small pages are gone from the other image as well: it shall not fault for that. */
+    return os_errno == 0 && mirror != NULL ? um_os_advise(mirror, huge_page, UM_OS_POPULATE_WRITE)
+                                           : os_errno;
 }
 
 /* Huge page by huge page: the kernel's answer for a range of several is EINVAL when one of them was
- * never touched. */
-static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
-    size_t step = block->step_nbytes;
-    for (um_run run = {0};
-         um_block_next_run(block, run.end, um_block_n_steps(block), true, &run);) {
-        uintptr_t first = (uintptr_t)block->base + run.first * step;
-        uintptr_t end = (uintptr_t)block->base + run.end * step;
-        for (uintptr_t at = (first + huge_page - 1) / huge_page * huge_page; at + huge_page <= end;
-             at += huge_page) {
-            const char *call;
-            int os_errno = collapse_page((char *)at, huge_page, &call);
-            /* EBUSY: the memory cgroup has no room for a huge page. */
-            if (os_errno == EBUSY) {
-                return um_fail_nomem(err, os_errno, huge_page, call);
-            }
-            if (os_errno != 0) {
-                return um_fail_os(err, os_errno, huge_page, call);
-            }
+ * never touched. `mirror` is how far away the other image is, or 0. */
+static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page, ptrdiff_t mirror,
+                                um_error *err) {
+    for (uintptr_t at = (first + huge_page - 1) / huge_page * huge_page; at + huge_page <= end;
+         at += huge_page) {
+        const char *call;
+        char *page = (char *)at;
+        int os_errno = collapse_page(page, huge_page, mirror == 0 ? NULL : page + mirror, &call);
+        /* EBUSY: the memory cgroup has no room for a huge page. */
+        if (os_errno == EBUSY) {
+            return um_fail_nomem(err, os_errno, huge_page, call);
+        }
+        if (os_errno != 0) {
+            return um_fail_os(err, os_errno, huge_page, call);
         }
     }
     return UM_OK;
+}
+
+static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
+    size_t step = block->step_nbytes;
+    um_status status = UM_OK;
+    for (um_run run = {0};
+         status == UM_OK &&
+         um_block_next_run(block, run.end, um_block_n_steps(block), true, &run);) {
+        status = collapse_range((uintptr_t)block->base + run.first * step,
+                                (uintptr_t)block->base + run.end * step, huge_page, 0, err);
+    }
+    return status;
+}
+
+/* Image by image, where addresses and places in the file agree. */
+static um_status collapse_images(um_block *block, size_t huge_page, um_error *err) {
+    size_t m = block->mirror_nbytes;
+    um_status status = UM_OK;
+    for (size_t i = 0; status == UM_OK && i < um_mirror_n_images(block); i++) {
+        uintptr_t first = (uintptr_t)block->base + i * m;
+        if ((first - um_block_file_offset(block, i * m)) % huge_page == 0) {
+            status = collapse_range(first, first + m, huge_page,
+                                    i % 2 == 0 ? (ptrdiff_t)m : -(ptrdiff_t)m, err);
+        }
+    }
+    return status;
 }
 
 um_status um_block_collapse(um_block *block, um_error *err) {
@@ -367,7 +443,8 @@ um_status um_block_collapse(um_block *block, um_error *err) {
     if (huge_page == 0) {
         return um_fail_os(err, EOPNOTSUPP, block->committed_nbytes, "madvise");
     }
-    um_status status = collapse_all(block, huge_page, err);
+    um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
+                                                 : collapse_images(block, huge_page, err);
     /* The kernel asks no policy: a huge page comes to the node that most of it was on and, of equal
      * ones, to the first. All of an interleaved block would be there. */
     bool spread = block->numa.mode == UM_NUMA_INTERLEAVE || block->numa.mode == UM_NUMA_WEIGHTED;

@@ -48,6 +48,9 @@ typedef struct um_run {
 
 /* The first run inside [from, end) whose steps all are committed, or all are not; false: none. */
 bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed, um_run *out);
+/* The same of steps that are a file's (um_block_overlay), or are not. */
+bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
+                           um_run *out);
 /* The steps that the block reserves. */
 size_t um_block_n_steps(const um_block *block);
 
@@ -56,6 +59,40 @@ size_t um_block_n_steps(const um_block *block);
  * `asked` is for the error. */
 um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
                              um_error *err);
+
+/* ---- mirrored memory ---- */
+
+/* Each piece has two images in the address space, and one place in the file. There the pieces lie
+ * from the last to the first: so no image continues what the one before it maps, the kernel never
+ * joins two of them, and smaps and numa_maps say of each for itself what is in RAM. */
+static inline size_t um_mirror_n_images(const um_block *block) {
+    return block->mirror_nbytes == 0 ? 1 : block->reserved_nbytes / block->mirror_nbytes;
+}
+
+/* Where what lies at an offset of the block is in its file. */
+static inline size_t um_block_file_offset(const um_block *block, size_t offset) {
+    if (block->mirror_nbytes == 0) {
+        return offset;
+    }
+    size_t m = block->mirror_nbytes, n_pieces = um_mirror_n_images(block) / 2;
+    return (n_pieces - 1 - offset / m / 2) * m + offset % m;
+}
+
+/* The memory of a block, where committed_nbytes is its address space. */
+static inline size_t um_block_memory_nbytes(const um_block *block) {
+    return block->mirror_nbytes == 0 ? block->committed_nbytes : block->committed_nbytes / 2;
+}
+
+/* Maps all images. Returns 0 or an errno. */
+int um_mirror_map(const um_block *block);
+/* Punches the file where steps of either image are; *out_nbytes is how much memory that was.
+ * Returns 0 or an errno. */
+int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes);
+/* The kernel moves a page only when it is mapped once: takes all that is in RAM into the first
+ * images alone, or maps it through both again. Locked memory is left as it is. Returns 0 or an
+ * errno, and the call that it is of. */
+int um_mirror_fold(const um_block *block, const char **out_call);
+int um_mirror_unfold(const um_block *block, const char **out_call);
 
 /* A failure of which errno does not say that it was for want of memory. */
 um_status um_fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call);

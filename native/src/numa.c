@@ -73,6 +73,11 @@ static bool next_batch(repair *r) {
     const um_block *block = r->block;
     r->n = 0;
     while (r->n < BATCH && r->at < block->reserved_nbytes) {
+        /* Of mirrored memory, the first image of each piece. */
+        if (block->mirror_nbytes != 0 && r->at / block->mirror_nbytes % 2 != 0) {
+            r->at += block->mirror_nbytes;
+            continue;
+        }
         if (r->at % block->step_nbytes == 0 &&
             !um_block_is_committed(block, r->at, block->step_nbytes)) {
             r->at += block->step_nbytes;
@@ -85,7 +90,8 @@ static bool next_batch(repair *r) {
 }
 
 static uint64_t unit_of(const repair *r, const void *page) {
-    return (uint64_t)((const char *)page - (const char *)r->block->base) / r->unit;
+    size_t offset = (size_t)((const char *)page - (const char *)r->block->base);
+    return um_block_file_offset(r->block, offset) / r->unit;
 }
 
 /* Whether a page lies where it may; out_node is where it shall. */
@@ -318,6 +324,20 @@ static um_status run_repair(repair *r, const um_placement *placement, uint64_t *
     return status;
 }
 
+/* The kernel moves no page that is mapped twice. */
+static um_status repair_folded(repair *r, const um_placement *placement, uint64_t *out_nbytes,
+                               um_error *err) {
+    if (r->block->mirror_nbytes == 0) {
+        return run_repair(r, placement, out_nbytes, err);
+    }
+    const char *call;
+    int os_errno = um_mirror_fold(r->block, &call);
+    um_status status = os_errno == 0 ? run_repair(r, placement, out_nbytes, err)
+                                     : um_fail_os(err, os_errno, 0, call);
+    os_errno = um_mirror_unfold(r->block, &call);
+    return status != UM_OK || os_errno == 0 ? status : um_fail_os(err, os_errno, 0, call);
+}
+
 um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) {
     if (block->numa.mode == UM_NUMA_NONE) {
         return um_fail(err, UM_E_INVALID, "the block has no NUMA policy");
@@ -345,7 +365,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
                                                block->numa.mode == UM_NUMA_WEIGHTED);
         /* Where any of the nodes will do, the kernel's sums say whether there is anything to do. */
         if (r->spread || stray_nbytes > 0) {
-            status = run_repair(r, &placement, &elsewhere_nbytes, err);
+            status = repair_folded(r, &placement, &elsewhere_nbytes, err);
         }
         if (status == UM_OK && out_nbytes != NULL) {
             *out_nbytes = elsewhere_nbytes;

@@ -35,6 +35,35 @@ typedef struct smaps_sums {
     bool may_be_huge;               /* a page that is touched now could be a huge one */
 } smaps_sums;
 
+/* Mirrored memory is in the books once for each image. Of the two images of a piece, what is in RAM
+ * is the larger figure, since what was touched through one of them was touched through the other,
+ * too, or not yet. Pss needs no such thought: a page counts half where both images map it, and the
+ * halves are added. So their sum is never above what is in RAM, and tells that also where each
+ * image was touched elsewhere. */
+static uint64_t larger(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
+static void add_images(const smaps_sums *images, smaps_sums *out) {
+    const smaps_sums *a = &images[0], *b = &images[1];
+    uint64_t pss = a->pss + b->pss;
+    out->rss += larger(larger(a->rss, b->rss), pss);
+    out->pss += pss;
+    out->huge += larger(a->huge, b->huge);
+    out->locked += larger(a->locked, b->locked);
+    out->swapped += larger(a->swapped, b->swapped);
+    out->hugetlb += larger(a->hugetlb, b->hugetlb);
+    out->hugetlb_page = larger(out->hugetlb_page, larger(a->hugetlb_page, b->hugetlb_page));
+    out->may_be_huge = out->may_be_huge || a->may_be_huge || b->may_be_huge;
+}
+
+/* The image that an address lies in; of memory that is not mirrored all of it is one. */
+static size_t image_of(const um_block *block, uintptr_t address) {
+    uintptr_t base = (uintptr_t)block->base;
+    return block->mirror_nbytes == 0 || address < base ? 0
+                                                       : (address - base) / block->mirror_nbytes;
+}
+
 /* One entry's lines, after its first. */
 typedef struct smaps_entry {
     uintptr_t end;
@@ -81,23 +110,34 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
     return true;
 }
 
-static um_status read_smaps(uintptr_t first, uintptr_t last, smaps_sums *out, um_error *err) {
+static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *err) {
+    uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
     um_proc_lines lines;
     int os_errno = um_proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES);
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "open /proc/self/smaps");
     }
     smaps_entry entry = {0};
+    smaps_sums images[2] = {{0}};
+    size_t image = 0;
     for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
         uintptr_t start;
         if (begin_entry(line, first, &start, &entry)) {
             if (start >= last) {
                 break; /* entries are in the order of addresses */
             }
-        } else if (entry.inside && take_line(line, &entry, out) && entry.end >= last) {
+            size_t next = image_of(block, start);
+            if (next / 2 != image / 2) {
+                add_images(images, out);
+                memset(images, 0, sizeof images);
+            }
+            image = next;
+        } else if (entry.inside && take_line(line, &entry, &images[image % 2]) &&
+                   entry.end >= last) {
             break;
         }
     }
+    add_images(images, out);
     um_proc_lines_close(&lines);
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
 }
@@ -130,12 +170,19 @@ static void add_node_bytes(const char *line, uint64_t *node_bytes) {
     }
 }
 
+static void add_node_images(uint64_t images[2][UM_MAX_NODES], uint64_t *node_bytes) {
+    for (unsigned node = 0; node < UM_MAX_NODES; node++) {
+        node_bytes[node] += larger(images[0][node], images[1][node]);
+    }
+}
+
 /* numa_maps costs the kernel one more walk over the pages, a fourth of what asking move_pages for
  * each of them does; it needs no capability, where containers may refuse move_pages. A machine with
  * one node needs neither. Which nodes have memory is asked anew each time, since memory can be
  * plugged in. */
-static um_status read_nodes(uintptr_t first, uintptr_t last, uint64_t resident_bytes,
-                            uint64_t *node_bytes, um_error *err) {
+static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint64_t *node_bytes,
+                            um_error *err) {
+    uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
     int only_node = only_memory_node();
     if (only_node >= 0) {
         node_bytes[only_node] = resident_bytes;
@@ -150,15 +197,24 @@ static um_status read_nodes(uintptr_t first, uintptr_t last, uint64_t resident_b
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "open /proc/self/numa_maps");
     }
+    uint64_t images[2][UM_MAX_NODES] = {{0}};
+    size_t image = 0;
     for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
         uintptr_t start = (uintptr_t)strtoull(line, NULL, 16);
         if (start >= last) {
             break;
         }
         if (start >= first) {
-            add_node_bytes(line, node_bytes);
+            size_t next = image_of(block, start);
+            if (next / 2 != image / 2) {
+                add_node_images(images, node_bytes);
+                memset(images, 0, sizeof images);
+            }
+            image = next;
+            add_node_bytes(line, images[image % 2]);
         }
     }
+    add_node_images(images, node_bytes);
     um_proc_lines_close(&lines);
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/numa_maps");
 }
@@ -171,9 +227,8 @@ static size_t thp_bytes(void) {
 }
 
 um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
-    uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
     smaps_sums sums = {0};
-    um_status status = read_smaps(first, last, &sums, err);
+    um_status status = read_smaps(block, &sums, err);
     if (status != UM_OK) {
         return status;
     }
@@ -196,7 +251,7 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
         found.page_bytes = huge ? thp_bytes() : um_os_page_bytes();
     }
     if (found.resident_bytes > 0) {
-        status = read_nodes(first, last, found.resident_bytes, found.node_bytes, err);
+        status = read_nodes(block, found.resident_bytes, found.node_bytes, err);
     }
     if (status == UM_OK) {
         *out = found;
