@@ -1,6 +1,7 @@
-/* Between float32 and float16, with the instructions that the CPU has. All of them round to nearest
- * even and give the same bits, NaNs included (made quiet, the upper bits of the payload kept, as
- * F16C does). */
+/* Between float32, float16, bfloat16 and q8_0, with the instructions that the CPU has. All codes
+ * round to nearest even and give the same bits. A NaN that becomes a float16 or bfloat16 is made
+ * quiet, and keeps its sign and the upper bits of its payload, as F16C does. q8_0 is as ggml's
+ * quantize_row_q8_0_ref makes it on x86. */
 #include "convert.h"
 
 #include "internal.h"
@@ -9,15 +10,34 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#else
+#include <fenv.h>
+#endif
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-static uint16_t f16_of_f32(float value) {
+static const uint32_t F32_MAGNITUDE = 0x7fffffff, F32_INFINITY = 0x7f800000;
+static const float Q8_0_MAX = 127;
+
+static uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff, half;
-    if (magnitude > 0x7f800000) {
+    return bits;
+}
+
+static float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ---- scalar ---- */
+
+static uint16_t f16_of_f32(float value) {
+    uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & F32_MAGNITUDE,
+             half;
+    if (magnitude > F32_INFINITY) {
         half = 0x7e00 | (magnitude >> 13 & 0x3ff);
     } else if (magnitude >= 0x47800000) { /* 2^16 and above, infinity included */
         half = 0x7c00;
@@ -40,17 +60,13 @@ static float f32_of_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f,
              mantissa = half & 0x3ff, bits;
     if (exponent == 0x1f) {
-        bits = 0x7f800000 | mantissa << 13 | (mantissa != 0 ? 0x400000u : 0);
+        bits = F32_INFINITY | mantissa << 13 | (mantissa != 0 ? 0x400000u : 0);
     } else if (exponent != 0) {
         bits = (exponent + 112) << 23 | mantissa << 13;
     } else {
-        float tiny = (float)mantissa * 0x1p-24f;
-        memcpy(&bits, &tiny, sizeof bits);
+        bits = bits_of((float)mantissa * 0x1p-24f);
     }
-    bits |= sign;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return float_of(sign | bits);
 }
 
 static void f16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
@@ -65,12 +81,81 @@ static void f32_of_f16_scalar(float *out, const uint16_t *in, size_t n) {
     }
 }
 
-static const um_convert_code scalar = {"scalar", f16_of_f32_scalar, f32_of_f16_scalar};
+static void bf16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(in[i]);
+        /* Rounding may carry into the exponent, and into infinity, as it should. */
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        bool is_nan = (bits & F32_MAGNITUDE) > F32_INFINITY;
+        out[i] = (uint16_t)(is_nan ? bits >> 16 | 0x40 : rounded);
+    }
+}
+
+static void f32_of_bf16_scalar(float *out, const uint16_t *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        out[i] = float_of((uint32_t)in[i] << 16);
+    }
+}
+
+/* The low byte of x as an integer, a half rounded away from zero; 0 when x is a NaN or does not fit
+ * into 32 bits, which is what x86 makes of the reference's cast (C leaves it open). */
+static int8_t q8_of(float x) {
+    if (!(x > -0x1p31f && x < 0x1p31f)) {
+        return 0;
+    }
+    int32_t whole = (int32_t)x;
+    float rest = x - (float)whole; /* exact */
+    whole += (rest >= 0.5f) - (rest <= -0.5f);
+    return (int8_t)(uint8_t)(uint32_t)whole;
+}
+
+static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
+    float amax = 0;
+    for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
+        /* As the reference: what came before a NaN is forgotten, and a NaN before the last value,
+         * too. */
+        float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
+        amax = amax > magnitude ? amax : magnitude;
+    }
+    float d = amax / Q8_0_MAX, id = d != 0 ? 1 / d : 0;
+    out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
+    for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
+        out->qs[i] = q8_of(in[i] * id);
+    }
+}
+
+static void q8_0_of_f32_scalar(um_q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++) {
+        q8_0_of_f32_block(out + i, in + i * UM_Q8_0_VALUES);
+    }
+}
+
+static void f32_of_q8_0_scalar(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const um_q8_0 *block = in + i / UM_Q8_0_VALUES;
+        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM_Q8_0_VALUES];
+    }
+}
+
+static const um_convert_code scalar = {
+    "scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,  bf16_of_f32_scalar,
+    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar,
+};
+
+/* The vector codes take the bits of the largest magnitude of a block as an integer, where a NaN is
+ * above infinity. Whether they may quantize the block: no value of it, and nothing on the way, is a
+ * NaN, infinite, or out of range then. Such blocks are the scalar code's. */
+static inline bool is_usual_amax(uint32_t amax_bits) {
+    return amax_bits - 0x0d800000 /* 2^-100 */ < F32_INFINITY - 0x0d800000;
+}
 
 #if defined(__x86_64__)
 
-__attribute__((target("avx,f16c"))) static void f16_of_f32_f16c(uint16_t *out, const float *in,
-                                                                size_t n) {
+/* ---- AVX2 and F16C ---- */
+
+#define AVX2 __attribute__((target("avx2,f16c")))
+
+AVX2 static void f16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
@@ -79,8 +164,7 @@ __attribute__((target("avx,f16c"))) static void f16_of_f32_f16c(uint16_t *out, c
     f16_of_f32_scalar(out + i, in + i, n - i);
 }
 
-__attribute__((target("avx,f16c"))) static void f32_of_f16_f16c(float *out, const uint16_t *in,
-                                                                size_t n) {
+AVX2 static void f32_of_f16_avx2(float *out, const uint16_t *in, size_t n) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
@@ -89,20 +173,118 @@ __attribute__((target("avx,f16c"))) static void f32_of_f16_f16c(float *out, cons
     f32_of_f16_scalar(out + i, in + i, n - i);
 }
 
-__attribute__((target("avx512f"))) static void f16_of_f32_avx512(uint16_t *out, const float *in,
-                                                                 size_t n) {
+/* Eight bfloat16, each in 32 bits. */
+AVX2 static inline __m256i bf16_of_f32_x8(const float *in) {
+    __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)in);
+    __m256i high = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32((int)F32_MAGNITUDE));
+    __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32((int)F32_INFINITY));
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+}
+
+AVX2 static void bf16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        /* The unmasked form warns of a sign conversion in GCC's own header when not optimised. */
+        /* Packing works in halves of 128 bits, so that quarters have to change places. */
+        __m256i mixed = _mm256_packus_epi32(bf16_of_f32_x8(in + i), bf16_of_f32_x8(in + i + 8));
+        __m256i packed = _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0));
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), packed);
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX2 static void f32_of_bf16_avx2(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
+        __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), bits);
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+AVX2 static inline uint32_t max_of_x8(__m256i values) {
+    __m128i max =
+        _mm_max_epu32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
+    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(1, 0, 3, 2)));
+    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(2, 3, 0, 1)));
+    return (uint32_t)_mm_cvtsi128_si32(max);
+}
+
+/* A half is rounded away from zero: with the largest float below 0.5 added, and the rest cut off,
+ * all floats up to 127 are right. Product and sum are rounded one after the other, as in the
+ * reference: CMakeLists.txt forbids the compiler to fuse them. */
+AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
+    __m256 x = _mm256_mul_ps(value, id), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    __m256 almost_half = _mm256_or_ps(sign, _mm256_set1_ps(0x0.ffffffp-1f));
+    return _mm256_cvttps_epi32(_mm256_add_ps(x, almost_half));
+}
+
+AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
+    const __m256i magnitude = _mm256_set1_epi32((int)F32_MAGNITUDE);
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+        __m256 values[4];
+        __m256i max = _mm256_setzero_si256();
+        for (size_t j = 0; j < 4; j++) {
+            values[j] = _mm256_loadu_ps(in + 8 * j);
+            max =
+                _mm256_max_epu32(max, _mm256_and_si256(_mm256_castps_si256(values[j]), magnitude));
+        }
+        uint32_t amax = max_of_x8(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX;
+        __m256 id = _mm256_set1_ps(1 / d);
+        out[i].d = f16_of_f32(d);
+        __m256i low = _mm256_packs_epi32(q8_of_x8(values[0], id), q8_of_x8(values[1], id));
+        __m256i high = _mm256_packs_epi32(q8_of_x8(values[2], id), q8_of_x8(values[3], id));
+        __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+        _mm256_storeu_si256((__m256i *)(void *)out[i].qs, packed);
+    }
+}
+
+AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+        __m256 d = _mm256_set1_ps(f32_of_f16(in[i].d));
+        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 8) {
+            __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
+            _mm256_storeu_ps(out + j,
+                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(qs))));
+        }
+    }
+}
+
+static const um_convert_code avx2 = {
+    "avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,  bf16_of_f32_avx2,
+    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2,
+};
+
+/* ---- AVX-512 ---- */
+
+/* AVX512_BF16 has an instruction for bfloat16, which takes denormals for zero. The masked forms of
+ * some intrinsics stand here since the others warn of a sign conversion in GCC's own header when
+ * not optimised. */
+
+#define AVX512 __attribute__((target("avx512f")))
+enum { ALL_16 = 0xffff };
+
+AVX512 static void f16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
         __m256i half =
-            _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+            _mm512_maskz_cvtps_ph(ALL_16, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
         _mm256_storeu_si256((__m256i *)(void *)(out + i), half);
     }
     f16_of_f32_scalar(out + i, in + i, n - i);
 }
 
-__attribute__((target("avx512f"))) static void f32_of_f16_avx512(float *out, const uint16_t *in,
-                                                                 size_t n) {
+AVX512 static void f32_of_f16_avx512(float *out, const uint16_t *in, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
@@ -111,10 +293,78 @@ __attribute__((target("avx512f"))) static void f32_of_f16_avx512(float *out, con
     f32_of_f16_scalar(out + i, in + i, n - i);
 }
 
-static const um_convert_code f16c = {"f16c", f16_of_f32_f16c, f32_of_f16_f16c};
-static const um_convert_code avx512 = {"avx512", f16_of_f32_avx512, f32_of_f16_avx512};
+AVX512 static void bf16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
+    const __m512i infinity = _mm512_set1_epi32((int)F32_INFINITY);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i bits = _mm512_loadu_si512(in + i), high = _mm512_srli_epi32(bits, 16);
+        __m512i odd = _mm512_and_epi32(high, _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_srli_epi32(
+            _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        __mmask16 is_nan = _mm512_cmpgt_epi32_mask(_mm512_and_epi32(bits, magnitude), infinity);
+        __m512i value = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_cvtepi32_epi16(value));
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX512 static void f32_of_bf16_avx512(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
+        _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+/* As q8_of_x8. */
+AVX512 static inline __m128i q8_of_x16(__m512 value, __m512 id) {
+    __m512 x = _mm512_mul_ps(value, id);
+    __m512i sign = _mm512_and_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+    __m512i almost_half = _mm512_or_epi32(sign, _mm512_set1_epi32(0x3effffff));
+    return _mm512_cvtepi32_epi8(
+        _mm512_cvttps_epi32(_mm512_add_ps(x, _mm512_castsi512_ps(almost_half))));
+}
+
+AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+        __m512 low = _mm512_loadu_ps(in), high = _mm512_loadu_ps(in + 16);
+        __m512i max = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(low), magnitude),
+                                       _mm512_and_epi32(_mm512_castps_si512(high), magnitude));
+        uint32_t amax = _mm512_reduce_max_epu32(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX;
+        __m512 id = _mm512_set1_ps(1 / d);
+        out[i].d = f16_of_f32(d);
+        _mm_storeu_si128((__m128i *)(void *)out[i].qs, q8_of_x16(low, id));
+        _mm_storeu_si128((__m128i *)(void *)(out[i].qs + 16), q8_of_x16(high, id));
+    }
+}
+
+AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+        __m512 d = _mm512_set1_ps(f32_of_f16(in[i].d));
+        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 16) {
+            __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
+            _mm512_storeu_ps(out + j,
+                             _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(qs))));
+        }
+    }
+}
+
+static const um_convert_code avx512 = {
+    "avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,  bf16_of_f32_avx512,
+    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512,
+};
 
 #elif defined(__aarch64__)
+
+/* ---- NEON ---- */
 
 static void f16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
@@ -132,16 +382,85 @@ static void f32_of_f16_neon(float *out, const uint16_t *in, size_t n) {
     f32_of_f16_scalar(out + i, in + i, n - i);
 }
 
-static const um_convert_code neon = {"neon", f16_of_f32_neon, f32_of_f16_neon};
+static void bf16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        uint32x4_t bits = vreinterpretq_u32_f32(vld1q_f32(in + i)), high = vshrq_n_u32(bits, 16);
+        uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
+        uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+        uint32x4_t magnitude = vandq_u32(bits, vdupq_n_u32(F32_MAGNITUDE));
+        uint32x4_t is_nan = vcgtq_u32(magnitude, vdupq_n_u32(F32_INFINITY));
+        uint32x4_t value = vbslq_u32(is_nan, vorrq_u32(high, vdupq_n_u32(0x40)), rounded);
+        vst1_u16(out + i, vmovn_u32(value));
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+static void f32_of_bf16_neon(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        vst1q_f32(out + i, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(in + i), 16)));
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+/* Eight values; vcvtaq rounds a half away from zero. */
+static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
+    int16x4_t narrow_low = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(low, id)));
+    int16x4_t narrow_high = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(high, id)));
+    return vmovn_s16(vcombine_s16(narrow_low, narrow_high));
+}
+
+static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+        float32x4_t values[8];
+        uint32x4_t max = vdupq_n_u32(0);
+        for (size_t j = 0; j < 8; j++) {
+            values[j] = vld1q_f32(in + 4 * j);
+            uint32x4_t bits = vreinterpretq_u32_f32(values[j]);
+            max = vmaxq_u32(max, vandq_u32(bits, vdupq_n_u32(F32_MAGNITUDE)));
+        }
+        uint32_t amax = vmaxvq_u32(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX, id = 1 / d;
+        out[i].d = f16_of_f32(d);
+        for (size_t j = 0; j < 8; j += 2) {
+            vst1_s8(out[i].qs + 4 * j, q8_of_x8(values[j], values[j + 1], id));
+        }
+    }
+}
+
+static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+        float d = f32_of_f16(in[i].d);
+        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 8) {
+            int16x8_t qs = vmovl_s8(vld1_s8(in[i].qs + j));
+            float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(qs)));
+            float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(qs)));
+            vst1q_f32(out + j, vmulq_n_f32(low, d));
+            vst1q_f32(out + j + 4, vmulq_n_f32(high, d));
+        }
+    }
+}
+
+static const um_convert_code neon = {
+    "neon",           f16_of_f32_neon,  f32_of_f16_neon,  bf16_of_f32_neon,
+    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon,
+};
 
 #endif
+
+/* ---- which code ---- */
 
 const um_convert_code *um_convert_code_at(size_t i) {
     const um_convert_code *codes[4] = {&scalar};
     size_t n = 1;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c")) {
-        codes[n++] = &f16c;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+        codes[n++] = &avx2;
     }
     if (__builtin_cpu_supports("avx512f")) {
         codes[n++] = &avx512;
@@ -169,8 +488,61 @@ const char *um_convert_isa(void) {
     return best_code()->isa;
 }
 
+/* ---- the floating-point mode of the thread ---- */
+
+/* Denormals as zero, and rounding in another direction, are modes that a thread can be in. On x86
+ * they change q8_0 only: the others are integer arithmetic, exact, or instructions that name their
+ * rounding. Elsewhere float16 is changed, too. The codes are called through pointers, so that no
+ * compiler moves arithmetic past a change of the mode. */
+
+#if defined(__x86_64__)
+
+enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f };
+typedef unsigned fp_mode;
+
+static fp_mode enter_default_mode(void) {
+    fp_mode mode = _mm_getcsr();
+    if ((mode & ~(unsigned)MXCSR_FLAGS) != MXCSR_DEFAULT) {
+        _mm_setcsr(MXCSR_DEFAULT);
+    }
+    return mode;
+}
+
+static void leave_default_mode(fp_mode mode) {
+    if ((mode & ~(unsigned)MXCSR_FLAGS) != MXCSR_DEFAULT) {
+        _mm_setcsr(mode);
+    }
+}
+
+static bool depends_on_mode(um_dtype out_type) {
+    return out_type == UM_Q8_0;
+}
+
+#else
+
+typedef fenv_t fp_mode;
+
+static fp_mode enter_default_mode(void) {
+    fp_mode mode;
+    fegetenv(&mode);
+    fesetenv(FE_DFL_ENV);
+    return mode;
+}
+
+static void leave_default_mode(fp_mode mode) {
+    fesetenv(&mode);
+}
+
+static bool depends_on_mode(um_dtype out_type) {
+    return out_type == UM_Q8_0 || out_type == UM_F16;
+}
+
+#endif
+
+/* ---- any to any ---- */
+
 size_t um_dtype_block_values(um_dtype type) {
-    return type == UM_Q8_0 ? 32 : um_dtype_block_bytes(type) != 0;
+    return type == UM_Q8_0 ? UM_Q8_0_VALUES : um_dtype_block_bytes(type) != 0;
 }
 
 size_t um_dtype_block_bytes(um_dtype type) {
@@ -181,26 +553,81 @@ size_t um_dtype_block_bytes(um_dtype type) {
     case UM_BF16:
         return 2;
     case UM_Q8_0:
-        return 34;
+        return sizeof(um_q8_0);
     }
     return 0;
 }
 
-um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n,
-                     um_error *err) {
-    size_t item = um_dtype_block_bytes(out_type);
-    if (item == 0 || um_dtype_block_bytes(in_type) == 0) {
+static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
+                   size_t n) {
+    if (out_type == UM_F16) {
+        code->f16_of_f32(out, in, n);
+    } else if (out_type == UM_BF16) {
+        code->bf16_of_f32(out, in, n);
+    } else {
+        code->q8_0_of_f32(out, in, n);
+    }
+}
+
+static void to_f32(const um_convert_code *code, float *out, const void *in, um_dtype in_type,
+                   size_t n) {
+    if (in_type == UM_F16) {
+        code->f32_of_f16(out, in, n);
+    } else if (in_type == UM_BF16) {
+        code->f32_of_bf16(out, in, n);
+    } else {
+        code->f32_of_q8_0(out, in, n);
+    }
+}
+
+static void convert(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                    um_dtype in_type, size_t n) {
+    if (in_type == UM_F32) {
+        of_f32(code, out, out_type, in, n);
+    } else if (out_type == UM_F32) {
+        to_f32(code, out, in, in_type, n);
+    } else {
+        /* By way of float32, which holds the values of all the others exactly. */
+        enum { PIECE = 1024 };
+        float piece[PIECE];
+        size_t out_values = um_dtype_block_values(out_type);
+        size_t in_values = um_dtype_block_values(in_type);
+        size_t out_bytes = um_dtype_block_bytes(out_type), in_bytes = um_dtype_block_bytes(in_type);
+        for (size_t done = 0; done < n; done += PIECE) {
+            size_t part = n - done < PIECE ? n - done : PIECE;
+            const unsigned char *from = (const unsigned char *)in + done / in_values * in_bytes;
+            to_f32(code, piece, from, in_type, part);
+            of_f32(code, (unsigned char *)out + done / out_values * out_bytes, out_type, piece,
+                   part);
+        }
+    }
+}
+
+um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                        um_dtype in_type, size_t n, um_error *err) {
+    size_t out_values = um_dtype_block_values(out_type), in_values = um_dtype_block_values(in_type);
+    if (out_values == 0 || in_values == 0) {
         return um_fail(err, UM_E_INVALID, "type");
+    }
+    if (n % out_values != 0 || n % in_values != 0) {
+        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
     }
     if (n == 0) {
         return UM_OK; /* the pointers may be NULL then */
     }
     if (out_type == in_type) {
-        memcpy(out, in, n * item);
-    } else if (out_type == UM_F16) {
-        best_code()->f16_of_f32(out, in, n);
+        memcpy(out, in, n / out_values * um_dtype_block_bytes(out_type));
+    } else if (depends_on_mode(out_type)) {
+        fp_mode mode = enter_default_mode();
+        convert(code, out, out_type, in, in_type, n);
+        leave_default_mode(mode);
     } else {
-        best_code()->f32_of_f16(out, in, n);
+        convert(code, out, out_type, in, in_type, n);
     }
     return UM_OK;
+}
+
+um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n,
+                     um_error *err) {
+    return um_convert_by(best_code(), out, out_type, in, in_type, n, err);
 }

@@ -6,16 +6,32 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef void um_f16_of_f32_fn(uint16_t *out, const float *in, size_t n);
-typedef void um_f32_of_f16_fn(float *out, const uint16_t *in, size_t n);
+#include "unimem.h"
 
+enum { UM_Q8_0_VALUES = 32 };
+
+/* A block of UM_Q8_0: value i is d * qs[i], d a float16. */
+typedef struct um_q8_0 {
+    uint16_t d;
+    int8_t qs[UM_Q8_0_VALUES];
+} um_q8_0;
+
+/* All codes give the same bits. `n` is values, of q8_0 too: whole blocks then. */
 typedef struct um_convert_code {
     const char *isa;
-    um_f16_of_f32_fn *f16_of_f32;
-    um_f32_of_f16_fn *f32_of_f16;
+    void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);
+    void (*f32_of_f16)(float *out, const uint16_t *in, size_t n);
+    void (*bf16_of_f32)(uint16_t *out, const float *in, size_t n);
+    void (*f32_of_bf16)(float *out, const uint16_t *in, size_t n);
+    void (*q8_0_of_f32)(um_q8_0 *out, const float *in, size_t n);
+    void (*f32_of_q8_0)(float *out, const um_q8_0 *in, size_t n);
 } um_convert_code;
 
 /* The i-th code that this CPU runs, the slowest first; NULL behind the last. */
 const um_convert_code *um_convert_code_at(size_t i);
+
+/* um_convert by one code. */
+um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                        um_dtype in_type, size_t n, um_error *err);
 
 #endif

@@ -1,30 +1,18 @@
-/* Conversions, of every code that this CPU runs, against a reference that shares nothing with them:
- * a table of all float16 values in double precision, where the nearest one is looked up. */
+/* Conversions, of every code that this CPU runs and in every floating-point mode, against
+ * references that share nothing with them: a table of all values of a 16-bit format in double
+ * precision, where the nearest one is looked up; and ggml's quantizer, written down from its
+ * definition (ggml-quants.c, quantize_row_q8_0_ref). */
 #include "test.h"
 
 #include <math.h>
 
 #include "convert.h"
 
-enum { N_HALVES = 65536, INFINITY_F16 = 0x7c00, MAX_F16 = 0x7bff };
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
-/* ---- the reference ---- */
-
-/* The values of 0x0000 to 0x7bff, in their order, and behind them the one that would come next:
- * what is nearer to it than to the largest is infinite. All of them are exact. */
-static double magnitudes[INFINITY_F16 + 1];
-
-static void make_reference(void) {
-    for (int half = 0; half <= INFINITY_F16; half++) {
-        int exponent = half / 1024, mantissa = half % 1024;
-        magnitudes[half] =
-            exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024.0 + mantissa, exponent - 25);
-    }
-}
-
-static bool is_nan_f16(uint16_t half) {
-    return (half & 0x7fff) > INFINITY_F16;
-}
+enum { N_NARROW = 65536, BLOCK = 32 };
 
 static uint32_t bits_of(float value) {
     uint32_t bits;
@@ -38,78 +26,231 @@ static float float_of(uint32_t bits) {
     return value;
 }
 
-/* The float16 nearest to a number that is not a NaN; of two equally near the even one. */
-static uint16_t nearest_f16(float value) {
-    uint16_t sign = signbit(value) ? 0x8000 : 0;
-    double wanted = fabs((double)value);
-    if (wanted >= magnitudes[INFINITY_F16]) {
-        return sign | INFINITY_F16;
+/* Memory of exactly nbytes, so that AddressSanitizer sees a read behind it. */
+static void *allocate(size_t nbytes) {
+    void *p = malloc(nbytes + (nbytes == 0));
+    REQUIRE(p != NULL);
+    return p;
+}
+
+/* ---- references ---- */
+
+/* The values of a 16-bit format from 0 up to the largest, in their order, and behind them the one
+ * that would come next: what is nearer to it than to the largest is infinite. All are exact. */
+typedef struct format {
+    um_dtype type;
+    int mantissa_bits, bias;
+    uint16_t infinity, quiet;
+    double magnitudes[0x7f81];
+} format;
+
+static format formats[] = {{.type = UM_F16, 10, 15, 0x7c00, 0x200, {0}},
+                           {.type = UM_BF16, 7, 127, 0x7f80, 0x40, {0}}};
+enum { N_FORMATS = 2 };
+
+static void make_formats(void) {
+    for (format *f = formats; f != formats + N_FORMATS; f++) {
+        for (int code = 0; code <= f->infinity; code++) {
+            int exponent = code >> f->mantissa_bits,
+                mantissa = code & ((1 << f->mantissa_bits) - 1);
+            int least = 1 - f->bias - f->mantissa_bits;
+            f->magnitudes[code] =
+                exponent == 0 ? ldexp(mantissa, least)
+                              : ldexp((1 << f->mantissa_bits) + mantissa, exponent - 1 + least);
+        }
     }
-    int low = 0, high = INFINITY_F16; /* magnitudes[low] <= wanted < magnitudes[high] */
+}
+
+/* The code of the value nearest to a float; of two equally near the even one. A NaN keeps its sign
+ * and the upper bits of its payload, and is made quiet. */
+static uint16_t nearest(const format *f, float value) {
+    uint16_t sign = signbit(value) ? 0x8000 : 0;
+    if (isnan(value)) {
+        uint32_t payload = (bits_of(value) & 0x7fffff) >> (23 - f->mantissa_bits);
+        return (uint16_t)(sign | f->infinity | f->quiet | payload);
+    }
+    double wanted = fabs((double)value);
+    if (wanted >= f->magnitudes[f->infinity]) {
+        return sign | f->infinity;
+    }
+    int low = 0, high = f->infinity; /* magnitudes[low] <= wanted < magnitudes[high] */
     while (high - low > 1) {
         int middle = (low + high) / 2;
-        if (magnitudes[middle] <= wanted) {
+        if (f->magnitudes[middle] <= wanted) {
             low = middle;
         } else {
             high = middle;
         }
     }
-    double below = wanted - magnitudes[low], above = magnitudes[high] - wanted;
+    double below = wanted - f->magnitudes[low], above = f->magnitudes[high] - wanted;
     bool up = above < below || (above == below && low % 2 == 1);
     return (uint16_t)(sign | (up ? high : low));
 }
 
-/* ---- every float16 ---- */
+/* The value of a code, as a float. */
+static float value_of(const format *f, uint16_t code) {
+    uint16_t magnitude = code & 0x7fff;
+    double value = magnitude > f->infinity    ? (double)NAN
+                   : magnitude == f->infinity ? (double)INFINITY
+                                              : f->magnitudes[magnitude];
+    return (float)(code & 0x8000 ? -value : value);
+}
 
-static void test_all_halves(const um_convert_code *code) {
-    static uint16_t halves[N_HALVES], back[N_HALVES];
-    static float values[N_HALVES];
-    for (unsigned i = 0; i < N_HALVES; i++) {
-        halves[i] = (uint16_t)i;
+static void quantize(um_q8_0 *out, const float *in) {
+    float amax = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        amax = amax > fabsf(in[i]) ? amax : fabsf(in[i]);
     }
-    code->f32_of_f16(values, halves, N_HALVES);
-    code->f16_of_f32(back, values, N_HALVES);
-    for (unsigned i = 0; i < N_HALVES; i++) {
-        unsigned magnitude = i & 0x7fff;
-        bool right;
-        if (is_nan_f16((uint16_t)i)) {
-            /* Quiet, with its sign and payload. */
-            right = bits_of(values[i]) ==
-                        ((uint32_t)(i & 0x8000) << 16 | 0x7fc00000 | (uint32_t)(i & 0x3ff) << 13) &&
-                    back[i] == (i | 0x200);
-        } else {
-            double expected = magnitude == INFINITY_F16 ? (double)INFINITY : magnitudes[magnitude];
-            right = fabs((double)values[i]) == expected &&
-                    (signbit(values[i]) != 0) == ((i & 0x8000) != 0) && back[i] == i;
-        }
-        if (!right) {
-            fprintf(stderr, "%s: 0x%04x becomes 0x%08x and 0x%04x\n", code->isa, i,
-                    bits_of(values[i]), back[i]);
-            CHECK(right);
-            return;
+    float d = amax / 127, id = d != 0 ? 1.0f / d : 0;
+    out->d = isnan(d) ? 0x7e00 : nearest(&formats[0], d);
+    for (int i = 0; i < BLOCK; i++) {
+        float rounded = roundf(in[i] * id);
+        bool fits = rounded >= -0x1p31f && rounded < 0x1p31f;
+        out->qs[i] = (int8_t)(fits ? (int64_t)rounded & 0xff : 0);
+    }
+}
+
+/* The references themselves, against what everybody knows. */
+static void test_references(void) {
+    const format *f16 = &formats[0], *bf16 = &formats[1];
+    CHECK(f16->magnitudes[1] == 0x1p-24 && f16->magnitudes[0x400] == 0x1p-14);
+    CHECK(f16->magnitudes[0x3c00] == 1.0 && f16->magnitudes[0x3555] == 0.333251953125);
+    CHECK(f16->magnitudes[0x7bff] == 65504.0 && f16->magnitudes[0x7c00] == 65536.0);
+    CHECK(nearest(f16, 65519.996f) == 0x7bff && nearest(f16, 65520.0f) == 0x7c00);
+    CHECK(nearest(f16, -INFINITY) == 0xfc00 && nearest(f16, -0.0f) == 0x8000);
+    CHECK(nearest(f16, 0x1p-25f) == 0 && nearest(f16, 0x1.000002p-25f) == 1);
+    CHECK(nearest(f16, 0x1.8p-24f) == 2 && nearest(f16, 0x1.4p-23f) == 2);
+    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00 && nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
+    CHECK(nearest(f16, float_of(0xff812345)) == (0xfe00 | 0x12345 >> 13));
+    CHECK(bf16->magnitudes[0x3f80] == 1.0 && bf16->magnitudes[0x80] == 0x1p-126);
+    CHECK(bf16->magnitudes[1] == 0x1p-133 && bf16->magnitudes[0x7f80] == 0x1p128);
+    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80 && nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
+    CHECK(nearest(bf16, 0x1p-134f) == 0 && nearest(bf16, -0x1.8p-133f) == 0x8002);
+    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80 && nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
+    CHECK(nearest(bf16, float_of(0x7f800001)) == 0x7fc0);
+    float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
+    const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
+    um_q8_0 block;
+    quantize(&block, in);
+    CHECK(block.d == 0x3c00 && memcmp(block.qs, qs, sizeof qs) == 0);
+}
+
+/* ---- floating-point modes ---- */
+
+typedef struct fp_mode {
+    const char *name;
+    uint64_t word; /* MXCSR, FPCR */
+} fp_mode;
+
+/* Denormals that are operands (DAZ) and results (FTZ) as zeros, and rounding up. */
+#if defined(__x86_64__)
+static const fp_mode modes[] = {{"usual mode", 0x1f80}, {"FTZ, DAZ, rounding up", 0xdfc0}};
+static void set_mode(uint64_t word) {
+    _mm_setcsr((unsigned)word);
+}
+static uint64_t get_mode(void) {
+    return _mm_getcsr() & ~0x3fu;
+}
+#elif defined(__aarch64__)
+static const fp_mode modes[] = {{"usual mode", 0}, {"FZ, rounding up", 1 << 24 | 1 << 22}};
+static void set_mode(uint64_t word) {
+    __asm__ volatile("msr fpcr, %0" : : "r"(word));
+}
+static uint64_t get_mode(void) {
+    uint64_t word;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+}
+#else
+static const fp_mode modes[] = {{"usual mode", 0}};
+static void set_mode(uint64_t word) {
+    (void)word;
+}
+static uint64_t get_mode(void) {
+    return 0;
+}
+#endif
+enum { N_MODES = sizeof modes / sizeof modes[0] };
+
+/* What is under test: one code in one mode. */
+typedef struct way {
+    const um_convert_code *code;
+    fp_mode mode;
+} way;
+
+static void convert(const way *w, void *out, um_dtype out_type, const void *in, um_dtype in_type,
+                    size_t n) {
+    test_err_pattern(&test_err);
+    set_mode(w->mode.word);
+    um_status status = um_convert_by(w->code, out, out_type, in, in_type, n, &test_err);
+    uint64_t mode = get_mode();
+    set_mode(modes[0].word);
+    CHECK_EQ_U64(mode, w->mode.word);
+    test_status(status, UM_OK, __FILE__, __LINE__, w->code->isa);
+}
+
+/* Tells the first items that differ. */
+static void check_same(const way *w, const char *what, const void *got, const void *expected,
+                       size_t n, size_t item) {
+    const unsigned char *a = got, *b = expected;
+    size_t n_wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (memcmp(a + i * item, b + i * item, item) != 0 && n_wrong++ < 3) {
+            fprintf(stderr, "%s, %s, %s: item %zu differs:", w->code->isa, w->mode.name, what, i);
+            for (size_t j = 0; j < item; j++) {
+                fprintf(stderr, " %02x/%02x", a[i * item + j], b[i * item + j]);
+            }
+            fprintf(stderr, "\n");
         }
     }
-    CHECK(true);
+    CHECK_EQ_U64(n_wrong, 0);
+}
+
+/* ---- every value of 16 bits ---- */
+
+static void test_all_narrow(const way *w, const format *f) {
+    uint16_t *codes = allocate(N_NARROW * sizeof *codes), *back = allocate(N_NARROW * sizeof *back);
+    float *values = allocate(N_NARROW * sizeof *values);
+    for (unsigned i = 0; i < N_NARROW; i++) {
+        codes[i] = (uint16_t)i;
+    }
+    convert(w, values, UM_F32, codes, f->type, N_NARROW);
+    convert(w, back, f->type, values, UM_F32, N_NARROW);
+    size_t n_wrong = 0;
+    for (unsigned i = 0; i < N_NARROW; i++) {
+        bool is_nan = (i & 0x7fff) > f->infinity;
+        /* A NaN keeps its sign and payload, and is quiet when it is back. */
+        bool right = is_nan
+                         ? isnan(values[i]) && back[i] == (i | f->quiet)
+                         : bits_of(values[i]) == bits_of(value_of(f, (uint16_t)i)) && back[i] == i;
+        if (!right && n_wrong++ < 3) {
+            fprintf(stderr, "%s, %s: 0x%04x becomes 0x%08x and 0x%04x\n", w->code->isa,
+                    w->mode.name, i, bits_of(values[i]), back[i]);
+        }
+    }
+    CHECK_EQ_U64(n_wrong, 0);
+    free(codes);
+    free(back);
+    free(values);
 }
 
 /* ---- float32, by strata ---- */
 
+enum { MAX_INPUTS = 3 << 20 };
 static float *inputs;
-static uint16_t *expected;
+static uint16_t *expected[N_FORMATS];
 static size_t n_inputs;
 
-enum { MAX_INPUTS = 3 << 20 };
-
 static void add_input(uint32_t bits) {
-    if (n_inputs < MAX_INPUTS) {
-        inputs[n_inputs++] = float_of(bits);
-    }
+    REQUIRE(n_inputs < MAX_INPUTS);
+    inputs[n_inputs++] = float_of(bits);
 }
 
-/* Every sign and exponent; in each the values round about every float16 and every tie between two,
- * also where float16 is denormal and steps are larger, and some at random. */
+/* Every sign and exponent; in each the values round about every float16 and bfloat16 and every tie
+ * between two, also where they are denormal and steps are larger, and some at random. */
 static void make_inputs(void) {
     uint64_t seed = 42;
+    inputs = allocate(MAX_INPUTS * sizeof *inputs);
     for (uint32_t top = 0; top < 512; top++) {
         uint32_t high = top << 23;
         for (uint32_t step = 0; step < 1024; step++) {
@@ -118,6 +259,11 @@ static void make_inputs(void) {
             add_input(at + 0xfff);
             add_input(at + 0x1000);
             add_input(at + 0x1001);
+        }
+        for (uint32_t step = 0; step < 128; step++) {
+            uint32_t at = high | step << 16;
+            add_input(at + 0x7fff);
+            add_input(at + 0x8001);
         }
         for (uint32_t shift = 0; shift <= 23; shift++) {
             uint32_t half = 1u << shift >> 1, mask = 0x7fffff;
@@ -132,96 +278,218 @@ static void make_inputs(void) {
             add_input(high | ((uint32_t)test_random(&seed) & 0x7fffff));
         }
     }
-    /* Ties at both ends of the range. */
-    uint32_t edges[] = {0x477fefff, 0x477ff000, 0x477ff001, 0x33000000, 0x33000001, 0x32ffffff,
-                        0x33800000, 0x38800000, 0x387fffff, 0x387fe000, 0x387fdfff, 0x33c00000};
-    for (size_t i = 0; i < sizeof edges / sizeof edges[0]; i++) {
-        add_input(edges[i]);
-        add_input(edges[i] | 0x80000000);
-    }
-    REQUIRE(n_inputs < MAX_INPUTS);
-    for (size_t i = 0; i < n_inputs; i++) {
-        /* A NaN keeps its sign and the upper bits of its payload, and is made quiet. */
-        uint32_t bits = bits_of(inputs[i]);
-        expected[i] = isnan(inputs[i])
-                          ? (uint16_t)(bits >> 16 & 0x8000) | 0x7e00 | (bits >> 13 & 0x3ff)
-                          : nearest_f16(inputs[i]);
+    for (int i = 0; i < N_FORMATS; i++) {
+        expected[i] = allocate(n_inputs * sizeof *expected[i]);
+        for (size_t j = 0; j < n_inputs; j++) {
+            expected[i][j] = nearest(&formats[i], inputs[j]);
+        }
     }
 }
 
-static void test_f16_of_f32(const um_convert_code *code) {
-    uint16_t *out = malloc(n_inputs * sizeof *out);
-    REQUIRE(out != NULL);
-    memset(out, 0xA5, n_inputs * sizeof *out);
-    code->f16_of_f32(out, inputs, n_inputs);
-    size_t n_wrong = 0;
-    for (size_t i = 0; i < n_inputs; i++) {
-        if (out[i] != expected[i] && n_wrong++ < 5) {
-            fprintf(stderr, "%s: 0x%08x becomes 0x%04x, expected 0x%04x\n", code->isa,
-                    bits_of(inputs[i]), out[i], expected[i]);
-        }
+static void test_narrowing(const way *w) {
+    uint16_t *out = allocate(n_inputs * sizeof *out);
+    for (int i = 0; i < N_FORMATS; i++) {
+        memset(out, 0xA5, n_inputs * sizeof *out);
+        convert(w, out, formats[i].type, inputs, UM_F32, n_inputs);
+        check_same(w, "16 bits", out, expected[i], n_inputs, sizeof *out);
     }
-    CHECK_EQ_U64(n_wrong, 0);
     free(out);
 }
 
-/* The reference itself, against what everybody knows. */
-static void test_reference(void) {
-    CHECK(magnitudes[1] == 0x1p-24 && magnitudes[0x400] == 0x1p-14);
-    CHECK(magnitudes[0x3c00] == 1.0 && magnitudes[0x3555] == 0.333251953125);
-    CHECK(magnitudes[MAX_F16] == 65504.0 && magnitudes[INFINITY_F16] == 65536.0);
-    CHECK(nearest_f16(65519.996f) == MAX_F16 && nearest_f16(65520.0f) == INFINITY_F16);
-    CHECK(nearest_f16(-INFINITY) == 0xfc00 && nearest_f16(-0.0f) == 0x8000);
-    CHECK(nearest_f16(0x1p-25f) == 0 && nearest_f16(0x1.000002p-25f) == 1);
-    CHECK(nearest_f16(0x1.8p-24f) == 2 && nearest_f16(0x1.4p-23f) == 2);
-    CHECK(nearest_f16(1.0f + 0x1p-11f) == 0x3c00 && nearest_f16(1.0f + 0x3p-11f) == 0x3c02);
+/* ---- q8_0 ---- */
+
+enum { N_BLOCKS = 40000 };
+static float *rows;
+static um_q8_0 *quantized;
+
+/* Random values below 2^exponent, of either sign. */
+static void random_block(float *out, uint64_t *seed, int exponent) {
+    for (int i = 0; i < BLOCK; i++) {
+        double part = (double)(int64_t)test_random(seed) * 0x1p-63;
+        out[i] = (float)ldexp(part, exponent);
+    }
 }
 
-/* ---- lengths and addresses ---- */
-
-/* Each length from 0 on, at each address modulo a vector: all of the output, nothing beyond it. The
- * buffers end where the heap block ends, so that AddressSanitizer sees a read behind them. */
-static void test_lengths(const um_convert_code *code) {
-    enum { MAX_N = 70, MAX_SHIFT = 17 };
-    bool narrow_right = true, widen_right = true, bounded = true;
-    for (size_t n = 0; n <= MAX_N; n++) {
-        for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
-            float *wide = malloc((shift + n) * sizeof *wide + 1);
-            uint16_t *narrow = malloc((shift + n + 1) * sizeof *narrow);
-            REQUIRE(wide != NULL && narrow != NULL);
-            for (size_t i = 0; i < n; i++) {
-                wide[shift + i] = (float)(i * 3 + 1) / 4;
-            }
-            memset(narrow, 0xEE, (shift + n + 1) * sizeof *narrow);
-            code->f16_of_f32(narrow + shift, wide + shift, n);
-            for (size_t i = 0; i < n; i++) {
-                narrow_right =
-                    narrow_right && narrow[shift + i] == nearest_f16((float)(i * 3 + 1) / 4);
-            }
-            bounded = bounded && narrow[shift + n] == 0xEEEE;
-            bounded = bounded && (shift == 0 || narrow[shift - 1] == 0xEEEE);
-            free(wide);
-
-            wide = malloc((shift + n + 1) * sizeof *wide);
-            REQUIRE(wide != NULL);
-            memset(wide, 0xEE, (shift + n + 1) * sizeof *wide);
-            uint16_t *exact = malloc((shift + n) * sizeof *exact + 1);
-            REQUIRE(exact != NULL);
-            memcpy(exact, narrow, (shift + n) * sizeof *exact);
-            code->f32_of_f16(wide + shift, exact + shift, n);
-            for (size_t i = 0; i < n; i++) {
-                widen_right = widen_right && wide[shift + i] == (float)(i * 3 + 1) / 4;
-            }
-            bounded = bounded && bits_of(wide[shift + n]) == 0xEEEEEEEE;
-            bounded = bounded && (shift == 0 || bits_of(wide[shift - 1]) == 0xEEEEEEEE);
-            free(exact);
-            free(wide);
-            free(narrow);
+/* Makes values that fall between two steps of the scale d, or next to that, of those below half of
+ * the range. */
+static void make_ties(float *row, uint64_t *seed, float d) {
+    for (int i = 0; i < BLOCK; i++) {
+        uint64_t dice = test_random(seed);
+        float tie = ((float)(dice % 128) - 63.5f) * d;
+        if (fabsf(row[i]) < 64 * fabsf(d)) {
+            row[i] = float_of(bits_of(tie) + (uint32_t)(dice >> 32) % 3 - 1);
         }
     }
-    CHECK(narrow_right);
-    CHECK(widen_right);
-    CHECK(bounded);
+}
+
+static void make_rows(void) {
+    static const float odd_ones[] = {0,        -0.0f,     INFINITY,  -INFINITY,
+                                     NAN,      -NAN,      0x1p-149f, -0x1p-126f,
+                                     0x1p127f, -0x1p100f, 1,         0x1.fffffep127f};
+    enum { N_ODD_ONES = sizeof odd_ones / sizeof odd_ones[0] };
+    uint64_t seed = 7;
+    rows = allocate(N_BLOCKS * BLOCK * sizeof *rows);
+    quantized = allocate(N_BLOCKS * sizeof *quantized);
+    for (int b = 0; b < N_BLOCKS; b++) {
+        float *row = rows + (size_t)b * BLOCK;
+        uint64_t dice = test_random(&seed);
+        switch (b % 8) {
+        case 0: /* any exponent, those where a scale is denormal, infinite or 0 among them */
+            random_block(row, &seed, (int)(dice % 280) - 150);
+            break;
+        case 1: /* any bits */
+            for (int i = 0; i < BLOCK; i++) {
+                row[i] = float_of((uint32_t)test_random(&seed));
+            }
+            break;
+        case 2: /* something odd among usual values: wherever it is */
+            random_block(row, &seed, 3);
+            row[dice % BLOCK] = odd_ones[dice / BLOCK % N_ODD_ONES];
+            break;
+        case 3: /* little but odd ones */
+            for (int i = 0; i < BLOCK; i++) {
+                row[i] = odd_ones[test_random(&seed) % N_ODD_ONES];
+            }
+            break;
+        case 4: /* ties, and the floats beside them; of a scale that is a power of two, or any */
+            random_block(row, &seed, (int)(dice % 20));
+            row[dice / 32 % BLOCK] = ldexpf(dice & 1024 ? -127 : 127, (int)(dice % 20));
+            make_ties(row, &seed, ldexpf(1, (int)(dice % 20)));
+            break;
+        case 6:
+            random_block(row, &seed, (int)(dice % 20));
+            make_ties(row, &seed, row[dice / 32 % BLOCK] / 127);
+            break;
+        case 5: /* round about the ends of what vector code does itself, and of denormal scales */
+            random_block(row, &seed, -90);
+            row[dice % BLOCK] = ldexpf(
+                1 + (float)(dice >> 40) * 0x1p-24f,
+                (const int[]){-100, -101, -121, -122, -143, -149, 127, 126}[dice / BLOCK % 8]);
+            break;
+        default:
+            random_block(row, &seed, 4);
+        }
+    }
+    memset(rows, 0, BLOCK * sizeof *rows);
+    for (int b = 0; b < N_BLOCKS; b++) {
+        quantize(&quantized[b], rows + (size_t)b * BLOCK);
+    }
+}
+
+static void test_quantizing(const way *w) {
+    um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
+    memset(out, 0xA5, N_BLOCKS * sizeof *out);
+    convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
+    check_same(w, "q8_0", out, quantized, N_BLOCKS, sizeof *out);
+    free(out);
+}
+
+/* Every scale with every value. */
+static void test_dequantizing(const way *w) {
+    enum { PER_SCALE = 256 / BLOCK };
+    size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
+    um_q8_0 *in = allocate(n_blocks * sizeof *in);
+    float *out = allocate(n * sizeof *out);
+    for (size_t i = 0; i < n; i++) {
+        in[i / BLOCK].d = (uint16_t)(i / 256);
+        in[i / BLOCK].qs[i % BLOCK] = (int8_t)(i % 256);
+    }
+    convert(w, out, UM_F32, in, UM_Q8_0, n);
+    size_t n_wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+        /* Exact in double precision and in single. */
+        double product = (double)value_of(&formats[0], (uint16_t)(i / 256)) * (int8_t)(i % 256);
+        bool right = isnan(product) ? isnan(out[i]) : bits_of(out[i]) == bits_of((float)product);
+        n_wrong += !right;
+    }
+    CHECK_EQ_U64(n_wrong, 0);
+    free(in);
+    free(out);
+}
+
+/* ---- all pairs of types ---- */
+
+static size_t bytes_of(um_dtype type, size_t n) {
+    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
+}
+
+/* n values of a type that are usual ones. */
+static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
+    float *values = allocate(n * sizeof *values);
+    for (size_t i = 0; i < n; i++) {
+        values[i] = (float)(int64_t)test_random(seed) * 0x1p-60f;
+    }
+    void *out = allocate(bytes_of(type, n));
+    CHECK_OK(um_convert_by(um_convert_code_at(0), out, type, values, UM_F32, n, &test_err));
+    free(values);
+    return out;
+}
+
+/* Of many values, what comes by way of float32 in two steps by the scalar code. */
+static void test_pairs(const way *w) {
+    uint64_t seed = 3;
+    const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
+    for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
+        for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
+            for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+                size_t n = lengths[i], out_bytes = bytes_of(to, n);
+                void *in = usual_values(from, n, &seed);
+                float *wide = allocate(n * sizeof *wide);
+                unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
+                const um_convert_code *plain = um_convert_code_at(0);
+                memset(out, 0xA5, out_bytes);
+                convert(w, out, to, in, from, n);
+                if (from == to) {
+                    memcpy(want, in, out_bytes);
+                } else {
+                    CHECK_OK(um_convert_by(plain, wide, UM_F32, in, from, n, &test_err));
+                    CHECK_OK(um_convert_by(plain, want, to, wide, UM_F32, n, &test_err));
+                }
+                check_same(w, "a pair", out, want, out_bytes, 1);
+                free(in);
+                free(wide);
+                free(out);
+                free(want);
+            }
+        }
+    }
+}
+
+/* Each length from 0 on, at each address modulo a vector: all of the output, nothing beyond it, and
+ * nothing read beyond the input. */
+static void test_lengths(const way *w) {
+    enum { MAX_N = 70, MAX_SHIFT = 17 };
+    uint64_t seed = 5;
+    for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
+        for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
+            bool right = true, bounded = true;
+            size_t step = from == UM_Q8_0 || to == UM_Q8_0 ? BLOCK : 1;
+            size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
+            for (size_t n = 0; n <= MAX_N; n += step) {
+                void *in = usual_values(from, n, &seed);
+                size_t in_bytes = bytes_of(from, n), out_bytes = bytes_of(to, n);
+                unsigned char *want = allocate(out_bytes);
+                CHECK_OK(um_convert_by(um_convert_code_at(0), want, to, in, from, n, &test_err));
+                for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
+                    size_t before = shift * out_align;
+                    unsigned char *source = allocate(shift * in_align + in_bytes);
+                    unsigned char *out = allocate(before + out_bytes + 1);
+                    memcpy(source + shift * in_align, in, in_bytes);
+                    memset(out, 0xEE, before + out_bytes + 1);
+                    convert(w, out + before, to, source + shift * in_align, from, n);
+                    right = right && memcmp(out + before, want, out_bytes) == 0;
+                    bounded = bounded && out[before + out_bytes] == 0xEE;
+                    bounded = bounded && (shift == 0 || out[before - 1] == 0xEE);
+                    free(source);
+                    free(out);
+                }
+                free(want);
+                free(in);
+            }
+            CHECK(right);
+            CHECK(bounded);
+        }
+    }
 }
 
 /* ---- the public function ---- */
@@ -229,9 +497,14 @@ static void test_lengths(const um_convert_code *code) {
 static void test_convert(void) {
     const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};
     const uint16_t halves[5] = {0x3c00, 0xc000, 0x3800, 0x7bff, 0x0002};
+    const uint16_t brains[5] = {0x3f80, 0xc000, 0x3f00, 0x4780, 0x33d7};
     uint16_t out[5];
     CHECK_OK(um_convert(out, UM_F16, in, UM_F32, 5, &test_err));
     CHECK(memcmp(out, halves, sizeof out) == 0);
+    CHECK_OK(um_convert(out, UM_BF16, in, UM_F32, 5, &test_err));
+    CHECK(memcmp(out, brains, sizeof out) == 0);
+    CHECK_OK(um_convert(out, UM_F16, brains, UM_BF16, 5, &test_err));
+    CHECK(memcmp(out, (const uint16_t[5]){0x3c00, 0xc000, 0x3800, 0x7c00, 2}, sizeof out) == 0);
     float back[5];
     CHECK_OK(um_convert(back, UM_F32, halves, UM_F16, 5, &test_err));
     CHECK(back[0] == 1.0f && back[1] == -2.0f && back[2] == 0.5f && back[3] == 65504.0f &&
@@ -241,50 +514,80 @@ static void test_convert(void) {
     uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};
     CHECK_OK(um_convert(bits_out, UM_F32, bits, UM_F32, 3, &test_err));
     CHECK(memcmp(bits, bits_out, sizeof bits) == 0);
-    uint16_t nans[3] = {0x7c01, 0xfd55, 0x0001}, nans_out[3] = {0};
-    CHECK_OK(um_convert(nans_out, UM_F16, nans, UM_F16, 3, &test_err));
-    CHECK(memcmp(nans, nans_out, sizeof nans) == 0);
+    uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001}, nans_out[3] = {0};
+    for (um_dtype type = UM_F16; type <= UM_BF16; type++) {
+        memset(nans_out, 0, sizeof nans_out);
+        CHECK_OK(um_convert(nans_out, type, nans, type, 3, &test_err));
+        CHECK(memcmp(nans, nans_out, sizeof nans) == 0);
+    }
+    um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}}, blocks_out[2] = {0};
+    CHECK_OK(um_convert(blocks_out, UM_Q8_0, blocks, UM_Q8_0, 2 * BLOCK, &test_err));
+    CHECK(memcmp(blocks, blocks_out, sizeof blocks) == 0);
+}
 
-    CHECK_OK(um_convert(NULL, UM_F16, NULL, UM_F32, 0, &test_err));
-    CHECK_OK(um_convert(NULL, UM_F16, NULL, UM_F16, 0, &test_err));
-
+static void test_refusals(void) {
+    float in[BLOCK * 2] = {1};
+    unsigned char out[sizeof in];
     memset(out, 0x5A, sizeof out);
-    um_dtype unknown[] = {(um_dtype)2, (um_dtype)-1, (um_dtype)255};
+    const um_dtype unknown[] = {(um_dtype)4, (um_dtype)-1, (um_dtype)255};
     for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
         CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 0, &test_err));
         CHECK(um_convert(out, unknown[i], in, UM_F32, 5, NULL) == UM_E_INVALID);
         CHECK_EQ_U64(um_dtype_block_bytes(unknown[i]), 0);
+        CHECK_EQ_U64(um_dtype_block_values(unknown[i]), 0);
     }
-    for (size_t i = 0; i < 5; i++) {
-        CHECK(out[i] == 0x5A5A);
+    for (um_dtype other = UM_F32; other <= UM_Q8_0; other++) {
+        CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
+        CHECK_STATUS(UM_E_INVALID, um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
+        CHECK_OK(um_convert(NULL, UM_Q8_0, NULL, other, 0, &test_err));
+        CHECK_OK(um_convert(NULL, other, NULL, UM_Q8_0, 0, &test_err));
+        CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
-    CHECK_EQ_U64(um_dtype_block_bytes(UM_F32), 4);
-    CHECK_EQ_U64(um_dtype_block_bytes(UM_F16), 2);
+    for (size_t i = 0; i < sizeof out; i++) {
+        REQUIRE(out[i] == 0x5A);
+    }
+    const size_t n_bytes[] = {4, 2, 2, 34}, n_values[] = {1, 1, 1, 32};
+    for (um_dtype type = UM_F32; type <= UM_Q8_0; type++) {
+        CHECK_EQ_U64(um_dtype_block_bytes(type), n_bytes[type]);
+        CHECK_EQ_U64(um_dtype_block_values(type), n_values[type]);
+    }
 }
 
 int main(void) {
-    inputs = malloc(MAX_INPUTS * sizeof *inputs);
-    expected = malloc(MAX_INPUTS * sizeof *expected);
-    REQUIRE(inputs != NULL && expected != NULL);
-    make_reference();
-    test_reference();
+    make_formats();
+    test_references();
     make_inputs();
+    make_rows();
     const um_convert_code *last = NULL;
     for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
         last = um_convert_code_at(i);
         printf("%s, ", last->isa);
-        test_all_halves(last);
-        test_f16_of_f32(last);
-        test_lengths(last);
+        for (size_t j = 0; j < N_MODES; j++) {
+            way w = {last, modes[j]};
+            for (int k = 0; k < N_FORMATS; k++) {
+                test_all_narrow(&w, &formats[k]);
+            }
+            test_narrowing(&w);
+            test_quantizing(&w);
+            test_dequantizing(&w);
+            test_pairs(&w);
+            test_lengths(&w);
+        }
     }
     REQUIRE(last != NULL);
     CHECK(strcmp(um_convert_code_at(0)->isa, "scalar") == 0);
     CHECK(strcmp(um_convert_isa(), last->isa) == 0);
     test_convert();
-    printf("%zu floats: ", n_inputs);
+    test_refusals();
+    printf("%zu floats, %d blocks: ", n_inputs, N_BLOCKS);
     free(inputs);
-    free(expected);
+    free(rows);
+    free(quantized);
+    for (int i = 0; i < N_FORMATS; i++) {
+        free(expected[i]);
+    }
     return test_report();
 }
