@@ -1,0 +1,48 @@
+# Scratchpads for Cython callers: `from unimem._core.scratchpad cimport Scratchpad`.
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+from unimem._core cimport native as um
+from unimem._core.tape cimport Tape
+
+# Rows of one width that are appended, and cut off at the end; where they lie is the subclass's.
+cdef class _Rows:
+    cdef readonly Tape tape
+    cdef readonly str name
+    cdef readonly Py_ssize_t capacity
+    cdef readonly Py_ssize_t dim
+    cdef readonly object dtype
+    cdef Py_ssize_t n_tokens
+    cdef size_t row_bytes
+    # A native type, or one of the module's own.
+    cdef int type
+    cdef bint _owns_tape
+    cdef bint _closed
+    cdef object __weakref__
+    # Checks what both constructors are given; `what` is the name of max_tokens there.
+    cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name)
+    cdef object check_open(self)
+    cdef object fail(self, um.um_error *err)
+    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n)
+    # Writes n rows behind the last one; there is room.
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err)
+    # Gives back what the tokens that are left do not need.
+    cdef um.um_status give_back(self, um.um_error *err)
+
+cdef class Scratchpad(_Rows):
+    # The first row; the others follow without a gap.
+    cdef char *base
+
+cdef class PagedScratchpad(_Rows):
+    cdef um.um_grid grid
+    cdef readonly Py_ssize_t block_tokens
+    # Of each block in use its cell in the grid; on the tape as well.
+    cdef int32_t *table
+    cdef Py_ssize_t n_in_use
+    cdef Py_ssize_t blocks_for(self, Py_ssize_t n)
+    # Where a token is.
+    cdef char *row(self, Py_ssize_t i) noexcept nogil
+    cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err)
+    cdef um.um_status copy_in(self, const char *rows, int given, Py_ssize_t n,
+                              um.um_error *err) noexcept nogil
+    cdef void copy_out(self, char *out) noexcept nogil

@@ -1,0 +1,551 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True, cdivision=True
+"""Scratchpads: append-only rows of one width, in one piece or in blocks."""
+import numpy as np
+
+from unimem.errors import CacheFull, ClosedError
+
+cimport numpy as cnp
+from cpython.number cimport PyNumber_Index
+from libc.stdint cimport int32_t, uint32_t
+from libc.string cimport memcpy, memmove
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
+from unimem._core.region cimport Region
+from unimem._core.status cimport raise_status
+from unimem._core.tape cimport Tape
+
+cnp.import_array()
+
+cdef enum:
+    # Beside the native types, which leave double precision out.
+    F64 = 64
+    NO_TYPE = -1
+    # Giving the GIL up and taking it again costs more than copying less than this.
+    LARGE_BYTES = 32768
+
+cdef dict _TYPES = {"float32": um.UM_F32, "float16": um.UM_F16, "bfloat16": um.UM_BF16,
+                    "float64": F64}
+cdef object MOST_BYTES = 2**63 - 1, MOST_BLOCKS = 2**31 - 1
+
+
+cdef int _type_of(cnp.ndarray a) except -2:
+    """The type of an array's elements."""
+    cdef int number = cnp.PyArray_TYPE(a)
+    if number == cnp.NPY_FLOAT32:
+        return um.UM_F32
+    if number == cnp.NPY_FLOAT16:
+        return um.UM_F16
+    if number == cnp.NPY_FLOAT64:
+        return F64
+    if number == (<cnp.dtype>dtype_of("bfloat16")).type_num:
+        return um.UM_BF16
+    return NO_TYPE
+
+
+cdef object _check_array(object a):
+    if not cnp.PyArray_Check(a):
+        raise TypeError(f"expected a NumPy array, got {type(a).__name__}")
+
+
+cdef um.um_status _copy(void *out, int out_type, const void *rows, int given, size_t n,
+                        um.um_error *err) noexcept nogil:
+    """Copies n values, converted where the types differ."""
+    cdef size_t i
+    if given != out_type:
+        if out_type != F64:
+            return um.um_convert(out, <um.um_dtype>out_type, rows, <um.um_dtype>given, n, err)
+        for i in range(n):
+            (<double *>out)[i] = (<const float *>rows)[i]
+    else:
+        # A view of rows that were cut off since may overlap the rows that take their place.
+        memmove(out, rows, n * _value_bytes(out_type))
+    return um.UM_OK
+
+
+cdef size_t _value_bytes(int type) noexcept nogil:
+    return sizeof(double) if type == F64 else um.um_dtype_block_bytes(<um.um_dtype>type)
+
+
+cdef class _Rows:
+    """What scratchpads have in common: tokens that are appended, and cut off at the end."""
+
+    cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name):
+        # NumPy takes None for float64.
+        named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
+        if named not in _TYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}")
+        self.name = name
+        self.dtype = dtype_of(named)
+        self.type = _TYPES[named]
+        self.capacity = size_of(max_tokens, what, 1)
+        self.dim = size_of(dim, "dim", 1)
+        if nbytes_of((self.capacity, self.dim), self.dtype.itemsize) > MOST_BYTES:
+            raise ValueError(f"{what} and dim: {max_tokens} rows of {dim} {named} are too large")
+        self.row_bytes = self.dim * <size_t>self.dtype.itemsize
+
+    cdef object check_open(self):
+        if self._closed:
+            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+        self.tape.check_open()
+
+    cdef object fail(self, um.um_error *err):
+        raise_status(err.status, err, f"{type(self).__name__} '{self.name}'", CacheFull, "blocks")
+
+    def append(self, vec):
+        """Append one token.
+
+        Parameters
+        ----------
+        vec : numpy.ndarray
+            ``[dim]``, of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
+            other two as well, rounding to nearest even, and one of float64 takes float32. An array
+            that is not C-contiguous and native is copied first.
+
+        Raises
+        ------
+        CacheFull
+            There is no room.
+        ValueError, TypeError
+            A wrong shape or dtype.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, nothing was written.
+        """
+        _check_array(vec)
+        if cnp.PyArray_NDIM(vec) != 1 or cnp.PyArray_DIMS(vec)[0] != self.dim:
+            raise ValueError(f"{type(self).__name__}.append: expected shape ({self.dim},), got "
+                             f"{vec.shape}")
+        self.append_rows(vec, 1)
+
+    def append_batch(self, rows):
+        """Append tokens, all of them or none.
+
+        Parameters
+        ----------
+        rows : numpy.ndarray
+            ``[n, dim]``; otherwise as for `append`. n may be 0.
+
+        Raises
+        ------
+        CacheFull, ValueError, TypeError, ClosedError
+            As `append`.
+        """
+        _check_array(rows)
+        if cnp.PyArray_NDIM(rows) != 2 or cnp.PyArray_DIMS(rows)[1] != self.dim:
+            raise ValueError(f"{type(self).__name__}.append_batch: expected shape (n, {self.dim}), "
+                             f"got {rows.shape}")
+        self.append_rows(rows, cnp.PyArray_DIMS(rows)[0])
+
+    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n):
+        cdef um.um_error err
+        cdef Region _held
+        cdef int given = _type_of(rows)
+        if self._closed or self.tape._region is None:
+            self.check_open()
+        if given != self.type:
+            self._check_type(given, rows.dtype)
+        if n > self.capacity - self.n_tokens:
+            raise CacheFull(f"{type(self).__name__} '{self.name}': asked for {n} tokens, but "
+                            f"{self.n_tokens} of {self.capacity} are used",
+                            self.capacity, self.n_tokens, n)
+        if not cnp.PyArray_ISCARRAY_RO(rows):
+            # Making a copy may run others' code, so that nothing that was looked at still holds.
+            self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
+            return
+        # Held, so that nobody closes the pad while the GIL is released.
+        _held = self.tape._region
+        if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
+            self.fail(&err)
+        # Readers see the tokens when they are whole.
+        self.n_tokens += n
+
+    def _check_type(self, int given, dtype):
+        accepted = (["float64", "float32"] if self.type == F64 else
+                    ["float32", "float16", "bfloat16"])
+        if given not in [_TYPES[name] for name in accepted]:
+            raise TypeError(f"{type(self).__name__} of {self.dtype}: expected an array of "
+                            f"{' or '.join(accepted)}, got {dtype}")
+
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
+        return um.UM_OK
+
+    cdef um.um_status give_back(self, um.um_error *err):
+        return um.UM_OK
+
+    def crop(self, n):
+        """Keep the first n tokens.
+
+        Raises
+        ------
+        ValueError
+            There are fewer.
+        ClosedError
+        """
+        cdef um.um_error err
+        self.check_open()
+        kept = PyNumber_Index(n)
+        if not 0 <= kept <= self.n_tokens:
+            raise ValueError(f"{type(self).__name__}.crop: expected 0 to {self.n_tokens}, got {n}")
+        self.n_tokens = kept
+        if self.give_back(&err) != um.UM_OK:
+            self.fail(&err)
+
+    def clear(self):
+        """Forget all tokens. The memory stays."""
+        self.crop(0)
+
+    @property
+    def is_empty(self):
+        """Whether there is no token."""
+        return len(self) == 0
+
+    @property
+    def closed(self):
+        """Whether the pad was closed."""
+        return self._closed or self.tape.closed
+
+    def close(self):
+        """Close the pad; memory of its own is given back. Closing twice is no error.
+
+        Raises
+        ------
+        BufferError
+            Views still use it; nothing is closed then.
+        """
+        if self._closed:
+            return
+        if self._owns_tape:
+            self.tape.close()
+        self._closed = True
+
+    def __enter__(self):
+        self.check_open()
+        return self
+
+    def __exit__(self, *exc_info):
+        # Views that are still alive keep the memory; it goes with the last of them.
+        self._closed = True
+        if self._owns_tape:
+            self.tape.__exit__()
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: it is memory of this process. "
+                        "Save as_array()")
+
+    def __len__(self):
+        self.check_open()
+        return self.n_tokens
+
+    def _figures(self):
+        return f"len={self.n_tokens}, capacity={self.capacity}, dim={self.dim}"
+
+    def __repr__(self):
+        name = type(self).__name__
+        return f"{name}(closed)" if self.closed else f"{name}({self._figures()})"
+
+
+cdef class Scratchpad(_Rows):
+    """One append-only buffer ``[max_seq_len, dim]``, which never moves.
+
+    In spite of its name it lives as long as a conversation. Appending is a copy, or a conversion,
+    into the next row: no allocation and no system call.
+
+    One thread writes; others may read views of tokens that are there. After a fork the child has
+    its own copy; over shared memory it has none, and ClosedError says so.
+
+    Parameters
+    ----------
+    max_seq_len : int
+        Tokens that fit.
+    dim : int
+        Values of a token.
+    dtype : {"float32", "float16", "bfloat16", "float64"}
+        What is stored.
+    tape : Tape, optional
+        Where the buffer is taken, such as ``layout.history``; otherwise a tape of its own.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`; only without `tape`.
+
+    Attributes
+    ----------
+    capacity, dim : int
+        Tokens that fit, and values of a token.
+    dtype : numpy.dtype
+        What is stored.
+    tape : Tape
+        What the buffer lies on.
+    name : str
+        Stands in messages.
+
+    Raises
+    ------
+    ValueError
+        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+    TapeFull
+        `tape` has no room.
+    MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import numpy as np, unimem as um
+    >>> with um.Scratchpad(64, 8) as pad:
+    ...     pad.append(np.ones(8, "float32"))
+    ...     pad.append_batch(np.zeros((2, 8), "float32"))
+    ...     pad, pad.as_array().shape
+    (Scratchpad(len=3, capacity=64, dim=8), (3, 8))
+    """
+
+    def __init__(self, max_seq_len, dim, dtype="float32", *, tape=None, name=None, **placement):
+        self.prepare(max_seq_len, "max_seq_len", dim, dtype, name or "scratchpad")
+        cdef size_t nbytes = <size_t>self.capacity * self.row_bytes
+        if tape is None:
+            self.tape = Tape(nbytes, name=self.name, category="history", **placement)
+            self._owns_tape = True
+        else:
+            if placement:
+                raise ValueError("a tape is placed already: "
+                                 f"{', '.join(placement)} not accepted beside tape=")
+            self.tape = tape
+        self.base = <char *>self.tape.take_raw(nbytes)
+
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
+        cdef um.um_status status
+        cdef char *out = self.base + <size_t>self.n_tokens * self.row_bytes
+        cdef size_t n_values = <size_t>n * <size_t>self.dim
+        if <size_t>n * self.row_bytes > LARGE_BYTES:
+            with nogil:
+                status = _copy(out, self.type, rows, given, n_values, err)
+        else:
+            status = _copy(out, self.type, rows, given, n_values, err)
+        return status
+
+    def as_array(self):
+        """View the tokens that are there.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[len, dim]``, without a copy, and writable. It does not grow, it keeps the memory
+            alive, and it stays valid until its rows are written anew, after `crop` or `clear`.
+
+        Raises
+        ------
+        ClosedError
+        """
+        self.check_open()
+        return array_over(self.base, (self.n_tokens, self.dim), self.dtype, self.tape._region, True)
+
+
+cdef class PagedScratchpad(_Rows):
+    """Append-only rows in blocks of `block_tokens` tokens, with a block table.
+
+    The blocks come from a pool of its own: one is taken with the first token that needs it, and
+    given back by `crop` and `clear`. A token never moves.
+
+    One thread writes; others may read views of tokens that are there. After a fork the child has
+    its own copy; over shared memory it has none, and ClosedError says so.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Tokens that fit.
+    dim : int
+        Values of a token.
+    dtype : {"float32", "float16", "bfloat16", "float64"}
+        What is stored.
+    block_tokens : int, default 16
+        Tokens of a block.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`.
+
+    Attributes
+    ----------
+    capacity, dim, block_tokens : int
+        Tokens that fit, values of a token, tokens of a block.
+    dtype : numpy.dtype
+        What is stored.
+    tape : Tape
+        What the blocks lie on.
+    name : str
+        Stands in messages.
+
+    Raises
+    ------
+    ValueError
+        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+    MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import numpy as np, unimem as um
+    >>> with um.PagedScratchpad(64, 8) as pad:
+    ...     pad.append_batch(np.ones((17, 8), "float32"))
+    ...     pad, pad.get_token(-1).shape
+    (PagedScratchpad(len=17, capacity=64, dim=8, blocks=2/4), (8,))
+    """
+
+    def __init__(self, max_tokens, dim, dtype="float32", *, block_tokens=16, name=None,
+                 **placement):
+        self.prepare(max_tokens, "max_tokens", dim, dtype, name or "paged scratchpad")
+        cdef um.um_error err
+        cdef size_t nbytes, table_bytes
+        self.block_tokens = size_of(block_tokens, "block_tokens", 1)
+        n_blocks = self.blocks_for(self.capacity)
+        block_bytes = nbytes_of((self.block_tokens, self.dim), self.dtype.itemsize)
+        if n_blocks > MOST_BLOCKS or block_bytes > MOST_BYTES // 2:
+            raise ValueError(f"block_tokens: {n_blocks} blocks of {block_tokens} tokens are too "
+                             "many or too large")
+        if um.um_grid_bytes(block_bytes, n_blocks, &nbytes, &err) != um.UM_OK:
+            raise_status(err.status, &err, f"PagedScratchpad '{self.name}'")
+        table_bytes = n_blocks * sizeof(int32_t)
+        self.tape = Tape(<object>nbytes + table_bytes, name=self.name, category="history",
+                         **placement)
+        self._owns_tape = True
+        if um.um_grid_init(&self.grid, &self.tape.tape, block_bytes, n_blocks, &err) != um.UM_OK:
+            self.tape.fail(&err)
+        self.table = <int32_t *>self.tape.take_raw(table_bytes)
+
+    cdef Py_ssize_t blocks_for(self, Py_ssize_t n):
+        return n // self.block_tokens + (n % self.block_tokens != 0)
+
+    cdef char *row(self, Py_ssize_t i) noexcept nogil:
+        return (<char *>self.grid.base + <size_t>self.table[i // self.block_tokens]
+                * self.grid.cell_bytes + <size_t>(i % self.block_tokens) * self.row_bytes)
+
+    cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err):
+        """Takes blocks until n are in use."""
+        cdef uint32_t cell
+        cdef um.um_status status
+        while self.n_in_use < n:
+            status = um.um_grid_take(&self.grid, &cell, err)
+            if status != um.UM_OK:
+                return status
+            self.table[self.n_in_use] = <int32_t>cell
+            self.n_in_use += 1
+        return um.UM_OK
+
+    cdef um.um_status copy_in(self, const char *rows, int given, Py_ssize_t n,
+                              um.um_error *err) noexcept nogil:
+        cdef Py_ssize_t at = self.n_tokens, part
+        cdef size_t given_bytes = <size_t>self.dim * _value_bytes(given)
+        cdef um.um_status status
+        while n > 0:
+            part = min(n, self.block_tokens - at % self.block_tokens)
+            status = _copy(self.row(at), self.type, rows, given, <size_t>(part * self.dim), err)
+            if status != um.UM_OK:
+                return status
+            rows += <size_t>part * given_bytes
+            at += part
+            n -= part
+        return um.UM_OK
+
+    cdef void copy_out(self, char *out) noexcept nogil:
+        cdef Py_ssize_t at = 0, part
+        while at < self.n_tokens:
+            part = min(self.n_tokens - at, self.block_tokens)
+            memcpy(out, self.row(at), <size_t>part * self.row_bytes)
+            out += <size_t>part * self.row_bytes
+            at += part
+
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
+        cdef um.um_status status = self.take_blocks(self.blocks_for(self.n_tokens + n), err)
+        if status == um.UM_OK:
+            if <size_t>n * self.row_bytes > LARGE_BYTES:
+                with nogil:
+                    status = self.copy_in(rows, given, n, err)
+            else:
+                status = self.copy_in(rows, given, n, err)
+        if status != um.UM_OK:
+            self.give_back(NULL)
+        return status
+
+    cdef um.um_status give_back(self, um.um_error *err):
+        cdef Py_ssize_t needed = self.blocks_for(self.n_tokens)
+        cdef um.um_status status
+        while self.n_in_use > needed:
+            # The last one first, so that they are taken again in their order.
+            status = um.um_grid_give(&self.grid, self.table[self.n_in_use - 1], err)
+            if status != um.UM_OK:
+                return status
+            self.n_in_use -= 1
+        return um.UM_OK
+
+    def get_token(self, i):
+        """View one token.
+
+        Parameters
+        ----------
+        i : int
+            Which; negative from the end, as in a sequence.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[dim]``, without a copy, and writable. It keeps the memory alive. After `crop` or
+            `clear` the token's block may be taken for other tokens: the view shows those then.
+
+        Raises
+        ------
+        IndexError
+            There is no such token.
+        ClosedError
+        """
+        self.check_open()
+        at = PyNumber_Index(i)
+        if not -self.n_tokens <= at < self.n_tokens:
+            raise IndexError(f"PagedScratchpad.get_token: token {i} of {self.n_tokens}")
+        return vector_over(self.row(at if at >= 0 else at + self.n_tokens), self.dim, self.dtype,
+                           self.tape._region, True)
+
+    def as_array(self):
+        """Copy the tokens that are there.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[len, dim]``.
+
+        Raises
+        ------
+        ClosedError
+        """
+        self.check_open()
+        # Held, so that nobody closes the pad meanwhile.
+        cdef Region _held = self.tape._region
+        cdef cnp.ndarray out = np.empty((self.n_tokens, self.dim), self.dtype)
+        if <size_t>self.n_tokens * self.row_bytes > LARGE_BYTES:
+            with nogil:
+                self.copy_out(<char *>cnp.PyArray_DATA(out))
+        else:
+            self.copy_out(<char *>cnp.PyArray_DATA(out))
+        return out
+
+    @property
+    def block_table(self):
+        """A copy of the block table: of each block in use its number in the pool, int32."""
+        self.check_open()
+        return vector_over(self.table, self.n_in_use, dtype_of("int32"), self.tape._region,
+                           False).copy()
+
+    @property
+    def n_blocks(self):
+        """Blocks in the pool."""
+        return self.grid.n_cells
+
+    @property
+    def n_blocks_in_use(self):
+        """Blocks that hold tokens."""
+        self.check_open()
+        return self.n_in_use
+
+    def _figures(self):
+        return f"{_Rows._figures(self)}, blocks={self.n_in_use}/{self.n_blocks}"
