@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -235,3 +236,49 @@ class Model:
             tokens.update({kept + i: token for i, token in enumerate(moved)})
         self.first = kept
         return True
+
+
+def assert_same(kv: um.KVCache, model: Model) -> None:
+    """All that a cache shows is the model's."""
+    assert kv.seq_len == len(kv) == model.seq_len
+    assert kv.next_position == model.next_position
+    assert kv.is_empty is (model.seq_len == 0)
+    assert kv.memory_usage_bytes == model.memory_usage_bytes
+    for layer in range(model.n_layers):
+        for ours, expected in zip(kv.layer(layer), model.layer(layer), strict=True):
+            assert same_bits(ours, expected)
+
+
+class Talk:
+    """A cache and its model, to which the same random tokens are appended."""
+
+    def __init__(self, kv: um.KVCache) -> None:
+        self.kv = kv
+        self.model = Model(
+            kv.n_layers,
+            kv.n_kv_heads,
+            kv.head_dim,
+            batch=kv.batch,
+            dtype=kv.dtype,
+            n_rows=kv.n_rows,
+            window=kv.window,
+        )
+        self.rng = np.random.default_rng(0)
+
+    def append(self, n: int, layers: Iterable[int] | None = None) -> None:
+        """n tokens in all layers, or in some."""
+        shape = (self.kv.batch, self.kv.n_kv_heads, n, self.kv.head_dim)
+        for layer in range(self.kv.n_layers) if layers is None else layers:
+            k, v = given(self.rng, shape, "float32"), given(self.rng, shape, "float32")
+            self.kv.append(layer, k, v)
+            self.model.append(layer, stored(k, self.kv.dtype), stored(v, self.kv.dtype))
+
+    def crop(self, n: int) -> None:
+        self.kv.crop(n)
+        self.model.crop(n)
+
+    def trim_to(self, n: int, keep_first: int = 0) -> None:
+        assert self.kv.trim_to(n, keep_first=keep_first) is self.model.trim_to(n, keep_first)
+
+    def check(self) -> None:
+        assert_same(self.kv, self.model)

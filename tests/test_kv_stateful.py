@@ -28,6 +28,7 @@ from kv_model import (
     Array,
     Model,
     as_float32,
+    assert_same,
     first_row,
     given,
     rows_of_pages,
@@ -406,13 +407,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         kv, model = self.kv, self.model
-        assert kv.seq_len == len(kv) == model.seq_len
-        assert kv.next_position == model.next_position
-        assert kv.is_empty is (model.seq_len == 0)
-        assert kv.memory_usage_bytes == model.memory_usage_bytes
-        for layer in range(self.N_LAYERS):
-            for ours, expected in zip(kv.layer(layer), model.layer(layer), strict=True):
-                assert same_bits(ours, expected)
+        assert_same(kv, model)
         assert self.all_addresses() == self.addresses
         for held in self.views:
             assert same_bits(held.view[:, :, held.clean], held.expected[:, :, held.clean])
