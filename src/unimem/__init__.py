@@ -28,6 +28,7 @@ from unimem.errors import (
     GridFull,
     PlacementError,
     PlacementWarning,
+    SnapshotError,
     TapeFull,
 )
 from unimem.layout import Layout, Stat
@@ -57,6 +58,7 @@ __all__ = [
     "PlacementWarning",
     "Plan",
     "Report",
+    "SnapshotError",
     "Stat",
     "Tape",
     "TapeFull",

@@ -12,6 +12,7 @@ __all__ = [
     "GridFull",
     "PlacementError",
     "PlacementWarning",
+    "SnapshotError",
     "TapeFull",
 ]
 
@@ -83,6 +84,10 @@ class FormatError(ValueError):
 
 class GGUFError(FormatError):
     """A file is not a GGUF file that can be used."""
+
+
+class SnapshotError(FormatError):
+    """A file is not a snapshot that can be restored here."""
 
 
 class ClosedError(RuntimeError):

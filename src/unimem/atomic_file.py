@@ -1,0 +1,229 @@
+"""Files that replace others at once: whatever happens, the old one or the new one is there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NewFile"]
+
+_SUFFIX = b".unimem-tmp"
+_TOKEN_BYTES = 8
+# File systems limit a name to 255 bytes; so many of the file's own stand in the temporary one.
+_MAX_PREFIX = 200
+
+
+@contextlib.contextmanager
+def _about(path: str) -> Iterator[None]:
+    """Make every OSError name the file that is written, and not the temporary one."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), path) from error
+
+
+class NewFile:
+    """A file that is written beside the one whose place it takes in the end.
+
+    Leaving the ``with`` without `publish` removes it. Any number of threads may write; the rest is
+    for one.
+
+    While it is written it is locked (``flock``). The kernel drops the lock of a process that dies,
+    and by that the next writer of the same path knows what to remove.
+
+    Parameters
+    ----------
+    path : str
+        The file to make, or to replace. Where it is a symbolic link, the file that this names.
+        One that is there keeps its permissions.
+
+    Raises
+    ------
+    OSError
+        Nothing can be written there; IsADirectoryError for a folder. Nothing has changed then.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.realpath(path)
+        folder, name = os.path.split(os.fsencode(self.path))
+        self._name = name
+        self._temporary: bytes | None = None
+        with _about(self.path):
+            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                mode = self._mode_of_the_old()
+                self._remove_stale()
+                self._fd = self._create()
+            except BaseException:
+                os.close(self._folder)
+                raise
+            try:
+                if mode is not None:
+                    os.fchmod(self._fd, mode)
+                self._direct = self._set_direct()
+            except BaseException:
+                self.close()
+                raise
+
+    def _mode_of_the_old(self) -> int | None:
+        """Return the permissions of the file that will be replaced, None where there is none."""
+        try:
+            old = os.stat(self._name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISDIR(old.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(old.st_mode):
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return stat.S_IMODE(old.st_mode)
+
+    @property
+    def _prefix(self) -> bytes:
+        return b"." + self._name[:_MAX_PREFIX] + b"."
+
+    def _remove_stale(self) -> None:
+        """Remove what writers of this path left behind when they were killed."""
+        length = len(self._prefix) + _TOKEN_BYTES + len(_SUFFIX)
+        names: list[bytes] = []
+        with contextlib.suppress(OSError):
+            names = [os.fsencode(name) for name in os.listdir(self._folder)]
+        for name in names:
+            if len(name) == length and name.startswith(self._prefix) and name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    self._remove_if_unlocked(name)
+
+    def _remove_if_unlocked(self, name: bytes) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        fd = os.open(name, flags, dir_fd=self._folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=self._folder)
+        finally:
+            os.close(fd)
+
+    def _create(self) -> int:
+        """Make the temporary file, locked."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        while True:
+            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
+            name = self._prefix + token + _SUFFIX
+            try:
+                fd = os.open(name, flags, 0o666, dir_fd=self._folder)
+            except FileExistsError:
+                continue
+            try:
+                # Another writer that removes what is stale may have been faster than the lock.
+                if self._lock(fd) and os.fstat(fd).st_nlink:
+                    self._temporary = name
+                    return fd
+            finally:
+                if self._temporary is None:
+                    os.close(fd)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=self._folder)
+
+    @staticmethod
+    def _lock(fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # Without locks nobody takes the file for a stale one.
+            return error.errno in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+        return True
+
+    def _set_direct(self) -> bool:
+        """Write past the page cache, where the file system can."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+    def write(self, data: NDArray[np.uint8], offset: int) -> None:
+        """Write all of `data`.
+
+        Parameters
+        ----------
+        data : numpy.ndarray
+            ``uint8``. Address and size are multiples of 4096, and so is the offset: what O_DIRECT
+            needs.
+        offset : int
+            Where in the file.
+
+        Raises
+        ------
+        OSError
+            It cannot be written.
+        """
+        rest = data.data
+        with _about(self.path):
+            while rest:
+                direct = self._direct
+                try:
+                    n = os.pwrite(self._fd, rest, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    # The file system takes O_DIRECT only so far, or the device has larger blocks.
+                    self._direct = False
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+                    continue
+                if n == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest, offset = rest[n:], offset + n
+
+    def publish(self) -> None:
+        """Bring the file to the disk, then put it in the place of the old one, for good.
+
+        Raises
+        ------
+        OSError
+            It cannot be done. The old file is there as before, unless only the last step failed,
+            which is to bring the change of the folder to the disk.
+        """
+        with _about(self.path):
+            os.fsync(self._fd)
+            assert self._temporary is not None
+            os.replace(
+                self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder
+            )
+            self._temporary = None
+            try:
+                os.fsync(self._folder)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a file system without such a thing
+                    raise
+
+    def close(self) -> None:
+        """Remove the file unless it was published."""
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary, dir_fd=self._folder)
+        os.close(self._fd)
+        os.close(self._folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,480 @@
+"""Snapshots of KV caches: files that are written whole or not at all, and checked when read.
+
+`KVCache.save`, `KVCache.restore` and `KVCache.verify` are the way in; the format is described in
+``docs/snapshots.md``.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unimem import snapshot_format as fmt
+from unimem._core.block import Block
+from unimem.atomic_file import NewFile
+from unimem.errors import CacheFull, SnapshotError
+from unimem.placement import PlacementOptions
+from unimem.snapshot_format import Chunk, Snapshot
+
+if TYPE_CHECKING:
+    from unimem._core.kv import KVCache
+
+__all__ = ["Snapshot", "describe", "read_into", "restore", "save", "verify"]
+
+# What is written at once: a disk takes less at a time.
+_CHUNK_BYTES = 8 << 20
+# One thread hashes while others write; more keep no disk busier.
+_THREADS = 4
+
+Tokens = Sequence[int] | NDArray[Any] | None
+
+
+def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str | None) -> None:
+    """Write a cache's tokens to a file, which is replaced whole or not at all.
+
+    Parameters
+    ----------
+    kv : KVCache
+        Without reserved rows, and of equally many tokens in all layers: the caller has checked.
+    path : path-like
+        The file. One that is there keeps its permissions.
+    tokens : sequence of int, optional
+        The ids of all tokens of the conversation, up to `next_position`, those that were trimmed
+        included.
+    model : str, optional
+        A fingerprint of the model.
+
+    Raises
+    ------
+    ValueError, TypeError
+        `tokens` are not `next_position` many, or no ids; `model` is too long or no string.
+    OSError
+        The file cannot be written. It is as before, or was not there and is not.
+    """
+    name = _name_of(path)
+    ids = _token_ids(tokens)
+    if ids is not None and len(ids) != kv.next_position:
+        raise ValueError(
+            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
+            f"{len(ids)}"
+        )
+    snapshot = fmt.new(
+        {
+            **{key: getattr(kv, key) for key in _DIMS},
+            "seq_len": kv.seq_len,
+            "next_position": kv.next_position,
+            "alignment": mmap.PAGESIZE,
+            "chunk_bytes": _CHUNK_BYTES,
+        },
+        _model_name(model),
+        ids,
+        name,
+    )
+    with NewFile(name) as file:
+        rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
+
+        def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
+            data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
+            if chunk.padding or data.ctypes.data % mmap.PAGESIZE:
+                piece = staging[: chunk.nbytes + chunk.padding]
+                piece[: chunk.nbytes] = data
+                piece[chunk.nbytes :] = 0
+                data = piece
+            snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
+            file.write(data, chunk.offset)
+
+        _for_each_chunk(snapshot, write)
+        # Last, since it has the checksums.
+        with _staging(snapshot.data_offset) as block:
+            head = block.as_array("uint8", snapshot.data_offset)
+            fmt.encode(snapshot, head)
+            file.write(head, 0)
+            del head
+        file.publish()
+
+
+# The constructor's arguments, which a snapshot has as fields of these names.
+_DIMS = (
+    *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
+    *("spare_rows", "grow"),
+)
+
+
+def describe(path: str | os.PathLike[str]) -> Snapshot:
+    """Read and check what a snapshot says of itself; its data is not read.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+
+    Returns
+    -------
+    Snapshot
+
+    Raises
+    ------
+    SnapshotError
+        It is no snapshot, of a newer version, damaged, cut off or too long.
+    OSError
+        It cannot be read, or is not a regular file.
+    """
+    with _opened(_name_of(path)) as (_, snapshot):
+        return snapshot
+
+
+def restore(
+    cls: type[KVCache],
+    path: str | os.PathLike[str],
+    mode: Literal["map", "copy"],
+    tokens: Tokens,
+    model: str | None,
+    verify: bool | None,
+    placement: PlacementOptions,
+) -> KVCache:
+    """Make a cache of a snapshot.
+
+    Parameters
+    ----------
+    cls : type
+        KVCache.
+    path : path-like
+        The file.
+    mode : {"map", "copy"}
+        Map the file, privately, so that pages are read when they are touched; or read all of it. A
+        ring, and a cache without tokens, is read in both.
+    tokens : sequence of int, optional
+        What the conversation shall begin with: the snapshot's tokens have to be a prefix of these.
+    model : str, optional
+        The fingerprint that the snapshot has to have.
+    verify : bool, optional
+        Whether to check the data; by default, what is read is checked and what is mapped is not.
+    placement : PlacementOptions
+        As for KVCache; only with ``"copy"``.
+
+    Returns
+    -------
+    KVCache
+
+    Raises
+    ------
+    SnapshotError
+        The snapshot cannot be used: `rule` says why.
+    ValueError, TypeError
+        An unknown mode, placement of what is mapped, `tokens` that are no ids.
+    OSError
+        The file cannot be read.
+    MemoryError, PlacementError
+        As KVCache.
+    """
+    if mode not in ("map", "copy"):
+        raise ValueError(f"mode: expected 'map' or 'copy', got {mode!r}")
+    if mode == "map" and placement:
+        raise ValueError(
+            f"a mapped file lies in the page cache: {', '.join(placement)} not accepted with "
+            "mode='map', use mode='copy'"
+        )
+    ids = _token_ids(tokens)
+    with _opened(_name_of(path)) as (fd, snapshot):
+        _check_wanted(snapshot, ids, model)
+        fields = {key: getattr(snapshot, key) for key in _DIMS}
+        can_be_mapped = (
+            snapshot.seq_len and not snapshot.window and snapshot.alignment % mmap.PAGESIZE == 0
+        )
+        source = _Source(fd, snapshot) if mode == "map" else None
+        if source and can_be_mapped:
+            if verify:
+                _check_data(snapshot, fd)
+            offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
+            kv = cls._mapped(fields, fd, offsets, snapshot.seq_len, snapshot.next_position)
+        else:
+            kv = cls(**fields, **placement)
+            try:
+                _read(kv, snapshot, fd, verify=verify is not False)
+            except BaseException:
+                # Not close(), which raises while the error's traceback holds views.
+                kv.__exit__()
+                raise
+        kv._snapshot = source
+        return kv
+
+
+def read_into(
+    kv: KVCache, path: str | os.PathLike[str], tokens: Tokens = None, model: str | None = None
+) -> Snapshot:
+    """Read a snapshot into a cache that is there, and check all of it.
+
+    Parameters
+    ----------
+    kv : KVCache
+        Cleared, and of the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may
+        differ.
+    path, tokens, model
+        As in `restore`.
+
+    Returns
+    -------
+    Snapshot
+
+    Raises
+    ------
+    SnapshotError
+        The snapshot cannot be used, or is of a cache of other dimensions.
+    CacheFull
+        There is no room for its tokens.
+    ValueError, TypeError
+        The cache is not cleared; `tokens` are no ids.
+    OSError
+        The file cannot be read.
+
+    Notes
+    -----
+    When it raises, the cache is as empty as before.
+    """
+    if kv.next_position:
+        raise ValueError(
+            f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
+        )
+    ids = _token_ids(tokens)
+    with _opened(_name_of(path)) as (fd, snapshot):
+        _check_wanted(snapshot, ids, model)
+        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
+            there, here = getattr(snapshot, key), getattr(kv, key)
+            if there != here:
+                rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
+                raise SnapshotError(
+                    f"{rule}: make the cache with the same", fmt.OFFSETS[key], snapshot.path
+                )
+        if snapshot.seq_len > kv.max_seq_len:
+            raise CacheFull(
+                f"{snapshot.path}: {snapshot.seq_len} tokens, and the cache has room for "
+                f"{kv.max_seq_len}: make it with a larger max_seq_len",
+                kv.max_seq_len,
+                0,
+                snapshot.seq_len,
+            )
+        try:
+            _read(kv, snapshot, fd, verify=True)
+        except BaseException:
+            kv.clear()
+            raise
+        return snapshot
+
+
+def verify(kv: KVCache) -> None:
+    """Check the data of the file that a cache was mapped from.
+
+    What is checked is the file, as it was saved: it does not matter what was done to the cache
+    since then, which never changes the file.
+
+    Parameters
+    ----------
+    kv : KVCache
+        Restored with ``mode="map"``.
+
+    Raises
+    ------
+    SnapshotError
+        The data is damaged.
+    OSError
+        The file cannot be read.
+    ValueError
+        The cache was not restored with ``mode="map"``.
+    """
+    if kv._snapshot is None:
+        raise ValueError(
+            "nothing to verify: the cache was not restored with mode='map', and 'copy' has checked "
+            "what it read"
+        )
+    kv._snapshot.verify()
+
+
+class _Source:
+    """The file behind a mapped cache, held open: another may have its name by now."""
+
+    def __init__(self, fd: int, snapshot: Snapshot) -> None:
+        self._fd = -1
+        self._snapshot = snapshot
+        self._fd = os.dup(fd)
+
+    def verify(self) -> None:
+        _check_data(self._snapshot, self._fd)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+
+
+# ---- what the caller gave ----
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"path: expected str or os.PathLike[str], got {type(path).__name__}")
+    return name
+
+
+def _model_name(model: str | None) -> str | None:
+    if model is not None and not isinstance(model, str):
+        raise TypeError(f"model: expected a str, got {type(model).__name__}")
+    return model
+
+
+def _token_ids(tokens: Tokens) -> NDArray[np.int32] | None:
+    if tokens is None:
+        return None
+    given = np.asarray(tokens)
+    if given.ndim != 1:
+        raise ValueError(f"tokens: expected one dimension, got shape {given.shape}")
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"tokens: expected integers, got {given.dtype}")
+    if given.size and not 0 <= given.min() <= given.max() < 2**31:
+        raise ValueError(f"tokens: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
+    return given.astype(np.int32)
+
+
+def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: str | None) -> None:
+    """Refuse the snapshot of another model or conversation."""
+    path = snapshot.path
+    if _model_name(model) is not None and model != snapshot.model:
+        there = "no model" if snapshot.model is None else f"model {snapshot.model!r}"
+        rule = f"expected a snapshot of model {model!r}, got one of {there}"
+        at = snapshot.tokens_offset + (0 if snapshot.tokens is None else snapshot.tokens.nbytes)
+        raise SnapshotError(f"{rule}: restore it with its own model, or save anew", at, path)
+    if tokens is None:
+        return
+    if snapshot.tokens is None:
+        rule = "expected the tokens given, got a snapshot without token ids"
+        raise SnapshotError(f"{rule}: save it with tokens=", snapshot.tokens_offset, path)
+    n = min(len(tokens), len(snapshot.tokens))
+    different = np.flatnonzero(tokens[:n] != snapshot.tokens[:n])
+    if different.size or n < len(snapshot.tokens):
+        at = int(different[0]) if different.size else n
+        rule = (
+            f"its {len(snapshot.tokens)} tokens are no prefix of the {len(tokens)} given, from "
+            f"token {at} on: restore without tokens=, or begin anew"
+        )
+        raise SnapshotError(rule, snapshot.tokens_offset + 4 * at, path)
+
+
+# ---- reading ----
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int, Snapshot]]:
+    """Give the open file and what its header says, all of which is checked."""
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISDIR(info.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "Expected a regular file", path)
+        head = np.empty(min(fmt.HEADER_BYTES, info.st_size), np.uint8)
+        _read_fully(fd, head, 0, path)
+        values = fmt.checked_header(head.tobytes(), info.st_size, path)
+        tables = np.empty(values["data_offset"] - fmt.HEADER_BYTES, np.uint8)
+        _read_fully(fd, tables, fmt.HEADER_BYTES, path)
+        yield fd, fmt.checked_tables(values, tables, path)
+    finally:
+        os.close(fd)
+
+
+def _read_fully(fd: int, out: NDArray[np.uint8], offset: int, path: str) -> None:
+    rest = out.data
+    while rest:
+        try:
+            n = os.preadv(fd, [rest], offset)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or errno.EIO), path) from error
+        if n == 0:
+            raise SnapshotError("the file became shorter while it was read", offset, path)
+        rest, offset = rest[n:], offset + n
+
+
+def _read(kv: KVCache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
+    """Read the rows into an empty cache."""
+    n, position = snapshot.seq_len, snapshot.next_position
+    kv._begin_restore(position, n)
+    rows = [kv._restore_rows(*lane, n, position) for lane in snapshot.lanes] if n else []
+
+    def read(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
+        data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
+        _read_fully(fd, data, chunk.offset, snapshot.path)
+        if verify:
+            padding = staging[: chunk.padding]
+            _read_fully(fd, padding, chunk.offset + chunk.nbytes, snapshot.path)
+            _check_chunk(snapshot, chunk, data, padding)
+
+    _for_each_chunk(snapshot, read)
+    kv._finish_restore(position, n)
+
+
+def _check_data(snapshot: Snapshot, fd: int) -> None:
+    def check(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
+        data = staging[: chunk.nbytes + chunk.padding]
+        _read_fully(fd, data, chunk.offset, snapshot.path)
+        _check_chunk(snapshot, chunk, data)
+
+    _for_each_chunk(snapshot, check)
+
+
+def _check_chunk(snapshot: Snapshot, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece.data)
+    if digest.intdigest() != snapshot.checksums[chunk.number]:
+        layer, part, stream = snapshot.lanes[chunk.lane]
+        of_stream = f" of stream {stream}" if snapshot.batch > 1 else ""
+        raise SnapshotError(
+            f"the data's checksum does not match in {part} of layer {layer}{of_stream}; "
+            f"{fmt.DAMAGED}",
+            chunk.offset,
+            snapshot.path,
+        )
+
+
+# ---- both ----
+
+
+def _staging(nbytes: int) -> Block:
+    return Block(nbytes, pages="4k", name="snapshot", category="staging")
+
+
+def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], None]) -> None:
+    """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
+
+    The error of the first chunk that has one is raised, and what has not begun then is left.
+    """
+    n_threads = min(_THREADS, len(snapshot.checksums))
+    if n_threads == 0:
+        return
+    nbytes = min(snapshot.chunk_bytes, snapshot.lane_stride)
+    buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
+
+    def one(chunk: Chunk) -> None:
+        buffer = buffers.get()
+        try:
+            work(chunk, buffer)
+        finally:
+            buffers.put(buffer)
+
+    with _staging(n_threads * nbytes) as block, ThreadPoolExecutor(n_threads) as pool:
+        for i in range(n_threads):
+            buffers.put(block.as_array("uint8", nbytes, i * nbytes))
+        for _ in pool.map(one, snapshot.chunks()):
+            pass

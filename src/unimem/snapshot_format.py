@@ -1,0 +1,486 @@
+"""The format of snapshot files: packing a header, and reading one with every field checked.
+
+``docs/snapshots.md`` describes it. Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unimem.errors import SnapshotError
+from unimem.placement import format_bytes
+
+__all__ = [
+    "Chunk",
+    "Lane",
+    "Snapshot",
+    "checked_header",
+    "checked_tables",
+    "encode",
+    "new",
+    "round_up",
+    "sealed",
+]
+
+DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
+
+MAGIC = b"UNIMEMKV"
+VERSION = 1
+# In the file a dtype is its index here; of each, the values in a block and the bytes of one.
+DTYPES: tuple[DType, ...] = get_args(DType)
+_BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34)}
+_GROW, _HAS_MODEL, _HAS_TOKENS = 1, 2, 4
+
+MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
+MAX_CHUNK_BYTES = 64 << 20
+MAX_LANES = 1 << 20
+MAX_MODEL_BYTES = 65535
+# Of memory, and of positions: what fits a signed 64-bit number in every language.
+_LIMIT = 1 << 62
+
+_FIELDS = (
+    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
+    *(("data_offset", "Q"), ("lane_stride", "Q"), ("row_bytes", "Q"), ("chunk_bytes", "Q")),
+    *(("seq_len", "Q"), ("next_position", "Q"), ("max_seq_len", "Q"), ("window", "Q")),
+    *(("spare_rows", "Q"), ("n_layers", "I"), ("n_kv_heads", "I"), ("head_dim", "I")),
+    *(("batch", "I"), ("dtype", "I"), ("flags", "I"), ("alignment", "I"), ("model_bytes", "I")),
+    *(("tables_checksum", "Q"), ("header_checksum", "Q")),
+)
+_HEADER = struct.Struct("<" + "".join(code for _, code in _FIELDS))
+#: Bytes of the header.
+HEADER_BYTES = _HEADER.size
+#: Where each field of the header begins.
+OFFSETS = {
+    name: struct.calcsize("<" + "".join(code for _, code in _FIELDS[:i]))
+    for i, (name, _) in enumerate(_FIELDS)
+}
+#: What every error of a damaged file ends with.
+DAMAGED = "the file is damaged, take another copy of it or save anew"
+
+
+def round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not below `n`."""
+    return -(-n // step) * step
+
+
+class Lane(NamedTuple):
+    """K or V of one layer of one stream: which, as `KVCache` takes it."""
+
+    layer: int
+    part: Literal["k", "v"]
+    stream: int
+
+
+class Chunk(NamedTuple):
+    """A piece of a lane that has a checksum of its own.
+
+    Attributes
+    ----------
+    number : int
+        Which checksum.
+    lane : int
+        Which lane.
+    begin, nbytes : int
+        The bytes of the lane's rows.
+    padding : int
+        Zeros that follow them in the file, and that the checksum covers, too.
+    offset : int
+        Where it begins in the file.
+    """
+
+    number: int
+    lane: int
+    begin: int
+    nbytes: int
+    padding: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What the header of a snapshot file says.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    n_layers, n_kv_heads, head_dim, max_seq_len, batch : int
+        The cache's dimensions.
+    dtype : {"f32", "f16", "bf16", "q8_0"}
+        What is stored.
+    window : int or None
+        Of a ring, the tokens that it shows.
+    spare_rows : int
+        Of a ring, its rows beyond the window.
+    grow : bool
+        Whether the cache's storage grew with its tokens.
+    seq_len : int
+        Tokens in the file.
+    next_position : int
+        The position behind the last of them.
+    model : str or None
+        The fingerprint of the model that it was saved with.
+    tokens : numpy.ndarray or None
+        ``int32 [next_position]``, read-only: the ids of all tokens of the conversation.
+    row_bytes : int
+        Bytes of one token in one lane.
+    alignment, data_offset, lane_stride, chunk_bytes, file_bytes : int
+        Where the data is, in bytes: see ``docs/snapshots.md``.
+    checksums : numpy.ndarray
+        ``uint64 [n_chunks]``: of each chunk of the data.
+    """
+
+    path: str
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    batch: int
+    dtype: DType
+    window: int | None
+    spare_rows: int
+    grow: bool
+    seq_len: int
+    next_position: int
+    model: str | None
+    tokens: NDArray[np.int32] | None
+    row_bytes: int
+    alignment: int
+    data_offset: int
+    lane_stride: int
+    chunk_bytes: int
+    file_bytes: int
+    checksums: NDArray[np.uint64] = field(repr=False)
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes of the rows of one lane, without padding."""
+        return self.seq_len * self.row_bytes
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes, in the order of the file."""
+        return [
+            Lane(layer, part, stream)
+            for layer in range(self.n_layers)
+            for part in get_args(Literal["k", "v"])
+            for stream in range(self.batch)
+        ]
+
+    @property
+    def tokens_offset(self) -> int:
+        """Where the token ids begin in the file."""
+        return HEADER_BYTES + 8 * len(self.checksums)
+
+    def offset_of(self, lane: int) -> int:
+        """Return where a lane begins in the file."""
+        return self.data_offset + lane * self.lane_stride
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Give the chunks, in the order of their checksums."""
+        number = 0
+        for lane in range(2 * self.n_layers * self.batch):
+            for begin in range(0, self.lane_stride, self.chunk_bytes):
+                end = min(begin + self.chunk_bytes, self.lane_stride)
+                nbytes = min(end, self.lane_bytes) - begin
+                offset = self.offset_of(lane) + begin
+                yield Chunk(number, lane, begin, nbytes, end - begin - nbytes, offset)
+                number += 1
+
+    def __str__(self) -> str:
+        shape = f"{self.n_layers} layers of {self.n_kv_heads} heads of {self.head_dim} {self.dtype}"
+        streams = f", {self.batch} streams" if self.batch > 1 else ""
+        first = self.next_position - self.seq_len
+        where = f" at positions {first} to {self.next_position - 1}" if self.seq_len else ""
+        kind = f"window of {self.window}" if self.window else f"at most {self.max_seq_len}"
+        model = f"model {self.model!r}" if self.model is not None else "no model named"
+        ids = "with token ids" if self.tokens is not None else "without token ids"
+        return (
+            f"{shape}{streams}; {self.seq_len} tokens{where}, {kind}; {model}; {ids}; "
+            f"{format_bytes(self.file_bytes)}"
+        )
+
+
+class _Sizes(NamedTuple):
+    """What follows from a cache's dimensions and from what it holds."""
+
+    row_bytes: int
+    lane_stride: int
+    n_chunks: int
+    tables_end: int
+    data_offset: int
+    file_bytes: int
+
+
+def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
+    block_values, block_bytes = _BLOCKS[facts["dtype"]]
+    row_bytes = facts["n_kv_heads"] * facts["head_dim"] // block_values * block_bytes
+    lane_stride = round_up(facts["seq_len"] * row_bytes, facts["alignment"])
+    n_lanes = 2 * facts["n_layers"] * facts["batch"]
+    n_chunks = n_lanes * -(-lane_stride // facts["chunk_bytes"])
+    tables_end = HEADER_BYTES + 8 * n_chunks + 4 * n_tokens + facts["model_bytes"]
+    data_offset = round_up(tables_end, facts["alignment"])
+    file_bytes = data_offset + n_lanes * lane_stride
+    return _Sizes(row_bytes, lane_stride, n_chunks, tables_end, data_offset, file_bytes)
+
+
+def new(
+    facts: dict[str, Any], model: str | None, tokens: NDArray[np.int32] | None, path: str
+) -> Snapshot:
+    """Lay a new file out.
+
+    Parameters
+    ----------
+    facts : dict
+        The fields of `Snapshot` from `n_layers` to `next_position`, and `alignment` and
+        `chunk_bytes`.
+    model, tokens, path
+        As in `Snapshot`.
+
+    Returns
+    -------
+    Snapshot
+        With checksums that are still to be written.
+
+    Raises
+    ------
+    ValueError
+        More lanes, or a longer name of the model, than a snapshot can have.
+    """
+    n_lanes = 2 * facts["n_layers"] * facts["batch"]
+    if n_lanes > MAX_LANES:
+        raise ValueError(
+            f"a snapshot has at most {MAX_LANES} lanes (2 * n_layers * batch), and this cache "
+            f"{n_lanes}"
+        )
+    model_bytes = len(model.encode()) if model is not None else 0
+    if model_bytes > MAX_MODEL_BYTES:
+        raise ValueError(
+            f"model: expected at most {MAX_MODEL_BYTES} bytes of UTF-8, got {model_bytes}"
+        )
+    n_tokens = 0 if tokens is None else len(tokens)
+    sizes = _sizes(facts | {"model_bytes": model_bytes}, n_tokens)
+    return Snapshot(
+        path=path,
+        model=model,
+        tokens=tokens,
+        row_bytes=sizes.row_bytes,
+        data_offset=sizes.data_offset,
+        lane_stride=sizes.lane_stride,
+        file_bytes=sizes.file_bytes,
+        checksums=np.zeros(sizes.n_chunks, np.uint64),
+        **facts,
+    )
+
+
+def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
+    """Write the header and the tables.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        What to write.
+    out : numpy.ndarray
+        ``uint8 [data_offset]``, all zeros: the beginning of the file.
+    """
+    model = b"" if snapshot.model is None else snapshot.model.encode()
+    tokens = b"" if snapshot.tokens is None else snapshot.tokens.astype("<i4").tobytes()
+    tables = snapshot.checksums.astype("<u8").tobytes() + tokens + model
+    out[HEADER_BYTES : HEADER_BYTES + len(tables)] = np.frombuffer(tables, np.uint8)
+    flags = _GROW * snapshot.grow
+    flags |= _HAS_MODEL * (snapshot.model is not None)
+    flags |= _HAS_TOKENS * (snapshot.tokens is not None)
+    special = {
+        "magic": MAGIC,
+        "version": VERSION,
+        "header_bytes": HEADER_BYTES,
+        "window": snapshot.window or 0,
+        "dtype": DTYPES.index(snapshot.dtype),
+        "flags": flags,
+        "model_bytes": len(model),
+        "tables_checksum": xxhash.xxh3_64_intdigest(out[HEADER_BYTES:].data),
+        "header_checksum": 0,
+    }
+    values = [special[name] if name in special else getattr(snapshot, name) for name, _ in _FIELDS]
+    out[:HEADER_BYTES] = np.frombuffer(sealed(_HEADER.pack(*values)), np.uint8)
+
+
+def sealed(header: bytes) -> bytes:
+    """Return the header with the checksum that belongs to it."""
+    head = header[: OFFSETS["header_checksum"]]
+    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+
+
+def _refuse(name: str, rule: str, path: str) -> NoReturn:
+    raise SnapshotError(rule, OFFSETS[name], path)
+
+
+def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, Any]:
+    """Read the header of a file, and check every field.
+
+    Parameters
+    ----------
+    head : bytes
+        The beginning of the file: `HEADER_BYTES` of it, or all that there is.
+    file_bytes : int
+        Bytes of the file.
+    path : str
+        The file, for errors.
+
+    Returns
+    -------
+    dict
+        The header's fields by name. `data_offset` is inside the file, and every other size is what
+        it has to be.
+
+    Raises
+    ------
+    SnapshotError
+        The file is no snapshot, of another version, damaged, cut off or too long.
+    """
+    if not head.startswith(MAGIC[: len(head)]) or not head:
+        _refuse("magic", "this is no snapshot of unimem: it does not begin with UNIMEMKV", path)
+    if len(head) < HEADER_BYTES:
+        rule = f"the file is cut off inside its header: it has {len(head)} bytes"
+        raise SnapshotError(f"{rule}; {DAMAGED}", len(head), path)
+    values = dict(zip((name for name, _ in _FIELDS), _HEADER.unpack(head), strict=True))
+    version = values["version"]
+    # Before the checksum, since a newer version may have a longer header.
+    if version > VERSION:
+        rule = f"version {version} is newer than this unimem, which reads version {VERSION}"
+        _refuse("version", f"{rule}: update unimem-llm, or save anew", path)
+    if version != VERSION:
+        _refuse("version", f"expected version {VERSION}, got {version}; {DAMAGED}", path)
+    if head != sealed(head):
+        _refuse("header_checksum", f"the header's checksum does not match; {DAMAGED}", path)
+    _check_dims(values, path)
+    _check_layout(values, file_bytes, path)
+    return values
+
+
+def _check_dims(values: dict[str, Any], path: str) -> None:
+    """Check what the cache is, and what it holds; dtype, window and model get their meaning."""
+
+    def check(holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            _refuse(name, f"{name}: expected {expected}, got {values[name]}", path)
+
+    for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "max_seq_len"):
+        check(values[name] >= 1, name, "at least 1")
+    n_lanes = 2 * values["n_layers"] * values["batch"]
+    check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes (2 * n_layers * batch)")
+    check(values["dtype"] < len(DTYPES), "dtype", f"a number below {len(DTYPES)}")
+    values["dtype"] = DTYPES[values["dtype"]]
+    block_values, block_bytes = _BLOCKS[values["dtype"]]
+    whole = values["head_dim"] % block_values == 0
+    check(whole, "head_dim", f"a multiple of {block_values} for {values['dtype']}")
+    check(values["flags"] < 2 * _HAS_TOKENS, "flags", "no bit but 1, 2 and 4")
+    alignment = values["alignment"]
+    check(
+        MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0,
+        "alignment",
+        f"a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}",
+    )
+    chunk = values["chunk_bytes"]
+    check(
+        0 < chunk <= MAX_CHUNK_BYTES and chunk % alignment == 0,
+        "chunk_bytes",
+        f"a multiple of the alignment up to {MAX_CHUNK_BYTES}",
+    )
+    row_bytes = values["n_kv_heads"] * values["head_dim"] // block_values * block_bytes
+    check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
+    max_rows = _LIMIT // (n_lanes * row_bytes)
+    check(values["max_seq_len"] <= max_rows, "max_seq_len", f"at most {max_rows}")
+    window = values["window"]
+    check(window <= values["max_seq_len"], "window", f"at most {values['max_seq_len']}")
+    check(not window or not values["flags"] & _GROW, "window", "none in a cache that grows")
+    max_spare = max_rows - window if window else 0
+    check(values["spare_rows"] <= max_spare, "spare_rows", f"at most {max_spare}")
+    check(values["next_position"] < _LIMIT, "next_position", f"less than {_LIMIT}")
+    most = min(window or values["max_seq_len"], values["next_position"])
+    check(values["seq_len"] <= most, "seq_len", f"at most {most}")
+    max_model = MAX_MODEL_BYTES if values["flags"] & _HAS_MODEL else 0
+    check(values["model_bytes"] <= max_model, "model_bytes", f"at most {max_model}")
+
+
+def _check_layout(values: dict[str, Any], file_bytes: int, path: str) -> None:
+    """Check what follows from these."""
+    n_tokens = values["next_position"] if values["flags"] & _HAS_TOKENS else 0
+    sizes = _sizes(values, n_tokens)
+    exact = {
+        "header_bytes": HEADER_BYTES,
+        "lane_stride": sizes.lane_stride,
+        "data_offset": sizes.data_offset,
+        "file_bytes": sizes.file_bytes,
+    }
+    for name, expected in exact.items():
+        if values[name] != expected:
+            _refuse(name, f"{name}: expected {expected}, got {values[name]}", path)
+    if file_bytes < sizes.file_bytes:
+        rule = f"the file is cut off: it has {file_bytes} of {sizes.file_bytes} bytes"
+        raise SnapshotError(f"{rule}; {DAMAGED}", file_bytes, path)
+    if file_bytes > sizes.file_bytes:
+        rule = f"the file is longer than it should be: {file_bytes} bytes, not {sizes.file_bytes}"
+        raise SnapshotError(f"{rule}; {DAMAGED}", sizes.file_bytes, path)
+
+
+def checked_tables(values: dict[str, Any], tables: NDArray[np.uint8], path: str) -> Snapshot:
+    """Read what follows the header.
+
+    Parameters
+    ----------
+    values : dict
+        From `checked_header`.
+    tables : numpy.ndarray
+        ``uint8``: the file from `HEADER_BYTES` to `data_offset`.
+    path : str
+        The file.
+
+    Returns
+    -------
+    Snapshot
+
+    Raises
+    ------
+    SnapshotError
+        Their checksum does not match, or they hold what cannot be.
+    """
+    if xxhash.xxh3_64_intdigest(tables.data) != values["tables_checksum"]:
+        rule = f"the checksum of the checksums, tokens and model does not match; {DAMAGED}"
+        raise SnapshotError(rule, HEADER_BYTES, path)
+    flags = values["flags"]
+    n_tokens = values["next_position"] if flags & _HAS_TOKENS else 0
+    n_chunks = _sizes(values, n_tokens).n_chunks
+    tokens = tables[8 * n_chunks : 8 * n_chunks + 4 * n_tokens].view("<i4").astype(np.int32)
+    tokens.flags.writeable = False
+    if n_tokens and tokens.min() < 0:
+        at = HEADER_BYTES + 8 * n_chunks + 4 * int(np.argmax(tokens < 0))
+        raise SnapshotError("the id of a token is negative", at, path)
+    model_begin = 8 * n_chunks + 4 * n_tokens
+    name = tables[model_begin : model_begin + values["model_bytes"]].tobytes()
+    try:
+        model = name.decode()
+    except UnicodeDecodeError as error:
+        at = HEADER_BYTES + model_begin + error.start
+        raise SnapshotError("the model's name is not valid UTF-8", at, path) from None
+    same = (
+        *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "spare_rows"),
+        *("seq_len", "next_position", "row_bytes", "alignment", "data_offset", "lane_stride"),
+        *("chunk_bytes", "file_bytes"),
+    )
+    return Snapshot(
+        path=path,
+        window=values["window"] or None,
+        grow=bool(flags & _GROW),
+        model=model if flags & _HAS_MODEL else None,
+        tokens=tokens if flags & _HAS_TOKENS else None,
+        checksums=tables[: 8 * n_chunks].view("<u8").astype(np.uint64),
+        **{name: values[name] for name in same},
+    )
