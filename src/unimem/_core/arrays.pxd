@@ -14,4 +14,7 @@ cdef object nbytes_of(tuple dims, object itemsize)
 cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable)
 # The same with one dimension.
 cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable)
+# The same with strides in bytes; NULL: those of a C-contiguous array.
+cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
+                      const cnp.npy_intp *strides, object dtype, object owner, bint writable)
 cdef object dtype_of(object dtype)

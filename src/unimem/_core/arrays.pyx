@@ -106,23 +106,24 @@ cdef object array_over(void *address, tuple dims, object dtype, object owner, bi
     for n in dims:
         sizes[n_dims] = n
         n_dims += 1
-    return new_array(address, n_dims, sizes, dtype, owner, writable)
+    return new_array(address, n_dims, sizes, NULL, dtype, owner, writable)
 
 
 cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owner, bint writable):
-    return new_array(address, 1, &n, dtype, owner, writable)
+    return new_array(address, 1, &n, NULL, dtype, owner, writable)
 
 
-cdef inline object new_array(void *address, int n_dims, cnp.npy_intp *sizes, object dtype,
-                             object owner, bint writable):
-    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS
+cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
+                      const cnp.npy_intp *strides, object dtype, object owner, bint writable):
+    # With strides NumPy finds out itself whether they are those of a contiguous array.
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS if strides == NULL else 0
     if <uintptr_t>address & <uintptr_t>((<cnp.dtype>dtype).alignment - 1) == 0:
         flags |= cnp.NPY_ARRAY_ALIGNED
     if writable:
         flags |= cnp.NPY_ARRAY_WRITEABLE
     Py_INCREF(dtype)  # PyArray_NewFromDescr steals it
-    array = PyArray_NewFromDescr(<PyTypeObject *>cnp.ndarray, dtype, n_dims, sizes, NULL, address,
-                                 flags, NULL)
+    array = PyArray_NewFromDescr(<PyTypeObject *>cnp.ndarray, dtype, n_dims, sizes, strides,
+                                 address, flags, NULL)
     Py_INCREF(owner)  # as PyArray_SetBaseObject does
     cnp.PyArray_SetBaseObject(array, owner)
     return array

@@ -1,20 +1,21 @@
 # KV caches for Cython callers: `from unimem._core.kv cimport KVCache`.
+cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
-from unimem._core.tape cimport Tape
+from unimem._core.kv_memory cimport KVMemory
 
-cdef class KVCache:
-    # The native cache: C callers use the um_kv_* functions on it directly.
-    cdef um.um_kv kv
-    cdef readonly Tape tape
-    cdef bint _owns_tape
-    cdef bint _closed
-    cdef size_t _storage_bytes
+cdef class KVCache(KVMemory):
     cdef readonly str dtype
-    cdef object _numpy_dtype
-    cdef object __weakref__
+    cdef readonly object window
+    # The file that it was restored from, for unimem.snapshot.
+    cdef public object _snapshot
+    cdef object _dtype
+    cdef dict _placement
     cdef object fail(self, um.um_error *err, str doing)
-    cdef object check_open(self)
-    cdef object _view(self, uint32_t layer, bint v, uint64_t n)
     cdef uint32_t _checked_layer(self, Py_ssize_t layer) except? 0xffffffff
+    cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1
+    cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
+    cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,
+                   cnp.ndarray out) except -1
+    cdef int _check_whole(self, str doing) except -1

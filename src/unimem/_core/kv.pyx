@@ -2,31 +2,51 @@
 """The KV cache: K and V of all layers of one conversation, in memory that never moves."""
 import numpy as np
 
-from unimem.errors import CacheFull, ClosedError
+from unimem.errors import CacheFull
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.string cimport strcmp
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport array_over, size_of
+from unimem._core.arrays cimport dtype_of, new_array, size_of
+from unimem._core.kv_memory cimport KVMemory, is_v
+from unimem._core.region cimport Region, new_window
 from unimem._core.status cimport raise_status
-from unimem._core.tape cimport Tape
 
 cnp.import_array()
 
 # The names of KV types, and NumPy's for the same.
-cdef dict _TYPES = {"f32": "f32", "float32": "f32", "f16": "f16", "float16": "f16"}
+cdef dict _TYPES = {"f32": "f32", "float32": "f32", "f16": "f16", "float16": "f16",
+                    "bf16": "bf16", "bfloat16": "bf16", "q8_0": "q8_0"}
+cdef dict _NUMBERS = {"f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0}
+cdef object _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
+# NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
+cdef int _bf16_number = -1
+# Giving the interpreter's lock up and taking it again costs more than copying a few rows.
+cdef uint64_t MANY_ROWS = 64
+
+
+cdef object _numpy_dtype(int number):
+    if number == um.UM_Q8_0:
+        return _Q8_0
+    return dtype_of({um.UM_F32: "float32", um.UM_F16: "float16", um.UM_BF16: "bfloat16"}[number])
 
 
 cdef int _float_of(cnp.ndarray a) except -1:
     """The native type of an array's elements."""
+    global _bf16_number
     cdef int number = cnp.PyArray_TYPE(a)
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
         return um.UM_F16
-    raise TypeError(f"expected float32 or float16, got {a.dtype}")
+    if _bf16_number < 0 and a.dtype.name == "bfloat16":
+        _bf16_number = number
+    if number == _bf16_number:
+        return um.UM_BF16
+    raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
 
 
 cdef cnp.ndarray _contiguous(object a):
@@ -40,64 +60,116 @@ cdef cnp.ndarray _contiguous(object a):
     return np.require(a, requirements="CA")
 
 
-cdef size_t _storage_of(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
-                        object max_seq_len, object batch, object dtype) except 0:
-    """Fills the spec of a cache and returns the bytes that it needs."""
-    cdef um.um_error err
-    cdef size_t nbytes
-    named = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    if named not in _TYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}")
+cdef object _type_of(object dtype):
+    """The name of a KV type."""
+    try:
+        return _TYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}") from None
+
+
+cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
+                    object max_seq_len, object batch, object dtype, object window) except -1:
+    named = _type_of(dtype)
     for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                     ("max_seq_len", max_seq_len), ("batch", batch)):
         if size_of(n, what, 1) >= 2**32:
             raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
+    if window is not None and size_of(window, "window", 1) > max_seq_len:
+        raise ValueError(f"window: expected at most max_seq_len, {max_seq_len}, got {window}")
+    if named == "q8_0" and head_dim % 32:
+        raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
-    spec.type = um.UM_F16 if _TYPES[named] == "f16" else um.UM_F32
-    if um.um_kv_storage_bytes(spec, &nbytes, &err) != um.UM_OK:
-        raise_status(err.status, &err, "KVCache")
-    return nbytes
+    spec.window = 0 if window is None else window
+    spec.type = <um.um_dtype><int>_NUMBERS[named]
+    return 0
 
 
-cdef class KVCache:
-    """K and V of all layers of one stream (optionally a batch), in fixed storage.
+cdef class KVCache(KVMemory):
+    """K and V of all layers of one stream (optionally a batch).
 
-    The storage is taken once. For each layer it holds K, then V, each ``[batch, max_seq_len,
-    n_kv_heads, head_dim]``; appending is a copy, or a conversion, into the next row, and no address
-    ever changes. A token counts once every layer holds it.
+    For each layer the storage holds K and V, each ``[batch, rows, n_kv_heads, head_dim]``.
+    Appending is a copy, or a conversion, into the next row, and no address ever changes. A token
+    counts once every layer holds it. Its position is that in the conversation, whatever is
+    dropped before it. There are three kinds:
 
-    One thread writes; others may read views of tokens that are there. After a fork the child has
-    its own copy.
+    fixed
+        All memory is taken at once. Trimming moves no byte: the tokens begin at a later row. When
+        the last row is used they move to the first.
+    growing (``grow=True``)
+        Address space is reserved, and memory is committed in steps as tokens come, and given back
+        when they go, but for a little that is kept for what comes next.
+    ring (``window=n``)
+        The last n tokens. The token of position p is in row ``p % n_rows``, and since the rows are
+        mapped twice, back to back, the window is one array wherever it begins. Nothing is ever
+        moved.
+
+    One thread writes; others may read views of tokens that are there. A view stays valid while its
+    rows are not written anew; memory under a view is not given back. After a fork the child has
+    its own copy, but for a ring, which is left out of it.
 
     Parameters
     ----------
     n_layers, n_kv_heads, head_dim : int
         The model's dimensions.
     max_seq_len : int
-        Tokens that fit.
+        Tokens that fit. A ring holds its window, and positions go on without end.
     batch : int, default 1
         Streams that grow together.
-    dtype : {"f16", "f32"}
-        What is stored; NumPy's names are accepted.
+    dtype : {"f16", "f32", "bf16", "q8_0"}
+        What is stored; NumPy's names are accepted. ``"q8_0"`` is ggml's: blocks of 32 values of a
+        head with one scale.
+    window : int, optional
+        Makes a ring of the last so many tokens.
+    spare_rows : int, default 0
+        Of a ring: rows beyond the window, which is rounded up to whole pages anyway. So far can
+        `crop` go back, and so many tokens and one more can be reserved before any is lost that
+        the first of them attends to.
+    budget_bytes : int, optional
+        What `capacity_bytes` never exceeds: CacheFull is raised before. Of a fixed cache it limits
+        the rows.
+    grow : bool, default False
+        Makes a growing cache.
     tape : Tape, optional
-        Where the storage is taken, such as ``layout.history``; otherwise a tape of its own.
+        Where the storage of a fixed cache is taken, such as ``layout.history``; otherwise it has a
+        block of its own.
+    name : str, optional
+        Stands in messages.
     **placement
         See `PlacementOptions`; only without `tape`.
+
+    Attributes
+    ----------
+    tape, block : Tape or None, Block or None
+        What the storage lies on.
+    dtype : str
+        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+    window, budget_bytes : int or None
+        As given.
+    grow : bool
+        Whether memory is committed as tokens come.
+    n_growths : int
+        How often that was.
 
     Raises
     ------
     ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+        A dimension below 1, an unknown dtype, sizes whose product does not fit; options that do
+        not go together.
     TapeFull
         `tape` has no room.
+    CacheFull
+        `budget_bytes` is too small for one token, or for the ring.
     MemoryError, PlacementError
         As `Block`.
 
     Examples
     --------
-    >>> import numpy as np, unimem as um
-    >>> with um.KVCache(2, 4, 8, max_seq_len=16) as kv:
+    >>> import numpy as np
+    >>> import unimem as um
+    >>> with um.KVCache(2, 4, 8, 16) as kv:
     ...     for layer in range(2):
     ...         kv.append(layer, np.ones((3, 4, 8), "float32"), np.ones((3, 4, 8), "float32"))
     ...     k, v = kv.layer(0)
@@ -106,25 +178,37 @@ cdef class KVCache:
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 tape=None, name=None, **placement):
-        cdef um.um_error err
+                 window=None, spare_rows=0, budget_bytes=None, bint grow=False, tape=None,
+                 name=None, **placement):
         cdef um.um_kv_spec spec
-        cdef size_t nbytes = _storage_of(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                                         dtype)
-        self._storage_bytes = nbytes
-        self.dtype = "f16" if spec.type == um.UM_F16 else "f32"
-        self._numpy_dtype = np.dtype("float16" if spec.type == um.UM_F16 else "float32")
-        if tape is None:
-            self.tape = Tape(nbytes, name=name or "kv", category="history", **placement)
-            self._owns_tape = True
+        self._closed = True
+        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
+        self.dtype = _type_of(dtype)
+        self._dtype = _numpy_dtype(spec.type)
+        self.name = name or "kv"
+        self.window = window
+        self.budget_bytes = budget_bytes
+        self._placement = placement
+        if budget_bytes is not None:
+            size_of(budget_bytes, "budget_bytes", 1)
+        if size_of(spare_rows, "spare_rows") and window is None:
+            raise ValueError("spare_rows: expected together with window")
+        if window is not None and grow:
+            raise ValueError("window and grow: a ring's memory is taken at once: expected one of "
+                             "them")
+        if tape is not None and (window is not None or grow):
+            raise ValueError("tape: fixed storage is taken from it once: expected no window and "
+                             "no grow beside it")
+        if tape is not None and placement:
+            raise ValueError("a tape is placed already: "
+                             f"{', '.join(placement)} not accepted beside tape=")
+        if window is not None:
+            self.place_ring(&spec, spare_rows, placement)
+        elif grow:
+            self.place_growing(&spec, placement)
         else:
-            if placement:
-                raise ValueError("a tape is placed already: "
-                                 f"{', '.join(placement)} not accepted beside tape=")
-            self.tape = tape
-        storage = self.tape.take_raw(nbytes)
-        if um.um_kv_init(&self.kv, &spec, storage, nbytes, &err) != um.UM_OK:
-            raise_status(err.status, &err, "KVCache")
+            self.place_fixed(&spec, tape, placement)
+        self._closed = False
 
     @classmethod
     def for_dims(cls, dims, *, max_seq_len=None, **options):
@@ -148,12 +232,12 @@ cdef class KVCache:
 
     @staticmethod
     def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16"):
-        """Return the bytes that a cache of these dimensions takes from a tape.
+        """Return the bytes that a fixed cache of these dimensions takes.
 
         Returns
         -------
         int
-            For each layer K and V, each rounded up to 64 bytes, and 8 bytes for its length.
+            For each layer and stream K and V, each rounded up to 64 bytes.
 
         Raises
         ------
@@ -161,19 +245,29 @@ cdef class KVCache:
             As the class.
         """
         cdef um.um_kv_spec spec
-        return _storage_of(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype)
+        cdef um.um_error err
+        cdef size_t nbytes
+        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None)
+        if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
+            raise_status(err.status, &err, "KVCache")
+        return nbytes
 
     cdef object fail(self, um.um_error *err, str doing):
         raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
-
-    cdef object check_open(self):
-        if self._closed or self.tape.closed:
-            raise ClosedError("the KVCache is closed")
 
     cdef uint32_t _checked_layer(self, Py_ssize_t layer) except? 0xffffffff:
         if not 0 <= layer < self.kv.spec.n_layers:
             raise ValueError(f"layer: expected 0 to {self.kv.spec.n_layers - 1}, got {layer}")
         return <uint32_t>layer
+
+    cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1:
+        """After a failure: whether it is worth trying again, since there is room now."""
+        if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
+            return False
+        self.make_rows(n)
+        return True
+
+    # ---- appending ----
 
     def append(self, layer, k, v):
         """Append tokens to one layer.
@@ -183,18 +277,22 @@ cdef class KVCache:
         layer : int
             Which.
         k, v : numpy.ndarray
-            Of one shape and dtype, float32 or float16: ``[n, n_kv_heads, head_dim]`` (batch 1), or
-            ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype, rounding to
-            nearest even; arrays that are not C-contiguous are copied first.
+            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
+            rounding to nearest even; arrays that are not C-contiguous are copied first.
 
         Raises
         ------
         CacheFull
-            There is no room for all n.
+            There is no room for all n, or `budget_bytes` would be passed.
+        CapacityError, MemoryError, PlacementError
+            A growing cache cannot have more memory.
         ValueError, TypeError
             A wrong layer, shape or dtype.
         RuntimeError
-            Rows are reserved.
+            Rows are reserved; FrozenError when memory would have to be committed.
+        BufferError
+            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
 
         Notes
         -----
@@ -211,8 +309,9 @@ cdef class KVCache:
         cdef uint64_t n
         cdef uint32_t index
         cdef bint fits
-        if self._closed or self.tape._region is None:
-            self.check_open()
+        if (self._closed or (self._region is None and self.tape._region is None)
+                or (self._region is not None and self._region.block.base == NULL)):
+            self.open_region()
         index = self._checked_layer(layer)
         if n_dims == 3 and s.batch == 1:
             order = um.UM_KV_TOKEN_MAJOR
@@ -232,16 +331,21 @@ cdef class KVCache:
         if _float_of(va) != number:
             raise TypeError("KVCache.append: expected k and v of one dtype, got "
                             f"{k.dtype} and {v.dtype}")
-        if n > 64:
-            with nogil:
+        while True:
+            if n > MANY_ROWS:
+                self._n_busy += 1
+                with nogil:
+                    status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
+                                             cnp.PyArray_DATA(va), <um.um_dtype>number, order, n,
+                                             &err)
+                self.end_busy()
+            else:
                 status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
-                                         cnp.PyArray_DATA(va), <um.um_float>number, order, n, &err)
-        else:
-            # Giving the GIL up and taking it again costs more than copying a few rows.
-            status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                                     <um.um_float>number, order, n, &err)
-        if status != um.UM_OK:
-            self.fail(&err, "append")
+                                         cnp.PyArray_DATA(va), <um.um_dtype>number, order, n, &err)
+            if status == um.UM_OK:
+                return
+            if not self._find_rows(&err, n):
+                self.fail(&err, "append")
 
     def _shapes(self):
         s = self.kv.spec
@@ -254,17 +358,17 @@ cdef class KVCache:
         Parameters
         ----------
         k, v : numpy.ndarray
-            ``[n_layers, n_kv_heads, head_dim]``, float32 or float16.
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16.
 
         Raises
         ------
-        CacheFull, ValueError, TypeError, RuntimeError
+        CacheFull, CapacityError, ValueError, TypeError, RuntimeError, BufferError
             As `append`; RuntimeError also when layers differ in length.
         """
         cdef um.um_error err
         cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
         cdef int number = _float_of(ka)
-        self.check_open()
+        self.open_region()
         expected = (self.kv.spec.n_layers, self.kv.spec.n_kv_heads, self.kv.spec.head_dim)
         if k.shape != expected or v.shape != expected:
             raise ValueError(f"KVCache.append_all: expected k and v of shape {expected}, got "
@@ -272,16 +376,24 @@ cdef class KVCache:
         if _float_of(va) != number:
             raise TypeError("KVCache.append_all: expected k and v of one dtype, got "
                             f"{k.dtype} and {v.dtype}")
-        if um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                               <um.um_float>number, &err) != um.UM_OK:
-            self.fail(&err, "append_all")
+        while um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
+                                  <um.um_dtype>number, &err) != um.UM_OK:
+            if not self._find_rows(&err, 1):
+                self.fail(&err, "append_all")
 
-    cdef object _view(self, uint32_t layer, bint v, uint64_t n):
-        s = self.kv.spec
-        whole = array_over(um.um_kv_part(&self.kv, layer, v),
-                           (s.batch, s.max_seq_len, s.n_kv_heads, s.head_dim), self._numpy_dtype,
-                           self.tape._region, True)
-        return whole[:, :n].transpose(0, 2, 1, 3)
+    # ---- reading ----
+
+    cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n):
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef Region region = self.open_region()
+        cdef size_t row = self.kv.row_bytes, item = self._dtype.itemsize
+        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0)
+        cdef size_t nbytes = ((s.batch - 1) * self.kv.lane_stride + n * row) if n else 0
+        cdef cnp.npy_intp *sizes = [s.batch, s.n_kv_heads, n, row // s.n_kv_heads // item]
+        cdef cnp.npy_intp *strides = [self.kv.lane_stride, row // s.n_kv_heads, row, item]
+        data += um.um_kv_row(&self.kv, first) * row
+        window = new_window(region, data - <char *>region.block.base, nbytes)
+        return new_array(data, 4, sizes, strides, self._dtype, window, True)
 
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
@@ -293,36 +405,61 @@ cdef class KVCache:
         dtype : dtype-like, optional
             Converted copies in this dtype instead of views.
         out : tuple of numpy.ndarray, optional
-            Where the converted copies go: two arrays of the view's shape and of `dtype`.
+            Where the converted copies go: two arrays of the copies' shape and of `dtype`.
 
         Returns
         -------
         k, v : numpy.ndarray
-            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now; views
-            do not grow, and stay valid until their rows are written anew.
+            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now (of a
+            ring: its window). Views do not grow, and stay valid until their rows are written anew.
+            Those of a ``"q8_0"`` cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with
+            the fields ``d`` (float16) and ``qs`` (32 int8): value ``i`` is ``d * qs[i]``.
 
         Raises
         ------
         ValueError
             A wrong layer, or an `out` of another shape or dtype.
         """
-        self.check_open()
+        cdef uint64_t first = 0, n
+        self.open_region()
         layer = self._checked_layer(i)
-        n = um.um_kv_layer_len(&self.kv, layer)
-        views = self._view(layer, False, n), self._view(layer, True, n)
+        n = um.um_kv_layer_len(&self.kv, layer, &first)
         if dtype is None:
             if out is not None:
                 raise ValueError("out: expected together with dtype")
-            return views
+            return self._view(layer, False, first, n), self._view(layer, True, first, n)
+        wanted = dtype_of(dtype)
+        shape = (self.kv.spec.batch, self.kv.spec.n_kv_heads, n, self.kv.spec.head_dim)
         if out is None:
-            return tuple(view.astype(dtype, order="C") for view in views)
-        for view, target in zip(views, out, strict=True):
-            if target.shape != view.shape or target.dtype != np.dtype(dtype):
-                raise ValueError(f"out: expected two arrays of shape {view.shape} and dtype "
-                                 f"{np.dtype(dtype)}, got {target.shape} and {target.dtype}")
-        for view, target in zip(views, out, strict=True):
-            np.copyto(target, view, casting="unsafe")
+            out = np.empty(shape, wanted), np.empty(shape, wanted)
+        for target, _ in zip(out, "kv", strict=True):
+            if target.shape != shape or target.dtype != wanted:
+                raise ValueError(f"out: expected two arrays of shape {shape} and dtype {wanted}, "
+                                 f"got {target.shape} and {target.dtype}")
+        for v, target in enumerate(out):
+            self._read(layer, v, first, n, target)
         return out
+
+    cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,
+                   cnp.ndarray out) except -1:
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef um.um_dtype number
+        cdef cnp.ndarray target = out
+        named = _TYPES.get(out.dtype.name)
+        if named is None or not cnp.PyArray_ISCARRAY(out):
+            target = np.empty([out.shape[axis] for axis in range(4)], named or "float32")
+        number = <um.um_dtype><int>_NUMBERS[named or "f32"]
+        self._n_busy += 1
+        with nogil:
+            status = um.um_kv_read(&self.kv, layer, v, first, n, cnp.PyArray_DATA(target), number,
+                                   &err)
+        self.end_busy()
+        if status != um.UM_OK:
+            self.fail(&err, "layer")
+        if target is not out:
+            np.copyto(out, target, casting="unsafe")
+        return 0
 
     def address(self, layer, part):
         """Return where a layer's K or V begins, for an engine that writes rows itself.
@@ -339,10 +476,18 @@ cdef class KVCache:
         int
             Row r of the first stream begins `row_bytes` times r behind it. It never changes.
         """
-        self.check_open()
-        if part not in ("k", "v"):
-            raise ValueError(f"part: expected 'k' or 'v', got {part!r}")
-        return <uintptr_t>um.um_kv_part(&self.kv, self._checked_layer(layer), part == "v")
+        self.open_region()
+        return <uintptr_t>um.um_kv_lane(&self.kv, self._checked_layer(layer), is_v(part), 0)
+
+    def row_of(self, position):
+        """Return the row of the token of a position, which the cache holds or will.
+
+        Trimming a plain cache and appending may move its tokens: the row is that of now.
+        """
+        self.open_region()
+        return um.um_kv_row(&self.kv, size_of(position, "position"))
+
+    # ---- rows that the caller writes ----
 
     def reserve(self, n):
         """Reserve n rows in every layer, to be written by the caller.
@@ -350,20 +495,23 @@ cdef class KVCache:
         Returns
         -------
         int
-            The first row. The tokens are seen only after `commit`.
+            The first row; of a ring, they go on in its mirror, or modulo `n_rows`. The tokens are
+            seen only after `commit`.
 
         Raises
         ------
-        CacheFull
-            There is no room.
+        CacheFull, CapacityError, BufferError
+            There is no room, as for `append`; a ring has fewer rows.
         RuntimeError
-            Rows are reserved already, or layers differ in length.
+            Rows are reserved already, or layers differ in length; FrozenError as for `append`.
         """
         cdef um.um_error err
-        cdef uint64_t row
-        self.check_open()
-        if um.um_kv_reserve(&self.kv, size_of(n, "n"), &row, &err) != um.UM_OK:
-            self.fail(&err, "reserve")
+        cdef uint64_t row = 0, count = size_of(n, "n")
+        self.open_region()
+        while um.um_kv_reserve(&self.kv, count, &row, &err) != um.UM_OK:
+            if not self._find_rows(&err, count):
+                self.fail(&err, "reserve")
+        self._reserved = count
         return row
 
     def commit(self, n):
@@ -377,45 +525,310 @@ cdef class KVCache:
             More than was reserved.
         """
         cdef um.um_error err
-        self.check_open()
+        self.open_region()
         if um.um_kv_commit(&self.kv, size_of(n, "n"), &err) != um.UM_OK:
             self.fail(&err, "commit")
+        self._reserved = 0
 
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold."""
-        self.check_open()
+        self.open_region()
         um.um_kv_rollback(&self.kv)
+        self._reserved = 0
+        self.settle()
+
+    # ---- forgetting ----
 
     def crop(self, n):
         """Keep the first n tokens.
 
+        `next_position` goes back by as many as are dropped. A ring then shows the tokens of its
+        window before that position, older ones among them.
+
         Raises
         ------
         ValueError
-            There are fewer.
+            There are fewer; or a ring has overwritten what it would have to show: the message says
+            how far back it can go.
         RuntimeError
             Rows are reserved, or layers differ in length.
         """
         cdef um.um_error err
-        self.check_open()
-        if um.um_kv_crop(&self.kv, size_of(n, "n"), &err) != um.UM_OK:
+        cdef uint64_t count = size_of(n, "n")
+        self.open_region()
+        if um.um_kv_crop(&self.kv, count, &err) != um.UM_OK:
+            if strcmp(err.what, "overwritten") == 0:
+                raise ValueError(
+                    f"KVCache.crop: the last {self.seq_len - count} of {self.seq_len} tokens "
+                    "cannot be dropped, since those that the window would show then were "
+                    f"overwritten: expected n of at least {err.limit}, got {n}; spare_rows= keeps "
+                    "more of them")
+            if err.status == um.UM_E_INVALID:
+                raise ValueError(f"KVCache.crop: expected n of at most {self.seq_len}, the tokens "
+                                 f"that are there, got {n}")
             self.fail(&err, "crop")
+        self.settle()
+
+    def trim_to(self, n, *, keep_first=0):
+        """Keep the last n tokens, and the first `keep_first`.
+
+        No byte is moved, but for those of the first ones, which are copied to before the last.
+        Positions do not change. Pages that hold nothing any more are given back, with the last
+        view over them.
+
+        Returns
+        -------
+        bool
+            Whether tokens were dropped.
+
+        Raises
+        ------
+        ValueError
+            `keep_first` of a ring.
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        BufferError
+            Views lie over the rows that the first tokens would be copied to. Nothing was dropped.
+        """
+        cdef um.um_error err
+        cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row
+        cdef uint64_t held
+        self.open_region()
+        held = um.um_kv_seq_len(&self.kv)
+        if self.window is not None and first:
+            raise ValueError(f"keep_first: expected 0 for a ring, in which a token's row follows "
+                             f"from its position, got {keep_first}")
+        if first and last < held and first < held - last:
+            row = self.end_row() - last - first
+            n_views = self.n_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)])
+            if n_views:
+                raise BufferError(f"KVCache '{self.name}': {n_views} views lie over the rows "
+                                  f"before the last {n}, where the first {keep_first} go: drop "
+                                  "them first")
+        if um.um_kv_trim(&self.kv, last, first, &err) != um.UM_OK:
+            self.fail(&err, "trim_to")
+        held -= um.um_kv_seq_len(&self.kv)
+        self._dropped += held * self.kv.row_bytes
+        self.settle()
+        return held > 0
+
+    def enforce_memory_limit(self, max_bytes):
+        """Keep as many of the last tokens as fit, and give the memory of all others back.
+
+        Parameters
+        ----------
+        max_bytes : int
+            What `memory_usage_bytes` is at most afterwards.
+
+        Returns
+        -------
+        bool
+            Whether tokens were dropped. When not, nothing is given back either.
+
+        Raises
+        ------
+        BufferError
+            Views lie over memory that would be given back. Nothing was dropped.
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+
+        Notes
+        -----
+        Memory is given back in whole pages; locked memory stays.
+        """
+        cdef size_t most = size_of(max_bytes, "max_bytes")
+        cdef um.um_error err
+        cdef uint64_t n, held
+        self.open_region()
+        if self.memory_usage_bytes <= most:
+            return False
+        held = um.um_kv_seq_len(&self.kv)
+        n = most // (self._n_lanes * self.kv.row_bytes)
+        n_views = self.n_views(self.dead_ranges())
+        if held > n:
+            row = self.first_row()
+            n_views += self.n_views([(row * self.kv.row_bytes,
+                                      (row + held - n) * self.kv.row_bytes)])
+        if n_views:
+            raise BufferError(f"KVCache '{self.name}': {n_views} views lie over memory that would "
+                              "be given back: drop them first")
+        if um.um_kv_trim(&self.kv, n, 0, &err) != um.UM_OK:
+            self.fail(&err, "enforce_memory_limit")
+        self.settle(True)
+        return True
 
     def clear(self):
-        """Forget all tokens, and what is reserved. The memory stays."""
-        self.check_open()
+        """Forget all tokens, and what is reserved; the next position is 0.
+
+        The memory stays, but for that of a growing cache.
+        """
+        self.open_region()
         um.um_kv_clear(&self.kv)
+        self._reserved = 0
+        self._dropped = 0
+        self.settle()
+
+    # ---- copies and snapshots ----
+
+    cdef int _check_whole(self, str doing) except -1:
+        if self._reserved:
+            raise RuntimeError(f"KVCache.{doing}: rows are reserved: commit or roll back first")
+        cdef uint64_t end = um.um_kv_next_position(&self.kv)
+        if self.end_position() != end:
+            raise RuntimeError(f"KVCache.{doing}: layers differ in length: roll back first")
+        return 0
+
+    def copy(self):
+        """Return a cache of the same kind with the same tokens, in memory of its own.
+
+        Raises
+        ------
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        CapacityError, MemoryError, PlacementError
+            There is no room for it.
+        """
+        cdef um.um_kv_spec *s = &self.kv.spec
+        self.open_region()
+        self._check_whole("copy")
+        spare = self.kv.n_rows - s.window if self.window is not None else 0
+        other = KVCache(s.n_layers, s.n_kv_heads, s.head_dim, s.max_seq_len, batch=s.batch,
+                        dtype=self.dtype, window=self.window, spare_rows=spare, grow=self.grow,
+                        budget_bytes=self.budget_bytes, name=self.name, **self._placement)
+        n, position = self.seq_len, self.next_position
+        try:
+            other._begin_restore(position, n)
+            for lane in self._lanes():
+                np.copyto(other._restore_rows(*lane, n, position), self._rows(*lane))
+            other._finish_restore(position, n)
+        except BaseException:
+            other.close()
+            raise
+        return other
+
+    @classmethod
+    def _mapped(cls, fields, int fd, list offsets, n, next_position):
+        """A growing cache whose first rows are mapped from a file, privately.
+
+        Parameters
+        ----------
+        fields : dict
+            For the class; of these `grow` and `window` are not used.
+        fd : int
+            The file, which may be closed afterwards.
+        offsets : list of int
+            Of each lane the byte in the file where its rows begin, in whole pages, and whole pages
+            of rows follow.
+        n, next_position : int
+            How many tokens there are, and the position behind the last.
+        """
+        cdef KVCache cache = cls(**(fields | {"grow": True, "window": None, "pages": "4k"}))
+        try:
+            cache.overlay(fd, offsets, n)
+            cache._finish_restore(next_position, n)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def save(self, path, *, tokens=None, model=None):
+        """Write the tokens to a file, for `restore`.
+
+        The file is replaced at once: whenever the process or the machine stops, it is the old one
+        or the new one, whole. Its format is described in docs/snapshots.md.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        tokens : sequence of int, optional
+            The ids of all tokens up to `next_position`.
+        model : str, optional
+            What the cache belongs to, such as ``weights.fingerprint``.
+
+        Raises
+        ------
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        ValueError
+            Another number of `tokens`.
+        OSError
+            It cannot be written; the file is as it was.
+        """
+        from unimem import snapshot
+
+        self.open_region()
+        self._check_whole("save")
+        snapshot.save(self, path, tokens, model)
+
+    @classmethod
+    def restore(cls, path, *, mode="map", tokens=None, model=None, verify=None, **placement):
+        """Make a cache of what `save` wrote.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        mode : {"map", "copy"}
+            ``"map"``: the file is mapped, copy-on-write, and ready at once; the cache grows on
+            demand, on base pages. ``"copy"``: it is read, in parallel. A ring is always read.
+        tokens : sequence of int, optional
+            The tokens to be computed: those of the file must be the first of them.
+        model : str, optional
+            What the file must have been saved with.
+        verify : bool, optional
+            Whether the checksums of the data are compared; by default only when it is read. See
+            also the method `verify`.
+        **placement
+            See `PlacementOptions`; for memory that is read into.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        SnapshotError
+            The file is no snapshot, is damaged, or is one of another model or of other tokens.
+        OSError
+            It cannot be read.
+        CapacityError, MemoryError, PlacementError
+            There is no room.
+        """
+        from unimem import snapshot
+
+        return snapshot.restore(cls, path, mode, tokens, model, verify, placement)
+
+    def verify(self):
+        """Compare the data of the file that the cache was restored from with its checksums.
+
+        Raises
+        ------
+        SnapshotError
+            It was changed.
+        ValueError
+            The cache was not restored from a file.
+        OSError
+            The file cannot be read.
+        """
+        from unimem import snapshot
+
+        self.open_region()
+        snapshot.verify(self)
+
+    # ---- figures ----
 
     @property
     def seq_len(self):
-        """Tokens that all layers hold."""
-        self.check_open()
+        """Tokens that all layers hold; of a ring, at most its window."""
+        self.open_region()
         return um.um_kv_seq_len(&self.kv)
 
     @property
     def next_position(self):
-        """The position of the next token."""
-        return self.seq_len
+        """The position of the next token, which trimming does not change."""
+        self.open_region()
+        return um.um_kv_next_position(&self.kv)
 
     @property
     def is_empty(self):
@@ -448,6 +861,11 @@ cdef class KVCache:
         return self.kv.spec.max_seq_len
 
     @property
+    def n_rows(self):
+        """Rows of a lane: of a ring those that positions are counted modulo."""
+        return self.kv.n_rows
+
+    @property
     def row_bytes(self):
         """Bytes of one token's K (or V) in one layer of one stream."""
         return self.kv.row_bytes
@@ -455,62 +873,16 @@ cdef class KVCache:
     @property
     def memory_usage_bytes(self):
         """Bytes of the tokens that are there, over all layers, K and V."""
-        self.check_open()
         cdef uint64_t rows = 0
+        cdef uint32_t layer
+        self.open_region()
         for layer in range(self.kv.spec.n_layers):
-            rows += um.um_kv_layer_len(&self.kv, layer)
+            rows += um.um_kv_layer_len(&self.kv, layer, NULL)
         return 2 * rows * self.kv.spec.batch * self.kv.row_bytes
-
-    @property
-    def capacity_bytes(self):
-        """Bytes of the storage."""
-        return self._storage_bytes
-
-    @property
-    def resident_bytes(self):
-        """Bytes of the storage that are in RAM, in whole pages."""
-        self.check_open()
-        start = <uintptr_t>self.kv.base - <uintptr_t>self.tape._region.block.base
-        return self.tape.block._resident_range(start, self._storage_bytes)
-
-    @property
-    def closed(self):
-        """Whether the cache was closed."""
-        return self._closed or self.tape.closed
-
-    def warm(self, threads=None):
-        """Bring the storage into RAM, as `Block.warm`."""
-        self.check_open()
-        start = <uintptr_t>self.kv.base - <uintptr_t>self.tape._region.block.base
-        self.tape.block._warm_range(start, self._storage_bytes, threads)
-
-    def close(self):
-        """Close the cache; storage on a tape of its own is given back.
-
-        Raises
-        ------
-        BufferError
-            Views still use it; nothing is closed then.
-        """
-        if self._closed:
-            return
-        if self._owns_tape:
-            self.tape.close()
-        self._closed = True
-
-    def __enter__(self):
-        self.check_open()
-        return self
-
-    def __exit__(self, *exc_info):
-        # Views that are still alive keep the memory; it goes with the last of them.
-        self._closed = True
-        if self._owns_tape:
-            self.tape.__exit__()
 
     def __reduce__(self):
         raise TypeError("a KVCache cannot be pickled: it is memory of this process. "
-                        "Save the arrays of layer(i)")
+                        "Write it with save() and use KVCache.restore")
 
     def __len__(self):
         return self.seq_len
@@ -520,6 +892,7 @@ cdef class KVCache:
             return "KVCache(closed)"
         s = self.kv.spec
         batch = f", batch {s.batch}" if s.batch > 1 else ""
+        kind = ", growing" if self.grow else f", ring of {s.window}" if s.window else ""
         return (f"KVCache({self.seq_len} of {s.max_seq_len} tokens, {s.n_layers} layers, "
-                f"{s.n_kv_heads} heads of {s.head_dim} {self.dtype}{batch}, "
+                f"{s.n_kv_heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
                 f"{format_bytes(self.capacity_bytes)})")

@@ -1,6 +1,11 @@
 # The owner of one mapping, for Cython callers.
 from unimem._core cimport native as um
 
+# Told that a window over a region has gone. It may not raise.
+cdef class Watcher:
+    cdef object __weakref__
+    cdef int window_ended(self) except -1
+
 # Owns one mapping. Whoever uses the memory holds the region, so that it is unmapped with the last
 # of them; the number of references to it is the number of its users. Arrays hold it through a
 # window, which knows their part; everybody else counts as a user of all of it.
@@ -11,6 +16,10 @@ cdef class Region:
     # The first of the windows, a list linked both ways, and their number.
     cdef void *windows
     cdef Py_ssize_t n_windows
+    # Buffers, such as memoryviews, which are of all of it.
+    cdef Py_ssize_t n_buffers
+    # Weak references to those who wait for windows to go; None while nobody does.
+    cdef list watchers
     cdef object __weakref__
     # An array over a part of it, which counts as a user of that part.
     cdef object array(self, size_t offset, object shape, object dtype)
@@ -18,7 +27,16 @@ cdef class Region:
     cdef list runs(self, size_t end, bint committed)
     # How many arrays lie over a part.
     cdef Py_ssize_t n_windows_in(self, size_t first, size_t end)
+    # How many arrays lie over bytes [first, end) of any of n lanes, the ith of which begins at
+    # byte begin + i * stride.
+    cdef Py_ssize_t n_windows_in_lanes(self, size_t begin, size_t stride, size_t n, size_t first,
+                                       size_t end)
+    cdef object watch(self, Watcher watcher)
+    cdef object tell_watchers(self)
     cdef bint is_hugetlb(self)
+
+# A user of a part of a region, to be the base of an array.
+cdef object new_window(Region region, size_t first, size_t nbytes)
 
 # A fork leaves this memory out of the child: there it is forgotten.
 cdef object leave_out_of_child(Region region)

@@ -29,6 +29,13 @@ cdef object leave_out_of_child(Region region):
     _left_out.add(region)
 
 
+cdef class Watcher:
+    """Waits for windows to go."""
+
+    cdef int window_ended(self) except -1:
+        raise NotImplementedError
+
+
 @cython.final
 @cython.no_gc
 cdef class Window:
@@ -47,9 +54,11 @@ cdef class Window:
         if self.after != NULL:
             (<Window>self.after).before = self.before
         self.region.n_windows -= 1
+        if self.region.watchers is not None:
+            self.region.tell_watchers()
 
 
-cdef Window _new_window(Region region, size_t first, size_t nbytes):
+cdef object new_window(Region region, size_t first, size_t nbytes):
     cdef Window window = Window.__new__(Window)
     window.region, window.first, window.end = region, first, first + nbytes
     window.after = region.windows
@@ -66,6 +75,10 @@ cdef class Region:
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.block.base, <Py_ssize_t>self.block.nbytes,
                           not self.writable, flags)
+        self.n_buffers += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.n_buffers -= 1
 
     def __dealloc__(self):
         # A destructor never raises; the kernel refuses only what was never mapped.
@@ -94,7 +107,7 @@ cdef class Region:
         if (<uintptr_t>self.block.base + offset) % <size_t>dtype.alignment:
             raise ValueError(f"{self.name}: offset {offset} is not aligned for {dtype}")
         return array_over(<char *>self.block.base + offset, dims, dtype,
-                          _new_window(self, offset, size), self.writable)
+                          new_window(self, offset, size), self.writable)
 
     cdef list runs(self, size_t end, bint committed):
         cdef um.um_block *b = &self.block
@@ -126,6 +139,37 @@ cdef class Region:
             n += (<Window>here).first < end and (<Window>here).end > first
             here = (<Window>here).after
         return n
+
+    cdef Py_ssize_t n_windows_in_lanes(self, size_t begin, size_t stride, size_t n, size_t first,
+                                       size_t end):
+        cdef Py_ssize_t found = 0
+        cdef void *here = self.windows
+        cdef size_t window_first, window_end, lane
+        while here != NULL:
+            window_first, window_end = (<Window>here).first, (<Window>here).end
+            lane = (window_first - begin) // stride if window_first > begin else 0
+            while lane < n and begin + lane * stride + first < window_end:
+                if begin + lane * stride + end > window_first:
+                    found += 1
+                    break
+                lane += 1
+            here = (<Window>here).after
+        return found
+
+    cdef object watch(self, Watcher watcher):
+        if self.watchers is None:
+            self.watchers = []
+        self.watchers.append(weakref.ref(watcher))
+
+    cdef object tell_watchers(self):
+        cdef list told = self.watchers
+        cdef Watcher watcher
+        # Who still has to wait says so again.
+        self.watchers = None
+        for reference in told:
+            watcher = reference()
+            if watcher is not None:
+                watcher.window_ended()
 
     cdef bint is_hugetlb(self):
         return self.block.requested_pages in (um.UM_PAGES_2M, um.UM_PAGES_1G)

@@ -1,0 +1,68 @@
+# The memory of a KV cache, for kv.pyx.
+from libc.stdint cimport uint64_t
+
+from unimem._core cimport native as um
+from unimem._core.block cimport Block
+from unimem._core.region cimport Region, Watcher
+from unimem._core.tape cimport Tape
+
+cdef class KVMemory(Watcher):
+    # The native cache: C callers use the um_kv_* functions on it directly.
+    cdef um.um_kv kv
+    cdef readonly Tape tape
+    cdef readonly Block block
+    cdef readonly str name
+    # None, or the most bytes that the storage may have.
+    cdef readonly object budget_bytes
+    # Whether memory is taken as tokens come; how often that was.
+    cdef readonly bint grow
+    cdef readonly Py_ssize_t n_growths
+    cdef Region _region
+    cdef size_t _begin, _n_lanes, _storage_bytes
+    # Of each lane of a growing cache, the bytes that are committed.
+    cdef size_t _low, _high
+    # Bytes of a lane that were dropped since memory was last given back.
+    cdef size_t _dropped
+    cdef uint64_t _reserved
+    # Calls that use rows without the interpreter's lock.
+    cdef int _n_busy
+    cdef bint _waiting, _postponed, _frozen, _closed
+
+    cdef int _start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1
+    cdef size_t _row_bytes(self, um.um_kv_spec *spec) except 0
+    cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1
+    cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1
+    cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1
+    # Each lane of a growing cache begins with n rows of a file, at these offsets.
+    cdef int overlay(self, int fd, list offsets, uint64_t n) except -1
+    # Raises ClosedError where there is none any more.
+    cdef Region open_region(self)
+    # The position where the longest layer ends.
+    cdef uint64_t end_position(self)
+    cdef uint64_t first_row(self)
+    # Of a plain cache, the row behind the tokens and what is reserved.
+    cdef uint64_t end_row(self)
+    # How many views lie over these byte ranges of any lane.
+    cdef Py_ssize_t n_views(self, list ranges) except -1
+    # Byte ranges of a lane that hold no tokens; and what of them a growing cache would give back.
+    cdef list dead_ranges(self)
+    cdef list spare_ranges(self, bint exactly)
+    # Makes rows for n more tokens of a plain cache usable, or raises.
+    cdef int make_rows(self, uint64_t n) except -1
+    cdef int _grow_to(self, uint64_t rows) except -1
+    cdef int _set_usable(self) except -1
+    cdef int _commit_lanes(self, size_t first, size_t end) except -1
+    cdef int _start_over(self, uint64_t held, uint64_t n) except -1
+    cdef um.um_status _release_lanes(self, size_t first, size_t end)
+    # Gives back what the tokens do not need, or waits for the views over it to go; exactly: all
+    # that no token needs.
+    cdef int settle(self, bint exactly=*) except -1
+    cdef um.um_status _shrink(self, list ranges)
+    cdef int _stay_inside(self) except -1
+    # Ends a call that began with _n_busy += 1.
+    cdef int end_busy(self) except -1
+    cdef object _end(self)
+    cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n)
+
+# Whether "k" or "v" is the latter.
+cdef bint is_v(object part) except -1

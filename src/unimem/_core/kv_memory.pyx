@@ -1,0 +1,550 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""The memory under a KV cache: where its lanes lie, how they grow, and what is given back."""
+import math
+import warnings
+
+from unimem import placing
+from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError
+from unimem.placement import format_bytes
+
+cimport numpy as cnp
+from cpython.ref cimport PyObject
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport dtype_of, new_array
+from unimem._core.block cimport Block
+from unimem._core.region cimport Region, new_window
+from unimem._core.status cimport raise_status
+from unimem._core.tape cimport Tape
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject *o) nogil
+
+cnp.import_array()
+
+cdef enum:
+    LANE_ALIGN = 64
+    HUGE_BYTES = 2 << 20
+    # The most that a growing cache takes of a lane in advance, and keeps when it becomes shorter.
+    MOST_SPARE_BYTES = 2 << 20
+
+
+cdef bint is_v(object part) except -1:
+    if part not in ("k", "v"):
+        raise ValueError(f"part: expected 'k' or 'v', got {part!r}")
+    return part == "v"
+
+
+cdef size_t _round_up(size_t n, size_t unit):
+    return (n + unit - 1) // unit * unit
+
+
+cdef class KVMemory(Watcher):
+    """What `KVCache` stands on."""
+
+    def __dealloc__(self):
+        um.um_kv_free(&self.kv)
+
+    cdef int _start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1:
+        cdef um.um_error err
+        if um.um_kv_init(&self.kv, spec, storage, &err) != um.UM_OK:
+            raise_status(err.status, &err, "KVCache")
+        return 0
+
+    cdef size_t _row_bytes(self, um.um_kv_spec *spec) except 0:
+        cdef um.um_error err
+        cdef size_t row
+        if um.um_kv_row_bytes(spec, &row, &err) != um.UM_OK:
+            raise_status(err.status, &err, "KVCache")
+        self._n_lanes = <size_t>spec.n_layers * 2 * spec.batch
+        return row
+
+    cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
+        cdef um.um_kv_storage storage
+        cdef size_t row = self._row_bytes(spec), total
+        cdef uint64_t n_rows = spec.max_seq_len
+        cdef void *base
+        if self.budget_bytes is not None:
+            lane = self.budget_bytes // self._n_lanes // LANE_ALIGN * LANE_ALIGN
+            n_rows = min(n_rows, lane // row)
+            if n_rows == 0:
+                raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
+                                f"needs, {self._n_lanes * _round_up(row, LANE_ALIGN)} bytes",
+                                self.budget_bytes, 0, self._n_lanes * _round_up(row, LANE_ALIGN))
+        storage.lane_stride = _round_up(n_rows * row, LANE_ALIGN)
+        storage.n_rows = storage.usable_rows = n_rows
+        total = self._n_lanes * storage.lane_stride
+        if tape is None:
+            self.block = Block(total, name=self.name, category="history", **placement)
+            self.block._is_part = True
+            self._region = self.block.region()
+            base = self._region.block.base
+        else:
+            base = tape.take_raw(total)
+            self.tape = tape
+            self._begin = <uintptr_t>base - <uintptr_t>tape._region.block.base
+        self._storage_bytes = total
+        storage.base = base
+        return self._start(spec, &storage)
+
+    cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1:
+        cdef um.um_kv_storage storage
+        cdef um.um_error err
+        cdef size_t row = self._row_bytes(spec), step
+        # Twice the tokens, so that trimming and appending in turn seldom moves any.
+        cdef uint64_t n_rows = 2 * spec.max_seq_len
+        cdef object lane = n_rows * row
+        pages = placement.get("pages", "auto")
+        if pages == "auto" and lane < HUGE_BYTES:
+            pages = "4k"  # a huge page would be larger than all of a lane
+        unit = {"4k": um.um_page_bytes(), "1g": 1 << 30}.get(
+            pages, max(um.um_huge_page_bytes(), HUGE_BYTES))
+        lane = -(-lane // unit) * unit
+        if lane * self._n_lanes >= 1 << 46:
+            raise ValueError(f"KVCache: {format_bytes(lane * self._n_lanes)} of address space for "
+                             f"{spec.max_seq_len} tokens are more than there is: a smaller "
+                             "max_seq_len")
+        placement = placement | {"pages": pages}
+        # The first step comes with the block. It goes back: all lanes grow alike.
+        self.block = Block(1, name=self.name, category="history", reserve=lane * self._n_lanes,
+                           **placement)
+        self.block._is_part = True
+        self._region = self.block.region()
+        step = self._region.block.step_nbytes
+        if um.um_block_release(&self._region.block, 0, step, NULL, &err) != um.UM_OK:
+            raise_status(err.status, &err, "KVCache")
+        self.grow = True
+        storage.base = self._region.block.base
+        storage.lane_stride = lane
+        storage.n_rows = n_rows
+        storage.usable_rows = 0
+        return self._start(spec, &storage)
+
+    cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
+        cdef um.um_kv_storage storage
+        cdef size_t row = self._row_bytes(spec), page = um.um_page_bytes(), unit
+        cdef uint64_t n_rows = spec.window + spare_rows
+        pages = placement.get("pages", "auto")
+        if pages == "1g":
+            page = 1 << 30
+        elif pages == "2m" or (pages == "thp" and n_rows * row >= HUGE_BYTES):
+            page = max(um.um_huge_page_bytes(), HUGE_BYTES)
+        # So many rows are whole pages.
+        unit = page // math.gcd(page, row)
+        n_rows = _round_up(n_rows, unit)
+        total = self._n_lanes * n_rows * row
+        if self.budget_bytes is not None and total > self.budget_bytes:
+            raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
+                            f"bytes, and budget_bytes is {self.budget_bytes}", self.budget_bytes,
+                            0, total)
+        self.block = Block._mirrored(total, n_rows * row, name=self.name, **placement)
+        self.block._is_part = True
+        self._region = self.block.region()
+        self._storage_bytes = total
+        storage.base = self._region.block.base
+        storage.lane_stride = 2 * n_rows * row
+        storage.n_rows = storage.usable_rows = n_rows
+        return self._start(spec, &storage)
+
+    cdef int overlay(self, int fd, list offsets, uint64_t n) except -1:
+        """Begin each lane of a growing cache with rows of a file."""
+        cdef um.um_error err
+        cdef um.um_block *block = &self.open_region().block
+        cdef size_t nbytes = _round_up(n * self.kv.row_bytes, block.step_nbytes), lane
+        if nbytes == 0:
+            return 0
+        for lane in range(self._n_lanes):
+            if um.um_block_overlay(block, lane * self.kv.lane_stride, fd, offsets[lane], nbytes,
+                                   &err) != um.UM_OK:
+                raise_status(err.status, &err, "KVCache.restore")
+        self._high = nbytes
+        if um.um_kv_set_usable(&self.kv, min(nbytes // self.kv.row_bytes, self.kv.n_rows),
+                               &err) != um.UM_OK:
+            raise_status(err.status, &err, "KVCache.restore")
+        return 0
+
+    # ---- what is there ----
+
+    cdef Region open_region(self):
+        cdef Region region = self._region if self.tape is None else self.tape._region
+        if region is None or self._closed:
+            if self.tape is not None and not self._closed:
+                self.tape.check_open()
+            raise ClosedError(f"KVCache '{self.name}' is closed")
+        if region.block.base == NULL:
+            raise ClosedError(f"KVCache '{self.name}' {placing.LEFT_OUT}")
+        return region
+
+    cdef uint64_t end_position(self):
+        cdef uint64_t end = 0, first = 0, n
+        cdef uint32_t layer
+        for layer in range(self.kv.spec.n_layers):
+            n = um.um_kv_layer_len(&self.kv, layer, &first)
+            end = max(end, first + n)
+        return end
+
+    cdef uint64_t first_row(self):
+        return um.um_kv_row(&self.kv, um.um_kv_first_position(&self.kv))
+
+    cdef uint64_t end_row(self):
+        return um.um_kv_row(&self.kv, self.end_position()) + self._reserved
+
+    cdef Py_ssize_t n_views(self, list ranges) except -1:
+        cdef Region region = self.open_region()
+        cdef Py_ssize_t n = 0
+        cdef bint any_bytes = False
+        for first, end in ranges:
+            if first < end:
+                any_bytes = True
+                n += region.n_windows_in_lanes(self._begin, self.kv.lane_stride, self._n_lanes,
+                                               first, end)
+        # A buffer is of all of the block.
+        return n + region.n_buffers if any_bytes and self.grow else n
+
+    cdef list dead_ranges(self):
+        cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
+        cdef size_t first = self.first_row() * row, end
+        cdef uint64_t held = self.end_position() - um.um_kv_first_position(&self.kv)
+        if self.grow:
+            return self.spare_ranges(True)
+        if self.kv.spec.window == 0:
+            return [(0, first), (self.end_row() * row, whole)]
+        held += self._reserved
+        if held >= self.kv.n_rows:
+            return []
+        end = first + held * row
+        if end > whole:
+            return [(end - whole, first), (end, whole + first)]
+        # Where the mirror goes on behind the lane's end, and the lane behind the mirror's.
+        return [(0, first), (end, whole + first), (whole + end, 2 * whole)]
+
+    cdef list spare_ranges(self, bint exactly):
+        cdef size_t step = self._region.block.step_nbytes, row = self.kv.row_bytes
+        cdef size_t low = self.first_row() * row // step * step
+        cdef size_t high = _round_up(self.end_row() * row, step), spare
+        if self.first_row() == self.end_row():
+            # Nothing is held. What is at the beginning is kept for what comes next.
+            high = min(step, self._high) if self._low == 0 and not exactly else self._low
+            return [(self._low, self._low), (high, self._high)]
+        spare = min((high - low) // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
+        if exactly:
+            spare = 0
+        if self._high <= high + spare:
+            high = self._high
+        elif not exactly:
+            high += step
+        return [(self._low, low), (high, self._high)]
+
+    # ---- growing ----
+
+    cdef int make_rows(self, uint64_t n) except -1:
+        cdef uint64_t first = self.first_row(), end = self.end_row(), held = end - first
+        if self.grow and n <= self.kv.n_rows - end:
+            return self._grow_to(end + n)
+        if first == 0 or n > self.kv.n_rows - held:
+            raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
+                            f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
+                            self.kv.n_rows, held, n)
+        return self._start_over(held, n)
+
+    cdef int _grow_to(self, uint64_t rows) except -1:
+        cdef size_t step = self.open_region().block.step_nbytes, row = self.kv.row_bytes
+        cdef size_t needed = _round_up(rows * row, step), used = self._high - self._low
+        cdef size_t wanted = needed
+        if used > 0:
+            wanted += min(used // 4, <size_t>MOST_SPARE_BYTES) // step * step
+            wanted = min(wanted, _round_up(self.kv.n_rows * row, step))
+        if self.budget_bytes is not None:
+            most = self.budget_bytes // self._n_lanes // step * step + self._low
+            wanted = max(needed, min(wanted, most))
+        try:
+            self._commit_lanes(self._high, wanted)
+        except CapacityError:
+            if wanted == needed:
+                raise
+            wanted = needed  # nothing in advance
+            self._commit_lanes(self._high, wanted)
+        self._high = wanted
+        self._set_usable()
+        return 0
+
+    cdef int _set_usable(self) except -1:
+        cdef um.um_error err
+        if um.um_kv_set_usable(&self.kv, min(self._high // self.kv.row_bytes, self.kv.n_rows),
+                               &err) != um.UM_OK:
+            raise_status(err.status, &err, f"KVCache '{self.name}'")
+        return 0
+
+    cdef int _commit_lanes(self, size_t first, size_t end) except -1:
+        """Commit a range of each lane, and bring it into RAM; all of it, or nothing."""
+        cdef Region region = self.open_region()
+        cdef size_t nbytes = end - first, asked = nbytes * self._n_lanes
+        if self._frozen:
+            raise FrozenError(f"KVCache '{self.name}': {asked} bytes more would have to be "
+                              "committed, and the layout is frozen: thaw() it, or let the cache "
+                              "grow before")
+        if self.budget_bytes is not None and self.capacity_bytes + asked > self.budget_bytes:
+            raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes}, of which "
+                            f"{self.capacity_bytes} are used, and {asked} more are needed",
+                            self.budget_bytes, self.capacity_bytes, asked)
+        lanes = [(lane * self.kv.lane_stride + first, nbytes) for lane in range(self._n_lanes)]
+        self.block.commit_ranges(lanes)
+        try:
+            for begin, nbytes in lanes:
+                self.block.populate(region, begin, nbytes, 1, None, 0, nbytes)
+        except BaseException:
+            for begin, nbytes in lanes:
+                um.um_block_release(&region.block, begin, nbytes, NULL, NULL)
+            raise
+        self.n_growths += 1
+        return 0
+
+    cdef int _start_over(self, uint64_t held, uint64_t n) except -1:
+        """Move the tokens to row 0: behind them all rows are used up, and before them are some."""
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef size_t row = self.kv.row_bytes, step, target = held * row
+        ranges = [(0, target)]
+        if self.grow:
+            step = self.open_region().block.step_nbytes
+            target = min(_round_up((held + n) * row, step), self._low)
+            ranges = [(0, target), (self._low, self._high)]
+        n_views = self.n_views(ranges)
+        if n_views:
+            raise BufferError(f"KVCache '{self.name}': {n_views} views lie over rows that the "
+                              "tokens have to move to, or away from: drop them first")
+        if self.grow and target:
+            self._commit_lanes(0, target)
+        self._n_busy += 1
+        with nogil:
+            status = um.um_kv_move(&self.kv, 0, &err)
+        self._n_busy -= 1
+        if status != um.UM_OK:
+            if self.grow:
+                self._release_lanes(0, target)
+            raise_status(status, &err, f"KVCache '{self.name}'")
+        if self.grow:
+            if target < self._low:
+                self._release_lanes(self._low, self._high)
+                self._high = target
+            self._low = 0
+            self._set_usable()
+        self._dropped = 0
+        return 0
+
+    # ---- giving back ----
+
+    cdef um.um_status _release_lanes(self, size_t first, size_t end):
+        """Give a range of each lane back; the first failure, after all of them."""
+        cdef um.um_status status = um.UM_OK, found
+        cdef size_t lane
+        if first < end:
+            for lane in range(self._n_lanes):
+                found = um.um_block_release(&self._region.block,
+                                            lane * self.kv.lane_stride + first, end - first, NULL,
+                                            NULL)
+                status = status or found
+        return status
+
+    cdef int settle(self, bint exactly=False) except -1:
+        cdef Region region = self.open_region()
+        cdef um.um_status status = um.UM_OK, found
+        if self._n_busy:
+            self._postponed = True
+            return 0
+        if not self.grow and not exactly and self._dropped < region.block.step_nbytes:
+            return 0
+        ranges = self.spare_ranges(exactly) if self.grow else self.dead_ranges()
+        if not self.grow and not exactly and self.kv.spec.window == 0:
+            ranges = ranges[:1]  # what is behind the tokens was never dropped
+        if self.n_views(ranges):
+            if not self._waiting:
+                self._waiting = True
+                region.watch(self)
+            self._stay_inside()
+            return 0
+        if self.grow:
+            status = self._shrink(ranges)
+        else:
+            for lane in range(self._n_lanes):
+                for first, end in ranges:
+                    if first < end:
+                        found = um.um_block_discard(
+                            &region.block, self._begin + lane * self.kv.lane_stride + first,
+                            end - first, NULL, NULL)
+                        status = status or found
+            self._dropped = 0
+        if exactly and status not in (um.UM_OK, um.UM_E_INVALID):  # locked memory stays
+            raise OSError(f"KVCache '{self.name}': the system does not take memory back")
+        return 0
+
+    cdef um.um_status _shrink(self, list ranges):
+        cdef um.um_status status
+        cdef bint empty = self.first_row() == self.end_row()
+        (low, new_low), (new_high, high) = ranges
+        if low >= new_low and new_high >= high:
+            return um.UM_OK
+        # Memory that the system refuses to take stays committed, and is not used.
+        status = self._release_lanes(low, new_low) or self._release_lanes(new_high, high)
+        self._low, self._high = max(low, new_low), min(new_high, high)
+        if self._low >= self._high:
+            self._low = self._high = 0
+        if empty:
+            self._stay_inside()
+        self._set_usable()
+        return status
+
+    cdef int _stay_inside(self) except -1:
+        """An empty growing cache goes on inside of what is committed."""
+        cdef um.um_error err
+        cdef size_t row = self.kv.row_bytes, first = self.first_row() * row
+        cdef bint inside = self._low <= first <= self._high
+        if self.grow and not inside and self.first_row() == self.end_row():
+            if um.um_kv_move(&self.kv, (self._low + row - 1) // row, &err) != um.UM_OK:
+                raise_status(err.status, &err, f"KVCache '{self.name}'")
+        return 0
+
+    cdef int window_ended(self) except -1:
+        self._waiting = False
+        if self.closed:
+            return 0
+        try:
+            self.settle()
+        except Exception:  # a view goes whether or not memory can be given back
+            return 0
+        return 0
+
+    cdef int end_busy(self) except -1:
+        self._n_busy -= 1
+        if self._postponed and self._n_busy == 0:
+            self._postponed = False
+            self.settle()
+        return 0
+
+    # ---- rows as bytes, to be copied, saved and restored ----
+
+    def _lanes(self):
+        """All lanes in the order of the storage, as (layer, part, stream)."""
+        s = self.kv.spec
+        return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
+                for stream in range(s.batch)]
+
+    cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n):
+        cdef Region region = self.open_region()
+        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
+        cdef cnp.npy_intp nbytes = n * self.kv.row_bytes
+        data += row * self.kv.row_bytes
+        window = new_window(region, data - <char *>region.block.base, nbytes)
+        return new_array(data, 1, &nbytes, NULL, dtype_of("uint8"), window, True)
+
+    def _rows(self, layer, part, stream):
+        """The bytes of the tokens that all layers hold, of one lane."""
+        cdef uint64_t first = um.um_kv_first_position(&self.kv)
+        return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
+                               um.um_kv_seq_len(&self.kv))
+
+    def _begin_restore(self, next_position, n):
+        """Empty the cache, and make room for n tokens up to a position."""
+        cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
+        self.clear()
+        if count > most:
+            raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0,
+                            n)
+        if self.first_row() != 0 and self.kv.spec.window == 0:
+            raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
+                              "back: drop them first")
+        if self.kv.spec.window == 0 and count > self.kv.usable_rows:
+            self.make_rows(count)
+
+    def _restore_rows(self, layer, part, stream, n, next_position):
+        """Where the n tokens up to a position go, of one lane."""
+        row = 0 if self.kv.spec.window == 0 else (next_position - n) % self.kv.n_rows
+        return self._lane_rows(layer, part, stream, row, n)
+
+    def _finish_restore(self, next_position, n):
+        """The tokens are there."""
+        cdef um.um_error err
+        if um.um_kv_adopt(&self.kv, next_position, n, &err) != um.UM_OK:
+            raise_status(err.status, &err, f"KVCache '{self.name}'")
+
+    # ---- figures and the end ----
+
+    @property
+    def capacity_bytes(self):
+        """Bytes of memory that back the cache: of a growing one, what is committed."""
+        return self._n_lanes * (self._high - self._low) if self.grow else self._storage_bytes
+
+    @property
+    def resident_bytes(self):
+        """Bytes of the storage that are in RAM, in whole pages, once each (Pss)."""
+        self.open_region()
+        if self.tape is None:
+            return self.block.verify().pss_bytes
+        return self.tape.block._resident_range(self._begin, self._storage_bytes)
+
+    @property
+    def granted(self):
+        """How the memory under the cache is placed, as the kernel says."""
+        self.open_region()
+        return (self.block if self.tape is None else self.tape.block).granted
+
+    @property
+    def closed(self):
+        """Whether the cache was closed."""
+        return self._closed or (self.tape is not None and self.tape.closed)
+
+    def warm(self, threads=None):
+        """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
+        cdef Region region = self.open_region()
+        cdef size_t lane
+        if self.tape is not None:
+            self.tape.block._warm_range(self._begin, self._storage_bytes, threads)
+        elif not self.grow:
+            self.block.warm(threads)
+        elif self._high > self._low:
+            n_threads = self.block.check_threads(threads)
+            for lane in range(self._n_lanes):
+                begin = lane * self.kv.lane_stride + self._low
+                self.block.populate(region, begin, self._high - self._low, n_threads, None, 0,
+                                    self._high - self._low)
+
+    def _freeze(self, bint frozen):
+        """Refuse, or allow again, to commit memory."""
+        self._frozen = frozen
+
+    def close(self):
+        """Close the cache; storage of its own is given back. Closing twice is no error.
+
+        Raises
+        ------
+        BufferError
+            Views still use it; nothing is closed then.
+        """
+        if self._closed:
+            return
+        if self._region is not None:
+            # The block and this cache hold the region; everybody else is a view.
+            n_users = Py_REFCNT(<PyObject *>self._region) - 2
+            if n_users > 0:
+                raise BufferError(f"KVCache '{self.name}' has {n_users} live views: drop them "
+                                  "first, or leave a 'with'")
+        self._end()
+
+    cdef object _end(self):
+        self._closed = True
+        self._region = None
+        if self.block is not None:
+            self.block.__exit__()
+
+    def __enter__(self):
+        self.open_region()
+        return self
+
+    def __exit__(self, *exc_info):
+        # Views that are still alive keep the memory; it goes with the last of them.
+        self._end()
+
+    def __del__(self):
+        if not self._closed and self._region is not None:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
