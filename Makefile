@@ -12,7 +12,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c)
 
-.PHONY: run test test-c test-py test-numa check format asan install bench bench-peer clean
+.PHONY: run test test-c test-py test-numa check format asan exhaust install bench bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -70,11 +70,19 @@ $(VENV)/.checkers: $(VENV)/.installed
 asan: $(VENV)/.installed
 	tools/asan.sh
 
+# Conversions over all of their inputs.
+exhaust: $(VENV)/.installed
+	$(BIN)/cmake -S . -B $(BUILD)/exhaust -G Ninja -DUNIMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
+	$(BIN)/cmake --build $(BUILD)/exhaust --target exhaust_convert
+	$(BUILD)/exhaust/native/tests/exhaust_convert
+	$(BIN)/python tools/exhaust_convert.py
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.calls
 	$(BIN)/python -m bench.gguf
 	$(BIN)/python -m bench.first_touch
 	$(BIN)/python -m bench.verify
+	$(BIN)/python -m bench.kv
 	$(BIN)/python -m bench.decode
 
 # llama.cpp for bench.decode, built for this machine: a wheel lacks instruction sets. See
