@@ -46,6 +46,8 @@ cdef int _float_of(cnp.ndarray a) except -1:
         _bf16_number = number
     if number == _bf16_number:
         return um.UM_BF16
+    if a.dtype == _Q8_0:
+        return um.UM_Q8_0
     raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
 
 
@@ -279,7 +281,8 @@ cdef class KVCache(KVMemory):
         k, v : numpy.ndarray
             Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
             (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
-            rounding to nearest even; arrays that are not C-contiguous are copied first.
+            rounding to nearest even; arrays that are not C-contiguous are copied first. A
+            ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
 
         Raises
         ------
@@ -308,7 +311,10 @@ cdef class KVCache(KVMemory):
         cdef um.um_status status
         cdef uint64_t n
         cdef uint32_t index
+        cdef cnp.npy_intp dim = s.head_dim
         cdef bint fits
+        if number == um.UM_Q8_0:
+            dim //= 32
         if (self._closed or (self._region is None and self.tape._region is None)
                 or (self._region is not None and self._region.block.base == NULL)):
             self.open_region()
@@ -316,11 +322,11 @@ cdef class KVCache(KVMemory):
         if n_dims == 3 and s.batch == 1:
             order = um.UM_KV_TOKEN_MAJOR
             n = ks[0]
-            fits = ks[1] == s.n_kv_heads and ks[2] == s.head_dim
+            fits = ks[1] == s.n_kv_heads and ks[2] == dim
         else:
             order = um.UM_KV_HEAD_MAJOR
             fits = (n_dims == 4 and ks[0] == s.batch and ks[1] == s.n_kv_heads
-                    and ks[3] == s.head_dim)
+                    and ks[3] == dim)
             n = ks[2] if fits else 0
         fits = (fits and cnp.PyArray_NDIM(va) == n_dims
                 and cnp.PyArray_CompareLists(ks, vs, n_dims))
@@ -429,13 +435,15 @@ cdef class KVCache(KVMemory):
                 raise ValueError("out: expected together with dtype")
             return self._view(layer, False, first, n), self._view(layer, True, first, n)
         wanted = dtype_of(dtype)
+        if wanted.kind != "f" and wanted.name != "bfloat16":
+            raise ValueError(f"dtype: expected a floating-point type, got {wanted}")
         shape = (self.kv.spec.batch, self.kv.spec.n_kv_heads, n, self.kv.spec.head_dim)
         if out is None:
             out = np.empty(shape, wanted), np.empty(shape, wanted)
         for target, _ in zip(out, "kv", strict=True):
-            if target.shape != shape or target.dtype != wanted:
-                raise ValueError(f"out: expected two arrays of shape {shape} and dtype {wanted}, "
-                                 f"got {target.shape} and {target.dtype}")
+            if target.shape != shape or target.dtype != wanted or not target.flags.writeable:
+                raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "
+                                 f"{wanted}, got {target.shape} and {target.dtype}")
         for v, target in enumerate(out):
             self._read(layer, v, first, n, target)
         return out
@@ -446,10 +454,10 @@ cdef class KVCache(KVMemory):
         cdef um.um_status status
         cdef um.um_dtype number
         cdef cnp.ndarray target = out
-        named = _TYPES.get(out.dtype.name)
-        if named is None or not cnp.PyArray_ISCARRAY(out):
-            target = np.empty([out.shape[axis] for axis in range(4)], named or "float32")
-        number = <um.um_dtype><int>_NUMBERS[named or "f32"]
+        kind = out.dtype if out.dtype.name in _TYPES and out.dtype.isnative else np.dtype("float32")
+        if kind != out.dtype or not cnp.PyArray_ISCARRAY(out):
+            target = np.empty_like(out, kind, order="C", subok=False)
+        number = <um.um_dtype><int>_NUMBERS[_TYPES[kind.name]]
         self._n_busy += 1
         with nogil:
             status = um.um_kv_read(&self.kv, layer, v, first, n, cnp.PyArray_DATA(target), number,
@@ -834,41 +842,6 @@ cdef class KVCache(KVMemory):
     def is_empty(self):
         """Whether there is no token."""
         return self.seq_len == 0
-
-    @property
-    def n_layers(self):
-        """Layers."""
-        return self.kv.spec.n_layers
-
-    @property
-    def n_kv_heads(self):
-        """KV heads of a layer."""
-        return self.kv.spec.n_kv_heads
-
-    @property
-    def head_dim(self):
-        """Elements of a head."""
-        return self.kv.spec.head_dim
-
-    @property
-    def batch(self):
-        """Streams."""
-        return self.kv.spec.batch
-
-    @property
-    def max_seq_len(self):
-        """Tokens that fit."""
-        return self.kv.spec.max_seq_len
-
-    @property
-    def n_rows(self):
-        """Rows of a lane: of a ring those that positions are counted modulo."""
-        return self.kv.n_rows
-
-    @property
-    def row_bytes(self):
-        """Bytes of one token's K (or V) in one layer of one stream."""
-        return self.kv.row_bytes
 
     @property
     def memory_usage_bytes(self):

@@ -471,6 +471,41 @@ cdef class KVMemory(Watcher):
     # ---- figures and the end ----
 
     @property
+    def n_layers(self):
+        """Layers."""
+        return self.kv.spec.n_layers
+
+    @property
+    def n_kv_heads(self):
+        """KV heads of a layer."""
+        return self.kv.spec.n_kv_heads
+
+    @property
+    def head_dim(self):
+        """Elements of a head."""
+        return self.kv.spec.head_dim
+
+    @property
+    def batch(self):
+        """Streams."""
+        return self.kv.spec.batch
+
+    @property
+    def max_seq_len(self):
+        """Tokens that fit."""
+        return self.kv.spec.max_seq_len
+
+    @property
+    def n_rows(self):
+        """Rows of a lane: of a ring those that positions are counted modulo."""
+        return self.kv.n_rows
+
+    @property
+    def row_bytes(self):
+        """Bytes of one token's K (or V) in one layer of one stream."""
+        return self.kv.row_bytes
+
+    @property
     def capacity_bytes(self):
         """Bytes of memory that back the cache: of a growing one, what is committed."""
         return self._n_lanes * (self._high - self._low) if self.grow else self._storage_bytes
@@ -547,4 +582,4 @@ cdef class KVMemory(Watcher):
 
     def __del__(self):
         if not self._closed and self._region is not None:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1, source=self)
