@@ -5,6 +5,10 @@
 #include <errno.h>
 #include <stdatomic.h>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 enum { BLOCK_ALIGN = 64 };
 
 struct um_paged_block {
@@ -381,22 +385,20 @@ static void write_tokens(um_paged_seq *seq, uint32_t layer, int v, uint64_t at,
                          const unsigned char *in, um_dtype type, um_kv_order order, uint64_t n) {
     const um_paged *p = seq->paged;
     size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
-    size_t per_block = p->spec.block_tokens, run;
+    size_t per_block = p->spec.block_tokens, out_head = per_block * p->head_bytes, run;
     for (size_t done = 0; done < n; done += run) {
         size_t row = (size_t)((at + done) % per_block);
         run = n - done < per_block - row ? (size_t)n - done : per_block - row;
         unsigned char *lane = lane_of(p, block_at(seq, (at + done) / per_block), layer, v);
-        for (size_t h = 0; h < heads; h++) {
-            unsigned char *out = lane + (h * per_block + row) * p->head_bytes;
-            if (order == UM_KV_HEAD_MAJOR) {
-                const unsigned char *from = in + (h * (size_t)n + done) * in_head;
-                um_convert(out, p->spec.type, from, type, run * dim, NULL);
-                continue;
-            }
-            const unsigned char *from = in + (done * heads + h) * in_head;
-            for (size_t t = 0; t < run; t++) {
-                um_convert(out + t * p->head_bytes, p->spec.type, from + t * heads * in_head, type,
-                           dim, NULL);
+        unsigned char *out = lane + row * p->head_bytes;
+        for (size_t h = 0; order == UM_KV_HEAD_MAJOR && h < heads; h++) {
+            um_convert(out + h * out_head, p->spec.type, in + (h * (size_t)n + done) * in_head,
+                       type, run * dim, NULL);
+        }
+        for (size_t t = 0; order == UM_KV_TOKEN_MAJOR && t < run; t++) {
+            for (size_t h = 0; h < heads; h++) {
+                um_convert(out + h * out_head + t * p->head_bytes, p->spec.type,
+                           in + ((done + t) * heads + h) * in_head, type, dim, NULL);
             }
         }
     }
@@ -456,6 +458,52 @@ um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, u
 
 /* ---- gather ---- */
 
+enum {
+    LINE = 64,                   /* of the CPU's caches */
+    FETCH_AHEAD = 4096,          /* bytes: the CPU's own prefetcher stops where a run ends */
+    STREAM_FROM_BYTES = 4 << 20, /* copies of this size do not stay in the caches */
+};
+
+static size_t fetched_ahead(size_t nbytes) {
+    return nbytes < FETCH_AHEAD ? nbytes : FETCH_AHEAD;
+}
+
+#if defined(__x86_64__)
+
+/* A memcpy whose stores pass the caches by, so that no line of `out` is read first. Fetches what
+ * comes next, the last of it from `next`, where the next run begins. */
+static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
+                          size_t nbytes) {
+    size_t ahead = fetched_ahead(nbytes), at = -(uintptr_t)out % LINE;
+    at = at < nbytes ? at : nbytes;
+    memcpy(out, in, at);
+    for (; at + LINE <= nbytes; at += LINE) {
+        size_t far = at + ahead;
+        __builtin_prefetch(far < nbytes ? in + far : next + (far - nbytes));
+        for (size_t i = at; i < at + LINE; i += sizeof(__m128i)) {
+            __m128i part = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
+            _mm_stream_si128((__m128i *)(void *)(out + i), part);
+        }
+    }
+    memcpy(out + at, in + at, nbytes - at);
+}
+
+static void end_streamed(void) {
+    _mm_sfence();
+}
+
+#else
+
+static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
+                          size_t nbytes) {
+    __builtin_prefetch(next);
+    memcpy(out, in, nbytes);
+}
+
+static void end_streamed(void) {}
+
+#endif
+
 um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n, void *out,
                           size_t head_stride, um_dtype type, um_error *err) {
     const um_paged *p = seq->paged;
@@ -467,21 +515,35 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
         return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
     um_status status = check_type(p, type, err);
-    if (status != UM_OK) {
+    if (status != UM_OK || n == 0) {
         return status;
     }
-    size_t out_head = bytes_of(type, dim), run;
+    size_t out_head = bytes_of(type, dim), in_head = p->head_bytes, run;
     if (heads > 1 && head_stride / out_head < n) {
         return um_fail(err, UM_E_INVALID, "head_stride");
     }
-    for (size_t done = 0; done < n; done += run) {
-        const unsigned char *lane = lane_of(p, block_at(seq, done / per_block), layer, v);
+    bool streams = type == p->spec.type && heads * n * in_head >= STREAM_FROM_BYTES;
+    const unsigned char *lane = lane_of(p, block_at(seq, 0), layer, v), *next_lane;
+    for (size_t done = 0; done < n; done += run, lane = next_lane) {
         run = n - done < per_block ? (size_t)n - done : per_block;
+        next_lane =
+            done + run < n ? lane_of(p, block_at(seq, (done + run) / per_block), layer, v) : lane;
         for (size_t h = 0; h < heads; h++) {
+            const unsigned char *in = lane + h * per_block * in_head;
+            const unsigned char *next = h + 1 < heads ? in + per_block * in_head : next_lane;
             unsigned char *to = (unsigned char *)out + h * head_stride + done * out_head;
-            um_convert(to, type, lane + h * per_block * p->head_bytes, p->spec.type, run * dim,
-                       NULL);
+            if (streams) {
+                copy_streamed(to, in, next, run * in_head);
+                continue;
+            }
+            for (size_t at = 0; at < fetched_ahead(run * in_head); at += LINE) {
+                __builtin_prefetch(next + at);
+            }
+            um_convert(to, type, in, p->spec.type, run * dim, NULL);
         }
+    }
+    if (streams) {
+        end_streamed();
     }
     return UM_OK;
 }

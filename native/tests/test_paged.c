@@ -1,0 +1,765 @@
+/* Paged KV memory: blocks that sequences share, and a model that does not share. */
+#include "fault_os.h"
+#include "test.h"
+
+#include <pthread.h>
+
+/* A pool whose storage ends where its heap block ends, so that AddressSanitizer sees a write behind
+ * it. */
+typedef struct pool {
+    um_paged paged;
+    void *storage;
+    size_t nbytes;
+} pool;
+
+static um_paged_spec spec_of(um_dtype type, uint32_t n_blocks) {
+    return (um_paged_spec){.n_layers = 2,
+                           .n_kv_heads = 3,
+                           .head_dim = type == UM_Q8_0 ? 32 : 4,
+                           .n_blocks = n_blocks,
+                           .block_tokens = 5,
+                           .type = type};
+}
+
+static pool make_pool(um_paged_spec spec) {
+    pool p;
+    CHECK_OK(um_paged_storage_bytes(&spec, &p.nbytes, &test_err));
+    REQUIRE(posix_memalign(&p.storage, 64, p.nbytes) == 0);
+    memset(p.storage, 0xCC, p.nbytes);
+    CHECK_OK(um_paged_init(&p.paged, &spec, p.storage, &test_err));
+    return p;
+}
+
+static void free_pool(pool *p) {
+    CHECK_EQ_U64(um_paged_n_in_use(&p->paged), 0);
+    um_paged_free(&p->paged);
+    free(p->storage);
+}
+
+static um_paged_seq make_seq(pool *p) {
+    um_paged_seq seq;
+    CHECK_OK(um_paged_seq_init(&seq, &p->paged, NULL, 0, &test_err));
+    return seq;
+}
+
+static um_paged_seq fork_of(const um_paged_seq *seq) {
+    um_paged_seq out;
+    CHECK_OK(um_paged_seq_fork(&out, seq, &test_err));
+    return out;
+}
+
+static uint32_t block_of(const um_paged_seq *seq, uint32_t i) {
+    return (uint32_t)seq->table[i];
+}
+
+/* ---- values: a token is a number below 2000; in all types all of it comes back exactly ---- */
+
+static float value_of(uint32_t token, uint32_t layer, int v, size_t head, size_t i) {
+    /* The first of each 32 is the largest, so that the scale of a q8_0 block is 1. */
+    return i % 32 == 0 ? 127.0F
+                       : (float)((token * 7 + layer * 31 + (uint32_t)v * 17 + head * 5 + i) % 120);
+}
+
+static size_t bytes_of(um_dtype type, size_t n) {
+    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
+}
+
+/* Rows of the tokens, in heap memory of their exact size. */
+static void *make_rows(const um_paged_spec *s, uint32_t layer, int v, const uint32_t *tokens,
+                       uint64_t n, um_dtype type, um_kv_order order) {
+    size_t heads = s->n_kv_heads, dim = s->head_dim;
+    unsigned char *rows = malloc(bytes_of(type, n * heads * dim) + (n == 0));
+    float *head = malloc(dim * sizeof *head);
+    REQUIRE(rows != NULL && head != NULL);
+    for (uint64_t t = 0; t < n; t++) {
+        for (size_t h = 0; h < heads; h++) {
+            for (size_t i = 0; i < dim; i++) {
+                head[i] = value_of(tokens[t], layer, v, h, i);
+            }
+            size_t at = order == UM_KV_TOKEN_MAJOR ? t * heads + h : h * n + t;
+            CHECK(um_convert(rows + bytes_of(type, at * dim), type, head, UM_F32, dim, NULL) ==
+                  UM_OK);
+        }
+    }
+    free(head);
+    return rows;
+}
+
+static um_status append(um_paged_seq *seq, uint32_t layer, const uint32_t *tokens, uint64_t n,
+                        um_dtype type, um_kv_order order) {
+    void *k = make_rows(&seq->paged->spec, layer, 0, tokens, n, type, order);
+    void *v = make_rows(&seq->paged->spec, layer, 1, tokens, n, type, order);
+    um_status status = um_paged_append(seq, layer, k, v, type, order, n, &test_err);
+    free(k);
+    free(v);
+    return status;
+}
+
+/* Appends n tokens, from `first` on, to all layers. */
+static void append_tokens(um_paged_seq *seq, uint32_t first, uint32_t n) {
+    uint32_t tokens[64];
+    for (uint32_t i = 0; i < n; i++) {
+        tokens[i] = first + i;
+    }
+    for (uint32_t layer = 0; layer < seq->paged->spec.n_layers; layer++) {
+        CHECK_OK(append(seq, layer, tokens, n, UM_F32, UM_KV_HEAD_MAJOR));
+    }
+}
+
+/* What a layer holds is these tokens, gathered into memory of its exact size. */
+static void check_tokens(const um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
+                         uint64_t n) {
+    const um_paged_spec *s = &seq->paged->spec;
+    CHECK_EQ_U64(um_paged_layer_len(seq, layer), n);
+    for (int v = 0; v < 2; v++) {
+        size_t nbytes = bytes_of(s->type, n * s->n_kv_heads * s->head_dim);
+        unsigned char *out = malloc(nbytes + (nbytes == 0));
+        REQUIRE(out != NULL);
+        void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
+        size_t stride = bytes_of(s->type, n * s->head_dim);
+        CHECK_OK(um_paged_gather(seq, layer, v, n, out, stride, s->type, &test_err));
+        CHECK(memcmp(out, expected, nbytes) == 0);
+        free(out);
+        free(expected);
+    }
+}
+
+static void check_count_from(const um_paged_seq *seq, uint32_t first, uint32_t n) {
+    uint32_t tokens[64];
+    for (uint32_t i = 0; i < n; i++) {
+        tokens[i] = first + i;
+    }
+    for (uint32_t layer = 0; layer < seq->paged->spec.n_layers; layer++) {
+        check_tokens(seq, layer, tokens, n);
+    }
+    CHECK_EQ_U64(um_paged_seq_len(seq), n);
+}
+
+/* ---- the pool ---- */
+
+static void check_bad_spec(um_paged_spec spec) {
+    static _Alignas(64) unsigned char storage[64];
+    size_t nbytes = 12345;
+    um_paged paged, before;
+    memset(&paged, 0x5A, sizeof paged);
+    memcpy(&before, &paged, sizeof paged);
+    CHECK_STATUS(UM_E_INVALID, um_paged_storage_bytes(&spec, &nbytes, &test_err));
+    CHECK(um_paged_storage_bytes(&spec, &nbytes, NULL) == UM_E_INVALID);
+    CHECK_EQ_U64(nbytes, 12345);
+    CHECK_STATUS(UM_E_INVALID, um_paged_init(&paged, &spec, storage, &test_err));
+    CHECK(memcmp(&before, &paged, sizeof paged) == 0);
+}
+
+static void test_bad_specs(void) {
+    um_paged_spec good = spec_of(UM_F16, 4), spec;
+    uint32_t *fields[] = {&spec.n_layers, &spec.n_kv_heads, &spec.head_dim, &spec.n_blocks,
+                          &spec.block_tokens};
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+        spec = good;
+        *fields[i] = 0;
+        check_bad_spec(spec);
+    }
+    spec = good;
+    spec.n_blocks = INT32_MAX;
+    check_bad_spec(spec);
+    spec = good;
+    spec.type = (um_dtype)4;
+    check_bad_spec(spec);
+    spec = spec_of(UM_Q8_0, 4);
+    spec.head_dim = 33;
+    check_bad_spec(spec);
+    /* Each product on the way overflows in one of these. */
+    uint32_t most = UINT32_MAX, third[] = {1, most};
+    for (size_t i = 0; i < 2; i++) {
+        spec = (um_paged_spec){.n_layers = third[i],
+                               .n_kv_heads = most,
+                               .head_dim = most,
+                               .n_blocks = INT32_MAX - 1,
+                               .block_tokens = third[1 - i],
+                               .type = UM_F32};
+        check_bad_spec(spec);
+    }
+    check_bad_spec((um_paged_spec){.n_layers = 1,
+                                   .n_kv_heads = 1,
+                                   .head_dim = most,
+                                   .n_blocks = INT32_MAX - 1,
+                                   .block_tokens = 1,
+                                   .type = UM_F32});
+}
+
+static void test_storage(void) {
+    um_dtype types[] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
+    size_t head_bytes[] = {16, 8, 8, 34};
+    for (int i = 0; i < 4; i++) {
+        pool p = make_pool(spec_of(types[i], 3));
+        um_paged *paged = &p.paged;
+        size_t lane = 3 * 5 * head_bytes[i], block = (2 * 2 * lane + 63) / 64 * 64;
+        CHECK_EQ_U64(p.nbytes, 3 * block);
+        CHECK_EQ_U64(paged->head_bytes, head_bytes[i]);
+        CHECK_EQ_U64(paged->lane_bytes, lane);
+        CHECK_EQ_U64(paged->block_bytes, block);
+        for (uint32_t at = 0; at < 3; at++) {
+            for (uint32_t layer = 0; layer < 2; layer++) {
+                for (int v = 0; v < 2; v++) {
+                    size_t lanes = layer * 2 + (size_t)v;
+                    unsigned char *expected =
+                        (unsigned char *)p.storage + at * block + lanes * lane;
+                    CHECK(um_paged_lane(paged, at, layer, v) == expected);
+                }
+            }
+            CHECK_EQ_U64(um_paged_n_holders(paged, at), 0);
+            CHECK(!um_paged_is_cached(paged, at));
+        }
+        CHECK(um_paged_lane(paged, 3, 0, 0) == NULL && um_paged_lane(paged, 0, 2, 0) == NULL);
+        CHECK(um_paged_n_holders(paged, 3) == 0 && !um_paged_is_cached(paged, UINT32_MAX));
+        CHECK(paged->n_free == 3 && paged->n_evictable == 0);
+        free_pool(&p);
+    }
+    um_paged_spec spec = spec_of(UM_F16, 3);
+    static _Alignas(64) unsigned char storage[4096];
+    um_paged paged;
+    CHECK_STATUS(UM_E_INVALID, um_paged_init(&paged, &spec, NULL, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_init(&paged, &spec, storage + 32, &test_err));
+    um_paged zeroed = {0};
+    um_paged_free(&zeroed);
+    um_paged_seq no_seq = {0};
+    um_paged_seq_free(&no_seq);
+}
+
+static void test_no_memory(void) {
+    um_paged_spec spec = spec_of(UM_F16, 3);
+    static _Alignas(64) unsigned char storage[4096];
+    um_paged paged, before;
+    memset(&paged, 0x5A, sizeof paged);
+    memcpy(&before, &paged, sizeof paged);
+    fault_os_fail_nth_alloc(1);
+    CHECK_STATUS(UM_E_NOMEM, um_paged_init(&paged, &spec, storage, &test_err));
+    CHECK(memcmp(&before, &paged, sizeof paged) == 0);
+
+    pool p = make_pool(spec);
+    um_paged_seq seq = make_seq(&p), other, other_before;
+    append_tokens(&seq, 0, 7);
+    memset(&other, 0x5A, sizeof other);
+    memcpy(&other_before, &other, sizeof other);
+    int32_t blocks[] = {seq.table[0]};
+    fault_os_fail_nth_alloc(1);
+    CHECK_STATUS(UM_E_NOMEM, um_paged_seq_init(&other, &p.paged, blocks, 1, &test_err));
+    fault_os_fail_nth_alloc(1);
+    CHECK_STATUS(UM_E_NOMEM, um_paged_seq_fork(&other, &seq, &test_err));
+    CHECK(memcmp(&other_before, &other, sizeof other) == 0);
+    CHECK_EQ_U64(um_paged_n_holders(&p.paged, block_of(&seq, 0)), 1);
+
+    /* After that a sequence allocates nothing. */
+    fault_os_fail_nth_alloc(1);
+    append_tokens(&seq, 7, 8);
+    CHECK_OK(um_paged_crop(&seq, 3, &test_err));
+    append_tokens(&seq, 3, 9);
+    CHECK_EQ_U64(fault_os_allocs(), 0);
+    fault_os_fail_nth_alloc(0);
+    check_count_from(&seq, 0, 12);
+    um_paged_seq_free(&seq);
+    free_pool(&p);
+}
+
+/* ---- append and gather ---- */
+
+/* All types, orders and steps, over the ends of blocks; one layer ahead of the other. */
+static void test_append(void) {
+    uint64_t steps[] = {1, 0, 3, 1, 11, 4};
+    uint32_t tokens[20];
+    for (uint32_t i = 0; i < 20; i++) {
+        tokens[i] = 100 + i;
+    }
+    for (int i = 0; i < 32; i++) {
+        um_dtype type = (um_dtype)(i & 3), in_type = (um_dtype)(i >> 2 & 3);
+        um_kv_order order = (i & 16) != 0 ? UM_KV_HEAD_MAJOR : UM_KV_TOKEN_MAJOR;
+        if (in_type == UM_Q8_0 && type != UM_Q8_0) {
+            continue;
+        }
+        pool p = make_pool(spec_of(type, 4));
+        um_paged_seq seq = make_seq(&p);
+        uint64_t len = 0;
+        for (int step = 0; step < 6; step++) {
+            for (uint32_t layer = 0; layer < 2; layer++) {
+                CHECK_OK(append(&seq, layer, tokens + len, steps[step], in_type, order));
+                check_tokens(&seq, layer, tokens, len + steps[step]);
+                CHECK_EQ_U64(um_paged_seq_len(&seq), layer == 0 ? len : len + steps[step]);
+            }
+            len += steps[step];
+            CHECK_EQ_U64(seq.n_blocks, (len + 4) / 5);
+            CHECK_EQ_U64(um_paged_n_in_use(&p.paged), (len + 4) / 5);
+        }
+        check_count_from(&seq, 100, 20);
+        um_paged_seq_free(&seq);
+        free_pool(&p);
+    }
+}
+
+static void test_append_all(void) {
+    pool p = make_pool(spec_of(UM_F16, 4));
+    um_paged_seq seq = make_seq(&p);
+    uint32_t n_values = 3 * 4;
+    for (uint32_t token = 0; token < 20; token++) {
+        float in[2][2 * 12];
+        for (uint32_t layer = 0; layer < 2; layer++) {
+            for (int v = 0; v < 2; v++) {
+                float *rows =
+                    make_rows(&p.paged.spec, layer, v, &token, 1, UM_F32, UM_KV_TOKEN_MAJOR);
+                memcpy(in[v] + layer * n_values, rows, n_values * sizeof *rows);
+                free(rows);
+            }
+        }
+        CHECK_OK(um_paged_append_all(&seq, in[0], in[1], UM_F32, &test_err));
+        check_count_from(&seq, 0, token + 1);
+    }
+    static const float k[24], v[24];
+    CHECK_FULL(um_paged_append_all(&seq, k, v, UM_F32, &test_err), 4, 4, 1);
+    CHECK_STATUS(UM_E_INVALID, um_paged_append_all(&seq, k, v, (um_dtype)9, &test_err));
+    CHECK_OK(um_paged_crop(&seq, 18, &test_err));
+    CHECK_OK(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
+    CHECK_STATUS(UM_E_STATE, um_paged_append_all(&seq, k, v, UM_F32, &test_err));
+    um_paged_rollback(&seq);
+    check_count_from(&seq, 0, 18);
+    um_paged_seq_free(&seq);
+    free_pool(&p);
+}
+
+static void test_refused_calls(void) {
+    static const float k[200], v[200];
+    pool p = make_pool(spec_of(UM_F16, 3));
+    um_paged_seq seq = make_seq(&p), other = make_seq(&p);
+    append_tokens(&seq, 0, 7);
+    uint64_t too_many[] = {9, 1000, UINT64_MAX, UINT64_MAX - 7, (uint64_t)1 << 63};
+    for (size_t i = 0; i < sizeof too_many / sizeof too_many[0]; i++) {
+        uint64_t end = too_many[i] > UINT64_MAX - 7 ? UINT64_MAX : too_many[i] + 7;
+        uint64_t asked = end / 5 + (end % 5 != 0) - 2;
+        CHECK_FULL(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, too_many[i], &test_err),
+                   3, 2, asked);
+    }
+    CHECK_FULL(um_paged_append(&other, 0, k, v, UM_F32, UM_KV_HEAD_MAJOR, 6, &test_err), 3, 2, 2);
+    CHECK_STATUS(UM_E_INVALID,
+                 um_paged_append(&seq, 2, k, v, UM_F32, UM_KV_HEAD_MAJOR, 1, &test_err));
+    CHECK_STATUS(UM_E_INVALID,
+                 um_paged_append(&seq, 0, k, v, UM_F32, (um_kv_order)2, 1, &test_err));
+    CHECK_STATUS(UM_E_INVALID,
+                 um_paged_append(&seq, 0, k, v, (um_dtype)-1, UM_KV_HEAD_MAJOR, 1, &test_err));
+    CHECK_STATUS(UM_E_INVALID,
+                 um_paged_append(&seq, 0, k, v, UM_Q8_0, UM_KV_HEAD_MAJOR, 1, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_crop(&seq, 8, &test_err));
+    float out[200];
+    CHECK_STATUS(UM_E_INVALID, um_paged_gather(&seq, 2, 0, 1, out, 400, UM_F32, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_gather(&seq, 0, 0, 8, out, 400, UM_F32, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_gather(&seq, 0, 0, 7, out, 7 * 16 - 1, UM_F32, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_gather(&seq, 0, 0, 7, out, 400, UM_Q8_0, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_gather(&seq, 0, 0, 7, out, 400, (um_dtype)7, &test_err));
+    int32_t blocks[] = {seq.table[0], -1, 3, 0};
+    um_paged_seq made;
+    for (int i = 1; i < 3; i++) {
+        CHECK_STATUS(UM_E_INVALID, um_paged_seq_init(&made, &p.paged, blocks + i, 1, &test_err));
+    }
+    CHECK_STATUS(UM_E_INVALID, um_paged_seq_init(&made, &p.paged, blocks, 4, &test_err));
+    int32_t free_block = 0;
+    while (um_paged_n_holders(&p.paged, (uint32_t)free_block) != 0) {
+        free_block++;
+    }
+    CHECK_STATUS(UM_E_INVALID, um_paged_seq_init(&made, &p.paged, &free_block, 1, &test_err));
+    CHECK_STATUS(UM_E_STATE, um_paged_cache(&p.paged, (uint32_t)free_block, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_paged_cache(&p.paged, 3, &test_err));
+    um_paged_uncache(&p.paged, (uint32_t)free_block);
+    um_paged_uncache(&p.paged, 3);
+
+    CHECK_OK(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, 4, &test_err));
+    CHECK_STATUS(UM_E_STATE, um_paged_crop(&seq, 1, &test_err));
+    CHECK_STATUS(UM_E_STATE, um_paged_seq_fork(&made, &seq, &test_err));
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 3);
+    um_paged_rollback(&seq);
+    check_count_from(&seq, 0, 7);
+    CHECK(p.paged.n_free == 1 && um_paged_n_holders(&p.paged, (uint32_t)free_block) == 0);
+    um_paged_seq_free(&seq);
+    um_paged_seq_free(&other);
+    free_pool(&p);
+}
+
+/* Into rows of a larger array, converted, and as many tokens as are wanted. */
+static void test_gather_into_a_part(void) {
+    pool p = make_pool(spec_of(UM_F16, 4));
+    um_paged_seq seq = make_seq(&p);
+    append_tokens(&seq, 0, 13);
+    for (uint64_t n = 0; n <= 13; n++) {
+        float out[3][15][4];
+        for (size_t i = 0; i < sizeof out / sizeof(float); i++) {
+            (&out[0][0][0])[i] = -1;
+        }
+        CHECK_OK(um_paged_gather(&seq, 1, 1, n, out, sizeof out[0], UM_F32, &test_err));
+        bool same = true;
+        for (size_t h = 0; h < 3; h++) {
+            for (uint32_t t = 0; t < 15; t++) {
+                for (size_t i = 0; i < 4; i++) {
+                    same = same && out[h][t][i] == (t < n ? value_of(t, 1, 1, h, i) : -1);
+                }
+            }
+        }
+        CHECK(same);
+    }
+    um_paged_seq_free(&seq);
+    free_pool(&p);
+}
+
+/* Outputs that are too large for the caches are written past them: the same bytes, at any
+ * alignment, and none behind. */
+static void test_large_gather(void) {
+    enum { N = 8200, HEADS = 5, DIM = 64, OFFSETS = 3 };
+    um_paged_spec spec = {.n_layers = 1,
+                          .n_kv_heads = HEADS,
+                          .head_dim = DIM,
+                          .n_blocks = 600,
+                          .block_tokens = 16,
+                          .type = UM_F16};
+    pool p = make_pool(spec);
+    um_paged_seq seq = make_seq(&p);
+    size_t n_values = (size_t)N * HEADS * DIM;
+    uint16_t *in = malloc(n_values * sizeof *in);
+    REQUIRE(in != NULL);
+    uint64_t random = 1;
+    for (size_t i = 0; i < n_values; i++) {
+        in[i] = (uint16_t)test_random(&random);
+    }
+    CHECK_OK(um_paged_append(&seq, 0, in, in, UM_F16, UM_KV_HEAD_MAJOR, N, &test_err));
+    size_t offsets[OFFSETS] = {0, 1, 8};
+    for (int i = 0; i < OFFSETS; i++) {
+        void *memory;
+        size_t stride = (N + 3) * DIM * sizeof *in, nbytes = (HEADS - 1) * stride + N * DIM * 2;
+        REQUIRE(posix_memalign(&memory, 64, nbytes + offsets[i] * 2) == 0);
+        uint16_t *out = (uint16_t *)memory + offsets[i];
+        memset(memory, 0xCC, nbytes + offsets[i] * 2);
+        CHECK_OK(um_paged_gather(&seq, 0, i & 1, N, out, stride, UM_F16, &test_err));
+        for (size_t h = 0; h < HEADS; h++) {
+            CHECK(memcmp(out + h * stride / 2, in + h * N * DIM, (size_t)N * DIM * 2) == 0);
+            CHECK(h + 1 == HEADS || out[h * stride / 2 + (size_t)N * DIM] == 0xCCCC);
+        }
+        free(memory);
+    }
+    free(in);
+    um_paged_seq_free(&seq);
+    free_pool(&p);
+}
+
+/* ---- sharing ---- */
+
+static void test_fork(void) {
+    pool p = make_pool(spec_of(UM_BF16, 4));
+    um_paged_seq a = make_seq(&p);
+    append_tokens(&a, 0, 7);
+    um_paged_seq b = fork_of(&a), c = fork_of(&b);
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 2);
+    CHECK_EQ_U64(um_paged_n_holders(&p.paged, block_of(&a, 0)), 3);
+    CHECK(um_paged_will_copy(&a, 0) && um_paged_will_copy(&c, 1));
+    uint32_t shared = block_of(&a, 1);
+    append_tokens(&b, 7, 1);
+    CHECK(block_of(&b, 0) == block_of(&a, 0) && block_of(&b, 1) != shared);
+    CHECK(block_of(&a, 1) == shared && um_paged_n_holders(&p.paged, shared) == 2);
+    CHECK(!um_paged_will_copy(&b, 0));
+
+    /* A copy and a new block are needed, and one is there: nothing is done. */
+    static const float k[200], v[200];
+    um_paged before = p.paged;
+    CHECK_FULL(um_paged_append(&c, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 3, 2);
+    CHECK(memcmp(&before, &p.paged, sizeof before) == 0 && block_of(&c, 1) == shared);
+    append_tokens(&c, 50, 3);
+    CHECK_FULL(um_paged_append(&a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 4, 1);
+    /* Nobody shares the tail of `a` any more. */
+    CHECK(!um_paged_will_copy(&a, 0));
+    append_tokens(&a, 7, 3);
+    check_count_from(&a, 0, 10);
+    check_count_from(&b, 0, 8);
+    uint32_t of_c[] = {0, 1, 2, 3, 4, 5, 6, 50, 51, 52};
+    check_tokens(&c, 0, of_c, 10);
+    check_tokens(&c, 1, of_c, 10);
+
+    /* Cropped to a whole block, nothing is shared that would be written. */
+    CHECK_OK(um_paged_crop(&b, 5, &test_err));
+    CHECK(!um_paged_will_copy(&b, 0) && b.n_blocks == 1);
+    CHECK_OK(um_paged_crop(&b, 4, &test_err));
+    CHECK(um_paged_will_copy(&b, 0));
+    append_tokens(&b, 4, 1);
+    CHECK(block_of(&b, 0) != block_of(&a, 0));
+    um_paged_seq_clear(&b);
+    CHECK_EQ_U64(um_paged_seq_len(&b), 0);
+    check_count_from(&a, 0, 10);
+    um_paged_seq_free(&a);
+    um_paged_seq_free(&b);
+    um_paged_seq_free(&c);
+    free_pool(&p);
+}
+
+static void cache_all(um_paged_seq *seq) {
+    for (uint32_t i = 0; i < seq->n_blocks; i++) {
+        CHECK_OK(um_paged_cache(seq->paged, block_of(seq, i), &test_err));
+    }
+}
+
+static void test_cached_blocks(void) {
+    pool p = make_pool(spec_of(UM_F32, 6));
+    um_paged_seq a = make_seq(&p), b = make_seq(&p);
+    append_tokens(&a, 0, 10);
+    append_tokens(&b, 100, 10);
+    cache_all(&a);
+    cache_all(&b);
+    uint32_t order[] = {block_of(&a, 1), block_of(&a, 0), block_of(&b, 1), block_of(&b, 0)};
+    int32_t of_a[] = {a.table[0], a.table[1]};
+    um_paged_seq_free(&a);
+    um_paged_seq_free(&b);
+    CHECK(p.paged.n_free == 2 && p.paged.n_evictable == 4);
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 0);
+
+    /* What is shared again keeps its tokens, and goes to the end of the order. */
+    CHECK_OK(um_paged_seq_init(&a, &p.paged, of_a, 1, &test_err));
+    check_count_from(&a, 0, 5);
+    um_paged_seq_free(&a);
+    uint32_t first = order[1];
+    order[1] = order[2];
+    order[2] = order[3];
+    order[3] = first;
+
+    /* First what is free, then what has been evictable for longest. */
+    um_paged_seq c = make_seq(&p);
+    append_tokens(&c, 200, 10);
+    CHECK(p.paged.n_free == 0 && p.paged.n_evictable == 4);
+    for (uint32_t i = 0; i < 4; i++) {
+        for (uint32_t j = i; j < 4; j++) {
+            CHECK(um_paged_is_cached(&p.paged, order[j]));
+        }
+        append_tokens(&c, 210 + 5 * i, 5);
+        CHECK_EQ_U64(block_of(&c, 2 + i), order[i]);
+        CHECK(!um_paged_is_cached(&p.paged, order[i]));
+    }
+    check_count_from(&c, 200, 30);
+
+    /* A cached block in which only one sequence ends is written in place, and not cached then. */
+    cache_all(&c);
+    um_paged_seq d = fork_of(&c);
+    CHECK_OK(um_paged_crop(&c, 28, &test_err));
+    um_paged_seq_free(&d);
+    uint32_t tail = block_of(&c, 5);
+    CHECK(um_paged_is_cached(&p.paged, tail));
+    append_tokens(&c, 228, 2);
+    CHECK(block_of(&c, 5) == tail && !um_paged_is_cached(&p.paged, tail));
+    check_count_from(&c, 200, 30);
+
+    uint32_t held = block_of(&c, 0), let_go = block_of(&c, 4);
+    CHECK_OK(um_paged_crop(&c, 20, &test_err));
+    CHECK(p.paged.n_free == 1 && p.paged.n_evictable == 1);
+    um_paged_uncache(&p.paged, held);
+    um_paged_uncache(&p.paged, let_go);
+    um_paged_uncache(&p.paged, let_go);
+    CHECK(p.paged.n_free == 2 && p.paged.n_evictable == 0);
+    CHECK(!um_paged_is_cached(&p.paged, held) && um_paged_n_holders(&p.paged, held) == 1);
+    um_paged_seq_free(&c);
+    CHECK(p.paged.n_free == 3 && p.paged.n_evictable == 3);
+    free_pool(&p);
+}
+
+/* ---- random operations against a model ---- */
+
+enum { N_SEQS = 5, N_BLOCKS = 14, MOST_TOKENS = N_BLOCKS * 5 };
+
+typedef struct model {
+    bool there;
+    uint64_t len[2];
+    uint32_t tokens[2][MOST_TOKENS];
+} model;
+
+static void check_model(pool *p, um_paged_seq *seqs, const model *models) {
+    uint32_t holders[N_BLOCKS] = {0}, n_held = 0, n_cached = 0;
+    for (int i = 0; i < N_SEQS; i++) {
+        if (!models[i].there) {
+            continue;
+        }
+        uint64_t longest =
+            models[i].len[0] > models[i].len[1] ? models[i].len[0] : models[i].len[1];
+        CHECK_EQ_U64(seqs[i].n_blocks, (longest + 4) / 5);
+        for (uint32_t layer = 0; layer < 2; layer++) {
+            check_tokens(&seqs[i], layer, models[i].tokens[layer], models[i].len[layer]);
+        }
+        for (uint32_t j = 0; j < seqs[i].n_blocks; j++) {
+            holders[block_of(&seqs[i], j)]++;
+        }
+    }
+    for (uint32_t block = 0; block < N_BLOCKS; block++) {
+        CHECK_EQ_U64(um_paged_n_holders(&p->paged, block), holders[block]);
+        n_held += holders[block] != 0;
+        n_cached += holders[block] == 0 && um_paged_is_cached(&p->paged, block);
+    }
+    CHECK_EQ_U64(um_paged_n_in_use(&p->paged), n_held);
+    CHECK_EQ_U64(p->paged.n_evictable, n_cached);
+    CHECK_EQ_U64(p->paged.n_free, N_BLOCKS - n_held - n_cached);
+}
+
+static void append_random(pool *p, um_paged_seq *seq, model *m, uint64_t *random) {
+    uint32_t layer = (uint32_t)(test_random(random) % 2), tokens[MOST_TOKENS];
+    uint64_t n = test_random(random) % 9, len = m->len[layer];
+    for (uint64_t i = 0; i < n; i++) {
+        tokens[i] = (uint32_t)(test_random(random) % 2000);
+    }
+    uint64_t needed = (len + n + 4) / 5;
+    uint64_t asked = needed > seq->n_blocks ? needed - seq->n_blocks : 0;
+    asked += n != 0 && um_paged_will_copy(seq, layer) != 0;
+    um_kv_order order = test_random(random) % 2 ? UM_KV_TOKEN_MAJOR : UM_KV_HEAD_MAJOR;
+    if (asked > N_BLOCKS - um_paged_n_in_use(&p->paged)) {
+        CHECK_FULL(append(seq, layer, tokens, n, UM_F32, order), N_BLOCKS,
+                   um_paged_n_in_use(&p->paged), asked);
+        return;
+    }
+    CHECK_OK(append(seq, layer, tokens, n, UM_F32, order));
+    for (uint64_t i = 0; i < n; i++) {
+        m->tokens[layer][len + i] = tokens[i];
+    }
+    m->len[layer] = len + n;
+}
+
+static void fork_random(um_paged_seq *seqs, model *models, int from, int to) {
+    if (models[from].len[0] != models[from].len[1]) {
+        CHECK_STATUS(UM_E_STATE, um_paged_seq_fork(&seqs[to], &seqs[from], &test_err));
+        return;
+    }
+    if (models[to].there) {
+        um_paged_seq_free(&seqs[to]);
+    }
+    seqs[to] = fork_of(&seqs[from]);
+    models[to] = models[from];
+}
+
+/* A block whose tokens all layers hold is cached, or not any more. */
+static void cache_random(pool *p, const um_paged_seq *seq, uint64_t *random) {
+    uint64_t n_full = um_paged_seq_len(seq) / 5;
+    if (n_full != 0) {
+        uint32_t block = block_of(seq, (uint32_t)(test_random(random) % n_full));
+        if (test_random(random) % 4 != 0) {
+            CHECK_OK(um_paged_cache(&p->paged, block, &test_err));
+        } else {
+            um_paged_uncache(&p->paged, block);
+        }
+    }
+}
+
+static void test_random_operations(void) {
+    um_dtype types[] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
+    static model models[N_SEQS];
+    for (uint64_t run = 0; run < 8; run++) {
+        uint64_t random = run;
+        pool p = make_pool(spec_of(types[run % 4], N_BLOCKS));
+        um_paged_seq seqs[N_SEQS] = {0};
+        memset(models, 0, sizeof models);
+        for (int step = 0; step < 400; step++) {
+            int i = (int)(test_random(&random) % N_SEQS);
+            model *m = &models[i];
+            if (!m->there) {
+                seqs[i] = make_seq(&p);
+                *m = (model){.there = true};
+            }
+            uint64_t shorter = m->len[0] < m->len[1] ? m->len[0] : m->len[1];
+            switch (test_random(&random) % 12) {
+            case 0:
+                um_paged_seq_free(&seqs[i]);
+                m->there = false;
+                break;
+            case 1:
+                um_paged_rollback(&seqs[i]);
+                m->len[0] = m->len[1] = shorter;
+                break;
+            case 2:
+                if (m->len[0] == m->len[1]) {
+                    m->len[0] = m->len[1] = test_random(&random) % (shorter + 1);
+                    CHECK_OK(um_paged_crop(&seqs[i], m->len[0], &test_err));
+                } else {
+                    CHECK_STATUS(UM_E_STATE, um_paged_crop(&seqs[i], 0, &test_err));
+                }
+                break;
+            case 3:
+                fork_random(seqs, models, i, (i + 1) % N_SEQS);
+                break;
+            case 4:
+            case 5:
+                cache_random(&p, &seqs[i], &random);
+                break;
+            default:
+                append_random(&p, &seqs[i], m, &random);
+            }
+            check_model(&p, seqs, models);
+        }
+        for (int i = 0; i < N_SEQS; i++) {
+            um_paged_seq_free(&seqs[i]);
+        }
+        free_pool(&p);
+    }
+}
+
+/* ---- a reader beside the writer ---- */
+
+enum { READ_TOKENS = 3000, READ_HEADS = 2 };
+static um_paged_seq *read_seq;
+static _Atomic bool read_torn;
+
+/* Token t holds t in every value. */
+static void *read_all(void *arg) {
+    (void)arg;
+    static float out[READ_HEADS][READ_TOKENS];
+    uint64_t n = 0;
+    while (n < READ_TOKENS) {
+        n = um_paged_seq_len(read_seq);
+        um_status status = um_paged_gather(read_seq, 0, 1, n, out, sizeof out[0], UM_F32, NULL);
+        bool same = status == UM_OK;
+        for (uint64_t t = 0; t < n; t++) {
+            same = same && out[0][t] == (float)t && out[1][t] == (float)t;
+        }
+        if (!same) {
+            atomic_store(&read_torn, true);
+        }
+    }
+    return NULL;
+}
+
+static void test_reader_beside_the_writer(void) {
+    pool p = make_pool((um_paged_spec){.n_layers = 1,
+                                       .n_kv_heads = READ_HEADS,
+                                       .head_dim = 1,
+                                       .n_blocks = READ_TOKENS / 4 + 2,
+                                       .block_tokens = 4,
+                                       .type = UM_F32});
+    um_paged_seq seq = make_seq(&p), other = {0};
+    pthread_t reader;
+    read_seq = &seq;
+    REQUIRE(pthread_create(&reader, NULL, read_all, NULL) == 0);
+    for (uint32_t t = 0; t < READ_TOKENS; t++) {
+        float row[READ_HEADS] = {(float)t, (float)t};
+        CHECK_OK(um_paged_append(&seq, 0, row, row, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
+        if (t % 8 == 5) { /* the next append copies the tail, which the fork then writes, too */
+            um_paged_seq_free(&other);
+            other = fork_of(&seq);
+        } else if (t % 8 == 6) {
+            row[0] = row[1] = -1;
+            CHECK_OK(um_paged_append(&other, 0, row, row, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
+        }
+    }
+    REQUIRE(pthread_join(reader, NULL) == 0);
+    CHECK(!atomic_load(&read_torn));
+    um_paged_seq_free(&seq);
+    um_paged_seq_free(&other);
+    free_pool(&p);
+}
+
+int main(void) {
+    test_bad_specs();
+    test_storage();
+    test_no_memory();
+    test_append();
+    test_append_all();
+    test_refused_calls();
+    test_gather_into_a_part();
+    test_large_gather();
+    test_fork();
+    test_cached_blocks();
+    test_random_operations();
+    test_reader_beside_the_writer();
+    return test_report();
+}
