@@ -121,18 +121,21 @@ cdef class KVMemory(Watcher):
         storage.usable_rows = 0
         return self._start(spec, &storage)
 
-    cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
-        cdef um.um_kv_storage storage
-        cdef size_t row = self._row_bytes(spec), page = um.um_page_bytes(), unit
-        cdef uint64_t n_rows = spec.window + spare_rows
-        pages = placement.get("pages", "auto")
+    @staticmethod
+    def _ring_rows(size_t row_bytes, uint64_t n, pages):
+        """How many rows a ring has for n: so many that a lane is whole pages."""
+        cdef size_t page = um.um_page_bytes()
         if pages == "1g":
             page = 1 << 30
-        elif pages == "2m" or (pages == "thp" and n_rows * row >= HUGE_BYTES):
+        elif pages == "2m" or (pages == "thp" and n * row_bytes >= HUGE_BYTES):
             page = max(um.um_huge_page_bytes(), HUGE_BYTES)
-        # So many rows are whole pages.
-        unit = page // math.gcd(page, row)
-        n_rows = _round_up(n_rows, unit)
+        return _round_up(n, page // math.gcd(page, row_bytes))
+
+    cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
+        cdef um.um_kv_storage storage
+        cdef size_t row = self._row_bytes(spec)
+        cdef uint64_t n_rows = self._ring_rows(row, spec.window + spare_rows,
+                                               placement.get("pages", "auto"))
         total = self._n_lanes * n_rows * row
         if self.budget_bytes is not None and total > self.budget_bytes:
             raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
