@@ -94,7 +94,11 @@ class NumaPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a block is asked to be, checked; `reserve` is `nbytes` where nothing more is kept."""
+    """What a block is asked to be, checked.
+
+    `reserve` is `nbytes` where nothing more is kept; `mirror`, the size of the pieces that are
+    mapped twice, is 0 where none are.
+    """
 
     nbytes: int
     pages: Pages = "auto"
@@ -102,6 +106,7 @@ class Request:
     lock: Lock = False
     shared: bool | str = False
     reserve: int = 0
+    mirror: int = 0
     page_bytes: int = 4096
     thp_bytes: int = 2 << 20
 
@@ -221,9 +226,11 @@ def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = N
     lock = request.lock
     if lock and pages not in HUGETLB:  # which are never taken out of RAM
         limit = facts.memlock()
-        if limit is not None and limit.room_bytes < request.nbytes:
+        # What is mapped twice counts twice.
+        counted = request.nbytes * (2 if request.mirror else 1)
+        if limit is not None and limit.room_bytes < counted:
             shortfalls.append(
-                f"lock={lock!r} needs {format_bytes(request.nbytes)}, and {limit.name} has room "
+                f"lock={lock!r} needs {format_bytes(counted)}, and {limit.name} has room "
                 f"for {format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}: "
                 f"{limit.remedy}"
             )
@@ -280,7 +287,7 @@ def _choose_pages(
         for size in HUGETLB:
             page = _BYTES[size]
             wasted = -request.nbytes % page
-            if named or request.nbytes < page or size in refused:
+            if named or request.mirror or request.nbytes < page or size in refused:
                 continue
             if size == "1g" and wasted * 8 > request.nbytes:
                 continue
@@ -302,7 +309,7 @@ def _choose_pages(
     shortfalls.append(reason)
     if request.nbytes < request.thp_bytes or not request.thp_bytes:
         return "4k"
-    return "auto" if request.shared else "thp"
+    return "auto" if request.shared and not request.mirror else "thp"
 
 
 def _pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
@@ -473,6 +480,11 @@ def elsewhere(numa: NumaPolicy, granted: Placement) -> str:
 def _why_not_thp(request: Request, granted: Placement, *, warm: bool) -> str:
     switch = "/sys/kernel/mm/transparent_hugepage/enabled"
     text = "pages='thp': asked for transparent huge pages"
+    if request.mirror and request.thp_bytes and request.mirror % request.thp_bytes:
+        return (
+            f"{text} of {format_bytes(request.thp_bytes)}, of which pieces of "
+            f"{format_bytes(request.mirror)} that are mapped twice are no multiple"
+        )
     if request.shared:
         switch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
         if not warm:

@@ -17,11 +17,12 @@ cdef class Block:
     cdef object _remove_name
     cdef object __weakref__
     cdef Region region(self)
-    cdef Region _map_choice(self, object request, um.um_category category, int fd, bint strict,
-                            Region source)
-    cdef Region _try_map(self, object request, object choice, um.um_category category, int fd,
-                         Region source, dict refused)
-    cdef object explain(self, um.um_status status, const um.um_error *err, str doing)
+    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
+                   name, category) except -1
+    # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
+    cdef int commit_ranges(self, list ranges) except -1
+    cdef int _grow(self, list ranges, list missing) except -1
+    cdef int _check_unused(self, Region region, size_t first, size_t size) except -1
     cdef unsigned check_threads(self, object threads) except 0
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total) except -1

@@ -34,6 +34,19 @@ class Block:
         category: str = "other",
     ) -> None: ...
     @staticmethod
+    def _mirrored(
+        nbytes: int,
+        piece_bytes: int,
+        *,
+        pages: Pages = "auto",
+        numa: str | None = None,
+        lock: Lock = False,
+        warm: bool | int = False,
+        strict: bool = False,
+        name: str | None = None,
+        category: str = "history",
+    ) -> Block: ...
+    @staticmethod
     def map(
         path: str | PathLike[str],
         *,
@@ -101,6 +114,8 @@ class Block:
     def collapse(self) -> Placement: ...
     def commit(self, nbytes: int) -> None: ...
     def release(self, offset: int = 0, nbytes: int | None = None) -> int: ...
+    def _discard(self, offset: int, nbytes: int) -> int: ...
+    def _overlay(self, offset: int, fd: int, file_offset: int, nbytes: int) -> None: ...
     def advise(
         self,
         advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"],

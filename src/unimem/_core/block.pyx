@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Blocks: mapped memory, with its placement read back from the kernel."""
-import dataclasses
 import errno
 import io
 import os
@@ -12,35 +11,29 @@ import numpy as np
 
 from unimem import limits, placing
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.placement import Placement, format_bytes
+from unimem.placement import format_bytes
 
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.string cimport memset
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
-from unimem._core.region cimport Region, leave_out_of_child, set_numa
+from unimem._core.mapping cimport (
+    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, explain, lock_region, map_request, memory_bytes,
+    placement_of, warm_region,
+)
+from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject *o) nogil
     int PyObject_GetBuffer(object exporter, Py_buffer *view, int flags) except -1
 
-cdef dict _PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP,
-                    "2m": um.UM_PAGES_2M, "1g": um.UM_PAGES_1G}
-cdef dict _PAGE_NAMES = {number: name for name, number in _PAGES.items()}
 cdef dict _ACCESS = {"r": um.UM_ACCESS_READ, "c": um.UM_ACCESS_PRIVATE, "r+": um.UM_ACCESS_SHARED}
 cdef dict _ADVICES = {
     "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
     "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
     "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
-# Warmed between two calls of a progress callback; by each thread before a signal is noticed.
-cdef size_t PROGRESS_BYTES = 256 << 20, WARM_PART_BYTES = 1 << 30
-cdef enum:
-    MOST_THREADS = 512
-cdef size_t THP_BYTES = um.um_huge_page_bytes()
 cdef dict _CATEGORIES = {
     (<bytes>um.um_category_name(<um.um_category>i)).decode(): i for i in range(um.UM_CAT_COUNT)}
 
@@ -105,8 +98,12 @@ cdef class Block:
 
     def __init__(self, nbytes, *, pages="auto", numa=None, lock=False, warm=False, shared=False,
                  strict=False, reserve=None, name=None, category="other"):
-        if pages not in _PAGES:
-            raise ValueError(f"pages: expected one of {', '.join(_PAGES)}, got {pages!r}")
+        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, 0, name, category)
+
+    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
+                   name, category) except -1:
+        if pages not in PAGES:
+            raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
         cdef um.um_category entered = _category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
         cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", nbytes)
@@ -117,7 +114,8 @@ cdef class Block:
         path = placing.shared_name(shared) if isinstance(shared, str) else None
         cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
         request = placing.Request(nbytes=size, pages=pages, numa=placing.parse_numa(numa),
-                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES)
+                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
+                                  mirror=mirror)
         self.name = name or "block"
         self.category = category
         self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
@@ -130,6 +128,35 @@ cdef class Block:
         except BaseException:
             self._drop()
             raise
+
+        return 0
+
+    @staticmethod
+    def _mirrored(nbytes, piece_bytes, *, pages="auto", numa=None, lock=False, warm=False,
+                  strict=False, name=None, category="history"):
+        """Make shared memory of which each piece is mapped twice, back to back.
+
+        What `nbytes`, offsets and arrays of the block count is its address space, twice the memory:
+        the ith piece is at ``2 * i * piece_bytes``, and once more ``piece_bytes`` behind that.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of memory, whole pieces.
+        piece_bytes : int
+            Whole pages of the size asked for; of ``pages="thp"``, base pages do.
+        pages, numa, lock, warm, strict, name, category
+            As for the class; ``"auto"`` are base pages.
+        """
+        cdef size_t piece = size_of(piece_bytes, "piece_bytes", 1), page = um.um_page_bytes()
+        cdef size_t size = size_of(nbytes, "nbytes", 1)
+        page = {"2m": 2 << 20, "1g": 1 << 30}.get(pages, page)
+        if piece % page or size % piece:
+            raise ValueError(f"expected pieces of whole pages of {page} bytes, and whole pieces, "
+                             f"got piece_bytes={piece} and nbytes={size}")
+        cdef Block block = Block.__new__(Block)
+        block._make(size, pages, numa, lock, warm, True, strict, None, piece, name, category)
+        return block
 
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
                      bint strict):
@@ -152,97 +179,24 @@ cdef class Block:
     def _place(self, request, um.um_category category, int fd, unsigned n_threads, bint warm,
                bint strict):
         """Map, warm, lock, and look whether it is as it was asked for."""
-        cdef Region region = self._map_choice(request, category, fd, strict, None)
+        self._region, self._choice = map_request(self.name, request, category, fd, strict, None)
+        cdef Region region = self._region
         choice, problems = self._choice, list(self._choice.shortfalls)
         if warm:
             self.populate(region, 0, region.block.nbytes, n_threads, None, 0, region.block.nbytes)
-            if request.shared and choice.pages in ("auto", "thp"):
+            if request.shared and choice.pages in (("thp",) if request.mirror else ("auto", "thp")):
                 # Where it cannot be done, the comparison below says so.
                 self._collapse(region, None)
         if choice.lock and not region.is_hugetlb():
-            self._lock(region, choice, problems)
+            self._choice = lock_region(region, choice, problems)
         if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
             problems += placing.comparison(request, self._choice, self.verify(),
-                                           region.block.nbytes, warm=warm)
+                                           memory_bytes(region, region.block.nbytes), warm=warm)
         if problems:
             text = placing.told(self.name, request.nbytes, problems, self._granted)
             if strict:
                 raise PlacementError(text)
             placing.warn(text)
-
-    cdef Region _map_choice(self, request, um.um_category category, int fd, bint strict,
-                            Region source):
-        """Map what can be had of a request; with a source, as a sealed copy of it."""
-        refused = {}
-        while self._region is None:
-            choice = self._choice = placing.decide(request, limits, refused)
-            if strict and choice.shortfalls:
-                raise PlacementError(placing.told(self.name, request.nbytes, choice.shortfalls,
-                                                  None))
-            if choice.pages not in placing.HUGETLB:
-                limits.require(request.nbytes, f"block '{self.name}'")
-            self._region = self._try_map(request, choice, category, fd, source, refused)
-        return self._region
-
-    cdef Region _try_map(self, request, choice, um.um_category category, int fd, Region source,
-                         dict refused):
-        """The region; None when the kernel refused something that the block can do without."""
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef um.um_block_options options
-        cdef size_t size = request.nbytes
-        cdef bytes label = os.fsencode(self.name)[:200].replace(b"\0", b"?")
-        cdef Region region = Region.__new__(Region)
-        region.name = self.name
-        memset(&options, 0, sizeof(options))
-        options.pages = <um.um_pages><int>_PAGES[choice.pages]
-        options.category = category
-        options.reserve_nbytes = 0 if source is not None else request.reserve
-        options.name = label
-        options.fd = fd
-        if request.shared:
-            options.sharing = um.UM_SHARING_MEMFD if fd < 0 else um.UM_SHARING_FD
-        set_numa(&options.numa, choice.numa)
-        # A bound page that its node lacks would end the process when it is touched, and what is
-        # locked is in RAM.
-        cdef bint at_once = choice.pages in placing.HUGETLB and placing.at_once(choice)
-        with nogil:
-            if source is not None:
-                status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)
-            else:
-                status = um.um_block_map(&region.block, size, &options, &err)
-            if status == um.UM_OK and at_once:
-                status = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &err)
-        if status == um.UM_OK:
-            region.writable = source is None
-            if request.shared and region.writable:
-                leave_out_of_child(region)
-            return region
-        if err.what == b"mbind":
-            if choice.numa.mode == "weighted" and err.os_errno == errno.EINVAL:
-                refused["weighted"] = "this kernel interleaves without weights (Linux 6.9 has them)"
-            else:
-                refused["numa"] = (
-                    f"mbind: {os.strerror(err.os_errno)}: a container needs the capability "
-                    "CAP_SYS_NICE ('docker run --cap-add SYS_NICE'), and a kernel NUMA support")
-        elif choice.pages in placing.HUGETLB and status == um.UM_E_NOMEM:
-            refused[choice.pages] = (
-                "the kernel has not so many such pages for this process now: 'grep . "
-                "/sys/kernel/mm/hugepages/*/*' shows the pools")
-        else:
-            raise_status(status, &err, f"Block '{self.name}' of {size} bytes")
-        return None
-
-    def _lock(self, Region region, choice, list problems):
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef um.um_lock lock = um.UM_LOCK_NOW if choice.lock is True else um.UM_LOCK_ONFAULT
-        with nogil:
-            status = um.um_block_lock(&region.block, lock, &err)
-        if status != um.UM_OK:
-            problems.append(f"lock={choice.lock!r}: {err.what.decode()}: "
-                            f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
-            self._choice = dataclasses.replace(choice, lock=False)
 
     @staticmethod
     def map(path, *, offset=0, nbytes=None, mode="r", name=None, category="weights"):
@@ -381,12 +335,14 @@ cdef class Block:
         """
         cdef Region source = self.region()
         cdef Block block = Block.__new__(Block)
-        if pages not in _PAGES:
-            raise ValueError(f"pages: expected one of {', '.join(_PAGES)}, got {pages!r}")
+        if pages not in PAGES:
+            raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
         request = placing.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
                                   reserve=source.block.nbytes, thp_bytes=THP_BYTES)
         block.name, block.category = name or f"sealed copy of {self.name}", self.category
-        cdef Region region = block._map_choice(request, source.block.category, -1, False, source)
+        block._region, block._choice = map_request(block.name, request, source.block.category, -1,
+                                                   False, source)
+        cdef Region region = block._region
         block._requested = _requested_of(region, True) | {"pages": pages}
         if block._choice.pages in ("auto", "thp"):
             block._collapse(region, None)
@@ -527,15 +483,18 @@ cdef class Block:
         cdef unsigned n_threads = self.check_threads(threads)
         cdef size_t done = 0
         total = sum([nbytes for _, nbytes in runs])
+        cdef size_t needed = memory_bytes(region, total), resident
         if not (region.block.is_file or region.is_hugetlb()):
             # What is in RAM already is asked only where it decides.
             try:
-                placing.require_room(self.name, total, self._choice, limits)
+                placing.require_room(self.name, needed, self._choice, limits)
             except (CapacityError, PlacementError):
-                resident = sum([self._resident_range(first, nbytes) for first, nbytes in runs])
+                resident = memory_bytes(
+                    region, sum([self._resident_range(first, nbytes) for first, nbytes in runs]))
                 if resident == 0:
                     raise
-                placing.require_room(self.name, max(total - resident, 0), self._choice, limits)
+                placing.require_room(self.name, needed - min(needed, resident), self._choice,
+                                     limits)
         for first, nbytes in runs:
             self.populate(region, first, nbytes, n_threads, progress, done, total)
             done += <size_t>nbytes
@@ -546,44 +505,9 @@ cdef class Block:
 
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total) except -1:
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef int cpus[MOST_THREADS]
-        cdef const int *chosen = NULL
-        cdef size_t at = offset, end = offset + nbytes, size
-        cdef size_t part = max(WARM_PART_BYTES * n_threads if progress is None else PROGRESS_BYTES,
-                               region.block.step_nbytes)
-        policy = None if self._choice is None else self._choice.numa
-        if policy is not None:
-            found = placing.warm_cpus(policy, n_threads, limits.nodes(), os.sched_getaffinity(0))
-            if found is not None:
-                for i in range(n_threads):
-                    cpus[i] = found[i]
-                chosen = cpus
         self._granted = None
-        while at < end:
-            PyErr_CheckSignals()
-            # Parts end where huge pages do.
-            size = min((at // part + 1) * part, end) - at
-            with nogil:
-                status = um.um_block_warm(&region.block, at, size, n_threads, chosen, &err)
-            if status != um.UM_OK:
-                self.explain(status, &err, f"warming block '{self.name}'")
-            at += size
-            if progress is not None:
-                progress(before + at - offset, total)
-        return 0
-
-    cdef object explain(self, um.um_status status, const um.um_error *err, str doing):
-        """Raise what a failure means, where the status alone does not tell what to do."""
-        if status == um.UM_E_NOMEM and self._region.is_hugetlb():
-            raise PlacementError(
-                err.os_errno, f"{doing}: the pool of hugetlb pages is used up: 'grep . "
-                "/sys/kernel/mm/hugepages/*/*' shows it, and more in nr_hugepages makes it larger")
-        if status == um.UM_E_NOMEM and self.path is not None:
-            raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
-                              f"('df {limits.SHM}')")
-        raise_status(status, err, doing)
+        return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, progress,
+                           before, total)
 
     def verify(self):
         """Read from the kernel where the memory is.
@@ -598,22 +522,7 @@ cdef class Block:
             ``/proc/self/smaps`` or ``numa_maps`` cannot be read.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_placement p
-        cdef um.um_status status
-        cdef unsigned node
-        with nogil:
-            status = um.um_block_verify(&region.block, &p, &err)
-        if status != um.UM_OK:
-            raise_status(status, &err, f"verifying block '{self.name}'")
-        nodes = {}
-        for node in range(um.UM_MAX_NODES):
-            if p.node_bytes[node] != 0:
-                nodes[node] = p.node_bytes[node]
-        self._granted = Placement(
-            pages=_PAGE_NAMES[<int>p.pages], page_bytes=p.page_bytes,
-            resident_bytes=p.resident_bytes, huge_bytes=p.huge_bytes, locked_bytes=p.locked_bytes,
-            swapped_bytes=p.swapped_bytes, pss_bytes=p.pss_bytes, nodes=nodes)
+        self._granted = placement_of(region)
         return self._granted
 
     def repair(self):
@@ -642,7 +551,7 @@ cdef class Block:
             status = um.um_block_repair(&region.block, &left, &err)
         self._granted = None
         if status != um.UM_OK:
-            self.explain(status, &err, f"repairing block '{self.name}'")
+            explain(region, self.path, status, &err, f"repairing block '{self.name}'")
         placement = self.verify()
         if left > 0:
             placing.warn(placing.left_elsewhere(self.name, self._choice.numa, left, placement))
@@ -701,8 +610,6 @@ cdef class Block:
             There is no room; nothing was committed then.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
         cdef size_t size = size_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
         if size > region.block.reserved_nbytes:
             raise ValueError(f"Block '{self.name}': {size} bytes are more than the "
@@ -710,30 +617,44 @@ cdef class Block:
                              "larger reserve=")
         end = (size + step - 1) // step * step
         cdef list missing = region.runs(end, False)
-        if not missing or region.block.is_file:
-            return
+        if missing and not region.block.is_file:
+            self._grow([(0, end)], missing)
+
+    cdef int commit_ranges(self, list ranges) except -1:
+        return self._grow(ranges, ranges)
+
+    cdef int _grow(self, list ranges, list missing) except -1:
+        """Commit ranges, in which these are missing: all of them, or nothing."""
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef Py_ssize_t n_undo = 0
         cdef size_t more = sum([n for _, n in missing])
         what = f"growth of block '{self.name}'"
         cdef bint hugetlb = region.is_hugetlb()
         placing.require_growth(self.name, more, self._choice, limits,
-                               _PAGE_NAMES[<int>region.block.requested_pages])
+                               PAGE_NAMES[<int>region.block.requested_pages])
         if not hugetlb:
             limits.require(more, what)
         if self.path is not None:
             limits.require_shm(more, what)
-        # With the interpreter's lock: whoever makes an array looks at what is committed.
-        status = um.um_block_commit(&region.block, 0, size, &err)
         self._granted = None
-        if status != um.UM_OK:
-            self.explain(status, &err, what)
-        if hugetlb and placing.at_once(self._choice):
-            try:
+        try:
+            for first, n in ranges:
+                # With the interpreter's lock: whoever makes an array looks at what is committed.
+                status = um.um_block_commit(&region.block, first, n, &err)
+                if status != um.UM_OK:
+                    explain(region, self.path, status, &err, what)
+                n_undo += 1
+            n_undo = len(missing)
+            if hugetlb and placing.at_once(self._choice):
                 for first, n in missing:
                     self.populate(region, first, n, 1, None, 0, n)
-            except BaseException:
-                for first, n in missing:
-                    um.um_block_release(&region.block, first, n, NULL, NULL)
-                raise
+        except BaseException:
+            for first, n in missing[:n_undo]:
+                um.um_block_release(&region.block, first, n, NULL, NULL)
+            raise
+        return 0
 
     def release(self, offset=0, nbytes=None):
         """Give memory back; RSS and commit charge fall, and addresses stay reserved.
@@ -761,25 +682,67 @@ cdef class Block:
         cdef um.um_error err
         cdef um.um_status status
         cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
-        cdef size_t step = region.block.step_nbytes, begin, end, released = 0
+        cdef size_t released = 0
         cdef size_t size = (size_of(nbytes, "nbytes") if nbytes is not None
                             else reserved - min(first, reserved))
-        cdef Py_ssize_t n_whole, n_parts = 0
-        if first <= reserved and size <= reserved - first:
-            begin, end = (first + step - 1) // step * step, (first + size) // step * step
-            # The block and this call hold the region, and each window once.
-            n_whole = Py_REFCNT(<PyObject *>region) - 2 - region.n_windows
-            n_parts = region.n_windows_in(begin, end)
-            if begin < end and n_whole + n_parts > 0:
-                raise BufferError(
-                    f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, "
-                    f"users of all of it (buffers, tapes): {n_whole}; drop them first")
+        self._check_unused(region, first, size)
         # With the interpreter's lock: nobody makes an array over the range meanwhile.
         status = um.um_block_release(&region.block, first, size, &released, &err)
         self._granted = None
         if status != um.UM_OK:
             raise_status(status, &err, f"releasing memory of block '{self.name}'")
         return released
+
+    cdef int _check_unused(self, Region region, size_t first, size_t size) except -1:
+        """Refuse to take whole steps of a range away from who uses them."""
+        cdef size_t step = region.block.step_nbytes, reserved = region.block.reserved_nbytes
+        cdef size_t begin, end, piece = 2 * region.block.mirror_nbytes
+        cdef Py_ssize_t n_whole, n_parts
+        if first > reserved or size > reserved - first:
+            return 0
+        begin, end = (first + step - 1) // step * step, (first + size) // step * step
+        # The block and the calling method hold the region, and each window once.
+        n_whole = Py_REFCNT(<PyObject *>region) - 2 - region.n_windows
+        if piece and begin < end:
+            begin, end = begin // piece * piece, (end + piece - 1) // piece * piece
+        n_parts = region.n_windows_in(begin, end)
+        if begin < end and n_whole + n_parts > 0:
+            raise BufferError(
+                f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, "
+                f"users of all of it (buffers, tapes): {n_whole}; drop them first")
+        return 0
+
+    def _discard(self, offset, nbytes):
+        """Forget whole steps of a range: their pages go, they stay committed, and read as zeros.
+
+        Returns the bytes of memory that were covered. Raises as `release`, and ValueError for
+        memory that is locked or not committed.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes"), covered = 0
+        self._check_unused(region, first, size)
+        status = um.um_block_discard(&region.block, first, size, &covered, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            raise_status(status, &err, f"discarding memory of block '{self.name}'")
+        return covered
+
+    def _overlay(self, offset, int fd, file_offset, nbytes):
+        """Commit a range as a private mapping of a file, which never changes.
+
+        Raises ValueError for a range that cannot be a file's or is not in the file, and OSError.
+        """
+        cdef Region region = self.region()
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
+        cdef uint64_t start = size_of(file_offset, "file_offset")
+        status = um.um_block_overlay(&region.block, first, fd, start, size, &err)
+        self._granted = None
+        if status != um.UM_OK:
+            raise_status(status, &err, f"mapping a file into block '{self.name}'")
 
     def advise(self, advice):
         """Tell the kernel how the memory will be used.
@@ -896,5 +859,5 @@ cdef Block _new_block(Region region, name, category, bint shared):
 
 cdef dict _requested_of(Region region, bint shared):
     return {"nbytes": region.block.requested_nbytes,
-            "pages": _PAGE_NAMES[<int>region.block.requested_pages], "numa": None, "lock": False,
+            "pages": PAGE_NAMES[<int>region.block.requested_pages], "numa": None, "lock": False,
             "shared": shared, "reserve": region.block.reserved_nbytes}

@@ -1,0 +1,26 @@
+# From a request to a region: mapping, warming and locking it, and what the kernel says of it.
+from unimem._core cimport native as um
+from unimem._core.region cimport Region
+
+cdef enum:
+    MOST_THREADS = 512
+
+cdef dict PAGES
+cdef dict PAGE_NAMES
+cdef size_t THP_BYTES
+
+# What can be had of a request: (region, placing.Choice). With a source, a sealed copy of it.
+cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
+                       Region source)
+# Locks it as was chosen. Returns the choice as it turned out, and says in `problems` what failed.
+cdef object lock_region(Region region, object choice, list problems)
+# Brings a part into RAM, `before` of `total` bytes being there already; with a path in /dev/shm,
+# or None.
+cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
+                     unsigned n_threads, object progress, size_t before, size_t total) except -1
+# What the kernel says of it now, a Placement.
+cdef object placement_of(Region region)
+# The bytes of memory under so much of its address space.
+cdef size_t memory_bytes(Region region, size_t nbytes)
+# Raises what a failure means, where the status alone does not tell what to do.
+cdef object explain(Region region, str path, um.um_status status, const um.um_error *err, str doing)

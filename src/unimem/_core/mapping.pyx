@@ -1,0 +1,165 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""From a request to a region: mapping, warming and locking it, and what the kernel says of it."""
+import dataclasses
+import errno
+import os
+
+from unimem import limits, placing
+from unimem.errors import PlacementError
+from unimem.placement import Placement
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.string cimport memset
+
+from unimem._core cimport native as um
+from unimem._core.region cimport Region, leave_out_of_child, set_numa
+from unimem._core.status cimport raise_status
+
+cdef dict PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP,
+                   "2m": um.UM_PAGES_2M, "1g": um.UM_PAGES_1G}
+cdef dict PAGE_NAMES = {number: name for name, number in PAGES.items()}
+cdef size_t THP_BYTES = um.um_huge_page_bytes()
+# Warmed between two calls of a progress callback; by each thread before a signal is noticed.
+cdef size_t PROGRESS_BYTES = 256 << 20, WARM_PART_BYTES = 1 << 30
+
+
+cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
+                       Region source):
+    cdef Region region = None
+    cdef dict refused = {}
+    while region is None:
+        choice = placing.decide(request, limits, refused)
+        if strict and choice.shortfalls:
+            raise PlacementError(placing.told(name, request.nbytes, choice.shortfalls, None))
+        if choice.pages not in placing.HUGETLB:
+            limits.require(request.nbytes, f"block '{name}'")
+        region = _try_map(name, request, choice, category, fd, source, refused)
+    return region, choice
+
+
+cdef Region _try_map(str name, object request, object choice, um.um_category category, int fd,
+                     Region source, dict refused):
+    """The region; None when the kernel refused something that the block can do without."""
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef um.um_block_options options
+    cdef size_t size = request.nbytes
+    cdef bytes label = os.fsencode(name)[:200].replace(b"\0", b"?")
+    cdef Region region = Region.__new__(Region)
+    region.name = name
+    memset(&options, 0, sizeof(options))
+    options.pages = <um.um_pages><int>PAGES[choice.pages]
+    options.category = category
+    options.reserve_nbytes = 0 if source is not None else request.reserve
+    options.mirror_nbytes = request.mirror
+    options.name = label
+    options.fd = fd
+    if request.shared:
+        options.sharing = um.UM_SHARING_MEMFD if fd < 0 else um.UM_SHARING_FD
+    set_numa(&options.numa, choice.numa)
+    # A bound page that its node lacks would end the process when it is touched, and what is
+    # locked is in RAM.
+    cdef bint at_once = choice.pages in placing.HUGETLB and placing.at_once(choice)
+    with nogil:
+        if source is not None:
+            status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)
+        else:
+            status = um.um_block_map(&region.block, size, &options, &err)
+        if status == um.UM_OK and at_once:
+            status = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &err)
+    if status == um.UM_OK:
+        region.writable = source is None
+        if request.shared and region.writable:
+            leave_out_of_child(region)
+        return region
+    if err.what == b"mbind":
+        if choice.numa.mode == "weighted" and err.os_errno == errno.EINVAL:
+            refused["weighted"] = "this kernel interleaves without weights (Linux 6.9 has them)"
+        else:
+            refused["numa"] = (
+                f"mbind: {os.strerror(err.os_errno)}: a container needs the capability "
+                "CAP_SYS_NICE ('docker run --cap-add SYS_NICE'), and a kernel NUMA support")
+    elif choice.pages in placing.HUGETLB and status == um.UM_E_NOMEM:
+        refused[choice.pages] = (
+            "the kernel has not so many such pages for this process now: 'grep . "
+            "/sys/kernel/mm/hugepages/*/*' shows the pools")
+    else:
+        raise_status(status, &err, f"Block '{name}' of {size} bytes")
+    return None
+
+
+cdef object lock_region(Region region, object choice, list problems):
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef um.um_lock lock = um.UM_LOCK_NOW if choice.lock is True else um.UM_LOCK_ONFAULT
+    with nogil:
+        status = um.um_block_lock(&region.block, lock, &err)
+    if status == um.UM_OK:
+        return choice
+    problems.append(f"lock={choice.lock!r}: {err.what.decode()}: "
+                    f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
+    return dataclasses.replace(choice, lock=False)
+
+
+cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
+                     unsigned n_threads, object progress, size_t before, size_t total) except -1:
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef int cpus[MOST_THREADS]
+    cdef const int *chosen = NULL
+    cdef size_t at = offset, end = offset + nbytes, size
+    cdef size_t part = max(WARM_PART_BYTES * n_threads if progress is None else PROGRESS_BYTES,
+                           region.block.step_nbytes)
+    if choice is not None and choice.numa is not None:
+        found = placing.warm_cpus(choice.numa, n_threads, limits.nodes(), os.sched_getaffinity(0))
+        if found is not None:
+            for i in range(n_threads):
+                cpus[i] = found[i]
+            chosen = cpus
+    while at < end:
+        PyErr_CheckSignals()
+        # Parts end where huge pages do.
+        size = min((at // part + 1) * part, end) - at
+        with nogil:
+            status = um.um_block_warm(&region.block, at, size, n_threads, chosen, &err)
+        if status != um.UM_OK:
+            explain(region, path, status, &err, f"warming block '{region.name}'")
+        at += size
+        if progress is not None:
+            progress(before + at - offset, total)
+    return 0
+
+
+cdef object placement_of(Region region):
+    cdef um.um_error err
+    cdef um.um_placement p
+    cdef um.um_status status
+    cdef unsigned node
+    with nogil:
+        status = um.um_block_verify(&region.block, &p, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, f"verifying block '{region.name}'")
+    nodes = {}
+    for node in range(um.UM_MAX_NODES):
+        if p.node_bytes[node] != 0:
+            nodes[node] = p.node_bytes[node]
+    return Placement(
+        pages=PAGE_NAMES[<int>p.pages], page_bytes=p.page_bytes, resident_bytes=p.resident_bytes,
+        huge_bytes=p.huge_bytes, locked_bytes=p.locked_bytes, swapped_bytes=p.swapped_bytes,
+        pss_bytes=p.pss_bytes, nodes=nodes)
+
+
+cdef size_t memory_bytes(Region region, size_t nbytes):
+    return nbytes if region.block.mirror_nbytes == 0 else nbytes // 2
+
+
+cdef object explain(Region region, str path, um.um_status status, const um.um_error *err,
+                    str doing):
+    if status == um.UM_E_NOMEM and region.is_hugetlb():
+        raise PlacementError(
+            err.os_errno, f"{doing}: the pool of hugetlb pages is used up: 'grep . "
+            "/sys/kernel/mm/hugepages/*/*' shows it, and more in nr_hugepages makes it larger")
+    if status == um.UM_E_NOMEM and path is not None:
+        raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
+                          f"('df {limits.SHM}')")
+    raise_status(status, err, doing)
