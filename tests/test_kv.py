@@ -103,7 +103,9 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "Fortran order": np.asfortranarray,
     "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
     "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")),
-    "big-endian and strided": lambda a: np.repeat(a.astype(">" + a.dtype.str[1:]), 2, axis=0)[::2],
+    "big-endian and strided": lambda a: np.repeat(a.astype(a.dtype.newbyteorder(">")), 2, axis=0)[
+        ::2
+    ],
     "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
     "not aligned": lambda a: (
         np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(a.dtype).reshape(a.shape)
@@ -478,7 +480,7 @@ def test_a_closed_cache_says_so() -> None:
         lambda: len(kv),
     ]
     for use in uses:
-        with pytest.raises(um.ClosedError, match="KVCache is closed"):
+        with pytest.raises(um.ClosedError, match=r"KVCache .*is closed"):
             use()
     assert repr(kv) == "KVCache(closed)"
 
@@ -517,4 +519,4 @@ def test_a_cache_does_not_pickle(kv: um.KVCache, use: Callable[[Any], Any]) -> N
 
 def test_repr(kv: um.KVCache) -> None:
     kv.append_all(*[np.zeros((2, 3, 4), "f2")] * 2)
-    assert repr(kv) == "KVCache(1 of 8 tokens, 2 layers, 3 heads of 4 f16, 784 B)"
+    assert repr(kv) == "KVCache(1 of 8 tokens, 2 layers, 3 heads of 4 f16, 768 B)"

@@ -181,13 +181,13 @@ class CacheAgainstModel(RuleBasedStateMachine):
         used = model.end[layer] - model.first
         if n > self.most - used:
             return um.CacheFull, ()
+        may = self.over_budget(n)
         most = max(end - model.first for end in model.end)
         row = self.row(model.first) if most else 0
-        may = self.over_budget(n)
-        if n and row + used + n > self.most:  # the tokens move to row 0
-            if self.is_held(set(range(most))):
+        if row + most + n > model.n_rows and self.views:
+            may += (BufferError,)  # the tokens move to row 0
+            if row + used + n > model.n_rows and self.is_held(set(range(most))):
                 return BufferError, may
-            return (), (BufferError, *may) if self.views else may
         return (), may
 
     def over_budget(self, n: int) -> tuple[type[Exception], ...]:
@@ -314,6 +314,8 @@ class CacheAgainstModel(RuleBasedStateMachine):
                 must = BufferError
             elif self.views:
                 may = BufferError
+        if must is RuntimeError and self.views:
+            must = (RuntimeError, BufferError)
         if got := self.attempt(
             lambda: self.kv.trim_to(n, keep_first=keep_first), must=must, may=may, fault=fault
         ):
@@ -324,11 +326,11 @@ class CacheAgainstModel(RuleBasedStateMachine):
         model = self.model
         token_bytes = model.token_bytes * self.N_LAYERS
         most = n * token_bytes + more
-        drops = n < model.seq_len
+        drops = model.memory_usage_bytes > most
         must: Refusals = ()
         may: Refusals = ()
-        if not model.is_whole:
-            must = RuntimeError
+        if drops and not model.is_whole:
+            must = (RuntimeError, BufferError) if self.views else RuntimeError
         elif drops:
             dropped = range(model.first_position, model.next_position - n)
             if self.is_held({self.row(position) for position in dropped}):
@@ -414,7 +416,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         self.check_memory()
 
     def check_memory(self) -> None:
-        """What holds of one kind's memory."""
+        """What holds of the memory."""
         assert self.kv.capacity_bytes >= self.kv.memory_usage_bytes
 
 
@@ -452,7 +454,11 @@ class GrowsInBudget(CacheAgainstModel):
         )
 
     def over_budget(self, n: int) -> tuple[type[Exception], ...]:
-        return (um.CacheFull,)
+        used = max(self.model.end) - self.model.first
+        n_lanes = 2 * self.N_LAYERS * self.model.batch
+        # Rows begin and end inside of pages; what lies under views is kept.
+        pages = -(-(used + n) * self.row_bytes // PAGE) + 2
+        return (um.CacheFull,) if self.views or n_lanes * pages * PAGE > self.budget else ()
 
     def check_memory(self) -> None:
         super().check_memory()
@@ -507,6 +513,8 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+for _kind in (Fixed, OnTape, Grows, GrowsInBudget, FixedInBudget, Ring, SpaciousRing):
+    _kind.TestCase.settings = SETTINGS
 TestFixed = Fixed.TestCase
 TestOnTape = OnTape.TestCase
 TestGrows = Grows.TestCase
@@ -514,13 +522,3 @@ TestGrowsInBudget = GrowsInBudget.TestCase
 TestFixedInBudget = FixedInBudget.TestCase
 TestRing = Ring.TestCase
 TestSpaciousRing = SpaciousRing.TestCase
-for _case in (
-    TestFixed,
-    TestOnTape,
-    TestGrows,
-    TestGrowsInBudget,
-    TestFixedInBudget,
-    TestRing,
-    TestSpaciousRing,
-):
-    _case.settings = SETTINGS
