@@ -213,14 +213,15 @@ typedef struct um_block {
  * touched here: see um_block_warm. For shared memory the policy belongs to the memory, and holds
  * for every process that maps it; shared memory is left out of a forked child.
  * With mirror_nbytes m, nbytes bytes of memory (a multiple of m, and m one of the page) take twice
- * as much address space: the ith piece lies at base + 2 * i * m, and once more m behind that.
- * `nbytes`, `reserved_nbytes`, `committed_nbytes` and every offset of such a block are of address
- * space; the ledger and um_placement count its memory once. It does not grow, and is not released;
- * see um_block_discard. errors:
- * UM_E_INVALID (nbytes 0 or too large to round, reserve_nbytes below nbytes, unknown option, a
- * mirror of memory that is no memfd, or that is not whole pages or pieces, a NUMA
- * mode without nodes or nodes without one, a name above 249 bytes, a file that is not empty or has
- * pages of another size), UM_E_NOMEM (also: the hugetlb pool is too small), UM_E_OS. */
+ * as much address space: the ith piece lies at base + 2 * i * m, and once more m behind that. In
+ * the file the last piece comes first. `nbytes`, `reserved_nbytes`, `committed_nbytes` and every
+ * offset of such a block are of address space; the ledger and um_placement count its memory once.
+ * Huge pages are had where m is whole ones, and asked for only by name. It does not grow, and is
+ * not released; see um_block_discard. errors: UM_E_INVALID (nbytes 0 or too large to round,
+ * reserve_nbytes below nbytes, unknown option, a mirror of memory that is no memfd, or that is not
+ * whole pages or pieces, a NUMA mode without nodes or nodes without one, a name above 249 bytes, a
+ * file that is not empty or has pages of another size), UM_E_NOMEM (also: the hugetlb pool is too
+ * small), UM_E_OS. */
 UM_API um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                               um_error *err);
 
@@ -263,17 +264,21 @@ UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes,
 
 /* Forgets what the whole steps inside [offset, offset + nbytes) hold: their pages go back to the
  * system, and they read as zeros, in both images of mirrored memory. They stay committed: touching
- * them takes pages again. *out_nbytes (may be NULL) is how many bytes of memory were covered.
- * errors: UM_E_INVALID (outside the reserved range or not committed, a mapped file, memory that may
- * only be read or is locked), UM_E_OS. */
+ * them takes pages again. *out_nbytes (may be NULL) is how many bytes of memory were covered. What
+ * was a file's (um_block_overlay) is the block's own then; should there be no memory for that, it
+ * is no longer committed. errors: UM_E_INVALID (outside the reserved range or not committed, a
+ * mapped file, memory that may only be read or is locked, shared hugetlb memory, for which the pool
+ * would not keep the pages), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                   um_error *err);
 
 /* Commits [offset, offset + nbytes) as a private, copy-on-write mapping of the open file fd from
- * file_offset on; the file never changes, and fd may be closed afterwards. Until it is released the
- * range is the file's: it is not placed as the block is. errors: UM_E_INVALID (a block that is
- * shared, a mapped file, of huge pages or locked; not multiples of the step; outside the reserved
- * range, or committed there; a range outside the file), UM_E_NOMEM, UM_E_OS. */
+ * file_offset on; the file never changes, and fd may be closed afterwards. Until it is released or
+ * discarded the range is the file's: it is not placed as the block is, and um_block_warm reads it,
+ * so that nothing is copied. A file that shrinks later makes touching the lost pages fatal. errors:
+ * UM_E_INVALID (a block that is shared, a mapped file, of huge pages or locked; not multiples of
+ * the step; outside the reserved range, or committed there; a range outside the file), UM_E_NOMEM,
+ * UM_E_OS. */
 UM_API um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
                                   size_t nbytes, um_error *err);
 

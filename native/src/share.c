@@ -207,6 +207,9 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
     if (options->reserve_nbytes != 0) {
         return um_fail(err, UM_E_INVALID, "reserve_nbytes: a sealed copy does not grow");
     }
+    if (options->mirror_nbytes != 0) {
+        return um_fail(err, UM_E_INVALID, "mirror_nbytes: a sealed copy is mapped once");
+    }
     if (block->nbytes == 0) {
         return um_fail(err, UM_E_INVALID, "block: nothing is committed at its base");
     }
