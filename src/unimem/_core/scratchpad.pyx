@@ -152,7 +152,7 @@ cdef class _Rows:
                             f"{self.n_tokens} of {self.capacity} are used",
                             self.capacity, self.n_tokens, n)
         if not cnp.PyArray_ISCARRAY_RO(rows):
-            # Making a copy may run others' code, so that nothing that was looked at still holds.
+            # While a copy is made other threads run: nothing that was looked at still holds then.
             self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
             return
         # Held, so that nobody closes the pad while the GIL is released.
@@ -220,6 +220,9 @@ cdef class _Rows:
         if self._owns_tape:
             self.tape.close()
         self._closed = True
+
+    def _freeze(self, frozen):
+        """For a layout: a pad never takes memory once it is made, so that nothing changes."""
 
     def __enter__(self):
         self.check_open()
