@@ -15,6 +15,7 @@ from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.kv import KVCache
+from unimem._core.scratchpad import PagedScratchpad, Scratchpad
 from unimem._core.tape import Tape
 from unimem.dims import ModelDims
 from unimem.doctor import Machine, doctor
@@ -52,12 +53,14 @@ __all__ = [
     "Layout",
     "Machine",
     "ModelDims",
+    "PagedScratchpad",
     "Placement",
     "PlacementError",
     "PlacementOptions",
     "PlacementWarning",
     "Plan",
     "Report",
+    "Scratchpad",
     "SnapshotError",
     "Stat",
     "Tape",
