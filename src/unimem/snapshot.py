@@ -71,7 +71,8 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
         )
     snapshot = fmt.new(
         {
-            **{key: getattr(kv, key) for key in _DIMS},
+            **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
+            "spare_rows": kv.n_rows - kv.window if kv.window else 0,
             "seq_len": kv.seq_len,
             "next_position": kv.next_position,
             "alignment": mmap.PAGESIZE,

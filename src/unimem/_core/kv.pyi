@@ -124,6 +124,11 @@ class KVCache:
     @staticmethod
     def _ring_rows(row_bytes: int, n: int, pages: str) -> int: ...
     # For unimem.snapshot.
+    _snapshot: Any
+    @classmethod
+    def _mapped(
+        cls, fields: dict[str, Any], fd: int, offsets: list[int], n: int, next_position: int
+    ) -> Self: ...
     def _rows(
         self, layer: int, part: Literal["k", "v"], stream: int
     ) -> npt.NDArray[np.uint8]: ...

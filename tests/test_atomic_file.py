@@ -1,0 +1,440 @@
+"""Files that replace others: whatever fails, the old file stays, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from snapshot_files import cache, fork, interpose, rows
+from unimem._core.block import Block
+from unimem.atomic_file import NewFile
+
+PAGE = 4096
+OLD = b"old"
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """An aligned page."""
+    with Block(PAGE, pages="4k") as block:
+        array = block.as_array()
+        array[:] = 7
+        yield array
+        del array
+
+
+def write(path: Path, page: Any) -> None:
+    with NewFile(str(path)) as file:
+        file.write(page, 0)
+        file.publish()
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether the file system of a folder knows O_DIRECT."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            fcntl.fcntl(file.fileno(), fcntl.F_SETFL, os.O_DIRECT)
+        except OSError:
+            return False
+    return True
+
+
+# ---- what is made ----
+
+
+def test_a_file_is_made_or_replaced(tmp_path: Path, page: Any) -> None:
+    path = tmp_path / "file"
+    for value in (7, 8):
+        page[:] = value
+        write(path, page)
+        assert path.read_bytes() == bytes([value]) * PAGE
+        assert os.listdir(tmp_path) == ["file"]
+
+
+def test_nothing_is_seen_before_it_is_published(tmp_path: Path, page: Any) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(OLD)
+    with NewFile(str(path)) as file:
+        file.write(page, 0)
+        assert path.read_bytes() == OLD
+        assert len(os.listdir(tmp_path)) == 2
+    assert path.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path, page: Any) -> None:
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder/target", tmp_path / "link"
+    link.symlink_to("folder/target")
+    for _ in range(2):  # the first makes the target
+        write(link, page)
+        assert link.is_symlink()
+        assert target.read_bytes() == page.tobytes()
+
+
+def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path, page: Any) -> None:
+    path = tmp_path / "file"
+    mask = os.umask(0o027)
+    try:
+        write(path, page)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o604)
+        write(path, page)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    finally:
+        os.umask(mask)
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, "\udcff", ".hidden", "a b"])
+def test_any_name_that_a_file_can_have(name: str, tmp_path: Path, page: Any) -> None:
+    for _ in range(2):
+        write(tmp_path / name, page)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_file_in_the_current_folder(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("file"), page)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# ---- what another writer left behind, or is writing ----
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path, page: Any) -> None:
+    path = tmp_path / "file"
+    pid = fork()
+    if pid == 0:
+        NewFile(str(path)).write(page, 0)
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    (stale,) = os.listdir(tmp_path)
+    assert stale.startswith(".file.")
+    for name in (".file.0123.unimem-tmp", ".file2.01234567.unimem-tmp", "file.01234567.unimem-tmp"):
+        (tmp_path / name).write_bytes(b"of somebody else")
+    write(path, page)
+    assert stale not in os.listdir(tmp_path)
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
+    path = tmp_path / "file"
+    with NewFile(str(path)) as slow:
+        write(path, page)
+        assert path.read_bytes() == page.tobytes()
+        page[:] = 9
+        slow.write(page, 0)
+        slow.publish()
+    assert path.read_bytes() == page.tobytes()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_writer_begins_anew_when_its_file_is_taken_for_a_stale_one(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one comes between open and flock, and once it is still at it."""
+    true = fcntl.flock
+    held: list[int] = []
+
+    def flock(fd: int, how: int) -> None:
+        (name,) = os.listdir(tmp_path)
+        if len(held) < 2:
+            held.append(os.open(tmp_path / name, os.O_RDONLY))
+            true(held[-1], how)
+            os.unlink(tmp_path / name)
+            if len(held) == 2:
+                true(held[-1], fcntl.LOCK_UN)
+        true(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write(tmp_path / "file", page)
+    for fd in held:
+        os.close(fd)
+    assert len(held) == 2
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_many_writers_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    errors = []
+
+    def many(value: int) -> None:
+        try:
+            with Block(PAGE, pages="4k") as block:
+                array = block.as_array()
+                array[:] = value
+                for _ in range(20):
+                    write(path, array)
+                    whole = path.read_bytes()
+                    assert whole == whole[:1] * PAGE
+                del array
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(number, "")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    stale = tmp_path / ".file.01234567.unimem-tmp"
+    stale.write_bytes(b"perhaps of a living one")
+    write(tmp_path / "file", page)
+    assert sorted(os.listdir(tmp_path)) == [stale.name, "file"]
+
+
+# ---- O_DIRECT ----
+
+
+def flags_at_each_write(patch: pytest.MonkeyPatch) -> list[int]:
+    flags: list[int] = []
+    true = os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        flags.append(fcntl.fcntl(fd, fcntl.F_GETFL))
+        return true(fd, data, offset)
+
+    patch.setattr(os, "pwrite", pwrite)
+    return flags
+
+
+def test_the_page_cache_is_passed_where_the_file_system_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_direct(tmp_path):
+        pytest.skip("the file system has no O_DIRECT")
+    flags = flags_at_each_write(monkeypatch)
+    # Lanes that are no whole pages, and begin at none.
+    with cache(40) as kv:
+        kv.trim_to(39)
+        kv.save(tmp_path / "session")
+    assert len(flags) == 5  # four lanes and the header
+    assert all(flag & os.O_DIRECT for flag in flags)
+
+
+def test_without_o_direct_writes_are_buffered(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = fcntl.fcntl
+
+    def refuse(fd: int, command: int, argument: int = 0) -> Any:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "")
+        return true(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    flags = flags_at_each_write(monkeypatch)
+    write(tmp_path / "file", page)
+    assert [flag & os.O_DIRECT for flag in flags] == [0]
+    assert (tmp_path / "file").read_bytes() == page.tobytes()
+
+
+def test_where_a_direct_write_is_refused_the_rest_is_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, n_refused = os.pwrite, 0
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        nonlocal n_refused
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            n_refused += 1
+            raise OSError(errno.EINVAL, "")
+        return true(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with cache(40) as kv:
+        kv.save(tmp_path / "session")
+        with um.KVCache.restore(tmp_path / "session", mode="copy") as restored:
+            assert rows(restored) == rows(kv)
+    assert n_refused >= takes_direct(tmp_path)
+
+
+def test_short_writes_go_on_where_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
+    true = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
+    with cache(40) as kv:
+        kv.save(tmp_path / "session")
+        with um.KVCache.restore(tmp_path / "session", mode="copy") as restored:
+            assert rows(restored) == rows(kv)
+
+
+def test_a_write_of_nothing_is_an_error(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path / "file", page)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- failures ----
+
+
+def counted(patch: pytest.MonkeyPatch, save: Callable[[], None]) -> list[str]:
+    """The system calls of a save, in their order."""
+    calls: list[str] = []
+    with patch.context() as inner:
+        interpose(inner, lambda name, *_: calls.append(name))
+        save()
+    return calls
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["a new file", "over an old one"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINVAL])
+def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
+    number: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, old, new = tmp_path / "session", b"", b""
+    with cache(30) as first, cache(40) as second:
+        second.save(path)
+        new = path.read_bytes()
+        first.save(path)
+        old = path.read_bytes()
+        path.chmod(0o600)
+        if not there:
+            path.unlink()
+        calls = counted(monkeypatch, lambda: second.save(path))
+        assert {"open", "pwrite", "fsync", "replace", "flock", "close"} <= set(calls)
+        n_raised, n_open = 0, len(os.listdir("/proc/self/fd"))
+        for which in range(len(calls)):
+            if there:
+                path.write_bytes(old)
+            else:
+                path.unlink(missing_ok=True)
+            so_far: list[str] = []
+
+            def fail(name: str, *_: Any, at: int = which, seen: list[str] = so_far) -> None:
+                seen.append(name)
+                # A close that fails has closed all the same, as the kernel does it.
+                if len(seen) == at + 1 and name != "close":
+                    raise OSError(number, os.strerror(number))
+
+            raised = None
+            with monkeypatch.context() as patch:
+                interpose(patch, fail)
+                try:
+                    second.save(path)
+                except OSError as error:
+                    raised = error
+            left = path.read_bytes() if path.exists() else None
+            if raised is None:
+                assert left == new, calls[which]
+            else:
+                n_raised += 1
+                assert (raised.errno, raised.filename) == (number, str(path))
+                in_place = which > calls.index("replace")
+                assert left == (new if in_place else old if there else None), calls[which]
+            assert os.listdir(tmp_path) == ([] if left is None else ["session"])
+            assert len(os.listdir("/proc/self/fd")) == n_open
+        assert n_raised >= (5 if number == errno.EINVAL else 8)
+
+
+def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not begun when a write fails is not begun any more."""
+    n_writes = 0
+
+    def fail(name: str, *_: Any) -> None:
+        nonlocal n_writes
+        if name == "pwrite":
+            n_writes += 1
+            raise OSError(errno.ENOSPC, "")
+
+    interpose(monkeypatch, fail)
+    with um.KVCache(200, 1, 32, 8) as kv:
+        for layer in range(200):
+            kv.append(layer, *np.zeros((2, 8, 1, 32), np.float32))
+        with pytest.raises(OSError, match="No space left on device"):
+            kv.save(tmp_path / "session")
+    assert n_writes < 400
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        path = tmp_path / "session"
+        with cache(40) as small, cache(2000, 2000) as large:
+            small.save(path, model="old")
+            before = path.read_bytes()
+            with pytest.raises(OSError, match="No space left on device") as caught:
+                large.save(path, model="new")
+            assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+            assert path.read_bytes() == before
+            assert os.listdir(tmp_path) == ["session"]
+            small.save(path, model="again")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@contextlib.contextmanager
+def no_root() -> Iterator[None]:
+    """Root may write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_cannot_be_written(page: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:  # as the folder of the test is closed to others
+        folder = Path(name)
+        (folder / "file").write_bytes(OLD)
+        folder.chmod(0o555)
+        with no_root(), pytest.raises(PermissionError) as caught:
+            write(folder / "file", page)
+        assert caught.value.filename == str(folder / "file")
+        assert (folder / "file").read_bytes() == OLD
+        assert os.listdir(folder) == ["file"]
+        folder.chmod(0o755)
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with cache(3) as kv:
+        with pytest.raises(IsADirectoryError) as caught:
+            kv.save(tmp_path)
+        assert caught.value.filename == str(tmp_path)
+        with pytest.raises(FileExistsError):
+            kv.save(tmp_path / "fifo")
+        with pytest.raises(FileNotFoundError):
+            kv.save(tmp_path / "none" / "file")
+    assert os.listdir(tmp_path) == ["fifo"]
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
