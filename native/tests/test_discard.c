@@ -1,0 +1,223 @@
+/* Discarding: pages go back to the system and stay committed; what is left when a call fails. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "blocks.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "huge_pool.h"
+
+enum { N_STEPS = 10 };
+
+static size_t page, huge_page;
+
+static um_block make_steps(um_pages pages, um_sharing sharing, size_t step) {
+    return make_block(
+        N_STEPS * step,
+        &(um_block_options){.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing});
+}
+
+static unsigned char *at(const um_block *block, size_t n_steps) {
+    return (unsigned char *)block->base + n_steps * block->step_nbytes;
+}
+
+static void fill(const um_block *block) {
+    for (size_t i = 0; i < N_STEPS; i++) {
+        memset(at(block, i), (int)i + 1, block->step_nbytes);
+    }
+}
+
+/* Whether steps [first, end) read as zeros, and the others as they were filled. */
+static bool is_discarded(const um_block *block, size_t first, size_t end) {
+    bool right = true;
+    for (size_t i = 0; i < N_STEPS; i++) {
+        bool gone = i >= first && i < end;
+        right =
+            right && is_filled(at(block, i), block->step_nbytes, gone ? 0 : (unsigned char)(i + 1));
+    }
+    return right;
+}
+
+static void discard(um_block *block, size_t offset, size_t nbytes, size_t discarded) {
+    size_t out = 12345;
+    um_block copy = *block;
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_discard(block, offset, nbytes, &out, &test_err));
+    CHECK_EQ_U64(fault_os_calls(), discarded == 0 ? 0 : 1);
+    CHECK_EQ_U64(out, discarded);
+    CHECK(memcmp(block, &copy, sizeof copy) == 0); /* committed as before */
+}
+
+static void check_steps(um_block *block) {
+    size_t step = block->step_nbytes;
+    uint64_t entered = ledger_row(UM_CAT_HISTORY).mapped_bytes;
+    fill(block);
+    CHECK_EQ_U64(placement_of(block).resident_bytes, N_STEPS * step);
+    discard(block, 2 * step + 1, 4 * step, 3 * step); /* whole steps inside */
+    uint64_t resident;
+    CHECK_OK(um_block_resident(block, 3 * step, 3 * step, &resident, &test_err));
+    CHECK_EQ_U64(resident, 0);
+    CHECK_EQ_U64(placement_of(block).resident_bytes, (N_STEPS - 3) * step);
+    if (block->sharing != UM_SHARING_NONE) {
+        struct stat st;
+        CHECK(fstat(block->fd, &st) == 0);
+        CHECK_EQ_U64((uint64_t)st.st_blocks * 512, (N_STEPS - 3) * step);
+    }
+    CHECK(is_discarded(block, 3, 6));
+    discard(block, step + 1, step, 0);
+    discard(block, step + 1, step - 2, 0);
+    discard(block, 0, 0, 0);
+    discard(block, N_STEPS * step, 0, 0);
+    fill(block);
+    CHECK(is_discarded(block, 0, 0));
+    discard(block, 0, N_STEPS * step, N_STEPS * step);
+    CHECK_EQ_U64(placement_of(block).resident_bytes, 0);
+    CHECK(is_discarded(block, 0, N_STEPS));
+    CHECK_OK(um_block_discard(block, 0, step, NULL, &test_err));
+    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, entered);
+}
+
+static void test_small_pages(void) {
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block block = make_steps(UM_PAGES_4K, (um_sharing)sharing, page);
+        check_steps(&block);
+        unmap_block(&block);
+    }
+}
+
+static void test_huge_pages(void) {
+    if (huge_page == 0) {
+        test_skip("discarding huge pages", "the kernel has none");
+        return;
+    }
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block block = make_steps(UM_PAGES_THP, (um_sharing)sharing, huge_page);
+        fill(&block);
+        if (sharing != UM_SHARING_NONE) {
+            (void)um_block_collapse(&block, NULL); /* small pages are as good a test */
+        }
+        check_steps(&block);
+        unmap_block(&block);
+    }
+}
+
+static void test_hugetlb(void) {
+    enum { HUGE_BYTES = 2 << 20 };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(N_STEPS)) {
+        test_skip("discarding hugetlb pages", "this process may not fill the pool");
+        return;
+    }
+    uint64_t free_before = meminfo("HugePages_Free");
+    um_block block = make_steps(UM_PAGES_2M, UM_SHARING_NONE, HUGE_BYTES);
+    check_steps(&block);
+    discard(&block, 0, block.nbytes, block.nbytes);
+    CHECK_EQ_U64(meminfo("HugePages_Free"), free_before);
+    unmap_block(&block);
+    /* The pool would have them, and not keep them for it. */
+    block = make_steps(UM_PAGES_2M, UM_SHARING_MEMFD, HUGE_BYTES);
+    fill(&block);
+    CHECK_STATUS(UM_E_INVALID, um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
+    CHECK(is_discarded(&block, 0, 0));
+    unmap_block(&block);
+    huge_pool_give_back();
+}
+
+static void check_refused(um_block *block, size_t offset, size_t nbytes) {
+    um_block copy = *block;
+    size_t out = 12345;
+    fault_os_fail_nth(0, 0);
+    CHECK_STATUS(UM_E_INVALID, um_block_discard(block, offset, nbytes, &out, &test_err));
+    CHECK(um_block_discard(block, offset, nbytes, NULL, NULL) == UM_E_INVALID);
+    CHECK_EQ_U64(fault_os_calls(), 0);
+    CHECK(out == 12345 && memcmp(block, &copy, sizeof copy) == 0);
+}
+
+static void test_refused(void) {
+    um_block block = make_steps(UM_PAGES_4K, UM_SHARING_MEMFD, page), other;
+    fill(&block);
+    check_refused(&block, 0, N_STEPS * page + 1);
+    check_refused(&block, N_STEPS * page + 1, 0);
+    check_refused(&block, page, SIZE_MAX);
+    CHECK_OK(
+        um_block_map_file(&other, block.fd, 0, page, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
+    check_refused(&other, 0, page);
+    unmap_block(&other);
+    CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
+    check_refused(&other, 0, page);
+    unmap_block(&other);
+    CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
+    discard(&other, 0, page, page);
+    CHECK(is_discarded(&block, 0, 1)); /* one memory */
+    unmap_block(&other);
+    CHECK_OK(um_block_release(&block, 4 * page, page, NULL, &test_err));
+    check_refused(&block, 3 * page, 2 * page);
+    check_refused(&block, 4 * page + 1, 1);
+    discard(&block, 5 * page, 5 * page, 5 * page);
+    unmap_block(&block);
+    check_refused(&block, 0, 1);
+
+    block = make_steps(UM_PAGES_4K, UM_SHARING_NONE, page);
+    fill(&block);
+    for (int lock = UM_LOCK_NOW; lock <= UM_LOCK_ONFAULT; lock++) {
+        if (um_block_lock(&block, (um_lock)lock, NULL) != UM_OK) {
+            test_skip("discarding locked memory", "this process may not lock memory");
+        } else {
+            check_refused(&block, 0, page);
+        }
+    }
+    CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
+    CHECK(is_discarded(&block, 0, 0));
+    unmap_block(&block);
+}
+
+/* ---- each system call in turn ---- */
+
+typedef struct discarding {
+    um_block block;
+    size_t out_nbytes;
+} discarding;
+
+static um_status run_discard(void *context, um_error *err) {
+    discarding *d = context;
+    um_status status = um_block_discard(&d->block, page, 4 * page, &d->out_nbytes, err);
+    CHECK(is_discarded(&d->block, 1, status == UM_OK ? 5 : 1));
+    return status;
+}
+
+static void undo_discard(void *context) {
+    discarding *d = context;
+    d->out_nbytes = 12345;
+    fill(&d->block);
+}
+
+static void test_faults(void) {
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        discarding d = {.block = make_steps(UM_PAGES_4K, (um_sharing)sharing, page),
+                        .out_nbytes = 12345};
+        fill(&d.block);
+        fault_os_check_each(&(fault_case){.run = run_discard,
+                                          .undo = undo_discard,
+                                          .context = &d,
+                                          .outputs = &d,
+                                          .outputs_nbytes = sizeof d});
+        unmap_block(&d.block);
+    }
+}
+
+int main(void) {
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
+    test_small_pages();
+    test_huge_pages();
+    test_hugetlb();
+    test_refused();
+    test_faults();
+    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
+    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    return test_report();
+}
