@@ -28,17 +28,18 @@ PROGRAM = r"""
 
 int main(void) {
     um_error err;
-    um_block block, shared, attached;
+    um_block block, ring, shared, attached;
     um_block_options options;
     um_placement placement;
     um_ledger_row row;
     um_tape tape;
     um_kv kv;
     um_kv_spec spec;
-    void *storage;
+    um_kv_storage storage;
     size_t nbytes;
-    float k[16], v[16], back[16];
-    int i;
+    float k[16], v[16], back[32];
+    const float *last;
+    int i, j;
 
     memset(&options, 0, sizeof options);
     options.pages = UM_PAGES_4K;
@@ -61,14 +62,18 @@ int main(void) {
     spec.max_seq_len = 1;
     spec.type = UM_F16;
     CHECK(um_kv_storage_bytes(&spec, &nbytes, &err));
-    CHECK(um_tape_take(&tape, nbytes, 64, &storage, &err));
-    CHECK(um_kv_init(&kv, &spec, storage, nbytes, &err));
+    memset(&storage, 0, sizeof storage);
+    storage.lane_stride = nbytes / 2;
+    storage.n_rows = 1;
+    storage.usable_rows = 1;
+    CHECK(um_tape_take(&tape, nbytes, 64, &storage.base, &err));
+    CHECK(um_kv_init(&kv, &spec, &storage, &err));
     for (i = 0; i < 16; i++) {
         k[i] = (float)i;
         v[i] = (float)-i;
     }
     CHECK(um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &err));
-    CHECK(um_convert(back, UM_F32, um_kv_part(&kv, 0, 1), UM_F16, 16, &err));
+    CHECK(um_convert(back, UM_F32, um_kv_lane(&kv, 0, 1, 0), UM_F16, 16, &err));
     printf("tokens %llu, last %g\n", (unsigned long long)um_kv_seq_len(&kv), (double)back[15]);
     if (um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &err) == UM_OK) {
         return 1;
@@ -76,8 +81,47 @@ int main(void) {
     printf("%s: asked %llu, %llu of %llu used\n", um_status_name(err.status),
            (unsigned long long)err.asked, (unsigned long long)err.used,
            (unsigned long long)err.limit);
+    um_kv_free(&kv);
 
+    /* A ring of 1024 rows: K and V, each in memory that is mapped twice, back to back. */
+    spec.max_seq_len = 1000;
+    spec.window = 1000;
+    spec.type = UM_F32;
+    CHECK(um_kv_row_bytes(&spec, &nbytes, &err));
+    storage.n_rows = storage.usable_rows = 1024;
+    storage.lane_stride = 2 * 1024 * nbytes;
+    options.reserve_nbytes = 0;
     options.sharing = UM_SHARING_MEMFD;
+    options.mirror_nbytes = 1024 * nbytes;
+    CHECK(um_block_map(&ring, 2 * 1024 * nbytes, &options, &err));
+    storage.base = ring.base;
+    CHECK(um_kv_init(&kv, &spec, &storage, &err));
+    for (i = 0; i < 2000; i++) {
+        for (j = 0; j < 16; j++) {
+            k[j] = (float)i;
+            v[j] = (float)-i;
+        }
+        CHECK(um_kv_append_all(&kv, k, v, UM_F32, &err));
+    }
+    CHECK(um_kv_read(&kv, 0, 1, 1023, 2, back, UM_F32, &err));
+    last = (const float *)um_kv_lane(&kv, 0, 0, 0) + um_kv_row(&kv, 1000) * 16;
+    printf("tokens %llu to %llu, %g and %g, last %g\n",
+           (unsigned long long)um_kv_first_position(&kv),
+           (unsigned long long)um_kv_next_position(&kv), (double)back[0], (double)back[8],
+           (double)last[999 * 16]);
+    if (um_kv_crop(&kv, 10, &err) == UM_OK) {
+        return 1;
+    }
+    printf("%s: at least %llu\n", err.what, (unsigned long long)err.limit);
+    CHECK(um_kv_crop(&kv, 977, &err));
+    CHECK(um_kv_trim(&kv, 7, 0, &err));
+    printf("tokens %llu to %llu\n", (unsigned long long)um_kv_first_position(&kv),
+           (unsigned long long)um_kv_next_position(&kv));
+    um_kv_free(&kv);
+    CHECK(um_block_unmap(&ring, &err));
+
+    options.mirror_nbytes = 0;
+    options.reserve_nbytes = 1 << 20;
     options.name = "test_c_api";
     CHECK(um_block_map(&shared, 1 << 19, &options, &err));
     strcpy((char *)shared.base, "seen by both");
@@ -100,6 +144,9 @@ OUTPUT = """\
 resident 1048576 mapped 1048576
 tokens 1, last -15
 UM_E_FULL: asked 1, 1 of 1 used
+tokens 1000 to 2000, -1023 and -1024, last 1999
+overwritten: at least 976
+tokens 1970 to 1977
 seen by both, 262144 of 524288 released
 mapped 0
 """

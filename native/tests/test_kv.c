@@ -170,6 +170,11 @@ static void test_bad_storage(void) {
     CHECK_BAD_STORAGE(lane_stride -= 64);
     CHECK_BAD_STORAGE(usable_rows = 4);
     CHECK_BAD_STORAGE(usable_rows = 0);
+    for (int i = 0; i < 2; i++) { /* twice as many rows do not fit a number */
+        bad = good;
+        bad.n_rows = bad.usable_rows = ((uint64_t)1 << 63) + (i == 0 ? 0 : 5);
+        CHECK_STATUS(UM_E_INVALID, init_status(&spec, &bad, &test_err));
+    }
     bad = storage_for(&spec, memory, 4);
     CHECK_STATUS(UM_E_INVALID, init_status(&spec, &bad, &test_err));
     bad = storage_for(&spec, memory, 9);

@@ -3,7 +3,7 @@
  * many from there on. */
 #include "kv_model.h"
 
-enum { N_SEQUENCES = 1500, N_CALLS = 60 };
+enum { N_SEQUENCES = 1000, N_CALLS = 60 };
 
 static uint64_t below(kv_model *m, uint64_t n) {
     return test_random(&m->random) % n;

@@ -53,10 +53,10 @@ def append_token(KVCache cache, const float[:, ::1] k, const float[:, ::1] v):
         status = um.um_kv_reserve(kv, 1, &row, &err)
         for layer in range(kv.spec.n_layers):
             if status == um.UM_OK:
-                status = um.um_convert(<char *>um.um_kv_part(kv, layer, 0) + row * kv.row_bytes,
+                status = um.um_convert(<char *>um.um_kv_lane(kv, layer, 0, 0) + row * kv.row_bytes,
                                        kv.spec.type, &k[0, 0], um.UM_F32, n, &err)
             if status == um.UM_OK:
-                status = um.um_convert(<char *>um.um_kv_part(kv, layer, 1) + row * kv.row_bytes,
+                status = um.um_convert(<char *>um.um_kv_lane(kv, layer, 1, 0) + row * kv.row_bytes,
                                        kv.spec.type, &v[0, 0], um.UM_F32, n, &err)
         if status == um.UM_OK:
             status = um.um_kv_commit(kv, 1, &err)
