@@ -15,6 +15,7 @@ from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.kv import KVCache
+from unimem._core.paged import PagedKVCache, Sequence
 from unimem._core.scratchpad import PagedScratchpad, Scratchpad
 from unimem._core.tape import Tape
 from unimem.dims import ModelDims
@@ -53,6 +54,7 @@ __all__ = [
     "Layout",
     "Machine",
     "ModelDims",
+    "PagedKVCache",
     "PagedScratchpad",
     "Placement",
     "PlacementError",
@@ -61,6 +63,7 @@ __all__ = [
     "Plan",
     "Report",
     "Scratchpad",
+    "Sequence",
     "SnapshotError",
     "Stat",
     "Tape",

@@ -1,0 +1,37 @@
+# Paged caches for Cython callers: `from unimem._core.paged cimport PagedKVCache, Sequence`.
+from libc.stdint cimport uint32_t, uint64_t
+
+from unimem._core cimport native as um
+from unimem._core.block cimport Block
+from unimem._core.region cimport Region
+
+cdef class PagedKVCache:
+    # The native pool: C callers use the um_paged_* functions on it directly.
+    cdef um.um_paged paged
+    cdef readonly Block block
+    cdef readonly str name
+    cdef readonly str dtype
+    cdef object _dtype
+    cdef object _index
+    cdef Region _region
+    cdef object __weakref__
+    cdef object fail(self, um.um_error *err)
+    # Raises ClosedError where there is none any more.
+    cdef Region open_region(self)
+    cdef uint32_t checked_layer(self, Py_ssize_t layer) except? 0xffffffff
+    cdef object _view(self, Region region, uint32_t layer, bint v)
+
+cdef class Sequence:
+    cdef um.um_paged_seq seq
+    cdef readonly PagedKVCache cache
+    cdef readonly Py_ssize_t n_cached
+    cdef bint _closed
+    # The ids of its tokens, int32, as far as they are known.
+    cdef bytearray _ids
+    # Of the index: the node of its last block there, and how many these are.
+    cdef object _node
+    cdef Py_ssize_t _n_indexed
+    cdef object __weakref__
+    cdef Region open_region(self)
+    cdef int index_blocks(self) except -1
+    cdef int check_out(self, object out, uint64_t n) except -1

@@ -1,0 +1,711 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""Paged KV memory: sequences that share blocks of tokens."""
+import warnings
+
+import numpy as np
+
+from unimem.errors import CacheFull, ClosedError
+from unimem.placement import format_bytes
+from unimem.prefix import PrefixIndex
+
+cimport cython
+cimport numpy as cnp
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport new_array, size_of
+from unimem._core.block cimport Block
+from unimem._core.kv cimport _NUMBERS, _contiguous, _float_of, _numpy_dtype, _type_of
+from unimem._core.region cimport Region, new_window
+from unimem._core.status cimport raise_status
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject *o) nogil
+
+cnp.import_array()
+
+# Giving the interpreter's lock up and taking it again costs more than copying a few rows.
+cdef uint64_t MANY_ROWS = 64
+cdef size_t ID_BYTES = sizeof(int32_t)
+
+
+cdef bytes _ids_of(object tokens):
+    """The bytes of token ids as int32."""
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"tokens: expected a sequence of integers, got {ids.ndim} dimensions of "
+                        f"{ids.dtype}")
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise ValueError("tokens: expected ids from 0 to 2**31 - 1, got "
+                         f"{ids.min()} to {ids.max()}")
+    return ids.astype(np.int32).tobytes()
+
+
+cdef class PagedKVCache:
+    """A pool of blocks of tokens, K and V of all layers, for many sequences.
+
+    A sequence is a table of blocks. Sequences that were forked share theirs, and so do sequences
+    that begin with the same tokens, where the tokens' ids were told (`sequence`,
+    `Sequence.extend`). A shared block is copied before it is written. A block whose ids are known
+    stays in the pool when no sequence holds it any more, until its memory is needed: then the one
+    that was let go first makes room.
+
+    One thread writes (appends, forks, crops, closes, makes sequences); others may gather tokens
+    that are there while it appends. After a fork of the process the child has its own copy.
+
+    Parameters
+    ----------
+    n_layers, n_kv_heads, head_dim : int
+        The model's dimensions.
+    n_blocks : int
+        Blocks in the pool, all taken at once.
+    block_tokens : int, default 16
+        Tokens of a block.
+    dtype : {"f16", "f32", "bf16", "q8_0"}
+        What is stored, as for `KVCache`.
+    prefix_cache : bool, default True
+        Whether blocks are found by their tokens.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`.
+
+    Attributes
+    ----------
+    block : Block or None
+        What the pool lies on; None when closed.
+    dtype : str
+        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+    name : str
+        Stands in messages.
+
+    Raises
+    ------
+    ValueError
+        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+    MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import unimem as um
+    >>> prompt = list(range(40))
+    >>> with um.PagedKVCache(1, 2, 8, n_blocks=8) as pg:
+    ...     with pg.sequence(prompt) as first:
+    ...         first.append(0, np.ones((40, 2, 8), "f4"), np.ones((40, 2, 8), "f4"))
+    ...     with pg.sequence(prompt) as second:
+    ...         second.n_cached, pg.n_blocks_in_use
+    (32, 2)
+    """
+
+    def __init__(self, n_layers, n_kv_heads, head_dim, *, n_blocks, block_tokens=16, dtype="f16",
+                 bint prefix_cache=True, name=None, **placement):
+        cdef um.um_error err
+        cdef um.um_paged_spec spec
+        cdef size_t nbytes
+        self.dtype = _type_of(dtype)
+        for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
+                        ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
+            if size_of(n, what, 1) >= 2**31 - 1:
+                raise ValueError(f"{what}: expected at most 2**31 - 2, got {n}")
+        if self.dtype == "q8_0" and head_dim % 32:
+            raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
+        spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
+        spec.n_blocks, spec.block_tokens = n_blocks, block_tokens
+        spec.type = <um.um_dtype><int>_NUMBERS[self.dtype]
+        self.name = name or "paged"
+        if um.um_paged_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
+            self.fail(&err)
+        self._dtype = _numpy_dtype(spec.type)
+        cdef Block block = Block(nbytes, name=self.name, category="history", **placement)
+        block._is_part = True
+        cdef Region region = block.region()
+        if um.um_paged_init(&self.paged, &spec, region.block.base, &err) != um.UM_OK:
+            self.fail(&err)
+        self._index = PrefixIndex() if prefix_cache else None
+        self.block, self._region = block, region
+
+    def __dealloc__(self):
+        # Sequences hold the cache, and go before it.
+        um.um_paged_free(&self.paged)
+
+    cdef object fail(self, um.um_error *err):
+        raise_status(err.status, err, f"PagedKVCache '{self.name}'", CacheFull, "blocks")
+
+    cdef Region open_region(self):
+        if self._region is None:
+            raise ClosedError(f"PagedKVCache '{self.name}' is closed")
+        return self.block.region()
+
+    cdef uint32_t checked_layer(self, Py_ssize_t layer) except? 0xffffffff:
+        if not 0 <= layer < self.paged.spec.n_layers:
+            raise ValueError(f"layer: expected 0 to {self.paged.spec.n_layers - 1}, got {layer}")
+        return <uint32_t>layer
+
+    def sequence(self, tokens=()):
+        """Make a sequence, which begins with the cached blocks that hold its first tokens.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The ids of its first tokens, as far as they are known, from 0 to 2**31 - 1.
+
+        Returns
+        -------
+        Sequence
+            Its `n_cached` says how many tokens are there already: whole blocks, and never all of
+            `tokens`, since the last one has to be computed for what comes behind it. The others
+            are to be appended, and are cached then.
+
+        Raises
+        ------
+        ValueError, TypeError
+            What is no token id.
+        ClosedError
+        """
+        cdef um.um_error err
+        cdef Sequence s = Sequence.__new__(Sequence)
+        cdef cnp.ndarray blocks
+        self.open_region()
+        cdef bytes ids = _ids_of(tokens)
+        cdef list found = []
+        size = self.paged.spec.block_tokens * ID_BYTES
+        if self._index is not None and ids:
+            whole = (len(ids) - ID_BYTES) // size * size
+            found = self._index.find(self, [ids[i:i + size] for i in range(0, whole, size)])
+        blocks = np.array([node.block for node in found], np.int32)
+        if um.um_paged_seq_init(&s.seq, &self.paged, <const int32_t *>cnp.PyArray_DATA(blocks),
+                                len(found), &err) != um.UM_OK:
+            self.fail(&err)
+        s.cache = self
+        s._ids = bytearray(ids)
+        s._n_indexed = len(found)
+        s.n_cached = s._n_indexed * self.paged.spec.block_tokens
+        if self._index is not None:
+            s._node = found[len(found) - 1] if found else self._index.root
+        return s
+
+    # ---- for unimem.prefix ----
+
+    def _is_cached(self, uint32_t block):
+        return um.um_paged_is_cached(&self.paged, block)
+
+    def _cache(self, uint32_t block):
+        cdef um.um_error err
+        if um.um_paged_cache(&self.paged, block, &err) != um.UM_OK:
+            self.fail(&err)
+
+    def _uncache(self, uint32_t block):
+        um.um_paged_uncache(&self.paged, block)
+
+    def _n_holders(self, uint32_t block):
+        """How many sequences hold a block."""
+        return um.um_paged_n_holders(&self.paged, block)
+
+    # ---- the pool ----
+
+    cdef object _view(self, Region region, uint32_t layer, bint v):
+        cdef um.um_paged_spec *s = &self.paged.spec
+        cdef size_t head = self.paged.head_bytes, item = self._dtype.itemsize
+        cdef char *data = <char *>um.um_paged_lane(&self.paged, 0, layer, v)
+        cdef cnp.npy_intp *sizes = [s.n_blocks, s.block_tokens, s.n_kv_heads, head // item]
+        cdef cnp.npy_intp *strides = [self.paged.block_bytes, head, s.block_tokens * head, item]
+        window = new_window(region, data - <char *>region.block.base,
+                            (s.n_blocks - 1) * self.paged.block_bytes + self.paged.lane_bytes)
+        return new_array(data, 4, sizes, strides, self._dtype, window, True)
+
+    def layer(self, i):
+        """View K and V of a layer in all blocks, as kernels with block tables take them.
+
+        Parameters
+        ----------
+        i : int
+            Which layer.
+
+        Returns
+        -------
+        k, v : numpy.ndarray
+            ``[n_blocks, block_tokens, n_kv_heads, head_dim]`` without a copy, with strides: in a
+            block, the tokens of one head lie one behind the other. Those of a ``"q8_0"`` cache are
+            blocks of 32 values, as `KVCache.layer` shows them.
+
+        Raises
+        ------
+        ValueError
+            A wrong layer.
+        """
+        cdef Region region = self.open_region()
+        layer = self.checked_layer(i)
+        return self._view(region, layer, False), self._view(region, layer, True)
+
+    @property
+    def n_blocks(self):
+        """Blocks in the pool."""
+        return self.paged.spec.n_blocks
+
+    @property
+    def n_blocks_in_use(self):
+        """Blocks that sequences hold."""
+        self.open_region()
+        return um.um_paged_n_in_use(&self.paged)
+
+    @property
+    def n_blocks_available(self):
+        """Blocks that can be taken: free ones, and cached ones that no sequence holds."""
+        self.open_region()
+        return self.paged.n_free + self.paged.n_evictable
+
+    @property
+    def block_tokens(self):
+        """Tokens of a block."""
+        return self.paged.spec.block_tokens
+
+    @property
+    def block_bytes(self):
+        """Bytes of a block: K and V of its tokens in all layers, rounded up to 64."""
+        return self.paged.block_bytes
+
+    @property
+    def n_layers(self):
+        """Layers."""
+        return self.paged.spec.n_layers
+
+    @property
+    def n_kv_heads(self):
+        """KV heads of a layer."""
+        return self.paged.spec.n_kv_heads
+
+    @property
+    def head_dim(self):
+        """Elements of a head."""
+        return self.paged.spec.head_dim
+
+    @property
+    def memory_usage_bytes(self):
+        """Bytes of the blocks that sequences hold."""
+        return self.n_blocks_in_use * self.paged.block_bytes
+
+    @property
+    def capacity_bytes(self):
+        """Bytes of all blocks."""
+        return self.paged.spec.n_blocks * self.paged.block_bytes
+
+    @property
+    def resident_bytes(self):
+        """Bytes of the pool that are in RAM, in whole pages (Pss)."""
+        self.open_region()
+        return self.block.verify().pss_bytes
+
+    @property
+    def granted(self):
+        """How the memory of the pool is placed, as the kernel says."""
+        self.open_region()
+        return self.block.granted
+
+    def warm(self, threads=None):
+        """Bring the pool into RAM, as `Block.warm`."""
+        self.open_region()
+        self.block.warm(threads)
+
+    @property
+    def closed(self):
+        """Whether the cache was closed."""
+        return self._region is None
+
+    def close(self):
+        """Close the cache and give its memory back; its sequences are of no use then.
+
+        Raises
+        ------
+        BufferError
+            Views still use it, or another thread gathers from it; nothing is closed then.
+        """
+        if self._region is None:
+            return
+        # The cache and its block hold the region; everybody else is a view, or copies.
+        n_views = Py_REFCNT(<PyObject *>self._region) - 2
+        if n_views > 0:
+            raise BufferError(f"PagedKVCache '{self.name}' has {n_views} live views: drop them "
+                              "first, or leave a 'with'")
+        self._release()
+
+    def _release(self):
+        block, self.block, self._region, self._index = self.block, None, None, None
+        if block is not None:
+            block.__exit__()
+
+    def __enter__(self):
+        self.open_region()
+        return self
+
+    def __exit__(self, *exc_info):
+        # Views that are still alive keep the memory; it goes with the last of them.
+        self._release()
+
+    def __del__(self):
+        if self._region is not None:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __reduce__(self):
+        raise TypeError("a PagedKVCache cannot be pickled: it is memory of this process. "
+                        "Save what Sequence.gather returns")
+
+    def __repr__(self):
+        s = self.paged.spec
+        if self._region is None:
+            return f"PagedKVCache('{self.name}', closed)"
+        return (f"PagedKVCache('{self.name}', {self.n_blocks_in_use} of {s.n_blocks} blocks of "
+                f"{s.block_tokens} tokens, {s.n_layers} layers, {s.n_kv_heads} heads of "
+                f"{s.head_dim} {self.dtype}, {format_bytes(self.capacity_bytes)})")
+
+
+@cython.no_gc_clear
+cdef class Sequence:
+    """The tokens of one conversation in the blocks of a `PagedKVCache`.
+
+    Made by `PagedKVCache.sequence` and `fork`. A token counts (``len``) once every layer holds it.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+        Whose blocks it uses.
+    n_cached : int
+        How many tokens it shared with the prefix cache when it was made, or what it was forked
+        from.
+    """
+
+    def __init__(self):
+        raise TypeError("a Sequence is made by PagedKVCache.sequence()")
+
+    def __dealloc__(self):
+        um.um_paged_seq_free(&self.seq)
+
+    cdef Region open_region(self):
+        if self._closed:
+            raise ClosedError(f"the Sequence of PagedKVCache '{self.cache.name}' is closed")
+        return self.cache.open_region()
+
+    def append(self, layer, k, v):
+        """Append tokens to one layer.
+
+        Parameters
+        ----------
+        layer : int
+            Which.
+        k, v : numpy.ndarray
+            Of one shape and dtype, ``[n, n_kv_heads, head_dim]`` or ``[1, n_kv_heads, n,
+            head_dim]``; otherwise as for `KVCache.append`.
+
+        Raises
+        ------
+        CacheFull
+            The pool has too few blocks that can be taken, for the tokens or for the copy of a
+            shared block. Its figures are in blocks.
+        ValueError, TypeError
+            A wrong layer, shape or dtype.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, nothing was changed.
+        """
+        cdef um.um_error err
+        cdef Region region
+        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
+        cdef cnp.npy_intp *ks = cnp.PyArray_DIMS(ka)
+        cdef cnp.npy_intp *vs = cnp.PyArray_DIMS(va)
+        cdef int n_dims = cnp.PyArray_NDIM(ka), number = _float_of(ka)
+        cdef um.um_paged_spec *s = &self.cache.paged.spec
+        cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
+        cdef um.um_kv_order order
+        cdef um.um_status status
+        cdef uint64_t n
+        cdef uint32_t index
+        cdef bint fits
+        # Held, so that nobody closes the cache while the lock is released.
+        region = self.open_region()
+        index = self.cache.checked_layer(layer)
+        if n_dims == 3:
+            order = um.UM_KV_TOKEN_MAJOR
+            n = ks[0]
+            fits = ks[1] == s.n_kv_heads and ks[2] == dim
+        else:
+            order = um.UM_KV_HEAD_MAJOR
+            fits = n_dims == 4 and ks[0] == 1 and ks[1] == s.n_kv_heads and ks[3] == dim
+            n = ks[2] if fits else 0
+        fits = (fits and cnp.PyArray_NDIM(va) == n_dims
+                and cnp.PyArray_CompareLists(ks, vs, n_dims))
+        if not fits:
+            raise ValueError(
+                f"Sequence.append: expected k and v of one shape, [n, {s.n_kv_heads}, "
+                f"{s.head_dim}] or [1, {s.n_kv_heads}, n, {s.head_dim}], got {k.shape} and "
+                f"{v.shape}")
+        if _float_of(va) != number:
+            raise TypeError("Sequence.append: expected k and v of one dtype, got "
+                            f"{k.dtype} and {v.dtype}")
+        if n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index):
+            with nogil:
+                status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
+                                            cnp.PyArray_DATA(va), <um.um_dtype>number, order, n,
+                                            &err)
+        else:
+            status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
+                                        cnp.PyArray_DATA(va), <um.um_dtype>number, order, n, &err)
+        if status != um.UM_OK:
+            self.cache.fail(&err)
+        if um.um_paged_layer_len(&self.seq, index) // s.block_tokens > <uint64_t>self._n_indexed:
+            self.index_blocks()
+
+    def append_all(self, k, v):
+        """Append one token to all layers.
+
+        Parameters
+        ----------
+        k, v : numpy.ndarray
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16.
+
+        Raises
+        ------
+        CacheFull, ValueError, TypeError, ClosedError
+            As `append`.
+        RuntimeError
+            Layers differ in length.
+        """
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef Region region
+        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
+        cdef int number = _float_of(ka)
+        cdef um.um_paged_spec *s = &self.cache.paged.spec
+        region = self.open_region()
+        expected = (s.n_layers, s.n_kv_heads, s.head_dim)
+        if k.shape != expected or v.shape != expected:
+            raise ValueError(f"Sequence.append_all: expected k and v of shape {expected}, got "
+                             f"{k.shape} and {v.shape}")
+        if _float_of(va) != number:
+            raise TypeError("Sequence.append_all: expected k and v of one dtype, got "
+                            f"{k.dtype} and {v.dtype}")
+        with nogil:
+            status = um.um_paged_append_all(&self.seq, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
+                                            <um.um_dtype>number, &err)
+        if status != um.UM_OK:
+            self.cache.fail(&err)
+        self.index_blocks()
+
+    def extend(self, ids):
+        """Tell the ids of the next tokens whose ids are not known, appended already or not.
+
+        Blocks whose ids are known are found by `PagedKVCache.sequence`.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            From 0 to 2**31 - 1.
+
+        Raises
+        ------
+        ValueError, TypeError
+            What is no token id.
+        ClosedError
+        """
+        self.open_region()
+        self._ids += _ids_of(ids)
+        self.index_blocks()
+
+    cdef int index_blocks(self) except -1:
+        """Cache the full blocks whose ids are known."""
+        cdef Py_ssize_t size = self.cache.paged.spec.block_tokens * ID_BYTES
+        cdef Py_ssize_t n_known = len(self._ids) // size, n_full
+        index = self.cache._index
+        if index is None or n_known <= self._n_indexed:
+            return 0
+        n_full = um.um_paged_seq_len(&self.seq) // self.cache.paged.spec.block_tokens
+        while self._n_indexed < min(n_known, n_full):
+            at = self._n_indexed * size
+            node = index.add(self.cache, self._node, bytes(self._ids[at:at + size]),
+                             self.seq.table[self._n_indexed])
+            if node is not None:
+                self._node = node
+                self._n_indexed += 1
+            elif index.holds(self._node):
+                break  # the hash is another block's
+            else:
+                # Blocks of others, which held the same tokens, were evicted: now its own count.
+                self._node, self._n_indexed = index.root, 0
+        return 0
+
+    def fork(self):
+        """Make a sequence with the same tokens, which shares all blocks.
+
+        It costs a copy of the block table. The tail block, where it is not full, is copied by the
+        one that appends to it first.
+
+        Returns
+        -------
+        Sequence
+
+        Raises
+        ------
+        RuntimeError
+            Layers differ in length.
+        ClosedError
+        """
+        cdef um.um_error err
+        cdef Sequence s = Sequence.__new__(Sequence)
+        self.open_region()
+        if um.um_paged_seq_fork(&s.seq, &self.seq, &err) != um.UM_OK:
+            self.cache.fail(&err)
+        s.cache, s.n_cached = self.cache, self.n_cached
+        s._ids, s._node, s._n_indexed = self._ids[:], self._node, self._n_indexed
+        return s
+
+    def crop(self, n):
+        """Keep the first n tokens and their ids, and give the blocks behind them back.
+
+        Raises
+        ------
+        ValueError
+            There are fewer.
+        RuntimeError
+            Layers differ in length.
+        ClosedError
+        """
+        cdef um.um_error err
+        cdef uint64_t kept = size_of(n, "n")
+        self.open_region()
+        if um.um_paged_crop(&self.seq, kept, &err) != um.UM_OK:
+            if err.status == um.UM_E_INVALID:
+                raise ValueError(f"Sequence.crop: expected n of at most {len(self)}, the tokens "
+                                 f"that are there, got {n}")
+            self.cache.fail(&err)
+        del self._ids[kept * ID_BYTES:]
+        while self._n_indexed > <Py_ssize_t>(kept // self.cache.paged.spec.block_tokens):
+            self._node = self._node.parent
+            self._n_indexed -= 1
+
+    def rollback(self):
+        """Drop tokens that not all layers hold. Their ids stay."""
+        self.open_region()
+        um.um_paged_rollback(&self.seq)
+
+    def gather(self, layer, out=None):
+        """Copy the tokens that a layer holds to contiguous memory.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        out : tuple of numpy.ndarray, optional
+            Where K and V go: two arrays of the shape below, which may be parts of larger ones as
+            long as the tokens of a head are contiguous. Their dtype is float32, float16 or
+            bfloat16, or the cache's; what differs is converted.
+
+        Returns
+        -------
+        k, v : numpy.ndarray
+            ``[n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now: `out`, or new
+            arrays of the cache's dtype. Of a ``"q8_0"`` cache these are
+            ``[n_kv_heads, n, head_dim / 32]`` blocks.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A wrong layer; an `out` that does not fit.
+        ClosedError
+        """
+        cdef um.um_error err
+        cdef um.um_status status
+        # Held, so that nobody closes the cache while the lock is released.
+        cdef Region region = self.open_region()
+        cdef um.um_paged_spec *s = &self.cache.paged.spec
+        cdef uint32_t index = self.cache.checked_layer(layer)
+        cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
+        cdef um.um_dtype k_type, v_type
+        cdef cnp.ndarray k, v
+        if out is None:
+            shape = (s.n_kv_heads, n, s.head_dim // (32 if s.type == um.UM_Q8_0 else 1))
+            out = np.empty(shape, self.cache._dtype), np.empty(shape, self.cache._dtype)
+        k_out, v_out = out
+        k_type = <um.um_dtype>self.check_out(k_out, n)
+        v_type = <um.um_dtype>self.check_out(v_out, n)
+        k, v = k_out, v_out
+        with nogil:
+            status = um.um_paged_gather(&self.seq, index, 0, n, cnp.PyArray_DATA(k),
+                                        cnp.PyArray_STRIDES(k)[0], k_type, &err)
+            if status == um.UM_OK:
+                status = um.um_paged_gather(&self.seq, index, 1, n, cnp.PyArray_DATA(v),
+                                            cnp.PyArray_STRIDES(v)[0], v_type, &err)
+        if status != um.UM_OK:
+            self.cache.fail(&err)
+        return out
+
+    cdef int check_out(self, object out, uint64_t n) except -1:
+        """The native type of an array that n tokens of a layer are to be copied to."""
+        cdef um.um_paged_spec *s = &self.cache.paged.spec
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
+        cdef cnp.ndarray a = out
+        cdef int number = _float_of(a)
+        cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
+        cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
+        cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
+        if number == um.UM_Q8_0 and s.type != um.UM_Q8_0:
+            raise TypeError(f"out: expected float32, float16 or bfloat16, got {out.dtype}")
+        if (out.shape != (s.n_kv_heads, n, dim) or not cnp.PyArray_ISBEHAVED(a)
+                or (n > 0 and dim > 1 and strides[2] != item)
+                or (n > 1 and strides[1] != dim * item)
+                or (s.n_kv_heads > 1 and strides[0] < <cnp.npy_intp>n * dim * item)):
+            raise ValueError(
+                f"out: expected two writable arrays of shape {(s.n_kv_heads, n, dim)} in which the "
+                f"tokens of a head are contiguous, got {out.shape} with strides {out.strides}"
+                f"{'' if out.flags.writeable else ', read-only'}")
+        return number
+
+    @property
+    def block_table(self):
+        """The ids of its blocks, in the order of the tokens: a new int32 array."""
+        self.open_region()
+        cdef cnp.ndarray table = np.empty(self.seq.n_blocks, np.int32)
+        memcpy(cnp.PyArray_DATA(table), self.seq.table, self.seq.n_blocks * sizeof(int32_t))
+        return table
+
+    @property
+    def closed(self):
+        """Whether the sequence, or its cache, was closed."""
+        return self._closed or self.cache.closed
+
+    def close(self):
+        """Give the blocks back. Closing twice is no error."""
+        if not self._closed:
+            self._closed = True
+            um.um_paged_seq_clear(&self.seq)
+            self._ids = self._node = None
+
+    def __enter__(self):
+        self.open_region()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    def __del__(self):
+        if self.cache is not None and not self.closed:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __reduce__(self):
+        raise TypeError("a Sequence cannot be pickled: it is memory of this process. "
+                        "Save what gather() returns")
+
+    def __len__(self):
+        self.open_region()
+        return um.um_paged_seq_len(&self.seq)
+
+    def __repr__(self):
+        if self.closed:
+            return f"Sequence('{self.cache.name}', closed)"
+        return f"Sequence('{self.cache.name}', {len(self)} tokens, {self.seq.n_blocks} blocks)"
