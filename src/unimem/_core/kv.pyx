@@ -642,7 +642,8 @@ cdef class KVCache(KVMemory):
 
         Notes
         -----
-        Memory is given back in whole pages; locked memory stays.
+        Memory is given back in whole pages; locked memory stays. Pages that the system refuses to
+        take now go with a later call.
         """
         cdef size_t most = size_of(max_bytes, "max_bytes")
         cdef um.um_error err

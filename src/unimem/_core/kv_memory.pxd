@@ -53,11 +53,11 @@ cdef class KVMemory(Watcher):
     cdef int _set_usable(self) except -1
     cdef int _commit_lanes(self, size_t first, size_t end) except -1
     cdef int _start_over(self, uint64_t held, uint64_t n) except -1
-    cdef um.um_status _release_lanes(self, size_t first, size_t end)
+    cdef void _release_lanes(self, size_t first, size_t end) noexcept
     # Gives back what the tokens do not need, or waits for the views over it to go; exactly: all
     # that no token needs.
     cdef int settle(self, bint exactly=*) except -1
-    cdef um.um_status _shrink(self, list ranges)
+    cdef int _shrink(self, list ranges) except -1
     cdef int _stay_inside(self) except -1
     # Ends a call that began with _n_busy += 1.
     cdef int end_busy(self) except -1

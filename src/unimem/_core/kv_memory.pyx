@@ -338,21 +338,18 @@ cdef class KVMemory(Watcher):
 
     # ---- giving back ----
 
-    cdef um.um_status _release_lanes(self, size_t first, size_t end):
-        """Give a range of each lane back; the first failure, after all of them."""
-        cdef um.um_status status = um.UM_OK, found
+    cdef void _release_lanes(self, size_t first, size_t end) noexcept:
+        """Give a range of each lane back. What the system refuses stays committed, unused."""
         cdef size_t lane
         if first < end:
             for lane in range(self._n_lanes):
-                found = um.um_block_release(&self._region.block,
-                                            lane * self.kv.lane_stride + first, end - first, NULL,
-                                            NULL)
-                status = status or found
-        return status
+                um.um_block_release(&self._region.block, lane * self.kv.lane_stride + first,
+                                    end - first, NULL, NULL)
 
     cdef int settle(self, bint exactly=False) except -1:
         cdef Region region = self.open_region()
         cdef um.um_status status = um.UM_OK, found
+        cdef size_t lane
         if self._n_busy:
             self._postponed = True
             return 0
@@ -368,7 +365,7 @@ cdef class KVMemory(Watcher):
             self._stay_inside()
             return 0
         if self.grow:
-            status = self._shrink(ranges)
+            self._shrink(ranges)
         else:
             for lane in range(self._n_lanes):
                 for first, end in ranges:
@@ -377,26 +374,24 @@ cdef class KVMemory(Watcher):
                             &region.block, self._begin + lane * self.kv.lane_stride + first,
                             end - first, NULL, NULL)
                         status = status or found
-            self._dropped = 0
-        if exactly and status not in (um.UM_OK, um.UM_E_INVALID):  # locked memory stays
-            raise OSError(f"KVCache '{self.name}': the system does not take memory back")
+            if status == um.UM_OK:
+                self._dropped = 0  # else the next call tries again
         return 0
 
-    cdef um.um_status _shrink(self, list ranges):
-        cdef um.um_status status
+    cdef int _shrink(self, list ranges) except -1:
         cdef bint empty = self.first_row() == self.end_row()
         (low, new_low), (new_high, high) = ranges
         if low >= new_low and new_high >= high:
-            return um.UM_OK
-        # Memory that the system refuses to take stays committed, and is not used.
-        status = self._release_lanes(low, new_low) or self._release_lanes(new_high, high)
+            return 0
+        self._release_lanes(low, new_low)
+        self._release_lanes(new_high, high)
         self._low, self._high = max(low, new_low), min(new_high, high)
         if self._low >= self._high:
             self._low = self._high = 0
         if empty:
             self._stay_inside()
         self._set_usable()
-        return status
+        return 0
 
     cdef int _stay_inside(self) except -1:
         """An empty growing cache goes on inside of what is committed."""
