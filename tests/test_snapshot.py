@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unimem as um
+from conftest import Run
 from snapshot_files import append, cache, rows, small_chunks
 from unimem import snapshot
 from unimem.errors import SnapshotError
@@ -325,6 +326,23 @@ def test_describe(file: Path) -> None:
     assert str(snapshot.describe(file)) == (
         "2 layers of 2 heads of 32 f16, 2 streams; 16 tokens at positions 24 to 39, window of 16; "
         "no model named; without token ids; 36.0 KiB"
+    )
+
+
+def test_the_document_has_the_header_and_an_example_that_runs(
+    run_python: Run, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parent.parent / "docs/snapshots.md").read_text()
+    codes = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
+    table = re.findall(r"^\| (\d+) \| (\S+) \| `(\w+)` \|", text, re.M)
+    assert {name: (int(at), codes[code]) for at, code, name in table} == FIELDS
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    done = run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}", "-Werror")
+    assert done.stderr == ""
+    assert done.stdout == (
+        "5 tokens restored, the next is at position 5\n"
+        "2 layers of 4 heads of 64 f16; 5 tokens at positions 0 to 4, at most 256; model 'tiny'; "
+        "with token ids; 20.0 KiB\n"
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "describe", "read_into", "restore", "save", "verify"]
 
-# What is written at once: a disk takes less at a time.
+# What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
@@ -61,6 +61,8 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
         `tokens` are not `next_position` many, or no ids; `model` is too long or no string.
     OSError
         The file cannot be written. It is as before, or was not there and is not.
+    MemoryError
+        There is no room for what is written by way of page-aligned memory.
     """
     name = _name_of(path)
     ids = _token_ids(tokens)
