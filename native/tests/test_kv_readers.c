@@ -5,7 +5,7 @@
 
 #include <pthread.h>
 
-enum { LAYERS = 2, VALUES = 1024, WINDOW = 24, SPARE = 8, N_PHASES = 60, N_READERS = 2 };
+enum { LAYERS = 2, VALUES = 1024, WINDOW = 24, SPARE = 8, N_PHASES = 200, N_READERS = 2 };
 
 static const um_kv *read_kv;
 static _Atomic unsigned n_reads, n_torn;
@@ -47,49 +47,90 @@ static void *read_phases(void *arg) {
     return arg;
 }
 
-/* A token, in each of the three ways in turn. */
-static void write_token(um_kv *kv) {
-    static float rows[LAYERS * VALUES];
-    uint64_t position = um_kv_next_position(kv), row;
-    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-        rows[i] = (float)position;
-    }
-    if (position % 3 == 0) {
-        CHECK_OK(um_kv_append_all(kv, rows, rows, UM_F32, &test_err));
-    } else if (position % 3 == 1) {
-        for (uint32_t layer = 0; layer < LAYERS; layer++) {
-            CHECK_OK(um_kv_append(kv, layer, rows, rows, UM_F32, UM_KV_HEAD_MAJOR, 1, &test_err));
-        }
-    } else if (CHECK_OK(um_kv_reserve(kv, 1, &row, &test_err))) {
-        for (uint32_t i = 0; i < 2 * LAYERS; i++) {
-            unsigned char *lane = um_kv_lane(kv, i / 2, i % 2, 0);
-            memcpy(lane + row * kv->row_bytes, rows, kv->row_bytes);
-        }
-        CHECK_OK(um_kv_commit(kv, 1, &test_err));
+/* The rows of tokens, of K and V of all layers: each value is the position. */
+static void fill_rows(float *rows, uint64_t position, uint64_t n) {
+    for (uint64_t i = 0; i < LAYERS * n * VALUES; i++) {
+        rows[i] = (float)(position + i / VALUES % n);
     }
 }
 
-static void test_readers(uint64_t window) {
+/* n tokens, in one of the three ways. */
+static void write_tokens(um_kv *kv, uint64_t n, uint64_t way) {
+    static float rows[LAYERS * SPARE * VALUES];
+    uint64_t position = um_kv_next_position(kv), row;
+    for (uint64_t t = 0; way == 0 && t < n; t++) {
+        fill_rows(rows, position + t, 1);
+        CHECK_OK(um_kv_append_all(kv, rows, rows, UM_F32, &test_err));
+    }
+    fill_rows(rows, position, n);
+    for (uint32_t layer = 0; way == 1 && layer < LAYERS; layer++) {
+        CHECK_OK(um_kv_append(kv, layer, rows, rows, UM_F32, UM_KV_TOKEN_MAJOR, n, &test_err));
+    }
+    if (way == 2 && CHECK_OK(um_kv_reserve(kv, n, &row, &test_err))) {
+        for (uint32_t i = 0; i < 2 * LAYERS; i++) {
+            unsigned char *lane = um_kv_lane(kv, i / 2, i % 2, 0);
+            memcpy(lane + row * kv->row_bytes, rows, n * kv->row_bytes);
+        }
+        CHECK_OK(um_kv_commit(kv, n, &test_err));
+    }
+}
+
+/* While no reader looks: some tokens are dropped, and their rows wiped, so that nobody can take
+ * what they held for what comes next. */
+static void drop_some(um_kv *kv, uint64_t *random) {
+    uint64_t next = um_kv_next_position(kv), len = um_kv_seq_len(kv);
+    uint64_t what = test_random(random) % 8, n = test_random(random) % (len + 1);
+    if (kv->spec.window == 0 && um_kv_row(kv, next) + SPARE > kv->n_rows) {
+        CHECK_OK(um_kv_trim(kv, n, 0, &test_err));
+        CHECK_OK(um_kv_move(kv, 0, &test_err));
+        if (n + SPARE > kv->n_rows) {
+            um_kv_clear(kv);
+        }
+    } else if (what == 0) {
+        um_kv_clear(kv);
+    } else if (what == 1) {
+        CHECK_OK(um_kv_trim(kv, n, 0, &test_err));
+    } else if (what < 4 && um_kv_crop(kv, n, NULL) != UM_OK) {
+        CHECK(kv->spec.window != 0);
+    }
+    uint64_t left = um_kv_next_position(kv), first = um_kv_first_position(kv);
+    for (uint32_t i = 0; i < 2 * LAYERS && left < next; i++) {
+        for (uint64_t at = left; at < next && at - first < kv->n_rows; at++) {
+            unsigned char *lane = um_kv_lane(kv, i / 2, i % 2, 0);
+            memset(lane + um_kv_row(kv, at) * kv->row_bytes, FILL, kv->row_bytes);
+        }
+    }
+}
+
+static kv_model make_cache(uint64_t window) {
     um_kv_spec spec = {.n_layers = LAYERS,
                        .n_kv_heads = 2,
                        .head_dim = VALUES / 2,
                        .batch = 1,
-                       .max_seq_len = N_PHASES * SPARE,
+                       .max_seq_len = 200,
                        .window = window,
                        .type = UM_F32};
     uint64_t n_rows = window != 0 ? WINDOW + SPARE : spec.max_seq_len;
     kv_model m;
-    pthread_t readers[N_READERS];
     make_model(&m, spec, n_rows, n_rows, 0, false);
+    return m;
+}
+
+static void test_readers(uint64_t window) {
+    uint64_t random = window;
+    kv_model m = make_cache(window);
+    pthread_t readers[N_READERS];
     read_kv = &m.kv;
     REQUIRE(pthread_barrier_init(&phase, NULL, N_READERS + 1) == 0);
     for (int i = 0; i < N_READERS; i++) {
         REQUIRE(pthread_create(&readers[i], NULL, read_phases, NULL) == 0);
     }
     for (int i = 0; i < N_PHASES; i++) {
+        drop_some(&m.kv, &random);
         pthread_barrier_wait(&phase);
-        for (int t = 0; t < SPARE; t++) {
-            write_token(&m.kv);
+        for (uint64_t n = 0, more; n < SPARE; n += more) {
+            more = test_random(&random) % (SPARE - n) + 1;
+            write_tokens(&m.kv, more, test_random(&random) % 3);
         }
         atomic_store(&phase_done, true);
         pthread_barrier_wait(&phase);
@@ -99,7 +140,6 @@ static void test_readers(uint64_t window) {
         pthread_join(readers[i], NULL);
     }
     pthread_barrier_destroy(&phase);
-    CHECK_EQ_U64(um_kv_next_position(&m.kv), N_PHASES * SPARE);
     CHECK(atomic_load(&n_reads) >= N_READERS * N_PHASES);
     CHECK_EQ_U64(atomic_load(&n_torn), 0);
     free_model(&m);
@@ -112,26 +152,17 @@ static void read_when_interrupted(int number) {
 
 /* At whatever instruction the writer is. Here a reader is never overtaken. */
 static void test_interrupted(uint64_t window) {
-    um_kv_spec spec = {.n_layers = LAYERS,
-                       .n_kv_heads = 2,
-                       .head_dim = VALUES / 2,
-                       .batch = 1,
-                       .max_seq_len = 200,
-                       .window = window,
-                       .type = UM_F32};
-    uint64_t n_rows = window != 0 ? WINDOW + SPARE : spec.max_seq_len;
-    kv_model m;
-    make_model(&m, spec, n_rows, n_rows, 0, false);
+    kv_model m = make_cache(window);
     read_kv = &m.kv;
     atomic_store(&n_reads, 0);
-    test_interrupt(read_when_interrupted);
     for (int round = 0; round < 300 && atomic_load(&n_reads) < 4000; round++) {
         um_kv_clear(&m.kv);
-        for (int t = 0; t < 200; t++) {
-            write_token(&m.kv);
+        test_interrupt(read_when_interrupted);
+        for (uint64_t t = 0; t < 200; t += 4) {
+            write_tokens(&m.kv, t % 3 + 1, t / 4 % 3);
         }
+        test_interrupt(NULL);
     }
-    test_interrupt(NULL);
     CHECK(atomic_load(&n_reads) > 0);
     CHECK_EQ_U64(atomic_load(&n_torn), 0);
     free_model(&m);
