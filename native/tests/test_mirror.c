@@ -12,6 +12,7 @@
 
 #include "fault_os.h"
 #include "huge_pool.h"
+#include "os.h"
 
 static size_t page, huge_page;
 
@@ -133,33 +134,51 @@ static void test_failures_of_map(void) {
 
 /* ---- placement ---- */
 
+static long faults_now(void) {
+    struct rusage usage;
+    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
+    return usage.ru_minflt + usage.ru_majflt;
+}
+
+/* How many faults it takes to read every page through every image. */
+static long faults_of_reading(const um_block *block) {
+    long before = faults_now();
+    for (size_t at = 0; at < block->nbytes; at += page) {
+        (void)((volatile unsigned char *)block->base)[at];
+    }
+    return faults_now() - before;
+}
+
+static uint64_t on_all_nodes(const um_placement *placement) {
+    uint64_t sum = 0;
+    for (unsigned node = 0; node < UM_MAX_NODES; node++) {
+        sum += placement->node_bytes[node];
+    }
+    return sum;
+}
+
 static void test_warm(void) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
     um_block block = make_mirror(N_PIECES, m, UM_PAGES_4K);
-    um_placement placement = placement_of(&block);
-    CHECK_EQ_U64(placement.resident_bytes, 0);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
-    struct rusage usage_before, usage_after;
-    CHECK(getrusage(RUSAGE_SELF, &usage_before) == 0);
-    for (size_t at = 0; at < block.nbytes; at += page) {
-        ((volatile unsigned char *)block.base)[at] = 1;
-    }
-    CHECK(getrusage(RUSAGE_SELF, &usage_after) == 0);
-    CHECK_EQ_U64(usage_after.ru_minflt - usage_before.ru_minflt, 0);
+    CHECK_EQ_U64(faults_of_reading(&block), 0);
+    fill(&block); /* it can be written as well */
+    CHECK_EQ_U64(faults_of_reading(&block), 0);
     for (size_t i = 0; i < 2 * N_PIECES; i++) {
         CHECK_EQ_U64(smaps_bytes(image(&block, i), "Rss"), m);
         CHECK_EQ_U64(smaps_bytes(image(&block, i), "Pss"), m / 2);
     }
-    placement = placement_of(&block);
+    um_placement placement = placement_of(&block);
     CHECK_EQ_U64(placement.resident_bytes, N_PIECES * m);
     CHECK_EQ_U64(placement.pss_bytes, N_PIECES * m);
     CHECK(placement.pages == UM_PAGES_4K && placement.huge_bytes == 0);
-    uint64_t on_nodes = 0;
-    for (unsigned node = 0; node < UM_MAX_NODES; node++) {
-        on_nodes += placement.node_bytes[node];
-    }
-    CHECK_EQ_U64(on_nodes, N_PIECES * m);
+    CHECK_EQ_U64(placement.locked_bytes, 0);
+    CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
+    uint64_t resident;
+    CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
+    CHECK_EQ_U64(resident, 3 * m); /* of address space */
     unmap_block(&block);
 }
 
@@ -185,6 +204,463 @@ static void test_touched_in_part(void) {
     unmap_block(&block);
 }
 
+static void test_lock(void) {
+    size_t m = 8 * page;
+    um_block block = make_mirror(3, m, UM_PAGES_4K);
+    if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
+        test_skip("locked mirrors", "this process may not lock memory");
+    } else {
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * m);
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * m);
+        CHECK_EQ_U64(faults_of_reading(&block), 0);
+        CHECK_STATUS(UM_E_INVALID, um_block_discard(&block, 0, m, NULL, &test_err));
+        CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
+        CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
+        CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));
+        image(&block, 0)[0] = 1;
+        image(&block, 3)[page] = 1; /* through the mirror */
+        image(&block, 4)[page] = 1;
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
+        CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
+        CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
+        CHECK_EQ_U64(placement_of(&block).locked_bytes, 0);
+    }
+    unmap_block(&block);
+}
+
+static void test_policy(void) {
+    if (!may_bind()) {
+        return;
+    }
+    um_block_options options = mirror_of(4 * page, UM_PAGES_4K);
+    options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
+    um_block block = make_block(8 * page, &options);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(strcmp(policy_at(image(&block, i)), "bind:0") == 0);
+    }
+    fill(&block);
+    CHECK_EQ_U64(placement_of(&block).node_bytes[0], 8 * page);
+    CHECK_OK(um_block_repair(&block, NULL, &test_err));
+    unmap_block(&block);
+}
+
+static void test_other_calls(void) {
+    size_t m = 2 * page;
+    um_block block = make_mirror(3, m, UM_PAGES_AUTO), copy, other;
+    fill(&block);
+    for (int advice = UM_ADVICE_WILLNEED; advice <= UM_ADVICE_NOHUGEPAGE; advice++) {
+        if (advice == UM_ADVICE_DONTNEED) {
+            CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)advice, &test_err));
+        } else if (huge_page != 0) {
+            CHECK_OK(um_block_advise(&block, (um_advice)advice, &test_err));
+        }
+    }
+    /* In the file the last piece comes first. */
+    CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
+    CHECK_EQ_U64(other.nbytes, 3 * m);
+    for (size_t i = 0; i < 3; i++) {
+        CHECK(is_filled((char *)other.base + i * m, m, (unsigned char)(5 - 2 * i)));
+    }
+    unmap_block(&other);
+    um_block_options options = {.category = UM_CAT_OTHER};
+    CHECK_OK(um_block_copy_sealed(&copy, &block, &options, &test_err));
+    CHECK(copy.mirror_nbytes == 0 && memcmp(copy.base, block.base, block.nbytes) == 0);
+    unmap_block(&copy);
+    options.mirror_nbytes = m;
+    CHECK_STATUS(UM_E_INVALID, um_block_copy_sealed(&copy, &block, &options, &test_err));
+    CHECK(ftruncate(block.fd, (off_t)(4 * m)) != 0); /* sealed */
+    CHECK(ftruncate(block.fd, (off_t)m) != 0);
+    unmap_block(&block);
+}
+
+static bool child_forgets(void *arg) {
+    um_block *block = arg;
+    bool left_out = strcmp(os_state_permissions(image(block, 0)), "") == 0 &&
+                    strcmp(os_state_permissions(image(block, 3)), "") == 0;
+    um_block_forget(block);
+    return left_out && block->base == NULL && ledger_row(UM_CAT_HISTORY).mapped_bytes == 0;
+}
+
+static void test_fork(void) {
+    um_block block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
+    CHECK(in_child(child_forgets, &block));
+    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
+    unmap_block(&block);
+}
+
+/* ---- discarding ---- */
+
+enum { PIECES = 4, PIECE_PAGES = 5 };
+
+/* What the pages of each piece hold. */
+typedef struct contents {
+    unsigned char pages[PIECES][PIECE_PAGES];
+} contents;
+
+static bool holds(const um_block *block, const contents *c) {
+    bool right = true;
+    for (size_t i = 0; i < 2 * PIECES; i++) {
+        for (size_t p = 0; p < PIECE_PAGES; p++) {
+            right = right && is_filled(image(block, i) + p * page, page, c->pages[i / 2][p]);
+        }
+    }
+    return right;
+}
+
+static void refill(const um_block *block, contents *c, uint64_t *random) {
+    for (size_t i = 0; i < PIECES; i++) {
+        for (size_t p = 0; p < PIECE_PAGES; p++) {
+            c->pages[i][p] = (unsigned char)(test_random(random) % 255 + 1);
+            memset(image(block, 2 * i + (*random & 1)) + p * page, c->pages[i][p], page);
+        }
+    }
+}
+
+/* Steps of the address space; returns how many pages of memory those are. */
+static size_t forget(contents *c, size_t first, size_t end) {
+    bool seen[PIECES][PIECE_PAGES] = {{false}};
+    size_t n = 0;
+    for (size_t at = first; at < end; at++) {
+        size_t piece = at / PIECE_PAGES / 2, p = at % PIECE_PAGES;
+        n += !seen[piece][p];
+        seen[piece][p] = true;
+        c->pages[piece][p] = 0;
+    }
+    return n;
+}
+
+static void test_discard(void) {
+    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    uint64_t random = 1;
+    size_t n_steps = block.nbytes / page;
+    for (size_t first = 0; first <= n_steps; first++) {
+        for (size_t end = first; end <= n_steps; end++) {
+            contents m;
+            refill(&block, &m, &random);
+            size_t n = forget(&m, first, end), out = 12345;
+            fault_os_fail_nth(0, 0);
+            CHECK_OK(um_block_discard(&block, first * page, (end - first) * page, &out, &test_err));
+            /* The pieces in the middle are one hole; at each end is one more, or a wrapped one. */
+            CHECK(fault_os_calls() <= 4 &&
+                  fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
+            CHECK((fault_os_calls() == 0) == (n == 0));
+            CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
+            CHECK_EQ_U64(out, n * page);
+            CHECK_EQ_U64(file_bytes(&block), (PIECES * PIECE_PAGES - n) * page);
+            CHECK(holds(&block, &m));
+        }
+    }
+    CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
+    CHECK_EQ_U64(fault_os_calls(), 1);                            /* all of it is one hole */
+    CHECK_OK(um_block_discard(&block, 1, page, NULL, &test_err)); /* no whole step */
+    CHECK_EQ_U64(fault_os_calls(), 1);
+    unmap_block(&block);
+}
+
+typedef struct discarding {
+    um_block block;
+    size_t out_nbytes;
+} discarding;
+
+static um_status run_discard(void *context, um_error *err) {
+    discarding *d = context;
+    return um_block_discard(&d->block, 3 * page, 24 * page, &d->out_nbytes, err);
+}
+
+static void undo_discard(void *context) {
+    ((discarding *)context)->out_nbytes = 12345;
+}
+
+static void test_failures_of_discard(void) {
+    discarding d = {.block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K),
+                    .out_nbytes = 12345};
+    fault_os_check_each(&(fault_case){.run = run_discard,
+                                      .undo = undo_discard,
+                                      .context = &d,
+                                      .outputs = &d,
+                                      .outputs_nbytes = sizeof d});
+    unmap_block(&d.block);
+}
+
+/* ---- huge pages ---- */
+
+/* Pieces of so many halves of a huge page; how many halves of the memory can be in huge pages. */
+static void check_collapse(size_t n_pieces, size_t halves, size_t huge_halves) {
+    size_t m = halves * huge_page / 2;
+    um_block block = make_mirror(n_pieces, m, UM_PAGES_THP);
+    bool whole = halves % 2 == 0;
+    CHECK_EQ_U64(block.step_nbytes, whole ? huge_page : page);
+    CHECK_EQ_U64((uintptr_t)block.base % huge_page, 0);
+    CHECK_OK(um_block_collapse(&block, &test_err)); /* nothing is there */
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+    fill(&block);
+    um_status status = um_block_collapse(&block, &test_err);
+    if (status != UM_OK) {
+        test_skip("huge pages of mirrors", test_err.what);
+        unmap_block(&block);
+        return;
+    }
+    CHECK_EQ_U64(faults_of_reading(&block), 0); /* through no image */
+    um_placement placement = placement_of(&block);
+    CHECK_EQ_U64(placement.resident_bytes, n_pieces * m);
+    CHECK_EQ_U64(placement.pss_bytes, n_pieces * m);
+    CHECK_EQ_U64(placement.huge_bytes, huge_halves * huge_page / 2);
+    CHECK(placement.pages == (huge_halves == 0 ? UM_PAGES_4K : UM_PAGES_THP));
+    CHECK_EQ_U64(on_all_nodes(&placement), n_pieces * m);
+    for (size_t i = 0; i < 2 * n_pieces; i++) {
+        CHECK(is_filled(image(&block, i), m, (unsigned char)(i / 2 * 2 + 1)));
+    }
+    /* Less than a huge page goes back all the same, where that is a step. */
+    size_t out, gone = whole ? 0 : page;
+    CHECK_OK(um_block_discard(&block, m + m / 2, page, &out, &test_err));
+    CHECK_EQ_U64(out, gone);
+    CHECK_EQ_U64(file_bytes(&block), n_pieces * m - gone);
+    CHECK_EQ_U64(faults_of_reading(&block) > 0, gone > 0);
+    CHECK_OK(um_block_discard(&block, 0, 2 * m, &out, &test_err));
+    CHECK_EQ_U64(out, m);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, (n_pieces - 1) * m);
+    CHECK_EQ_U64(file_bytes(&block), (n_pieces - 1) * m);
+    unmap_block(&block);
+}
+
+static void test_huge_pages(void) {
+    if (huge_page == 0) {
+        test_skip("mirrors of huge pages", "the kernel has none");
+        return;
+    }
+    check_collapse(3, 2, 6);
+    check_collapse(2, 4, 8);
+    check_collapse(3, 1, 0);
+    check_collapse(4, 3, 8); /* one of the two images of each agrees with the file */
+    um_block block = make_mirror(2, huge_page, UM_PAGES_4K);
+    fill(&block);
+    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
+    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
+    unmap_block(&block);
+}
+
+static um_status run_collapse(void *context, um_error *err) {
+    um_block *block = context;
+    um_status status = um_block_collapse(block, err);
+    CHECK(is_filled(image(block, 0), 2 * block->mirror_nbytes, 1));
+    return status;
+}
+
+static void test_failures_of_collapse(void) {
+    um_block block = make_mirror(2, huge_page, UM_PAGES_THP);
+    fill(&block);
+    if (huge_page == 0 || um_block_collapse(&block, NULL) != UM_OK) {
+        test_skip("failures of collapsing mirrors", "there are no huge pages");
+    } else {
+        fault_os_check_each(&(fault_case){.run = run_collapse,
+                                          .context = &block,
+                                          .outputs = &block,
+                                          .outputs_nbytes = sizeof block});
+    }
+    unmap_block(&block);
+}
+
+static void test_hugetlb(void) {
+    enum { HUGE_BYTES = 2 << 20 };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
+        test_skip("mirrors of hugetlb pages", "this process may not fill the pool");
+        return;
+    }
+    uint64_t available = huge_pages_available();
+    um_block block = make_mirror(2, HUGE_BYTES, UM_PAGES_2M), untouched = block;
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each once */
+    CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
+    CHECK_EQ_U64(faults_of_reading(&block), 0);
+    fill(&block);
+    CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1) && is_filled(image(&block, 3), HUGE_BYTES, 3));
+    um_placement placement = placement_of(&block);
+    CHECK(placement.pages == UM_PAGES_2M);
+    CHECK_EQ_U64(placement.resident_bytes, 2 * HUGE_BYTES);
+    CHECK_EQ_U64(placement.huge_bytes, 2 * HUGE_BYTES);
+    CHECK_EQ_U64(placement.locked_bytes, 2 * HUGE_BYTES);
+    CHECK_EQ_U64(on_all_nodes(&placement), 2 * HUGE_BYTES);
+    CHECK_STATUS(UM_E_INVALID, um_block_discard(&block, 0, HUGE_BYTES, NULL, &test_err));
+    unmap_block(&block);
+    CHECK_EQ_U64(huge_pages_available(), available);
+    um_block_options options = mirror_of(HUGE_BYTES / 2, UM_PAGES_2M);
+    CHECK_STATUS(UM_E_INVALID, um_block_map(&block, HUGE_BYTES, &options, &test_err));
+    options = mirror_of(HUGE_BYTES, UM_PAGES_2M);
+    block = untouched;
+    CHECK_STATUS(UM_E_NOMEM, um_block_map(&block, 1000 * (size_t)HUGE_BYTES, &options, &test_err));
+    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
+    CHECK_EQ_U64(huge_pages_available(), available);
+    huge_pool_give_back();
+}
+
+/* ---- repairing, where the kernel is played ---- */
+
+enum { N_PLAYED = PIECES * PIECE_PAGES };
+
+static struct {
+    const um_block *block;
+    int node[N_PLAYED]; /* of each page of the file; -1: never touched */
+    size_t n_moved;
+    char numa_maps[4096];
+} kernel;
+
+static size_t file_page_of(const void *address) {
+    size_t offset = (size_t)((const unsigned char *)address - image(kernel.block, 0));
+    size_t piece = offset / page / PIECE_PAGES / 2;
+    REQUIRE(offset / page / PIECE_PAGES % 2 == 0); /* first images alone */
+    return (PIECES - 1 - piece) * PIECE_PAGES + offset / page % PIECE_PAGES;
+}
+
+/* As Linux does it: a page that is mapped twice is not moved. */
+static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
+    for (size_t i = 0; i < n; i++) {
+        size_t at = file_page_of(pages[i]);
+        unsigned char *mirror = (unsigned char *)pages[i] + kernel.block->mirror_nbytes;
+        out_status[i] = kernel.node[at] < 0 ? -ENOENT : kernel.node[at];
+        if (nodes != NULL && out_status[i] >= 0) {
+            bool twice = smaps_bytes(mirror, "Rss") != 0;
+            out_status[i] = twice ? -EACCES : nodes[i];
+            kernel.node[at] = twice ? kernel.node[at] : nodes[i];
+            kernel.n_moved += !twice;
+        }
+    }
+    return 0;
+}
+
+static void play(um_block *block, um_numa_mode mode, uint64_t nodes) {
+    block->numa = (um_numa){.mode = mode, .nodes = {nodes}};
+    kernel.block = block;
+    kernel.n_moved = 0;
+    size_t length = 0;
+    for (size_t i = 0; i < 2 * PIECES; i++) {
+        size_t counts[2] = {0};
+        for (size_t p = 0; p < PIECE_PAGES; p++) {
+            int node = kernel.node[file_page_of(image(block, i / 2 * 2) + p * page)];
+            counts[node == 1] += node >= 0;
+        }
+        length += (size_t)snprintf(kernel.numa_maps + length, sizeof kernel.numa_maps - length,
+                                   "%zx default N0=%zu N1=%zu kernelpagesize_kB=%zu\n",
+                                   (size_t)image(block, i), counts[0], counts[1], page / 1024);
+    }
+    fault_os_file("/proc/self/numa_maps", kernel.numa_maps);
+    fault_os_file("/sys/devices/system/node/has_memory", "0-1\n");
+    fault_os_move_pages(play_move_pages);
+}
+
+static void end_play(void) {
+    fault_os_file("/proc/self/numa_maps", NULL);
+    fault_os_file("/sys/devices/system/node/has_memory", NULL);
+    fault_os_move_pages(NULL);
+}
+
+static void test_repair(void) {
+    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    uint64_t random = 3, elsewhere = 12345;
+    contents m;
+    refill(&block, &m, &random); /* through one image or the other */
+    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+    for (size_t i = 0; i < N_PLAYED; i++) {
+        kernel.node[i] = i % 3 == 0;
+    }
+    play(&block, UM_NUMA_BIND, 1);
+    um_placement placement = placement_of(&block);
+    CHECK_EQ_U64(placement.node_bytes[1], 7 * page); /* each page once */
+    CHECK_EQ_U64(placement.node_bytes[0], (N_PLAYED - 7) * page);
+    CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_EQ_U64(elsewhere, 0);
+    CHECK_EQ_U64(kernel.n_moved, 7);
+    CHECK(holds(&block, &m));
+    /* Interleaving goes by the place in the file. */
+    for (size_t i = 0; i < N_PLAYED; i++) {
+        kernel.node[i] = i % 2 == 0;
+    }
+    play(&block, UM_NUMA_INTERLEAVE, 3);
+    CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_EQ_U64(elsewhere, 0);
+    CHECK_EQ_U64(kernel.n_moved, 0);
+    kernel.node[4] = kernel.node[17] = 0;
+    CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_EQ_U64(kernel.n_moved, 2 - (4 % 2 != 0) - (17 % 2 != 0));
+    CHECK_EQ_U64(faults_of_reading(&block), 0); /* mapped through both images again */
+    end_play();
+    unmap_block(&block);
+}
+
+/* What was never touched stays so, and what was touched through the mirror alone is moved. */
+static void test_repair_in_part(void) {
+    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    uint64_t elsewhere = 12345;
+    for (size_t i = 0; i < N_PLAYED; i++) {
+        kernel.node[i] = -1;
+    }
+    kernel.block = &block;
+    image(&block, 1)[3 * page] = 77;
+    image(&block, 4)[0] = 88;
+    kernel.node[file_page_of(image(&block, 0) + 3 * page)] = 1;
+    kernel.node[file_page_of(image(&block, 4))] = 1;
+    play(&block, UM_NUMA_PREFERRED, 1);
+    CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_EQ_U64(elsewhere, 0);
+    CHECK_EQ_U64(kernel.n_moved, 2);
+    CHECK_EQ_U64(file_bytes(&block), 2 * page);
+    CHECK(image(&block, 0)[3 * page] == 77 && image(&block, 5)[0] == 88);
+    /* Locked pages are mapped twice, and stay where they are. */
+    kernel.node[file_page_of(image(&block, 4))] = 1;
+    play(&block, UM_NUMA_PREFERRED, 1);
+    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
+        CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
+        CHECK_EQ_U64(elsewhere, page);
+        CHECK_EQ_U64(kernel.n_moved, 0);
+    }
+    end_play();
+    unmap_block(&block);
+}
+
+/* What the calls of mirrored memory come to; test_numa has the others. */
+static void test_failures_of_repair(void) {
+    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    uint64_t elsewhere = 12345;
+    unsigned n_failed = 0;
+    fill(&block);
+    for (size_t i = 0; i < N_PLAYED; i++) {
+        kernel.node[i] = 0;
+    }
+    kernel.block = &block;
+    for (unsigned nth = 1;; nth++) {
+        kernel.node[0] = kernel.node[7] = 1;
+        play(&block, UM_NUMA_BIND, 1);
+        fault_os_fail_nth(nth, EPERM);
+        um_status status = um_block_repair(&block, &elsewhere, NULL);
+        const char *failed = fault_os_failed();
+        fault_os_fail_nth(0, 0);
+        if (failed == NULL) {
+            CHECK(status == UM_OK && elsewhere == 0);
+            break;
+        }
+        if (strcmp(failed, "um_os_residency") == 0 || strcmp(failed, "um_os_advise") == 0) {
+            n_failed++;
+            fault_os_fail_nth(nth, EPERM);
+            kernel.node[0] = 1;
+            play(&block, UM_NUMA_BIND, 1);
+            CHECK_STATUS(UM_E_OS, um_block_repair(&block, &elsewhere, &test_err));
+            fault_os_fail_nth(0, 0);
+            CHECK(test_err.os_errno == EPERM);
+            CHECK(strcmp(test_err.what,
+                         strcmp(failed, "um_os_advise") == 0 ? "madvise" : "mincore") == 0);
+        }
+        for (size_t i = 0; i < 2 * PIECES; i++) {
+            CHECK(is_filled(image(&block, i), block.mirror_nbytes, (unsigned char)(i / 2 * 2 + 1)));
+        }
+    }
+    CHECK(n_failed >= 4 * PIECES);
+    end_play();
+    unmap_block(&block);
+}
+
 int main(void) {
     page = um_page_bytes();
     huge_page = um_huge_page_bytes();
@@ -193,5 +669,19 @@ int main(void) {
     test_failures_of_map();
     test_warm();
     test_touched_in_part();
+    test_lock();
+    test_policy();
+    test_other_calls();
+    test_fork();
+    test_discard();
+    test_failures_of_discard();
+    test_huge_pages();
+    test_failures_of_collapse();
+    test_hugetlb();
+    test_repair();
+    test_repair_in_part();
+    test_failures_of_repair();
+    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
+    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
     return test_report();
 }
