@@ -438,7 +438,8 @@ UM_API const char *um_convert_isa(void);
  *
  * Tokens have positions, from 0 on, which nothing changes. The cache holds those from a first one
  * up to um_kv_next_position; of these a ring shows the last `window` only. A token that some layers
- * lack is not counted. */
+ * lack is not counted. Beside a reader of a ring, the writer may append as many tokens as there are
+ * rows beyond the window before what the reader was shown is overwritten. */
 typedef struct um_kv_spec {
     uint32_t n_layers, n_kv_heads, head_dim, batch;
     uint64_t max_seq_len; /* tokens that it holds at most; of a ring: not less than the window */
@@ -474,7 +475,7 @@ typedef struct um_kv {
  * overflows, unknown type, head_dim that is not whole blocks, window above max_seq_len). */
 UM_API um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
 UM_API um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
-/* An empty cache. Allocates a few words a layer: um_kv_free. errors: as um_kv_row_bytes;
+/* An empty cache. Allocates a few words a layer: um_kv_free. errors: as um_kv_row_bytes, and
  * UM_E_INVALID (storage that breaks what is said of it above), UM_E_NOMEM. */
 UM_API um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                             um_error *err);
@@ -533,9 +534,10 @@ UM_API um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t pos
  * above seq_len; what "overwritten": a ring lacks what it would have to show, and err->limit is the
  * smallest n that works), UM_E_STATE (layers differ, rows reserved). */
 UM_API um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
-/* Keeps the first keep_first and the last n of the seq_len tokens, all of them where that is more;
- * next_position does not change. No byte is moved, but for keep_first tokens: these are copied to
- * the rows before the last n. errors: UM_E_INVALID (keep_first of a ring), UM_E_STATE (as crop). */
+/* Keeps the first keep_first and the last n of the seq_len tokens, all of them where that is more,
+ * and next_position as it is. No byte is moved, but for keep_first tokens: these are copied to the
+ * rows before the last n, and have the positions there. errors: UM_E_INVALID (keep_first of a
+ * ring), UM_E_STATE (as crop). */
 UM_API um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err);
 /* No tokens, nothing reserved; the next position is 0. */
 UM_API void um_kv_clear(um_kv *kv);
