@@ -24,7 +24,8 @@ def greedy(
 ) -> tuple[list[int], NDArray[Any]]:
     """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
 
-    Weights are used as they lie in the file (no repacking), attention is flash attention.
+    Weights are used as they lie in the file (no repacking), attention is flash attention, and
+    what is written to a quantized cache is not rotated before.
     """
     out = model.with_suffix(f".{os.getpid()}.npz")
     options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
@@ -47,6 +48,7 @@ def _run(command: str, options: dict[str, Any]) -> None:
         [sys.executable, __file__, command, json.dumps(options)],
         capture_output=True,
         text=True,
+        env=os.environ | {"LLAMA_ATTN_ROT_DISABLE": "1"},
         timeout=600,
         check=False,
     )
@@ -70,7 +72,7 @@ def _greedy(options: dict[str, Any]) -> None:
     params.n_ctx, params.n_batch = options["ctx"], options["ctx"]
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = 1
-    params.type_k = params.type_v = {"f32": 0, "f16": 1}[options["kv"]]
+    params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[options["kv"]]
     context = llama_cpp.LlamaContext(model, params)
     batch, past = options["prompt"], 0
     tokens: list[int] = []

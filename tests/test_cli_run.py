@@ -102,16 +102,16 @@ def test_without_a_terminal_text_and_tables_are_plain_lines(model: Path) -> None
 def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     document = run_json(model, "-p", "Hello", "-n", "20", "--ctx", "100")
     assert list(document) == [
-        "schema", "unimem", "model", "options", "plan", "report", "prompt", "output", "speed",
-        "steady_state", "buffers", "ggml",
+        "schema", "unimem", "model", "options", "plan", "report", "prompt", "output", "session",
+        "speed", "steady_state", "buffers", "ggml",
     ]  # fmt: skip
     assert document["schema"] == "unimem.run/1"
     assert document["model"]["files"] == [str(model)]
     assert document["model"]["architecture"] == "llama"
     assert document["model"]["dims"]["num_layers"] == TINY.layers
     assert document["options"] == {
-        "ctx": 100, "threads": 1, "kv_dtype": "f16", "pages": "auto", "numa": None, "chat": False,
-        "temperature": 0.0, "top_k": 40, "top_p": 1.0, "seed": None,
+        "ctx": 100, "threads": 1, "kv_dtype": "f16", "window": None, "pages": "auto", "numa": None,
+        "chat": False, "temperature": 0.0, "top_k": 40, "top_p": 1.0, "seed": None,
     }  # fmt: skip
     report, plan = document["report"], document["plan"]
     sizes = {row["category"]: row["nbytes"] for row in report["rows"]}
@@ -131,6 +131,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert weights["resident_bytes"] == weights["nbytes"]
     assert document["output"]["stop"] == "length"
     assert len(document["output"]["tokens"]) == 20
+    assert document["session"] is None
     assert document["speed"]["decode_tokens_per_second"] > 0
     assert document["ggml"]["tinyblas"] in (True, False)
 
@@ -255,6 +256,128 @@ def test_the_continuation_is_llama_cpp_s() -> None:
     assert code == 0
     assert out.startswith(f"Once upon a time{STORY}")
     assert run_json(STORIES, *greedy)["output"]["text"].startswith(STORY)
+
+
+# ---- windows and sessions ------------------------------------------------------------------
+
+
+def test_a_window(model: Path) -> None:
+    document = run_json(model, "-p", "Hello", "-n", "400", "--window", "50", "--ctx", "450")
+    assert document["options"]["window"] == 50
+    assert len(document["output"]["tokens"]) == 400
+    kv = next(row for row in document["report"]["rows"] if row["category"] == "kv")
+    planned = next(row for row in document["plan"]["rows"] if row["category"] == "kv")
+    assert kv["nbytes"] == kv["resident_bytes"] == planned["nbytes"]
+    assert kv["active_bytes"] == 50 * 2 * TINY.layers * TINY.kv_heads * TINY.head * 2
+    assert document["report"]["total_bytes"] == document["plan"]["total_bytes"]
+    assert document["buffers"]["moved"] == []
+    assert document["steady_state"]["allocations"] == document["steady_state"]["system_calls"] == 0
+    _, out, _ = run("run", model, "-p", "Hello", "-n", "90", "--window", "50", *ONE_THREAD)
+    assert "attention sees the last 50" in " ".join(out.split())
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Path:
+    return tmp_path / "talk.session"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20")],
+    ids=lambda value: " ".join(value) or "plain",
+)
+def test_a_session_goes_on_without_prefill(
+    model: Path, session: Path, options: tuple[str, ...]
+) -> None:
+    whole = run_json(model, "-p", "Hello", "-n", "60", *options)["output"]["tokens"]
+    first = run_json(model, "-p", "Hello", "-n", "40", "--save-session", session, *options)
+    n = len(first["prompt"]["tokens"]) + 40
+    held = min(n, 20) if "--window" in options else n
+    assert first["session"] | {"save_seconds": 0} == {
+        "resumed": None,
+        "restored_tokens": 0,
+        "restore_seconds": 0.0,
+        "saved": str(session),
+        "saved_tokens": held,
+        "save_seconds": 0,
+    }
+    then = run_json(model, "-n", "20", "--resume", session, *options)
+    assert first["output"]["tokens"] + then["output"]["tokens"] == whole
+    assert then["prompt"] == {"text": "", "tokens": []}
+    assert (then["speed"]["prefill_seconds"], then["speed"]["prefill_tokens_per_second"]) == (
+        0,
+        None,
+    )
+    assert then["session"]["resumed"] == str(session)
+    assert then["session"]["restored_tokens"] == held
+    assert then["session"]["saved"] is None
+    # The file is as it was, and it can be replaced by what follows on it.
+    both = ("--resume", session, "--save-session", session)
+    again = [run_json(model, "-n", "10", *both, *options)["output"]["tokens"] for _ in range(2)]
+    assert again[0] + again[1] == then["output"]["tokens"]
+
+
+def test_a_prompt_follows_the_session_s_text(model: Path, session: Path) -> None:
+    run_json(model, "-p", "Hello", "-n", "5", "--save-session", session)
+    then = run_json(model, "-p", "you", "-n", "20", "--resume", session)
+    assert 1 not in then["prompt"]["tokens"]  # which begins a text
+    assert then["speed"]["prefill_tokens_per_second"] > 0
+    code, out, err = run(
+        "run", model, "-p", "you", "-n", "20", "--resume", session, "--save-session", session,
+        *ONE_THREAD,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert out.startswith("you")
+    n = then["session"]["restored_tokens"]
+    used = n + len(then["prompt"]["tokens"]) + 20
+    facts = " ".join(out.split())
+    assert f"session {n} tokens restored from {session}, {used} tokens saved to {session}" in facts
+    assert f"{used} used" in facts
+
+
+def test_the_model_in_the_package_goes_on_with_its_story(session: Path) -> None:
+    whole = run_json("-n", "40")["output"]["text"]
+    first = run_json("-n", "20", "--save-session", session)["output"]["text"]
+    code, out, _ = run("run", "-n", "20", "--resume", session, *ONE_THREAD)
+    then = out.split("\n\nmemory")[0]
+    assert code == 0
+    assert "".join((first + then).split()) == "".join(whole.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
+        (["--resume", "random.gguf"], 1, "random.gguf: "),
+        (["--save-session", "nowhere/file"], 1, "nowhere: No such file or directory"),
+        (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
+        (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
+        (["--resume", "other.session"], 1, "other.session: expected a session of model"),
+        (["--resume", "damaged.session"], 1, "damaged.session: the data's checksum"),
+        (["--resume", "a.session", "--ctx", "20"], 3, "session of 25 tokens does not fit in the "
+         "context of 20"),
+        (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
+         "of 0 tokens and 6 more do not fit in the context of 30"),
+        (["--window", "0"], 2, "--window"),
+        (["--window", "601"], 1, "window: expected at most the context, 600"),
+        (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_a_session_that_does_not_fit_is_refused(
+    model: Path, chat_model: Path, arguments: list[str], code: int, said: str
+) -> None:
+    folder = model.parent
+    if not (folder / "damaged.session").exists():
+        run_json(model, "-p", "1234", "-n", "17", "--save-session", folder / "a.session")
+        run_json(chat_model, "-p", "12", "-n", "1", "--save-session", folder / "other.session")
+        raw = bytearray((folder / "a.session").read_bytes())
+        raw[-4096] ^= 4
+        (folder / "damaged.session").write_bytes(raw)
+    got, out, err = run("run", model.name, *arguments, "--json", *ONE_THREAD, cwd=folder)
+    assert (got, out) == (code, "")
+    assert said in " ".join(err.split())
+    assert len(err.splitlines()) <= 4
 
 
 # ---- failures ------------------------------------------------------------------------------
@@ -400,6 +523,36 @@ def test_ctrl_c_leaves_one_whole_document(model: Path) -> None:
     assert document["output"]["stop"] == "interrupted"
     assert len(document["output"]["tokens"]) == 12
     assert document["steady_state"]["tokens"] == 4
+
+
+def test_ctrl_c_saves_what_is_there(model: Path, session: Path) -> None:
+    arguments = ("-p", "Hello", "--json", "--save-session", session, *ONE_THREAD)
+    code, out, err = run("run", model, *arguments, code=INTERRUPTED)
+    assert (code, err) == (130, "")
+    document = json.loads(out)
+    assert document["session"]["saved_tokens"] == len(document["prompt"]["tokens"]) + 12
+    then = run_json(model, "-n", "8", "--resume", session)["output"]["tokens"]
+    whole = run_json(model, "-p", "Hello", "-n", "20")["output"]["tokens"]
+    assert document["output"]["tokens"] + then == whole
+
+
+INTERRUPTED_AT_ONCE = f"""
+from unimem.engine import Decoder
+def interrupted(self, tokens):
+    raise KeyboardInterrupt
+Decoder.prefill = interrupted
+{MAIN}
+"""
+
+
+def test_without_a_token_nothing_is_saved(model: Path, session: Path) -> None:
+    arguments = ("-p", "Hello", "--save-session", session, *ONE_THREAD)
+    code, out, err = run("run", model, *arguments, code=INTERRUPTED_AT_ONCE)
+    assert (code, err) == (130, "")
+    assert re.search(r"^session +nothing to save", out, re.M)
+    code, out, _ = run("run", model, *arguments, "--json", code=INTERRUPTED_AT_ONCE)
+    assert (code, json.loads(out)["session"]["saved"]) == (130, None)
+    assert not session.exists()
 
 
 # ---- on a terminal -------------------------------------------------------------------------

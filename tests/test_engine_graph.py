@@ -116,7 +116,7 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
     for ctx in (1, 2, 77, PREFILL_BATCH, 600):
         for threads in (1, 3):
             with Decoder(path, ctx=ctx, threads=threads) as decoder:
-                parts = scratch_parts(decoder.dims, ctx, threads)
+                parts = scratch_parts(decoder.dims, ctx, threads, ctx)
                 graphs = decoder._decode, decoder._prefill
                 values = max(graph.arena_bytes for graph in graphs)
                 assert values <= parts["values"]

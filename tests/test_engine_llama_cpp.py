@@ -109,7 +109,7 @@ def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:
     assert_same(path, n_prompt=12, ctx=512)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "bf16", "q8_0"])
 def test_long_prompts_cross_batches_and_buckets(tmp_path: Path, kv_dtype: str) -> None:
     # Three batches, the last one partial; the cache then grows from one bucket of rows to the next.
     path = write_model(tmp_path / "f16.gguf", kind="f16")

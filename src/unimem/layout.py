@@ -24,12 +24,15 @@ _MB = 1_000_000
 class _Cache(Protocol):
     """What a layout asks of an attached cache."""
 
-    tape: Tape
+    @property
+    def tape(self) -> Tape | None: ...
 
     @property
     def closed(self) -> bool: ...
 
     def clear(self) -> None: ...
+
+    def _freeze(self, frozen: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class Layout:
         ctx: int | None = None,
         batch: int = 1,
         kv_dtype: str = "f16",
+        window: int | None = None,
         threads: int | None = None,
         load: Literal["auto", "map"] = "auto",
         **placement: Unpack[PlacementOptions],
@@ -151,8 +155,8 @@ class Layout:
             A model file, which is opened and closed with the layout, or an opened one.
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and what fits.
-        batch, kv_dtype, threads, load
-            As for `plan`.
+        batch, kv_dtype, window, threads, load
+            As for `plan`. With a window the KV cache will not lie on `history`.
         **placement
             See `PlacementOptions`.
 
@@ -177,7 +181,14 @@ class Layout:
         )
         try:
             needed = plan(
-                weights, ctx=ctx, batch=batch, kv_dtype=kv_dtype, threads=threads, load=load
+                weights,
+                ctx=ctx,
+                batch=batch,
+                kv_dtype=kv_dtype,
+                window=window,
+                threads=threads,
+                load=load,
+                pages=placement.get("pages", "auto"),
             )
             needed.require_fits()
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
@@ -193,18 +204,24 @@ class Layout:
         if self._closed:
             raise ClosedError("the Layout is closed")
 
+    def _check_unused(self) -> None:
+        self.history._check_unused()
+        self.scratch._check_unused()
+
     def attach(self, cache: _Cache) -> None:
         """Let `clear_talk` clear a cache.
 
         Parameters
         ----------
         cache : KVCache
-            Where its storage lies on `history`, all of that tape so far is kept from now on, so
+            With memory of its own, or on `history`: all of that tape so far is kept from now on, so
             that clearing forgets the tokens and leaves the memory.
         """
         self._check_open()
         if cache.tape is self.history:
             self.history.keep()
+        if self.frozen:
+            cache._freeze(True)
         self._caches.append(cache)
 
     def clear_pass(self) -> None:
@@ -224,14 +241,16 @@ class Layout:
     def freeze(self) -> None:
         """Declare start-up finished.
 
-        From now on `weights` and `history` refuse every take, and `scratch` every take beyond the
-        most it has ever held, with `FrozenError`. Clearing, and appending to caches, go on.
+        From now on `weights` and `history` refuse every take, `scratch` every take beyond the most
+        it has ever held, and attached caches every token for which they would have to commit
+        memory, with `FrozenError`. Clearing, and appending to what is committed, go on.
         """
         self._check_open()
         if isinstance(self.weights, Tape):
             self.weights.freeze()
         self.history.freeze()
         self.scratch._freeze_at(self.scratch.high_water_bytes)
+        self._freeze_caches(True)
 
     def thaw(self) -> None:
         """Undo `freeze`."""
@@ -239,6 +258,12 @@ class Layout:
         for tape in (self.weights, self.history, self.scratch):
             if isinstance(tape, Tape):
                 tape.thaw()
+        self._freeze_caches(False)
+
+    def _freeze_caches(self, frozen: bool) -> None:
+        for cache in self._caches:
+            if not cache.closed:
+                cache._freeze(frozen)
 
     @property
     def frozen(self) -> bool:
@@ -282,8 +307,7 @@ class Layout:
         """
         if self._closed:
             return
-        self.history._check_unused()
-        self.scratch._check_unused()
+        self._check_unused()
         if self._owns_weights:
             self.weights.close()
         self.scratch.close()

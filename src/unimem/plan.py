@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ from unimem import limits
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
-from unimem.placement import format_bytes
+from unimem.placement import Pages, format_bytes
 from unimem.report import Row, table
 from unimem.weights import Weights, open_weights
 
@@ -46,7 +45,8 @@ class Plan:
     available_bytes : int
         What this process may take now.
     scratch_bytes, history_bytes : int
-        Sizes of the two tapes.
+        Sizes of the two tapes. With a window the KV cache lies in memory of its own, and the
+        history tape is one page, among ``other``.
     """
 
     rows: tuple[Row, ...]
@@ -111,8 +111,10 @@ def plan(
     ctx: int | None = None,
     batch: int = 1,
     kv_dtype: str = "f16",
+    window: int | None = None,
     threads: int | None = None,
     load: Literal["auto", "map"] = "auto",
+    pages: Pages = "auto",
 ) -> Plan:
     """Say what a model will need.
 
@@ -125,12 +127,16 @@ def plan(
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
         Streams of the KV cache.
-    kv_dtype : {"f16", "f32"}
+    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
         Type of the KV cache.
+    window : int, optional
+        Tokens that attention sees, in a ring; by default all.
     threads : int, optional
         Threads that compute; by default the physical cores that this process may use.
     load : {"auto", "map"}
         How the weights come to memory.
+    pages : {"auto", "4k", "thp", "2m", "1g"}
+        Pages of the memory: a ring is whole ones.
 
     Returns
     -------
@@ -151,42 +157,82 @@ def plan(
     (512, ['weights:f16', 'kv', 'scratch', 'logits'])
     """
     if isinstance(path_or_dims, ModelDims):
-        return _plan(path_or_dims, _estimate(path_or_dims), None, ctx, batch, kv_dtype, threads)
+        cache = _Cache(path_or_dims, batch, kv_dtype, window, pages)
+        return _plan(_estimate(path_or_dims), path_or_dims.max_seq_len, cache, ctx, threads)
     if not isinstance(path_or_dims, Weights):
         with open_weights(path_or_dims, load=load) as weights:
-            return plan(weights, ctx=ctx, batch=batch, kv_dtype=kv_dtype, threads=threads)
+            return plan(
+                weights,
+                ctx=ctx,
+                batch=batch,
+                kv_dtype=kv_dtype,
+                window=window,
+                threads=threads,
+                pages=pages,
+            )
     weights = path_or_dims
     rows = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
     rows["other"] = weights.mapped_bytes - weights.nbytes  # the header and padding between tensors
     dims = ModelDims.from_weights(weights)
     arch = weights.metadata["general.architecture"]
-    window = weights.metadata.get(f"{arch}.attention.sliding_window")
-    window = window if isinstance(window, int) and window > 0 else None
-    return _plan(dims, rows, window, ctx, batch, kv_dtype, threads)
+    cache, longest = _Cache(dims, batch, kv_dtype, window, pages), dims.max_seq_len
+    slides = weights.metadata.get(f"{arch}.attention.sliding_window")
+    if isinstance(slides, int) and 0 < slides < (window or longest):
+        longest = slides  # the engine shows attention all of a context, or the window
+    return _plan(rows, longest, cache, ctx, threads)
+
+
+class _Cache:
+    """What a KV cache takes, by its context."""
+
+    def __init__(
+        self, dims: ModelDims, batch: int, dtype: str, window: int | None, pages: Pages
+    ) -> None:
+        self.dims = dims
+        self.batch = _count("batch", batch, 2**20)
+        self.dtype = dtype
+        self.window = None if window is None else _count("window", window, 2**31 - 1)
+        self.pages = pages
+
+    def _storage_bytes(self, n_rows: int) -> int:
+        dims = self.dims
+        return KVCache.storage_bytes(
+            dims.num_layers,
+            dims.num_kv_heads,
+            dims.head_dim,
+            n_rows,
+            batch=self.batch,
+            dtype=self.dtype,
+        )
+
+    def n_rows(self, ctx: int) -> int:
+        """Rows of a lane: a ring has room for a batch beside the window."""
+        if self.window is None:
+            return ctx
+        lanes = 2 * self.dims.num_layers * self.batch
+        row_bytes = self._storage_bytes(_ALIGN) // (_ALIGN * lanes)  # so many need no padding
+        return KVCache._ring_rows(row_bytes, self.window + min(PREFILL_BATCH, ctx), self.pages)
+
+    def nbytes(self, ctx: int) -> int:
+        """Bytes of the storage."""
+        return self._storage_bytes(self.n_rows(ctx))
 
 
 def _plan(
-    dims: ModelDims,
-    weights: Mapping[str, int],
-    window: int | None,
-    ctx: int | None,
-    batch: int,
-    kv_dtype: str,
-    threads: int | None,
+    weights: dict[str, int], longest: int, cache: _Cache, ctx: int | None, threads: int | None
 ) -> Plan:
     threads = limits.thread_count() if threads is None else _count("threads", threads, 512)
-    batch = _count("batch", batch, 2**20)
     available = limits.available_bytes()
+    dims, window = cache.dims, cache.window
 
     def anonymous(n: int) -> tuple[int, int]:
-        history = KVCache.storage_bytes(
-            dims.num_layers, dims.num_kv_heads, dims.head_dim, n, batch=batch, dtype=kv_dtype
-        )
-        scratch = sum(scratch_parts(dims, n, threads).values())
-        return history, -(-scratch // _PAGE) * _PAGE
+        scratch = sum(scratch_parts(dims, n, threads, cache.n_rows(n)).values())
+        return cache.nbytes(n), -(-scratch // _PAGE) * _PAGE
 
+    if window is not None:
+        weights["other"] = weights.get("other", 0) + _PAGE
     mapped = sum(weights.values())
-    low, high = 0, dims.max_seq_len if window is None else min(window, dims.max_seq_len)
+    low, high = 0, longest
     while low < high:
         middle = (low + high + 1) // 2
         if mapped + sum(anonymous(middle)) <= available:
@@ -197,9 +243,11 @@ def _plan(
         # Where nothing fits, the plan is for one token, and says so.
         ctx = max(1, min(DEFAULT_CTX, low))
     ctx = _count("ctx", ctx, 2**31 - 1)
-    history, scratch = anonymous(ctx)
-    logits = scratch_parts(dims, ctx, threads)["logits"]
-    rows = {**weights, "kv": history, "scratch": scratch - logits, "logits": logits}
+    if window is not None and window > ctx:
+        raise ValueError(f"window: expected at most the context, {ctx}, got {window}")
+    kv, scratch = anonymous(ctx)
+    logits = 4 * dims.vocab_size
+    rows = {**weights, "kv": kv, "scratch": scratch - logits, "logits": logits}
     return Plan(
         rows=tuple(Row(name, nbytes) for name, nbytes in rows.items()),
         ctx=ctx,
@@ -207,7 +255,7 @@ def _plan(
         max_ctx=low,
         available_bytes=available,
         scratch_bytes=scratch,
-        history_bytes=history,
+        history_bytes=kv if window is None else _PAGE,
     )
 
 
@@ -235,7 +283,7 @@ def nodes_bound(n_layers: int) -> int:
     return 36 * n_layers + 16
 
 
-def scratch_parts(dims: ModelDims, ctx: int, threads: int) -> dict[str, int]:
+def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
     Parameters
@@ -246,14 +294,16 @@ def scratch_parts(dims: ModelDims, ctx: int, threads: int) -> dict[str, int]:
         Tokens of context.
     threads : int
         Threads that compute.
+    n_rows : int
+        Rows of a lane of the KV cache.
 
     Returns
     -------
     dict
         ``headers`` (of weights and of the nodes of two graphs), ``inputs`` (tokens, positions,
-        rows and attention masks), ``values`` (of a batch, after sharing memory), ``work`` (ggml's
-        own, for quantized inputs and attention tiles) and ``logits``, in bytes. Only ``logits`` is
-        exact; the others are upper bounds.
+        rows, attention masks and the ids of the conversation), ``values`` (of a batch, after
+        sharing memory), ``work`` (ggml's own, for quantized inputs and attention tiles) and
+        ``logits``, in bytes. Only ``logits`` is exact; the others are upper bounds.
     """
     n = min(PREFILL_BATCH, ctx)
     hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
@@ -270,7 +320,7 @@ def scratch_parts(dims: ModelDims, ctx: int, threads: int) -> dict[str, int]:
     partials = 4 * threads * (heads * (2 + size) + 3 * size)
     return {
         "headers": headers + 2 * graph,
-        "inputs": n * (4 + 4 + 8 + 2 * ctx) + 2 * ctx + 8 * _ALIGN,
+        "inputs": n * (4 + 4 + 8 + 2 * n_rows) + 2 * n_rows + 4 * ctx + 9 * _ALIGN,
         "values": values,
         "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),
         "logits": 4 * dims.vocab_size,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import secrets
 import textwrap
@@ -43,6 +45,7 @@ WARM_UP = 8
 _LOAD_BYTES = 64 << 20  # between two looks at the clock
 _WIDTH = 80
 
+KVType = Literal["f16", "f32", "bf16", "q8_0"]
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {
     "length": "the limit",
@@ -75,6 +78,8 @@ class Options:
     pages: Pages
     numa: str | None
     chat: bool
+    resume: Path | None
+    save_session: Path | None
     sampling: Sampling
 
 
@@ -87,7 +92,11 @@ class Talk:
     made: NDArray[np.int32]  # as long as the most that may be made
     n_made: int = 0
     stop: Stop = "interrupted"
+    n_restored: int = 0
+    n_saved: int = 0
     load_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    save_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     before: Costs | None = None
@@ -159,7 +168,29 @@ def run(
             show_default=False,
         ),
     ] = None,
-    kv_dtype: Annotated[Literal["f16", "f32"], typer.Option(help="Type of the KV cache.")] = "f16",
+    kv_dtype: Annotated[KVType, typer.Option(help="Type of the KV cache.")] = "f16",
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**31 - 1,
+            metavar="N",
+            help="Tokens that attention sees; the KV cache is a ring of these. [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Go on with a session that was saved; a prompt follows its text.",
+            show_default=False,
+        ),
+    ] = None,
+    save_session: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the session at the end.", show_default=False),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Write the prompt as the model's chat template says.")
     ] = False,
@@ -201,8 +232,8 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
     sampling = _sampling(temperature, top_k, top_p, seed)
-    options = Options(model is None, ctx, pages, numa, chat, sampling)
-    if prompt is None and model is None:
+    options = Options(model is None, ctx, pages, numa, chat, resume, save_session, sampling)
+    if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
         raise typer.BadParameter("--chat needs a message: give it with -p")
@@ -210,6 +241,9 @@ def run(
         (prompt or "").encode()
     except UnicodeEncodeError:
         raise typer.BadParameter("--prompt: expected text in UTF-8") from None
+    if save_session is not None and not save_session.parent.is_dir():
+        # Better now than after everything was computed.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), save_session.parent)
     from unimem.engine import Decoder, embedded_model
 
     path = embedded_model() if model is None else model
@@ -217,18 +251,38 @@ def run(
     with (
         open_weights(path) as weights,
         Layout.for_model(
-            weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads, pages=pages, numa=numa
+            weights,
+            ctx=ctx,
+            kv_dtype=kv_dtype,
+            window=window,
+            threads=threads,
+            pages=pages,
+            numa=numa,
         ) as layout,
     ):
         plan = layout.plan
         assert plan is not None  # for_model made it
         with Decoder(
-            weights, ctx=plan.ctx, kv_dtype=kv_dtype, threads=plan.threads, layout=layout
+            weights,
+            ctx=plan.ctx,
+            kv_dtype=kv_dtype,
+            window=window,
+            threads=plan.threads,
+            layout=layout,
         ) as decoder:
-            talk = _talk(decoder, prompt or "", chat, tokens)
+            talk = _talk(decoder, prompt or "", options, tokens)
             _load(weights, plan.threads)  # last: what is refused is refused at once
             talk.load_seconds = time.perf_counter() - started
+            if resume is not None:
+                start = time.perf_counter()
+                decoder.resume(resume)
+                talk.restore_seconds = time.perf_counter() - start
             _generate(decoder, talk, options, quiet=as_json)
+            if save_session is not None and not decoder.kv.is_empty:
+                start = time.perf_counter()
+                decoder.save_session(save_session)
+                talk.save_seconds = time.perf_counter() - start
+                talk.n_saved = decoder.kv.seq_len
             if as_json:
                 document = _document(decoder, plan, talk, options)
                 terminal.show(json.dumps(document) + "\n")
@@ -259,29 +313,38 @@ def _load(weights: Weights, threads: int) -> None:
             advance(nbytes)
 
 
-def _talk(decoder: Decoder, prompt: str, chat: bool, n: int | None) -> Talk:
+def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
     """Make token ids of the prompt, and room for what will be made."""
-    if chat:
+    used = n_restored = 0
+    if options.resume is not None:
+        saved = decoder._resumable(options.resume)
+        n_restored = saved.seq_len
+        used = saved.next_position if decoder.kv.window else n_restored
+    if options.chat:
         from unimem.engine.chat import chat_prompt
 
         messages = [{"role": "user", "content": prompt}]
         prompt = chat_prompt(decoder.weights.metadata, decoder.tokenizer, messages)
-    ids = decoder.tokenize(prompt, special=chat)
-    if not ids:
+    if n_restored:
+        ids = decoder.tokenize(prompt, add_bos=False, special=options.chat) if prompt else []
+    else:
+        ids = decoder.tokenize(prompt, special=options.chat)
+    if not ids and not n_restored:
         raise typer.BadParameter(
             "no prompt, and this model has no token that begins a text: give a prompt with -p"
         )
     if n is None:
-        n = max(1, min(DEFAULT_TOKENS, decoder.ctx - len(ids)))
-    if len(ids) + n > decoder.ctx:
+        n = max(1, min(DEFAULT_TOKENS, decoder.ctx - used - len(ids)))
+    if used + len(ids) + n > decoder.ctx:
+        restored = f"a session of {_count(used)}, " if used else ""
         raise CacheFull(
-            f"a prompt of {len(ids)} tokens and {n} more do not fit in the context of "
+            f"{restored}a prompt of {len(ids)} tokens and {n} more do not fit in the context of "
             f"{decoder.ctx}: take fewer with -n, a shorter prompt, or a larger --ctx",
             decoder.ctx,
-            0,
+            used,
             len(ids) + n,
         )
-    return Talk(prompt, ids, np.zeros(n, np.int32))
+    return Talk(prompt, ids, np.zeros(n, np.int32), n_restored=n_restored)
 
 
 def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) -> None:
@@ -301,9 +364,10 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
         if not (quiet or at_start):
             prompt = terminal.printable(talk.prompt)
             terminal.show(terminal.dim(flow.push(prompt) + flow.flush()))
-        start = clock()
-        decoder.prefill(talk.prompt_tokens)
-        talk.prefill_seconds = clock() - start
+        if talk.prompt_tokens:
+            start = clock()
+            decoder.prefill(talk.prompt_tokens)
+            talk.prefill_seconds = clock() - start
         for i in range(len(made)):
             if i == WARM_UP:
                 talk.before = Costs.now()
@@ -373,7 +437,12 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
         _print_table((f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all"), steady)
     for name, value in _facts(decoder, report, talk, options).items():
-        lines = textwrap.wrap(terminal.printable(value), _WIDTH - 10, break_long_words=False)
+        lines = textwrap.wrap(
+            terminal.printable(value),
+            _WIDTH - 10,
+            break_long_words=False,  # such as paths
+            break_on_hyphens=False,
+        )
         terminal.show(terminal.dim(name.ljust(10)) + ("\n" + " " * 10).join(lines) + "\n")
 
 
@@ -383,7 +452,8 @@ def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None
 
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:
-    n_prompt, used, longest = len(talk.prompt_tokens), decoder.kv.seq_len, decoder.dims.max_seq_len
+    n_prompt, longest, kv = len(talk.prompt_tokens), decoder.dims.max_seq_len, decoder.kv
+    used = kv.next_position if kv.window else kv.seq_len
     if options.ctx is not None:
         why = f"as asked for; the model's is {longest}"
     elif decoder.ctx == longest:
@@ -398,6 +468,15 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         if sampling.temperature
         else "the likeliest each time"
     )
+    session = []
+    if options.resume is not None:
+        session.append(f"{_count(talk.n_restored)} restored from {options.resume}")
+    if options.save_session is not None:
+        session.append(
+            f"{_count(talk.n_saved)} saved to {options.save_session}"
+            if talk.n_saved
+            else "nothing to save"
+        )
     known = report.facts
     name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
     build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
@@ -405,12 +484,16 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "text": f"{_count(talk.n_made)} ({_STOPS[talk.stop]}), {by}",
         "speed": f"prefill {_speed(n_prompt, talk.prefill_seconds)}, "
         f"decode {_speed(talk.n_made, talk.decode_seconds)}",
-        "context": f"{_count(decoder.ctx)} ({why}), {used} used, {n_prompt} of them the prompt",
+        "context": f"{_count(decoder.ctx)} ({why}), {used} used, {n_prompt} of them the prompt"
+        + (f"; attention sees the last {kv.window}" if kv.window else ""),
+        "session": ", ".join(session),
         "model": f"{name}: {known['architecture']}, "
         f"{decoder.dims.num_layers} layers, KV {decoder.kv.dtype}, "
         f"{_count(decoder.threads, 'thread')}",
         "ggml": f"{build}, {' '.join(known['cpu_features'])}",
     }
+    if not session:
+        del facts["session"]
     if "advice" in known:
         facts["advice"] = str(known["advice"])
     return facts
@@ -453,6 +536,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "ctx": decoder.ctx,
             "threads": decoder.threads,
             "kv_dtype": decoder.kv.dtype,
+            "window": decoder.kv.window,
             "pages": options.pages,
             "numa": options.numa,
             "chat": options.chat,
@@ -467,6 +551,16 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},
         "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},
         "output": {"text": text + stream.flush(), "tokens": talk.tokens, "stop": talk.stop},
+        "session": None
+        if options.resume is None and options.save_session is None
+        else {
+            "resumed": None if options.resume is None else str(options.resume),
+            "restored_tokens": talk.n_restored,
+            "restore_seconds": talk.restore_seconds,
+            "saved": str(options.save_session) if talk.n_saved else None,
+            "saved_tokens": talk.n_saved,
+            "save_seconds": talk.save_seconds,
+        },
         "speed": {
             "load_seconds": talk.load_seconds,
             "prefill_seconds": talk.prefill_seconds,

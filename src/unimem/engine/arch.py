@@ -95,17 +95,30 @@ class Model:
             window=meta.count("attention.sliding_window") if window else None,
         )
 
-    def check_ctx(self, ctx: int) -> None:
-        """Refuse a context that is longer than what this model's attention may see.
+    def check_head(self, kv_dtype: str) -> None:
+        """Refuse a type of cache that this model's heads do not fit into.
 
         Raises
         ------
         UnsupportedModel
         """
-        if self.window is not None and ctx > self.window:
+        if kv_dtype == "q8_0" and self.dims.head_dim % 32:
             raise UnsupportedModel(
-                f"the model's attention slides over {self.window} tokens, which the engine does "
-                f"not do; a context of at most {self.window} works (asked for: {ctx})"
+                f"a q8_0 cache holds blocks of 32 values, and the model's heads have "
+                f"{self.dims.head_dim}; f16, bf16 and f32 work"
+            )
+
+    def check_window(self, n: int) -> None:
+        """Refuse to show attention more tokens than this model's may see.
+
+        Raises
+        ------
+        UnsupportedModel
+        """
+        if self.window is not None and n > self.window:
+            raise UnsupportedModel(
+                f"the model's attention slides over {self.window} tokens; a window, or a context, "
+                f"of at most {self.window} works (asked for: {n})"
             )
 
 

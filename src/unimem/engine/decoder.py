@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem import snapshot
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine import ggml
 from unimem.engine.arch import Model
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
-from unimem.errors import CacheFull, ClosedError, TapeFull
+from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
 from unimem.layout import Layout
 from unimem.plan import PREFILL_BATCH, plan
 from unimem.report import Report, Row
@@ -27,20 +28,23 @@ from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer
+    from unimem.snapshot import Snapshot
 
 __all__ = ["Decoder"]
 
 KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
-_KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32}
+_KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
+_MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
+_NO_ROWS = (0, -2)  # no row follows on these
 
 
 class Decoder:
     """Runs one model for one conversation.
 
     All memory is taken at the start: weights are mapped, the KV cache lies on the layout's history
-    tape, and graphs, values, inputs and logits lie on its scratch tape, kept. A step afterwards
-    takes nothing. ggml computes with threads of its own; a decoder itself is for one thread at a
-    time, and not for use after a fork.
+    tape, or with a window in a ring of its own, placed like that tape; graphs, values, inputs and
+    logits lie on the scratch tape, kept. A step afterwards takes nothing. ggml computes with
+    threads of its own; a decoder itself is for one thread at a time, and not for use after a fork.
 
     Parameters
     ----------
@@ -49,8 +53,11 @@ class Decoder:
         one, whose pages the caller warms, or the first tokens bring in.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
-    kv_dtype : {"f16", "f32"}
+    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
         Type of the KV cache.
+    window : int, optional
+        Tokens that attention sees: each one itself and those before it. The KV cache is a ring
+        then, and as long as this, not as `ctx`. By default attention sees all.
     threads : int, optional
         Threads that compute; by default the physical cores that this process may use.
     layout : Layout, optional
@@ -60,7 +67,7 @@ class Decoder:
     Raises
     ------
     UnsupportedModel
-        The engine does not run this model.
+        The engine does not run this model, or not with such a cache.
     GGUFError, OSError
         The file cannot be used.
     ValueError
@@ -77,9 +84,10 @@ class Decoder:
     dims : ModelDims
         Its dimensions.
     kv : KVCache
-        The conversation so far. It may be cropped or cleared between calls.
+        The conversation so far. It may be cropped, trimmed or cleared between calls: attention
+        sees the tokens that it holds, each at its own position.
     ctx, threads : int
-        Tokens that fit in the cache; threads that compute.
+        Tokens that fit in the cache, with a window the most positions; threads that compute.
 
     Examples
     --------
@@ -96,6 +104,7 @@ class Decoder:
         *,
         ctx: int | None = None,
         kv_dtype: str = "f16",
+        window: int | None = None,
         threads: int | None = None,
         layout: Layout | None = None,
     ) -> None:
@@ -110,11 +119,23 @@ class Decoder:
         own_layout = None
         try:
             self._model = Model.from_weights(self.weights)
-            needed = plan(self.weights, ctx=ctx, kv_dtype=kv_dtype, threads=threads)
-            self._model.check_ctx(needed.ctx)
+            self._model.check_head(kv_dtype)
+            needed = plan(
+                self.weights,
+                ctx=ctx,
+                kv_dtype=kv_dtype,
+                window=window,
+                threads=threads,
+                pages="auto" if layout is None else layout.history.block.requested["pages"],
+            )
+            self._model.check_window(min(needed.ctx, window or needed.ctx))
             if layout is None:
                 layout = own_layout = Layout.for_model(
-                    self.weights, ctx=needed.ctx, kv_dtype=kv_dtype, threads=needed.threads
+                    self.weights,
+                    ctx=needed.ctx,
+                    kv_dtype=kv_dtype,
+                    window=window,
+                    threads=needed.threads,
                 )
             else:
                 # Past the limit of a cgroup, warming would end the process instead of failing.
@@ -125,7 +146,8 @@ class Decoder:
             self.layout = layout
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
-            self._set_up(kv_dtype, needed.scratch_bytes)
+            self._window = self.ctx if window is None else window
+            self._set_up(kv_dtype, window, needed.scratch_bytes)
         except BaseException:
             if own_layout is not None:
                 own_layout.__exit__()
@@ -136,12 +158,13 @@ class Decoder:
         self._rng: np.random.Generator | None = None
         self._seed: int | None = None
         self._talk = 0  # counts conversations, so that an old generator notices a new one
-        self._visible = 0  # rows that the decode graph's mask shows
-        self._longest = 0  # tokens of the longest conversation before this one
+        self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
+        self._longest = 0  # the most tokens that the cache held
+        self._n_ids = 0  # positions of this conversation whose ids are known
         self._ready = False  # whether the logits are those of the cache's last token
         self._closed = False
 
-    def _set_up(self, kv_dtype: str, scratch_bytes: int) -> None:
+    def _set_up(self, kv_dtype: str, window: int | None, scratch_bytes: int) -> None:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(
@@ -154,16 +177,9 @@ class Decoder:
         marks = scratch.mark(), history.mark()
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
+        self._batch = min(PREFILL_BATCH, self.ctx)
+        self.kv = self._new_cache(kv_dtype, window)
         try:
-            dims = self.dims
-            self.kv = KVCache(
-                dims.num_layers,
-                dims.num_kv_heads,
-                dims.head_dim,
-                self.ctx,
-                dtype=kv_dtype,
-                tape=history,
-            )
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             if self._owns_weights:
@@ -171,6 +187,7 @@ class Decoder:
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
+            self.kv.close()
             scratch.rewind(marks[0])
             history.rewind(marks[1])
             raise
@@ -178,22 +195,38 @@ class Decoder:
         self.layout.attach(self.kv)
         self._hold()
 
+    def _new_cache(self, kv_dtype: str, window: int | None) -> KVCache:
+        history = self.layout.history
+        if window is None:
+            return KVCache.for_dims(self.dims, max_seq_len=self.ctx, dtype=kv_dtype, tape=history)
+        asked = history.block.requested
+        return KVCache.for_dims(
+            self.dims,
+            max_seq_len=self.ctx,
+            dtype=kv_dtype,
+            window=window,
+            spare_rows=self._batch,
+            pages=asked["pages"],
+            numa=asked["numa"],
+            lock=asked["lock"],
+        )
+
     def _build(self, kv_kind: int) -> None:
-        take, dims, model, ctx = self.layout.scratch.take_address, self.dims, self._model, self.ctx
-        batch = min(PREFILL_BATCH, ctx)
+        take, dims, model = self.layout.scratch.take_address, self.dims, self._model
+        batch, n_rows = self._batch, self.kv.n_rows
         parts = [
             (self.kv.address(layer, "k"), self.kv.address(layer, "v"))
             for layer in range(dims.num_layers)
         ]
         for address in (address for pair in parts for address in pair):
             # Attention multiplies masked rows by zero, and NaN times zero is NaN.
-            ctypes.memset(address, 0, self.kv.row_bytes * ctx)
+            ctypes.memset(address, 0, self.kv.row_bytes * n_rows)
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self.weights.tensors.items()
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        headers = Headers(model, tensors, parts, ctx, kv_kind, take(nbytes), nbytes)
+        headers = Headers(model, tensors, parts, n_rows, kv_kind, take(nbytes), nbytes)
         self._made.append(headers)
         arrays = Arrays(
             tokens=take(4 * batch),
@@ -209,10 +242,11 @@ class Decoder:
         self._logits_address = arrays.logits
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
+        self._ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
         nbytes = Graph.bytes_needed(dims.num_layers)
         graphs = []
         for n in (1, batch):
-            graph = Graph(model, headers, arrays, n, take(2 * n * ctx), take(nbytes), nbytes)
+            graph = Graph(model, headers, arrays, n, take(2 * n * n_rows), take(nbytes), nbytes)
             graphs.append(graph)
             self._made.append(graph)
         self._decode, self._prefill = graphs
@@ -226,8 +260,9 @@ class Decoder:
 
     def _hold(self) -> None:
         # These views make closing a borrowed layout, or borrowed weights, under the decoder fail.
-        tapes = (self.layout.scratch, self.layout.history)
-        self._held = [self.weights.block.as_array(), *(tape.block.as_array() for tape in tapes)]
+        # They are of no bytes, so that the cache may move its tokens and give memory back.
+        blocks = (self.weights.block, self.layout.scratch.block, self.layout.history.block)
+        self._held = [block.as_array("uint8", 0) for block in blocks]
 
     def _free(self) -> None:
         for made in self._made:
@@ -277,7 +312,7 @@ class Decoder:
         -------
         Report
             Rows ``weights:TYPE``, ``kv``, ``scratch``, ``logits`` and ``other``, which sum up to
-            the mappings of weights, scratch and history; facts of the model and of ggml.
+            the memory of weights, scratch, history and of a ring; facts of the model and of ggml.
         """
         self._check_open()
         block, scratch, history = self.weights.block, self.layout.scratch, self.layout.history
@@ -295,7 +330,8 @@ class Decoder:
         talk = self.kv.memory_usage_bytes
         in_ram = min(kv, self.kv.resident_bytes)
         peak = 2 * self.dims.num_layers * self.kv.row_bytes * max(self._longest, self.kv.seq_len)
-        rows.append(Row("kv", kv, history.block.verify(), talk, in_ram, peak))
+        on_history = kv if self.kv.tape is history else 0
+        rows.append(Row("kv", kv, self.kv.granted, talk, in_ram, peak))
         logits = self._logits.nbytes
         placed = scratch.block.verify()
         rows += [
@@ -309,13 +345,14 @@ class Decoder:
             ),
             Row("logits", logits, placed, logits, logits, logits),
         ]
-        other = block.nbytes - self.weights.nbytes + history.block.nbytes - kv
+        other = block.nbytes - self.weights.nbytes + history.block.nbytes - on_history
         rows.append(Row("other", other))
         facts = {
             "model": ", ".join(self.weights.files),
             "architecture": self._model.arch,
             "ctx": self.ctx,
             "kv_dtype": self.kv.dtype,
+            "window": self.kv.window,
             "threads": self.threads,
         }
         return Report(tuple(rows), facts | ggml.facts())
@@ -326,25 +363,28 @@ class Decoder:
         Raises
         ------
         BufferError
-            Views of the logits, or others on the decoder's own layout, are alive; nothing is
-            closed then.
+            Views of the logits or of a ring, or others on the decoder's own layout, are alive;
+            nothing is closed then.
         """
         if self._closed:
             return
         self._held = []
         try:
             if self._owns_layout:
-                self.layout.close()
+                self.layout._check_unused()
+            self.kv.close()
         except BufferError:
             self._hold()
             raise
+        if self._owns_layout:
+            self.layout.close()
         self._end()
 
     def _end(self) -> None:
         self._closed = True
         self._free()
         self._held = []
-        self.kv.close()
+        self.kv.__exit__()
         if self._owns_weights:
             self.weights.__exit__(None, None, None)
 
@@ -421,6 +461,106 @@ class Decoder:
         """Turn token ids into text."""
         return self.tokenizer.decode(list(tokens))
 
+    # ---- sessions -----------------------------------------------------------------------------
+
+    def save_session(self, path: str | os.PathLike[str]) -> None:
+        """Save the conversation, so that `resume` goes on with it, in this process or another.
+
+        Parameters
+        ----------
+        path : path-like
+            A snapshot of `kv` with the ids of its tokens and the model's fingerprint; a file that
+            is there is replaced, whole or not at all.
+
+        Raises
+        ------
+        RuntimeError
+            There is nothing to save, or `kv` holds tokens that this decoder did not compute.
+        OSError
+            The file cannot be written.
+        """
+        self._check_open()
+        n = self.kv.next_position
+        if self.kv.is_empty:
+            raise RuntimeError("there is nothing to save: prefill tokens first")
+        if n > self._n_ids:
+            raise RuntimeError(
+                f"the ids of the tokens at positions {self._n_ids} to {n - 1} are not known, since "
+                "this decoder did not compute them: save them with kv.save(path, tokens=...)"
+            )
+        self.kv.save(path, tokens=self._ids[:n], model=self.weights.fingerprint)
+
+    def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
+        """Go on with a conversation that was saved, instead of the one that is there.
+
+        Nothing is prefilled: the cache is read, and only its last token is computed again, as one
+        step of decoding, since its logits are not in the file.
+
+        Parameters
+        ----------
+        path : path-like
+            What `save_session` has written, of this model, `kv_dtype` and `window`.
+
+        Returns
+        -------
+        ndarray
+            float32 [vocab]: the logits of the last token, a view of the one logits vector.
+
+        Raises
+        ------
+        SnapshotError
+            The file is damaged, without token ids, or of another model or kind of cache.
+        CacheFull
+            The conversation is longer than the context.
+        OSError
+            The file cannot be read.
+
+        Notes
+        -----
+        When it raises, the conversation is as before, or, where the data turned out to be damaged
+        or of another kind of cache, a new one.
+        """
+        self._check_open()
+        saved = self._resumable(path)
+        ids = saved.tokens
+        assert ids is not None  # or it would have been refused
+        self.reset()
+        try:
+            snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
+            self._note(0, ids)
+            self.kv.crop(saved.seq_len - 1)
+            self._step(int(ids[-1]))
+        except BaseException:
+            self.reset()
+            raise
+        return self.logits
+
+    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
+        """Read what a session says of itself, and refuse one that does not fit or belong here."""
+        saved = snapshot.describe(path)
+        name, here = saved.path, self.weights.fingerprint
+        if saved.model != here:
+            raise SnapshotError(
+                f"expected a session of model {here!r}, got one of {saved.model!r}", path=name
+            )
+        if saved.tokens is None or not saved.seq_len:
+            raise SnapshotError("it has no tokens to go on from", path=name)
+        if saved.tokens.max() >= self.dims.vocab_size:
+            raise SnapshotError(
+                f"token {saved.tokens.max()} is not among the model's {self.dims.vocab_size}",
+                path=name,
+            )
+        n = saved.next_position if self.kv.window else saved.seq_len
+        if n > self.ctx or saved.next_position > _MOST_POSITIONS:
+            raise CacheFull(
+                f"{name}: a session of {n} tokens does not fit in the context of {self.ctx}: take "
+                "a larger ctx",
+                self.ctx,
+                0,
+                n,
+            )
+        return saved
+
     # ---- computing ----------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -429,6 +569,7 @@ class Decoder:
         self._longest = max(self._longest, self.kv.seq_len)
         self.kv.clear()
         self._talk += 1
+        self._n_ids = 0
         self._ready = False
         self._rng = None
 
@@ -451,6 +592,12 @@ class Decoder:
             No tokens, or one that the model does not have. Nothing was computed.
         CacheFull
             There is no room for all of them. Nothing was computed.
+
+        Notes
+        -----
+        When it is interrupted, none of the tokens counts; but with a window whole batches of
+        `PREFILL_BATCH` tokens do, since a ring cannot go back: ``kv.next_position`` says how far it
+        came.
         """
         self._check_open()
         checked = self._checked(tokens)
@@ -596,8 +743,9 @@ class Decoder:
         return array
 
     def _require_room(self, n: int) -> None:
-        used = self.kv.seq_len
-        if n > self.ctx - used:
+        # A ring has room for ever: what ends there is the context.
+        used = self.kv.next_position if self.kv.window else self.kv.seq_len
+        if n > self.ctx - used or n > _MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
                 f"no room for {n} more tokens: {used} of {self.ctx} are used; reset() begins a "
                 "new conversation",
@@ -614,56 +762,108 @@ class Decoder:
         return sample(self._logits, options, self._rng)
 
     def _compute(self, tokens: NDArray[Any]) -> None:
-        """Compute tokens that were checked, batch by batch; all of them count, or none."""
+        """Compute tokens that were checked: all of them count, or none; in a ring, batches."""
         if len(tokens) == 1:
             self._step(int(tokens[0]))
             return
+        # A ring has rows for one batch beside its window.
+        together = self._batch if self.kv.window else len(tokens)
+        for start in range(0, len(tokens), together):
+            self._compute_together(tokens[start : start + together])
+
+    def _compute_together(self, tokens: NDArray[Any]) -> None:
         self._ready = False
-        row = self.kv.reserve(len(tokens))
+        kv, n = self.kv, len(tokens)
+        position, held = kv.next_position, kv.seq_len
+        row = kv.reserve(n)
         try:
-            for start in range(0, len(tokens), self._prefill.batch):
-                self._compute_batch(tokens[start : start + self._prefill.batch], row + start)
+            for i in range(0, n, self._batch):
+                self._compute_batch(tokens[i : i + self._batch], position + i, held + i, row + i)
+            self._note(position, tokens)
         except BaseException:
-            self.kv.rollback()
+            kv.rollback()
             raise
-        self.kv.commit(len(tokens))
+        kv.commit(n)
+        self._longest = max(self._longest, kv.seq_len)
         self._ready = True
 
-    def _compute_batch(self, tokens: NDArray[Any], row: int) -> None:
-        n, graph = len(tokens), self._prefill
+    def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
+        """Compute tokens from a position and a row on, before which `held` tokens are."""
+        n, graph, n_rows = len(tokens), self._prefill, self.kv.n_rows
         graph.resize(n)
-        graph.attend(self._bucket(row + n))
+        graph.attend(self._n_kv(self._first_row(held, row), row + n))
         self._tokens[:n] = tokens
-        self._positions[:n] = self._rows[:n] = np.arange(row, row + n)
+        self._positions[:n] = np.arange(position, position + n)
+        self._rows[:n] = np.arange(row, row + n) % n_rows
         self._last[0] = n - 1
         graph.mask[:] = -np.inf
         for i in range(n):
-            graph.mask[i, : row + i + 1] = 0
+            at = (row + i) % n_rows
+            _show(graph.mask[i], self._first_row(held + i, at), at)
         graph.compute()
 
     def _step(self, token: int) -> None:
         """Compute one token; nothing is taken, and nothing moves."""
         self._ready = False
-        row = self.kv.reserve(1)
+        kv = self.kv
+        position, held = kv.next_position, kv.seq_len
+        row = kv.reserve(1)
         try:
-            graph = self._decode
-            n_kv = self._bucket(row + 1)
-            if n_kv != graph.n_kv or row != self._visible:
-                graph.attend(n_kv)
-                graph.mask[0, :row] = 0
-                graph.mask[0, row:] = -np.inf
-            graph.mask[0, row] = 0
-            self._visible = row + 1
+            self._attend(self._first_row(held, row), row)
             self._tokens[0] = token
-            self._positions[0] = row
+            self._positions[0] = position
             self._rows[0] = row
             self._last[0] = 0
-            graph.compute()
+            self._decode.compute()
+            self._note(position, self._tokens[:1])
         except BaseException:
-            self.kv.rollback()
+            kv.rollback()
             raise
-        self.kv.commit(1)
+        kv.commit(1)
+        self._longest = max(self._longest, kv.seq_len)
         self._ready = True
 
-    def _bucket(self, n: int) -> int:
-        return min(self.ctx, -(-n // KV_BUCKET) * KV_BUCKET)
+    def _first_row(self, held: int, row: int) -> int:
+        """First row that the token in `row` sees; below 0, rows are counted back round the ring."""
+        return row - min(held, self._window - 1)
+
+    def _n_kv(self, first: int, end: int) -> int:
+        """Rows that attention reads, so that [first, end) are among them."""
+        n_rows: int = self.kv.n_rows
+        if first < 0 or end > n_rows:
+            return n_rows
+        return min(n_rows, -(-end // KV_BUCKET) * KV_BUCKET)
+
+    def _attend(self, first: int, row: int) -> None:
+        """Let the decode graph's token see rows [first, row]."""
+        graph = self._decode
+        n_kv, (before, last) = self._n_kv(first, row + 1), self._shown
+        follows = row == last + 1 and before <= first <= before + 1
+        self._shown = _NO_ROWS  # until the mask is whole
+        if n_kv != graph.n_kv or not follows:
+            graph.attend(n_kv)
+            graph.mask[:] = -np.inf
+            _show(graph.mask[0], first, row)
+        else:
+            if first != before:
+                graph.mask[0, before] = -np.inf
+            graph.mask[0, row] = 0
+        self._shown = first, row
+
+    def _note(self, position: int, tokens: NDArray[Any]) -> None:
+        """Note the ids of tokens from `position` on, unless some before them are not known."""
+        if position > self._n_ids:
+            return
+        end = position + len(tokens)
+        if end > len(self._ids):
+            # So far comes only who trimmed the cache.
+            self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
+        self._ids[position:end] = tokens
+        self._n_ids = end
+
+
+def _show(mask: NDArray[Any], first: int, last: int) -> None:
+    """Show a token the rows [first, last]; those below 0 are the last ones of a ring."""
+    if first < 0:
+        mask[first:] = 0
+    mask[max(first, 0) : last + 1] = 0

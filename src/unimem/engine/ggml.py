@@ -37,7 +37,7 @@ REBUILD = (
 )
 
 MAX_DIMS = 4
-F32, F16, I32, I64 = 0, 1, 26, 27
+F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
 ROPE_NORMAL, ROPE_NEOX = 0, 2
 PREC_F32 = 10
 OBJECT_BYTES = 32  # the header that ggml puts before each tensor and graph of a context

@@ -88,7 +88,7 @@ class Headers:
         From name to (type number, shape in ggml's order, address).
     parts : list of (k, v)
         Addresses of each layer's keys and values.
-    ctx : int
+    n_rows : int
         Rows of each part.
     kv_kind : int
         ggml's type of the cache.
@@ -101,18 +101,18 @@ class Headers:
         model: Model,
         tensors: dict[str, tuple[int, tuple[int, ...], int]],
         parts: list[tuple[int, int]],
-        ctx: int,
+        n_rows: int,
         kv_kind: int,
         address: int,
         nbytes: int,
     ) -> None:
         self.context = ggml.new_context(address, nbytes)
-        self.ctx = ctx
+        self.n_rows = n_rows
         self.kv_kind = kv_kind
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
-        row = (model.dims.kv_size, ctx)
+        row = (model.dims.kv_size, n_rows)
         self.cache = [
             (self._header(kv_kind, row, k), self._header(kv_kind, row, v)) for k, v in parts
         ]
@@ -149,7 +149,7 @@ class Graph:
     batch : int
         The most tokens.
     mask : int
-        Address of float16 [batch, ctx].
+        Address of float16 [batch, n_rows].
     address, nbytes : int
         Memory for headers of nodes, of `bytes_needed`.
     """
@@ -182,7 +182,7 @@ class Graph:
         self.batch = batch
         self.n_tokens = 0
         self.n_kv = 0
-        self.mask = view(mask, (batch, headers.ctx), "float16")
+        self.mask = view(mask, (batch, headers.n_rows), "float16")
         self._build(batch)
         uses, owners = self._lives()
         offsets, self.arena_bytes = place(uses)
@@ -253,7 +253,7 @@ class Graph:
         ggml.reset(self._context)
         builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
         builder.build(self._mask_address)
-        self.n_tokens, self.n_kv = n, self._headers.ctx
+        self.n_tokens, self.n_kv = n, self._headers.n_rows
         self.mask = view(self._mask_address, (n, self.n_kv), "float16")
         self._output, self._mask = builder.output, builder.mask
         self._graph_pointer = ctypes.c_void_p(builder.graph)
@@ -323,7 +323,7 @@ class _Builder:
         self._positions = self._input(ggml.I32, arrays.positions, n)
         self._rows = self._input(ggml.I64, arrays.rows, n)
         last = self._input(ggml.I32, arrays.last, 1)
-        self.mask = self._input(ggml.F16, mask, self._headers.ctx, n)
+        self.mask = self._input(ggml.F16, mask, self._headers.n_rows, n)
         self.kv_dims.append((self.mask, 0))
         x = ggml.get_rows(context, self._weights["token_embd.weight"], tokens)
         n_layers = self._model.dims.num_layers
@@ -395,7 +395,7 @@ class _Builder:
         """View the cache as [head_dim, n_kv, heads]."""
         dims, kind = self._model.dims, self._headers.kv_kind
         rows = ggml.view_3d(
-            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.ctx,
+            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows,
             ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,
         )  # fmt: skip
         heads = ggml.permute(self._context, rows, 0, 2, 1, 3)

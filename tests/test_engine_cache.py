@@ -1,0 +1,372 @@
+"""The decoder on every kind of KV cache: types, windows in a ring, tokens that were trimmed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+pytest.importorskip(
+    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+)
+
+import unimem as um
+from models.make import TINY, Shape, write_model
+from unimem.engine import Decoder, UnsupportedModel
+from unimem.plan import PREFILL_BATCH
+
+SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=4, inner=128, vocab=320, ctx=2000, head_dim=64)
+CTX = 1200
+WINDOW = 40
+# What adding up rows in another order changes, as a part of the logits' standard deviation. It is
+# 1e-6 with f32, and 2e-3 where ggml adds up in 16 bits.
+ORDER = 5e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape=SHAPE, kind="f32")
+
+
+@pytest.fixture
+def ring(model: Path) -> Iterator[Decoder]:
+    with Decoder(model, ctx=CTX, window=WINDOW, threads=1) as decoder:
+        yield decoder
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, SHAPE.vocab, n)]
+
+
+def greedy(decoder: Decoder, n: int) -> list[int]:
+    return [decoder.generate_next_token() for _ in range(n)]
+
+
+def full_cache(model: Path, window: int, **options: Any) -> Decoder:
+    """A decoder that keeps all tokens, with the mask of a window."""
+    decoder = Decoder(model, ctx=CTX, threads=1, **options)
+    decoder._window = window
+    return decoder
+
+
+def assert_close(a: NDArray[Any], b: NDArray[Any]) -> None:
+    assert np.abs(a - b).max() <= ORDER * b.std()
+
+
+# ---- types --------------------------------------------------------------------------------
+
+
+# Against f32: what rounding keys and values changes, in standard deviations of the logits.
+@pytest.mark.parametrize(
+    ("kv_dtype", "bound"), [("f16", 0.01), ("float16", 0.01), ("bf16", 0.05), ("q8_0", 0.05)]
+)
+def test_a_type_of_cache_changes_the_logits_by_its_rounding(
+    model: Path, kv_dtype: str, bound: float
+) -> None:
+    prompt = tokens(300)
+    logits = []
+    for kind in ("f32", kv_dtype):
+        with Decoder(model, ctx=CTX, threads=1, kv_dtype=kind) as decoder:
+            first = decoder.prefill(prompt).copy()
+            logits.append(np.array([first, decoder.prefill([7])]))
+            planned = {
+                row.category: row.nbytes for row in um.plan(model, ctx=CTX, kv_dtype=kind).rows
+            }
+            measured = {row.category: row.nbytes for row in decoder.report().rows}
+            assert measured["kv"] == planned["kv"] == decoder.kv.capacity_bytes
+    exact, rounded = logits
+    assert 0 < np.abs(exact - rounded).max() <= bound * exact.std()
+
+
+def test_heads_that_are_no_whole_blocks(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", shape=TINY, kind="f32")
+    with pytest.raises(UnsupportedModel, match=r"heads have 16; f16, bf16 and f32 work"):
+        Decoder(path, ctx=10, kv_dtype="q8_0")
+    with pytest.raises(ValueError, match="head_dim"):
+        um.plan(path, kv_dtype="q8_0")
+    Decoder(path, ctx=10, kv_dtype="bf16").close()
+
+
+def test_the_first_token_sees_no_row_that_is_not_there(model: Path) -> None:
+    with Decoder(model, ctx=50, threads=1) as decoder:
+        alone = decoder.prefill([5]).copy()
+        decoder.reset()
+        decoder.prefill([5, 6])
+        decoder.reset()
+        np.testing.assert_array_equal(decoder.prefill([5]), alone)
+
+
+# ---- windows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "bf16", "q8_0"])
+@pytest.mark.parametrize("window", [1, 40, 300])
+def test_a_ring_is_a_full_cache_with_the_same_mask(model: Path, window: int, kv_dtype: str) -> None:
+    with (
+        Decoder(model, ctx=CTX, window=window, threads=1, kv_dtype=kv_dtype) as ring,
+        full_cache(model, window, kv_dtype=kv_dtype) as full,
+    ):
+        assert ring.kv.n_rows < CTX
+        # Steps, batches below and above the window, and far beyond the ring's end.
+        for i, n in enumerate((1, 3, 1, 1, 150, 1, 1, 20, 500, 1, 1, 129, 60, 1, 128, 1, 1)):
+            part = tokens(n, seed=i)
+            a, b = ring.prefill(part), full.prefill(part)
+            assert ring.kv.next_position == full.kv.next_position
+            assert ring.kv.seq_len == min(window, full.kv.seq_len)
+            if ring._decode.n_kv == full._decode.n_kv and ring.kv.next_position <= ring.kv.n_rows:
+                np.testing.assert_array_equal(a, b)
+            assert_close(a, b)
+        for _ in range(100):
+            assert ring.generate_next_token() == full.generate_next_token()
+            assert_close(ring.logits, full.logits)
+        assert ring.kv.next_position > 2 * ring.kv.n_rows
+
+
+def test_where_the_graphs_are_of_one_size_the_logits_are_the_same_bits(model: Path) -> None:
+    with (
+        Decoder(model, ctx=CTX, window=200, threads=1) as ring,
+        full_cache(model, 200) as full,
+    ):
+        assert ring.kv.n_rows > 256
+        for part in (tokens(50), tokens(100), [1], [2], tokens(80), *([i] for i in range(20))):
+            a, b = ring.prefill(part), full.prefill(part)
+            assert ring._decode.n_kv == full._decode.n_kv or len(part) > 1
+            np.testing.assert_array_equal(a, b)
+        assert 200 < ring.kv.next_position <= 256
+
+
+def test_a_window_is_not_all(model: Path, ring: Decoder) -> None:
+    with Decoder(model, ctx=CTX, threads=1) as full:
+        for n, same in ((WINDOW, True), (1, False)):
+            a, b = ring.prefill(tokens(n)), full.prefill(tokens(n))
+            assert bool(np.abs(a - b).max() <= ORDER * b.std()) is same
+
+
+def test_a_ring_may_be_cropped(model: Path, ring: Decoder) -> None:
+    with full_cache(model, WINDOW) as full:
+        for decoder in (ring, full):
+            decoder.prefill(tokens(700))
+            greedy(decoder, 5)
+        for back in (1, 5, 30):
+            ring.kv.crop(ring.kv.seq_len - back)
+            full.kv.crop(full.kv.seq_len - back)
+            assert ring.kv.next_position == full.kv.next_position
+            for part in ([9], tokens(60), [8]):
+                assert_close(ring.prefill(part), full.prefill(part))
+        ring.kv.clear()
+        assert ring.kv.next_position == 0
+        full.reset()
+        assert_close(ring.prefill(tokens(70)), full.prefill(tokens(70)))
+
+
+def test_a_ring_may_be_trimmed(model: Path, ring: Decoder) -> None:
+    ring.prefill(tokens(300))
+    ring.kv.trim_to(10)
+    with full_cache(model, WINDOW) as full:
+        full.prefill(tokens(300))
+        full.kv.trim_to(10)
+        for n in (1, 1, 20, 1, 40):
+            assert_close(ring.prefill(tokens(n)), full.prefill(tokens(n)))
+            assert ring.kv.seq_len == min(WINDOW, full.kv.seq_len)
+
+
+def test_the_context_ends_a_conversation_in_a_ring(model: Path) -> None:
+    with Decoder(model, ctx=300, window=WINDOW, threads=1) as ring:
+        ring.prefill(tokens(299))
+        with pytest.raises(um.CacheFull) as caught:
+            ring.prefill([1, 2])
+        assert (caught.value.limit, caught.value.used, caught.value.asked) == (300, 299, 2)
+        ring.generate_next_token()
+        with pytest.raises(um.CacheFull):
+            ring.generate_next_token()
+        with pytest.raises(um.CacheFull):
+            ring.generate(tokens(200), 102)
+        assert "".join(ring.generate(tokens(200), 101, stop_at_eog=False))
+
+
+def test_a_prompt_that_is_interrupted_counts_in_whole_batches(
+    ring: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.prefill(tokens(9))
+    compute, calls = type(ring._prefill).compute, 0
+
+    def interrupted(graph: Any) -> None:
+        nonlocal calls
+        calls += 1
+        compute(graph)
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(ring._prefill), "compute", interrupted)
+    prompt = tokens(600, seed=2)
+    with pytest.raises(KeyboardInterrupt):
+        ring.prefill(prompt)
+    monkeypatch.undo()
+    assert ring.kv.next_position == 9 + 2 * PREFILL_BATCH
+    assert ring.kv.seq_len == WINDOW
+    with pytest.raises(RuntimeError, match="prefill"):
+        ring.generate_next_token()
+    resumed = ring.prefill(prompt[2 * PREFILL_BATCH :]).copy()
+    ring.reset()
+    ring.prefill(tokens(9))
+    np.testing.assert_array_equal(ring.prefill(prompt), resumed)
+
+
+def test_a_model_that_slides_runs_with_its_window(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.gguf", shape=SHAPE, kind="f32", metadata={"attention.sliding_window": 64}
+    )
+    with pytest.raises(UnsupportedModel, match="64"):
+        Decoder(path, ctx=65, window=65, threads=1)
+    assert um.plan(path).max_ctx == 64
+    assert um.plan(path, window=64).max_ctx == SHAPE.ctx
+    with Decoder(path, window=64, threads=1) as decoder:
+        assert decoder.ctx == SHAPE.ctx
+        decoder.prefill(tokens(500))
+
+
+# ---- memory of a ring ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
+def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str) -> None:
+    plan = um.plan(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1)
+    planned = {row.category: row.nbytes for row in plan.rows}
+    with Decoder(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1) as decoder:
+        measured = {row.category: row.nbytes for row in decoder.report().rows}
+        assert measured == planned
+        decoder.prefill(tokens(600))
+        report = decoder.report()
+        kv = report.rows[1]
+        assert (kv.category, kv.nbytes) == ("kv", decoder.kv.capacity_bytes)
+        assert kv.nbytes == 2 * SHAPE.layers * decoder.kv.n_rows * decoder.kv.row_bytes
+        assert kv.active_bytes == kv.high_water_bytes == decoder.kv.memory_usage_bytes
+        assert kv.active_bytes == 2 * SHAPE.layers * WINDOW * decoder.kv.row_bytes
+        assert kv.resident_bytes == kv.nbytes
+        layout = decoder.layout
+        mapped = [decoder.weights.block, layout.scratch.block, layout.history.block]
+        assert report.total_bytes == kv.nbytes + sum(block.nbytes for block in mapped)
+        assert report.facts["window"] == WINDOW
+        assert layout.history.used_bytes == 0
+
+
+def test_a_window_needs_less_than_its_context(model: Path) -> None:
+    rows = [
+        {row.category: row.nbytes for row in um.plan(model, ctx=ctx, window=WINDOW, threads=1).rows}
+        for ctx in (CTX, 10 * CTX)
+    ]
+    assert rows[0]["kv"] == rows[1]["kv"]
+    assert rows[1]["scratch"] - rows[0]["scratch"] == pytest.approx(4 * 9 * CTX, abs=4096)
+
+
+def test_a_ring_is_placed_as_the_layout(model: Path) -> None:
+    with (
+        um.Layout.for_model(model, ctx=CTX, window=WINDOW, threads=1, pages="4k") as layout,
+        Decoder(model, ctx=CTX, window=WINDOW, threads=1, layout=layout) as decoder,
+    ):
+        assert decoder.kv.block is not None
+        assert decoder.kv.block.requested["pages"] == "4k"
+        assert decoder.kv.tape is None
+        decoder.prefill(tokens(100))
+        layout.clear_talk()
+        assert decoder.kv.is_empty
+
+
+def test_nothing_moves_and_nothing_is_taken_in_a_ring(ring: Decoder) -> None:
+    ring.prefill(tokens(50))
+    ring.layout.freeze()
+    addresses, stat = ring.addresses(), ring.layout.stat()
+    ring.prefill(tokens(400))
+    greedy(ring, 300)
+    ring.reset()
+    ring.prefill(tokens(7))
+    assert ring.addresses() == addresses
+    assert ring.layout.stat() == stat
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_a_ring_with_views_is_not_closed(model: Path) -> None:
+    decoder = Decoder(model, ctx=CTX, window=WINDOW, threads=1)
+    decoder.prefill(tokens(60))
+    k, v = decoder.kv.layer(0)
+    assert k.shape == (1, SHAPE.kv_heads, WINDOW, SHAPE.head)
+    with pytest.raises(BufferError):
+        decoder.close()
+    expected = k.copy()
+    assert decoder.generate_next_token() >= 0  # nothing was closed
+    del k, v
+    gc.collect()
+    decoder.close()
+    with Decoder(model, ctx=CTX, window=WINDOW, threads=1) as decoder:
+        decoder.prefill(tokens(60))
+        k, _ = decoder.kv.layer(0)
+    np.testing.assert_array_equal(k, expected)
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True, "many", CTX + 1])
+def test_bad_windows(model: Path, window: Any) -> None:
+    for make in (Decoder, um.plan, um.Layout.for_model):
+        with pytest.raises(ValueError, match="window"):
+            make(model, ctx=CTX, window=window)
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_a_failure_on_the_way_gives_the_ring_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with um.Layout.for_model(model, ctx=CTX, window=WINDOW, threads=1) as layout:
+        monkeypatch.setattr("unimem.engine.decoder.Graph", None)
+        with pytest.raises(AttributeError):
+            Decoder(model, ctx=CTX, window=WINDOW, threads=1, layout=layout)
+        assert layout.scratch.used_bytes == layout.history.used_bytes == 0
+
+
+# ---- a plain cache that was trimmed -------------------------------------------------------
+
+
+def hide(decoder: Decoder, begin: Callable[[], int], end: Callable[[], int]) -> None:
+    """Hide rows of a full cache from attention."""
+    for graph in (decoder._decode, decoder._prefill):
+
+        def compute(graph: Any = graph, compute: Callable[[], None] = graph.compute) -> None:
+            graph.mask[:, begin() : end()] = -np.inf
+            compute()
+
+        graph.compute = compute  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("keep_first", [0, 4])
+def test_a_trimmed_cache_is_a_full_one_with_the_same_mask(model: Path, keep_first: int) -> None:
+    # The trimmed one is short, so that its rows are used up and move to the front, again and again.
+    with (
+        Decoder(model, ctx=200, threads=1) as short,
+        Decoder(model, ctx=CTX, threads=1) as full,
+    ):
+        hidden_to = keep_first
+        hide(full, lambda: keep_first, lambda: hidden_to)
+        part = tokens(150)
+        assert_close(short.prefill(part), full.prefill(part))
+        for i in range(8):
+            short.kv.trim_to(50, keep_first=keep_first)
+            assert short.kv.seq_len == 50 + keep_first
+            hidden_to = short.kv.next_position - 50
+            for n in (1, 30, 1, 50, 1):
+                part = tokens(n, seed=i)
+                assert_close(short.prefill(part), full.prefill(part))
+            assert short.kv.next_position == full.kv.next_position == 150 + 83 * (i + 1)
+            assert [short.generate_next_token() for _ in range(3)] == [
+                full.generate_next_token() for _ in range(3)
+            ]
+            short.kv.crop(short.kv.seq_len - 3)
+            full.kv.crop(full.kv.seq_len - 3)
+        assert short.kv.next_position > 4 * short.ctx
+        room = short.ctx - short.kv.seq_len
+        with pytest.raises(um.CacheFull):
+            short.prefill(tokens(room + 1))
+        short.prefill(tokens(room))
