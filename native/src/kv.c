@@ -271,22 +271,21 @@ typedef struct source {
 /* Writes K or V of a layer. The types were checked, so no conversion fails. */
 static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
-    size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n;
-    size_t count = (size_t)(in.n - in.skip);
-    if (in.order == UM_KV_TOKEN_MAJOR || (n == 1 && s->batch == 1)) {
-        unsigned char *out = um_kv_lane(kv, layer, v, 0);
-        const unsigned char *from = in.rows + nbytes_of(in.type, heads * dim) * (size_t)in.skip;
-        um_convert(out + in.row * kv->row_bytes, s->type, from, in.type, count * heads * dim, NULL);
-        return;
-    }
+    size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
     size_t in_head = nbytes_of(in.type, dim), out_head = kv->row_bytes / heads;
     for (uint32_t b = 0; b < s->batch; b++) {
-        unsigned char *lane = um_kv_lane(kv, layer, v, b);
-        for (size_t t = (size_t)in.skip; t < n; t++) {
-            unsigned char *out = lane + (in.row + t - in.skip) * kv->row_bytes;
-            for (size_t h = 0; h < heads; h++) {
+        unsigned char *out = um_kv_lane(kv, layer, v, b);
+        out += in.row * kv->row_bytes;
+        if (in.order == UM_KV_TOKEN_MAJOR || n == 1) {
+            /* The rows are as they are stored; with tokens to skip there is one stream. */
+            const unsigned char *from = in.rows + (b + skip) * heads * in_head;
+            um_convert(out, s->type, from, in.type, (n - skip) * heads * dim, NULL);
+            continue;
+        }
+        for (size_t t = skip; t < n; t++) {
+            for (size_t h = 0; h < heads; h++, out += out_head) {
                 const unsigned char *from = in.rows + ((b * heads + h) * n + t) * in_head;
-                um_convert(out + h * out_head, s->type, from, in.type, dim, NULL);
+                um_convert(out, s->type, from, in.type, dim, NULL);
             }
         }
     }
