@@ -115,7 +115,7 @@ class PadAgainstModel(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="shape"):
                 call(argument)
 
-    @precondition(lambda self: len(self.model))
+    @precondition(lambda self: len(self.model) > 0)
     @rule()
     def append_its_own(self) -> None:
         rows = self.pad.as_array()[-2:].copy()
@@ -141,7 +141,7 @@ class PadAgainstModel(RuleBasedStateMachine):
         assert all(view.tobytes() is not None for _, view in self.views)
         self.views = [(first, view) for first, view in self.views if first + len(view) <= n]
 
-    @precondition(lambda self: len(self.model))
+    @precondition(lambda self: len(self.model) > 0)
     @rule(data=st.data())
     def hold_a_view(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.model) - 1))

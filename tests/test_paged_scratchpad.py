@@ -231,7 +231,7 @@ def test_placement_category_and_name() -> None:
         # 63 blocks of 512 bytes, and for each a link and an entry of the table
         assert now["mapped_bytes"] - before["mapped_bytes"] == 36864
         assert pad.tape.block.verify().resident_bytes == 36864
-        assert (pad.capacity, pad.dim, pad.dtype, pad.name) == (1000, 8, np.float32, "mine")
+        assert (pad.capacity, pad.dim, pad.name) == (1000, 8, "mine")
     with pytest.raises(um.ClosedError, match="'mine' is closed"):
         pad.get_token(0)
     assert repr(pad) == "PagedScratchpad(closed)"
