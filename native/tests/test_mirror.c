@@ -178,6 +178,10 @@ static void test_warm(void) {
     CHECK_EQ_U64(placement.locked_bytes, 0);
     CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
     uint64_t resident;
+    /* Not a file that was cut off: it is sealed. */
+    fault_os_fail_nth(1, EFAULT);
+    CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+    fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
     CHECK_EQ_U64(resident, 3 * m); /* of address space */
     unmap_block(&block);

@@ -372,6 +372,11 @@ static void test_faults(void) {
     CHECK(memcmp(&l.block, &copy, sizeof copy) == 0);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
+    /* What a failed mmap leaves is nobody's: it is reserved anew. */
+    fault_os_fail_nth(3, ENOMEM);
+    CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_reserve_at"), 1);
+    fault_os_fail_nth(0, 0);
     /* The first leaves a bitmap behind, which the next ones go on with. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);
