@@ -266,7 +266,7 @@ cdef class KVCache(KVMemory):
         """After a failure: whether it is worth trying again, since there is room now."""
         if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
             return False
-        self.make_rows(n)
+        self.make_rows(err.used, n)
         return True
 
     # ---- appending ----
@@ -656,8 +656,8 @@ cdef class KVCache(KVMemory):
         n_views = self.n_views(self.dead_ranges())
         if held > n:
             row = self.first_row()
-            n_views += self.n_views([(row * self.kv.row_bytes,
-                                      (row + held - n) * self.kv.row_bytes)])
+            n_views += self.n_views(self.images(row * self.kv.row_bytes,
+                                                (row + held - n) * self.kv.row_bytes))
         if n_views:
             raise BufferError(f"KVCache '{self.name}': {n_views} views lie over memory that would "
                               "be given back: drop them first")

@@ -44,15 +44,17 @@ cdef class KVMemory(Watcher):
     cdef uint64_t end_row(self)
     # How many views lie over these byte ranges of any lane.
     cdef Py_ssize_t n_views(self, list ranges) except -1
+    # A byte range of a lane, which may wrap; of a ring, all that the lane shows of it.
+    cdef list images(self, first, end)
     # Byte ranges of a lane that hold no tokens; and what of them a growing cache would give back.
     cdef list dead_ranges(self)
     cdef list spare_ranges(self, bint exactly)
-    # Makes rows for n more tokens of a plain cache usable, or raises.
-    cdef int make_rows(self, uint64_t n) except -1
+    # Makes n rows from `row` on usable in a plain cache, which may move its tokens, or raises.
+    cdef int make_rows(self, uint64_t row, uint64_t n) except -1
     cdef int _grow_to(self, uint64_t rows) except -1
     cdef int _set_usable(self) except -1
     cdef int _commit_lanes(self, size_t first, size_t end) except -1
-    cdef int _start_over(self, uint64_t held, uint64_t n) except -1
+    cdef int _start_over(self, uint64_t rows) except -1
     cdef void _release_lanes(self, size_t first, size_t end) noexcept
     # Gives back what the tokens do not need, or waits for the views over it to go; exactly: all
     # that no token needs.

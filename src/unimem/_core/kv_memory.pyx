@@ -205,22 +205,23 @@ cdef class KVMemory(Watcher):
         # A buffer is of all of the block.
         return n + region.n_buffers if any_bytes and self.grow else n
 
+    cdef list images(self, first, end):
+        cdef size_t whole = self.kv.n_rows * self.kv.row_bytes
+        if self.kv.spec.window == 0:
+            return [(first, end)]
+        return [(max(first + shift, 0), min(end + shift, 2 * whole))
+                for shift in (-2 * <object>whole, -<object>whole, 0, whole)]
+
     cdef list dead_ranges(self):
         cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
-        cdef size_t first = self.first_row() * row, end
+        cdef size_t first = self.first_row() * row
         cdef uint64_t held = self.end_position() - um.um_kv_first_position(&self.kv)
         if self.grow:
             return self.spare_ranges(True)
         if self.kv.spec.window == 0:
             return [(0, first), (self.end_row() * row, whole)]
-        held += self._reserved
-        if held >= self.kv.n_rows:
-            return []
-        end = first + held * row
-        if end > whole:
-            return [(end - whole, first), (end, whole + first)]
-        # Where the mirror goes on behind the lane's end, and the lane behind the mirror's.
-        return [(0, first), (end, whole + first), (whole + end, 2 * whole)]
+        held = min(held + self._reserved, self.kv.n_rows)
+        return self.images(first + held * row, first + whole)
 
     cdef list spare_ranges(self, bint exactly):
         cdef size_t step = self._region.block.step_nbytes, row = self.kv.row_bytes
@@ -241,15 +242,15 @@ cdef class KVMemory(Watcher):
 
     # ---- growing ----
 
-    cdef int make_rows(self, uint64_t n) except -1:
-        cdef uint64_t first = self.first_row(), end = self.end_row(), held = end - first
-        if self.grow and n <= self.kv.n_rows - end:
-            return self._grow_to(end + n)
+    cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
+        cdef uint64_t first = self.first_row(), held = row - first
+        if self.grow and n <= self.kv.n_rows - row:
+            return self._grow_to(row + n)
         if first == 0 or n > self.kv.n_rows - held:
             raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
                             f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
                             self.kv.n_rows, held, n)
-        return self._start_over(held, n)
+        return self._start_over(max(self.end_row() - first, held + n))
 
     cdef int _grow_to(self, uint64_t rows) except -1:
         cdef size_t step = self.open_region().block.step_nbytes, row = self.kv.row_bytes
@@ -303,15 +304,16 @@ cdef class KVMemory(Watcher):
         self.n_growths += 1
         return 0
 
-    cdef int _start_over(self, uint64_t held, uint64_t n) except -1:
-        """Move the tokens to row 0: behind them all rows are used up, and before them are some."""
+    cdef int _start_over(self, uint64_t rows) except -1:
+        """Move the tokens to row 0, of which so many will be needed."""
         cdef um.um_error err
         cdef um.um_status status
-        cdef size_t row = self.kv.row_bytes, step, target = held * row
+        cdef size_t row = self.kv.row_bytes, step
+        cdef size_t target = (self.end_row() - self.first_row()) * row
         ranges = [(0, target)]
         if self.grow:
             step = self.open_region().block.step_nbytes
-            target = min(_round_up((held + n) * row, step), self._low)
+            target = min(_round_up(rows * row, step), self._low)
             ranges = [(0, target), (self._low, self._high)]
         n_views = self.n_views(ranges)
         if n_views:
@@ -367,6 +369,9 @@ cdef class KVMemory(Watcher):
         if self.grow:
             self._shrink(ranges)
         else:
+            # Of a ring the first image: the other is the same memory.
+            whole = self.kv.n_rows * self.kv.row_bytes
+            ranges = [(first, min(end, whole)) for first, end in ranges]
             for lane in range(self._n_lanes):
                 for first, end in ranges:
                     if first < end:
@@ -453,7 +458,7 @@ cdef class KVMemory(Watcher):
             raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
                               "back: drop them first")
         if self.kv.spec.window == 0 and count > self.kv.usable_rows:
-            self.make_rows(count)
+            self.make_rows(0, count)
 
     def _restore_rows(self, layer, part, stream, n, next_position):
         """Where the n tokens up to a position go, of one lane."""
