@@ -178,6 +178,81 @@ class KVKind(HostKind):
         return int(cache.address(0, "k"))
 
 
+class OneSequence:
+    """A pool of blocks with one sequence in it: together they do what a cache does."""
+
+    def __init__(self, dtype: str) -> None:
+        # 24 tokens in all.
+        self.pool = um.PagedKVCache(2, 2, 32, n_blocks=6, block_tokens=4, dtype=dtype)
+        self.sequence = self.pool.sequence()
+        self.crop = self.sequence.crop
+
+    def clear(self) -> None:
+        self.sequence.crop(0)
+
+    @property
+    def closed(self) -> bool:
+        return self.sequence.closed
+
+    def close(self) -> None:
+        self.pool.close()
+        self.sequence.close()
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __enter__(self) -> OneSequence:
+        self.sequence.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.sequence.__exit__(*exc_info)
+        self.pool.__exit__(*exc_info)
+
+    def __reduce__(self) -> Any:
+        return self.sequence.__reduce__()
+
+    def __repr__(self) -> str:
+        return repr(self.sequence)
+
+
+class SequenceKind(HostKind):
+    """Sequences of a PagedKVCache of two layers."""
+
+    n_layers = 2
+    token_shape = (2, 2, 32)
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(f"Sequence-{dtype}")
+        self.dtype = dtype
+
+    def make(self) -> OneSequence:
+        return OneSequence(self.dtype)
+
+    def arguments(self, tokens: Array) -> tuple[Array, ...]:
+        return tokens[:, 0].copy(), tokens[:, 1].copy()
+
+    def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
+        cache.sequence.append(layer, *arguments)
+
+    def read(self, cache: Any, layer: int) -> Array:
+        return np.stack([as_float32(a).swapaxes(0, 1) for a in cache.sequence.gather(layer)], 1)
+
+    def stored(self, tokens: Array) -> Array:
+        return as_float32(stored(tokens, self.dtype))
+
+    def view(self, cache: Any) -> Any:
+        return cache.pool.layer(0), cache.sequence.block_table, len(cache)
+
+    def shown(self, view: Any) -> Array:
+        parts, table, n = view
+        blocks = np.stack([as_float32(part[table]) for part in parts], axis=2)
+        return blocks.reshape(-1, *self.token_shape)[:n]
+
+    def address(self, cache: Any) -> int:
+        return proc_maps.address_of(cache.pool.layer(0)[0])
+
+
 def all_kinds() -> list[HostKind]:
     kinds: list[HostKind] = []
     for dtype in TAKEN:
@@ -186,6 +261,7 @@ def all_kinds() -> list[HostKind]:
     for how in ("fixed", "tape", "grow", "ring"):
         for dtype in ("f32", "f16", "bf16", "q8_0"):
             kinds += [KVKind(how, dtype, batch) for batch in (1, 2)]
+    kinds += [SequenceKind(dtype) for dtype in ("f32", "f16", "bf16", "q8_0")]
     return kinds
 
 
