@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 import proc_maps
 import unimem as um
+from os_faults import os_faults
 
 SOURCE = Path(__file__).parent / "cython_user" / "user.pyx"
 
@@ -106,6 +108,47 @@ def test_the_native_structs_are_in_reach(user: ModuleType) -> None:
         assert user.base_of(block) == block.address
         cell = grid.take()
         assert user.cell_of(grid, cell) == cell.address
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranges_are_committed_together(user: ModuleType, *, shared: bool) -> None:
+    ranges = [(n * 4096, 2 * 4096) for n in (2, 6, 10)]
+    with um.Block(4096, pages="4k", reserve=16 * 4096, shared=shared) as block:
+        block.as_array()[:] = 1
+        with os_faults() as faults:
+            for nth in itertools.count(1):
+                faults.arm(nth)
+                try:
+                    user.commit(block, ranges)
+                except (MemoryError, OSError):
+                    assert faults.failed is not None
+                else:
+                    break
+                finally:
+                    faults.disarm()
+                assert (block.nbytes, block.committed_bytes) == (4096, 4096)
+                assert block.as_array().all()
+        assert nth > len(ranges)
+        assert (block.nbytes, block.committed_bytes) == (4096, 7 * 4096)
+        for offset, nbytes in ranges:
+            block.as_array(shape=nbytes, offset=offset)[:] = 2
+
+
+def test_the_room_for_all_ranges_is_asked_for_once(
+    user: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def require(nbytes: int, what: str) -> None:
+        asked.append(nbytes)
+        raise um.CapacityError(what)
+
+    with um.Block(4096, pages="4k", reserve=16 * 4096, name="lanes") as block:
+        monkeypatch.setattr("unimem.limits.require", require)
+        with pytest.raises(um.CapacityError, match="growth of block 'lanes'"):
+            user.commit(block, [(4096, 4096), (3 * 4096, 8192)])
+        assert asked == [3 * 4096]
+        assert block.committed_bytes == 4096
 
 
 def test_a_cache_is_filled_without_python(user: ModuleType) -> None:

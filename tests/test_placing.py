@@ -186,6 +186,13 @@ def test_small_blocks_and_shared_ones_fall_back_to_what_they_can_have() -> None:
     assert decide(Machine(EMPTY), 4 * MIB, pages="2m", thp_bytes=0).pages == "4k"
 
 
+def test_memory_that_is_mapped_twice_has_huge_pages_when_they_are_named() -> None:
+    options: dict[str, Any] = {"shared": True, "mirror": 2 * MIB}
+    assert decide(Machine(), 8 * MIB, **options) == Choice("auto", None, False)
+    assert decide(Machine(POOLS), 8 * MIB, pages="2m", **options).pages == "2m"
+    assert decide(Machine(EMPTY), 8 * MIB, pages="2m", **options).pages == "thp"
+
+
 def test_a_kernel_without_such_pages() -> None:
     (text,) = decide(Machine({"2m": pool(2 * MIB, 1)}), GIB, pages="1g").shortfalls
     assert "no hugetlb pages of 1g (it has 2m)" in text
@@ -290,6 +297,14 @@ def test_policies_that_the_kernel_refuses() -> None:
 # ---- lock ----
 
 MEMLOCK = Limit("locked memory (memlock)", 8 * MIB, 2 * MIB, "ulimit -l unlimited")
+
+
+def test_what_is_mapped_twice_counts_twice_against_the_memlock_limit() -> None:
+    options: dict[str, Any] = {"lock": True, "shared": True, "mirror": 4096}
+    assert decide(Machine(memlock=MEMLOCK), 3 * MIB, **options).lock is True
+    choice = decide(Machine(memlock=MEMLOCK), 3 * MIB + 4096, **options)
+    assert choice.lock is False
+    assert "needs 6.0 MiB" in choice.shortfalls[0]
 
 
 @pytest.mark.parametrize("lock", [True, "onfault"])

@@ -37,6 +37,11 @@ def base_of(Block block):
     return <uintptr_t>block.region().block.base
 
 
+def commit(Block block, list ranges):
+    """All of the ranges, or none."""
+    block.commit_ranges(ranges)
+
+
 def cell_of(Grid grid, Cell cell):
     """The cell's address, from the native grid."""
     return <uintptr_t>um.um_grid_cell(&grid.grid, cell.id)
