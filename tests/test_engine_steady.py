@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,9 @@ SCRIPT = """
 
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
     owners = (("/unimem/", 1), ("libggml", 2), ("libgomp", 3))
-    prompt = [1] + [300 + i % 50 for i in range(99)]
-    with Decoder(os.environ["MODEL"], ctx=512, threads=2) as decoder:
+    prompt = [1] + [300 + i % 50 for i in range(149)]
+    cache = json.loads(os.environ["CACHE"])
+    with Decoder(os.environ["MODEL"], ctx=512, threads=2, **cache) as decoder:
         for line in open("/proc/self/maps"):
             place, access, *_, path = line.split(maxsplit=5)
             for name, owner in owners:
@@ -70,13 +72,26 @@ SCRIPT = """
             "counters": {name: after[name] - before[name] for name in before},
             "moved": sum(addresses[name] != moved[name] for name in addresses),
             "buffers": len(addresses),
+            "wrapped": decoder.kv.row_of(decoder.kv.next_position) < len(prompt),
         }))
 """
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler builds the counting shim")
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "chance"])
-def test_steady_state(tmp_path: Path, run_python: Run, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [
+        ({}, {}),
+        ({}, {"temperature": 0.8, "seed": 1}),
+        ({"kv_dtype": "q8_0"}, {}),
+        ({"window": 40}, {}),
+        ({"window": 40, "kv_dtype": "bf16"}, {}),
+    ],
+    ids=["greedy", "chance", "q8_0", "window", "window bf16"],
+)
+def test_steady_state(
+    tmp_path: Path, run_python: Run, cache: dict[str, Any], options: dict[str, float]
+) -> None:
     shim = tmp_path / "count_alloc.so"
     subprocess.run(
         [str(COMPILER), "-std=c17", "-O2", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True
@@ -86,13 +101,18 @@ def test_steady_state(tmp_path: Path, run_python: Run, options: dict[str, float]
     # What a token costs by itself would show in every run.
     for _ in range(4):
         done = run_python(
-            SCRIPT, LD_PRELOAD=str(shim), MODEL=str(model), OPTIONS=json.dumps(options)
+            SCRIPT,
+            LD_PRELOAD=str(shim),
+            MODEL=str(model),
+            CACHE=json.dumps(cache),
+            OPTIONS=json.dumps(options),
         )
         assert done.returncode == 0, done.stderr
         counted = json.loads(done.stdout)
         if counted["faults"] == 0:
             break
     assert all(counted["seen"])
+    assert counted["wrapped"] is ("window" in cache)
     assert counted["faults"] == 0
     assert counted["moved"] == 0
     assert counted["buffers"] > 50
