@@ -131,7 +131,7 @@ def test_reserved_huge_pages(eight_huge_pages: None) -> None:
         mirror[5] = 55
         assert first[5] == 55
         del first, mirror
-        # The pool would not keep the pages for it.
+        # The pool would go on keeping the pages for it.
         with pytest.raises(ValueError, match="hugetlb"):
             block._discard(0, block.nbytes)
     assert count("free_hugepages") == free

@@ -267,8 +267,8 @@ UM_API um_status um_block_release(um_block *block, size_t offset, size_t nbytes,
  * them takes pages again. *out_nbytes (may be NULL) is how many bytes of memory were covered. What
  * was a file's (um_block_overlay) is the block's own then; should there be no memory for that, it
  * is no longer committed. errors: UM_E_INVALID (outside the reserved range or not committed, a
- * mapped file, memory that may only be read or is locked, shared hugetlb memory, for which the pool
- * would not keep the pages), UM_E_NOMEM, UM_E_OS. */
+ * mapped file, memory that may only be read or is locked, hugetlb memory, which the pool would go
+ * on keeping for the block), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                                   um_error *err);
 
@@ -519,6 +519,8 @@ UM_API void um_kv_rollback(um_kv *kv);
 UM_API uint64_t um_kv_seq_len(const um_kv *kv); /* tokens that all layers hold, and a ring shows */
 UM_API uint64_t um_kv_next_position(const um_kv *kv);  /* the position behind the last of these */
 UM_API uint64_t um_kv_first_position(const um_kv *kv); /* of these: next_position - seq_len */
+/* The first position that every layer still has; a crop may bring a ring's back to the window. */
+UM_API uint64_t um_kv_oldest_position(const um_kv *kv);
 /* The tokens that one layer holds (and a ring shows): the position of the first, and how many.
  * 0 for no such layer. */
 UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position);

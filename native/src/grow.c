@@ -339,10 +339,11 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
     if (block->lock != UM_LOCK_NONE) {
         return um_fail(err, UM_E_INVALID, "locked memory cannot be discarded");
     }
-    /* What the pool has promised to a file is forgotten with the pages. A touch that finds the pool
-     * empty then would end the process. */
-    if (block->sharing != UM_SHARING_NONE && um_hugetlb_shift(block->requested_pages) != 0) {
-        return um_fail(err, UM_E_INVALID, "shared hugetlb memory cannot be discarded");
+    /* The pool would keep the pages for the block, so that nobody gains by it; and where it does
+     * not (of a file, or of private memory before Linux 6.9), or has none left on the node that the
+     * block is bound to, the next touch would end the process. */
+    if (um_hugetlb_shift(block->requested_pages) != 0) {
+        return um_fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
     }
     um_run range = nbytes == 0 ? (um_run){0, 0} : whole_steps(block, offset, end);
     size_t discarded = nbytes_of(block, range);
