@@ -135,6 +135,23 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
                     assert planned <= 1.25 * taken
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("window", [None, 5, 400])
+def test_the_plan_bounds_what_other_caches_take(
+    kv_dtype: str, window: int | None, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "m.gguf", shape=SHAPES["wide heads"], kind="f32")
+    for ctx in (400, 3000):
+        for threads in (1, 3):
+            with Decoder(
+                path, ctx=ctx, threads=threads, kv_dtype=kv_dtype, window=window
+            ) as decoder:
+                parts = scratch_parts(decoder.dims, ctx, threads, decoder.kv.n_rows)
+                taken, planned = decoder.layout.scratch.used_bytes, sum(parts.values())
+                assert taken <= planned <= decoder.layout.scratch.total_bytes
+                assert planned <= 1.6 * taken + 64 * 1024
+
+
 def test_ggml_s_own_sizes() -> None:
     for n in (16, 48, 200, 1000, 3000, 20000):
         overhead = ggml.graph_overhead_custom(n, False)

@@ -161,6 +161,42 @@ def test_frozen_means_no_new_memory(layout: um.Layout) -> None:
     layout.scratch.take_bytes(2000)
 
 
+def test_frozen_caches_do_not_grow(layout: um.Layout) -> None:
+    token = np.ones((1, 2, 8), "float32")
+    options: dict[str, Any] = {"dtype": "f32", "grow": True, "pages": "4k"}
+    with (
+        um.KVCache(1, 2, 8, 1000, **options) as kv,
+        um.KVCache(1, 2, 8, 1000, **options) as late,
+        um.KVCache(1, 2, 8, 16, window=4) as ring,
+    ):
+        for cache in (kv, ring):
+            layout.attach(cache)
+        kv.append(0, token, token)
+        layout.freeze()
+        layout.attach(late)
+        committed, before = kv.capacity_bytes, counters()
+        n = committed // (2 * token.nbytes)
+        for _ in range(n - 1):
+            kv.append(0, token, token)
+            ring.append(0, token, token)
+        for cache, held in ((kv, n), (late, 0)):
+            with pytest.raises(um.FrozenError, match="frozen"):
+                cache.append(0, token, token)
+            assert cache.seq_len == held
+        assert counters() == before
+        layout.clear_talk()
+        assert kv.is_empty
+        assert ring.is_empty
+        kv.append(0, token, token)
+        layout.thaw()
+        for cache in (kv, late):
+            for _ in range(n):
+                cache.append(0, token, token)
+        assert kv.capacity_bytes > committed
+        late.close()
+        layout.freeze()  # the closed one is not asked
+
+
 @pytest.mark.parametrize(
     ("sizes", "error"),
     [

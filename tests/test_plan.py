@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import unimem as um
+from unimem.plan import PREFILL_BATCH
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30
@@ -65,6 +67,60 @@ def test_options_change_what_they_should() -> None:
         )
     assert rows(um.plan(DIMS, ctx=2000, threads=2))["kv"] == pytest.approx(2 * base["kv"], rel=1e-3)
     assert rows(um.plan(DIMS, ctx=1000, threads=64))["scratch"] > base["scratch"]
+
+
+@pytest.mark.usefixtures("available")
+def test_types_of_the_cache() -> None:
+    values = 2 * 22 * 1024 * 4 * 64
+    for kv_dtype, nbytes in (
+        ("f32", 4 * values),
+        ("f16", 2 * values),
+        ("float16", 2 * values),
+        ("bf16", 2 * values),
+        ("q8_0", values // 32 * 34),
+    ):
+        assert rows(um.plan(DIMS, ctx=1024, kv_dtype=kv_dtype))["kv"] == nbytes
+    with pytest.raises(ValueError, match="head_dim"):
+        um.plan(replace(DIMS, head_dim=48), kv_dtype="q8_0")
+
+
+@pytest.mark.usefixtures("available")
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize(("window", "ctx"), [(1, 100), (77, 100), (1000, 5000)])
+def test_a_window_is_planned_as_its_ring_will_be(kv_dtype: str, window: int, ctx: int) -> None:
+    dims = replace(DIMS, num_layers=2, num_attention_heads=9, num_kv_heads=3)
+    plan = um.plan(dims, ctx=ctx, window=window, kv_dtype=kv_dtype, threads=2)
+    spare = min(ctx, PREFILL_BATCH)
+    with um.KVCache.for_dims(
+        dims, max_seq_len=ctx, window=window, spare_rows=spare, dtype=kv_dtype
+    ) as ring:
+        assert rows(plan)["kv"] == ring.capacity_bytes
+        assert ring.capacity_bytes % mmap.PAGESIZE == 0
+        assert ring.n_rows >= window + spare
+    # What is left of the history tape.
+    assert rows(plan)["other"] == plan.history_bytes == 4096
+    assert plan.total_bytes == sum(rows(plan).values())
+
+
+@pytest.mark.usefixtures("available")
+def test_a_window_takes_the_same_for_every_context() -> None:
+    base, longer = (um.plan(DIMS, ctx=ctx, window=500, threads=2) for ctx in (1000, 9000))
+    assert rows(longer)["kv"] == rows(base)["kv"]
+    # An id for each token.
+    assert rows(longer)["scratch"] - rows(base)["scratch"] == pytest.approx(4 * 8000, abs=4096)
+    assert rows(um.plan(DIMS, ctx=1000, window=500, batch=2))["kv"] == 2 * rows(base)["kv"]
+    assert rows(um.plan(DIMS, ctx=1000, window=500, pages="2m"))["kv"] == 2 * 22 * (2 << 20)
+    with pytest.raises(ValueError, match="window: expected at most the context, 499, got 500"):
+        um.plan(DIMS, ctx=499, window=500)
+
+
+def test_a_window_fits_where_a_context_does_not(available: Any) -> None:
+    available(um.plan(DIMS, ctx=1000).total_bytes)
+    assert um.plan(DIMS).ctx == 1000
+    assert um.plan(DIMS, window=500).max_ctx == DIMS.max_seq_len
+    available(um.plan(DIMS, ctx=200).total_bytes)
+    with pytest.raises(ValueError, match="window"):
+        um.plan(DIMS, window=500)
 
 
 def test_the_context_is_what_fits(available: Any) -> None:
@@ -134,6 +190,10 @@ def test_for_model_refuses_what_does_not_fit(model: Path, available: Any) -> Non
         {"threads": 0},
         {"threads": True},
         {"kv_dtype": "q9"},
+        {"window": 0},
+        {"window": True},
+        {"window": "all"},
+        {"window": 2**31},
     ],
 )
 def test_options_out_of_range(options: dict[str, Any]) -> None:
