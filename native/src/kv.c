@@ -178,8 +178,7 @@ uint64_t um_kv_next_position(const um_kv *kv) {
     return end;
 }
 
-/* The first position that every layer still holds. */
-static uint64_t oldest_of_all(const um_kv *kv) {
+uint64_t um_kv_oldest_position(const um_kv *kv) {
     uint64_t oldest = oldest_of(kv, 0);
     for (uint32_t layer = 1; is_ring(kv) && layer < kv->spec.n_layers; layer++) {
         oldest = max_u64(oldest, oldest_of(kv, layer));
@@ -188,12 +187,12 @@ static uint64_t oldest_of_all(const um_kv *kv) {
 }
 
 uint64_t um_kv_first_position(const um_kv *kv) {
-    return first_shown(kv, oldest_of_all(kv), um_kv_next_position(kv));
+    return first_shown(kv, um_kv_oldest_position(kv), um_kv_next_position(kv));
 }
 
 uint64_t um_kv_seq_len(const um_kv *kv) {
     uint64_t end = um_kv_next_position(kv);
-    return end - first_shown(kv, oldest_of_all(kv), end);
+    return end - first_shown(kv, um_kv_oldest_position(kv), end);
 }
 
 uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position) {
@@ -445,7 +444,7 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     if (n > len) {
         return um_fail(err, UM_E_INVALID, "n is above seq_len");
     }
-    uint64_t cropped = end - (len - n), oldest = oldest_of_all(kv);
+    uint64_t cropped = end - (len - n), oldest = um_kv_oldest_position(kv);
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
     if (is_ring(kv) && first_shown(kv, first, cropped) < oldest && n < len) {
         /* Before `oldest`, rows were overwritten that the window would reach. */

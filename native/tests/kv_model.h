@@ -192,6 +192,15 @@ static inline uint64_t model_first(const kv_model *m) {
     return at;
 }
 
+/* The first position that all layers have, shown or not; at most the next. */
+static inline uint64_t model_oldest(const kv_model *m) {
+    uint64_t at = model_next(m);
+    while (at > m->first && all_hold(m, at - 1)) {
+        at--;
+    }
+    return at;
+}
+
 static inline uint64_t model_len(const kv_model *m) {
     return model_next(m) - model_first(m);
 }
@@ -210,6 +219,9 @@ static inline bool check_model(const kv_model *m) {
     bool ok = CHECK_EQ_U64(um_kv_next_position(kv), model_next(m));
     ok = CHECK_EQ_U64(um_kv_first_position(kv), model_first(m)) && ok;
     ok = CHECK_EQ_U64(um_kv_seq_len(kv), model_len(m)) && ok;
+    uint64_t oldest = um_kv_oldest_position(kv), next = model_next(m);
+    /* Where a layer is ahead by more than its rows, nothing is left: no token below the next. */
+    ok = CHECK_EQ_U64(oldest < next ? oldest : next, model_oldest(m)) && ok;
     bool storage = true, tokens = true;
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
         uint64_t at = 777, first = model_layer_first(m, layer), len = m->next[layer] - first;

@@ -255,6 +255,7 @@ cdef extern from "unimem.h" nogil:
     uint64_t um_kv_seq_len(const um_kv *kv)
     uint64_t um_kv_next_position(const um_kv *kv)
     uint64_t um_kv_first_position(const um_kv *kv)
+    uint64_t um_kv_oldest_position(const um_kv *kv)
     uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position)
     um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, uint64_t n,
                          void *out, um_dtype type, um_error *err)
