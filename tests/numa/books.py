@@ -47,6 +47,13 @@ def move(address: int, nbytes: int, step: int, node: int) -> None:
     assert (statuses == node).all(), f"not all moved: {Counter(statuses.tolist())}"
 
 
+def drop_page_tables(address: int, nbytes: int) -> None:
+    """Let a range of shared memory be mapped by nobody here; it stays in RAM."""
+    dontneed = 4
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), dontneed) != 0:
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
 def _move_pages(address: int, nbytes: int, step: int, node: int | None) -> NDArray[np.int32]:
     addresses = np.arange(address, address + nbytes, step, dtype=np.uint64)
     targets = None if node is None else np.full(addresses.size, node, np.int32)

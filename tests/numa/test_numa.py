@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import unimem as um
-from numa.books import NODES, meminfo, move, node_bytes, numastat, page_nodes
+from numa.books import (
+    NODES,
+    drop_page_tables,
+    meminfo,
+    move,
+    node_bytes,
+    numastat,
+    page_nodes,
+)
 from unimem import limits
 from unimem.placement import Pages, PlacementOptions
 
@@ -257,6 +265,34 @@ def test_huge_pages_of_shared_memory(numa: str, among: set[int]) -> None:
         assert block.granted.pages == "4k"
         assert block.collapse().huge_bytes == 16 * MB
         assert is_even(nodes_of(block), among, 2 * MB)
+
+
+@pytest.mark.parametrize("numa", ["bind:1", "interleave:0,1", "interleave:0-2"])
+@pytest.mark.parametrize("pages", PAGES)
+def test_memory_that_is_mapped_twice(pages: Pages, numa: str) -> None:
+    """Its policy is the file's; what lies elsewhere is moved, although it is mapped twice."""
+    piece, unit = 4 * MB, UNIT[pages]
+    among = {1} if numa == "bind:1" else {0, 1} if numa == "interleave:0,1" else {0, 1, 2}
+    with um.Block._mirrored(
+        3 * piece, piece, pages=pages, numa=numa, warm=True, strict=True
+    ) as block:
+        images = block.as_array("uint64").reshape(6, -1)
+        images[::2] = np.arange(images[::2].size).reshape(3, -1)
+        assert is_even(block.verify().nodes, among, unit)
+        assert sum(block.verify().nodes.values()) == 3 * piece
+        for first in range(0, 6, 2):
+            place, mirror = (block.address + i * piece for i in (first, first + 1))
+            drop_page_tables(mirror, piece)
+            move(place, piece, unit, 2)
+        assert set(block.verify().nodes) == {2}
+        assert block.repair().nodes == block.granted.nodes
+        assert is_even(block.granted.nodes, among, unit)
+        assert block.granted.huge_bytes == (0 if pages == "4k" else 3 * piece)
+        # There again, through both images.
+        assert (page_nodes(block.address, block.nbytes, unit) >= 0).all()
+        assert (images[::2].ravel() == np.arange(images[::2].size)).all()
+        assert (images[::2] == images[1::2]).all()
+        del images
 
 
 def test_repair_leaves_what_is_right() -> None:
