@@ -302,6 +302,20 @@ def test_kinds_in_the_header(
     assert {name: got[name] for name in fields} == fields
 
 
+def test_a_cache_that_no_snapshot_can_describe_is_not_saved(tmp_path: Path) -> None:
+    with (
+        um.KVCache(2, 64, 128, 3 * 2**26, grow=True, dtype="f32") as kv,
+        pytest.raises(ValueError, match=r"at most 16\.0 TiB, and this one has room for 24\.0 TiB"),
+    ):
+        kv.save(tmp_path / "session")
+    with (
+        um.KVCache(1, 1, 1, 1, batch=2**19 + 1) as kv,
+        pytest.raises(ValueError, match=r"at most 1048576 lanes .* and this cache 1048578"),
+    ):
+        kv.save(tmp_path / "session")
+    assert os.listdir(tmp_path) == []
+
+
 def test_equal_caches_make_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with cache(40) as kv:
@@ -533,12 +547,14 @@ NONSENSE: list[tuple[dict[str, int], str]] = [
     ({"next_position": 2**62}, "next_position"),
     ({"next_position": 2**62 - 1}, "data_offset"),
     ({"max_seq_len": 0}, "max_seq_len"),
+    ({"max_seq_len": 2**32}, "max_seq_len"),
     ({"max_seq_len": 2**62}, "max_seq_len"),
     ({"window": 65}, "window"),
     ({"window": 16}, "seq_len"),
     ({"window": 64, "flags": 7}, "window"),
     ({"spare_rows": 1}, "spare_rows"),
     ({"window": 64, "spare_rows": 2**61}, "spare_rows"),
+    ({"window": 64, "spare_rows": 2**36}, "spare_rows"),
     ({"n_layers": 0}, "n_layers"),
     ({"n_layers": 2**32 - 1}, "n_layers"),
     ({"batch": 0}, "batch"),

@@ -41,9 +41,11 @@ _GROW, _HAS_MODEL, _HAS_TOKENS = 1, 2, 4
 MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
 MAX_CHUNK_BYTES = 64 << 20
 MAX_LANES = 1 << 20
+MAX_SEQ_LEN = (1 << 32) - 1  # as KVCache
 MAX_MODEL_BYTES = 65535
-# Of memory, and of positions: what fits a signed 64-bit number in every language.
-_LIMIT = 1 << 62
+MAX_POSITION = 1 << 62
+# A growing cache keeps twice its rows of address space, of which there are 47 bits.
+MAX_CACHE_BYTES = 1 << 44
 
 _FIELDS = (
     *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
@@ -252,7 +254,7 @@ def new(
     Raises
     ------
     ValueError
-        More lanes, or a longer name of the model, than a snapshot can have.
+        A cache of more lanes or bytes, or a longer name of the model, than a snapshot can have.
     """
     n_lanes = 2 * facts["n_layers"] * facts["batch"]
     if n_lanes > MAX_LANES:
@@ -267,6 +269,11 @@ def new(
         )
     n_tokens = 0 if tokens is None else len(tokens)
     sizes = _sizes(facts | {"model_bytes": model_bytes}, n_tokens)
+    if (nbytes := n_lanes * facts["max_seq_len"] * sizes.row_bytes) > MAX_CACHE_BYTES:
+        raise ValueError(
+            f"a snapshot is of a cache of at most {format_bytes(MAX_CACHE_BYTES)}, and this one "
+            f"has room for {format_bytes(nbytes)}"
+        )
     return Snapshot(
         path=path,
         model=model,
@@ -396,14 +403,15 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     )
     row_bytes = values["n_kv_heads"] * values["head_dim"] // block_values * block_bytes
     check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
-    max_rows = _LIMIT // (n_lanes * row_bytes)
-    check(values["max_seq_len"] <= max_rows, "max_seq_len", f"at most {max_rows}")
+    max_rows = MAX_CACHE_BYTES // (n_lanes * row_bytes)
+    most = min(max_rows, MAX_SEQ_LEN)
+    check(values["max_seq_len"] <= most, "max_seq_len", f"at most {most}")
     window = values["window"]
     check(window <= values["max_seq_len"], "window", f"at most {values['max_seq_len']}")
     check(not window or not values["flags"] & _GROW, "window", "none in a cache that grows")
     max_spare = max_rows - window if window else 0
     check(values["spare_rows"] <= max_spare, "spare_rows", f"at most {max_spare}")
-    check(values["next_position"] < _LIMIT, "next_position", f"less than {_LIMIT}")
+    check(values["next_position"] < MAX_POSITION, "next_position", f"less than {MAX_POSITION}")
     most = min(window or values["max_seq_len"], values["next_position"])
     check(values["seq_len"] <= most, "seq_len", f"at most {most}")
     max_model = MAX_MODEL_BYTES if values["flags"] & _HAS_MODEL else 0
