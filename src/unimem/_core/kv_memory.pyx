@@ -215,12 +215,15 @@ cdef class KVMemory(Watcher):
     cdef list dead_ranges(self):
         cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
         cdef size_t first = self.first_row() * row
-        cdef uint64_t held = self.end_position() - um.um_kv_first_position(&self.kv)
+        cdef uint64_t oldest, held
         if self.grow:
             return self.spare_ranges(True)
         if self.kv.spec.window == 0:
             return [(0, first), (self.end_row() * row, whole)]
-        held = min(held + self._reserved, self.kv.n_rows)
+        # What a crop may bring back into the window is held, too.
+        oldest = min(um.um_kv_oldest_position(&self.kv), self.end_position())
+        held = min(self.end_position() + self._reserved - oldest, self.kv.n_rows)
+        first = um.um_kv_row(&self.kv, oldest) * row
         return self.images(first + held * row, first + whole)
 
     cdef list spare_ranges(self, bint exactly):
@@ -234,10 +237,8 @@ cdef class KVMemory(Watcher):
         spare = min((high - low) // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
         if exactly:
             spare = 0
-        if self._high <= high + spare:
-            high = self._high
-        elif not exactly:
-            high += step
+        # A little more or less does not give back what the next token takes again.
+        high = self._high if self._high <= high + 2 * spare else high + spare
         return [(self._low, low), (high, self._high)]
 
     # ---- growing ----
@@ -410,10 +411,9 @@ cdef class KVMemory(Watcher):
 
     cdef int window_ended(self) except -1:
         self._waiting = False
-        if self.closed:
-            return 0
         try:
-            self.settle()
+            if not self.closed:
+                self.settle()
         except Exception:  # a view goes whether or not memory can be given back
             return 0
         return 0
@@ -529,8 +529,9 @@ cdef class KVMemory(Watcher):
 
     @property
     def closed(self):
-        """Whether the cache was closed."""
-        return self._closed or (self.tape is not None and self.tape.closed)
+        """Whether the cache was closed, or is a ring in a forked child."""
+        return (self._closed or (self.tape is not None and self.tape.closed)
+                or (self._region is not None and self._region.block.base == NULL))
 
     def warm(self, threads=None):
         """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
