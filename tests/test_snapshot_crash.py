@@ -29,9 +29,9 @@ KILLS = """
             for part in ("k", "v"):
                 kv._rows(layer, part, 0)[:] = generation % 251
 
-    kv = um.KVCache(4, 8, 64, 1024, pages="4k")
+    kv = um.KVCache(2, 8, 64, 1024, pages="4k")
     zeros = np.zeros((1024, 8, 64), np.float16)
-    for layer in range(4):
+    for layer in range(2):
         kv.append(layer, zeros, zeros)
 
     def save_in_child(generation):
@@ -53,7 +53,7 @@ KILLS = """
         with restored:
             facts = um.snapshot.describe(path)
             generation = int(facts.model)
-            for layer in range(4):
+            for layer in range(2):
                 for part in ("k", "v"):
                     assert (restored._rows(layer, part, 0) == generation % 251).all()
         return generation
