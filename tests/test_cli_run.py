@@ -335,6 +335,16 @@ def test_a_prompt_follows_the_session_s_text(model: Path, session: Path) -> None
     assert f"{used} used" in facts
 
 
+def test_a_chat_goes_on_without_beginning_anew(tmp_path: Path, session: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    added = {"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template}
+    path = write_constant_model(tmp_path / "chat.gguf", spm_vocab().metadata | added)
+    first = run_json(path, "--chat", "-p", "Hello", "-n", "1", "--save-session", session)
+    then = run_json(path, "--chat", "-p", "Hello", "-n", "1", "--resume", session)
+    assert first["prompt"]["tokens"][0] == 1
+    assert then["prompt"]["tokens"] == first["prompt"]["tokens"][1:]
+
+
 def test_the_model_in_the_package_goes_on_with_its_story(session: Path) -> None:
     whole = run_json("-n", "40")["output"]["text"]
     first = run_json("-n", "20", "--save-session", session)["output"]["text"]

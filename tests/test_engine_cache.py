@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -163,6 +165,59 @@ def test_a_ring_may_be_cropped(model: Path, ring: Decoder) -> None:
         assert ring.kv.next_position == 0
         full.reset()
         assert_close(ring.prefill(tokens(70)), full.prefill(tokens(70)))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), st.sampled_from([1, 1, 2, 7, 39, 40, 41, 128, 129, 300])),
+        st.tuples(st.just("crop"), st.integers(0, 150)),
+        st.tuples(st.just("trim"), st.integers(0, 45)),
+        st.tuples(st.just("reset"), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[tuple[Decoder, Decoder]]:
+    with (
+        Decoder(model, ctx=CTX, window=WINDOW, threads=1, kv_dtype="f32") as ring,
+        full_cache(model, WINDOW, kv_dtype="f32") as full,
+    ):
+        yield ring, full
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS)
+def test_whatever_is_done_to_a_ring(
+    pair: tuple[Decoder, Decoder], steps: list[tuple[str, int]]
+) -> None:
+    ring, full = pair
+    for decoder in pair:
+        decoder.reset()
+    for seed, (step, n) in enumerate(steps):
+        before = ring.kv.seq_len, ring.kv.next_position
+        if step == "prefill":
+            if ring.kv.next_position + n > CTX:
+                continue
+            a, b = ring.prefill(tokens(n, seed)), full.prefill(tokens(n, seed))
+            assert np.abs(a - b).max() <= 1e-4 * b.std()
+        elif step == "reset":
+            ring.reset()
+            full.reset()
+        elif step == "trim":
+            for decoder in pair:
+                decoder.kv.trim_to(n)
+        elif (back := min(n, ring.kv.seq_len)) <= min(full.kv.seq_len, PREFILL_BATCH):
+            try:
+                ring.kv.crop(ring.kv.seq_len - back)
+            except ValueError:
+                # What a prompt of several batches has overwritten is not there any more.
+                assert (ring.kv.seq_len, ring.kv.next_position) == before
+            else:
+                full.kv.crop(full.kv.seq_len - back)
+        assert ring.kv.next_position == full.kv.next_position
+        assert ring.kv.seq_len == min(WINDOW, full.kv.seq_len)
 
 
 def test_a_ring_may_be_trimmed(model: Path, ring: Decoder) -> None:

@@ -327,6 +327,8 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
         prompt = chat_prompt(decoder.weights.metadata, decoder.tokenizer, messages)
     if n_restored:
         ids = decoder.tokenize(prompt, add_bos=False, special=options.chat) if prompt else []
+        if ids[:1] == [decoder.tokenizer.bos_id]:
+            del ids[0]  # written by a chat template
     else:
         ids = decoder.tokenize(prompt, special=options.chat)
     if not ids and not n_restored:

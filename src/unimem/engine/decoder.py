@@ -331,7 +331,8 @@ class Decoder:
         in_ram = min(kv, self.kv.resident_bytes)
         peak = 2 * self.dims.num_layers * self.kv.row_bytes * max(self._longest, self.kv.seq_len)
         on_history = kv if self.kv.tape is history else 0
-        rows.append(Row("kv", kv, self.kv.granted, talk, in_ram, peak))
+        under = history.block if self.kv.block is None else self.kv.block
+        rows.append(Row("kv", kv, under.verify(), talk, in_ram, peak))
         logits = self._logits.nbytes
         placed = scratch.block.verify()
         rows += [
@@ -772,10 +773,10 @@ class Decoder:
             self._compute_together(tokens[start : start + together])
 
     def _compute_together(self, tokens: NDArray[Any]) -> None:
-        self._ready = False
         kv, n = self.kv, len(tokens)
         position, held = kv.next_position, kv.seq_len
         row = kv.reserve(n)
+        self._ready = False
         try:
             for i in range(0, n, self._batch):
                 self._compute_batch(tokens[i : i + self._batch], position + i, held + i, row + i)
@@ -804,10 +805,10 @@ class Decoder:
 
     def _step(self, token: int) -> None:
         """Compute one token; nothing is taken, and nothing moves."""
-        self._ready = False
         kv = self.kv
         position, held = kv.next_position, kv.seq_len
         row = kv.reserve(1)
+        self._ready = False
         try:
             self._attend(self._first_row(held, row), row)
             self._tokens[0] = token
