@@ -329,10 +329,11 @@ def test_a_full_pool_refuses_and_changes_nothing(pg: um.PagedKVCache) -> None:
         with a.fork() as c:
             before = state(pg, a, b, c)
             # There is room in the tail, but not for a copy of it.
-            for call in (
+            calls: list[Callable[[], None]] = [
                 lambda: c.append(1, *rows(1)),
-                lambda: a.append_all(rows(2)[0], rows(2)[1]),
-            ):
+                lambda: a.append_all(*rows(2)),
+            ]
+            for call in calls:
                 with pytest.raises(um.CacheFull) as caught:
                     call()
                 assert (caught.value.limit, caught.value.used, caught.value.asked) == (6, 6, 1)

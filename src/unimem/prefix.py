@@ -18,7 +18,7 @@ class Blocks(Protocol):
     def _uncache(self, block: int) -> None: ...
 
 
-def digest(ids: bytes, parent_key: int) -> int:
+def digest(ids: bytes, parent_key: int, /) -> int:
     """Return the hash of a block's token ids and of all tokens before it.
 
     Parameters

@@ -415,7 +415,7 @@ cdef class Sequence:
         When it raises, nothing was changed.
         """
         cdef um.um_error err
-        cdef Region region
+        cdef Region _held
         cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
         cdef cnp.npy_intp *ks = cnp.PyArray_DIMS(ka)
         cdef cnp.npy_intp *vs = cnp.PyArray_DIMS(va)
@@ -428,7 +428,7 @@ cdef class Sequence:
         cdef uint32_t index
         cdef bint fits
         # Held, so that nobody closes the cache while the lock is released.
-        region = self.open_region()
+        _held = self.open_region()
         index = self.cache.checked_layer(layer)
         if n_dims == 3:
             order = um.UM_KV_TOKEN_MAJOR
@@ -478,11 +478,11 @@ cdef class Sequence:
         """
         cdef um.um_error err
         cdef um.um_status status
-        cdef Region region
+        cdef Region _held
         cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
         cdef int number = _float_of(ka)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        region = self.open_region()
+        _held = self.open_region()
         expected = (s.n_layers, s.n_kv_heads, s.head_dim)
         if k.shape != expected or v.shape != expected:
             raise ValueError(f"Sequence.append_all: expected k and v of shape {expected}, got "
@@ -621,7 +621,7 @@ cdef class Sequence:
         cdef um.um_error err
         cdef um.um_status status
         # Held, so that nobody closes the cache while the lock is released.
-        cdef Region region = self.open_region()
+        cdef Region _held = self.open_region()
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef uint32_t index = self.cache.checked_layer(layer)
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
