@@ -275,6 +275,30 @@ def test_no_more_can_be_reserved_than_there_are_rows() -> None:
         assert kv.reserve(16) == 30 % 16
 
 
+# ---- views ----
+
+
+def test_a_view_of_the_mirror_is_over_the_rows_themselves() -> None:
+    with ring(8, dtype="f32") as kv:
+        assert kv.n_rows == 8
+        talk = Talk(kv)
+        talk.append(18)
+        talk.trim_to(4)
+        view = kv.layer(0)[0]  # rows 6 to 9, which are 6, 7, 0 and 1
+        contents = view[:, :, 2:].tobytes()
+        talk.append(6)  # the window begins at row 0
+        with pytest.raises(BufferError, match="views"):
+            kv.enforce_memory_limit(2 * 4 * kv.row_bytes)
+        talk.check()
+        talk.trim_to(2)
+        talk.check()
+        assert view[:, :, 2:].tobytes() == contents
+        del view
+        assert kv.enforce_memory_limit(4 * kv.row_bytes)
+        talk.model.trim_to(1)
+        talk.check()
+
+
 # ---- making one ----
 
 
