@@ -94,8 +94,9 @@ def test_every_class_takes_a_policy() -> None:
     with um.Grid(64, 4, numa=numa) as grid:
         assert grid.tape.block.requested["numa"] == numa
     with um.KVCache(1, 1, 8, 4, numa=numa, lock=True) as kv:
-        assert kv.tape.block.requested["numa"] == numa
-        assert kv.tape.block.granted.locked_bytes == kv.tape.block.nbytes
+        assert kv.block is not None
+        assert kv.block.requested["numa"] == numa
+        assert kv.block.granted.locked_bytes == kv.block.nbytes
 
 
 def test_a_kernel_that_refuses_policies_is_told(run_python: Run) -> None:
