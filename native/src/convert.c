@@ -109,6 +109,10 @@ static int8_t q8_of(float x) {
     return (int8_t)(uint8_t)(uint32_t)whole;
 }
 
+static inline float reciprocal(float d) {
+    return d != 0 ? 1 / d : 0;
+}
+
 static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
     float amax = 0;
     for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
@@ -117,7 +121,7 @@ static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
         float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
         amax = amax > magnitude ? amax : magnitude;
     }
-    float d = amax / Q8_0_MAX, id = d != 0 ? 1 / d : 0;
+    float d = amax / Q8_0_MAX, id = reciprocal(d);
     out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
     for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
         out->qs[i] = q8_of(in[i] * id);
@@ -144,9 +148,10 @@ static const um_convert_code scalar = {
 
 /* The vector codes take the bits of the largest magnitude of a block as an integer, where a NaN is
  * above infinity. Whether they may quantize the block: no value of it, and nothing on the way, is a
- * NaN, infinite, or out of range then. Such blocks are the scalar code's. */
+ * NaN, infinite, or out of range then. Other blocks are the scalar code's. */
 static inline bool is_usual_amax(uint32_t amax_bits) {
-    return amax_bits - 0x0d800000 /* 2^-100 */ < F32_INFINITY - 0x0d800000;
+    const uint32_t least = 0x0d800000; /* 2^-100 */
+    return amax_bits == 0 || amax_bits - least < F32_INFINITY - least;
 }
 
 #if defined(__x86_64__)
@@ -239,7 +244,7 @@ AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
             continue;
         }
         float d = float_of(amax) / Q8_0_MAX;
-        __m256 id = _mm256_set1_ps(1 / d);
+        __m256 id = _mm256_set1_ps(reciprocal(d));
         out[i].d = f16_of_f32(d);
         __m256i low = _mm256_packs_epi32(q8_of_x8(values[0], id), q8_of_x8(values[1], id));
         __m256i high = _mm256_packs_epi32(q8_of_x8(values[2], id), q8_of_x8(values[3], id));
@@ -339,7 +344,7 @@ AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
             continue;
         }
         float d = float_of(amax) / Q8_0_MAX;
-        __m512 id = _mm512_set1_ps(1 / d);
+        __m512 id = _mm512_set1_ps(reciprocal(d));
         out[i].d = f16_of_f32(d);
         _mm_storeu_si128((__m128i *)(void *)out[i].qs, q8_of_x16(low, id));
         _mm_storeu_si128((__m128i *)(void *)(out[i].qs + 16), q8_of_x16(high, id));
@@ -425,7 +430,7 @@ static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
             q8_0_of_f32_block(out + i, in);
             continue;
         }
-        float d = float_of(amax) / Q8_0_MAX, id = 1 / d;
+        float d = float_of(amax) / Q8_0_MAX, id = reciprocal(d);
         out[i].d = f16_of_f32(d);
         for (size_t j = 0; j < 8; j += 2) {
             vst1_s8(out[i].qs + 4 * j, q8_of_x8(values[j], values[j + 1], id));
@@ -541,21 +546,26 @@ static bool depends_on_mode(um_dtype out_type) {
 
 /* ---- any to any ---- */
 
+/* Beside the public functions, since those cannot be inlined. */
+static inline size_t block_bytes(um_dtype type) {
+    return type == UM_F32 ? sizeof(float) : type == UM_Q8_0 ? sizeof(um_q8_0) : sizeof(uint16_t);
+}
+
+/* Of n values, whole blocks. */
+static inline size_t bytes_of(um_dtype type, size_t n) {
+    return type == UM_Q8_0 ? n / UM_Q8_0_VALUES * sizeof(um_q8_0) : n * block_bytes(type);
+}
+
+static inline bool is_known(um_dtype type) {
+    return (unsigned)type <= UM_Q8_0;
+}
+
 size_t um_dtype_block_values(um_dtype type) {
-    return type == UM_Q8_0 ? UM_Q8_0_VALUES : um_dtype_block_bytes(type) != 0;
+    return type == UM_Q8_0 ? UM_Q8_0_VALUES : is_known(type);
 }
 
 size_t um_dtype_block_bytes(um_dtype type) {
-    switch (type) {
-    case UM_F32:
-        return 4;
-    case UM_F16:
-    case UM_BF16:
-        return 2;
-    case UM_Q8_0:
-        return sizeof(um_q8_0);
-    }
-    return 0;
+    return is_known(type) ? block_bytes(type) : 0;
 }
 
 static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
@@ -590,33 +600,27 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
         /* By way of float32, which holds the values of all the others exactly. */
         enum { PIECE = 1024 };
         float piece[PIECE];
-        size_t out_values = um_dtype_block_values(out_type);
-        size_t in_values = um_dtype_block_values(in_type);
-        size_t out_bytes = um_dtype_block_bytes(out_type), in_bytes = um_dtype_block_bytes(in_type);
         for (size_t done = 0; done < n; done += PIECE) {
             size_t part = n - done < PIECE ? n - done : PIECE;
-            const unsigned char *from = (const unsigned char *)in + done / in_values * in_bytes;
-            to_f32(code, piece, from, in_type, part);
-            of_f32(code, (unsigned char *)out + done / out_values * out_bytes, out_type, piece,
-                   part);
+            to_f32(code, piece, (const unsigned char *)in + bytes_of(in_type, done), in_type, part);
+            of_f32(code, (unsigned char *)out + bytes_of(out_type, done), out_type, piece, part);
         }
     }
 }
 
 um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
                         um_dtype in_type, size_t n, um_error *err) {
-    size_t out_values = um_dtype_block_values(out_type), in_values = um_dtype_block_values(in_type);
-    if (out_values == 0 || in_values == 0) {
+    if (!is_known(out_type) || !is_known(in_type)) {
         return um_fail(err, UM_E_INVALID, "type");
     }
-    if (n % out_values != 0 || n % in_values != 0) {
+    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
         return um_fail(err, UM_E_INVALID, "n is not whole blocks");
     }
     if (n == 0) {
         return UM_OK; /* the pointers may be NULL then */
     }
     if (out_type == in_type) {
-        memcpy(out, in, n / out_values * um_dtype_block_bytes(out_type));
+        memcpy(out, in, bytes_of(out_type, n));
     } else if (depends_on_mode(out_type)) {
         fp_mode mode = enter_default_mode();
         convert(code, out, out_type, in, in_type, n);

@@ -370,7 +370,10 @@ static void make_rows(void) {
             random_block(row, &seed, 4);
         }
     }
-    memset(rows, 0, BLOCK * sizeof *rows);
+    /* Zeros, of either sign. */
+    for (int i = 0; i < 2 * BLOCK; i++) {
+        rows[i] = i < BLOCK ? 0 : -0.0f;
+    }
     for (int b = 0; b < N_BLOCKS; b++) {
         quantize(&quantized[b], rows + (size_t)b * BLOCK);
     }
