@@ -246,6 +246,42 @@ def test_interrupted_batches_leave_no_token(
     assert greedy(decoder, 6) == expected
 
 
+def test_an_interrupted_step_leaves_no_half_mask(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With the 257th row attention reads more of them, and the mask is made anew.
+    decoder.prefill(tokens(255))
+    decoder.prefill([3])
+    expected = decoder.prefill([4]).copy()
+    decoder.reset()
+    decoder.prefill(tokens(255))
+    decoder.prefill([3])
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("unimem.engine.decoder._show", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.prefill([4])
+    assert decoder.kv.seq_len == 256
+    np.testing.assert_array_equal(decoder.prefill([4]), expected)
+
+
+def test_views_in_the_way_leave_the_logits(model: Path) -> None:
+    with Decoder(model, ctx=20, threads=1) as decoder:
+        decoder.prefill(tokens(20))
+        k, v = decoder.kv.layer(0)
+        decoder.kv.trim_to(10)
+        logits = decoder.logits.copy()
+        # The rows are used up, and the tokens cannot move to the front.
+        with pytest.raises(BufferError, match="views"):
+            decoder.generate_next_token()
+        np.testing.assert_array_equal(decoder.logits, logits)
+        del k, v
+        assert decoder.generate_next_token() == int(logits.argmax())
+
+
 def test_a_new_conversation_ends_an_old_generator(decoder: Decoder) -> None:
     old = decoder.generate(PROMPT, 50, stop_at_eog=False)
     next(old)

@@ -831,9 +831,7 @@ class Decoder:
     def _n_kv(self, first: int, end: int) -> int:
         """Rows that attention reads, so that [first, end) are among them."""
         n_rows: int = self.kv.n_rows
-        if first < 0 or end > n_rows:
-            return n_rows
-        return min(n_rows, -(-end // KV_BUCKET) * KV_BUCKET)
+        return n_rows if first < 0 else min(n_rows, -(-end // KV_BUCKET) * KV_BUCKET)
 
     def _attend(self, first: int, row: int) -> None:
         """Let the decode graph's token see rows [first, row]."""
