@@ -451,6 +451,20 @@ def test_views_keep_the_memory(kv: um.KVCache) -> None:
     assert not proc_maps.is_mapped(address)
 
 
+@pytest.mark.parametrize("options", [{}, {"grow": True}, {"window": 4}])
+def test_the_block_under_a_cache_is_the_caches(options: dict[str, Any]) -> None:
+    with um.KVCache(2, 3, 4, 8, **options) as kv:
+        for layer in range(2):
+            kv.append(layer, *tokens(3))
+        before = state(kv)
+        assert kv.block is not None
+        for use in (kv.block.close, kv.block.release):
+            with pytest.raises(BufferError):
+                use()
+        assert state(kv) == before
+        assert kv.granted == kv.block.granted
+
+
 def test_a_closed_cache_says_so() -> None:
     kv = um.KVCache(2, 3, 4, 8)
     kv.close()

@@ -268,6 +268,42 @@ def test_a_view_of_what_stays_is_in_nobodys_way() -> None:
         del kept
 
 
+def test_readers_hold_views_while_one_thread_appends_and_trims() -> None:
+    n_tokens, n_at_once = 16_000, 80  # so many at once are copied without the GIL
+    torn: list[Any] = []
+    done = threading.Event()
+    with um.KVCache(1, 2, 64, n_tokens, dtype="f32", grow=True, pages="4k") as kv:
+
+        def read() -> None:
+            held: list[Any] = []
+            while not done.is_set():
+                k, v = kv.layer(0)
+                held = [*held[-3:], (k, v, kv.seq_len)]
+                for part in held[0][:2]:
+                    seen = part[0, :, :, -1]
+                    if seen.size and (seen != seen[0, 0] + np.arange(seen.shape[1])).any():
+                        torn.append(seen.copy())
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        try:
+            for first in range(0, n_tokens, n_at_once):
+                rows = np.arange(first, first + n_at_once, dtype="float32")[:, None, None]
+                rows = np.ascontiguousarray(np.broadcast_to(rows, (n_at_once, 2, 64)))
+                kv.append(0, rows, rows)
+                if first % (5 * n_at_once) == 0:
+                    kv.trim_to(first % 300)
+        finally:
+            done.set()
+            for reader in readers:
+                reader.join()
+        assert torn == []
+        kv.trim_to(10)
+        assert committed(kv) <= 2 * 3 * PAGE
+        assert kv.layer(0)[1][0, 1, -1, 5] == n_tokens - 1
+
+
 def test_the_pages_go_after_the_view_though_the_cache_is_closed() -> None:
     kv = growing()
     Talk(kv).append(100)
@@ -291,7 +327,8 @@ def test_the_budget_is_never_passed() -> None:
             for _ in range(2):
                 while kv.seq_len < most:
                     talk.append(1)
-                    assert committed(kv) <= budget
+                    assert kv.capacity_bytes <= budget
+                assert committed(kv) <= budget
                 with pytest.raises(um.CacheFull, match="budget_bytes") as caught:
                     kv.append(0, *[np.zeros((1, 4, 64), "f4")] * 2)
                 assert caught.value.limit == budget

@@ -235,6 +235,19 @@ def test_a_layer_that_lags_behind_finds_room(kind: str) -> None:
             assert (caught.value.limit, caught.value.used, caught.value.asked) == (40, 40, 1)
 
 
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_position_that_was_dropped_has_no_row(kind: str) -> None:
+    with cache(kind, 10) as kv:
+        talk = Talk(kv)
+        for n in (10, 8, 8):
+            talk.append(n)
+            talk.trim_to(2)
+        assert kv.row_of(25) - kv.row_of(24) == 1
+        for position in (0, 23, -1, 2**64):
+            with pytest.raises(ValueError, match="position"):
+                kv.row_of(position)
+
+
 # ---- views ----
 
 
