@@ -202,29 +202,38 @@ class CacheAgainstModel(RuleBasedStateMachine):
         dtype=st.sampled_from(GIVEN_DTYPES),
         token_major=st.booleans(),
         strided=st.booleans(),
+        as_stored=st.booleans(),
         fault=FAULTS,
     )
     def append(
-        self, layer: int, n: int, dtype: str, token_major: bool, strided: bool, fault: Any
+        self,
+        layer: int,
+        n: int,
+        dtype: str,
+        token_major: bool,
+        strided: bool,
+        as_stored: bool,
+        fault: Any,
     ) -> None:
         shape = (self.model.batch, self.HEADS, n, self.DIM)
         rows = [given(self.rng, shape, dtype) for _ in range(2)]
-        arguments = rows
+        kept = [stored(row, self.model.dtype) for row in rows]
+        arguments = kept if as_stored else rows
         if token_major and self.model.batch == 1:
-            arguments = [row[0].swapaxes(0, 1) for row in rows]
+            arguments = [row[0].swapaxes(0, 1) for row in arguments]
         if not strided:
             arguments = [np.ascontiguousarray(a) for a in arguments]
         must, may = self.room(layer, n)
         if self.attempt(lambda: self.kv.append(layer, *arguments), must=must, may=may, fault=fault):
             first = self.model.end[layer]
-            self.model.append(layer, *[stored(row, self.model.dtype) for row in rows])
+            self.model.append(layer, kept[0], kept[1])
             self.write(layer, first, first + n)
 
     @rule(n=st.integers(1, 9), dtype=st.sampled_from(GIVEN_DTYPES), fault=FAULTS)
     def append_to_all(self, n: int, dtype: str, fault: Any) -> None:
         """Whole tokens, which the other rules would seldom make."""
         for layer in range(self.N_LAYERS):
-            self.append(layer, n, dtype, False, False, fault)
+            self.append(layer, n, dtype, False, False, False, fault)
 
     @rule(dtype=st.sampled_from(GIVEN_DTYPES), fault=FAULTS)
     def append_all(self, dtype: str, fault: Any) -> None:
@@ -481,7 +490,7 @@ class AnyRing(CacheAgainstModel):
 
     @rule(layer=LAYERS, percent=st.integers(0, 250), fault=FAULTS)
     def append_far(self, layer: int, percent: int, fault: Any) -> None:
-        self.append(layer, self.model.n_rows * percent // 100, "float16", True, False, fault)
+        self.append(layer, self.model.n_rows * percent // 100, "float16", True, False, False, fault)
 
     @rule(percent=st.integers(0, 120))
     def reserve_far(self, percent: int) -> None:
