@@ -53,6 +53,10 @@ FAULTS = st.one_of(
     st.tuples(st.integers(1, 2), st.just(0)),
 )
 LAYERS = st.integers(0, 1)
+# Of the tokens that are there; above 100, more than there are.
+PERCENT = st.one_of(st.integers(0, 100), st.integers(0, 100), st.integers(0, 110))
+# Whether tokens that some layers lack, and what is reserved, are dropped first.
+WHOLE = st.sampled_from([True, True, True, False])
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -229,9 +233,23 @@ class CacheAgainstModel(RuleBasedStateMachine):
             self.model.append(layer, kept[0], kept[1])
             self.write(layer, first, first + n)
 
-    @rule(n=st.integers(1, 9), dtype=st.sampled_from(GIVEN_DTYPES), fault=FAULTS)
-    def append_to_all(self, n: int, dtype: str, fault: Any) -> None:
+    def make_whole(self, wanted: bool) -> None:
+        if wanted and not self.model.is_whole:
+            self.rollback()
+
+    def part(self, percent: int) -> int:
+        """So many of the tokens."""
+        return self.model.seq_len * min(percent, 100) // 100 + max(0, percent - 100)
+
+    @rule(
+        n=st.one_of(st.integers(1, 9), st.integers(1, 30)),
+        dtype=st.sampled_from(GIVEN_DTYPES),
+        fault=FAULTS,
+        whole=WHOLE,
+    )
+    def append_to_all(self, n: int, dtype: str, fault: Any, whole: bool) -> None:
         """Whole tokens, which the other rules would seldom make."""
+        self.make_whole(whole)
         for layer in range(self.N_LAYERS):
             self.append(layer, n, dtype, False, False, False, fault)
 
@@ -251,8 +269,9 @@ class CacheAgainstModel(RuleBasedStateMachine):
                 self.model.append(layer, token[0], token[1])
                 self.write(layer, end, end + 1)
 
-    @rule(n=st.integers(0, 20), fault=FAULTS)
-    def reserve(self, n: int, fault: Any) -> None:
+    @rule(n=st.integers(0, 20), fault=FAULTS, whole=WHOLE)
+    def reserve(self, n: int, fault: Any, whole: bool) -> None:
+        self.make_whole(whole)
         must, may = self.room(0, n)
         if n == 0:
             must = ValueError
@@ -268,6 +287,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
             self.model.reserve(n)
 
     @rule(n=st.integers(0, 12))
+    @precondition(lambda self: self.model.reserved or self.model.seq_len % 5 == 0)
     def commit(self, n: int) -> None:
         if n > self.model.reserved or not self.model.reserved:
             must = ValueError if self.model.reserved else RuntimeError
@@ -297,8 +317,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
         self.kv.rollback()
         self.model.rollback()
 
-    @rule(n=st.integers(0, 42), fault=FAULTS)
-    def crop(self, n: int, fault: Any) -> None:
+    @rule(percent=PERCENT, fault=FAULTS, whole=WHOLE)
+    def crop(self, percent: int, fault: Any, whole: bool) -> None:
+        self.make_whole(whole)
+        n = self.part(percent)
         must: Refusals = ()
         if not self.model.is_whole:
             must = RuntimeError
@@ -307,9 +329,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if self.attempt(lambda: self.kv.crop(n), must=must, fault=fault):
             self.model.crop(n)
 
-    @rule(n=st.integers(0, 30), keep_first=st.sampled_from([0, 0, 1, 3]), fault=FAULTS)
-    def trim_to(self, n: int, keep_first: int, fault: Any) -> None:
-        model = self.model
+    @rule(percent=PERCENT, keep_first=st.sampled_from([0, 0, 0, 1, 3]), fault=FAULTS, whole=WHOLE)
+    def trim_to(self, percent: int, keep_first: int, fault: Any, whole: bool) -> None:
+        self.make_whole(whole)
+        model, n = self.model, self.part(percent)
         must: Refusals = ()
         may: Refusals = ()
         if model.window and keep_first:
@@ -330,9 +353,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
         ):
             assert got[0] is model.trim_to(n, keep_first)
 
-    @rule(n=st.integers(0, 12), more=st.integers(0, 100), fault=FAULTS)
-    def enforce_memory_limit(self, n: int, more: int, fault: Any) -> None:
-        model = self.model
+    @rule(percent=PERCENT, more=st.integers(0, 100), fault=FAULTS, whole=WHOLE)
+    def enforce_memory_limit(self, percent: int, more: int, fault: Any, whole: bool) -> None:
+        self.make_whole(whole)
+        model, n = self.model, self.part(percent)
         token_bytes = model.token_bytes * self.N_LAYERS
         most = n * token_bytes + more
         drops = model.memory_usage_bytes > most
@@ -355,12 +379,15 @@ class CacheAgainstModel(RuleBasedStateMachine):
             assert self.kv.memory_usage_bytes <= most
 
     @rule(fault=FAULTS)
+    @precondition(lambda self: self.model.next_position > 30)
     def clear(self, fault: Any) -> None:
         if self.attempt(self.kv.clear, fault=fault):
             self.model.clear()
 
-    @rule(swap=st.booleans(), fault=FAULTS)
-    def copy(self, swap: bool, fault: Any) -> None:
+    @rule(swap=st.booleans(), fault=FAULTS, whole=WHOLE)
+    @precondition(lambda self: self.model.next_position > 10)
+    def copy(self, swap: bool, fault: Any, whole: bool) -> None:
+        self.make_whole(whole)
         must: Refusals = () if self.model.is_whole else RuntimeError
         got = self.attempt(self.kv.copy, must=must, fault=fault)
         if got is None:
@@ -494,7 +521,7 @@ class AnyRing(CacheAgainstModel):
 
     @rule(percent=st.integers(0, 120))
     def reserve_far(self, percent: int) -> None:
-        self.reserve(self.model.n_rows * percent // 100, None)
+        self.reserve(self.model.n_rows * percent // 100, None, True)
 
 
 class Ring(AnyRing):
@@ -518,7 +545,7 @@ class SpaciousRing(AnyRing):
 
 SETTINGS = settings(
     max_examples=N_EXAMPLES,
-    stateful_step_count=40,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
