@@ -426,3 +426,27 @@ def test_a_trimmed_cache_is_a_full_one_with_the_same_mask(model: Path, keep_firs
         with pytest.raises(um.CacheFull):
             short.prefill(tokens(room + 1))
         short.prefill(tokens(room))
+
+
+def test_memory_may_be_given_back_between_calls(model: Path) -> None:
+    options: dict[str, Any] = {"ctx": CTX, "threads": 1, "kv_dtype": "f32"}
+    with (
+        um.Layout.for_model(model, pages="4k", **options) as layout,
+        Decoder(model, layout=layout, **options) as decoder,
+        Decoder(model, **options) as trimmed,
+    ):
+        token_bytes = 2 * SHAPE.layers * decoder.kv.row_bytes
+        for other in (decoder, trimmed):
+            other.prefill(tokens(1000))
+        before = decoder.kv.resident_bytes
+        assert decoder.kv.enforce_memory_limit(100 * token_bytes)
+        assert decoder.kv.seq_len == 100
+        lanes = 2 * SHAPE.layers
+        assert before - decoder.kv.resident_bytes >= 900 * token_bytes - 2 * 4096 * lanes
+        trimmed.kv.trim_to(100)
+        for n in (1, 60, 1):
+            np.testing.assert_array_equal(decoder.prefill(tokens(n)), trimmed.prefill(tokens(n)))
+        decoder.reset()
+        trimmed.reset()
+        prompt = tokens(300)
+        np.testing.assert_array_equal(decoder.prefill(prompt), trimmed.prefill(prompt))
