@@ -491,9 +491,19 @@ cdef class KVCache(KVMemory):
         """Return the row of the token of a position, which the cache holds or will.
 
         Trimming a plain cache and appending may move its tokens: the row is that of now.
+
+        Raises
+        ------
+        ValueError
+            The token was dropped from a plain cache, and its row may be another's.
         """
+        cdef uint64_t wanted = size_of(position, "position")
         self.open_region()
-        return um.um_kv_row(&self.kv, size_of(position, "position"))
+        if self.window is None and wanted < um.um_kv_first_position(&self.kv):
+            raise ValueError(f"position: expected one from "
+                             f"{um.um_kv_first_position(&self.kv)} on, before which tokens were "
+                             f"dropped, got {position}")
+        return um.um_kv_row(&self.kv, wanted)
 
     # ---- rows that the caller writes ----
 

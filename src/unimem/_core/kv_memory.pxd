@@ -26,7 +26,7 @@ cdef class KVMemory(Watcher):
     cdef uint64_t _reserved
     # Calls that use rows without the interpreter's lock.
     cdef int _n_busy
-    cdef bint _waiting, _postponed, _frozen, _closed
+    cdef bint _waiting, _postponed, _left_behind, _frozen, _closed
 
     cdef int _start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1
     cdef size_t _row_bytes(self, um.um_kv_spec *spec) except 0

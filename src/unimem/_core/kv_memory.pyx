@@ -346,8 +346,9 @@ cdef class KVMemory(Watcher):
         cdef size_t lane
         if first < end:
             for lane in range(self._n_lanes):
-                um.um_block_release(&self._region.block, lane * self.kv.lane_stride + first,
-                                    end - first, NULL, NULL)
+                if um.um_block_release(&self._region.block, lane * self.kv.lane_stride + first,
+                                       end - first, NULL, NULL) != um.UM_OK:
+                    self._left_behind = True
 
     cdef int settle(self, bint exactly=False) except -1:
         cdef Region region = self.open_region()
@@ -386,12 +387,16 @@ cdef class KVMemory(Watcher):
 
     cdef int _shrink(self, list ranges) except -1:
         cdef bint empty = self.first_row() == self.end_row()
-        (low, new_low), (new_high, high) = ranges
-        if low >= new_low and new_high >= high:
+        cdef size_t low, high
+        (first, low), (high, end) = ranges
+        if self._left_behind:
+            first, end = 0, self.kv.lane_stride
+            self._left_behind = False
+        elif first >= low and high >= end:
             return 0
-        self._release_lanes(low, new_low)
-        self._release_lanes(new_high, high)
-        self._low, self._high = max(low, new_low), min(new_high, high)
+        self._release_lanes(first, low)
+        self._release_lanes(high, end)
+        self._low, self._high = max(self._low, low), min(self._high, high)
         if self._low >= self._high:
             self._low = self._high = 0
         if empty:
@@ -511,7 +516,9 @@ cdef class KVMemory(Watcher):
     @property
     def capacity_bytes(self):
         """Bytes of memory that back the cache: of a growing one, what is committed."""
-        return self._n_lanes * (self._high - self._low) if self.grow else self._storage_bytes
+        if self.grow and not self.closed:
+            return self._region.block.committed_nbytes
+        return self._storage_bytes
 
     @property
     def resident_bytes(self):
@@ -586,4 +593,5 @@ cdef class KVMemory(Watcher):
 
     def __del__(self):
         if not self._closed and self._region is not None:
-            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1, source=self)
+            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
+                          source=self)
