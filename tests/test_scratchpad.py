@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -317,6 +319,35 @@ def test_repr() -> None:
         pad.append_batch(rows(3, 8))
         assert repr(pad) == "Scratchpad(len=3, capacity=64, dim=8)"
     assert repr(pad) == "Scratchpad(closed)"
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("make", [um.Scratchpad, um.PagedScratchpad])
+@pytest.mark.parametrize("copy", ["in", "out"])
+def test_nobody_closes_a_pad_while_rows_are_copied(make: type[Any], copy: str) -> None:
+    batch = np.ones((2048, 1024), "float16")
+    for _ in range(3):
+        pad = make(2048, 1024)
+        copied: list[Array] = []
+        if copy == "out":
+            pad.append_batch(batch)
+
+        def work(pad: Any = pad, copied: list[Array] = copied) -> None:
+            with suppress(um.ClosedError):
+                if copy == "in":
+                    pad.append_batch(batch)
+                else:
+                    copied.append(pad.as_array().copy())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not pad.closed:
+            with suppress(BufferError):
+                pad.close()
+        thread.join()
+        assert all((rows == 1).all() for rows in copied)
 
 
 # ---- the steady state ----
