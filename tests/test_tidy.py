@@ -151,7 +151,7 @@ MODULES = sorted(
     for info in pkgutil.iter_modules(unimem.__path__)
     if info.name not in ("cli", "engine", "models")
 )
-CORE = ["block", "gguf", "grid", "kv", "paged", "status", "tape"]
+CORE = ["block", "gguf", "grid", "kv", "paged", "scratchpad", "status", "tape"]
 
 
 def test_the_public_names_are_all_there_is() -> None:
