@@ -655,8 +655,9 @@ UM_API void um_paged_rollback(um_paged_seq *seq); /* drops tokens that not all l
 UM_API um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err);
 
 /* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim], heads head_stride
- * bytes apart, converted to `type` (not UM_Q8_0 unless the cache's). errors: UM_E_INVALID (layer,
- * type, tokens that the layer does not hold, a head_stride below what n tokens need). */
+ * bytes apart, converted to `type` (not UM_Q8_0 unless the cache's). May run beside the writer,
+ * unless that one crops, clears or frees this very sequence. errors: UM_E_INVALID (layer, type,
+ * tokens that the layer does not hold, a head_stride below what n tokens need). */
 UM_API um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n,
                                  void *out, size_t head_stride, um_dtype type, um_error *err);
 

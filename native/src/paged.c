@@ -504,10 +504,39 @@ static void end_streamed(void) {}
 
 #endif
 
+/* Where a block's run of tokens goes, and how. */
+typedef struct gather_job {
+    const um_paged *paged;
+    unsigned char *out;
+    size_t head_stride, run;
+    um_dtype type;
+    bool streams;
+} gather_job;
+
+static void gather_lane(const gather_job *job, const unsigned char *lane,
+                        const unsigned char *next_lane) {
+    const um_paged *p = job->paged;
+    size_t heads = p->spec.n_kv_heads, in_stride = p->spec.block_tokens * p->head_bytes;
+    size_t nbytes = job->run * p->head_bytes;
+    for (size_t h = 0; h < heads; h++) {
+        const unsigned char *in = lane + h * in_stride;
+        const unsigned char *next = h + 1 < heads ? in + in_stride : next_lane;
+        unsigned char *out = job->out + h * job->head_stride;
+        if (job->streams) {
+            copy_streamed(out, in, next, nbytes);
+            continue;
+        }
+        for (size_t at = 0; at < fetched_ahead(nbytes); at += LINE) {
+            __builtin_prefetch(next + at);
+        }
+        um_convert(out, job->type, in, p->spec.type, job->run * p->spec.head_dim, NULL);
+    }
+}
+
 um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n, void *out,
                           size_t head_stride, um_dtype type, um_error *err) {
     const um_paged *p = seq->paged;
-    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, per_block = p->spec.block_tokens;
+    size_t heads = p->spec.n_kv_heads, per_block = p->spec.block_tokens;
     if (layer >= p->spec.n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
@@ -515,34 +544,28 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
         return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
     um_status status = check_type(p, type, err);
-    if (status != UM_OK || n == 0) {
+    if (status != UM_OK) {
         return status;
     }
-    size_t out_head = bytes_of(type, dim), in_head = p->head_bytes, run;
+    size_t out_head = bytes_of(type, p->spec.head_dim);
     if (heads > 1 && head_stride / out_head < n) {
         return um_fail(err, UM_E_INVALID, "head_stride");
     }
-    bool streams = type == p->spec.type && heads * n * in_head >= STREAM_FROM_BYTES;
-    const unsigned char *lane = lane_of(p, block_at(seq, 0), layer, v), *next_lane;
-    for (size_t done = 0; done < n; done += run, lane = next_lane) {
-        run = n - done < per_block ? (size_t)n - done : per_block;
-        next_lane =
-            done + run < n ? lane_of(p, block_at(seq, (done + run) / per_block), layer, v) : lane;
-        for (size_t h = 0; h < heads; h++) {
-            const unsigned char *in = lane + h * per_block * in_head;
-            const unsigned char *next = h + 1 < heads ? in + per_block * in_head : next_lane;
-            unsigned char *to = (unsigned char *)out + h * head_stride + done * out_head;
-            if (streams) {
-                copy_streamed(to, in, next, run * in_head);
-                continue;
-            }
-            for (size_t at = 0; at < fetched_ahead(run * in_head); at += LINE) {
-                __builtin_prefetch(next + at);
-            }
-            um_convert(to, type, in, p->spec.type, run * dim, NULL);
-        }
+    gather_job job = {.paged = p, .out = out, .head_stride = head_stride, .type = type};
+    job.streams = type == p->spec.type && heads * n * p->head_bytes >= STREAM_FROM_BYTES;
+    for (size_t done = 0; done < n; done += job.run, job.out += job.run * out_head) {
+        uint64_t i = done / per_block;
+        job.run = n - done < per_block ? (size_t)n - done : per_block;
+        uint32_t block, next = block_at(seq, done + job.run < n ? i + 1 : i);
+        do {
+            block = block_at(seq, i);
+            gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
+            atomic_thread_fence(memory_order_acquire);
+            /* When the writer has put a copy in its place meanwhile, the block is others', who may
+             * have let it go since. */
+        } while (block_at(seq, i) != block);
     }
-    if (streams) {
+    if (job.streams) {
         end_streamed();
     }
     return UM_OK;

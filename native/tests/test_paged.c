@@ -179,12 +179,17 @@ static void test_bad_specs(void) {
                                .type = UM_F32};
         check_bad_spec(spec);
     }
-    check_bad_spec((um_paged_spec){.n_layers = 1,
-                                   .n_kv_heads = 1,
-                                   .head_dim = most,
-                                   .n_blocks = INT32_MAX - 1,
-                                   .block_tokens = 1,
-                                   .type = UM_F32});
+    spec = (um_paged_spec){.n_layers = 1,
+                           .n_kv_heads = 1,
+                           .head_dim = most,
+                           .n_blocks = INT32_MAX - 1,
+                           .block_tokens = 1,
+                           .type = UM_F32};
+    check_bad_spec(spec);
+    /* 2^63 bytes: a size, but no distance between two addresses. */
+    spec.head_dim = (uint32_t)1 << 31;
+    spec.n_blocks = (uint32_t)1 << 29;
+    check_bad_spec(spec);
 }
 
 static void test_storage(void) {
@@ -525,13 +530,15 @@ static void test_cached_blocks(void) {
     um_paged_seq c = make_seq(&p);
     append_tokens(&c, 200, 10);
     CHECK(p.paged.n_free == 0 && p.paged.n_evictable == 4);
-    for (uint32_t i = 0; i < 4; i++) {
+    for (uint32_t i = 0; i < 4; i += 2) {
         for (uint32_t j = i; j < 4; j++) {
             CHECK(um_paged_is_cached(&p.paged, order[j]));
         }
-        append_tokens(&c, 210 + 5 * i, 5);
+        append_tokens(&c, 210 + 5 * i, 10);
         CHECK_EQ_U64(block_of(&c, 2 + i), order[i]);
+        CHECK_EQ_U64(block_of(&c, 3 + i), order[i + 1]);
         CHECK(!um_paged_is_cached(&p.paged, order[i]));
+        CHECK(!um_paged_is_cached(&p.paged, order[i + 1]));
     }
     check_count_from(&c, 200, 30);
 
@@ -629,16 +636,14 @@ static void fork_random(um_paged_seq *seqs, model *models, int from, int to) {
     models[to] = models[from];
 }
 
-/* A block whose tokens all layers hold is cached, or not any more. */
+/* A block whose tokens all layers hold is cached, or any block is not any more. */
 static void cache_random(pool *p, const um_paged_seq *seq, uint64_t *random) {
     uint64_t n_full = um_paged_seq_len(seq) / 5;
-    if (n_full != 0) {
+    if (test_random(random) % 4 == 0) {
+        um_paged_uncache(&p->paged, (uint32_t)(test_random(random) % (N_BLOCKS + 1)));
+    } else if (n_full != 0) {
         uint32_t block = block_of(seq, (uint32_t)(test_random(random) % n_full));
-        if (test_random(random) % 4 != 0) {
-            CHECK_OK(um_paged_cache(&p->paged, block, &test_err));
-        } else {
-            um_paged_uncache(&p->paged, block);
-        }
+        CHECK_OK(um_paged_cache(&p->paged, block, &test_err));
     }
 }
 
@@ -748,6 +753,63 @@ static void test_reader_beside_the_writer(void) {
     free_pool(&p);
 }
 
+/* The writer comes in between while a block is copied, as another thread could: it gets a copy of
+ * the block, the fork that has the block lets it go, and a third sequence writes to it. */
+enum { TAIL = 4000, TAIL_HEADS = 2, TAIL_DIM = 8 };
+static um_paged_seq gathered, forked, third;
+static float good_rows[TAIL * TAIL_HEADS * TAIL_DIM], bad_rows[TAIL * TAIL_HEADS * TAIL_DIM];
+static volatile sig_atomic_t n_takeovers;
+
+static void take_over(int signal) {
+    (void)signal;
+    if (forked.n_blocks == 0) {
+        return;
+    }
+    um_status status =
+        um_paged_append(&gathered, 0, bad_rows, bad_rows, UM_F32, UM_KV_TOKEN_MAJOR, 1, NULL);
+    um_paged_seq_clear(&forked);
+    if (status == UM_OK && um_paged_append(&third, 0, bad_rows, bad_rows, UM_F32, UM_KV_TOKEN_MAJOR,
+                                           TAIL, NULL) == UM_OK) {
+        n_takeovers = n_takeovers + 1;
+    }
+}
+
+static void test_a_copied_block_is_gathered_whole(void) {
+    static float out[TAIL * TAIL_HEADS * TAIL_DIM];
+    size_t stride = sizeof out / TAIL_HEADS;
+    pool p = make_pool((um_paged_spec){.n_layers = 1,
+                                       .n_kv_heads = TAIL_HEADS,
+                                       .head_dim = TAIL_DIM,
+                                       .n_blocks = 3,
+                                       .block_tokens = TAIL + 1,
+                                       .type = UM_F32});
+    gathered = make_seq(&p);
+    third = make_seq(&p);
+    for (size_t i = 0; i < TAIL * TAIL_HEADS * TAIL_DIM; i++) {
+        good_rows[i] = (float)i;
+        bad_rows[i] = -1;
+    }
+    for (int round = 0; round < 200; round++) {
+        um_paged_seq_clear(&gathered);
+        um_paged_seq_clear(&third);
+        CHECK_OK(um_paged_append(&gathered, 0, good_rows, good_rows, UM_F32, UM_KV_HEAD_MAJOR, TAIL,
+                                 &test_err));
+        um_paged_seq_free(&forked);
+        forked = fork_of(&gathered);
+        memset(out, 0, sizeof out);
+        test_interrupt(take_over);
+        um_status status =
+            um_paged_gather(&gathered, 0, round % 2, TAIL, out, stride, UM_F32, NULL);
+        test_interrupt(NULL);
+        CHECK(status == UM_OK && memcmp(out, good_rows, sizeof out) == 0);
+    }
+    CHECK(n_takeovers > 0);
+    um_paged_seq_free(&gathered);
+    um_paged_seq_free(&forked);
+    um_paged_seq_free(&third);
+    free_pool(&p);
+}
+
 int main(void) {
     test_bad_specs();
     test_storage();
@@ -761,5 +823,6 @@ int main(void) {
     test_cached_blocks();
     test_random_operations();
     test_reader_beside_the_writer();
+    test_a_copied_block_is_gathered_whole();
     return test_report();
 }

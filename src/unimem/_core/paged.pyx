@@ -54,8 +54,9 @@ cdef class PagedKVCache:
     stays in the pool when no sequence holds it any more, until its memory is needed: then the one
     that was let go first makes room.
 
-    One thread writes (appends, forks, crops, closes, makes sequences); others may gather tokens
-    that are there while it appends. After a fork of the process the child has its own copy.
+    One thread writes (makes sequences, appends, forks, crops, closes); others may gather from a
+    sequence meanwhile, unless it is cropped or closed. After a fork of the process the child has
+    its own copy.
 
     Parameters
     ----------
