@@ -40,7 +40,9 @@ import sys
 
 import unimem
 
-for name in ("status", "arrays", "region", "block", "tape", "grid", "kv", "gguf"):
+names = [name for name, module in vars(unimem._core).items() if hasattr(module, "__file__")]
+assert {"kv_memory", "paged", "scratchpad", "gguf"} < set(names), names
+for name in names:
     path = getattr(unimem._core, name).__file__
     assert path.startswith(sys.argv[1]), path
     assert b"__asan_init" in open(path, "rb").read(), f"{path} is not sanitized"
@@ -52,5 +54,6 @@ END
 
 echo "== Python tests"
 "${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/test_block*.py tests/test_tape.py \
-    tests/test_grid.py tests/test_kv.py tests/test_layout.py tests/test_gguf*.py \
+    tests/test_grid.py tests/test_kv*.py tests/test_paged*.py tests/test_scratchpad.py \
+    tests/test_conformance.py tests/test_snapshot.py tests/test_layout.py tests/test_gguf*.py \
     tests/test_weights.py "$@"

@@ -65,7 +65,7 @@ bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool 
 }
 
 int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
-    size_t end, step = block->step_nbytes;
+    size_t end = 0, step = block->step_nbytes;
     if (!um_add(offset, nbytes, &end)) {
         return 0;
     }
@@ -204,7 +204,7 @@ static um_status check_change(const um_block *block, size_t offset, size_t nbyte
 }
 
 um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err) {
-    size_t end, step = block->step_nbytes;
+    size_t end = 0, step = block->step_nbytes;
     um_status status = check_change(block, offset, nbytes, &end, err);
     if (status != UM_OK || nbytes == 0) {
         return status;
@@ -267,7 +267,7 @@ static void restore(um_block *block, const change *c) {
 
 um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                            um_error *err) {
-    size_t end;
+    size_t end = 0;
     um_status status = check_change(block, offset, nbytes, &end, err);
     if (status != UM_OK) {
         return status;
@@ -325,7 +325,7 @@ static um_status replace_overlays(um_block *block, um_run range, um_error *err) 
 
 um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                            um_error *err) {
-    size_t end;
+    size_t end = 0;
     um_status status = check_range(block, offset, nbytes, &end, err);
     if (status != UM_OK) {
         return status;
@@ -376,7 +376,7 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
 
 static um_status check_overlay(const um_block *block, size_t offset, size_t nbytes, um_run *out,
                                um_error *err) {
-    size_t end, step = block->step_nbytes;
+    size_t end = 0, step = block->step_nbytes;
     um_status status = check_range(block, offset, nbytes, &end, err);
     if (status != UM_OK) {
         return status;

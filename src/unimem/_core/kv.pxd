@@ -13,7 +13,7 @@ cdef class KVCache(KVMemory):
     cdef object _dtype
     cdef dict _placement
     cdef object fail(self, um.um_error *err, str doing)
-    cdef uint32_t _checked_layer(self, Py_ssize_t layer) except? 0xffffffff
+    cdef uint32_t _checked_layer(self, object layer) except? 0xffffffff
     cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
     cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,

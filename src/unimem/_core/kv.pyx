@@ -6,6 +6,7 @@ from unimem.errors import CacheFull
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
+from cpython.number cimport PyNumber_Index
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport strcmp
 
@@ -257,10 +258,11 @@ cdef class KVCache(KVMemory):
     cdef object fail(self, um.um_error *err, str doing):
         raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
 
-    cdef uint32_t _checked_layer(self, Py_ssize_t layer) except? 0xffffffff:
-        if not 0 <= layer < self.kv.spec.n_layers:
+    cdef uint32_t _checked_layer(self, object layer) except? 0xffffffff:
+        number = PyNumber_Index(layer)
+        if not 0 <= number < self.kv.spec.n_layers:
             raise ValueError(f"layer: expected 0 to {self.kv.spec.n_layers - 1}, got {layer}")
-        return <uint32_t>layer
+        return <uint32_t>number
 
     cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1:
         """After a failure: whether it is worth trying again, since there is room now."""
