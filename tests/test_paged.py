@@ -109,9 +109,15 @@ def test_q8_0_takes_its_own_blocks() -> None:
     with um.PagedKVCache(1, 2, 64, n_blocks=2, dtype="q8_0") as pg, pg.sequence() as s:
         s.append(0, stored(k, "q8_0"), stored(v, "q8_0"))
         assert same_bits(s.gather(0)[1], stored(v.transpose(1, 0, 2), "q8_0"))
+        s.append_all(stored(k[:1], "q8_0"), stored(v[:1], "q8_0"))
+        assert same_bits(s.gather(0)[0][:, 3:].copy(), stored(k[:1].transpose(1, 0, 2), "q8_0"))
+        with pytest.raises(ValueError, match="expected k and v of shape"):
+            s.append_all(np.zeros((1, 2, 64), stored(k, "q8_0").dtype), stored(v[:1], "q8_0"))
     with um.PagedKVCache(1, 2, 64, n_blocks=2, dtype="f16") as pg, pg.sequence() as s:
-        with pytest.raises(ValueError, match="type"):
+        with pytest.raises(TypeError, match="expected float32"):
             s.append(0, stored(k, "q8_0"), stored(v, "q8_0"))
+        with pytest.raises(TypeError, match="expected float32"):
+            s.append_all(stored(k[:1], "q8_0"), stored(v[:1], "q8_0"))
         assert len(s) == 0
 
 

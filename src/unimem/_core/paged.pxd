@@ -1,4 +1,5 @@
 # Paged caches for Cython callers: `from unimem._core.paged cimport PagedKVCache, Sequence`.
+cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
@@ -19,6 +20,7 @@ cdef class PagedKVCache:
     # Raises ClosedError where there is none any more.
     cdef Region open_region(self)
     cdef uint32_t checked_layer(self, Py_ssize_t layer) except? 0xffffffff
+    cdef int number_of(self, cnp.ndarray a) except -1
     cdef object _view(self, Region region, uint32_t layer, bint v)
 
 cdef class Sequence:

@@ -148,6 +148,13 @@ cdef class PagedKVCache:
             raise ValueError(f"layer: expected 0 to {self.paged.spec.n_layers - 1}, got {layer}")
         return <uint32_t>layer
 
+    cdef int number_of(self, cnp.ndarray a) except -1:
+        """The native type of an array's elements, which can be that of tokens."""
+        cdef int number = _float_of(a)
+        if number == um.UM_Q8_0 and self.paged.spec.type != um.UM_Q8_0:
+            raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
+        return number
+
     def sequence(self, tokens=()):
         """Make a sequence, which begins with the cached blocks that hold its first tokens.
 
@@ -420,7 +427,7 @@ cdef class Sequence:
         cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
         cdef cnp.npy_intp *ks = cnp.PyArray_DIMS(ka)
         cdef cnp.npy_intp *vs = cnp.PyArray_DIMS(va)
-        cdef int n_dims = cnp.PyArray_NDIM(ka), number = _float_of(ka)
+        cdef int n_dims = cnp.PyArray_NDIM(ka), number = self.cache.number_of(ka)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
         cdef um.um_kv_order order
@@ -481,10 +488,10 @@ cdef class Sequence:
         cdef um.um_status status
         cdef Region _held
         cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
-        cdef int number = _float_of(ka)
+        cdef int number = self.cache.number_of(ka)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         _held = self.open_region()
-        expected = (s.n_layers, s.n_kv_heads, s.head_dim)
+        expected = (s.n_layers, s.n_kv_heads, s.head_dim // (32 if number == um.UM_Q8_0 else 1))
         if k.shape != expected or v.shape != expected:
             raise ValueError(f"Sequence.append_all: expected k and v of shape {expected}, got "
                              f"{k.shape} and {v.shape}")
@@ -651,12 +658,10 @@ cdef class Sequence:
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
         cdef cnp.ndarray a = out
-        cdef int number = _float_of(a)
+        cdef int number = self.cache.number_of(a)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
         cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
         cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
-        if number == um.UM_Q8_0 and s.type != um.UM_Q8_0:
-            raise TypeError(f"out: expected float32, float16 or bfloat16, got {out.dtype}")
         if (out.shape != (s.n_kv_heads, n, dim) or not cnp.PyArray_ISBEHAVED(a)
                 or (n > 0 and dim > 1 and strides[2] != item)
                 or (n > 1 and strides[1] != dim * item)
