@@ -218,8 +218,8 @@ class Model:
         end = self.next_position
         if self.window:
             self.top = [max(self.top)] * self.n_layers
-            if self.top[0] - end > self.n_rows:
-                # Some layer went on for more than its rows: nothing is left of what it had.
+            if self.top[0] - end >= self.n_rows:
+                # All rows of some layer were written, or may be: nothing is left of what it had.
                 self.first, self.top = end, [end] * self.n_layers
         self.end = [end] * self.n_layers
         self.reserved = 0
