@@ -41,7 +41,7 @@ from unimem import limits
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "15"))
+N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "50"))
 PAGE = proc_maps.PAGE
 
 Refusals = type[Exception] | tuple[type[Exception], ...]
