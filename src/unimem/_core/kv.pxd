@@ -13,16 +13,8 @@ cdef class KVCache(KVMemory):
     cdef object _dtype
     cdef dict _placement
     cdef object fail(self, um.um_error *err, str doing)
-    cdef uint32_t _checked_layer(self, object layer) except? 0xffffffff
     cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
     cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,
                    cnp.ndarray out) except -1
     cdef int _check_whole(self, str doing) except -1
-
-# For paged.pyx: the types of KV memory by name, and arrays of them.
-cdef dict _NUMBERS
-cdef object _type_of(object dtype)
-cdef object _numpy_dtype(int number)
-cdef int _float_of(cnp.ndarray a) except -1
-cdef cnp.ndarray _contiguous(object a)

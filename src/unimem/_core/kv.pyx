@@ -6,75 +6,28 @@ from unimem.errors import CacheFull
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
-from cpython.number cimport PyNumber_Index
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
+from unimem._core.kv_arrays cimport (
+    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type,
+    numpy_type,
+)
 from unimem._core.kv_memory cimport KVMemory, is_v
 from unimem._core.region cimport Region, new_window
 from unimem._core.status cimport raise_status
 
 cnp.import_array()
 
-# The names of KV types, and NumPy's for the same.
-cdef dict _TYPES = {"f32": "f32", "float32": "f32", "f16": "f16", "float16": "f16",
-                    "bf16": "bf16", "bfloat16": "bf16", "q8_0": "q8_0"}
-cdef dict _NUMBERS = {"f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0}
-cdef object _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
-# NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
-cdef int _bf16_number = -1
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
 cdef uint64_t MANY_ROWS = 64
 
 
-cdef object _numpy_dtype(int number):
-    if number == um.UM_Q8_0:
-        return _Q8_0
-    return dtype_of({um.UM_F32: "float32", um.UM_F16: "float16", um.UM_BF16: "bfloat16"}[number])
-
-
-cdef int _float_of(cnp.ndarray a) except -1:
-    """The native type of an array's elements."""
-    global _bf16_number
-    cdef int number = cnp.PyArray_TYPE(a)
-    if number == cnp.NPY_FLOAT32:
-        return um.UM_F32
-    if number == cnp.NPY_FLOAT16:
-        return um.UM_F16
-    if _bf16_number < 0 and a.dtype.name == "bfloat16":
-        _bf16_number = number
-    if number == _bf16_number:
-        return um.UM_BF16
-    if a.dtype == _Q8_0:
-        return um.UM_Q8_0
-    raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
-
-
-cdef cnp.ndarray _contiguous(object a):
-    """The array itself where its memory is in order, else a copy."""
-    if cnp.PyArray_Check(a) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>a):
-        return <cnp.ndarray>a
-    if not isinstance(a, np.ndarray):
-        raise TypeError(f"expected a NumPy array, got {type(a).__name__}")
-    if not a.dtype.isnative:
-        a = a.astype(a.dtype.newbyteorder("="))
-    return np.require(a, requirements="CA")
-
-
-cdef object _type_of(object dtype):
-    """The name of a KV type."""
-    try:
-        return _TYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}") from None
-
-
 cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
                     object max_seq_len, object batch, object dtype, object window) except -1:
-    named = _type_of(dtype)
+    named = kv_type(dtype)
     for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                     ("max_seq_len", max_seq_len), ("batch", batch)):
         if size_of(n, what, 1) >= 2**32:
@@ -86,7 +39,7 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
     spec.window = 0 if window is None else window
-    spec.type = <um.um_dtype><int>_NUMBERS[named]
+    spec.type = number_of_type(named)
     return 0
 
 
@@ -186,8 +139,8 @@ cdef class KVCache(KVMemory):
         cdef um.um_kv_spec spec
         self._closed = True
         _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
-        self.dtype = _type_of(dtype)
-        self._dtype = _numpy_dtype(spec.type)
+        self.dtype = kv_type(dtype)
+        self._dtype = numpy_type(spec.type)
         self.name = name or "kv"
         self.window = window
         self.budget_bytes = budget_bytes
@@ -258,12 +211,6 @@ cdef class KVCache(KVMemory):
     cdef object fail(self, um.um_error *err, str doing):
         raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
 
-    cdef uint32_t _checked_layer(self, object layer) except? 0xffffffff:
-        number = PyNumber_Index(layer)
-        if not 0 <= number < self.kv.spec.n_layers:
-            raise ValueError(f"layer: expected 0 to {self.kv.spec.n_layers - 1}, got {layer}")
-        return <uint32_t>number
-
     cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1:
         """After a failure: whether it is worth trying again, since there is room now."""
         if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
@@ -304,61 +251,34 @@ cdef class KVCache(KVMemory):
         When it raises, no row was appended.
         """
         cdef um.um_error err
-        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
-        cdef cnp.npy_intp *ks = cnp.PyArray_DIMS(ka)
-        cdef cnp.npy_intp *vs = cnp.PyArray_DIMS(va)
-        cdef int n_dims = cnp.PyArray_NDIM(ka), number = _float_of(ka)
+        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_kv_spec *s = &self.kv.spec
-        cdef um.um_kv_order order
+        cdef Region _held = None
         cdef um.um_status status
-        cdef uint64_t n
         cdef uint32_t index
-        cdef cnp.npy_intp dim = s.head_dim
-        cdef bint fits
-        if number == um.UM_Q8_0:
-            dim //= 32
+        cdef Given given
         if (self._closed or (self._region is None and self.tape._region is None)
                 or (self._region is not None and self._region.block.base == NULL)):
             self.open_region()
-        index = self._checked_layer(layer)
-        if n_dims == 3 and s.batch == 1:
-            order = um.UM_KV_TOKEN_MAJOR
-            n = ks[0]
-            fits = ks[1] == s.n_kv_heads and ks[2] == dim
-        else:
-            order = um.UM_KV_HEAD_MAJOR
-            fits = (n_dims == 4 and ks[0] == s.batch and ks[1] == s.n_kv_heads
-                    and ks[3] == dim)
-            n = ks[2] if fits else 0
-        fits = (fits and cnp.PyArray_NDIM(va) == n_dims
-                and cnp.PyArray_CompareLists(ks, vs, n_dims))
-        if not fits:
-            raise ValueError(
-                f"KVCache.append: expected k and v of one shape, {self._shapes()}, got {k.shape} "
-                f"and {v.shape}")
-        if _float_of(va) != number:
-            raise TypeError("KVCache.append: expected k and v of one dtype, got "
-                            f"{k.dtype} and {v.dtype}")
+        index = layer_number(layer, self.kv.spec.n_layers)
+        check_tokens(&given, ka, va, s.type, s.batch, s.n_kv_heads, s.head_dim, "KVCache.append")
         while True:
-            if n > MANY_ROWS:
+            if given.n > MANY_ROWS:
+                _held = self.open_region()  # nobody closes the cache meanwhile
                 self._n_busy += 1
                 with nogil:
                     status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
-                                             cnp.PyArray_DATA(va), <um.um_dtype>number, order, n,
-                                             &err)
+                                             cnp.PyArray_DATA(va), given.type, given.order,
+                                             given.n, &err)
                 self.end_busy()
             else:
                 status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
-                                         cnp.PyArray_DATA(va), <um.um_dtype>number, order, n, &err)
+                                         cnp.PyArray_DATA(va), given.type, given.order, given.n,
+                                         &err)
             if status == um.UM_OK:
                 return
-            if not self._find_rows(&err, n):
+            if not self._find_rows(&err, given.n):
                 self.fail(&err, "append")
-
-    def _shapes(self):
-        s = self.kv.spec
-        always = f"[{s.batch}, {s.n_kv_heads}, n, {s.head_dim}]"
-        return f"[n, {s.n_kv_heads}, {s.head_dim}] or {always}" if s.batch == 1 else always
 
     def append_all(self, k, v):
         """Append one token to all layers (batch 1).
@@ -374,18 +294,14 @@ cdef class KVCache(KVMemory):
             As `append`; RuntimeError also when layers differ in length.
         """
         cdef um.um_error err
-        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
-        cdef int number = _float_of(ka)
+        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef Given given
         self.open_region()
-        expected = (self.kv.spec.n_layers, self.kv.spec.n_kv_heads, self.kv.spec.head_dim)
-        if k.shape != expected or v.shape != expected:
-            raise ValueError(f"KVCache.append_all: expected k and v of shape {expected}, got "
-                             f"{k.shape} and {v.shape}")
-        if _float_of(va) != number:
-            raise TypeError("KVCache.append_all: expected k and v of one dtype, got "
-                            f"{k.dtype} and {v.dtype}")
+        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
+                    "KVCache.append_all")
         while um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                                  <um.um_dtype>number, &err) != um.UM_OK:
+                                  given.type, &err) != um.UM_OK:
             if not self._find_rows(&err, 1):
                 self.fail(&err, "append_all")
 
@@ -430,7 +346,7 @@ cdef class KVCache(KVMemory):
         """
         cdef uint64_t first = 0, n
         self.open_region()
-        layer = self._checked_layer(i)
+        layer = layer_number(i, self.kv.spec.n_layers)
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         if dtype is None:
             if out is not None:
@@ -456,10 +372,12 @@ cdef class KVCache(KVMemory):
         cdef um.um_status status
         cdef um.um_dtype number
         cdef cnp.ndarray target = out
-        kind = out.dtype if out.dtype.name in _TYPES and out.dtype.isnative else np.dtype("float32")
+        cdef Region _held = self.open_region()  # nobody closes the cache meanwhile
+        is_native = out.dtype.isnative and out.dtype.itemsize <= 4
+        kind = out.dtype if is_native else dtype_of("float32")
         if kind != out.dtype or not cnp.PyArray_ISCARRAY(out):
             target = np.empty_like(out, kind, order="C", subok=False)
-        number = <um.um_dtype><int>_NUMBERS[_TYPES[kind.name]]
+        number = number_of_type(kv_type(kind))
         self._n_busy += 1
         with nogil:
             status = um.um_kv_read(&self.kv, layer, v, first, n, cnp.PyArray_DATA(target), number,
@@ -487,7 +405,8 @@ cdef class KVCache(KVMemory):
             Row r of the first stream begins `row_bytes` times r behind it. It never changes.
         """
         self.open_region()
-        return <uintptr_t>um.um_kv_lane(&self.kv, self._checked_layer(layer), is_v(part), 0)
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
+        return <uintptr_t>um.um_kv_lane(&self.kv, index, is_v(part), 0)
 
     def row_of(self, position):
         """Return the row of the token of a position, which the cache holds or will.

@@ -19,8 +19,6 @@ cdef class PagedKVCache:
     cdef object fail(self, um.um_error *err)
     # Raises ClosedError where there is none any more.
     cdef Region open_region(self)
-    cdef uint32_t checked_layer(self, Py_ssize_t layer) except? 0xffffffff
-    cdef int number_of(self, cnp.ndarray a) except -1
     cdef object _view(self, Region region, uint32_t layer, bint v)
 
 cdef class Sequence:

@@ -17,7 +17,10 @@ from libc.string cimport memcpy
 from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
-from unimem._core.kv cimport _NUMBERS, _contiguous, _float_of, _numpy_dtype, _type_of
+from unimem._core.kv_arrays cimport (
+    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
+    numpy_type,
+)
 from unimem._core.region cimport Region, new_window
 from unimem._core.status cimport raise_status
 
@@ -109,7 +112,7 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
-        self.dtype = _type_of(dtype)
+        self.dtype = kv_type(dtype)
         for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                         ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
             if size_of(n, what, 1) >= 2**31 - 1:
@@ -118,11 +121,11 @@ cdef class PagedKVCache:
             raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
         spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
         spec.n_blocks, spec.block_tokens = n_blocks, block_tokens
-        spec.type = <um.um_dtype><int>_NUMBERS[self.dtype]
+        spec.type = number_of_type(self.dtype)
         self.name = name or "paged"
         if um.um_paged_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             self.fail(&err)
-        self._dtype = _numpy_dtype(spec.type)
+        self._dtype = numpy_type(spec.type)
         cdef Block block = Block(nbytes, name=self.name, category="history", **placement)
         block._is_part = True
         cdef Region region = block.region()
@@ -142,18 +145,6 @@ cdef class PagedKVCache:
         if self._region is None:
             raise ClosedError(f"PagedKVCache '{self.name}' is closed")
         return self.block.region()
-
-    cdef uint32_t checked_layer(self, Py_ssize_t layer) except? 0xffffffff:
-        if not 0 <= layer < self.paged.spec.n_layers:
-            raise ValueError(f"layer: expected 0 to {self.paged.spec.n_layers - 1}, got {layer}")
-        return <uint32_t>layer
-
-    cdef int number_of(self, cnp.ndarray a) except -1:
-        """The native type of an array's elements, which can be that of tokens."""
-        cdef int number = _float_of(a)
-        if number == um.UM_Q8_0 and self.paged.spec.type != um.UM_Q8_0:
-            raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
-        return number
 
     def sequence(self, tokens=()):
         """Make a sequence, which begins with the cached blocks that hold its first tokens.
@@ -248,7 +239,7 @@ cdef class PagedKVCache:
             A wrong layer.
         """
         cdef Region region = self.open_region()
-        layer = self.checked_layer(i)
+        layer = layer_number(i, self.paged.spec.n_layers)
         return self._view(region, layer, False), self._view(region, layer, True)
 
     @property
@@ -424,46 +415,24 @@ cdef class Sequence:
         """
         cdef um.um_error err
         cdef Region _held
-        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
-        cdef cnp.npy_intp *ks = cnp.PyArray_DIMS(ka)
-        cdef cnp.npy_intp *vs = cnp.PyArray_DIMS(va)
-        cdef int n_dims = cnp.PyArray_NDIM(ka), number = self.cache.number_of(ka)
+        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
-        cdef um.um_kv_order order
         cdef um.um_status status
-        cdef uint64_t n
         cdef uint32_t index
-        cdef bint fits
+        cdef Given given
         # Held, so that nobody closes the cache while the lock is released.
         _held = self.open_region()
-        index = self.cache.checked_layer(layer)
-        if n_dims == 3:
-            order = um.UM_KV_TOKEN_MAJOR
-            n = ks[0]
-            fits = ks[1] == s.n_kv_heads and ks[2] == dim
-        else:
-            order = um.UM_KV_HEAD_MAJOR
-            fits = n_dims == 4 and ks[0] == 1 and ks[1] == s.n_kv_heads and ks[3] == dim
-            n = ks[2] if fits else 0
-        fits = (fits and cnp.PyArray_NDIM(va) == n_dims
-                and cnp.PyArray_CompareLists(ks, vs, n_dims))
-        if not fits:
-            raise ValueError(
-                f"Sequence.append: expected k and v of one shape, [n, {s.n_kv_heads}, "
-                f"{s.head_dim}] or [1, {s.n_kv_heads}, n, {s.head_dim}], got {k.shape} and "
-                f"{v.shape}")
-        if _float_of(va) != number:
-            raise TypeError("Sequence.append: expected k and v of one dtype, got "
-                            f"{k.dtype} and {v.dtype}")
-        if n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index):
+        index = layer_number(layer, self.cache.paged.spec.n_layers)
+        check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, "Sequence.append")
+        if given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index):
             with nogil:
                 status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
-                                            cnp.PyArray_DATA(va), <um.um_dtype>number, order, n,
-                                            &err)
+                                            cnp.PyArray_DATA(va), given.type, given.order,
+                                            given.n, &err)
         else:
             status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
-                                        cnp.PyArray_DATA(va), <um.um_dtype>number, order, n, &err)
+                                        cnp.PyArray_DATA(va), given.type, given.order, given.n,
+                                        &err)
         if status != um.UM_OK:
             self.cache.fail(&err)
         if um.um_paged_layer_len(&self.seq, index) // s.block_tokens > <uint64_t>self._n_indexed:
@@ -487,20 +456,15 @@ cdef class Sequence:
         cdef um.um_error err
         cdef um.um_status status
         cdef Region _held
-        cdef cnp.ndarray ka = _contiguous(k), va = _contiguous(v)
-        cdef int number = self.cache.number_of(ka)
+        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
+        cdef Given given
         _held = self.open_region()
-        expected = (s.n_layers, s.n_kv_heads, s.head_dim // (32 if number == um.UM_Q8_0 else 1))
-        if k.shape != expected or v.shape != expected:
-            raise ValueError(f"Sequence.append_all: expected k and v of shape {expected}, got "
-                             f"{k.shape} and {v.shape}")
-        if _float_of(va) != number:
-            raise TypeError("Sequence.append_all: expected k and v of one dtype, got "
-                            f"{k.dtype} and {v.dtype}")
+        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
+                    "Sequence.append_all")
         with nogil:
             status = um.um_paged_append_all(&self.seq, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                                            <um.um_dtype>number, &err)
+                                            given.type, &err)
         if status != um.UM_OK:
             self.cache.fail(&err)
         self.index_blocks()
@@ -631,7 +595,7 @@ cdef class Sequence:
         # Held, so that nobody closes the cache while the lock is released.
         cdef Region _held = self.open_region()
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef uint32_t index = self.cache.checked_layer(layer)
+        cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers)
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
         cdef um.um_dtype k_type, v_type
         cdef cnp.ndarray k, v
@@ -658,7 +622,7 @@ cdef class Sequence:
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
         cdef cnp.ndarray a = out
-        cdef int number = self.cache.number_of(a)
+        cdef int number = number_of(a, s.type)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
         cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
         cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
@@ -687,7 +651,7 @@ cdef class Sequence:
 
     def close(self):
         """Give the blocks back. Closing twice is no error."""
-        if not self._closed:
+        if not self._closed and self.cache is not None:
             self._closed = True
             um.um_paged_seq_clear(&self.seq)
             self._ids = self._node = None

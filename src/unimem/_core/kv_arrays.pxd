@@ -1,0 +1,29 @@
+# Types of KV memory, and the arrays that are appended to it.
+cimport numpy as cnp
+from libc.stdint cimport uint32_t, uint64_t
+
+from unimem._core cimport native as um
+
+# Tokens to be appended.
+cdef struct Given:
+    um.um_dtype type
+    um.um_kv_order order
+    uint64_t n
+
+# The name of a KV type ("f16") of a name of it, of NumPy's or of ml_dtypes', or of a dtype.
+cdef str kv_type(object dtype)
+# Its native number; and the NumPy dtype of its elements, of q8_0 of its blocks.
+cdef um.um_dtype number_of_type(str name) except *
+cdef object numpy_type(um.um_dtype number)
+# The native type of an array's elements, which are to go to memory of type `stored`.
+cdef int number_of(cnp.ndarray a, um.um_dtype stored) except -1
+# The array itself where its memory is in order, else a copy.
+cdef cnp.ndarray contiguous(object a)
+# Checks K and V of an append to one layer, [n, heads, head_dim] for one stream or
+# [batch, heads, n, head_dim]; and of one token of all layers, [n_layers, heads, head_dim].
+cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1
+cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1
+# A layer's number, of those from 0 on.
+cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff

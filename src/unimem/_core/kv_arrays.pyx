@@ -1,0 +1,124 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""Types of KV memory, and the arrays that are appended to it."""
+import numpy as np
+
+cimport numpy as cnp
+from cpython.number cimport PyNumber_Index
+from libc.stdint cimport uint32_t
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport dtype_of
+
+cnp.import_array()
+
+cdef enum:
+    Q8_0_VALUES = 32  # of a block
+
+# The names of KV types, and NumPy's for the same.
+cdef dict _TYPES = {"f32": "f32", "float32": "f32", "f16": "f16", "float16": "f16",
+                    "bf16": "bf16", "bfloat16": "bf16", "q8_0": "q8_0"}
+cdef dict _NUMBERS = {"f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0}
+cdef object _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (Q8_0_VALUES,))])
+# NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
+cdef int _bf16_number = -1
+
+
+cdef str kv_type(object dtype):
+    try:
+        return _TYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}") from None
+
+
+cdef um.um_dtype number_of_type(str name) except *:
+    return <um.um_dtype><int>_NUMBERS[name]
+
+
+cdef object numpy_type(um.um_dtype number):
+    if number == um.UM_Q8_0:
+        return _Q8_0
+    return dtype_of("float32" if number == um.UM_F32 else
+                    "float16" if number == um.UM_F16 else "bfloat16")
+
+
+cdef int number_of(cnp.ndarray a, um.um_dtype stored) except -1:
+    global _bf16_number
+    cdef int number = cnp.PyArray_TYPE(a)
+    if number == cnp.NPY_FLOAT32:
+        return um.UM_F32
+    if number == cnp.NPY_FLOAT16:
+        return um.UM_F16
+    if _bf16_number < 0 and a.dtype.name == "bfloat16":
+        _bf16_number = number
+    if number == _bf16_number:
+        return um.UM_BF16
+    if stored == um.UM_Q8_0 and a.dtype == _Q8_0:
+        return um.UM_Q8_0
+    raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
+
+
+cdef cnp.ndarray contiguous(object a):
+    if cnp.PyArray_Check(a) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>a):
+        return <cnp.ndarray>a
+    if not isinstance(a, np.ndarray):
+        raise TypeError(f"expected a NumPy array, got {type(a).__name__}")
+    if not a.dtype.isnative:
+        a = a.astype(a.dtype.newbyteorder("="))
+    return np.require(a, requirements="CA")
+
+
+cdef object _shape(cnp.ndarray a):
+    return tuple([a.shape[axis] for axis in range(a.ndim)])
+
+
+cdef int _check_types(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                      str doing) except -1:
+    cdef int number = number_of(k, stored)
+    if number_of(v, stored) != number:
+        raise TypeError(f"{doing}: expected k and v of one dtype, got {k.dtype} and {v.dtype}")
+    out.type = <um.um_dtype>number
+    return 0
+
+
+cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1:
+    cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(k)
+    cdef int n_dims = cnp.PyArray_NDIM(k)
+    cdef cnp.npy_intp dim = head_dim
+    cdef bint fits
+    _check_types(out, k, v, stored, doing)
+    if out.type == um.UM_Q8_0:
+        dim //= Q8_0_VALUES
+    if n_dims == 3 and batch == 1:
+        out.order = um.UM_KV_TOKEN_MAJOR
+        out.n = sizes[0]
+        fits = sizes[1] == heads and sizes[2] == dim
+    else:
+        out.order = um.UM_KV_HEAD_MAJOR
+        fits = n_dims == 4 and sizes[0] == batch and sizes[1] == heads and sizes[3] == dim
+        out.n = sizes[2] if fits else 0
+    fits = (fits and cnp.PyArray_NDIM(v) == n_dims
+            and cnp.PyArray_CompareLists(sizes, cnp.PyArray_DIMS(v), n_dims))
+    if not fits:
+        short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
+        raise ValueError(f"{doing}: expected k and v of one shape, {short}"
+                         f"[{batch}, {heads}, n, {dim}], got {_shape(k)} and {_shape(v)}")
+    return 0
+
+
+cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1:
+    _check_types(out, k, v, stored, doing)
+    expected = (n_layers, heads, head_dim // (Q8_0_VALUES if out.type == um.UM_Q8_0 else 1))
+    if _shape(k) != expected or _shape(v) != expected:
+        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {_shape(k)} and "
+                         f"{_shape(v)}")
+    return 0
+
+
+cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff:
+    number = PyNumber_Index(layer)
+    if not 0 <= number < n_layers:
+        raise ValueError(f"layer: expected 0 to {n_layers - 1}, got {layer}")
+    return <uint32_t>number
