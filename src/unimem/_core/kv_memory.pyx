@@ -245,13 +245,21 @@ cdef class KVMemory(Watcher):
 
     cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
         cdef uint64_t first = self.first_row(), held = row - first
-        if self.grow and n <= self.kv.n_rows - row:
-            return self._grow_to(row + n)
-        if first == 0 or n > self.kv.n_rows - held:
-            raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
-                            f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
-                            self.kv.n_rows, held, n)
-        return self._start_over(max(self.end_row() - first, held + n))
+        # A view that goes meanwhile gives nothing back.
+        self._n_busy += 1
+        try:
+            if self.grow and n <= self.kv.n_rows - row:
+                self._grow_to(row + n)
+            elif first == 0 or n > self.kv.n_rows - held:
+                raise CacheFull(
+                    f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
+                    f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
+                    self.kv.n_rows, held, n)
+            else:
+                self._start_over(max(self.end_row() - first, held + n))
+        finally:
+            self.end_busy()
+        return 0
 
     cdef int _grow_to(self, uint64_t rows) except -1:
         cdef size_t step = self.open_region().block.step_nbytes, row = self.kv.row_bytes
@@ -322,10 +330,8 @@ cdef class KVMemory(Watcher):
                               "tokens have to move to, or away from: drop them first")
         if self.grow and target:
             self._commit_lanes(0, target)
-        self._n_busy += 1
         with nogil:
             status = um.um_kv_move(&self.kv, 0, &err)
-        self._n_busy -= 1
         if status != um.UM_OK:
             if self.grow:
                 self._release_lanes(0, target)
