@@ -3,7 +3,6 @@
 import math
 import warnings
 
-from unimem import placing
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError
 from unimem.placement import format_bytes
 
@@ -141,6 +140,9 @@ cdef class KVMemory(Watcher):
             raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
                             f"bytes, and budget_bytes is {self.budget_bytes}", self.budget_bytes,
                             0, total)
+        if placement.get("pages") == "thp":
+            # Shared memory gets huge pages by collapsing what is in RAM.
+            placement = {"warm": True} | placement
         self.block = Block._mirrored(total, n_rows * row, name=self.name, **placement)
         self.block._is_part = True
         self._region = self.block.region()
@@ -176,7 +178,8 @@ cdef class KVMemory(Watcher):
                 self.tape.check_open()
             raise ClosedError(f"KVCache '{self.name}' is closed")
         if region.block.base == NULL:
-            raise ClosedError(f"KVCache '{self.name}' {placing.LEFT_OUT}")
+            raise ClosedError(f"KVCache '{self.name}' is shared memory, which is left out of a "
+                              "forked child: make or restore a cache there")
         return region
 
     cdef uint64_t end_position(self):
