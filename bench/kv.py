@@ -460,6 +460,12 @@ def written(path: Path, arrays: Sequence[NDArray[Any]]) -> None:
         os.close(fd)
 
 
+def remove(path: Path) -> None:
+    """Delete a file, and let the disk know, which the next fsync would wait for otherwise."""
+    path.unlink(missing_ok=True)
+    os.sync()
+
+
 def read_into(path: Path, out: NDArray[np.uint8]) -> None:
     """Read a file whole; one read() gives 2 GB at most."""
     rest: Any = out
@@ -487,11 +493,11 @@ def snapshots(bench: Bench, folder: Path, nbytes: int) -> None:
         parts = [view[0].swapaxes(0, 1) for view in views]
 
         def save() -> float:
-            path.unlink(missing_ok=True)
+            remove(path)
             return seconds(partial(cache.save, path)) * 1e3
 
         def write() -> float:
-            plain.unlink(missing_ok=True)
+            remove(plain)
             return seconds(partial(written, plain, parts)) * 1e3
 
         title = f"saving {size(cache.memory_usage_bytes)}"
