@@ -111,8 +111,28 @@ def total(address: int, nbytes: int, name: str) -> int:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether the byte can be read: guard pages and holes cannot."""
-    return any(part.access[0] == "r" for part in mappings(address))
+    """Whether the byte can be read, and is a block's: guard pages and holes cannot.
+
+    A block's mappings lie between inaccessible pages. Others do not, and may come to lie where a
+    block was: AddressSanitizer maps what reading these lines takes.
+    """
+    entries = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if head := _HEAD.match(line):
+            entries.append(Mapping(int(head[1], 16), int(head[2], 16), head[3]))
+    (inside,) = [i for i, part in enumerate(entries) if part.start <= address < part.end] or (-1,)
+    if inside < 0 or entries[inside].access[0] != "r":
+        return False
+    for step in (-1, 1):
+        i = inside
+        while entries[i].access[0] == "r":
+            edge = entries[i].start if step < 0 else entries[i].end
+            i += step
+            if not 0 <= i < len(entries):
+                return False
+            if edge != (entries[i].end if step < 0 else entries[i].start):
+                return False
+    return True
 
 
 def huge_page_bytes() -> int:
