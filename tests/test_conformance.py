@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,11 @@ from conformance import (
     Kind,
     LayerContract,
     OwnerContract,
+    fill,
     kind_of,
+    tokens_of,
 )
-from kv_model import as_float32, stored
+from kv_model import as_float32, memory, stored
 from pad_model import TAKEN, converted
 from unimem._core.status import counters
 
@@ -133,7 +138,7 @@ class KVKind(HostKind):
         self.token_shape = (2, batch, 2, 32)
         self.forgets = how == "ring"
         self.in_child = how != "ring"
-        self.is_fixed = how != "grow"
+        self.is_fixed = how not in ("grow", "mapped")
         self.owns_memory = how != "tape"
 
     def make(self, **options: Any) -> um.KVCache:
@@ -143,7 +148,31 @@ class KVKind(HostKind):
             options |= {"grow": True}
         # A ring's positions go on and on.
         most = 10_000 if self.forgets else self.capacity
+        if self.how == "mapped":
+            return self.mapped()
         return um.KVCache(2, 2, 32, most, batch=self.batch, dtype=self.dtype, **options)
+
+    @cached_property
+    def saved(self) -> bytes:
+        """A snapshot of other tokens."""
+        with (
+            um.KVCache(2, 2, 32, self.capacity, batch=self.batch, dtype=self.dtype) as kv,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            fill(self, kv, tokens_of(self, self.capacity, seed=9))
+            kv.save(f"{folder}/session")
+            return Path(folder, "session").read_bytes()
+
+    def mapped(self) -> um.KVCache:
+        """Make an empty cache, whose first rows are pages of a file."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "session")
+            path.write_bytes(self.saved)
+            kv = um.KVCache.restore(path, mode="map")
+        kv.clear()
+        page = memory(kv.address(0, "k"), proc_maps.PAGE).tobytes()
+        assert page in self.saved
+        return kv
 
     @contextmanager
     def made(self) -> Iterator[Any]:
@@ -258,7 +287,7 @@ def all_kinds() -> list[HostKind]:
     for dtype in TAKEN:
         kinds += [PadKind(um.Scratchpad, dtype), PadKind(um.Scratchpad, dtype, on_tape=True)]
         kinds += [PadKind(um.PagedScratchpad, dtype)]
-    for how in ("fixed", "tape", "grow", "ring"):
+    for how in ("fixed", "tape", "grow", "mapped", "ring"):
         for dtype in ("f32", "f16", "bf16", "q8_0"):
             kinds += [KVKind(how, dtype, batch) for batch in (1, 2)]
     kinds += [SequenceKind(dtype) for dtype in ("f32", "f16", "bf16", "q8_0")]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -475,6 +477,52 @@ class Grows(CacheAgainstModel):
         return um.KVCache(*self.dims, self.MAX, grow=True, pages="4k", **options)
 
 
+class Mapped(Grows):
+    """Begins as a private mapping of a file, which stays what it was, and grows from there."""
+
+    @initialize(
+        batch=st.sampled_from([1, 1, 2]),
+        dtype=st.sampled_from(KV_DTYPES),
+        n=st.integers(1, CacheAgainstModel.MAX),
+        percent=PERCENT,
+        fault=FAULTS,
+    )
+    def make(
+        self, batch: int, dtype: str, n: int = 1, percent: int = 100, fault: Any = None
+    ) -> None:
+        self.n_saved, self.n_kept, self.fault = n, max(1, n * min(percent, 100) // 100), fault
+        super().make(batch, dtype)
+        for layer, tokens in enumerate(self.saved_tokens):
+            self.model.append(layer, *tokens)
+        self.model.trim_to(self.n_kept)
+
+    def make_cache(self, **options: Any) -> um.KVCache:
+        shape = (options["batch"], self.HEADS, self.n_saved, self.DIM)
+        self.saved_tokens = []
+        self.file = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "session"
+        with um.KVCache(*self.dims, self.MAX, pages="4k", **options) as kv:
+            for layer in range(self.N_LAYERS):
+                k, v = given(self.rng, shape, "float32"), given(self.rng, shape, "float32")
+                kv.append(layer, k, v)
+                self.saved_tokens.append((stored(k, kv.dtype), stored(v, kv.dtype)))
+            kv.trim_to(self.n_kept)
+            kv.save(self.file)
+        self.saved = self.file.read_bytes()
+
+        def restore() -> um.KVCache:
+            return um.KVCache.restore(self.file, mode="map")
+
+        (kv,) = self.attempt(restore, fault=self.fault) or (restore(),)
+        assert kv.grow
+        kv.verify()
+        return kv
+
+    def teardown(self) -> None:
+        if hasattr(self, "saved"):
+            assert self.file.read_bytes() == self.saved
+        super().teardown()
+
+
 class GrowsInBudget(Grows):
     """Room for about half of what it may hold."""
 
@@ -546,11 +594,12 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-for _kind in (Fixed, OnTape, Grows, GrowsInBudget, FixedInBudget, Ring, SpaciousRing):
+for _kind in (Fixed, OnTape, Grows, Mapped, GrowsInBudget, FixedInBudget, Ring, SpaciousRing):
     _kind.TestCase.settings = SETTINGS
 TestFixed = Fixed.TestCase
 TestOnTape = OnTape.TestCase
 TestGrows = Grows.TestCase
+TestMapped = Mapped.TestCase
 TestGrowsInBudget = GrowsInBudget.TestCase
 TestFixedInBudget = FixedInBudget.TestCase
 TestRing = Ring.TestCase
