@@ -1,5 +1,5 @@
 """A paged cache against plain lists: sequences that are forked, cropped and closed in any order,
-and share what begins with the same tokens.
+and share what begins with the same tokens; and allocations that fail, which change nothing.
 
 What a model computes for a token depends on all tokens before it: so do the values here, and a
 block that is shared wrongly is seen.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +26,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import unimem as um
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
+from os_faults import os_faults
 from unimem import prefix
+from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -34,6 +38,7 @@ N_LAYERS, N_HEADS, MOST_SEQUENCES = 2, 2, 6
 IDS = st.lists(st.integers(0, 1), max_size=12)  # so few that many prefixes are the same
 WHICH = st.integers(0, MOST_SEQUENCES - 1)
 LAYERS = st.integers(0, N_LAYERS - 1)
+FAILS = st.sampled_from([False, False, False, True])  # whether the first allocation does
 
 
 @dataclass
@@ -57,6 +62,11 @@ def weak_digest(ids: bytes, parent_key: int) -> int:
 
 class PagedAgainstModel(RuleBasedStateMachine):
     """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.faults = self.stack.enter_context(os_faults())
 
     @initialize(
         dtype=st.sampled_from(KV_DTYPES),
@@ -91,6 +101,7 @@ class PagedAgainstModel(RuleBasedStateMachine):
         assert self.pg.n_blocks_in_use == 0
         assert self.pg.n_blocks_available == self.pg.n_blocks
         self.pg.close()
+        self.stack.close()
 
     # ---- what tokens are worth ----
 
@@ -116,20 +127,40 @@ class PagedAgainstModel(RuleBasedStateMachine):
             self.live.pop(0)[0].close()
         self.live.append((s, model))
 
+    def failing(self, call: Callable[[], um.Sequence]) -> None:
+        """What makes a sequence says that there is no memory, and changes nothing."""
+
+        def state() -> Any:
+            holders = [self.pg._n_holders(block) for block in range(self.pg.n_blocks)]
+            cached = [self.pg._is_cached(block) for block in range(self.pg.n_blocks)]
+            return holders, cached, self.pg.n_blocks_in_use, self.pg.n_blocks_available
+
+        before = state()
+        self.faults.arm(1)
+        try:
+            with pytest.raises(MemoryError):
+                call()
+        finally:
+            self.faults.disarm()
+        assert self.faults.failed == "calloc"
+        assert state() == before
+
     # ---- operations ----
 
-    @rule(ids=IDS)
-    def begin(self, ids: list[int]) -> None:
+    @rule(ids=IDS, fails=FAILS)
+    def begin(self, ids: list[int], fails: bool = False) -> None:
+        if fails:
+            self.failing(lambda: self.pg.sequence(ids))
         s = self.pg.sequence(ids)
         assert len(s) == s.n_cached
         assert s.n_cached % self.pg.block_tokens == 0
         assert s.n_cached == 0 or s.n_cached < len(ids)
         self.add(s, Model(ids[:], len(ids), [s.n_cached] * N_LAYERS))
 
-    @rule(which=WHICH, ids=IDS)
-    def begin_with_the_tokens_of_another(self, which: int, ids: list[int]) -> None:
+    @rule(which=WHICH, ids=IDS, fails=FAILS)
+    def begin_with_the_tokens_of_another(self, which: int, ids: list[int], fails: bool) -> None:
         _, model = self.pick(which)
-        self.begin([*model.ids[: model.n_known], *ids])
+        self.begin([*model.ids[: model.n_known], *ids], fails)
 
     @rule(which=WHICH, ids=IDS)
     def extend(self, which: int, ids: list[int]) -> None:
@@ -207,10 +238,12 @@ class PagedAgainstModel(RuleBasedStateMachine):
         figures = caught.value.limit, caught.value.used, caught.value.asked
         assert figures == (self.pg.n_blocks, used, asked)
 
-    @rule(which=WHICH)
-    def fork(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def fork(self, which: int, fails: bool) -> None:
         s, model = self.pick(which)
         if model.is_level():
+            if fails:
+                self.failing(s.fork)
             used = self.pg.n_blocks_in_use
             fork = s.fork()
             assert fork.block_table.tolist() == s.block_table.tolist()
@@ -286,3 +319,24 @@ TestPagedAgainstModel.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+def test_every_system_call_of_the_constructor_may_fail() -> None:
+    before, nth, failed = ledger()["history"]["mapped_bytes"], 0, set()
+    with os_faults() as faults:
+        while True:
+            nth += 1
+            faults.arm(nth)
+            try:
+                pg = um.PagedKVCache(2, 2, 64, n_blocks=40, pages="4k")
+            except (MemoryError, um.PlacementError):
+                failed.add(faults.failed)
+                assert ledger()["history"]["mapped_bytes"] == before
+                continue
+            finally:
+                faults.disarm()
+            break
+        with pg, pg.sequence([1, 2, 3]) as s:
+            s.append(0, np.ones((3, 2, 64), "f4"), np.ones((3, 2, 64), "f4"))
+    assert failed >= {"mmap", "calloc"}
+    assert ledger()["history"]["mapped_bytes"] == before
