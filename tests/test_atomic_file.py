@@ -432,8 +432,14 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(IsADirectoryError) as caught:
             kv.save(tmp_path)
         assert caught.value.filename == str(tmp_path)
-        with pytest.raises(FileExistsError):
+        with pytest.raises(FileExistsError, match=r"Is not a regular file: .*fifo'"):
             kv.save(tmp_path / "fifo")
+        with pytest.raises(FileExistsError, match="Is not a regular file: '/dev/null'"):
+            kv.save("/dev/null")
+        for name in ("newdir/", "newdir/.", "newdir/sub/.."):
+            with pytest.raises(IsADirectoryError) as caught:
+                kv.save(f"{tmp_path}/{name}")
+            assert caught.value.filename == f"{tmp_path}/{name}"
         with pytest.raises(FileNotFoundError):
             kv.save(tmp_path / "none" / "file")
     assert os.listdir(tmp_path) == ["fifo"]

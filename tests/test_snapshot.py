@@ -219,6 +219,48 @@ def test_placement_is_for_copies(file: Path) -> None:
         um.KVCache.restore(file, pages="4k", lock=True)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["foo", "budget_bytes", "grow"])
+def test_an_unknown_option_is_refused(name: str, mode: Literal["map", "copy"], file: Path) -> None:
+    accepted = "mode, tokens, model, verify, pages, numa, lock, warm, strict"
+    with pytest.raises(TypeError, match=rf"expected {accepted}; got {name}$"):
+        um.KVCache.restore(file, mode=mode, **{name: 1})  # type: ignore[arg-type]
+
+
+def test_of_a_cache_that_its_budget_has_cut_the_rows_that_it_has_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(10, 2**32 - 1, budget_bytes=1 << 16) as kv:
+        kv.save(path)
+        assert snapshot.describe(path).max_seq_len == kv.n_rows == 128
+        for mode in MODES:
+            with um.KVCache.restore(path, mode=mode) as restored:
+                assert (restored.max_seq_len, restored.seq_len) == (128, 10)
+                assert rows(restored) == rows(kv)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_small_ring_of_a_conversation_without_end(
+    mode: Literal["map", "copy"], tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with um.KVCache(2, 64, 128, 2**32 - 1, window=8, dtype="f32") as kv:
+        append(kv, 20)
+        kv.save(path)
+        with um.KVCache.restore(path, mode=mode) as restored:
+            assert (restored.max_seq_len, restored.window) == (2**32 - 1, 8)
+            assert rows(restored) == rows(kv)
+
+
+def test_the_first_tokens_that_were_kept_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(40) as kv:
+        kv.trim_to(5, keep_first=3)
+        kv.save(path)
+        assert "8 tokens up to position 39," in str(snapshot.describe(path))
+        with um.KVCache.restore(path) as restored:
+            assert rows(restored) == rows(kv)
+
+
 def test_an_unknown_mode_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match="mode: expected 'map' or 'copy', got 'read'"):
         um.KVCache.restore(file, mode="read")  # type: ignore[arg-type]
@@ -332,13 +374,13 @@ def test_describe(file: Path) -> None:
     assert not facts.tokens.flags.writeable
     assert facts.file_bytes == file.stat().st_size
     assert str(facts) == (
-        "2 layers of 2 heads of 32 f16; 40 tokens at positions 0 to 39, at most 64; model 'tiny'; "
+        "2 layers of 2 heads of 32 f16; 40 tokens up to position 39, at most 64; model 'tiny'; "
         "with token ids; 36.0 KiB"
     )
     with cache(40, window=16, batch=2) as kv:
         kv.save(file)
     assert str(snapshot.describe(file)) == (
-        "2 layers of 2 heads of 32 f16, 2 streams; 16 tokens at positions 24 to 39, window of 16; "
+        "2 layers of 2 heads of 32 f16, 2 streams; 16 tokens up to position 39, window of 16; "
         "no model named; without token ids; 36.0 KiB"
     )
 
@@ -355,9 +397,25 @@ def test_the_document_has_the_header_and_an_example_that_runs(
     assert done.stderr == ""
     assert done.stdout == (
         "5 tokens restored, the next is at position 5\n"
-        "2 layers of 4 heads of 64 f16; 5 tokens at positions 0 to 4, at most 256; model 'tiny'; "
+        "2 layers of 4 heads of 64 f16; 5 tokens up to position 4, at most 256; model 'tiny'; "
         "with token ids; 20.0 KiB\n"
     )
+
+
+def test_check_reads_all_and_says_what_describe_says(file: Path) -> None:
+    assert str(snapshot.check(file)) == str(snapshot.describe(file))
+    raw = file.read_bytes()
+    file.write_bytes(flipped(raw, len(raw) - 1))
+    assert snapshot.describe(file).seq_len == 40
+    with pytest.raises(SnapshotError, match="checksum does not match in v of layer 1") as caught:
+        snapshot.check(file)
+    assert caught.value.path == str(file)
+    file.write_bytes(flipped(raw, 50))
+    with pytest.raises(SnapshotError, match="the header's checksum"):
+        snapshot.check(file)
+    with cache(0) as kv:
+        kv.save(file)
+    assert snapshot.check(file).seq_len == 0
 
 
 # ---- what is asked for ----
@@ -550,6 +608,7 @@ NONSENSE: list[tuple[dict[str, int], str]] = [
     ({"max_seq_len": 2**32}, "max_seq_len"),
     ({"max_seq_len": 2**62}, "max_seq_len"),
     ({"window": 65}, "window"),
+    ({"window": 64, "max_seq_len": 2**32}, "max_seq_len"),
     ({"window": 16}, "seq_len"),
     ({"window": 64, "flags": 7}, "window"),
     ({"spare_rows": 1}, "spare_rows"),
@@ -664,7 +723,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         um.KVCache.restore(tmp_path / "none")
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="Expected a regular file"):
+    with pytest.raises(OSError, match="Is not a regular file"):
         um.KVCache.restore(tmp_path / "fifo")
 
 
@@ -711,10 +770,20 @@ def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
     with cache(3) as kv, pytest.raises(ValueError, match="nothing to verify"):
         kv.verify()
     with (
-        um.KVCache.restore(file, mode="copy") as kv,
-        pytest.raises(ValueError, match="'copy' has checked what it read"),
+        um.KVCache.restore(file, mode="copy", verify=False) as kv,
+        pytest.raises(ValueError, match=r"not restored with mode='map'$"),
     ):
         kv.verify()
+
+
+def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
+    whole = file.stat().st_size
+    with um.KVCache.restore(file) as mapped:
+        os.truncate(file, 8192)
+        match = f"truncated after it was mapped: it has 8192 of {whole} bytes"
+        with pytest.raises(SnapshotError, match=match) as caught:
+            mapped.verify()
+        assert (caught.value.offset, caught.value.path) == (8192, str(file))
 
 
 # ---- read_into ----
@@ -781,6 +850,28 @@ def test_reading_into_a_cache_is_all_or_nothing(file: Path) -> None:
         with pytest.raises(ValueError, match="expected a cleared cache, got one at position 40"):
             snapshot.read_into(kv, file)
         assert rows(kv) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_cleared_cache_is_read_into(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "session"
+    with cache(20, **KINDS[kind]) as saved, um.KVCache(2, 2, 32, 64, **KINDS[kind]) as kv:
+        saved.save(file)
+        one = np.full((1, 2, 32), 3, np.float32)
+        kv.append(0, one, one)  # a token that layer 1 lacks
+        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
+            snapshot.read_into(kv, file)
+        assert (kv.layer(0)[0] == 3).all()
+        assert kv.layer(0)[0].shape[2] == 1
+        kv.clear()
+        kv.reserve(2)
+        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
+            snapshot.read_into(kv, file)
+        kv.commit(1)
+        assert kv.seq_len == 1
+        kv.clear()
+        snapshot.read_into(kv, file)
+        assert rows(kv) == rows(saved)
 
 
 def test_a_cache_without_room_is_refused(file: Path) -> None:

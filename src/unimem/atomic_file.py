@@ -30,7 +30,7 @@ def _about(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         number = error.errno or errno.EIO
-        raise OSError(number, os.strerror(number), path) from error
+        raise OSError(number, error.strerror or os.strerror(number), path) from error
 
 
 class NewFile:
@@ -51,10 +51,14 @@ class NewFile:
     Raises
     ------
     OSError
-        Nothing can be written there; IsADirectoryError for a folder. Nothing has changed then.
+        Nothing can be written there; IsADirectoryError for a folder, and for a path that ends in a
+        separator. Nothing has changed then.
     """
 
     def __init__(self, path: str) -> None:
+        # What ends so is the name of a folder, also where there is none: realpath() would drop it.
+        if os.path.basename(path) in {"", ".", ".."}:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.path = os.path.realpath(path)
         folder, name = os.path.split(os.fsencode(self.path))
         self._name = name
@@ -85,7 +89,7 @@ class NewFile:
         if stat.S_ISDIR(old.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(old.st_mode):
-            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+            raise OSError(errno.EEXIST, "Is not a regular file")
         return stat.S_IMODE(old.st_mode)
 
     @property

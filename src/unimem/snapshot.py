@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ from unimem.snapshot_format import Chunk, Snapshot
 if TYPE_CHECKING:
     from unimem._core.kv import KVCache
 
-__all__ = ["Snapshot", "describe", "read_into", "restore", "save", "verify"]
+__all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "verify"]
 
 # What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
@@ -74,6 +75,8 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
     snapshot = fmt.new(
         {
             **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
+            # A fixed cache may have fewer rows, for its budget_bytes.
+            "max_seq_len": kv.max_seq_len if kv.window else min(kv.max_seq_len, kv.n_rows),
             "spare_rows": kv.n_rows - kv.window if kv.window else 0,
             "seq_len": kv.seq_len,
             "next_position": kv.next_position,
@@ -137,6 +140,33 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
         return snapshot
 
 
+def check(path: str | os.PathLike[str]) -> Snapshot:
+    """Read all of a snapshot and check it; nothing is kept.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+
+    Returns
+    -------
+    Snapshot
+        As `describe` returns it.
+
+    Raises
+    ------
+    SnapshotError
+        As `describe`; or the data is damaged.
+    OSError
+        It cannot be read, or is not a regular file.
+    MemoryError
+        There is no room for what is read at once, at most 256 MiB.
+    """
+    with _opened(_name_of(path)) as (fd, snapshot):
+        _check_data(snapshot, fd)
+        return snapshot
+
+
 def restore(
     cls: type[KVCache],
     path: str | os.PathLike[str],
@@ -175,7 +205,7 @@ def restore(
     SnapshotError
         The snapshot cannot be used: `rule` says why.
     ValueError, TypeError
-        An unknown mode, placement of what is mapped, `tokens` that are no ids.
+        An unknown mode or option, placement of what is mapped, `tokens` that are no ids.
     OSError
         The file cannot be read.
     MemoryError, PlacementError
@@ -183,6 +213,12 @@ def restore(
     """
     if mode not in ("map", "copy"):
         raise ValueError(f"mode: expected 'map' or 'copy', got {mode!r}")
+    known = PlacementOptions.__annotations__
+    if unknown := [name for name in placement if name not in known]:
+        raise TypeError(
+            f"KVCache.restore: expected mode, tokens, model, verify, {', '.join(known)}; got "
+            f"{', '.join(unknown)}"
+        )
     if mode == "map" and placement:
         raise ValueError(
             f"a mapped file lies in the page cache: {', '.join(placement)} not accepted with "
@@ -249,6 +285,13 @@ def read_into(
         raise ValueError(
             f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
         )
+    try:
+        kv.crop(0)  # drops nothing, and refuses what no position shows
+    except RuntimeError as error:
+        raise ValueError(
+            "expected a cleared cache, got one with reserved rows, or with tokens that not all "
+            "layers hold: call clear() first"
+        ) from error
     ids = _token_ids(tokens)
     with _opened(_name_of(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
@@ -289,17 +332,14 @@ def verify(kv: KVCache) -> None:
     Raises
     ------
     SnapshotError
-        The data is damaged.
+        The data is damaged, or the file was truncated.
     OSError
         The file cannot be read.
     ValueError
         The cache was not restored with ``mode="map"``.
     """
     if kv._snapshot is None:
-        raise ValueError(
-            "nothing to verify: the cache was not restored with mode='map', and 'copy' has checked "
-            "what it read"
-        )
+        raise ValueError("nothing to verify: the cache was not restored with mode='map'")
     kv._snapshot.verify()
 
 
@@ -312,6 +352,15 @@ class _Source:
         self._fd = os.dup(fd)
 
     def verify(self) -> None:
+        there, whole = os.fstat(self._fd).st_size, self._snapshot.file_bytes
+        if there < whole:
+            raise SnapshotError(
+                f"the file was truncated after it was mapped: it has {there} of {whole} bytes, and "
+                "touching a page that is gone ends the process: close the cache, take another "
+                "copy of the file or save anew",
+                there,
+                self._snapshot.path,
+            )
         _check_data(self._snapshot, self._fd)
 
     def __del__(self) -> None:
@@ -386,7 +435,7 @@ def _opened(path: str) -> Iterator[tuple[int, Snapshot]]:
         if stat.S_ISDIR(info.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Expected a regular file", path)
+            raise OSError(errno.EINVAL, "Is not a regular file", path)
         head = np.empty(min(fmt.HEADER_BYTES, info.st_size), np.uint8)
         _read_fully(fd, head, 0, path)
         values = fmt.checked_header(head.tobytes(), info.st_size, path)
@@ -461,7 +510,9 @@ def _staging(nbytes: int) -> Block:
 def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], None]) -> None:
     """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
 
-    The error of the first chunk that has one is raised, and what has not begun then is left.
+    The error of the first chunk that has one is raised, and what has not begun then is left. No
+    work is under way any more when this returns or raises, however often it is interrupted: the
+    caller closes the file, and gives the memory to others.
     """
     n_threads = min(_THREADS, len(snapshot.checksums))
     if n_threads == 0:
@@ -469,15 +520,41 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
     nbytes = min(snapshot.chunk_bytes, snapshot.lane_stride)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
+    stopped = False
+
     def one(chunk: Chunk) -> None:
         buffer = buffers.get()
         try:
-            work(chunk, buffer)
+            # Looked at with the buffer in hand: whoever has none begins no work after the stop.
+            if not stopped:
+                work(chunk, buffer)
         finally:
             buffers.put(buffer)
 
     with _staging(n_threads * nbytes) as block, ThreadPoolExecutor(n_threads) as pool:
         for i in range(n_threads):
             buffers.put(block.as_array("uint8", nbytes, i * nbytes))
-        for _ in pool.map(one, snapshot.chunks()):
-            pass
+        try:
+            for _ in pool.map(one, snapshot.chunks()):
+                pass
+        finally:
+            stopped = True
+            _wait_until(lambda: buffers.qsize() == n_threads)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    """Wait, and raise only afterwards what a signal's handler raises meanwhile.
+
+    Asking again and again, since waiting for a thread does not survive an interrupt: Python may
+    take the thread for one that has ended.
+    """
+    held: BaseException | None = None
+    while True:
+        try:
+            while not holds():
+                time.sleep(0.001)
+            break
+        except BaseException as error:
+            held = error
+    if held is not None:
+        raise held

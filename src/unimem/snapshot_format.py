@@ -114,7 +114,8 @@ class Snapshot:
     path : str
         The file.
     n_layers, n_kv_heads, head_dim, max_seq_len, batch : int
-        The cache's dimensions.
+        The cache's dimensions; of a fixed cache whose rows `budget_bytes` has cut, `max_seq_len`
+        is these rows.
     dtype : {"f32", "f16", "bf16", "q8_0"}
         What is stored.
     window : int or None
@@ -199,8 +200,7 @@ class Snapshot:
     def __str__(self) -> str:
         shape = f"{self.n_layers} layers of {self.n_kv_heads} heads of {self.head_dim} {self.dtype}"
         streams = f", {self.batch} streams" if self.batch > 1 else ""
-        first = self.next_position - self.seq_len
-        where = f" at positions {first} to {self.next_position - 1}" if self.seq_len else ""
+        where = f" up to position {self.next_position - 1}" if self.seq_len else ""
         kind = f"window of {self.window}" if self.window else f"at most {self.max_seq_len}"
         model = f"model {self.model!r}" if self.model is not None else "no model named"
         ids = "with token ids" if self.tokens is not None else "without token ids"
@@ -269,7 +269,9 @@ def new(
         )
     n_tokens = 0 if tokens is None else len(tokens)
     sizes = _sizes(facts | {"model_bytes": model_bytes}, n_tokens)
-    if (nbytes := n_lanes * facts["max_seq_len"] * sizes.row_bytes) > MAX_CACHE_BYTES:
+    window = facts["window"]
+    n_rows = window + facts["spare_rows"] if window else facts["max_seq_len"]
+    if (nbytes := n_lanes * n_rows * sizes.row_bytes) > MAX_CACHE_BYTES:
         raise ValueError(
             f"a snapshot is of a cache of at most {format_bytes(MAX_CACHE_BYTES)}, and this one "
             f"has room for {format_bytes(nbytes)}"
@@ -404,10 +406,12 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     row_bytes = values["n_kv_heads"] * values["head_dim"] // block_values * block_bytes
     check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
     max_rows = MAX_CACHE_BYTES // (n_lanes * row_bytes)
-    most = min(max_rows, MAX_SEQ_LEN)
-    check(values["max_seq_len"] <= most, "max_seq_len", f"at most {most}")
     window = values["window"]
-    check(window <= values["max_seq_len"], "window", f"at most {values['max_seq_len']}")
+    # A ring has only the rows of its window and the spare ones.
+    most = MAX_SEQ_LEN if window else min(max_rows, MAX_SEQ_LEN)
+    check(values["max_seq_len"] <= most, "max_seq_len", f"at most {most}")
+    most = min(max_rows, values["max_seq_len"])
+    check(window <= most, "window", f"at most {most}")
     check(not window or not values["flags"] & _GROW, "window", "none in a cache that grows")
     max_spare = max_rows - window if window else 0
     check(values["spare_rows"] <= max_spare, "spare_rows", f"at most {max_spare}")
