@@ -693,7 +693,7 @@ cdef class KVCache(KVMemory):
         ValueError
             Another number of `tokens`.
         OSError
-            It cannot be written; the file is as it was.
+            It cannot be written, or is a folder or device; the file is as it was.
         """
         from unimem import snapshot
 
@@ -720,7 +720,7 @@ cdef class KVCache(KVMemory):
             Whether the checksums of the data are compared; by default only when it is read. See
             also the method `verify`.
         **placement
-            See `PlacementOptions`; for memory that is read into.
+            See `PlacementOptions`; only with ``"copy"``.
 
         Returns
         -------
@@ -730,6 +730,8 @@ cdef class KVCache(KVMemory):
         ------
         SnapshotError
             The file is no snapshot, is damaged, or is one of another model or of other tokens.
+        ValueError, TypeError
+            An unknown mode or option, placement with ``"map"``, `tokens` that are no ids.
         OSError
             It cannot be read.
         CapacityError, MemoryError, PlacementError
@@ -745,9 +747,9 @@ cdef class KVCache(KVMemory):
         Raises
         ------
         SnapshotError
-            It was changed.
+            It was changed, or truncated.
         ValueError
-            The cache was not restored from a file.
+            The cache was not restored with ``mode="map"``.
         OSError
             The file cannot be read.
         """
