@@ -1,4 +1,5 @@
-"""The examples of README.md and docs/placement.md run as they stand, each in its own process."""
+"""The examples of README.md and of documents run as they stand, each in its own process and in an
+empty folder."""
 
 from __future__ import annotations
 
@@ -10,6 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# How many Python examples each has.
+N_EXAMPLES = {
+    "README.md": 2,
+    "docs/kv.md": 0,
+    "docs/paged.md": 1,
+    "docs/placement.md": 3,
+    "docs/snapshots.md": 1,
+}
 
 
 def examples(name: str) -> list[str]:
@@ -17,13 +26,14 @@ def examples(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
 
 
-EXAMPLES = examples("README.md") + examples("docs/placement.md")
+EXAMPLES = {f"{name}-{i}": code for name in N_EXAMPLES for i, code in enumerate(examples(name))}
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number: int) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", EXAMPLES[number]],
+        [sys.executable, "-W", "error", "-c", EXAMPLES[name]],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
@@ -36,13 +46,13 @@ def test_example_runs(number: int) -> None:
 
 def test_the_first_example_prints_the_figures_of_its_tapes() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXAMPLES[0]], capture_output=True, text=True, check=True
+        [sys.executable, "-c", EXAMPLES["README.md-0"]], capture_output=True, text=True, check=True
     )
     assert re.fullmatch(
         r"weights: 0\.0/16\.0 MB \| scratch: 0\.0/1\.0 MB \| history: 1\.0/8\.0 MB\n", done.stdout
     )
 
 
-def test_the_documents_have_their_examples() -> None:
-    assert len(examples("README.md")) == 2
-    assert len(examples("docs/placement.md")) == 3
+@pytest.mark.parametrize("name", N_EXAMPLES)
+def test_the_documents_have_their_examples(name: str) -> None:
+    assert len(examples(name)) == N_EXAMPLES[name]
