@@ -25,5 +25,7 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
                       uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1
+# An array's real shape, whatever a subclass says.
+cdef tuple shape_of(cnp.ndarray a)
 # A layer's number, of those from 0 on.
 cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff

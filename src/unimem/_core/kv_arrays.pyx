@@ -68,7 +68,7 @@ cdef cnp.ndarray contiguous(object a):
     return np.require(a, requirements="CA")
 
 
-cdef object _shape(cnp.ndarray a):
+cdef tuple shape_of(cnp.ndarray a):
     return tuple([a.shape[axis] for axis in range(a.ndim)])
 
 
@@ -103,7 +103,7 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
     if not fits:
         short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
         raise ValueError(f"{doing}: expected k and v of one shape, {short}"
-                         f"[{batch}, {heads}, n, {dim}], got {_shape(k)} and {_shape(v)}")
+                         f"[{batch}, {heads}, n, {dim}], got {shape_of(k)} and {shape_of(v)}")
     return 0
 
 
@@ -111,9 +111,9 @@ cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype store
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1:
     _check_types(out, k, v, stored, doing)
     expected = (n_layers, heads, head_dim // (Q8_0_VALUES if out.type == um.UM_Q8_0 else 1))
-    if _shape(k) != expected or _shape(v) != expected:
-        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {_shape(k)} and "
-                         f"{_shape(v)}")
+    if shape_of(k) != expected or shape_of(v) != expected:
+        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {shape_of(k)} and "
+                         f"{shape_of(v)}")
     return 0
 
 

@@ -26,6 +26,8 @@ cdef class KVMemory(Watcher):
     cdef uint64_t _reserved
     # Calls that use rows without the interpreter's lock.
     cdef int _n_busy
+    # Whether one of them writes.
+    cdef bint _writing
     cdef bint _waiting, _postponed, _left_behind, _frozen, _closed
 
     cdef int _start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1
@@ -42,10 +44,12 @@ cdef class KVMemory(Watcher):
     cdef uint64_t first_row(self)
     # Of a plain cache, the row behind the tokens and what is reserved.
     cdef uint64_t end_row(self)
-    # How many views lie over these byte ranges of any lane.
-    cdef Py_ssize_t n_views(self, list ranges) except -1
+    # Whether views lie over these byte ranges of any lane.
+    cdef bint has_views(self, list ranges) except -1
     # A byte range of a lane, which may wrap; of a ring, all that the lane shows of it.
     cdef list images(self, first, end)
+    # All of a lane but the rows of the last n tokens.
+    cdef list ranges_but(self, uint64_t n)
     # Byte ranges of a lane that hold no tokens; and what of them a growing cache would give back.
     cdef list dead_ranges(self)
     cdef list spare_ranges(self, bint exactly)
@@ -61,6 +65,9 @@ cdef class KVMemory(Watcher):
     cdef int settle(self, bint exactly=*) except -1
     cdef int _shrink(self, list ranges) except -1
     cdef int _stay_inside(self) except -1
+    cdef int _check_movable(self, list ranges) except -1
+    # Raises where another thread appends.
+    cdef int check_not_writing(self) except -1
     # Ends a call that began with _n_busy += 1.
     cdef int end_busy(self) except -1
     cdef object _end(self)

@@ -1,9 +1,11 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """The memory under a KV cache: where its lanes lie, how they grow, and what is given back."""
 import math
+import os
 import warnings
+import weakref
 
-from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError
+from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
@@ -27,6 +29,8 @@ cdef enum:
     HUGE_BYTES = 2 << 20
     # The most that a growing cache takes of a lane in advance, and keeps when it becomes shorter.
     MOST_SPARE_BYTES = 2 << 20
+# No process has so much address space.
+cdef object MOST_BYTES = 1 << 47
 
 
 cdef bint is_v(object part) except -1:
@@ -39,6 +43,20 @@ cdef size_t _round_up(size_t n, size_t unit):
     return (n + unit - 1) // unit * unit
 
 
+# A fork may come while another thread is in the middle of a call, which never ends in the child.
+cdef object _caches = weakref.WeakSet()
+
+
+def _end_calls():
+    cdef KVMemory cache
+    for cache in list(_caches):
+        cache._n_busy = 0
+        cache._postponed = cache._writing = False
+
+
+os.register_at_fork(after_in_child=_end_calls)
+
+
 cdef class KVMemory(Watcher):
     """What `KVCache` stands on."""
 
@@ -49,6 +67,7 @@ cdef class KVMemory(Watcher):
         cdef um.um_error err
         if um.um_kv_init(&self.kv, spec, storage, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
+        _caches.add(self)
         return 0
 
     cdef size_t _row_bytes(self, um.um_kv_spec *spec) except 0:
@@ -56,7 +75,11 @@ cdef class KVMemory(Watcher):
         cdef size_t row
         if um.um_kv_row_bytes(spec, &row, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
-        self._n_lanes = <size_t>spec.n_layers * 2 * spec.batch
+        n_lanes = 2 * <object>spec.n_layers * spec.batch
+        if n_lanes * row >= 1 << 62:
+            raise ValueError(f"KVCache: one token of {n_lanes} lanes, {row} bytes each, is more "
+                             "than there can be: smaller dimensions")
+        self._n_lanes = n_lanes
         return row
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
@@ -71,6 +94,9 @@ cdef class KVMemory(Watcher):
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs, {self._n_lanes * _round_up(row, LANE_ALIGN)} bytes",
                                 self.budget_bytes, 0, self._n_lanes * _round_up(row, LANE_ALIGN))
+        if <object>n_rows * row * self._n_lanes >= 1 << 62:  # a sum of sizes overflows
+            raise ValueError(f"KVCache: {n_rows} tokens of {row * self._n_lanes} bytes are more "
+                             "than there can be: a smaller max_seq_len")
         storage.lane_stride = _round_up(n_rows * row, LANE_ALIGN)
         storage.n_rows = storage.usable_rows = n_rows
         total = self._n_lanes * storage.lane_stride
@@ -93,14 +119,16 @@ cdef class KVMemory(Watcher):
         cdef size_t row = self._row_bytes(spec), step
         # Twice the tokens, so that trimming and appending in turn seldom moves any.
         cdef uint64_t n_rows = 2 * spec.max_seq_len
-        cdef object lane = n_rows * row
+        cdef object lane = <object>n_rows * row
         pages = placement.get("pages", "auto")
-        if pages == "auto" and lane < HUGE_BYTES:
-            pages = "4k"  # a huge page would be larger than all of a lane
+        huge_bytes = HUGE_BYTES * <object>self._n_lanes
+        if pages == "auto" and (lane < HUGE_BYTES or (
+                self.budget_bytes is not None and self.budget_bytes < 4 * huge_bytes)):
+            pages = "4k"  # huge pages would be larger than the lanes, or too few for the budget
         unit = {"4k": um.um_page_bytes(), "1g": 1 << 30}.get(
             pages, max(um.um_huge_page_bytes(), HUGE_BYTES))
         lane = -(-lane // unit) * unit
-        if lane * self._n_lanes >= 1 << 46:
+        if lane * self._n_lanes >= MOST_BYTES:
             raise ValueError(f"KVCache: {format_bytes(lane * self._n_lanes)} of address space for "
                              f"{spec.max_seq_len} tokens are more than there is: a smaller "
                              "max_seq_len")
@@ -111,6 +139,12 @@ cdef class KVMemory(Watcher):
         self.block._is_part = True
         self._region = self.block.region()
         step = self._region.block.step_nbytes
+        if self.budget_bytes is not None:
+            least = _round_up(row, step) * self._n_lanes
+            if least > self.budget_bytes:
+                raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
+                                f"needs on pages of {format_bytes(step)}, {least} bytes",
+                                self.budget_bytes, 0, least)
         if um.um_block_release(&self._region.block, 0, step, NULL, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
         self.grow = True
@@ -133,9 +167,12 @@ cdef class KVMemory(Watcher):
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
         cdef um.um_kv_storage storage
         cdef size_t row = self._row_bytes(spec)
-        cdef uint64_t n_rows = self._ring_rows(row, spec.window + spare_rows,
-                                               placement.get("pages", "auto"))
-        total = self._n_lanes * n_rows * row
+        cdef uint64_t n_rows
+        if (<object>spec.window + spare_rows) * row * self._n_lanes >= MOST_BYTES // 2:
+            raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
+                             "more than there can be: fewer of them")
+        n_rows = self._ring_rows(row, spec.window + spare_rows, placement.get("pages", "auto"))
+        total = <object>n_rows * row * self._n_lanes
         if self.budget_bytes is not None and total > self.budget_bytes:
             raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
                             f"bytes, and budget_bytes is {self.budget_bytes}", self.budget_bytes,
@@ -196,17 +233,15 @@ cdef class KVMemory(Watcher):
     cdef uint64_t end_row(self):
         return um.um_kv_row(&self.kv, self.end_position()) + self._reserved
 
-    cdef Py_ssize_t n_views(self, list ranges) except -1:
+    cdef bint has_views(self, list ranges) except -1:
         cdef Region region = self.open_region()
-        cdef Py_ssize_t n = 0
-        cdef bint any_bytes = False
+        cdef bint found = False
         for first, end in ranges:
             if first < end:
-                any_bytes = True
-                n += region.n_windows_in_lanes(self._begin, self.kv.lane_stride, self._n_lanes,
-                                               first, end)
-        # A buffer is of all of the block.
-        return n + region.n_buffers if any_bytes and self.grow else n
+                # A buffer is of all of the block.
+                found = found or region.n_buffers > 0 or region.n_windows_in_lanes(
+                    self._begin, self.kv.lane_stride, self._n_lanes, first, end) > 0
+        return found
 
     cdef list images(self, first, end):
         cdef size_t whole = self.kv.n_rows * self.kv.row_bytes
@@ -214,6 +249,14 @@ cdef class KVMemory(Watcher):
             return [(first, end)]
         return [(max(first + shift, 0), min(end + shift, 2 * whole))
                 for shift in (-2 * <object>whole, -<object>whole, 0, whole)]
+
+    cdef list ranges_but(self, uint64_t n):
+        cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
+        cdef uint64_t last = um.um_kv_next_position(&self.kv)
+        cdef size_t first = um.um_kv_row(&self.kv, last - n) * row
+        if self.kv.spec.window != 0:
+            return self.images(first + n * row, first + whole)
+        return [(0, first), (self.end_row() * row, whole)]
 
     cdef list dead_ranges(self):
         cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
@@ -276,7 +319,7 @@ cdef class KVMemory(Watcher):
             wanted = max(needed, min(wanted, most))
         try:
             self._commit_lanes(self._high, wanted)
-        except CapacityError:
+        except (CapacityError, PlacementError):
             if wanted == needed:
                 raise
             wanted = needed  # nothing in advance
@@ -327,14 +370,16 @@ cdef class KVMemory(Watcher):
             step = self.open_region().block.step_nbytes
             target = min(_round_up(rows * row, step), self._low)
             ranges = [(0, target), (self._low, self._high)]
-        n_views = self.n_views(ranges)
-        if n_views:
-            raise BufferError(f"KVCache '{self.name}': {n_views} views lie over rows that the "
-                              "tokens have to move to, or away from: drop them first")
+        self._check_movable(ranges)
         if self.grow and target:
             self._commit_lanes(0, target)
-        with nogil:
-            status = um.um_kv_move(&self.kv, 0, &err)
+            try:
+                self._check_movable(ranges)  # others may have run meanwhile
+            except BaseException:
+                self._release_lanes(0, target)
+                raise
+        # With the interpreter's lock: nobody makes a view, or closes the cache.
+        status = um.um_kv_move(&self.kv, 0, &err)
         if status != um.UM_OK:
             if self.grow:
                 self._release_lanes(0, target)
@@ -346,6 +391,13 @@ cdef class KVMemory(Watcher):
             self._low = 0
             self._set_usable()
         self._dropped = 0
+        return 0
+
+    cdef int _check_movable(self, list ranges) except -1:
+        # One call is busy: the one that asks for rows.
+        if self._n_busy > 1 or self.has_views(ranges):
+            raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
+                              "rows that the tokens have to move to, or away from: drop them first")
         return 0
 
     # ---- giving back ----
@@ -371,12 +423,14 @@ cdef class KVMemory(Watcher):
         ranges = self.spare_ranges(exactly) if self.grow else self.dead_ranges()
         if not self.grow and not exactly and self.kv.spec.window == 0:
             ranges = ranges[:1]  # what is behind the tokens was never dropped
-        if self.n_views(ranges):
+        if self.has_views(ranges):
             if not self._waiting:
                 self._waiting = True
                 region.watch(self)
-            self._stay_inside()
-            return 0
+            # Making the watch may have collected the last of them.
+            if self.has_views(ranges):
+                self._stay_inside()
+                return 0
         if self.grow:
             self._shrink(ranges)
         else:
@@ -430,6 +484,12 @@ cdef class KVMemory(Watcher):
                 self.settle()
         except Exception:  # a view goes whether or not memory can be given back
             return 0
+        return 0
+
+    cdef int check_not_writing(self) except -1:
+        if self._writing:
+            raise RuntimeError(f"KVCache '{self.name}': another thread appends to it: one writes "
+                               "at a time")
         return 0
 
     cdef int end_busy(self) except -1:
@@ -559,10 +619,14 @@ cdef class KVMemory(Watcher):
             self.block.warm(threads)
         elif self._high > self._low:
             n_threads = self.block.check_threads(threads)
-            for lane in range(self._n_lanes):
-                begin = lane * self.kv.lane_stride + self._low
-                self.block.populate(region, begin, self._high - self._low, n_threads, None, 0,
-                                    self._high - self._low)
+            size = self._high - self._low
+            self._n_busy += 1
+            try:
+                for lane in range(self._n_lanes):
+                    begin = lane * self.kv.lane_stride + self._low
+                    self.block.populate(region, begin, size, n_threads, None, 0, size)
+            finally:
+                self.end_busy()
 
     def _freeze(self, bint frozen):
         """Refuse, or allow again, to commit memory."""

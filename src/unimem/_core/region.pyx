@@ -79,6 +79,8 @@ cdef class Region:
 
     def __releasebuffer__(self, Py_buffer *buffer):
         self.n_buffers -= 1
+        if self.watchers is not None:
+            self.tell_watchers()
 
     def __dealloc__(self):
         # A destructor never raises; the kernel refuses only what was never mapped.
@@ -157,9 +159,12 @@ cdef class Region:
         return found
 
     cdef object watch(self, Watcher watcher):
+        # Made first: either may collect a window, which looks at the list.
+        cdef list alone = [weakref.ref(watcher)]
         if self.watchers is None:
-            self.watchers = []
-        self.watchers.append(weakref.ref(watcher))
+            self.watchers = alone
+        else:
+            self.watchers += alone
 
     cdef object tell_watchers(self):
         cdef list told = self.watchers
