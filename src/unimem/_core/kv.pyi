@@ -88,8 +88,8 @@ class KVCache(KVMemory):
     def is_empty(self) -> bool: ...
     @property
     def memory_usage_bytes(self) -> int: ...
-    # For unimem.layout.
-    # For unimem.plan.
+    # For unimem.engine.
+    _lowest_end: int
     # For unimem.snapshot.
     _snapshot: Any
     @classmethod

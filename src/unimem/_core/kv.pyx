@@ -3,7 +3,7 @@
 import numpy as np
 
 from unimem.errors import CacheFull
-from unimem.placement import format_bytes
+from unimem.placement import PlacementOptions, format_bytes
 
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
@@ -13,7 +13,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.kv_arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type,
-    numpy_type,
+    numpy_type, shape_of,
 )
 from unimem._core.kv_memory cimport KVMemory, is_v
 from unimem._core.region cimport Region, new_window
@@ -41,6 +41,9 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
     spec.window = 0 if window is None else window
     spec.type = number_of_type(named)
     return 0
+
+
+cdef tuple _PLACEMENT = tuple(PlacementOptions.__annotations__)
 
 
 cdef class KVCache(KVMemory):
@@ -137,16 +140,21 @@ cdef class KVCache(KVMemory):
                  window=None, spare_rows=0, budget_bytes=None, bint grow=False, tape=None,
                  name=None, **placement):
         cdef um.um_kv_spec spec
+        if self.kv.base != NULL:
+            raise RuntimeError("the KVCache is made already")
+        for option in placement:
+            if option not in _PLACEMENT:
+                raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
+                                f"{', '.join(_PLACEMENT)}")
         self._closed = True
         _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
         self.dtype = kv_type(dtype)
         self._dtype = numpy_type(spec.type)
         self.name = name or "kv"
         self.window = window
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = (None if budget_bytes is None
+                             else size_of(budget_bytes, "budget_bytes", 1))
         self._placement = placement
-        if budget_bytes is not None:
-            size_of(budget_bytes, "budget_bytes", 1)
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
         if window is not None and grow:
@@ -216,6 +224,8 @@ cdef class KVCache(KVMemory):
         if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
             return False
         self.make_rows(err.used, n)
+        self.open_region()  # others may have run meanwhile
+        self.check_not_writing()
         return True
 
     # ---- appending ----
@@ -257,19 +267,24 @@ cdef class KVCache(KVMemory):
         cdef um.um_status status
         cdef uint32_t index
         cdef Given given
+        index = layer_number(layer, s.n_layers)
+        check_tokens(&given, ka, va, s.type, s.batch, s.n_kv_heads, s.head_dim, "KVCache.append")
+        # From here on nothing of Python's runs, and so nobody else.
         if (self._closed or (self._region is None and self.tape._region is None)
                 or (self._region is not None and self._region.block.base == NULL)):
             self.open_region()
-        index = layer_number(layer, self.kv.spec.n_layers)
-        check_tokens(&given, ka, va, s.type, s.batch, s.n_kv_heads, s.head_dim, "KVCache.append")
+        if self._writing:
+            self.check_not_writing()
         while True:
             if given.n > MANY_ROWS:
                 _held = self.open_region()  # nobody closes the cache meanwhile
                 self._n_busy += 1
+                self._writing = True
                 with nogil:
                     status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
                                              cnp.PyArray_DATA(va), given.type, given.order,
                                              given.n, &err)
+                self._writing = False
                 self.end_busy()
             else:
                 status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
@@ -297,9 +312,10 @@ cdef class KVCache(KVMemory):
         cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
-        self.open_region()
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
                     "KVCache.append_all")
+        self.open_region()
+        self.check_not_writing()
         while um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
                                   given.type, &err) != um.UM_OK:
             if not self._find_rows(&err, 1):
@@ -312,12 +328,18 @@ cdef class KVCache(KVMemory):
         cdef Region region = self.open_region()
         cdef size_t row = self.kv.row_bytes, item = self._dtype.itemsize
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0)
-        cdef size_t nbytes = ((s.batch - 1) * self.kv.lane_stride + n * row) if n else 0
         cdef cnp.npy_intp *sizes = [s.batch, s.n_kv_heads, n, row // s.n_kv_heads // item]
         cdef cnp.npy_intp *strides = [self.kv.lane_stride, row // s.n_kv_heads, row, item]
+        cdef size_t begin
+        cdef object windows
         data += um.um_kv_row(&self.kv, first) * row
-        window = new_window(region, data - <char *>region.block.base, nbytes)
-        return new_array(data, 4, sizes, strides, self._dtype, window, True)
+        begin = data - <char *>region.block.base
+        if s.batch == 1:
+            windows = new_window(region, begin, n * row)
+        else:
+            windows = tuple([new_window(region, begin + stream * self.kv.lane_stride, n * row)
+                             for stream in range(s.batch)])
+        return new_array(data, 4, sizes, strides, self._dtype, windows, True)
 
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
@@ -345,8 +367,8 @@ cdef class KVCache(KVMemory):
             A wrong layer, or an `out` of another shape or dtype.
         """
         cdef uint64_t first = 0, n
-        self.open_region()
         layer = layer_number(i, self.kv.spec.n_layers)
+        self.open_region()
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         if dtype is None:
             if out is not None:
@@ -359,9 +381,12 @@ cdef class KVCache(KVMemory):
         if out is None:
             out = np.empty(shape, wanted), np.empty(shape, wanted)
         for target, _ in zip(out, "kv", strict=True):
-            if target.shape != shape or target.dtype != wanted or not target.flags.writeable:
+            if not isinstance(target, np.ndarray):
+                raise TypeError(f"out: expected two NumPy arrays, got {type(target).__name__}")
+            if (shape_of(target) != shape or target.dtype != wanted
+                    or not target.flags.writeable):
                 raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "
-                                 f"{wanted}, got {target.shape} and {target.dtype}")
+                                 f"{wanted}, got {shape_of(target)} and {target.dtype}")
         for v, target in enumerate(out):
             self._read(layer, v, first, n, target)
         return out
@@ -404,9 +429,10 @@ cdef class KVCache(KVMemory):
         int
             Row r of the first stream begins `row_bytes` times r behind it. It never changes.
         """
-        self.open_region()
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
-        return <uintptr_t>um.um_kv_lane(&self.kv, index, is_v(part), 0)
+        cdef bint v = is_v(part)
+        self.open_region()
+        return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
     def row_of(self, position):
         """Return the row of the token of a position, which the cache holds or will.
@@ -447,6 +473,7 @@ cdef class KVCache(KVMemory):
         cdef um.um_error err
         cdef uint64_t row = 0, count = size_of(n, "n")
         self.open_region()
+        self.check_not_writing()
         while um.um_kv_reserve(&self.kv, count, &row, &err) != um.UM_OK:
             if not self._find_rows(&err, count):
                 self.fail(&err, "reserve")
@@ -464,19 +491,26 @@ cdef class KVCache(KVMemory):
             More than was reserved.
         """
         cdef um.um_error err
+        cdef uint64_t count = size_of(n, "n")
         self.open_region()
-        if um.um_kv_commit(&self.kv, size_of(n, "n"), &err) != um.UM_OK:
+        self.check_not_writing()
+        if um.um_kv_commit(&self.kv, count, &err) != um.UM_OK:
             self.fail(&err, "commit")
         self._reserved = 0
 
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold."""
         self.open_region()
+        self.check_not_writing()
         um.um_kv_rollback(&self.kv)
         self._reserved = 0
+        self._note_end()
         self.settle()
 
     # ---- forgetting ----
+
+    cdef void _note_end(self) noexcept:
+        self._lowest_end = min(self._lowest_end, um.um_kv_next_position(&self.kv))
 
     def crop(self, n):
         """Keep the first n tokens.
@@ -495,6 +529,7 @@ cdef class KVCache(KVMemory):
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n")
         self.open_region()
+        self.check_not_writing()
         if um.um_kv_crop(&self.kv, count, &err) != um.UM_OK:
             if strcmp(err.what, "overwritten") == 0:
                 raise ValueError(
@@ -506,6 +541,7 @@ cdef class KVCache(KVMemory):
                 raise ValueError(f"KVCache.crop: expected n of at most {self.seq_len}, the tokens "
                                  f"that are there, got {n}")
             self.fail(&err, "crop")
+        self._note_end()
         self.settle()
 
     def trim_to(self, n, *, keep_first=0):
@@ -533,17 +569,16 @@ cdef class KVCache(KVMemory):
         cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row
         cdef uint64_t held
         self.open_region()
+        self.check_not_writing()
         held = um.um_kv_seq_len(&self.kv)
         if self.window is not None and first:
             raise ValueError(f"keep_first: expected 0 for a ring, in which a token's row follows "
                              f"from its position, got {keep_first}")
         if first and last < held and first < held - last:
             row = self.end_row() - last - first
-            n_views = self.n_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)])
-            if n_views:
-                raise BufferError(f"KVCache '{self.name}': {n_views} views lie over the rows "
-                                  f"before the last {n}, where the first {keep_first} go: drop "
-                                  "them first")
+            if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
+                raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
+                                  f"{n}, where the first {keep_first} go: drop them first")
         if um.um_kv_trim(&self.kv, last, first, &err) != um.UM_OK:
             self.fail(&err, "trim_to")
         held -= um.um_kv_seq_len(&self.kv)
@@ -562,40 +597,40 @@ cdef class KVCache(KVMemory):
         Returns
         -------
         bool
-            Whether tokens were dropped. When not, nothing is given back either.
+            Whether tokens were dropped.
 
         Raises
         ------
         BufferError
-            Views lie over memory that would be given back. Nothing was dropped.
+            Views lie over memory that would be given back, or another thread copies. Nothing was
+            dropped.
         RuntimeError
             Rows are reserved, or layers differ in length.
 
         Notes
         -----
-        Memory is given back in whole pages; locked memory stays. Pages that the system refuses to
-        take now go with a later call.
+        Where tokens and memory are within the limit already, nothing is done. Memory is given back
+        in whole pages; that of a fixed cache or a ring stays where it is locked, or of hugetlb
+        pages. Pages that the system refuses to take now go with a later call.
         """
-        cdef size_t most = size_of(max_bytes, "max_bytes")
+        cdef size_t most = size_of(max_bytes, "max_bytes"), row = self.kv.row_bytes
         cdef um.um_error err
         cdef uint64_t n, held
         self.open_region()
-        if self.memory_usage_bytes <= most:
-            return False
+        self.check_not_writing()
         held = um.um_kv_seq_len(&self.kv)
-        n = most // (self._n_lanes * self.kv.row_bytes)
-        n_views = self.n_views(self.dead_ranges())
-        if held > n:
-            row = self.first_row()
-            n_views += self.n_views(self.images(row * self.kv.row_bytes,
-                                                (row + held - n) * self.kv.row_bytes))
-        if n_views:
-            raise BufferError(f"KVCache '{self.name}': {n_views} views lie over memory that would "
-                              "be given back: drop them first")
+        n = min(held, most // (self._n_lanes * row))
+        if self.memory_usage_bytes <= most:
+            if self.capacity_bytes <= most or self.resident_bytes <= most:
+                return False
+            n = held
+        if self._n_busy or self.has_views(self.ranges_but(n)):
+            raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
+                              "memory that would be given back: drop them first")
         if um.um_kv_trim(&self.kv, n, 0, &err) != um.UM_OK:
             self.fail(&err, "enforce_memory_limit")
         self.settle(True)
-        return True
+        return n < held
 
     def clear(self):
         """Forget all tokens, and what is reserved; the next position is 0.
@@ -603,7 +638,9 @@ cdef class KVCache(KVMemory):
         The memory stays, but for that of a growing cache.
         """
         self.open_region()
+        self.check_not_writing()
         um.um_kv_clear(&self.kv)
+        self._note_end()
         self._reserved = 0
         self._dropped = 0
         self.settle()
