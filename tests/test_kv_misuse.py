@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def test_tokens_do_not_move_under_a_reader() -> None:
         while kv.row_of(kv.next_position) + 5000 <= kv.n_rows:
             kv.append(0, many, many)
             kv.trim_to(15_000)
-        out = tuple(np.zeros((1, 8, kv.seq_len, 128), "float32") for _ in "kv")
+        shape = (1, 8, kv.seq_len, 128)
+        out = np.zeros(shape, "float32"), np.zeros(shape, "float32")
         reading = threading.Event()
 
         def read() -> None:
@@ -157,14 +159,16 @@ def test_a_cache_that_is_left_while_memory_is_made(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_layer_whose_number_closes_the_cache() -> None:
-    for use in (
-        lambda kv: kv.append(Acts(0, kv.close), rows(1), rows(1)),
-        lambda kv: kv.address(Acts(0, kv.close), "k"),
-        lambda kv: kv.layer(Acts(0, kv.close)),
-        lambda kv: kv.commit(Acts(0, kv.close)),
-    ):
+    uses: tuple[Callable[[Any, Any], Any], ...] = (
+        lambda kv, zero: kv.append(zero, rows(1), rows(1)),
+        lambda kv, zero: kv.address(zero, "k"),
+        lambda kv, zero: kv.layer(zero),
+        lambda kv, zero: kv.commit(zero),
+    )
+    for use in uses:
+        kv: Any = um.KVCache(1, 2, 64, 16)
         with pytest.raises(um.ClosedError):
-            use(um.KVCache(1, 2, 64, 16))
+            use(kv, Acts(0, kv.close))
 
 
 @pytest.mark.parametrize("options", [{}, {"grow": True}, {"window": 8}])
@@ -179,8 +183,8 @@ def test_a_cache_is_made_once(options: dict[str, Any]) -> None:
 
 
 def test_an_array_that_lies_about_its_shape() -> None:
-    class Liar(np.ndarray):  # type: ignore[type-arg]
-        shape = property(lambda self: (1, 2, 3, 64))  # type: ignore[assignment]
+    class Liar(np.ndarray):
+        shape = property(lambda self: (1, 2, 3, 64))
 
     with um.KVCache(1, 2, 64, 16) as kv:
         append(kv, 3)
@@ -273,10 +277,10 @@ def test_a_buffer_of_the_block_is_a_view_of_all_of_it() -> None:
 def test_sizes_that_nobody_has(dims: tuple[int, ...], options: dict[str, Any]) -> None:
     with um.Tape(1 << 20) as tape:
         with pytest.raises((ValueError, MemoryError), match=r"KVCache|kv"):
-            um.KVCache(*dims, **options)  # type: ignore[arg-type]
+            um.KVCache(*dims, **options)
         if not options:
             with pytest.raises((ValueError, MemoryError)):
-                um.KVCache(*dims, tape=tape)  # type: ignore[arg-type]
+                um.KVCache(*dims, tape=tape)
         assert tape.used_bytes == 0
 
 
