@@ -4,7 +4,7 @@ and share what begins with the same tokens; and allocations that fail, which cha
 What a model computes for a token depends on all tokens before it: so do the values here, and a
 block that is shared wrongly is seen.
 
-More examples than in a usual run: UNIMEM_KV_EXAMPLES=2000 pytest tests/test_paged_stateful.py
+UNIMEM_KV_EXAMPLES says how many sequences of calls are tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "40"))
+N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "300"))
 N_LAYERS, N_HEADS, MOST_SEQUENCES = 2, 2, 6
 
 IDS = st.lists(st.integers(0, 1), max_size=12)  # so few that many prefixes are the same

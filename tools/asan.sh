@@ -27,10 +27,12 @@ END
 # Python itself is not sanitized, so the runtime has to be there before it. Leaks are not looked
 # for: Python leaves what it has made once (types, names, modules) to the end of the process. With
 # its own allocator, objects would lie in arenas, where a write behind one of them shows nowhere.
+# Everything takes several times as long, and so there are fewer examples than elsewhere.
 sanitized=(env
     LD_PRELOAD="$(gcc -print-file-name=libasan.so)"
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
     UBSAN_OPTIONS=print_stacktrace=1
+    UNIMEM_KV_EXAMPLES=40
     PYTHONMALLOC=malloc
     PYTHONPATH="$site")
 
