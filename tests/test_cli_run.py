@@ -359,7 +359,7 @@ def test_the_model_in_the_package_goes_on_with_its_story(session: Path) -> None:
     [
         (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
         (["--resume", "random.gguf"], 1, "random.gguf: "),
-        (["--save-session", "nowhere/file"], 1, "nowhere: No such file or directory"),
+        (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
         (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
         (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
         (["--resume", "other.session"], 1, "other.session: expected a session of model"),
@@ -388,6 +388,73 @@ def test_a_session_that_does_not_fit_is_refused(
     assert (got, out) == (code, "")
     assert said in " ".join(err.split())
     assert len(err.splitlines()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("folder", "folder: Is a directory"),
+        ("new/", "new/: Is a directory"),
+        ("", ": Is a directory"),
+        ("pipe", "pipe: Is not a regular file"),
+        ("/dev/null", "/dev/null: Is not a regular file"),
+        ("/proc/unimem.session", "/proc/unimem.session: "),
+        ("n" * 300, "File name too long"),
+        ("loop", "loop: Too many levels of symbolic links"),
+        ("dangling", "nowhere/file: No such file or directory"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_session_that_could_not_be_saved_is_refused_at_once(
+    tmp_path: Path, target: str, said: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere/file")
+    before = sorted(os.listdir(tmp_path))
+    # Before the model, even, which is not there.
+    got, out, err = run("run", "none.gguf", "--save-session", target, cwd=tmp_path)
+    assert (got, out) == (1, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+FAILING_SAVE = """
+import errno, os
+from unimem.engine import Decoder
+def failing(self, path):
+    raise {error}
+Decoder.save_session = failing
+{MAIN}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)", 1, "No space left on device"),
+        ("MemoryError('no room for it')", 3, "no room for it"),
+        ("KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_when_saving_fails_what_was_made_is_shown(
+    model: Path, session: Path, error: str, code: int, said: str
+) -> None:
+    program = FAILING_SAVE.format(error=error, MAIN=MAIN)
+    arguments = ("-p", "Hello", "-n", "20", "--save-session", session, *ONE_THREAD)
+    expected = run_json(model, "-p", "Hello", "-n", "20")["output"]
+    got, out, err = run("run", model, *arguments, "--json", code=program)
+    document = json.loads(out)
+    assert (got, document["output"]) == (code, expected)
+    assert document["session"]["saved"] is None
+    assert (document["session"]["saved_tokens"], document["session"]["save_seconds"]) == (0, 0)
+    got, out, err = run("run", model, *arguments, code=program)
+    assert got == code
+    assert re.search(r"^session +not saved$", out, re.M)
+    assert said in err
+    assert len(err.splitlines()) == (1 if said else 0)
 
 
 # ---- failures ------------------------------------------------------------------------------

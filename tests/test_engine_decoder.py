@@ -83,6 +83,44 @@ def test_the_cache_may_be_cropped(decoder: Decoder) -> None:
     assert greedy(decoder, 12) == expected
 
 
+def test_logits_of_another_cache_choose_no_token(decoder: Decoder) -> None:
+    prompt = tokens(20)
+
+    def clear() -> None:
+        decoder.kv.clear()
+
+    def crop() -> None:
+        decoder.kv.crop(19)
+
+    def drop_all() -> None:
+        decoder.kv.trim_to(0)
+
+    def append(n: int = 1) -> None:
+        rows = np.zeros((n, TINY.kv_heads, TINY.head), "float32")
+        for layer in range(TINY.layers):
+            decoder.kv.append(layer, rows, rows)
+
+    def replace() -> None:
+        crop()
+        append()
+
+    for change in (clear, crop, drop_all, append, replace, decoder.layout.clear_talk):
+        decoder.reset()
+        decoder.prefill(prompt)
+        change()
+        held = decoder.kv.seq_len
+        with pytest.raises(RuntimeError, match="no logits to choose by"):
+            decoder.generate_next_token()
+        assert decoder.kv.seq_len == held
+    # What leaves the last token where it is leaves its logits, too.
+    decoder.reset()
+    likeliest = int(decoder.prefill(prompt).argmax())
+    decoder.kv.trim_to(10)
+    append(2)
+    decoder.kv.crop(10)
+    assert decoder.generate_next_token() == likeliest
+
+
 def test_clear_talk_begins_a_new_conversation(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
     expected = greedy(decoder, 12)

@@ -191,18 +191,96 @@ def test_there_must_be_something_to_save(decoder: Decoder, path: Path) -> None:
 
 def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(5))
-    rows = np.zeros((3, SHAPE.kv_heads, SHAPE.head), "float32")
-    for layer in range(SHAPE.layers):
-        decoder.kv.append(layer, rows, rows)
+    append_foreign(decoder, 3)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="positions 5 to"):
             decoder.save_session(path)
-        decoder.generate_next_token() if decoder.kv.seq_len > 8 else decoder.prefill([3])
+        decoder.prefill([3])
     decoder.kv.crop(5)
     decoder.save_session(path)
     decoder.prefill([4])
     decoder.save_session(path)
     assert snapshot.describe(path).next_position == 6
+
+
+def append_foreign(decoder: Decoder, n: int) -> None:
+    rows = np.zeros((n, SHAPE.kv_heads, SHAPE.head), "float32")
+    for layer in range(SHAPE.layers):
+        decoder.kv.append(layer, rows, rows)
+
+
+def test_as_many_tokens_of_somebody_else_have_no_ids_either(decoder: Decoder, path: Path) -> None:
+    decoder.prefill(tokens(20))
+    decoder.kv.crop(18)
+    append_foreign(decoder, 2)
+    with pytest.raises(RuntimeError, match="positions 18 to 19 are not known"):
+        decoder.save_session(path)
+    decoder.prefill([3])
+    decoder.kv.trim_to(10)
+    with pytest.raises(RuntimeError, match="positions 18 to 20 are not known"):
+        decoder.save_session(path)
+    assert not path.exists()
+    decoder.kv.crop(7)
+    decoder.save_session(path)
+    saved = snapshot.describe(path)
+    assert saved.tokens is not None
+    assert saved.tokens.tolist() == tokens(20)[:18]
+
+
+@pytest.mark.parametrize("how", ["clear", "crop"])
+def test_what_was_read_into_the_cache_has_no_ids(decoder: Decoder, path: Path, how: str) -> None:
+    decoder.prefill(tokens(12, seed=1))
+    decoder.save_session(path)
+    before = path.read_bytes()
+    decoder.reset()
+    decoder.prefill(tokens(12))
+    decoder.kv.clear()
+    snapshot.read_into(decoder.kv, path)
+    if how == "crop":
+        decoder.kv.crop(11)
+    with pytest.raises(RuntimeError, match="positions 0 to"):
+        decoder.save_session(path)
+    assert path.read_bytes() == before
+
+
+def test_what_was_interrupted_has_no_ids(
+    decoder: Decoder, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder.prefill(tokens(5))
+    note = decoder._note
+
+    def interrupted(*arguments: Any) -> None:
+        note(*arguments)
+        raise KeyboardInterrupt
+
+    for n in (1, 3):
+        monkeypatch.setattr(decoder, "_note", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.prefill(tokens(n, seed=1))
+        monkeypatch.undo()
+        decoder.save_session(path)
+        assert snapshot.describe(path).next_position == 5
+        append_foreign(decoder, n)
+        with pytest.raises(RuntimeError, match="positions 5 to"):
+            decoder.save_session(path)
+        decoder.kv.crop(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_is_the_one_that_was_saved(model: Path, path: Path, kind: str) -> None:
+    with Decoder(model, ctx=CTX, threads=1, **KINDS[kind]) as decoder:
+        decoder.prefill(tokens(100))
+        decoder.kv.trim_to(6)  # the last token had seen more
+        expected = [part.tobytes() for i in range(SHAPE.layers) for part in decoder.kv.layer(i)]
+        decoder.save_session(path)
+        logits = decoder.resume(path).copy()
+        found = [part.tobytes() for i in range(SHAPE.layers) for part in decoder.kv.layer(i)]
+        assert found == expected
+        # The logits are those of the last token with what there is to see.
+        decoder.kv.crop(5)
+        np.testing.assert_array_equal(decoder.prefill(tokens(100)[-1:]), logits)
+        found = [part.tobytes() for i in range(SHAPE.layers) for part in decoder.kv.layer(i)]
+        assert found != expected
 
 
 def assert_as_before(decoder: Decoder, logits: Any) -> None:
@@ -246,19 +324,16 @@ def test_sessions_of_another_kind_of_cache_are_refused(
     decoder.prefill(tokens(33))
     decoder.save_session(path)
     with Decoder(model, ctx=CTX, threads=1, **options) as other:
-        other.prefill(tokens(5))
+        logits = other.prefill(tokens(33, seed=1)).copy()
         with pytest.raises(SnapshotError, match=match):
             other.resume(path)
-        assert other.kv.is_empty
-        with pytest.raises(RuntimeError, match="prefill"):
-            other.generate_next_token()
-        other.prefill(tokens(5))
+        assert_as_before(other, logits)
+        other.generate_next_token()
 
 
 @pytest.mark.parametrize("where", ["flipped", "short"])
-def test_a_damaged_session_leaves_an_empty_cache(decoder: Decoder, path: Path, where: str) -> None:
-    decoder.prefill(tokens(33))
-    expected = greedy(decoder, 5)
+def test_a_damaged_session_is_refused(decoder: Decoder, path: Path, where: str) -> None:
+    decoder.prefill(tokens(40, seed=1))
     decoder.save_session(path)
     raw = bytearray(path.read_bytes())
     if where == "flipped":
@@ -266,10 +341,17 @@ def test_a_damaged_session_leaves_an_empty_cache(decoder: Decoder, path: Path, w
     else:
         del raw[-100:]
     path.write_bytes(raw)
+    decoder.reset()
     with pytest.raises(SnapshotError, match=str(path)):
         decoder.resume(path)
-    decoder.reset()
+    assert decoder.kv.is_empty
     decoder.prefill(tokens(33))
+    expected = greedy(decoder, 5)
+    decoder.reset()
+    logits = decoder.prefill(tokens(33)).copy()
+    with pytest.raises(SnapshotError, match=str(path)):
+        decoder.resume(path)
+    assert_as_before(decoder, logits)
     assert greedy(decoder, 5) == expected
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import resource
 import secrets
 import textwrap
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 
 import unimem
 from unimem._core.status import counters
+from unimem.atomic_file import NewFile
 from unimem.cli import terminal
 from unimem.errors import CacheFull
 from unimem.layout import Layout
@@ -79,7 +78,7 @@ class Options:
     numa: str | None
     chat: bool
     resume: Path | None
-    save_session: Path | None
+    save_session: str | None
     sampling: Sampling
 
 
@@ -188,7 +187,7 @@ def run(
         ),
     ] = None,
     save_session: Annotated[
-        Path | None,
+        str | None,  # a path that ends in a slash stays one
         typer.Option(metavar="FILE", help="Save the session at the end.", show_default=False),
     ] = None,
     chat: Annotated[
@@ -241,13 +240,14 @@ def run(
         (prompt or "").encode()
     except UnicodeEncodeError:
         raise typer.BadParameter("--prompt: expected text in UTF-8") from None
-    if save_session is not None and not save_session.parent.is_dir():
-        # Better now than after everything was computed.
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), save_session.parent)
+    if save_session is not None:
+        # What cannot be written is refused now, and not after everything was computed.
+        NewFile(save_session).close()
     from unimem.engine import Decoder, embedded_model
 
     path = embedded_model() if model is None else model
     started = time.perf_counter()
+    not_saved: BaseException | None = None
     with (
         open_weights(path) as weights,
         Layout.for_model(
@@ -279,16 +279,18 @@ def run(
                 talk.restore_seconds = time.perf_counter() - start
             _generate(decoder, talk, options, quiet=as_json)
             if save_session is not None and not decoder.kv.is_empty:
-                start = time.perf_counter()
-                decoder.save_session(save_session)
-                talk.save_seconds = time.perf_counter() - start
-                talk.n_saved = decoder.kv.seq_len
+                try:
+                    _save(decoder, talk, save_session)
+                except (OSError, MemoryError, KeyboardInterrupt) as error:
+                    not_saved = error  # what was made is shown nevertheless
             if as_json:
                 document = _document(decoder, plan, talk, options)
                 terminal.show(json.dumps(document) + "\n")
             else:
                 _show(decoder, talk, options)
-    if talk.stop == "interrupted":
+    if isinstance(not_saved, Exception):
+        raise not_saved
+    if not_saved is not None or talk.stop == "interrupted":
         raise typer.Exit(130)
 
 
@@ -301,6 +303,13 @@ def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) ->
         return Sampling(temperature, top_k, top_p, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _save(decoder: Decoder, talk: Talk, path: str) -> None:
+    start = time.perf_counter()
+    decoder.save_session(path)
+    talk.save_seconds = time.perf_counter() - start
+    talk.n_saved = decoder.kv.seq_len
 
 
 def _load(weights: Weights, threads: int) -> None:
@@ -474,11 +483,10 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
     if options.resume is not None:
         session.append(f"{_count(talk.n_restored)} restored from {options.resume}")
     if options.save_session is not None:
-        session.append(
-            f"{_count(talk.n_saved)} saved to {options.save_session}"
-            if talk.n_saved
-            else "nothing to save"
-        )
+        if talk.n_saved:
+            session.append(f"{_count(talk.n_saved)} saved to {options.save_session}")
+        else:
+            session.append("nothing to save" if kv.is_empty else "not saved")
     known = report.facts
     name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
     build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
@@ -559,7 +567,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "resumed": None if options.resume is None else str(options.resume),
             "restored_tokens": talk.n_restored,
             "restore_seconds": talk.restore_seconds,
-            "saved": str(options.save_session) if talk.n_saved else None,
+            "saved": options.save_session if talk.n_saved else None,
             "saved_tokens": talk.n_saved,
             "save_seconds": talk.save_seconds,
         },

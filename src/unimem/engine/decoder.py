@@ -160,8 +160,8 @@ class Decoder:
         self._talk = 0  # counts conversations, so that an old generator notices a new one
         self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
         self._longest = 0  # the most tokens that the cache held
-        self._n_ids = 0  # positions of this conversation whose ids are known
-        self._ready = False  # whether the logits are those of the cache's last token
+        self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
+        self._logits_end = 0  # the position behind the token of the logits; 0 without logits
         self._closed = False
 
     def _set_up(self, kv_dtype: str, window: int | None, scratch_bytes: int) -> None:
@@ -484,9 +484,10 @@ class Decoder:
         n = self.kv.next_position
         if self.kv.is_empty:
             raise RuntimeError("there is nothing to save: prefill tokens first")
-        if n > self._n_ids:
+        known = min(self._n_ids, self.kv._lowest_end)
+        if n > known:
             raise RuntimeError(
-                f"the ids of the tokens at positions {self._n_ids} to {n - 1} are not known, since "
+                f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
                 "this decoder did not compute them: save them with kv.save(path, tokens=...)"
             )
         self.kv.save(path, tokens=self._ids[:n], model=self.weights.fingerprint)
@@ -495,7 +496,8 @@ class Decoder:
         """Go on with a conversation that was saved, instead of the one that is there.
 
         Nothing is prefilled: the cache is read, and only its last token is computed again, as one
-        step of decoding, since its logits are not in the file.
+        step of decoding, since its logits are not in the file. The cache is the one that was saved,
+        byte for byte.
 
         Parameters
         ----------
@@ -505,7 +507,8 @@ class Decoder:
         Returns
         -------
         ndarray
-            float32 [vocab]: the logits of the last token, a view of the one logits vector.
+            float32 [vocab]: the logits of the last token, a view of the one logits vector. Where
+            tokens were trimmed after the last one was computed, they are those that it has now.
 
         Raises
         ------
@@ -518,19 +521,26 @@ class Decoder:
 
         Notes
         -----
-        When it raises, the conversation is as before, or, where the data turned out to be damaged
-        or of another kind of cache, a new one.
+        What is refused leaves the conversation as it was: where there is one, the file is read
+        twice, first to check all of it. Interrupted, or where reading fails the second time, a new
+        conversation is left.
         """
         self._check_open()
         saved = self._resumable(path)
         ids = saved.tokens
         assert ids is not None  # or it would have been refused
+        if not self.kv.is_empty:
+            snapshot.check(path)
         self.reset()
         try:
             snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
             self._note(0, ids)
+            last = [row.copy() for row in self._last_rows(saved)]
             self.kv.crop(saved.seq_len - 1)
             self._step(int(ids[-1]))
+            # Computed with what is there now, they differ where tokens had been trimmed.
+            for row, was in zip(self._last_rows(saved), last, strict=True):
+                row[:] = was
         except BaseException:
             self.reset()
             raise
@@ -544,6 +554,13 @@ class Decoder:
             raise SnapshotError(
                 f"expected a session of model {here!r}, got one of {saved.model!r}", path=name
             )
+        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
+            there, ours = getattr(saved, key), getattr(self.kv, key)
+            if there != ours:
+                raise SnapshotError(
+                    f"the snapshot is of a cache with {key}={there!r}, and this one has {ours!r}",
+                    path=name,
+                )
         if saved.tokens is None or not saved.seq_len:
             raise SnapshotError("it has no tokens to go on from", path=name)
         if saved.tokens.max() >= self.dims.vocab_size:
@@ -562,6 +579,10 @@ class Decoder:
             )
         return saved
 
+    def _last_rows(self, saved: Snapshot) -> Iterator[NDArray[np.uint8]]:
+        """View the last token's bytes in each lane."""
+        return (self.kv._rows(*lane)[-self.kv.row_bytes :] for lane in saved.lanes)
+
     # ---- computing ----------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -571,7 +592,7 @@ class Decoder:
         self.kv.clear()
         self._talk += 1
         self._n_ids = 0
-        self._ready = False
+        self._logits_end = 0
         self._rng = None
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
@@ -636,7 +657,8 @@ class Decoder:
         CacheFull
             There is no room for a token.
         RuntimeError
-            There are no logits to choose by: nothing was prefilled.
+            There are no logits to choose by: nothing was prefilled, or not since `kv` was cleared,
+            cropped or appended to.
         """
         self._check_open()
         options = Sampling(temperature, top_k, top_p, seed)
@@ -756,7 +778,8 @@ class Decoder:
             )
 
     def _choose(self, options: Sampling) -> int:
-        if not self._ready:
+        kv = self.kv
+        if not self._logits_end == kv.next_position == kv._lowest_end or kv.is_empty:
             raise RuntimeError("there are no logits to choose by: prefill tokens first")
         if options.temperature and (self._rng is None or options.seed != self._seed):
             self._rng, self._seed = np.random.default_rng(options.seed), options.seed
@@ -776,17 +799,17 @@ class Decoder:
         kv, n = self.kv, len(tokens)
         position, held = kv.next_position, kv.seq_len
         row = kv.reserve(n)
-        self._ready = False
+        self._logits_end = 0
         try:
             for i in range(0, n, self._batch):
                 self._compute_batch(tokens[i : i + self._batch], position + i, held + i, row + i)
             self._note(position, tokens)
+            self._logits_end = position + n
+            kv.commit(n)
         except BaseException:
             kv.rollback()
             raise
-        kv.commit(n)
         self._longest = max(self._longest, kv.seq_len)
-        self._ready = True
 
     def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
         """Compute tokens from a position and a row on, before which `held` tokens are."""
@@ -808,7 +831,7 @@ class Decoder:
         kv = self.kv
         position, held = kv.next_position, kv.seq_len
         row = kv.reserve(1)
-        self._ready = False
+        self._logits_end = 0
         try:
             self._attend(self._first_row(held, row), row)
             self._tokens[0] = token
@@ -817,12 +840,12 @@ class Decoder:
             self._last[0] = 0
             self._decode.compute()
             self._note(position, self._tokens[:1])
+            self._logits_end = position + 1
+            kv.commit(1)
         except BaseException:
             kv.rollback()
             raise
-        kv.commit(1)
         self._longest = max(self._longest, kv.seq_len)
-        self._ready = True
 
     def _first_row(self, held: int, row: int) -> int:
         """First row that the token in `row` sees; below 0, rows are counted back round the ring."""
@@ -851,14 +874,16 @@ class Decoder:
 
     def _note(self, position: int, tokens: NDArray[Any]) -> None:
         """Note the ids of tokens from `position` on, unless some before them are not known."""
-        if position > self._n_ids:
-            return
         end = position + len(tokens)
-        if end > len(self._ids):
-            # So far comes only who trimmed the cache.
-            self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
-        self._ids[position:end] = tokens
-        self._n_ids = end
+        # Whoever else writes into the cache writes behind where it ended.
+        self._n_ids = min(self._n_ids, self.kv._lowest_end)
+        if position <= self._n_ids:
+            if end > len(self._ids):
+                # So far comes only who trimmed the cache.
+                self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
+            self._ids[position:end] = tokens
+            self._n_ids = end
+        self.kv._lowest_end = end  # before they are committed; a rollback lowers it again
 
 
 def _show(mask: NDArray[Any], first: int, last: int) -> None:
