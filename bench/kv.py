@@ -568,6 +568,7 @@ def session(bench: Bench, model: Path, n: int, folder: Path, rounds: int) -> Non
             return (time.perf_counter() - start) * 1e3
 
         def resume() -> float:
+            decoder.reset()  # over a conversation the file is read twice, to be checked before
             start = time.perf_counter()
             decoder.resume(path)
             first.append(decoder.generate_next_token())
