@@ -649,6 +649,32 @@ UM_API um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *
  * and UM_E_STATE when layers differ in length. */
 UM_API um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                                      um_error *err);
+
+/* Tokens that are being appended. */
+typedef struct um_paged_pending {
+    um_paged_seq *seq;
+    const void *rows[2]; /* K and V */
+    um_dtype type;
+    um_kv_order order;
+    uint32_t layer, n_layers;
+    uint64_t at, n;
+    uint32_t first_block; /* where the first token goes: the table's, or one that takes its place */
+} um_paged_pending;
+
+/* An append in three steps, for those whose lock guards the pool, and should not be held while
+ * tokens are copied. The first step takes blocks and is the only one that fails, the second writes
+ * where nobody reads yet, and the last one shows the tokens. Between the first and the last this
+ * sequence is left alone, except that it may be gathered from; k and v stay as they are. With other
+ * sequences of the pool all may be done beside the second step, but not beside the others. errors:
+ * as um_paged_append, and um_paged_append_all. */
+UM_API um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                                       const void *k, const void *v, um_dtype type,
+                                       um_kv_order order, uint64_t n, um_error *err);
+UM_API um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
+                                           const void *v, um_dtype type, um_error *err);
+UM_API void um_paged_append_write(const um_paged_pending *pending);
+UM_API void um_paged_append_end(const um_paged_pending *pending);
+
 UM_API void um_paged_rollback(um_paged_seq *seq); /* drops tokens that not all layers hold */
 /* Keeps the first n tokens, and gives back the blocks behind them. errors: UM_E_INVALID (there are
  * fewer), UM_E_STATE (layers differ in length). */

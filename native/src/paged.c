@@ -354,8 +354,9 @@ int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
 }
 
 /* Sees to it that tokens `len` to `len + n` may be written: takes the blocks that are missing, and
- * copies the one that others hold, too. */
-static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, um_error *err) {
+ * one for the copy of the block that others hold, too. Where token `len` goes: *out_first. */
+static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t *out_first,
+                           um_error *err) {
     um_paged *p = seq->paged;
     uint64_t needed = blocks_of(p, n > UINT64_MAX - len ? UINT64_MAX : len + n);
     uint64_t n_new = needed > seq->n_blocks ? needed - seq->n_blocks : 0;
@@ -364,44 +365,16 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, um_error
     if (n_new + copies > n_available(p)) {
         return um_fail_full(err, p->spec.n_blocks, um_paged_n_in_use(p), n_new + copies, "paged");
     }
-    if (copies) {
-        uint32_t shared = block_at(seq, first), own = take_block(p);
-        memcpy(lane_of(p, own, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
-        set_block(seq, first, own);
-        drop_block(p, shared);
-    } else if (first < seq->n_blocks) {
+    if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;
     }
+    uint32_t own = copies ? take_block(p) : 0;
     for (; n_new > 0; n_new--) {
         set_block(seq, seq->n_blocks, take_block(p));
         seq->n_blocks++;
     }
+    *out_first = copies ? own : block_at(seq, first);
     return UM_OK;
-}
-
-/* Writes n tokens of K or V of a layer; there is room. The types were checked, so no conversion
- * fails. */
-static void write_tokens(um_paged_seq *seq, uint32_t layer, int v, uint64_t at,
-                         const unsigned char *in, um_dtype type, um_kv_order order, uint64_t n) {
-    const um_paged *p = seq->paged;
-    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
-    size_t per_block = p->spec.block_tokens, out_head = per_block * p->head_bytes, run;
-    for (size_t done = 0; done < n; done += run) {
-        size_t row = (size_t)((at + done) % per_block);
-        run = n - done < per_block - row ? (size_t)n - done : per_block - row;
-        unsigned char *lane = lane_of(p, block_at(seq, (at + done) / per_block), layer, v);
-        unsigned char *out = lane + row * p->head_bytes;
-        for (size_t h = 0; order == UM_KV_HEAD_MAJOR && h < heads; h++) {
-            um_convert(out + h * out_head, p->spec.type, in + (h * (size_t)n + done) * in_head,
-                       type, run * dim, NULL);
-        }
-        for (size_t t = 0; order == UM_KV_TOKEN_MAJOR && t < run; t++) {
-            for (size_t h = 0; h < heads; h++) {
-                um_convert(out + h * out_head + t * p->head_bytes, p->spec.type,
-                           in + ((done + t) * heads + h) * in_head, type, dim, NULL);
-            }
-        }
-    }
 }
 
 static um_status check_type(const um_paged *p, um_dtype type, um_error *err) {
@@ -409,51 +382,127 @@ static um_status check_type(const um_paged *p, um_dtype type, um_error *err) {
     return known ? UM_OK : um_fail(err, UM_E_INVALID, "type");
 }
 
-um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
-                          um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
+um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                                const void *k, const void *v, um_dtype type, um_kv_order order,
+                                uint64_t n, um_error *err) {
     if (layer >= seq->paged->spec.n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
     if (order != UM_KV_TOKEN_MAJOR && order != UM_KV_HEAD_MAJOR) {
         return um_fail(err, UM_E_INVALID, "order");
     }
-    uint64_t len = um_paged_layer_len(seq, layer);
+    um_paged_pending made = {.seq = seq,
+                             .rows = {k, v},
+                             .type = type,
+                             .order = order,
+                             .layer = layer,
+                             .n_layers = 1,
+                             .at = um_paged_layer_len(seq, layer),
+                             .n = n};
     um_status status = check_type(seq->paged, type, err);
     if (status == UM_OK && n != 0) {
-        status = make_room(seq, len, n, err);
+        status = make_room(seq, made.at, n, &made.first_block, err);
     }
-    if (status != UM_OK || n == 0) {
-        return status;
+    if (status == UM_OK) {
+        *out = made;
     }
-    write_tokens(seq, layer, 0, len, k, type, order, n);
-    write_tokens(seq, layer, 1, len, v, type, order, n);
-    set_layer_len(seq, layer, len + n);
-    return UM_OK;
+    return status;
+}
+
+um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
+                                    const void *v, um_dtype type, um_error *err) {
+    um_paged_pending made;
+    um_status status = check_layers(seq, err);
+    if (status == UM_OK) {
+        status = um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err);
+    }
+    if (status == UM_OK) {
+        made.n_layers = seq->paged->spec.n_layers;
+        *out = made;
+    }
+    return status;
+}
+
+/* Writes the tokens' K or V of one layer. The types were checked, so no conversion fails. */
+static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
+    const um_paged *p = t->seq->paged;
+    um_dtype type = t->type;
+    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
+    size_t per_block = p->spec.block_tokens, out_head = per_block * p->head_bytes, run;
+    uint64_t n = t->n, first = t->at / per_block;
+    const unsigned char *in = t->rows[v];
+    in += (layer - t->layer) * (size_t)n * heads * in_head;
+    for (size_t done = 0; done < n; done += run) {
+        uint64_t i = (t->at + done) / per_block;
+        size_t row = (size_t)((t->at + done) % per_block);
+        run = n - done < per_block - row ? (size_t)n - done : per_block - row;
+        uint32_t block = i == first ? t->first_block : block_at(t->seq, i);
+        unsigned char *out = lane_of(p, block, layer, v) + row * p->head_bytes;
+        for (size_t h = 0; t->order == UM_KV_HEAD_MAJOR && h < heads; h++) {
+            um_convert(out + h * out_head, p->spec.type, in + (h * (size_t)n + done) * in_head,
+                       type, run * dim, NULL);
+        }
+        for (size_t i_run = 0; t->order == UM_KV_TOKEN_MAJOR && i_run < run; i_run++) {
+            for (size_t h = 0; h < heads; h++) {
+                um_convert(out + h * out_head + i_run * p->head_bytes, p->spec.type,
+                           in + ((done + i_run) * heads + h) * in_head, type, dim, NULL);
+            }
+        }
+    }
+}
+
+void um_paged_append_write(const um_paged_pending *pending) {
+    if (pending->n == 0) {
+        return;
+    }
+    const um_paged *p = pending->seq->paged;
+    uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
+    if (shared != pending->first_block) {
+        /* The sequence holds it still, so that whoever holds it, too, would not write to it. */
+        memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
+    }
+    for (uint32_t i = 0; i < pending->n_layers; i++) {
+        write_tokens(pending, pending->layer + i, 0);
+        write_tokens(pending, pending->layer + i, 1);
+    }
+}
+
+void um_paged_append_end(const um_paged_pending *pending) {
+    if (pending->n == 0) {
+        return;
+    }
+    um_paged_seq *seq = pending->seq;
+    uint64_t first = pending->at / seq->paged->spec.block_tokens;
+    uint32_t shared = block_at(seq, first);
+    if (shared != pending->first_block) {
+        set_block(seq, first, pending->first_block);
+        drop_block(seq->paged, shared);
+    }
+    for (uint32_t i = 0; i < pending->n_layers; i++) {
+        set_layer_len(seq, pending->layer + i, pending->at + pending->n);
+    }
+}
+
+um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
+                          um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
+    um_paged_pending pending;
+    um_status status = um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err);
+    if (status == UM_OK) {
+        um_paged_append_write(&pending);
+        um_paged_append_end(&pending);
+    }
+    return status;
 }
 
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
-    const um_paged_spec *s = &seq->paged->spec;
-    uint64_t len = um_paged_layer_len(seq, 0);
-    um_status status = check_type(seq->paged, type, err);
+    um_paged_pending pending;
+    um_status status = um_paged_append_all_begin(&pending, seq, k, v, type, err);
     if (status == UM_OK) {
-        status = check_layers(seq, err);
+        um_paged_append_write(&pending);
+        um_paged_append_end(&pending);
     }
-    if (status == UM_OK) {
-        status = make_room(seq, len, 1, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
-    size_t in_layer = s->n_kv_heads * bytes_of(type, s->head_dim);
-    for (uint32_t layer = 0; layer < s->n_layers; layer++) {
-        const unsigned char *k_in = (const unsigned char *)k + layer * in_layer;
-        const unsigned char *v_in = (const unsigned char *)v + layer * in_layer;
-        write_tokens(seq, layer, 0, len, k_in, type, UM_KV_HEAD_MAJOR, 1);
-        write_tokens(seq, layer, 1, len, v_in, type, UM_KV_HEAD_MAJOR, 1);
-    }
-    set_all_lens(seq, len + 1);
-    return UM_OK;
+    return status;
 }
 
 /* ---- gather ---- */

@@ -753,6 +753,69 @@ static void test_reader_beside_the_writer(void) {
     free_pool(&p);
 }
 
+/* What other threads may do with other sequences while tokens are written to this one. */
+static void test_append_in_steps(void) {
+    pool p = make_pool(spec_of(UM_F16, 6));
+    um_paged_seq a = make_seq(&p), other = make_seq(&p);
+    append_tokens(&a, 0, 7);
+    append_tokens(&other, 50, 3);
+    um_paged_seq fork = fork_of(&a);
+    uint32_t shared = block_of(&a, 1), tokens[12];
+    for (uint32_t i = 0; i < 12; i++) {
+        tokens[i] = i;
+    }
+    /* The copy of a shared block and a new one are taken, and no token is there yet. */
+    void *k = make_rows(&p.paged.spec, 0, 0, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
+    void *v = make_rows(&p.paged.spec, 0, 1, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
+    um_paged_pending pending;
+    CHECK_OK(um_paged_append_begin(&pending, &a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 5, &test_err));
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 5);
+    CHECK(block_of(&a, 1) == shared && um_paged_n_holders(&p.paged, shared) == 2);
+    check_count_from(&a, 0, 7);
+    /* Others give blocks back and take them; what is being written is nobody else's. */
+    um_paged_seq_free(&other);
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 4);
+    CHECK_FULL(append(&fork, 1, tokens, 11, UM_F32, UM_KV_HEAD_MAJOR), 6, 4, 3);
+    um_paged_append_write(&pending);
+    check_count_from(&a, 0, 7);
+    /* The sequence holds the shared block until the end, so that the fork does not write to it. */
+    append_tokens(&fork, 60, 1);
+    CHECK(block_of(&a, 1) == shared && block_of(&fork, 1) != shared);
+    um_paged_append_end(&pending);
+    CHECK(block_of(&a, 1) != shared && um_paged_n_holders(&p.paged, shared) == 0);
+    check_tokens(&a, 0, tokens, 12);
+    check_tokens(&a, 1, tokens, 7);
+    uint32_t of_fork[] = {0, 1, 2, 3, 4, 5, 6, 60};
+    check_tokens(&fork, 1, of_fork, 8);
+    CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 4);
+
+    /* Without tokens no step does anything. */
+    um_paged_rollback(&a);
+    CHECK_OK(um_paged_crop(&a, 5, &test_err));
+    CHECK_OK(um_paged_append_begin(&pending, &a, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, 0, &test_err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    check_count_from(&a, 0, 5);
+    /* A call that is refused leaves all as it was. */
+    um_paged before = p.paged;
+    memset(&pending, 0xCC, sizeof pending);
+    um_paged_pending untouched = pending;
+    CHECK_FULL(
+        um_paged_append_begin(&pending, &a, 0, k, v, UM_F32, UM_KV_HEAD_MAJOR, 26, &test_err), 6, 2,
+        6);
+    CHECK_STATUS(UM_E_INVALID, um_paged_append_begin(&pending, &a, 2, k, v, UM_F32,
+                                                     UM_KV_HEAD_MAJOR, 1, &test_err));
+    CHECK_STATUS(UM_E_INVALID,
+                 um_paged_append_all_begin(&pending, &a, k, v, (um_dtype)9, &test_err));
+    CHECK(memcmp(&before, &p.paged, sizeof before) == 0);
+    CHECK(memcmp(&untouched, &pending, sizeof pending) == 0);
+    free(k);
+    free(v);
+    um_paged_seq_free(&a);
+    um_paged_seq_free(&fork);
+    free_pool(&p);
+}
+
 /* The writer comes in between while a block is copied, as another thread could: it gets a copy of
  * the block, the fork that has the block lets it go, and a third sequence writes to it. */
 enum { TAIL = 4000, TAIL_HEADS = 2, TAIL_DIM = 8 };
@@ -823,6 +886,7 @@ int main(void) {
     test_cached_blocks();
     test_random_operations();
     test_reader_beside_the_writer();
+    test_append_in_steps();
     test_a_copied_block_is_gathered_whole();
     return test_report();
 }

@@ -288,6 +288,9 @@ cdef extern from "unimem.h" nogil:
         uint32_t n_blocks
         const int32_t *table
 
+    ctypedef struct um_paged_pending:
+        pass
+
     um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err)
     um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
                             um_error *err)
@@ -310,6 +313,13 @@ cdef extern from "unimem.h" nogil:
                               um_dtype type, um_kv_order order, uint64_t n, um_error *err)
     um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                                   um_error *err)
+    um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                                    const void *k, const void *v, um_dtype type,
+                                    um_kv_order order, uint64_t n, um_error *err)
+    um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
+                                        const void *v, um_dtype type, um_error *err)
+    void um_paged_append_write(const um_paged_pending *pending)
+    void um_paged_append_end(const um_paged_pending *pending)
     void um_paged_rollback(um_paged_seq *seq)
     um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err)
     um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n,

@@ -9,6 +9,7 @@ from unimem._core.region cimport Region
 cdef class PagedKVCache:
     # The native pool: C callers use the um_paged_* functions on it directly.
     cdef um.um_paged paged
+    cdef bint _begun
     cdef readonly Block block
     cdef readonly str name
     cdef readonly str dtype
@@ -26,6 +27,8 @@ cdef class Sequence:
     cdef readonly PagedKVCache cache
     cdef readonly Py_ssize_t n_cached
     cdef bint _closed
+    # Whether a thread is writing tokens to it, with the interpreter's lock released.
+    cdef bint _appending
     # The ids of its tokens, int32, as far as they are known.
     cdef bytearray _ids
     # Of the index: the node of its last block there, and how many these are.
@@ -33,5 +36,7 @@ cdef class Sequence:
     cdef Py_ssize_t _n_indexed
     cdef object __weakref__
     cdef Region open_region(self)
+    cdef int check_idle(self) except -1
+    cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1
     cdef int index_blocks(self) except -1
     cdef int check_out(self, object out, uint64_t n) except -1

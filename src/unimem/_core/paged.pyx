@@ -19,7 +19,7 @@ from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
 from unimem._core.kv_arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
-    numpy_type,
+    numpy_type, shape_of,
 )
 from unimem._core.region cimport Region, new_window
 from unimem._core.status cimport raise_status
@@ -58,8 +58,8 @@ cdef class PagedKVCache:
     that was let go first makes room.
 
     One thread writes (makes sequences, appends, forks, crops, closes); others may gather from a
-    sequence meanwhile, unless it is cropped or closed. After a fork of the process the child has
-    its own copy.
+    sequence meanwhile, unless it is cropped or closed. Any thread may drop a sequence. After a fork
+    of the process the child has its own copy.
 
     Parameters
     ----------
@@ -112,6 +112,10 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
+        # A flag, and not what is made last: converting the arguments may come here again.
+        if self._begun:
+            raise RuntimeError("the PagedKVCache is made already")
+        self._begun = True
         self.dtype = kv_type(dtype)
         for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                         ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
@@ -129,10 +133,10 @@ cdef class PagedKVCache:
         cdef Block block = Block(nbytes, name=self.name, category="history", **placement)
         block._is_part = True
         cdef Region region = block.region()
+        index = PrefixIndex() if prefix_cache else None
         if um.um_paged_init(&self.paged, &spec, region.block.base, &err) != um.UM_OK:
             self.fail(&err)
-        self._index = PrefixIndex() if prefix_cache else None
-        self.block, self._region = block, region
+        self.block, self._region, self._index = block, region, index
 
     def __dealloc__(self):
         # Sequences hold the cache, and go before it.
@@ -170,8 +174,8 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
         cdef cnp.ndarray blocks
-        self.open_region()
         cdef bytes ids = _ids_of(tokens)
+        self.open_region()
         cdef list found = []
         size = self.paged.spec.block_tokens * ID_BYTES
         if self._index is not None and ids:
@@ -238,8 +242,8 @@ cdef class PagedKVCache:
         ValueError
             A wrong layer.
         """
-        cdef Region region = self.open_region()
         layer = layer_number(i, self.paged.spec.n_layers)
+        cdef Region region = self.open_region()
         return self._view(region, layer, False), self._view(region, layer, True)
 
     @property
@@ -389,6 +393,27 @@ cdef class Sequence:
             raise ClosedError(f"the Sequence of PagedKVCache '{self.cache.name}' is closed")
         return self.cache.open_region()
 
+    cdef int check_idle(self) except -1:
+        if self._appending:
+            raise RuntimeError(f"Sequence of PagedKVCache '{self.cache.name}': another thread "
+                               "appends to it: one writes at a time")
+        return 0
+
+    cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1:
+        """Writes tokens that blocks were taken for, perhaps with the lock released.
+
+        Blocks change hands under the lock only: any thread may drop a sequence at any time.
+        """
+        if releases:
+            self._appending = True
+            with nogil:
+                um.um_paged_append_write(pending)
+            self._appending = False
+        else:
+            um.um_paged_append_write(pending)
+        um.um_paged_append_end(pending)
+        return 0
+
     def append(self, layer, k, v):
         """Append tokens to one layer.
 
@@ -407,6 +432,8 @@ cdef class Sequence:
             shared block. Its figures are in blocks.
         ValueError, TypeError
             A wrong layer, shape or dtype.
+        RuntimeError
+            Another thread appends to this sequence.
         ClosedError
 
         Notes
@@ -414,27 +441,24 @@ cdef class Sequence:
         When it raises, nothing was changed.
         """
         cdef um.um_error err
+        cdef um.um_paged_pending pending
         cdef Region _held
         cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef um.um_status status
-        cdef uint32_t index
+        cdef uint32_t index = layer_number(layer, s.n_layers)
         cdef Given given
-        # Held, so that nobody closes the cache while the lock is released.
-        _held = self.open_region()
-        index = layer_number(layer, self.cache.paged.spec.n_layers)
+        cdef bint releases
         check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, "Sequence.append")
-        if given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index):
-            with nogil:
-                status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
-                                            cnp.PyArray_DATA(va), given.type, given.order,
-                                            given.n, &err)
-        else:
-            status = um.um_paged_append(&self.seq, index, cnp.PyArray_DATA(ka),
-                                        cnp.PyArray_DATA(va), given.type, given.order, given.n,
-                                        &err)
-        if status != um.UM_OK:
+        # From here on no other thread runs until blocks were taken. Held, so that nobody closes the
+        # cache while the lock is released.
+        _held = self.open_region()
+        self.check_idle()
+        releases = given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index)
+        if um.um_paged_append_begin(&pending, &self.seq, index, cnp.PyArray_DATA(ka),
+                                    cnp.PyArray_DATA(va), given.type, given.order, given.n,
+                                    &err) != um.UM_OK:
             self.cache.fail(&err)
+        self.finish(&pending, releases)
         if um.um_paged_layer_len(&self.seq, index) // s.block_tokens > <uint64_t>self._n_indexed:
             self.index_blocks()
 
@@ -451,22 +475,22 @@ cdef class Sequence:
         CacheFull, ValueError, TypeError, ClosedError
             As `append`.
         RuntimeError
-            Layers differ in length.
+            Layers differ in length, or another thread appends to this sequence.
         """
         cdef um.um_error err
-        cdef um.um_status status
+        cdef um.um_paged_pending pending
         cdef Region _held
         cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef Given given
-        _held = self.open_region()
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
                     "Sequence.append_all")
-        with nogil:
-            status = um.um_paged_append_all(&self.seq, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                                            given.type, &err)
-        if status != um.UM_OK:
+        _held = self.open_region()
+        self.check_idle()
+        if um.um_paged_append_all_begin(&pending, &self.seq, cnp.PyArray_DATA(ka),
+                                        cnp.PyArray_DATA(va), given.type, &err) != um.UM_OK:
             self.cache.fail(&err)
+        self.finish(&pending, True)
         self.index_blocks()
 
     def extend(self, ids):
@@ -485,8 +509,9 @@ cdef class Sequence:
             What is no token id.
         ClosedError
         """
+        cdef bytes told = _ids_of(ids)
         self.open_region()
-        self._ids += _ids_of(ids)
+        self._ids += told
         self.index_blocks()
 
     cdef int index_blocks(self) except -1:
@@ -524,12 +549,13 @@ cdef class Sequence:
         Raises
         ------
         RuntimeError
-            Layers differ in length.
+            Layers differ in length, or another thread appends to this sequence.
         ClosedError
         """
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
         self.open_region()
+        self.check_idle()
         if um.um_paged_seq_fork(&s.seq, &self.seq, &err) != um.UM_OK:
             self.cache.fail(&err)
         s.cache, s.n_cached = self.cache, self.n_cached
@@ -544,12 +570,13 @@ cdef class Sequence:
         ValueError
             There are fewer.
         RuntimeError
-            Layers differ in length.
+            Layers differ in length, or another thread appends to this sequence.
         ClosedError
         """
         cdef um.um_error err
         cdef uint64_t kept = size_of(n, "n")
         self.open_region()
+        self.check_idle()
         if um.um_paged_crop(&self.seq, kept, &err) != um.UM_OK:
             if err.status == um.UM_E_INVALID:
                 raise ValueError(f"Sequence.crop: expected n of at most {len(self)}, the tokens "
@@ -561,8 +588,16 @@ cdef class Sequence:
             self._n_indexed -= 1
 
     def rollback(self):
-        """Drop tokens that not all layers hold. Their ids stay."""
+        """Drop tokens that not all layers hold. Their ids stay.
+
+        Raises
+        ------
+        RuntimeError
+            Another thread appends to this sequence.
+        ClosedError
+        """
         self.open_region()
+        self.check_idle()
         um.um_paged_rollback(&self.seq)
 
     def gather(self, layer, out=None):
@@ -592,10 +627,10 @@ cdef class Sequence:
         """
         cdef um.um_error err
         cdef um.um_status status
-        # Held, so that nobody closes the cache while the lock is released.
-        cdef Region _held = self.open_region()
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers)
+        # Held, so that nobody closes the cache while the lock is released.
+        cdef Region _held = self.open_region()
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
         cdef um.um_dtype k_type, v_type
         cdef cnp.ndarray k, v
@@ -623,25 +658,30 @@ cdef class Sequence:
             raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
         cdef cnp.ndarray a = out
         cdef int number = number_of(a, s.type)
+        # Not the attributes of the array, which a subclass may override.
+        cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
         cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
         cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
-        if (out.shape != (s.n_kv_heads, n, dim) or not cnp.PyArray_ISBEHAVED(a)
+        if (cnp.PyArray_NDIM(a) != 3 or sizes[0] != s.n_kv_heads
+                or sizes[1] != <cnp.npy_intp>n or sizes[2] != dim
+                or not cnp.PyArray_ISBEHAVED(a)
                 or (n > 0 and dim > 1 and strides[2] != item)
                 or (n > 1 and strides[1] != dim * item)
                 or (s.n_kv_heads > 1 and strides[0] < <cnp.npy_intp>n * dim * item)):
             raise ValueError(
                 f"out: expected two writable arrays of shape {(s.n_kv_heads, n, dim)} in which the "
-                f"tokens of a head are contiguous, got {out.shape} with strides {out.strides}"
-                f"{'' if out.flags.writeable else ', read-only'}")
+                f"tokens of a head are contiguous, got shape {shape_of(a)}"
+                f"{'' if cnp.PyArray_ISWRITEABLE(a) else ', read-only'}")
         return number
 
     @property
     def block_table(self):
         """The ids of its blocks, in the order of the tokens: a new int32 array."""
         self.open_region()
-        cdef cnp.ndarray table = np.empty(self.seq.n_blocks, np.int32)
-        memcpy(cnp.PyArray_DATA(table), self.seq.table, self.seq.n_blocks * sizeof(int32_t))
+        cdef size_t n = self.seq.n_blocks
+        cdef cnp.ndarray table = np.empty(n, np.int32)
+        memcpy(cnp.PyArray_DATA(table), self.seq.table, n * sizeof(int32_t))
         return table
 
     @property
@@ -650,8 +690,15 @@ cdef class Sequence:
         return self._closed or self.cache.closed
 
     def close(self):
-        """Give the blocks back. Closing twice is no error."""
+        """Give the blocks back. Closing twice is no error.
+
+        Raises
+        ------
+        RuntimeError
+            Another thread appends to this sequence; it is not closed then.
+        """
         if not self._closed and self.cache is not None:
+            self.check_idle()
             self._closed = True
             um.um_paged_seq_clear(&self.seq)
             self._ids = self._node = None

@@ -16,12 +16,16 @@ cdef class _Rows:
     cdef size_t row_bytes
     # A native type, or one of the module's own.
     cdef int type
+    cdef bint _begun
     cdef bint _owns_tape
     cdef bint _closed
+    # Whether a thread is writing rows, with the interpreter's lock released.
+    cdef bint _appending
     cdef object __weakref__
     # Checks what both constructors are given; `what` is the name of max_tokens there.
     cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name)
     cdef object check_open(self)
+    cdef object check_idle(self)
     cdef object fail(self, um.um_error *err)
     cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n)
     # Writes n rows behind the last one; there is room.
@@ -45,4 +49,5 @@ cdef class PagedScratchpad(_Rows):
     cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err)
     cdef um.um_status copy_in(self, const char *rows, int given, Py_ssize_t n,
                               um.um_error *err) noexcept nogil
-    cdef void copy_out(self, char *out) noexcept nogil
+    # Copies the first n tokens.
+    cdef void copy_out(self, char *out, Py_ssize_t n) noexcept nogil

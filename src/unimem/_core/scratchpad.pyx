@@ -71,6 +71,10 @@ cdef class _Rows:
     """What scratchpads have in common: tokens that are appended, and cut off at the end."""
 
     cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name):
+        # A flag, and not what is made last: converting the arguments may come here again.
+        if self._begun:
+            raise RuntimeError(f"the {type(self).__name__} is made already")
+        self._begun = True
         # NumPy takes None for float64.
         named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
         if named not in _TYPES:
@@ -88,6 +92,11 @@ cdef class _Rows:
         if self._closed:
             raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
         self.tape.check_open()
+
+    cdef object check_idle(self):
+        if self._appending:
+            raise RuntimeError(f"{type(self).__name__} '{self.name}': another thread appends to "
+                               "it: one writes at a time")
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"{type(self).__name__} '{self.name}'", CacheFull, "blocks")
@@ -108,6 +117,8 @@ cdef class _Rows:
             There is no room.
         ValueError, TypeError
             A wrong shape or dtype.
+        RuntimeError
+            Another thread appends.
         ClosedError
 
         Notes
@@ -130,7 +141,7 @@ cdef class _Rows:
 
         Raises
         ------
-        CacheFull, ValueError, TypeError, ClosedError
+        CacheFull, ValueError, TypeError, RuntimeError, ClosedError
             As `append`.
         """
         _check_array(rows)
@@ -147,6 +158,7 @@ cdef class _Rows:
             self.check_open()
         if given != self.type:
             self._check_type(given, rows.dtype)
+        self.check_idle()
         if n > self.capacity - self.n_tokens:
             raise CacheFull(f"{type(self).__name__} '{self.name}': asked for {n} tokens, but "
                             f"{self.n_tokens} of {self.capacity} are used",
@@ -182,11 +194,14 @@ cdef class _Rows:
         ------
         ValueError
             There are fewer.
+        RuntimeError
+            Another thread appends.
         ClosedError
         """
         cdef um.um_error err
-        self.check_open()
         kept = PyNumber_Index(n)
+        self.check_open()
+        self.check_idle()
         if not 0 <= kept <= self.n_tokens:
             raise ValueError(f"{type(self).__name__}.crop: expected 0 to {self.n_tokens}, got {n}")
         self.n_tokens = kept
@@ -322,8 +337,10 @@ cdef class Scratchpad(_Rows):
         cdef char *out = self.base + <size_t>self.n_tokens * self.row_bytes
         cdef size_t n_values = <size_t>n * <size_t>self.dim
         if <size_t>n * self.row_bytes > LARGE_BYTES:
+            self._appending = True
             with nogil:
                 status = _copy(out, self.type, rows, given, n_values, err)
+            self._appending = False
         else:
             status = _copy(out, self.type, rows, given, n_values, err)
         return status
@@ -451,10 +468,10 @@ cdef class PagedScratchpad(_Rows):
             n -= part
         return um.UM_OK
 
-    cdef void copy_out(self, char *out) noexcept nogil:
+    cdef void copy_out(self, char *out, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t at = 0, part
-        while at < self.n_tokens:
-            part = min(self.n_tokens - at, self.block_tokens)
+        while at < n:
+            part = min(n - at, self.block_tokens)
             memcpy(out, self.row(at), <size_t>part * self.row_bytes)
             out += <size_t>part * self.row_bytes
             at += part
@@ -463,8 +480,10 @@ cdef class PagedScratchpad(_Rows):
         cdef um.um_status status = self.take_blocks(self.blocks_for(self.n_tokens + n), err)
         if status == um.UM_OK:
             if <size_t>n * self.row_bytes > LARGE_BYTES:
+                self._appending = True
                 with nogil:
                     status = self.copy_in(rows, given, n, err)
+                self._appending = False
             else:
                 status = self.copy_in(rows, given, n, err)
         if status != um.UM_OK:
@@ -502,8 +521,8 @@ cdef class PagedScratchpad(_Rows):
             There is no such token.
         ClosedError
         """
-        self.check_open()
         at = PyNumber_Index(i)
+        self.check_open()
         if not -self.n_tokens <= at < self.n_tokens:
             raise IndexError(f"PagedScratchpad.get_token: token {i} of {self.n_tokens}")
         return vector_over(self.row(at if at >= 0 else at + self.n_tokens), self.dim, self.dtype,
@@ -524,12 +543,14 @@ cdef class PagedScratchpad(_Rows):
         self.check_open()
         # Held, so that nobody closes the pad meanwhile.
         cdef Region _held = self.tape._region
-        cdef cnp.ndarray out = np.empty((self.n_tokens, self.dim), self.dtype)
-        if <size_t>self.n_tokens * self.row_bytes > LARGE_BYTES:
+        # The number of now: the writer appends meanwhile.
+        cdef Py_ssize_t n = self.n_tokens
+        cdef cnp.ndarray out = np.empty((n, self.dim), self.dtype)
+        if <size_t>n * self.row_bytes > LARGE_BYTES:
             with nogil:
-                self.copy_out(<char *>cnp.PyArray_DATA(out))
+                self.copy_out(<char *>cnp.PyArray_DATA(out), n)
         else:
-            self.copy_out(<char *>cnp.PyArray_DATA(out))
+            self.copy_out(<char *>cnp.PyArray_DATA(out), n)
         return out
 
     @property
