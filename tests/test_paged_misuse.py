@@ -174,7 +174,10 @@ def test_a_fork_may_go_while_its_block_is_copied() -> None:
 def test_a_pad_has_one_writer(make: type[Any], use: Callable[[Any], Any]) -> None:
     batch = np.ones((20_000, 1024), "float32")
     refused = ""
-    while not refused:  # else the append was over, or had not begun
+    for _ in range(50):
+        if refused:
+            break
+        # Else the append was over, or had not begun.
         with make(20_000, 1024) as pad:
             thread = threading.Thread(target=pad.append_batch, args=(batch,))
             thread.start()
