@@ -191,7 +191,8 @@ class CacheAgainstModel(RuleBasedStateMachine):
             return um.CacheFull, ()
         may = self.over_budget(n)
         most = max(end - model.first for end in model.end)
-        row = self.row(model.first) if most else 0
+        # Without tokens, the row that the next one was to have: only the cache knows it.
+        row = self.row(model.first) if most else self.kv.row_of(model.next_position)
         if row + most + n > model.n_rows and self.views:
             may += (BufferError,)  # the tokens move to row 0
             if row + used + n > model.n_rows and self.is_held(set(range(most))):
