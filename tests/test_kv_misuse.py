@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 import proc_maps
 import unimem as um
-from unimem import limits
 
 PAGE = proc_maps.PAGE
 
@@ -84,22 +83,6 @@ def test_tokens_do_not_move_under_a_reader() -> None:
             kv.append(0, many, many)
 
 
-def test_closing_while_another_thread_appends() -> None:
-    many = np.ones((100_000, 8, 16), "float32")
-    kv = um.KVCache(1, 8, 16, 100_000)
-    thread = threading.Thread(target=kv.append, args=(0, many, many))
-    thread.start()
-    refused = True
-    while thread.is_alive() and refused:
-        try:
-            kv.close()
-            refused = False
-        except BufferError:
-            continue
-    thread.join()
-    kv.close()
-
-
 # ---- collections ----
 
 
@@ -126,36 +109,7 @@ def test_a_collection_that_ends_another_view_while_memory_waits() -> None:
         assert kv.capacity_bytes <= 2 * 2 * PAGE
 
 
-def test_a_view_that_goes_while_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    require = limits.require
-    with growing() as kv:
-        append(kv, 4000)
-        views = [kv.layer(0)]
-        kv.crop(10)
-
-        def collected(nbytes: int, what: str) -> None:
-            views.clear()
-            require(nbytes, what)
-
-        monkeypatch.setattr(limits, "require", collected)
-        append(kv, 9000, 3)
-        k, v = kv.layer(0)
-        assert np.all(k[0, :, :10] == 1)
-        assert np.all(k[0, :, 10:] == 3)
-        assert np.all(v[0, :, 10:] == 3)
-        del k, v
-
-
 # ---- calls inside of calls ----
-
-
-def test_a_cache_that_is_left_while_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = growing()
-    append(kv, 10)
-    monkeypatch.setattr(limits, "require", lambda nbytes, what: kv.__exit__())
-    with pytest.raises((um.ClosedError, OSError, ValueError)):
-        append(kv, 50)
-    assert kv.closed
 
 
 def test_a_layer_whose_number_closes_the_cache() -> None:
