@@ -444,3 +444,40 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
             kv.save(tmp_path / "none" / "file")
     assert os.listdir(tmp_path) == ["fifo"]
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_room_is_taken_beforehand_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuses(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with NewFile(str(tmp_path / "there")) as file:
+        file.allocate(3 * 4096)
+        if file._direct:
+            assert os.fstat(file._fd).st_size == 3 * 4096
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    with NewFile(str(tmp_path / "there")) as file:
+        file.allocate(3 * 4096)
+        assert os.fstat(file._fd).st_size == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+    with NewFile(str(path)) as file:
+        if not file._direct:
+            pytest.skip("this file system is not written past the page cache")
+        with pytest.raises(OSError, match="No space") as caught:
+            file.allocate(4096)
+        assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]

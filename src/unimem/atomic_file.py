@@ -158,6 +158,33 @@ class NewFile:
             return False
         return True
 
+    def allocate(self, nbytes: int) -> None:
+        """Take the room on the disk beforehand, where the file system can.
+
+        Threads that write past the page cache wait for each other less then, and a disk that is
+        full says so before anything is written.
+
+        Parameters
+        ----------
+        nbytes : int
+            The size that the file will have.
+
+        Raises
+        ------
+        OSError
+            There is no room.
+        """
+        if not self._direct or nbytes == 0:
+            return
+        with _about(self.path):
+            try:
+                os.posix_fallocate(self._fd, 0, nbytes)
+            except OSError as error:
+                # Where the file system cannot, the C library would write a byte a block instead,
+                # which O_DIRECT refuses.
+                if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
+                    raise
+
     def write(self, data: NDArray[np.uint8], offset: int) -> None:
         """Write all of `data`.
 

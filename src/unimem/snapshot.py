@@ -88,6 +88,7 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
         name,
     )
     with NewFile(name) as file:
+        file.allocate(snapshot.file_bytes)
         rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
 
         def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
