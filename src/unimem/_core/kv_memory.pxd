@@ -46,11 +46,12 @@ cdef class KVMemory(Watcher):
     cdef uint64_t end_row(self)
     # Whether views lie over these byte ranges of any lane.
     cdef bint has_views(self, list ranges) except -1
-    # A byte range of a lane, which may wrap; of a ring, all that the lane shows of it.
+    # A byte range of a ring's lane, which may wrap, in both of its images.
     cdef list images(self, first, end)
     # All of a lane but the rows of the last n tokens.
     cdef list ranges_but(self, uint64_t n)
-    # Byte ranges of a lane that hold no tokens; and what of them a growing cache would give back.
+    # Byte ranges of a lane that hold no tokens, of fixed storage; and those that a growing cache
+    # gives back.
     cdef list dead_ranges(self)
     cdef list spare_ranges(self, bint exactly)
     # Makes n rows from `row` on usable in a plain cache, which may move its tokens, or raises.

@@ -91,9 +91,9 @@ cdef class KVMemory(Watcher):
             lane = self.budget_bytes // self._n_lanes // LANE_ALIGN * LANE_ALIGN
             n_rows = min(n_rows, lane // row)
             if n_rows == 0:
+                least = self._n_lanes * _round_up(row, LANE_ALIGN)
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
-                                f"needs, {self._n_lanes * _round_up(row, LANE_ALIGN)} bytes",
-                                self.budget_bytes, 0, self._n_lanes * _round_up(row, LANE_ALIGN))
+                                f"needs, {least} bytes", self.budget_bytes, 0, least)
         if <object>n_rows * row * self._n_lanes >= 1 << 62:  # a sum of sizes overflows
             raise ValueError(f"KVCache: {n_rows} tokens of {row * self._n_lanes} bytes are more "
                              "than there can be: a smaller max_seq_len")
@@ -201,10 +201,7 @@ cdef class KVMemory(Watcher):
                                    &err) != um.UM_OK:
                 raise_status(err.status, &err, "KVCache.restore")
         self._high = nbytes
-        if um.um_kv_set_usable(&self.kv, min(nbytes // self.kv.row_bytes, self.kv.n_rows),
-                               &err) != um.UM_OK:
-            raise_status(err.status, &err, "KVCache.restore")
-        return 0
+        return self._set_usable()
 
     # ---- what is there ----
 
@@ -245,8 +242,6 @@ cdef class KVMemory(Watcher):
 
     cdef list images(self, first, end):
         cdef size_t whole = self.kv.n_rows * self.kv.row_bytes
-        if self.kv.spec.window == 0:
-            return [(first, end)]
         return [(max(first + shift, 0), min(end + shift, 2 * whole))
                 for shift in (-2 * <object>whole, -<object>whole, 0, whole)]
 
@@ -262,8 +257,6 @@ cdef class KVMemory(Watcher):
         cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
         cdef size_t first = self.first_row() * row
         cdef uint64_t oldest, held
-        if self.grow:
-            return self.spare_ranges(True)
         if self.kv.spec.window == 0:
             return [(0, first), (self.end_row() * row, whole)]
         # What a crop may bring back into the window is held, too.
@@ -353,8 +346,7 @@ cdef class KVMemory(Watcher):
             for begin, nbytes in lanes:
                 self.block.populate(region, begin, nbytes, 1, None, 0, nbytes)
         except BaseException:
-            for begin, nbytes in lanes:
-                um.um_block_release(&region.block, begin, nbytes, NULL, NULL)
+            self._release_lanes(first, end)
             raise
         self.n_growths += 1
         return 0
