@@ -100,6 +100,53 @@ cdef object nbytes_of(tuple dims, object itemsize):
     return nbytes
 
 
+cdef tuple shape_within(str name, size_t base, size_t nbytes, size_t offset, object shape,
+                        object dtype):
+    cdef tuple dims
+    if shape is None:
+        if offset > nbytes:
+            raise ValueError(f"{name}: offset {offset} is outside {nbytes} bytes")
+        dims = ((nbytes - offset) // <size_t>dtype.itemsize,)
+    else:
+        dims = dims_of(shape)
+    needed = nbytes_of(dims, dtype.itemsize)
+    if offset + needed > nbytes:
+        raise ValueError(f"{name}: shape {dims} of {dtype} at offset {offset} needs {needed} bytes "
+                         f"of {nbytes}")
+    if (base + offset) % <size_t>dtype.alignment:
+        raise ValueError(f"{name}: offset {offset} is not aligned for {dtype}")
+    return dims
+
+
+def array_within(name, base, nbytes, offset, shape, dtype):
+    """Check an array over memory that the GPU has, as that of a block is checked.
+
+    Parameters
+    ----------
+    name : str
+        Of the memory, for messages.
+    base, nbytes : int
+        Its address and size.
+    offset : int
+        Where in it the array begins.
+    shape : int, tuple of int or None
+        None: all that fits.
+    dtype : dtype-like
+        As `Block.as_array` takes it.
+
+    Returns
+    -------
+    shape, dtype : tuple of int, numpy.dtype
+
+    Raises
+    ------
+    ValueError, TypeError
+        The array does not fit, or is not aligned.
+    """
+    descr = dtype_of(dtype)
+    return shape_within(name, base, nbytes, size_of(offset, "offset"), shape, descr), descr
+
+
 cdef object array_over(void *address, tuple dims, object dtype, object owner, bint writable):
     cdef cnp.npy_intp sizes[MAX_DIMS]
     cdef int n_dims = 0

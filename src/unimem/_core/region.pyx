@@ -9,7 +9,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport array_over, dims_of, nbytes_of
+from unimem._core.arrays cimport array_over, nbytes_of, shape_within
 
 cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTERLEAVE,
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
@@ -87,27 +87,17 @@ cdef class Region:
         um.um_block_unmap(&self.block, NULL)
 
     cdef object array(self, size_t offset, object shape, object dtype):
+        cdef size_t most = self.block.nbytes, size
         cdef tuple dims
-        cdef size_t size
-        if shape is None:
-            if offset > self.block.nbytes:
-                raise ValueError(
-                    f"{self.name}: offset {offset} is outside {self.block.nbytes} bytes")
-            dims = ((self.block.nbytes - offset) // <size_t>dtype.itemsize,)
-        else:
-            dims = dims_of(shape)
-        nbytes = nbytes_of(dims, dtype.itemsize)
-        if offset + nbytes > self.block.nbytes:
-            most = self.block.nbytes if self.block.is_file else self.block.reserved_nbytes
-            size = nbytes if offset + nbytes <= most else 0
-            if size == 0 or not um.um_block_is_committed(&self.block, offset, size):
-                hint = "" if size == 0 else ", and not all of them are committed: commit() them"
-                raise ValueError(
-                    f"{self.name}: shape {dims} of {dtype} at offset {offset} needs {nbytes} bytes "
-                    f"of {most}{hint}")
-        size = nbytes
-        if (<uintptr_t>self.block.base + offset) % <size_t>dtype.alignment:
-            raise ValueError(f"{self.name}: offset {offset} is not aligned for {dtype}")
+        if shape is not None and not self.block.is_file:
+            most = self.block.reserved_nbytes
+        dims = shape_within(self.name, <uintptr_t>self.block.base, most, offset, shape, dtype)
+        size = nbytes_of(dims, dtype.itemsize)
+        if offset + size > self.block.nbytes and (
+                size == 0 or not um.um_block_is_committed(&self.block, offset, size)):
+            raise ValueError(
+                f"{self.name}: shape {dims} of {dtype} at offset {offset} needs {size} bytes of "
+                f"{most}, and not all of them are committed: commit() them")
         return array_over(<char *>self.block.base + offset, dims, dtype,
                           new_window(self, offset, size), self.writable)
 

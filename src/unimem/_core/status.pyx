@@ -67,3 +67,50 @@ def ledger():
             "n_mappings": row.n_mappings, "mapped_bytes": row.mapped_bytes,
             "high_water_bytes": row.high_water_bytes}
     return rows
+
+
+cdef class _DeviceRow:
+    """A category of a device's memory. Numbers of C: a destructor may run between any two lines of
+    Python, and change them."""
+
+    cdef public long long n_allocations, nbytes, high_water_bytes
+
+
+# From (device, category).
+cdef dict _device_rows = {}
+
+
+def enter_device(str device not None, str category not None, long long nbytes):
+    """Enter memory of a device in the ledger; less than 0 bytes: it was given back.
+
+    Raises
+    ------
+    ValueError
+        There is no such category.
+    """
+    cdef _DeviceRow row = _device_rows.get((device, category))
+    if row is None:
+        names = [um.um_category_name(<um.um_category>i).decode() for i in range(um.UM_CAT_COUNT)]
+        if category not in names:
+            raise ValueError(f"category: expected one of {', '.join(names)}, got {category!r}")
+        row = _device_rows.setdefault((device, category), _DeviceRow())
+    row.n_allocations += 1 if nbytes >= 0 else -1
+    row.nbytes += nbytes
+    row.high_water_bytes = max(row.high_water_bytes, row.nbytes)
+
+
+def device_ledger():
+    """What is allocated on devices now, by device and category.
+
+    Returns
+    -------
+    dict
+        From (device, category) to a dict of ``n_allocations``, ``nbytes`` and
+        ``high_water_bytes``.
+    """
+    cdef _DeviceRow row
+    rows = {}
+    for key, row in sorted(_device_rows.items()):
+        rows[key] = {"n_allocations": row.n_allocations, "nbytes": row.nbytes,
+                     "high_water_bytes": row.high_water_bytes}
+    return rows

@@ -1,0 +1,13 @@
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+def array_within(
+    name: str,
+    base: int,
+    nbytes: int,
+    offset: int,
+    shape: int | tuple[int, ...] | None,
+    dtype: DTypeLike,
+) -> tuple[tuple[int, ...], np.dtype[Any]]: ...

@@ -1,0 +1,351 @@
+"""What the twin asks of a GPU: the one file that imports CuPy, and only when it is asked."""
+
+from __future__ import annotations
+
+import errno
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unimem.errors import CapacityError, PlacementError
+from unimem.placement import format_bytes
+
+__all__ = ["Driver", "Launcher", "driver", "require"]
+
+Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
+"""Launches a kernel: grid, block, arguments, stream. Python integers are passed in 64 bits."""
+
+_COPY_ANY = 4  # cudaMemcpyDefault: the addresses say which way
+_REGISTER = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_ON_GPU = (2, 3, 13)  # kDLCUDA, kDLCUDAHost, kDLCUDAManaged
+
+_drivers: dict[int, Driver] = {}
+
+
+def require() -> None:
+    """Raise unless there are CuPy and a device.
+
+    Raises
+    ------
+    ImportError
+        One of them is missing; the message says what to do.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "unimem.cuda needs CuPy: install unimem-llm with the extra 'cuda12' or 'cuda13', "
+            f"whichever the driver supports (nvidia-smi shows it); importing CuPy said: {error}"
+        ) from error
+    try:
+        n_devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ImportError(
+            f"unimem.cuda needs an NVIDIA GPU and its driver, and CUDA says: {error}. The rest of "
+            "unimem works without"
+        ) from error
+    if n_devices == 0:
+        raise ImportError(
+            "unimem.cuda needs an NVIDIA GPU, and CUDA sees none (CUDA_VISIBLE_DEVICES may hide "
+            "it). The rest of unimem works without"
+        )
+
+
+def driver(device: int) -> Driver:
+    """Return the driver of a device; the same one every time.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such device.
+    """
+    number = operator.index(device)
+    found = _drivers.get(number)
+    if found is None:
+        found = _drivers[number] = Driver(number)
+    return found
+
+
+class _StreamAt:
+    """A stream as CuPy's launches want it: something with an address."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class _Event:
+    """A point in a stream, to be waited for."""
+
+    def __init__(self, runtime: Any, event: Any) -> None:
+        self._runtime = runtime
+        self._event = event
+
+    def record(self, stream: int) -> None:
+        """Mark what was queued in the stream so far."""
+        self._runtime.eventRecord(self._event.ptr, stream)
+
+    def synchronize(self) -> None:
+        """Wait until that is done, with the interpreter's lock released."""
+        self._runtime.eventSynchronize(self._event.ptr)
+
+
+class Driver:
+    """One device, through CuPy.
+
+    Any number of threads may use it. As in CuPy, launches go to the current device: with several
+    devices make this one current (``with cupy.cuda.Device(1):``). A forked child has no CUDA.
+
+    Parameters
+    ----------
+    device : int
+        CUDA's number of it.
+
+    Attributes
+    ----------
+    id : int
+        That number.
+    name : str
+        As in reports: ``"cuda:0"``.
+
+    Raises
+    ------
+    ValueError
+        There is no such device.
+    """
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._error = cupy.cuda.runtime.CUDARuntimeError
+        n_devices = self._runtime.getDeviceCount()
+        if not 0 <= device < n_devices:
+            raise ValueError(f"device: expected 0 to {n_devices - 1}, got {device}")
+        self.id = device
+        self.name = f"cuda:{device}"
+        self._device = cupy.cuda.Device(device)
+        self._streams: dict[int, _StreamAt] = {}
+
+    # ---- memory ----
+
+    def allocate(self, nbytes: int) -> Any:
+        """Allocate device memory (cudaMalloc), past CuPy's pool.
+
+        Returns
+        -------
+        cupy.cuda.Memory
+            Its address is `ptr`, a multiple of 256; it is freed with the object.
+
+        Raises
+        ------
+        CapacityError
+            The device has no room.
+        """
+        try:
+            with self._device:
+                return self._cupy.cuda.Memory(nbytes)
+        except self._error as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            free, total = self._mem_info()
+            raise CapacityError(
+                f"{self.name}: asked for {format_bytes(nbytes)}, but {format_bytes(free)} of "
+                f"{format_bytes(total)} are free: a smaller size, or free what others hold "
+                "(cupy.get_default_memory_pool().free_all_blocks())",
+                total,
+                total - free,
+                nbytes,
+            ) from error
+
+    def free_bytes(self) -> int:
+        """Bytes of device memory that are free now."""
+        return self._mem_info()[0]
+
+    def _mem_info(self) -> tuple[int, int]:
+        with self._device:
+            free, total = self._runtime.memGetInfo()
+        return int(free), int(total)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin host memory, so that the GPU sees it at the same address (cudaHostRegister).
+
+        Raises
+        ------
+        PlacementError
+            The driver refuses; or the device sees such memory at other addresses.
+        """
+        runtime = self._runtime
+        try:
+            with self._device:
+                runtime.hostRegister(address, nbytes, _REGISTER)
+        except self._error as error:
+            raise PlacementError(
+                errno.ENOMEM,
+                f"{self.name}: {format_bytes(nbytes)} of host memory cannot be pinned, CUDA says: "
+                f"{error}. Memory that is locked may be limited (ulimit -l), or not there",
+            ) from error
+        same = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not runtime.deviceGetAttribute(same, self.id):
+            self.unregister(address)
+            raise PlacementError(
+                errno.ENOTSUP,
+                f"{self.name} sees pinned host memory at other addresses than the CPU, which is "
+                "not supported: use device memory",
+            )
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`, after all that was queued on the device is done."""
+        with self._device:
+            self._runtime.deviceSynchronize()
+            self._runtime.hostUnregister(address)
+
+    def memory(self, address: int, nbytes: int, owner: object) -> Any:
+        """Return what arrays over foreign memory refer to; it keeps `owner` alive.
+
+        Returns
+        -------
+        cupy.cuda.UnownedMemory
+        """
+        return self._cupy.cuda.UnownedMemory(address, nbytes, owner, self.id)
+
+    def array(
+        self,
+        memory: Any,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+        strides: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Return a cupy.ndarray over memory, which it keeps alive; strides are in bytes."""
+        pointer = self._cupy.cuda.MemoryPointer(memory, offset)
+        return self._cupy.ndarray(shape, dtype, pointer, strides)
+
+    # ---- arrays of others ----
+
+    def is_array(self, x: object) -> bool:
+        """Whether it is a cupy.ndarray."""
+        return isinstance(x, self._cupy.ndarray)
+
+    def to_array(self, x: Any) -> Any:
+        """Return an array on a GPU as a cupy.ndarray, without a copy.
+
+        Parameters
+        ----------
+        x : object
+            Of CuPy, of torch, or of whoever else has ``__dlpack__`` or
+            ``__cuda_array_interface__``. By DLPack the current stream waits for its maker's.
+
+        Raises
+        ------
+        TypeError
+            It is no such array.
+        """
+        if isinstance(x, self._cupy.ndarray):
+            return x
+        where = getattr(x, "__dlpack_device__", None)
+        if where is not None and not isinstance(x, type):
+            if where()[0] in _ON_GPU:
+                return self._cupy.from_dlpack(x)
+        elif hasattr(x, "__cuda_array_interface__"):
+            return self._cupy.asarray(x)
+        raise TypeError(
+            f"expected an array on the GPU, got {type(x).__name__}: cupy.asarray(x) copies it there"
+        )
+
+    # ---- streams ----
+
+    def stream(self, stream: Any = None) -> int:
+        """Return the cudaStream_t of a stream.
+
+        Parameters
+        ----------
+        stream : object, optional
+            Of CuPy, of torch, of whoever has ``__cuda_stream__``, or the number itself; by default
+            CuPy's current stream.
+
+        Raises
+        ------
+        TypeError
+            It is no stream.
+        """
+        if stream is None:
+            return int(self._cupy.cuda.get_current_stream().ptr)
+        if isinstance(stream, int) and not isinstance(stream, bool):
+            return stream
+        for attribute in ("ptr", "cuda_stream"):
+            found = getattr(stream, attribute, None)
+            if isinstance(found, int):
+                return found
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            return int(protocol()[1])
+        raise TypeError(f"stream: expected a CUDA stream, got {type(stream).__name__}")
+
+    def new_stream(self) -> Any:
+        """Make a stream that does not wait for the default stream; its address is `ptr`."""
+        with self._device:
+            return self._cupy.cuda.Stream(non_blocking=True)
+
+    def new_event(self) -> _Event:
+        """Make an event."""
+        with self._device:
+            return _Event(self._runtime, self._cupy.cuda.Event(disable_timing=True))
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for a stream, with the interpreter's lock released."""
+        self._runtime.streamSynchronize(stream)
+
+    def copy(self, to: int, from_: int, nbytes: int, stream: int) -> None:
+        """Queue a copy, in whichever direction. Ranges on the device must not overlap."""
+        self._runtime.memcpyAsync(to, from_, nbytes, _COPY_ANY, stream)
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
+        """Queue filling memory with a byte."""
+        self._runtime.memsetAsync(address, byte, nbytes, stream)
+
+    # ---- kernels ----
+
+    def module(self, source: str, names: Sequence[str]) -> Mapping[str, Launcher]:
+        """Compile CUDA C++ for the device (NVRTC; CuPy keeps the result on disk).
+
+        Parameters
+        ----------
+        source : str
+            Kernels that are ``extern "C"``. Products and sums are not fused, so that they round as
+            on the CPU.
+        names : sequence of str
+            Of the kernels that are wanted.
+
+        Returns
+        -------
+        mapping
+            From each name to what launches it.
+        """
+        with self._device:
+            module = self._cupy.RawModule(code=source, options=("-std=c++17", "-fmad=false"))
+            return {name: self._launcher(module.get_function(name).kernel) for name in names}
+
+    def _launcher(self, function: Any) -> Launcher:
+        streams = self._streams
+
+        def launch(
+            grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
+        ) -> None:
+            at = streams.get(stream)
+            if at is None:
+                at = streams[stream] = _StreamAt(stream)
+            function(grid, block, args, stream=at)
+
+        return launch
+
+
+def _forget_after_fork() -> None:
+    _drivers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
