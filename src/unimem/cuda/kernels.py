@@ -1,0 +1,173 @@
+"""The kernels of ``rows.cu``: tokens become rows of a device's memory, and rows arrays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from importlib import resources
+from typing import Protocol
+
+# What is given as what can be stored, and what can be read of it.
+GIVEN = {"f64": ("f64", "f32")} | dict.fromkeys(
+    ("f32", "f16", "bf16", "q8_0"), ("f32", "f16", "bf16")
+)
+WANTED = dict.fromkeys(("f32", "f16", "bf16", "q8_0"), ("f32", "f16", "bf16")) | {"f64": ()}
+NAMES = tuple(
+    [f"append_{given}_{stored}" for stored, types in GIVEN.items() for given in types]
+    + [f"read_{stored}_{wanted}" for stored, types in WANTED.items() for wanted in types]
+)
+# Threads of a block: along the values of a head, and along tokens and heads. Quantizing, a thread
+# takes 32 values, and otherwise one at a time, and a few of them: the same along a head either way.
+BLOCK = (32, 4)
+QUANTIZING_BLOCK = (4, 32)
+VALUES_ALONG_HEAD = 128
+MOST_BLOCKS = 65535  # along the second and third dimension of a grid
+
+Three = tuple[int, int, int]
+Five = tuple[int, int, int, int, int]
+# Grid, block, arguments (each 64 bits wide), stream.
+Launcher = Callable[[Three, tuple[int, int], tuple[int, ...], int], None]
+
+
+class Driver(Protocol):
+    """What is asked of a device."""
+
+    def module(self, source: str, names: tuple[str, ...]) -> dict[str, Launcher]:
+        """Compile a source, and return its kernels by name."""
+
+
+# Compiled once a device, since that takes a second.
+_compiled: weakref.WeakKeyDictionary[Driver, dict[str, Launcher]] = weakref.WeakKeyDictionary()
+
+
+def launchers(driver: Driver) -> dict[str, Launcher]:
+    """Return the kernels of a device by name, compiled at the first call."""
+    found = _compiled.get(driver)
+    if found is None:
+        source = resources.files(__package__).joinpath("rows.cu").read_text()
+        found = _compiled.setdefault(driver, driver.module(source, NAMES))
+    return found
+
+
+def _grid(n_lanes: int, n_rows: int, dim: int, block: tuple[int, int]) -> Three:
+    return (
+        -(-dim // VALUES_ALONG_HEAD),
+        min(-(-n_rows // block[1]), MOST_BLOCKS),
+        min(n_lanes, MOST_BLOCKS),
+    )
+
+
+class RowKernels:
+    """The kernels for one type of rows. A call launches one and returns at once.
+
+    Nothing is checked: addresses, sizes and strides are the caller's. Types are ``"f32"``,
+    ``"f16"``, ``"bf16"``, ``"q8_0"`` and ``"f64"``. Any thread may call; after a fork the child has
+    no device.
+
+    Parameters
+    ----------
+    driver : Driver
+        The device.
+    stored : str
+        The type of the rows.
+    """
+
+    def __init__(self, driver: Driver, stored: str) -> None:
+        found = launchers(driver)
+        self._append = {given: found[f"append_{given}_{stored}"] for given in GIVEN[stored]}
+        self._read = {wanted: found[f"read_{stored}_{wanted}"] for wanted in WANTED[stored]}
+        self._block = QUANTIZING_BLOCK if stored == "q8_0" else BLOCK
+
+    def append(
+        self,
+        k: int,
+        v: int,
+        given: str,
+        sizes: Five,
+        strides: Five,
+        k_out: int,
+        v_out: int,
+        layer_stride: int,
+        lane_stride: int,
+        row_bytes: int,
+        row: int,
+        n_rows: int,
+        row_address: int,
+        stream: int,
+    ) -> None:
+        """Write tokens into the rows of their lanes; K and V with one launch.
+
+        Parameters
+        ----------
+        k, v : int
+            Addresses of the tokens; v may be 0.
+        given : str
+            Their type: for rows of ``"f64"`` one of ``"f64"`` and ``"f32"``, otherwise of
+            ``"f32"``, ``"f16"`` and ``"bf16"``.
+        sizes, strides : tuple of int
+            Layers, streams, heads, tokens, values of a head (for ``"q8_0"`` a multiple of 32); and
+            the bytes from one to the next of each, the same for k and v.
+        k_out, v_out : int
+            Addresses of the first lanes.
+        layer_stride, lane_stride : int
+            Bytes from the lane of one layer, or of one stream, to the next.
+        row_bytes : int
+            Bytes of a row.
+        row : int
+            The row of the first token.
+        n_rows : int
+            Rows of a lane; tokens that would go elsewhere are not written.
+        row_address : int
+            Unless it is 0, `row` is an int32 there, read when the kernel runs.
+        stream : int
+            The stream.
+        """
+        layers, streams, heads, n, dim = sizes
+        n_lanes = (2 if v else 1) * layers * streams
+        if n and n_lanes:
+            self._append[given](
+                _grid(n_lanes, n * heads, dim, self._block),
+                self._block,
+                (k, v, k_out, v_out, *sizes, *strides, layer_stride, lane_stride, row_bytes)
+                + (row, n_rows, row_address),
+                stream,
+            )
+
+    def read(
+        self,
+        lane: int,
+        out: int,
+        wanted: str,
+        sizes: tuple[int, int, int, int],
+        lane_stride: int,
+        row_bytes: int,
+        row: int,
+        stream: int,
+    ) -> None:
+        """Copy rows, converted, to an array.
+
+        Parameters
+        ----------
+        lane : int
+            Address of the first stream's lane.
+        out : int
+            Address of the array ``[streams, heads, n, dim]``, without gaps.
+        wanted : str
+            Its type: ``"f32"``, ``"f16"`` or ``"bf16"``.
+        sizes : tuple of int
+            Streams, heads, tokens, values of a head.
+        lane_stride, row_bytes : int
+            Bytes from the lane of one stream to the next, and of a row.
+        row : int
+            The first row.
+        stream : int
+            The stream.
+        """
+        streams, heads, n, dim = sizes
+        if n:
+            self._read[wanted](
+                _grid(streams, n * heads, dim, BLOCK),
+                BLOCK,
+                (lane, out, *sizes, lane_stride, row_bytes, row),
+                stream,
+            )

@@ -1,0 +1,253 @@
+// Rows of a KV cache or a scratchpad, on the device: tokens are converted into rows, and rows into
+// arrays. Every conversion gives the bits that the library's own give in main memory, and for the
+// same reasons: all rounding is to nearest even, by integer arithmetic or by operations that name
+// it, so that no option of the compiler (fused multiply-add, fast division) changes a bit. A test
+// compiles this source for the CPU and compares; hence no include, and no warp-wide operation.
+//
+// All parameters are 64 bits wide, so that a launch can pass Python's integers as they are.
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef signed char i8;
+
+const u32 MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+
+// ---- one value ----
+
+__device__ inline u16 f16_of_f32(float value) {
+    u32 bits = __float_as_uint(value), magnitude = bits & MAGNITUDE, half;
+    if (magnitude > INFINITE) {
+        half = 0x7e00 | (magnitude >> 13 & 0x3ff);
+    } else if (magnitude >= 0x47800000) { // 2^16 and above, infinity included
+        half = 0x7c00;
+    } else if (magnitude >= 0x38800000) { // 2^-14 and above: a normal float16
+        // Rounding may carry into the exponent, and into infinity, as it should.
+        half = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    } else if (magnitude > 0x33000000) { // above 2^-25: a denormal, in units of 2^-24
+        u32 shift = 126 - (magnitude >> 23), mantissa = (magnitude & 0x7fffff) | 0x800000;
+        half = (mantissa + (1u << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    } else {
+        half = 0;
+    }
+    return (u16)(bits >> 16 & 0x8000 | half);
+}
+
+__device__ inline float f32_of_f16(u16 half) {
+    u32 sign = (u32)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f, mantissa = half & 0x3ff;
+    u32 bits;
+    if (exponent == 0x1f) {
+        bits = INFINITE | mantissa << 13 | (mantissa != 0 ? 0x400000 : 0);
+    } else if (exponent != 0) {
+        bits = (exponent + 112) << 23 | mantissa << 13;
+    } else {
+        bits = __float_as_uint(__fmul_rn((float)mantissa, 1.0f / 16777216)); // exact
+    }
+    return __uint_as_float(sign | bits);
+}
+
+__device__ inline u16 bf16_of_f32(float value) {
+    u32 bits = __float_as_uint(value);
+    if ((bits & MAGNITUDE) > INFINITE) {
+        return (u16)(bits >> 16 | 0x40);
+    }
+    return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+
+// ---- what a row is made of ----
+
+// Each type has the bytes of a unit, the values in it, and how one value is read and written.
+
+struct f64 {
+    typedef double Value;
+    enum { VALUES = 1, BYTES = 8 };
+    __device__ static void write(char *out, float value) { *(double *)out = value; }
+};
+
+struct f32 {
+    typedef float Value;
+    enum { VALUES = 1, BYTES = 4 };
+    __device__ static float read(const char *in) { return *(const float *)in; }
+    __device__ static void write(char *out, float value) { *(float *)out = value; }
+};
+
+struct f16 {
+    typedef u16 Value;
+    enum { VALUES = 1, BYTES = 2 };
+    __device__ static float read(const char *in) { return f32_of_f16(*(const u16 *)in); }
+    __device__ static void write(char *out, float value) { *(u16 *)out = f16_of_f32(value); }
+};
+
+struct bf16 {
+    typedef u16 Value;
+    enum { VALUES = 1, BYTES = 2 };
+    __device__ static float read(const char *in) {
+        return __uint_as_float((u32) * (const u16 *)in << 16);
+    }
+    __device__ static void write(char *out, float value) { *(u16 *)out = bf16_of_f32(value); }
+};
+
+// ggml's block_q8_0: a scale, as float16, and 32 integers.
+struct q8_0 {
+    enum { VALUES = 32, BYTES = 34 };
+};
+
+// The low byte of x as an integer, a half rounded away from zero; 0 when x is a NaN or does not fit
+// into 32 bits.
+__device__ inline u32 q8_of(float x) {
+    if (!(x > -2147483648.0f && x < 2147483648.0f)) {
+        return 0;
+    }
+    int whole = (int)x;
+    float rest = x - (float)whole; // exact
+    whole += (rest >= 0.5f) - (rest <= -0.5f);
+    return (u32)whole & 0xff;
+}
+
+// One unit of a row, from values that lie `stride` bytes apart.
+template <class From, class To>
+__device__ inline void put(From, To, char *out, const char *in, i64) {
+    To::write(out, From::read(in));
+}
+
+// What is not converted keeps its bits, those of a NaN as well.
+template <class Same> __device__ inline void put(Same, Same, char *out, const char *in, i64) {
+    typedef typename Same::Value Value;
+    *(Value *)out = *(const Value *)in;
+}
+
+template <class From> __device__ inline void put(From, q8_0, char *out, const char *in, i64 stride) {
+    float values[q8_0::VALUES], amax = 0;
+#pragma unroll
+    for (int i = 0; i < q8_0::VALUES; i++) {
+        values[i] = From::read(in + i * stride);
+        // As ggml's reference: what came before a NaN is forgotten, and a NaN before the last
+        // value, too.
+        float magnitude = __uint_as_float(__float_as_uint(values[i]) & MAGNITUDE);
+        amax = amax > magnitude ? amax : magnitude;
+    }
+    float d = __fdiv_rn(amax, 127.0f), id = d != 0 ? __fdiv_rn(1.0f, d) : 0;
+    u16 *halves = (u16 *)out; // a block begins at any even address
+    halves[0] = __float_as_uint(amax) > INFINITE ? 0x7e00 : f16_of_f32(d);
+#pragma unroll
+    for (int i = 0; i < q8_0::VALUES; i += 2) {
+        u32 low = q8_of(__fmul_rn(values[i], id)), high = q8_of(__fmul_rn(values[i + 1], id));
+        halves[1 + i / 2] = (u16)(low | high << 8);
+    }
+}
+
+// The value of number i in a row.
+template <class From, class To>
+__device__ inline void get(From from, To to, char *out, const char *row, i64 i) {
+    put(from, to, out, row + i * From::BYTES, 0);
+}
+
+template <class To> __device__ inline void get(q8_0, To, char *out, const char *row, i64 i) {
+    const char *block = row + i / q8_0::VALUES * q8_0::BYTES;
+    float q = (float)*(const i8 *)(block + 2 + i % q8_0::VALUES);
+    To::write(out, __fmul_rn(f32_of_f16(*(const u16 *)block), q));
+}
+
+// ---- kernels ----
+
+// Tokens [layers, streams, heads, n, dim], at k and, unless it is 0, at v, with strides in bytes,
+// become the rows `row`, `row + 1`, ... of their lanes: a lane is K or V of one stream of one layer,
+// and a token is one row of it, its heads beside each other. Unless row_address is 0, an int32 is
+// read there when the kernel runs, and is the row. Rows outside [0, n_rows) are not written.
+struct Append {
+    u64 k, v, k_out, v_out;
+    i64 layers, streams, heads, n, dim;
+    i64 layer_stride, stream_stride, head_stride, token_stride, value_stride; // of what is given
+    i64 out_layer_bytes, out_lane_bytes, row_bytes, row, n_rows;
+    u64 row_address;
+};
+
+template <class From, class To> __device__ inline void append_rows(const Append &a) {
+    i64 row = a.row_address != 0 ? *(const int *)a.row_address : a.row;
+    i64 n_lanes = a.layers * a.streams, n_units = a.dim / To::VALUES;
+    i64 n_parts = a.v != 0 ? 2 : 1;
+    for (i64 z = blockIdx.z; z < n_parts * n_lanes; z += gridDim.z) {
+        i64 part = z / n_lanes, layer = z % n_lanes / a.streams, stream = z % a.streams;
+        const char *in = (const char *)(part == 0 ? a.k : a.v) + layer * a.layer_stride +
+                         stream * a.stream_stride;
+        char *lane = (char *)(part == 0 ? a.k_out : a.v_out) + layer * a.out_layer_bytes +
+                     stream * a.out_lane_bytes;
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
+             y += gridDim.y * (i64)blockDim.y) {
+            i64 token = y / a.heads, head = y % a.heads, at = row + token;
+            if (at < 0 || at >= a.n_rows) {
+                continue;
+            }
+            const char *values = in + head * a.head_stride + token * a.token_stride;
+            char *out = lane + at * a.row_bytes + head * n_units * To::BYTES;
+            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < n_units;
+                 x += gridDim.x * (i64)blockDim.x) {
+                put(From(), To(), out + x * To::BYTES, values + x * To::VALUES * a.value_stride,
+                    a.value_stride);
+            }
+        }
+    }
+}
+
+// Rows from `row` on, of `streams` lanes, become an array [streams, heads, n, dim].
+struct Read {
+    u64 in, out;
+    i64 streams, heads, n, dim;
+    i64 lane_bytes, row_bytes, row;
+};
+
+template <class From, class To> __device__ inline void read_rows(const Read &a) {
+    for (i64 z = blockIdx.z; z < a.streams; z += gridDim.z) {
+        const char *lane = (const char *)a.in + z * a.lane_bytes;
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
+             y += gridDim.y * (i64)blockDim.y) {
+            i64 token = y / a.heads, head = y % a.heads;
+            const char *row = lane + (a.row + token) * a.row_bytes;
+            char *out = (char *)a.out +
+                        ((z * a.heads + head) * a.n + token) * a.dim * To::BYTES;
+            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < a.dim;
+                 x += gridDim.x * (i64)blockDim.x) {
+                get(From(), To(), out + x * To::BYTES, row, head * a.dim + x);
+            }
+        }
+    }
+}
+
+#define APPEND(FROM, TO)                                                                           \
+    extern "C" __global__ void append_##FROM##_##TO(                                               \
+        u64 k, u64 v, u64 k_out, u64 v_out, i64 layers, i64 streams, i64 heads, i64 n, i64 dim,    \
+        i64 layer_stride, i64 stream_stride, i64 head_stride, i64 token_stride, i64 value_stride,  \
+        i64 out_layer_bytes, i64 out_lane_bytes, i64 row_bytes, i64 row, i64 n_rows,               \
+        u64 row_address) {                                                                         \
+        Append a = {k,            v,             k_out,       v_out,        layers,                \
+                    streams,      heads,         n,           dim,          layer_stride,          \
+                    stream_stride, head_stride,  token_stride, value_stride, out_layer_bytes,      \
+                    out_lane_bytes, row_bytes,   row,         n_rows,       row_address};          \
+        append_rows<FROM, TO>(a);                                                                       \
+    }
+
+#define READ(FROM, TO)                                                                             \
+    extern "C" __global__ void read_##FROM##_##TO(u64 in, u64 out, i64 streams, i64 heads, i64 n,  \
+                                                  i64 dim, i64 lane_bytes, i64 row_bytes,          \
+                                                  i64 row) {                                       \
+        Read a = {in, out, streams, heads, n, dim, lane_bytes, row_bytes, row};                    \
+        read_rows<FROM, TO>(a);                                                                         \
+    }
+
+#define OF_ALL(MAKE, TO) MAKE(f32, TO) MAKE(f16, TO) MAKE(bf16, TO)
+
+OF_ALL(APPEND, f32)
+OF_ALL(APPEND, f16)
+OF_ALL(APPEND, bf16)
+OF_ALL(APPEND, q8_0)
+APPEND(f32, f64)
+APPEND(f64, f64)
+
+OF_ALL(READ, f32)
+OF_ALL(READ, f16)
+OF_ALL(READ, bf16)
+READ(q8_0, f32)
+READ(q8_0, f16)
+READ(q8_0, bf16)
