@@ -455,6 +455,9 @@ typedef struct um_kv_storage {
     uint64_t usable_rows; /* rows [0, usable_rows) may be written now; of a ring, n_rows */
 } um_kv_storage;
 
+/* Copies bytes between two places of a lane, which may overlap. */
+typedef um_status um_kv_mover(void *context, void *to, const void *from, size_t nbytes);
+
 typedef struct um_kv {
     um_kv_spec spec;              /* read */
     unsigned char *base;          /* read */
@@ -468,6 +471,8 @@ typedef struct um_kv {
     UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
     UM_ATOMIC(uint64_t) * top;    /* of each layer, the highest `end` so far: what lies n_rows of a
                                      ring below was overwritten */
+    um_kv_mover *mover;           /* see um_kv_set_mover */
+    void *mover_context;
 } um_kv;
 
 /* The bytes of one row; and the bytes that fixed storage needs: max_seq_len rows a lane, lanes
@@ -504,6 +509,13 @@ UM_API um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const vo
  * um_kv_append, and UM_E_STATE when layers differ in length. */
 UM_API um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                   um_error *err);
+
+/* The two halves of um_kv_append, for one who writes the rows of a layer himself: begin says in
+ * which row the first of n tokens goes (of more than a ring has rows for, the first of those that
+ * it takes), end that they are there. errors: as um_kv_append. */
+UM_API um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64_t *out_row,
+                                    um_error *err);
+UM_API void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n);
 
 /* For engines that write rows themselves: reserve says from which row on n rows may be written in
  * every layer (in a ring they may go on into the mirror, or be taken % n_rows); commit makes the
@@ -552,6 +564,11 @@ UM_API um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
 /* Moves the tokens of a plain cache so that the first lies in `row`; an empty one goes on there.
  * errors: UM_E_INVALID (a ring, rows that are not usable), UM_E_STATE (rows are reserved). */
 UM_API um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
+/* Whether the storage is memory of this process matters only to um_kv_append, um_kv_append_all and
+ * um_kv_read, and where tokens move: um_kv_trim with keep_first, and um_kv_move. These call `mover`
+ * (NULL: memmove) for each lane; what it returns beside UM_OK they return: then all lengths and
+ * positions are as before, and rows that tokens were to go to may have been written. */
+UM_API void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context);
 /* Declares that the rows hold n tokens whose next position is next_position, instead of what they
  * held: of a plain cache rows [0, n), of a ring where they belong. errors: UM_E_INVALID (n above
  * next_position, max_seq_len, usable rows or window). */

@@ -96,6 +96,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
                   .usable_rows = storage->usable_rows,
                   .end = words,
                   .top = words + spec->n_layers};
+    um_kv_set_mover(kv, NULL, NULL);
     return UM_OK;
 }
 
@@ -248,11 +249,12 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* ---- appending ---- */
 
-static um_status check_input(const um_kv *kv, um_dtype type, um_error *err) {
+/* Whether rows of this type can be given, or be asked for. */
+static um_status check_type(const um_kv *kv, um_dtype type, um_error *err) {
     if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
         return um_fail(err, UM_E_INVALID, "type");
     }
-    return check_not_reserved(kv, err);
+    return UM_OK;
 }
 
 static size_t nbytes_of(um_dtype type, size_t n) {
@@ -290,31 +292,48 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     }
 }
 
-um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
-                       um_kv_order order, uint64_t n, um_error *err) {
+/* How many of n tokens a ring has no rows for: the first ones. */
+static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
+    return is_ring(kv) && n > kv->n_rows ? n - kv->n_rows : 0;
+}
+
+um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64_t *out_row,
+                             um_error *err) {
     if (layer >= kv->spec.n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
+    uint64_t end = end_of(kv, layer);
+    um_status status = check_not_reserved(kv, err);
+    if (status == UM_OK) {
+        status = check_room(kv, end, n, err);
+    }
+    if (status == UM_OK) {
+        *out_row = um_kv_row(kv, end + n_skipped(kv, n));
+    }
+    return status;
+}
+
+void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
+    set_end(kv, layer, end_of(kv, layer) + n);
+}
+
+um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
+                       um_kv_order order, uint64_t n, um_error *err) {
     if (order != UM_KV_HEAD_MAJOR && (order != UM_KV_TOKEN_MAJOR || kv->spec.batch != 1)) {
         return um_fail(err, UM_E_INVALID, "order");
     }
-    uint64_t end = end_of(kv, layer);
-    um_status status = check_input(kv, type, err);
+    source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
+    um_status status = check_type(kv, type, err);
     if (status == UM_OK) {
-        status = check_room(kv, end, n, err);
+        status = um_kv_append_begin(kv, layer, n, &in.row, err);
     }
     if (status != UM_OK || n == 0) {
         return status;
     }
-    source in = {.rows = k, .type = type, .order = order, .n = n};
-    if (is_ring(kv) && n > kv->n_rows) {
-        in.skip = n - kv->n_rows;
-    }
-    in.row = um_kv_row(kv, end + in.skip);
     write_rows(kv, layer, 0, in);
     in.rows = v;
     write_rows(kv, layer, 1, in);
-    set_end(kv, layer, end + n);
+    um_kv_append_end(kv, layer, n);
     return UM_OK;
 }
 
@@ -323,7 +342,7 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
         return um_fail(err, UM_E_INVALID, "batch is not 1");
     }
     uint64_t end = end_of(kv, 0);
-    um_status status = check_input(kv, type, err);
+    um_status status = check_type(kv, type, err);
     if (status == UM_OK) {
         status = check_whole(kv, err);
     }
@@ -410,8 +429,9 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     if (layer >= s->n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
-    if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && s->type != UM_Q8_0)) {
-        return um_fail(err, UM_E_INVALID, "type");
+    um_status status = check_type(kv, type, err);
+    if (status != UM_OK) {
+        return status;
     }
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
     if (position < first || position - first > len || n > len - (position - first)) {
@@ -459,15 +479,27 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
+static um_status move_bytes(void *context, void *to, const void *from, size_t nbytes) {
+    (void)context;
+    memmove(to, from, nbytes);
+    return UM_OK;
+}
+
 /* Copies n rows in all lanes of a layer; they may overlap. */
-static void copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n) {
-    for (uint32_t stream = 0; stream < kv->spec.batch; stream++) {
+static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n,
+                           um_error *err) {
+    size_t nbytes = (size_t)n * kv->row_bytes;
+    for (uint32_t stream = 0; n != 0 && to != from && stream < kv->spec.batch; stream++) {
         for (int v = 0; v < 2; v++) {
             unsigned char *rows = um_kv_lane(kv, layer, v, stream);
-            memmove(rows + to * kv->row_bytes, rows + from * kv->row_bytes,
-                    (size_t)n * kv->row_bytes);
+            unsigned char *there = rows + to * kv->row_bytes, *here = rows + from * kv->row_bytes;
+            um_status status = kv->mover(kv->mover_context, there, here, nbytes);
+            if (status != UM_OK) {
+                return um_fail(err, status, "moving rows");
+            }
         }
     }
+    return UM_OK;
 }
 
 um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) {
@@ -481,11 +513,13 @@ um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) 
     }
     uint64_t end = end_of(kv, 0), first = end - n - keep_first;
     uint64_t to = um_kv_row(kv, first), from = um_kv_row(kv, um_kv_first_position(kv));
-    for (uint32_t layer = 0; keep_first != 0 && layer < kv->spec.n_layers; layer++) {
-        copy_rows(kv, layer, to, from, keep_first);
+    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
+        status = copy_rows(kv, layer, to, from, keep_first, err);
     }
-    atomic_store_explicit(&kv->first, first, memory_order_release);
-    return UM_OK;
+    if (status == UM_OK) {
+        atomic_store_explicit(&kv->first, first, memory_order_release);
+    }
+    return status;
 }
 
 void um_kv_clear(um_kv *kv) {
@@ -517,15 +551,19 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
         return um_fail(err, UM_E_INVALID, "row");
     }
     um_status status = check_not_reserved(kv, err);
-    if (status != UM_OK) {
-        return status;
-    }
     uint64_t from = um_kv_row(kv, first);
-    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        copy_rows(kv, layer, row, from, end_of(kv, layer) - first);
+    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
+        status = copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err);
     }
-    kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
-    return UM_OK;
+    if (status == UM_OK) {
+        kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
+    }
+    return status;
+}
+
+void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {
+    kv->mover = mover == NULL ? move_bytes : mover;
+    kv->mover_context = context;
 }
 
 um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err) {

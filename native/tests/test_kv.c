@@ -340,6 +340,34 @@ static void test_refused_appends(void) {
     free_model(&m);
 }
 
+/* Rows that the caller writes, layer by layer. */
+static void test_append_halves(void) {
+    kv_model m;
+    um_kv *kv = &m.kv;
+    uint64_t row = 12345;
+    make_fixed(&m, spec_of(2, UM_F16));
+    append_everywhere(&m, 5);
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_begin(kv, 3, 1, &row, &test_err));
+    CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 1, 3, &row, &test_err));
+    CHECK(test_err.limit == 7 && test_err.used == 5 && test_err.asked == 3);
+    CHECK(um_kv_append_begin(kv, 1, UINT64_MAX, &row, NULL) == UM_E_FULL);
+    CHECK_EQ_U64(row, 12345);
+    CHECK_OK(um_kv_append_begin(kv, 1, 2, &row, &test_err));
+    CHECK_EQ_U64(row, 5);
+    check_model(&m); /* nothing has happened yet */
+    um_kv_append_end(kv, 1, 2);
+    CHECK_EQ_U64(um_kv_layer_len(kv, 1, NULL), 7);
+    CHECK_EQ_U64(um_kv_layer_len(kv, 0, NULL), 5);
+    CHECK_EQ_U64(um_kv_seq_len(kv), 5);
+    um_kv_rollback(kv);
+    CHECK_EQ_U64(do_trim(&m, 2, 0), UM_OK);
+    CHECK_OK(um_kv_append_begin(kv, 0, 2, &row, &test_err));
+    CHECK_EQ_U64(row, 5);
+    CHECK_EQ_U64(do_reserve(&m, 1), UM_OK);
+    CHECK_REFUSED(UM_E_STATE, &m, um_kv_append_begin(kv, 0, 1, &row, &test_err));
+    free_model(&m);
+}
+
 /* ---- reading ---- */
 
 static void test_refused_reads(void) {
@@ -565,6 +593,48 @@ static void test_keep_first(void) {
 
 /* ---- for the owner of the storage ---- */
 
+/* Moves bytes as memmove does, but for the last of so many calls. */
+static um_status move_some(void *context, void *to, const void *from, size_t nbytes) {
+    int *left = context;
+    if (--*left == 0) {
+        return UM_E_IO;
+    }
+    memmove(to, from, nbytes);
+    return UM_OK;
+}
+
+static void test_mover(void) {
+    kv_model m;
+    um_kv *kv = &m.kv;
+    int left = 1000;
+    make_fixed(&m, spec_of(2, UM_F16));
+    um_kv_set_mover(kv, move_some, &left);
+    append_everywhere(&m, 7);
+    CHECK_EQ_U64(do_trim(&m, 3, 2), UM_OK);
+    CHECK_EQ_U64(1000 - left, m.n_lanes);
+    CHECK_EQ_U64(do_move(&m, 0), UM_OK);
+    CHECK_EQ_U64(1000 - left, 2 * m.n_lanes);
+    /* What has nowhere to go, and nothing, is not moved. */
+    CHECK_EQ_U64(do_move(&m, 0), UM_OK);
+    CHECK_EQ_U64(do_trim(&m, 3, 0), UM_OK);
+    CHECK_EQ_U64(1000 - left, 2 * m.n_lanes);
+    free_model(&m);
+
+    for (int n = 1; n <= 12; n++) {
+        make_fixed(&m, spec_of(2, UM_F16));
+        um_kv_set_mover(kv, move_some, &left);
+        append_everywhere(&m, 7);
+        left = n;
+        CHECK_STATUS(UM_E_IO, um_kv_trim(kv, 3, 2, &test_err));
+        CHECK(um_kv_seq_len(kv) == 7 && um_kv_first_position(kv) == 0);
+        CHECK_OK(um_kv_trim(kv, 4, 0, &test_err));
+        left = n;
+        CHECK_STATUS(UM_E_IO, um_kv_move(kv, 1, &test_err));
+        CHECK(um_kv_seq_len(kv) == 4 && um_kv_row(kv, 3) == 3);
+        free_model(&m);
+    }
+}
+
 /* Rows become usable page by page; the others cannot be touched at all. */
 static void test_growing(void) {
     um_kv_spec spec = spec_of(2, UM_F32);
@@ -687,12 +757,14 @@ int main(void) {
     test_append();
     test_append_all();
     test_refused_appends();
+    test_append_halves();
     test_refused_reads();
     test_reserve();
     test_torn_tokens();
     test_crop_and_clear();
     test_trim();
     test_keep_first();
+    test_mover();
     test_growing();
     test_adopt();
     test_large_positions();

@@ -225,6 +225,8 @@ cdef extern from "unimem.h" nogil:
         uint64_t n_rows
         uint64_t usable_rows
 
+    ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
+
     ctypedef struct um_kv:
         um_kv_spec spec
         unsigned char *base
@@ -249,6 +251,9 @@ cdef extern from "unimem.h" nogil:
                            um_kv_order order, uint64_t n, um_error *err)
     um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                um_error *err)
+    um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64_t *out_row,
+                                 um_error *err)
+    void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n)
     um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err)
     void um_kv_rollback(um_kv *kv)
@@ -264,6 +269,7 @@ cdef extern from "unimem.h" nogil:
     void um_kv_clear(um_kv *kv)
     um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err)
     um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err)
+    void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context)
     um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err)
 
     ctypedef struct um_paged_spec:
