@@ -9,10 +9,11 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from unimem._core.status import ledger
+from unimem._core.status import device_ledger, ledger
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -21,15 +22,36 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def gives_memory_back() -> Iterator[None]:
     """What a test maps is unmapped at its end."""
 
-    def mapped() -> dict[str, tuple[int, int]]:
-        return {name: (row["n_mappings"], row["mapped_bytes"]) for name, row in ledger().items()}
+    def mapped() -> dict[Any, tuple[int, int]]:
+        host = {name: (row["n_mappings"], row["mapped_bytes"]) for name, row in ledger().items()}
+        device = {
+            key: (row["n_allocations"], row["nbytes"]) for key, row in device_ledger().items()
+        }
+        return host | device
 
     before = mapped()
     yield
     if mapped() != before:
         gc.collect()  # which takes longer than most tests
     # Less than before is what an earlier test had left to the collector.
-    assert {name: row for name, row in mapped().items() if row > before[name]} == {}
+    assert {key: row for key, row in mapped().items() if row > before.get(key, (0, 0))} == {}
+
+
+@pytest.fixture
+def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver over main memory in the place of device 0: tests/host_gpu.py."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    import host_gpu
+
+    return host_gpu.install(monkeypatch)
+
+
+@pytest.fixture
+def cuda(host_gpu: Any) -> Any:
+    """`unimem.cuda` over that driver."""
+    from unimem import cuda
+
+    return cuda
 
 
 @pytest.fixture

@@ -64,10 +64,11 @@ class Placement:
 
     Attributes
     ----------
-    pages : {"4k", "thp", "2m", "1g"}
+    pages : {"4k", "thp", "2m", "1g", "device"}
         The pages that the memory lies in; before the first touch, those it will be given.
+        ``"device"`` is memory of a GPU.
     page_bytes : int
-        The size of such a page.
+        The size of such a page; 0 where it is not known.
     resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
         Bytes in RAM, in RAM in huge pages of any kind, in RAM and locked there, swapped out.
     pss_bytes : int
@@ -76,7 +77,7 @@ class Placement:
         Bytes in RAM on each node that holds some.
     """
 
-    pages: Literal["4k", "thp", "2m", "1g"]
+    pages: Literal["4k", "thp", "2m", "1g", "device"]
     page_bytes: int
     resident_bytes: int
     huge_bytes: int

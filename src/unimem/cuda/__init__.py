@@ -1,0 +1,14 @@
+"""unimem on NVIDIA GPUs: the same classes over device memory, with CuPy arrays as views.
+
+Needs CuPy (the extra ``cuda12`` or ``cuda13``) and a device. What a device cannot do is False in
+`CAPABILITIES`, and raises NotImplementedError.
+"""
+
+from unimem import gpu as _gpu
+
+_gpu.require()
+
+# ruff: noqa: E402 - what follows has no use without a device
+from unimem.cuda.block import CAPABILITIES, Block
+
+__all__ = ["CAPABILITIES", "Block"]

@@ -1,0 +1,384 @@
+"""Blocks of device memory, and of host memory that the GPU sees."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import sys
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any, NoReturn, Self, Unpack
+
+import unimem as um
+from unimem import gpu
+from unimem._core.arrays import array_within
+from unimem._core.status import enter_device
+from unimem.errors import ClosedError
+from unimem.placement import Placement, PlacementOptions, format_bytes
+
+__all__ = ["CAPABILITIES", "Block", "unsupported"]
+
+CAPABILITIES: dict[str, bool] = {
+    "append at a row in device memory": True,
+    "attach": False,
+    "commit": False,
+    "grow": False,
+    "map": False,
+    "numa": False,
+    "page size": False,
+    "release": False,
+    "ring": False,
+}
+"""What the twin can do and the CPU side cannot, or the other way round. What is False here raises
+NotImplementedError. Pinned blocks can choose pages and nodes."""
+
+LEFT_OUT = (
+    "is memory of a GPU, which a forked child does not have: start the child by spawn, and make "
+    "it there"
+)
+
+
+def unsupported(what: str, instead: str) -> NoReturn:
+    """Raise NotImplementedError, naming what a device cannot do and what to do instead."""
+    raise NotImplementedError(f"{what} is not supported on a GPU: {instead}")
+
+
+class _Memory:
+    """One piece of memory, given back with its last user: the block or a view."""
+
+    def __init__(
+        self,
+        driver: gpu.Driver,
+        nbytes: int,
+        name: str,
+        category: str,
+        pinned: bool,
+        placement: PlacementOptions,
+    ) -> None:
+        self.host: um.Block | None = None
+        self.nbytes = nbytes
+        self._driver = driver
+        self._category = category
+        self._is_entered = False
+        if pinned:
+            self._pin(um.Block(nbytes, name=name, category=category, **placement))
+        else:
+            self._allocation = driver.allocate(nbytes)
+            self.address = int(self._allocation.ptr)
+            enter_device(driver.name, category, nbytes)
+            self._is_entered = True
+        _alive.add(self)
+
+    def _pin(self, host: um.Block) -> None:
+        try:
+            self._driver.register(host.address, host.nbytes)
+        except BaseException:
+            host.close()
+            raise
+        self.nbytes, self.address, self.host = host.nbytes, host.address, host
+        # Who closes the host's block by himself is refused: the GPU still sees it.
+        self._buffer = memoryview(host)
+
+    def __del__(self) -> None:
+        # CUDA may be gone before the interpreter is; a destructor never raises.
+        with contextlib.suppress(Exception):
+            if self.host is not None:
+                self._driver.unregister(self.address)
+                self._buffer.release()
+                self.host.__exit__()
+            elif self._is_entered:
+                enter_device(self._driver.name, self._category, -self.nbytes)
+
+
+_alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
+_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+# In a forked child: what would be given back to a driver that is not there.
+_left_out: list[_Memory] = []
+
+
+def _leave_out_of_child() -> None:
+    _left_out.extend(_alive)
+    for block in list(_blocks):
+        block._is_left_out = True
+
+
+os.register_at_fork(after_in_child=_leave_out_of_child)
+
+
+class Block:
+    """One piece of device memory, or host memory that CPU and GPU both see.
+
+    Device memory is allocated once (cudaMalloc, not from CuPy's pool). A pinned block is a
+    `unimem.Block` that is registered with CUDA: both see it at one address, and copies to and from
+    it run while the CPU works.
+
+    Any number of threads may use the memory; closing is for one. A forked child has none of it, and
+    ClosedError says so there.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes; a pinned block has whole pages.
+    device : int, default 0
+        CUDA's number of the GPU.
+    pinned : bool, default False
+        Host memory that the GPU sees.
+    name : str, optional
+        Stands in messages.
+    category : str, default "other"
+        The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
+        ``"diagnostics"`` or ``"other"``.
+    **placement
+        See `PlacementOptions`; only of pinned blocks.
+
+    Attributes
+    ----------
+    name : str
+        As given.
+    device : int
+        The GPU's number.
+    host : unimem.Block or None
+        The block under a pinned one: ``block.host.as_array()`` is the CPU's view.
+
+    Raises
+    ------
+    CapacityError
+        The device has no room.
+    MemoryError, PlacementError
+        Of pinned memory, as `unimem.Block`; or CUDA cannot pin it.
+    NotImplementedError
+        Placement of device memory.
+    ValueError, TypeError
+        A wrong size, device or option.
+
+    Examples
+    --------
+    >>> from unimem import cuda
+    >>> with cuda.Block(1 << 20) as block:
+    ...     block.as_array("float16", (512, 1024)).fill(0)
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        device: int = 0,
+        pinned: bool = False,
+        name: str | None = None,
+        category: str = "other",
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        self._memory: Any = None
+        self._is_left_out = False
+        self.name = name or "block"
+        size = operator.index(nbytes)
+        if size < 1:
+            raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
+        if placement and not pinned:
+            unsupported(
+                f"Block '{self.name}': placing device memory ({', '.join(placement)})",
+                "leave it out, or take host memory with pinned=True",
+            )
+        self._driver = gpu.driver(device)
+        self.device = self._driver.id
+        memory = _Memory(self._driver, size, self.name, category, pinned, placement)
+        self._nbytes = memory.nbytes
+        self.host = memory.host
+        self._requested = {"nbytes": size, "device": self.device, "pinned": pinned, **placement}
+        self._memory = self._driver.memory(memory.address, memory.nbytes, memory)
+        self._n_own = sys.getrefcount(self._memory)
+        _blocks.add(self)
+
+    def _opened(self) -> Any:
+        """Return what arrays refer to."""
+        if self._is_left_out:
+            raise ClosedError(f"Block '{self.name}' {LEFT_OUT}")
+        if self._memory is None:
+            raise ClosedError(f"Block '{self.name}' is closed")
+        return self._memory
+
+    def _n_users(self) -> int:
+        """Count arrays, tapes and whoever else refers to the memory."""
+        # Counted as it was when the block was the only one.
+        return sys.getrefcount(self._memory) - self._n_own
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte; a multiple of 256."""
+        return int(self._opened().ptr)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._nbytes
+
+    @property
+    def requested(self) -> dict[str, Any]:
+        """What was asked for: a dict of `nbytes`, `device`, `pinned` and the placement."""
+        self._opened()
+        return dict(self._requested)
+
+    @property
+    def granted(self) -> Placement:
+        """Where the memory is: of a pinned block as the kernel says, else on the device."""
+        return self.verify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the block was closed (or is in a forked child)."""
+        return self._memory is None or self._is_left_out
+
+    def as_array(
+        self, dtype: Any = "uint8", shape: int | tuple[int, ...] | None = None, offset: int = 0
+    ) -> Any:
+        """View the memory as an array, without a copy.
+
+        Parameters
+        ----------
+        dtype : dtype-like
+            A NumPy dtype.
+        shape : int or tuple of int, optional
+            All that fits behind the offset by default.
+        offset : int, default 0
+            Bytes before the first element.
+
+        Returns
+        -------
+        cupy.ndarray
+            Which keeps the memory alive.
+
+        Raises
+        ------
+        ValueError
+            It does not fit, or is not aligned.
+        ClosedError
+        """
+        memory = self._opened()
+        dims, descr = array_within(
+            f"Block '{self.name}'", self.address, self._nbytes, offset, shape, dtype
+        )
+        return self._driver.array(memory, operator.index(offset), dims, descr)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # Without a stream: nothing is queued that a reader would have to wait for.
+        return {
+            "shape": (self._nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "stream": None,
+            "version": 3,
+        }
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.as_array().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.as_array().__dlpack_device__()
+
+    def warm(self, threads: int | None = None, progress: Any = None) -> None:
+        """Do nothing: device memory and pinned memory are always there."""
+        self._opened()
+
+    def verify(self) -> Placement:
+        """Read where the memory is.
+
+        Returns
+        -------
+        Placement
+            Of a pinned block as `unimem.Block.verify`; of device memory `pages` is ``"device"``,
+            and all of it is resident and locked.
+        """
+        self._opened()
+        if self.host is not None:
+            return self.host.verify()
+        size = self._nbytes
+        return Placement("device", 0, size, 0, size, 0, size)
+
+    def repair(self) -> Placement:
+        """Move a pinned block's pages: not possible while the GPU sees them."""
+        unsupported("Block.repair", "place the memory when it is made")
+
+    def collapse(self) -> Placement:
+        """Gather a pinned block in huge pages: not possible while the GPU sees them."""
+        unsupported("Block.collapse", "place the memory when it is made, with pages=")
+
+    def commit(self, nbytes: int) -> None:
+        """Grow within a reservation, which device memory does not have."""
+        unsupported("Block.commit", "take all of the memory at once")
+
+    def release(self, offset: int = 0, nbytes: int | None = None) -> int:
+        """Give a part back, which CUDA cannot."""
+        unsupported("Block.release", "close the block")
+
+    def advise(self, advice: str) -> None:
+        """Advise the kernel about pages, which device memory does not have."""
+        unsupported("Block.advise", "leave it out")
+
+    def fileno(self) -> int:
+        """Return a descriptor for other processes, which device memory does not have."""
+        unsupported("Block.fileno", "share a unimem.Block(shared=True), and copy from it")
+
+    @classmethod
+    def attach(cls, fd_or_path: int | str, *, writable: bool = False) -> Self:
+        """Attach memory of another process, which a device does not have."""
+        unsupported("Block.attach", "attach a unimem.Block, and copy from it")
+
+    @classmethod
+    def map(cls, path: str, *, offset: int = 0, nbytes: int | None = None, mode: str = "r") -> Self:
+        """Map a file, which a device cannot."""
+        unsupported("Block.map", "open_weights(path).to_device(tape) brings a model to the GPU")
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is no error.
+
+        Raises
+        ------
+        BufferError
+            Arrays or tapes still use it; nothing is closed then.
+        """
+        if self._memory is None:
+            return
+        if not self._is_left_out and (n_users := self._n_users()) > 0:
+            raise BufferError(
+                f"Block '{self.name}' has {n_users} live views: drop them first, or leave a 'with'"
+            )
+        self._drop()
+
+    def _drop(self) -> None:
+        self._memory = None
+        self.host = None
+
+    def __enter__(self) -> Self:
+        self._opened()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        # Arrays that are still alive keep the memory; it goes with the last of them.
+        self._drop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_memory", None) is not None and not self._is_left_out:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Block cannot be pickled: it is memory of this process. Copy it to the host and save "
+            "that"
+        )
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"Block('{self.name}', closed)"
+        where = self._driver.name
+        if self.host is not None:
+            where = f"pinned for {where}, {self.host.granted}"
+        return f"Block('{self.name}', {format_bytes(self._nbytes)}, {where})"

@@ -1,0 +1,221 @@
+"""Blocks of a GPU, over a driver in main memory."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from conformance import exit_status
+from host_gpu import HostDriver, array_of, numpy_of
+from unimem._core.status import device_ledger
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+MIB = 1 << 20
+
+
+def held(category: str = "other") -> int:
+    row = device_ledger().get(("cuda:0", category))
+    return row["nbytes"] if row else 0
+
+
+def test_a_block_is_one_allocation(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Block(MIB, category="history") as block:
+        assert host_gpu.allocated == {block.address: MIB}
+        assert (block.nbytes, block.device, held("history")) == (MIB, 0, MIB)
+        assert block.address % 256 == 0
+        assert block.requested == {"nbytes": MIB, "device": 0, "pinned": False}
+        granted = block.granted
+        assert (granted.pages, granted.resident_bytes) == ("device", MIB)
+        assert str(granted).startswith("device, 1.0 MiB resident")
+        block.warm()
+    assert host_gpu.allocated == {}
+    assert held("history") == 0
+    assert device_ledger()[("cuda:0", "history")]["high_water_bytes"] >= MIB
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_views_are_over_its_memory(cuda: Any, pinned: bool) -> None:
+    with cuda.Block(MIB, pinned=pinned) as block:
+        view = block.as_array("float16", (4, 8), offset=64)
+        assert (view.data.ptr, view.shape, view.dtype) == (block.address + 64, (4, 8), np.float16)
+        whole = block.as_array()
+        assert (whole.shape, whole.dtype) == ((block.nbytes,), np.uint8)
+        rest = block.as_array("float64", offset=8)
+        assert rest.shape == (block.nbytes // 8 - 1,)
+        numpy_of(view)[...] = 7
+        assert np.all(numpy_of(whole)[64 : 64 + 64].view(np.float16) == 7)
+        assert block.__cuda_array_interface__["data"][0] == block.address
+        del view, whole, rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("float32", (MIB,)), f"needs {4 * MIB} bytes of {MIB}"),
+        (("uint8", None, MIB + 1), f"offset {MIB + 1} is outside {MIB} bytes"),
+        (("uint8", 1, MIB), f"needs 1 bytes of {MIB}"),
+        (("float32", 1, 2), "offset 2 is not aligned for float32"),
+        (("f16", 1), "write float16"),
+        (("O", 1), "cannot lie in raw memory"),
+        (("uint8", (-1,)), "negative dimension"),
+        (("uint8", 1, -1), "offset: expected an integer from 0"),
+    ],
+)
+def test_views_that_do_not_fit_are_refused(
+    cuda: Any, arguments: tuple[Any, ...], message: str
+) -> None:
+    with cuda.Block(MIB, name="b") as block:
+        with pytest.raises(ValueError, match=message):
+            block.as_array(*arguments)
+        with pytest.raises(TypeError):
+            block.as_array("uint8", "many")
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_memory_goes_with_the_last_view(cuda: Any, host_gpu: HostDriver, pinned: bool) -> None:
+    with cuda.Block(MIB, pinned=pinned) as block:
+        view = block.as_array()[10:20][::2]
+    there = host_gpu.registered if pinned else host_gpu.allocated
+    assert block.closed
+    assert len(there) == 1
+    numpy_of(view)[...] = 3  # it can still be read and written
+    del view
+    gc.collect()
+    assert there == {}
+    assert held() == 0
+
+
+def test_closing_with_views_is_refused(cuda: Any, host_gpu: HostDriver) -> None:
+    block = cuda.Block(MIB, name="mine")
+    view = block.as_array()
+    part = view[5:]
+    del view  # the part still refers to it
+    with pytest.raises(BufferError, match=r"'mine' has 2 live views: drop them"):
+        block.close()
+    assert not block.closed
+    assert numpy_of(part).shape == (MIB - 5,)
+    del part
+    block.close()
+    block.close()
+    assert host_gpu.allocated == {}
+    for use in (lambda: block.address, block.as_array, block.__enter__, block.warm, block.verify):
+        with pytest.raises(um.ClosedError, match="Block 'mine' is closed"):
+            use()
+    assert repr(block) == "Block('mine', closed)"
+
+
+def test_pinned_memory_is_a_block_that_both_see(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Block(MIB + 1, pinned=True, pages="4k", category="staging") as block:
+        assert isinstance(block.host, um.Block)
+        assert block.address == block.host.address
+        assert host_gpu.registered == {block.address: block.nbytes}
+        assert block.nbytes == block.host.nbytes > MIB
+        assert block.granted.pages == "4k"
+        assert block.requested["pages"] == "4k"
+        with pytest.raises(BufferError):
+            block.host.close()  # the GPU still sees it
+        block.host.as_array()[:3] = (1, 2, 3)
+        assert numpy_of(block.as_array("uint8", 3)).tolist() == [1, 2, 3]
+        assert "pinned for cuda:0, 4k" in repr(block)
+        assert held("staging") == 0  # it is the host's memory, and in its ledger
+    assert host_gpu.registered == {}
+
+
+def test_what_cannot_be_pinned_is_given_back(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise um.PlacementError(12, "no")
+
+    monkeypatch.setattr(host_gpu, "register", refuse)
+    with pytest.raises(um.PlacementError):
+        cuda.Block(MIB, pinned=True)
+
+
+def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
+    host_gpu.total_bytes = 3 * MIB
+    with cuda.Block(2 * MIB):
+        with pytest.raises(um.CapacityError) as caught:
+            cuda.Block(2 * MIB)
+        assert (caught.value.limit, caught.value.used, caught.value.asked) == (
+            3 * MIB, 2 * MIB, 2 * MIB,
+        )  # fmt: skip
+        assert held() == 2 * MIB
+
+
+def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"nbytes: expected 1 or more, got {wrong}"):
+            cuda.Block(wrong)
+    with pytest.raises(TypeError):
+        cuda.Block("1")
+    with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
+        cuda.Block(1, device=1)
+    with pytest.raises(TypeError):
+        cuda.Block(1, device="0")
+    with pytest.raises(ValueError, match="category: expected one of"):
+        cuda.Block(1, category="mine")
+    assert host_gpu.allocated == {}
+
+
+def test_what_a_device_cannot_do_is_declared(cuda: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"placing device memory \(pages\).*pinned=True"):
+        cuda.Block(1, pages="2m")
+    with cuda.Block(1) as block:
+        for call in (
+            block.repair,
+            block.collapse,
+            lambda: block.commit(1),
+            block.release,
+            lambda: block.advise("random"),
+            block.fileno,
+            lambda: cuda.Block.attach(0),
+            lambda: cuda.Block.map("file"),
+        ):
+            with pytest.raises(NotImplementedError, match="is not supported on a GPU: "):
+                call()
+    for name in ("numa", "commit", "release", "attach", "map"):
+        assert cuda.CAPABILITIES[name] is False
+
+
+def test_a_dropped_block_warns(cuda: Any, host_gpu: HostDriver) -> None:
+    block = cuda.Block(MIB, name="lost")
+    with pytest.warns(ResourceWarning, match=r"unclosed Block\('lost', 1.0 MiB, cuda:0\)"):
+        del block
+    gc.collect()
+    assert host_gpu.allocated == {}
+
+
+def test_no_pickling(cuda: Any) -> None:
+    with cuda.Block(1) as block, pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(block)
+
+
+def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Block(MIB) as block, cuda.Block(MIB, pinned=True) as pinned:
+        view = block.as_array()
+
+        def child() -> bool:
+            for each in (block, pinned):
+                assert each.closed
+                with pytest.raises(um.ClosedError, match="forked child does not have"):
+                    each.as_array()
+                each.close()
+            n_calls = len(host_gpu.allocated), len(host_gpu.registered)
+            return n_calls == (1, 1)  # nothing was told the driver
+
+        assert exit_status(child) == 0
+        assert not block.closed
+        del view
+
+
+def test_arrays_of_the_driver_are_numpys() -> None:
+    a = np.arange(24, dtype=np.float32).reshape(4, 6)[::-1, ::2]
+    assert numpy_of(array_of(a)).tolist() == a.tolist()
+    assert array_of(a).strides == a.strides
