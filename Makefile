@@ -12,7 +12,8 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c)
 
-.PHONY: run test test-c test-py test-numa check format asan exhaust install bench bench-peer clean
+.PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan exhaust install \
+        bench bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -30,6 +31,15 @@ test-py: $(VENV)/.installed
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed
 	$(BIN)/python tests/numa/vm.py -- $(abspath $(BIN))/python -m pytest -p no:cacheprovider tests/numa
+
+# On a machine with a GPU, with the PYTHON there that has CuPy; reaches nothing outside.
+test-gpu:
+	$(PYTHON) tools/test_gpu.py
+
+# For test-gpu, on a machine that is connected: wheels of what the other one's Python may lack.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	$(PYTHON) tools/test_gpu.py wheels $(GPU_PYTHON)
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .

@@ -1,0 +1,126 @@
+"""All that wants a GPU, in one command, with the Python that has CuPy: `make test-gpu PYTHON=...`.
+
+Builds unimem from source for this Python into build/gpu/site, and runs with it the tests of
+tests/gpu, those of the twin over host memory, and bench.gpu: all of them, even when one fails.
+Nothing is fetched and nothing is installed elsewhere. What this Python lacks of the tools is taken
+from build/gpu-wheels, which ``python tools/test_gpu.py wheels 3.12`` (`make gpu-wheels`) fills on a
+machine that is connected, for Python 3.12 on x86-64.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SITE = ROOT / "build/gpu/site"
+WHEELS = ROOT / "build/gpu-wheels"
+
+# Module to the wheels that bring it. The first group has to be there: it is large, or belongs to
+# the machine's driver.
+GIVEN = {"numpy": (), "cupy": (), "pip": ()}
+TOOLS = {
+    "scikit_build_core": ("scikit-build-core>=0.11", "packaging", "pathspec"),
+    "Cython": ("cython>=3.1",),
+    "cmake": ("cmake>=3.24",),
+    "ninja": ("ninja",),
+    "pytest": ("pytest>=8", "iniconfig", "packaging", "pluggy", "pygments"),
+    "hypothesis": ("hypothesis>=6.100", "sortedcontainers"),
+    "xxhash": ("xxhash>=3.4",),
+    "ml_dtypes": ("ml_dtypes>=0.5",),
+}
+# pip takes a platform's name as it is written, and wheels have the oldest one that they run on.
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)]
+PLATFORMS += ["manylinux2014_x86_64"]
+
+# Seconds, so that one that hangs leaves time to the others: 8 minutes in all.
+BUILD_S, GPU_S, HOST_S, BENCH_S = 120, 160, 80, 110
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] == "wheels":
+        return download(arguments[1])
+    environment = prepare()
+    if environment is None:
+        return 2
+    python = [sys.executable, "-m"]
+    tests = [*python, "pytest", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", "-q"]
+    host = sorted(ROOT.glob("tests/test_*cuda*.py"))
+    statuses = [
+        step("Tests on the GPU", [*tests, "tests/gpu"], environment, GPU_S),
+        step("The twin over host memory", [*tests, *map(str, host)], environment, HOST_S),
+        step("Benchmark", [*python, "bench.gpu"], environment, BENCH_S),
+    ]
+    return max(statuses)
+
+
+def prepare() -> dict[str, str] | None:
+    """Build unimem; return the environment that finds it, or nothing where that failed."""
+    shutil.rmtree(SITE, ignore_errors=True)
+    scripts = [str(SITE / "bin"), sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
+    environment = os.environ | {
+        "PATH": os.pathsep.join([*scripts, os.environ["PATH"]]),
+        "PYTHONPATH": str(SITE),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # Of a machine's many plugins, some warn, which is an error here.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    install += ["--disable-pip-version-check", "--target", str(SITE)]
+    absent = missing([*GIVEN, *TOOLS])
+    if absent and WHEELS.is_dir() and not set(absent) & set(GIVEN):
+        wanted = [name for module in absent for name in TOOLS[module]]
+        command = [*install, "--find-links", str(WHEELS), *dict.fromkeys(wanted)]
+        if step("Tools from build/gpu-wheels", command, environment, BUILD_S):
+            return None
+    elif absent:
+        print(
+            f"{sys.executable} lacks {', '.join(absent)}. make gpu-wheels, on a machine that is "
+            f"connected, downloads to {WHEELS.relative_to(ROOT)} whatever of "
+            f"{', '.join(TOOLS)} is missing here; CuPy and NumPy have to be there"
+        )
+        return None
+    command = [*install, "--no-build-isolation", "-C", "build-dir=build/gpu/build", "."]
+    return None if step("Build", command, environment, BUILD_S) else environment
+
+
+def missing(modules: Sequence[str]) -> list[str]:
+    """Return those that this Python does not have."""
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def step(title: str, command: Sequence[str], environment: dict[str, str], limit_s: float) -> int:
+    """Run a command from the repository; return its status, 124 where it took too long."""
+    print(f"== {title}", flush=True)
+    start = time.monotonic()
+    try:
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=limit_s, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        status = 124
+    status = 128 - status if status < 0 else status  # a signal, as shells write it
+    print(f"== {title}: status {status}, {time.monotonic() - start:.0f} s\n", flush=True)
+    return status
+
+
+def download(version: str) -> int:
+    """Fetch all wheels that may be missing on a machine with this version of Python."""
+    platforms = [f"--platform={name}" for name in PLATFORMS]
+    wanted = dict.fromkeys(name for names in TOOLS.values() for name in names)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp"]
+    return subprocess.run(
+        [*command, *platforms, f"--dest={WHEELS}", *wanted], cwd=ROOT, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
