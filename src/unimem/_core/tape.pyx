@@ -21,6 +21,7 @@ from unimem._core.arrays cimport (
     array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.block cimport Block
+from unimem._core.region cimport Region
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
@@ -33,153 +34,68 @@ cdef enum:
     POISON = 0xDB
 
 
-# Tapes over memory that a fork leaves out of the child. There they lose their region, which every
-# take looks at already: no take pays for this.
-cdef object _over_shared = weakref.WeakSet()
+# Tapes over memory that a fork leaves out of the child, and what to say there. They are closed in
+# the child, which every take looks at already: no take pays for this.
+cdef object _absent_in_child = weakref.WeakKeyDictionary()
 
 
-def _lose_left_out():
-    cdef Tape tape
-    for tape in list(_over_shared):
-        tape._left_out = True
-        tape._region = None
+def _lose_absent():
+    cdef Bump bump
+    for bump, why in list(_absent_in_child.items()):
+        bump._left_out = why
+        bump.lose()
 
 
-os.register_at_fork(after_in_child=_lose_left_out)
+os.register_at_fork(after_in_child=_lose_absent)
 
 
-cdef class Tape:
-    """A bump allocator: memory is taken in order and cleared all at once.
+cdef class Bump:
+    """The arithmetic of a tape over a range of addresses, which is never touched here.
 
-    What is taken is not initialised, as with ``np.empty``, and becomes invalid with `clear` or
-    `rewind`: the array is still there, and its memory belongs to the next taker. With
-    ``UNIMEM_DEBUG=1`` in the environment such memory is overwritten.
-
-    Any number of threads may take at the same time; `clear` and `rewind` are for one. After a fork
-    the child has its own copy; of a tape over shared memory it has none, and ClosedError says so.
-
-    Parameters
-    ----------
-    nbytes_or_block : int or Block
-        A size in bytes, for a block of the tape's own, or a writable block (all of it).
-    name : str, optional
-        Stands in messages.
-    category : str, default "scratch"
-        The row of the ledger, for a block of the tape's own.
-    **placement
-        See `PlacementOptions`; only with a size.
-
-    Raises
-    ------
-    ValueError, MemoryError, PlacementError
-        As `Block`.
-
-    Examples
-    --------
-    >>> import unimem as um
-    >>> with um.Tape(1 << 20) as tape:
-    ...     x = tape.take((2, 3), "float32")
-    ...     tape.used_bytes
-    24
+    What it stands on is a subclass's: `_n_views` says how many views are live, `_overwrite(address,
+    nbytes)` spoils memory that was taken back, and `_where` describes it for `repr`.
     """
 
-    def __init__(self, nbytes_or_block, *, name=None, category="scratch", **placement):
+    def __init__(self, str name, block, address, total, *, bint owns_block):
         cdef um.um_error err
-        cdef Block block
-        if isinstance(nbytes_or_block, Block):
-            if placement:
-                raise ValueError("a block is placed already: "
-                                 f"{', '.join(placement)} not accepted here")
-            block = nbytes_or_block
-            self.name = name or block.name
-            total = block.nbytes
-        else:
-            self.name = name or "tape"
-            block = Block(nbytes_or_block, name=self.name, category=category, **placement)
-            block._is_part = True
-            self._owns_block = True
-            # Not what the block was rounded up to: a tape ends where it was asked to, on every
-            # machine and with every page size.
-            total = nbytes_or_block
-        if not block.region().writable:
-            raise ValueError(f"Tape '{self.name}': block '{block.name}' is read-only, and what is "
-                             "taken from a tape is written: map the file with mode='c', or attach "
-                             "the memory with writable=True")
-        self._region = block.region()
+        self.name = name
+        if um.um_tape_init(&self.tape, <void *><uintptr_t>address, total, &err) != um.UM_OK:
+            self.fail(&err)
         self._block = block
+        self._owns_block = owns_block
         self._poison = os.environ.get("UNIMEM_DEBUG", "0") not in ("", "0")
-        if um.um_tape_init(&self.tape, self._region.block.base, total, &err) != um.UM_OK:
-            raise_status(err.status, &err, f"Tape '{self.name}'")
-        if self._region.block.access == um.UM_ACCESS_SHARED:
-            _over_shared.add(self)
+        self._open = True
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Tape '{self.name}'", TapeFull)
 
     cdef object check_open(self):
-        if self._left_out:
-            raise ClosedError(f"Tape '{self.name}' {placing.LEFT_OUT}")
-        if self._region is None:
+        if self._left_out is not None:
+            raise ClosedError(f"Tape '{self.name}' {self._left_out}")
+        if not self._open:
             raise ClosedError(f"Tape '{self.name}' is closed")
+
+    cdef object lose(self):
+        self.let_go()
+
+    cdef object let_go(self):
+        self._open = False
 
     cdef void *take_raw(self, size_t nbytes, size_t align=64) except NULL:
         cdef um.um_error err
         cdef void *address
-        if self._region is None:
+        if not self._open:
             self.check_open()
         if um.um_tape_take(&self.tape, nbytes, align, &address, &err) != um.UM_OK:
             self.fail(&err)
         return address
 
-    cdef float[::1] take_floats(self, size_t n):
-        return self.take(n, "float32")
-
-    def take(self, shape, dtype="float32", *, Py_ssize_t align=64):
-        """Take an array.
-
-        Parameters
-        ----------
-        shape : int or tuple of int
-            Its shape.
-        dtype : dtype-like, default float32
-            Its dtype. ``"f16"`` is refused, since NumPy reads it as 16 bytes.
-        align : int, default 64
-            Of the first element's address, in bytes: a power of two.
-
-        Returns
-        -------
-        numpy.ndarray
-            C-contiguous and uninitialised; invalid after `clear` or `rewind`.
-
-        Raises
-        ------
-        TapeFull
-            There is no room; nothing was taken.
-        FrozenError, ClosedError, ValueError
-        """
-        cdef object descr = dtype_of(dtype)
-        cdef size_t itemsize = (<cnp.dtype>descr).itemsize
-        cdef cnp.npy_intp n
-        cdef int overflow
-        cdef void *address
-        if type(shape) is int:
-            # One dimension is the most frequent case by far, and needs no Python object.
-            n = PyLong_AsLongLongAndOverflow(shape, &overflow)
-            if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
-                address = self.take_raw(<size_t>n * itemsize, <size_t>align)
-                return vector_over(address, n, descr, self._region, True)
-        dims = dims_of(shape)
-        asked = nbytes_of(dims, itemsize)
-        if asked > self.tape.total:
+    cdef size_t check_fits(self, object nbytes) except? 0:
+        if nbytes > self.tape.total:
             raise TapeFull(
-                f"Tape '{self.name}': asked for {asked} bytes, but {self.used_bytes} of "
-                f"{self.tape.total} are used", self.tape.total, self.used_bytes, asked)
-        address = self.take_raw(asked, <size_t>align)
-        return array_over(address, dims, descr, self._region, True)
-
-    def take_bytes(self, nbytes, *, Py_ssize_t align=64):
-        """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
-        return self.take(nbytes, "uint8", align=align)
+                f"Tape '{self.name}': asked for {nbytes} bytes, but {self.used_bytes} of "
+                f"{self.tape.total} are used", self.tape.total, self.used_bytes, nbytes)
+        return nbytes
 
     def take_address(self, Py_ssize_t nbytes, Py_ssize_t align=64):
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
@@ -226,7 +142,7 @@ cdef class Tape:
             kept = um.um_tape_kept(&self.tape)
             floor = max(floor, kept)
             if used > floor:
-                memset(self.tape.base + floor, POISON, used - floor)
+                self._overwrite(<uintptr_t>self.tape.base + floor, used - floor)
 
     @contextmanager
     def frame(self):
@@ -236,7 +152,7 @@ cdef class Tape:
             yield self
         finally:
             # Where the tape was cleared or closed inside, this was taken back already.
-            if self._region is not None:
+            if self._open:
                 self.rewind(min(mark, self.used_bytes))
 
     def freeze(self):
@@ -255,17 +171,12 @@ cdef class Tape:
         self.check_open()
         um.um_tape_thaw(&self.tape)
 
-    def warm(self, threads=None):
-        """Bring the tape's memory into RAM, as `Block.warm`."""
-        self.check_open()
-        self._block._warm_range(0, self.tape.total, threads)
-
     def owns(self, array_or_address):
         """Whether an array's first byte, or an address, lies in the tape's memory."""
         self.check_open()
         cdef object address = array_or_address
-        if isinstance(array_or_address, np.ndarray):
-            address = array_or_address.ctypes.data
+        if not isinstance(address, int):
+            address = self._address_of(address)
         return bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address))
 
     @property
@@ -309,7 +220,7 @@ cdef class Tape:
     @property
     def closed(self):
         """Whether the tape was closed."""
-        return self._region is None
+        return not self._open
 
     def close(self):
         """Close the tape and, where it is the tape's own, give its block back.
@@ -319,21 +230,20 @@ cdef class Tape:
         BufferError
             Arrays still use the tape's own block; nothing is closed then.
         """
-        if self._region is not None:
+        if self._open:
             self._check_unused()
             self._release()
 
     def _check_unused(self):
         """Raise BufferError where `close` would."""
-        # The tape and its block hold the region; everybody else is a view.
-        if self._owns_block and self._region is not None:
-            n_views = Py_REFCNT(<PyObject *>self._region) - 2
+        if self._owns_block and self._open:
+            n_views = self._n_views()
             if n_views > 0:
                 raise BufferError(f"Tape '{self.name}' has {n_views} live views: drop them first, "
                                   "or leave a 'with'")
 
     cdef object _release(self):
-        self._region = None
+        self.let_go()
         if self._owns_block and self._block is not None:
             self._block.__exit__()
         self._block = None
@@ -347,7 +257,7 @@ cdef class Tape:
         self._release()
 
     def __del__(self):
-        if self._region is not None and self._owns_block:
+        if self._open and self._owns_block:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __reduce__(self):
@@ -355,9 +265,140 @@ cdef class Tape:
                         "Save the arrays that are on it")
 
     def __repr__(self):
-        if self._region is None:
+        if not self._open:
             return f"Tape('{self.name}', closed)"
-        where = "its block closed" if self._block.closed else self._block.granted
         state = ", frozen" if self.frozen else ""
         return (f"Tape('{self.name}', {format_bytes(self.used_bytes)} of "
-                f"{format_bytes(self.total_bytes)} used, {where}{state})")
+                f"{format_bytes(self.total_bytes)} used, {self._where()}{state})")
+
+
+cdef class Tape(Bump):
+    """A bump allocator: memory is taken in order and cleared all at once.
+
+    What is taken is not initialised, as with ``np.empty``, and becomes invalid with `clear` or
+    `rewind`: the array is still there, and its memory belongs to the next taker. With
+    ``UNIMEM_DEBUG=1`` in the environment such memory is overwritten.
+
+    Any number of threads may take at the same time; `clear` and `rewind` are for one. After a fork
+    the child has its own copy; of a tape over shared memory it has none, and ClosedError says so.
+
+    Parameters
+    ----------
+    nbytes_or_block : int or Block
+        A size in bytes, for a block of the tape's own, or a writable block (all of it).
+    name : str, optional
+        Stands in messages.
+    category : str, default "scratch"
+        The row of the ledger, for a block of the tape's own.
+    **placement
+        See `PlacementOptions`; only with a size.
+
+    Raises
+    ------
+    ValueError, MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Tape(1 << 20) as tape:
+    ...     x = tape.take((2, 3), "float32")
+    ...     tape.used_bytes
+    24
+    """
+
+    def __init__(self, nbytes_or_block, *, name=None, category="scratch", **placement):
+        cdef Block block
+        cdef bint owns_block = not isinstance(nbytes_or_block, Block)
+        if owns_block:
+            name = name or "tape"
+            block = Block(nbytes_or_block, name=name, category=category, **placement)
+            block._is_part = True
+            # Not what the block was rounded up to: a tape ends where it was asked to, on every
+            # machine and with every page size.
+            total = nbytes_or_block
+        else:
+            if placement:
+                raise ValueError("a block is placed already: "
+                                 f"{', '.join(placement)} not accepted here")
+            block = nbytes_or_block
+            name = name or block.name
+            total = block.nbytes
+        cdef Region region = block.region()
+        if not region.writable:
+            raise ValueError(f"Tape '{name}': block '{block.name}' is read-only, and what is "
+                             "taken from a tape is written: map the file with mode='c', or attach "
+                             "the memory with writable=True")
+        Bump.__init__(self, name, block, block.address, total, owns_block=owns_block)
+        self._region = region
+        if region.block.access == um.UM_ACCESS_SHARED:
+            _absent_in_child[self] = placing.LEFT_OUT
+
+    cdef object let_go(self):
+        self._open = False
+        self._region = None
+
+    cdef float[::1] take_floats(self, size_t n):
+        return self.take(n, "float32")
+
+    def take(self, shape, dtype="float32", *, Py_ssize_t align=64):
+        """Take an array.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Its shape.
+        dtype : dtype-like, default float32
+            Its dtype. ``"f16"`` is refused, since NumPy reads it as 16 bytes.
+        align : int, default 64
+            Of the first element's address, in bytes: a power of two.
+
+        Returns
+        -------
+        numpy.ndarray
+            C-contiguous and uninitialised; invalid after `clear` or `rewind`.
+
+        Raises
+        ------
+        TapeFull
+            There is no room; nothing was taken.
+        FrozenError, ClosedError, ValueError
+        """
+        cdef object descr = dtype_of(dtype)
+        cdef size_t itemsize = (<cnp.dtype>descr).itemsize
+        cdef cnp.npy_intp n
+        cdef int overflow
+        cdef void *address
+        if type(shape) is int:
+            # One dimension is the most frequent case by far, and needs no Python object.
+            n = PyLong_AsLongLongAndOverflow(shape, &overflow)
+            if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
+                address = self.take_raw(<size_t>n * itemsize, <size_t>align)
+                return vector_over(address, n, descr, self._region, True)
+        dims = dims_of(shape)
+        address = self.take_raw(self.check_fits(nbytes_of(dims, itemsize)), <size_t>align)
+        return array_over(address, dims, descr, self._region, True)
+
+    def take_bytes(self, nbytes, *, Py_ssize_t align=64):
+        """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
+        return self.take(nbytes, "uint8", align=align)
+
+    def warm(self, threads=None):
+        """Bring the tape's memory into RAM, as `Block.warm`."""
+        self.check_open()
+        self._block._warm_range(0, self.tape.total, threads)
+
+    def _address_of(self, array):
+        if isinstance(array, np.ndarray):
+            return array.ctypes.data
+        return array
+
+    def _overwrite(self, uintptr_t address, size_t nbytes):
+        memset(<void *>address, POISON, nbytes)
+
+    def _n_views(self):
+        # The tape and its block hold the region; everybody else is a view.
+        return Py_REFCNT(<PyObject *>self._region) - 2
+
+    def _where(self):
+        return "its block closed" if self._block.closed else self._block.granted
