@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,24 @@ def test_the_process_s_report_is_the_ledger(category: str) -> None:
         assert row.high_water_bytes is not None
         assert row.high_water_bytes >= row.nbytes
     assert mapped(category) == before
+
+
+def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
+    before = um.report()
+    with cuda.Block(3 << 20, category="history"), um.Block(1 << 20, category="history"):
+        report = um.report()
+        rows = [row for row in report.rows if row.device == "cuda:0" and row.category == "history"]
+        assert [row.nbytes for row in rows] == [3 << 20]
+        assert report.device_bytes["cuda:0"] == before.device_bytes.get("cuda:0", 0) + (3 << 20)
+        assert report.total_bytes == before.total_bytes + (1 << 20)
+        lines = str(report).splitlines()
+        assert any(line.startswith("history on cuda:0 ") for line in lines)
+        assert any(line.startswith("total on cuda:0 ") for line in lines)
+        assert json.loads(report.to_json())["device_bytes"] == report.device_bytes
+    row = next(row for row in um.report().rows if row.device and row.category == "history")
+    assert row.nbytes == 0
+    assert row.high_water_bytes is not None
+    assert row.high_water_bytes >= 3 << 20
 
 
 def test_a_table_and_json() -> None:

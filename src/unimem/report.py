@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unimem._core.status import ledger
+from unimem._core.status import device_ledger, ledger
 from unimem.placement import Placement, format_bytes
 
 __all__ = ["Report", "Row", "report", "table"]
@@ -31,6 +31,8 @@ class Row:
         What is in RAM.
     high_water_bytes : int or None
         The most that was in use, or mapped.
+    device : str or None
+        Whose memory it is: None is the main memory, ``"cuda:0"`` a GPU's.
     """
 
     category: str
@@ -39,6 +41,7 @@ class Row:
     active_bytes: int | None = None
     resident_bytes: int | None = None
     high_water_bytes: int | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,23 @@ class Report:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(row.nbytes for row in self.rows)
+        """Bytes of all rows of main memory."""
+        return sum(row.nbytes for row in self.rows if row.device is None)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes of all rows of each device, by its name."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            if row.device is not None:
+                found[row.device] = found.get(row.device, 0) + row.nbytes
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and texts, as in JSON: a node's key is a text."""
         return {
             "total_bytes": self.total_bytes,
+            "device_bytes": self.device_bytes,
             "rows": [_plain(row) for row in self.rows],
             "facts": dict(self.facts),
         }
@@ -79,7 +92,7 @@ class Report:
 
         lines: list[tuple[str, ...]] = [
             (
-                row.category,
+                row.category if row.device is None else f"{row.category} on {row.device}",
                 size(row.nbytes),
                 row.granted.pages if row.granted else "-",
                 size(row.active_bytes),
@@ -89,6 +102,8 @@ class Report:
             for row in self.rows
         ]
         lines.append(("total", size(self.total_bytes), "", "", "", ""))
+        for device, nbytes in self.device_bytes.items():
+            lines.append((f"total on {device}", size(nbytes), "", "", "", ""))
         head = ("category", "size", "pages", "active", "resident", "high water")
         facts = [f"{name}: {_fact(value)}" for name, value in self.facts.items()]
         return "\n".join([table(head, lines), *facts])
@@ -132,7 +147,8 @@ def report() -> Report:
     Returns
     -------
     Report
-        A row for each category that has, or had, a mapping; `nbytes` counts whole pages.
+        A row for each category that has, or had, a mapping, and for each of a GPU; `nbytes` counts
+        whole pages in main memory.
 
     Examples
     --------
@@ -141,10 +157,13 @@ def report() -> Report:
     ...     [row.nbytes for row in um.report().rows if row.category == "staging"]
     [1048576]
     """
-    return Report(
-        tuple(
-            Row(name, row["mapped_bytes"], high_water_bytes=row["high_water_bytes"])
-            for name, row in ledger().items()
-            if row["high_water_bytes"]
-        )
-    )
+    host = [
+        Row(name, row["mapped_bytes"], high_water_bytes=row["high_water_bytes"])
+        for name, row in ledger().items()
+        if row["high_water_bytes"]
+    ]
+    devices = [
+        Row(name, row["nbytes"], high_water_bytes=row["high_water_bytes"], device=device)
+        for (device, name), row in device_ledger().items()
+    ]
+    return Report((*host, *devices))
