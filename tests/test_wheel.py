@@ -60,6 +60,7 @@ def test_the_wheel_has_what_callers_need_and_no_sources(wheel: Path) -> None:
         "unimem/__init__.pxd",
         "unimem/_core/tape.pxd",
         "unimem/_core/tape.pyi",
+        "unimem/cuda/rows.cu",
     } <= names
     assert not [name for name in names if name.endswith((".pyx", ".c", "CMakeLists.txt"))]
 

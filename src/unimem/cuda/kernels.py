@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from importlib import resources
-from typing import Protocol
 
-# What is given as what can be stored, and what can be read of it.
-GIVEN = {"f64": ("f64", "f32")} | dict.fromkeys(
-    ("f32", "f16", "bf16", "q8_0"), ("f32", "f16", "bf16")
-)
-WANTED = dict.fromkeys(("f32", "f16", "bf16", "q8_0"), ("f32", "f16", "bf16")) | {"f64": ()}
+from unimem.gpu import Driver, Launcher
+
+FLOATS = ("f32", "f16", "bf16")
+# Of each type of rows, what is taken and what is made of it.
+GIVEN = {"f32": FLOATS, "f16": FLOATS, "bf16": FLOATS, "q8_0": FLOATS, "f64": ("f64", "f32")}
+WANTED = {"f32": FLOATS, "f16": FLOATS, "bf16": FLOATS, "q8_0": FLOATS, "f64": ()}
 NAMES = tuple(
     [f"append_{given}_{stored}" for stored, types in GIVEN.items() for given in types]
     + [f"read_{stored}_{wanted}" for stored, types in WANTED.items() for wanted in types]
 )
-# Threads of a block: along the values of a head, and along tokens and heads. Quantizing, a thread
-# takes 32 values, and otherwise one at a time, and a few of them: the same along a head either way.
+# Threads of a block: along the values of a head, and along heads and tokens. A thread that
+# quantizes takes 32 values at once, others 4 values one after another.
 BLOCK = (32, 4)
 QUANTIZING_BLOCK = (4, 32)
 VALUES_ALONG_HEAD = 128
 MOST_BLOCKS = 65535  # along the second and third dimension of a grid
 
-Three = tuple[int, int, int]
 Five = tuple[int, int, int, int, int]
-# Grid, block, arguments (each 64 bits wide), stream.
-Launcher = Callable[[Three, tuple[int, int], tuple[int, ...], int], None]
-
-
-class Driver(Protocol):
-    """What is asked of a device."""
-
-    def module(self, source: str, names: tuple[str, ...]) -> dict[str, Launcher]:
-        """Compile a source, and return its kernels by name."""
-
 
 # Compiled once a device, since that takes a second.
-_compiled: weakref.WeakKeyDictionary[Driver, dict[str, Launcher]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[Driver, Mapping[str, Launcher]] = weakref.WeakKeyDictionary()
 
 
-def launchers(driver: Driver) -> dict[str, Launcher]:
+def launchers(driver: Driver) -> Mapping[str, Launcher]:
     """Return the kernels of a device by name, compiled at the first call."""
     found = _compiled.get(driver)
     if found is None:
@@ -49,7 +38,7 @@ def launchers(driver: Driver) -> dict[str, Launcher]:
     return found
 
 
-def _grid(n_lanes: int, n_rows: int, dim: int, block: tuple[int, int]) -> Three:
+def _grid(n_lanes: int, n_rows: int, dim: int, block: tuple[int, int]) -> tuple[int, int, int]:
     return (
         -(-dim // VALUES_ALONG_HEAD),
         min(-(-n_rows // block[1]), MOST_BLOCKS),
@@ -124,14 +113,12 @@ class RowKernels:
         """
         layers, streams, heads, n, dim = sizes
         n_lanes = (2 if v else 1) * layers * streams
-        if n and n_lanes:
-            self._append[given](
-                _grid(n_lanes, n * heads, dim, self._block),
-                self._block,
-                (k, v, k_out, v_out, *sizes, *strides, layer_stride, lane_stride, row_bytes)
-                + (row, n_rows, row_address),
-                stream,
-            )
+        if n == 0:
+            return
+        grid = _grid(n_lanes, n * heads, dim, self._block)
+        rows = (layer_stride, lane_stride, row_bytes, row, n_rows, row_address)
+        arguments = (k, v, k_out, v_out, *sizes, *strides, *rows)
+        self._append[given](grid, self._block, arguments, stream)
 
     def read(
         self,
@@ -164,10 +151,7 @@ class RowKernels:
             The stream.
         """
         streams, heads, n, dim = sizes
-        if n:
-            self._read[wanted](
-                _grid(streams, n * heads, dim, BLOCK),
-                BLOCK,
-                (lane, out, *sizes, lane_stride, row_bytes, row),
-                stream,
-            )
+        if n == 0:
+            return
+        arguments = (lane, out, *sizes, lane_stride, row_bytes, row)
+        self._read[wanted](_grid(streams, n * heads, dim, BLOCK), BLOCK, arguments, stream)

@@ -55,7 +55,6 @@ __device__ inline u16 bf16_of_f32(float value) {
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-
 // ---- what a row is made of ----
 
 // Each type has the bytes of a unit, the values in it, and how one value is read and written.
@@ -118,7 +117,8 @@ template <class Same> __device__ inline void put(Same, Same, char *out, const ch
     *(Value *)out = *(const Value *)in;
 }
 
-template <class From> __device__ inline void put(From, q8_0, char *out, const char *in, i64 stride) {
+template <class From>
+__device__ inline void put(From, q8_0, char *out, const char *in, i64 stride) {
     float values[q8_0::VALUES], amax = 0;
 #pragma unroll
     for (int i = 0; i < q8_0::VALUES; i++) {
@@ -153,63 +153,53 @@ template <class To> __device__ inline void get(q8_0, To, char *out, const char *
 // ---- kernels ----
 
 // Tokens [layers, streams, heads, n, dim], at k and, unless it is 0, at v, with strides in bytes,
-// become the rows `row`, `row + 1`, ... of their lanes: a lane is K or V of one stream of one layer,
-// and a token is one row of it, its heads beside each other. Unless row_address is 0, an int32 is
-// read there when the kernel runs, and is the row. Rows outside [0, n_rows) are not written.
-struct Append {
-    u64 k, v, k_out, v_out;
-    i64 layers, streams, heads, n, dim;
-    i64 layer_stride, stream_stride, head_stride, token_stride, value_stride; // of what is given
-    i64 out_layer_bytes, out_lane_bytes, row_bytes, row, n_rows;
-    u64 row_address;
-};
-
-template <class From, class To> __device__ inline void append_rows(const Append &a) {
-    i64 row = a.row_address != 0 ? *(const int *)a.row_address : a.row;
-    i64 n_lanes = a.layers * a.streams, n_units = a.dim / To::VALUES;
-    i64 n_parts = a.v != 0 ? 2 : 1;
+// become the rows `row`, `row + 1`, ... of their lanes: a lane is K or V of one stream of one
+// layer, and a token is one row of it, its heads beside each other. Unless row_address is 0, the
+// row is an int32 there, read when the kernel runs. Rows outside [0, n_rows) are not written.
+template <class From, class To>
+__device__ inline void append_rows(u64 k, u64 v, u64 k_out, u64 v_out, i64 layers, i64 streams,
+                                   i64 heads, i64 n, i64 dim, i64 layer_stride, i64 stream_stride,
+                                   i64 head_stride, i64 token_stride, i64 value_stride,
+                                   i64 out_layer_stride, i64 out_lane_stride, i64 row_bytes,
+                                   i64 row, i64 n_rows, u64 row_address) {
+    i64 first = row_address != 0 ? *(const int *)row_address : row;
+    i64 n_lanes = layers * streams, n_parts = v != 0 ? 2 : 1, n_units = dim / To::VALUES;
     for (i64 z = blockIdx.z; z < n_parts * n_lanes; z += gridDim.z) {
-        i64 part = z / n_lanes, layer = z % n_lanes / a.streams, stream = z % a.streams;
-        const char *in = (const char *)(part == 0 ? a.k : a.v) + layer * a.layer_stride +
-                         stream * a.stream_stride;
-        char *lane = (char *)(part == 0 ? a.k_out : a.v_out) + layer * a.out_layer_bytes +
-                     stream * a.out_lane_bytes;
-        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
+        i64 part = z / n_lanes, layer = z % n_lanes / streams, stream = z % streams;
+        const char *given = (const char *)(part == 0 ? k : v);
+        char *lane = (char *)(part == 0 ? k_out : v_out);
+        given += layer * layer_stride + stream * stream_stride;
+        lane += layer * out_layer_stride + stream * out_lane_stride;
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < n * heads;
              y += gridDim.y * (i64)blockDim.y) {
-            i64 token = y / a.heads, head = y % a.heads, at = row + token;
-            if (at < 0 || at >= a.n_rows) {
+            i64 token = y / heads, head = y % heads, at = first + token;
+            if (at < 0 || at >= n_rows) {
                 continue;
             }
-            const char *values = in + head * a.head_stride + token * a.token_stride;
-            char *out = lane + at * a.row_bytes + head * n_units * To::BYTES;
+            const char *in = given + head * head_stride + token * token_stride;
+            char *out = lane + at * row_bytes + head * n_units * To::BYTES;
             for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < n_units;
                  x += gridDim.x * (i64)blockDim.x) {
-                put(From(), To(), out + x * To::BYTES, values + x * To::VALUES * a.value_stride,
-                    a.value_stride);
+                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * value_stride,
+                    value_stride);
             }
         }
     }
 }
 
-// Rows from `row` on, of `streams` lanes, become an array [streams, heads, n, dim].
-struct Read {
-    u64 in, out;
-    i64 streams, heads, n, dim;
-    i64 lane_bytes, row_bytes, row;
-};
-
-template <class From, class To> __device__ inline void read_rows(const Read &a) {
-    for (i64 z = blockIdx.z; z < a.streams; z += gridDim.z) {
-        const char *lane = (const char *)a.in + z * a.lane_bytes;
-        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
+// Rows from `row` on, of the lanes of `streams` streams, become an array [streams, heads, n, dim].
+template <class From, class To>
+__device__ inline void read_rows(u64 lanes, u64 array, i64 streams, i64 heads, i64 n, i64 dim,
+                                 i64 lane_stride, i64 row_bytes, i64 row) {
+    for (i64 z = blockIdx.z; z < streams; z += gridDim.z) {
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < n * heads;
              y += gridDim.y * (i64)blockDim.y) {
-            i64 token = y / a.heads, head = y % a.heads;
-            const char *row = lane + (a.row + token) * a.row_bytes;
-            char *out = (char *)a.out +
-                        ((z * a.heads + head) * a.n + token) * a.dim * To::BYTES;
-            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < a.dim;
+            i64 token = y / heads, head = y % heads;
+            const char *in = (const char *)lanes + z * lane_stride + (row + token) * row_bytes;
+            char *out = (char *)array + ((z * heads + head) * n + token) * dim * To::BYTES;
+            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < dim;
                  x += gridDim.x * (i64)blockDim.x) {
-                get(From(), To(), out + x * To::BYTES, row, head * a.dim + x);
+                get(From(), To(), out + x * To::BYTES, in, head * dim + x);
             }
         }
     }
@@ -219,35 +209,33 @@ template <class From, class To> __device__ inline void read_rows(const Read &a) 
     extern "C" __global__ void append_##FROM##_##TO(                                               \
         u64 k, u64 v, u64 k_out, u64 v_out, i64 layers, i64 streams, i64 heads, i64 n, i64 dim,    \
         i64 layer_stride, i64 stream_stride, i64 head_stride, i64 token_stride, i64 value_stride,  \
-        i64 out_layer_bytes, i64 out_lane_bytes, i64 row_bytes, i64 row, i64 n_rows,               \
+        i64 out_layer_stride, i64 out_lane_stride, i64 row_bytes, i64 row, i64 n_rows,             \
         u64 row_address) {                                                                         \
-        Append a = {k,            v,             k_out,       v_out,        layers,                \
-                    streams,      heads,         n,           dim,          layer_stride,          \
-                    stream_stride, head_stride,  token_stride, value_stride, out_layer_bytes,      \
-                    out_lane_bytes, row_bytes,   row,         n_rows,       row_address};          \
-        append_rows<FROM, TO>(a);                                                                       \
+        append_rows<FROM, TO>(k, v, k_out, v_out, layers, streams, heads, n, dim, layer_stride,    \
+                              stream_stride, head_stride, token_stride, value_stride,              \
+                              out_layer_stride, out_lane_stride, row_bytes, row, n_rows,           \
+                              row_address);                                                        \
     }
 
 #define READ(FROM, TO)                                                                             \
-    extern "C" __global__ void read_##FROM##_##TO(u64 in, u64 out, i64 streams, i64 heads, i64 n,  \
-                                                  i64 dim, i64 lane_bytes, i64 row_bytes,          \
+    extern "C" __global__ void read_##FROM##_##TO(u64 lanes, u64 array, i64 streams, i64 heads,    \
+                                                  i64 n, i64 dim, i64 lane_stride, i64 row_bytes,  \
                                                   i64 row) {                                       \
-        Read a = {in, out, streams, heads, n, dim, lane_bytes, row_bytes, row};                    \
-        read_rows<FROM, TO>(a);                                                                         \
+        read_rows<FROM, TO>(lanes, array, streams, heads, n, dim, lane_stride, row_bytes, row);    \
     }
 
-#define OF_ALL(MAKE, TO) MAKE(f32, TO) MAKE(f16, TO) MAKE(bf16, TO)
+#define OF_FLOATS(MAKE, TO) MAKE(f32, TO) MAKE(f16, TO) MAKE(bf16, TO)
 
-OF_ALL(APPEND, f32)
-OF_ALL(APPEND, f16)
-OF_ALL(APPEND, bf16)
-OF_ALL(APPEND, q8_0)
+OF_FLOATS(APPEND, f32)
+OF_FLOATS(APPEND, f16)
+OF_FLOATS(APPEND, bf16)
+OF_FLOATS(APPEND, q8_0)
 APPEND(f32, f64)
 APPEND(f64, f64)
 
-OF_ALL(READ, f32)
-OF_ALL(READ, f16)
-OF_ALL(READ, bf16)
+OF_FLOATS(READ, f32)
+OF_FLOATS(READ, f16)
+OF_FLOATS(READ, bf16)
 READ(q8_0, f32)
 READ(q8_0, f16)
 READ(q8_0, bf16)

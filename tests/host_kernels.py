@@ -1,0 +1,123 @@
+"""CUDA kernels on the CPU: the same source, compiled by the C++ compiler, a thread after another.
+
+It serves kernels whose threads do not work together: no shared memory, no barrier, no warp-wide
+operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], None]
+
+# What CUDA has and C++ has not, as far as it is needed. Operations that name their rounding round
+# as the CPU does, as long as nothing is fused.
+PRELUDE = r"""
+#include <cstring>
+#include <utility>
+
+#define __global__
+#define __device__
+
+struct Three { unsigned x, y, z; };
+static thread_local Three gridDim, blockDim, blockIdx, threadIdx;
+
+static inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+static inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+"""
+
+# Calls a kernel of any number of parameters for each thread of a grid.
+LAUNCH = r"""
+template <class... A, std::size_t... I>
+static void call(void (*kernel)(A...), const long long *args, std::index_sequence<I...>) {
+    kernel(static_cast<A>(args[I])...);
+}
+
+template <class... A>
+static int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block,
+                  const long long *args, int n_args) {
+    static_assert(((sizeof(A) == sizeof(long long)) && ...), "a parameter is not 64 bits wide");
+    if (n_args != sizeof...(A)) {
+        return sizeof...(A);
+    }
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    for (unsigned z = 0; z < gridDim.z; z++)
+    for (unsigned y = 0; y < gridDim.y; y++)
+    for (unsigned x = 0; x < gridDim.x; x++)
+    for (unsigned tz = 0; tz < blockDim.z; tz++)
+    for (unsigned ty = 0; ty < blockDim.y; ty++)
+    for (unsigned tx = 0; tx < blockDim.x; tx++) {
+        blockIdx = {x, y, z};
+        threadIdx = {tx, ty, tz};
+        call(kernel, args, std::index_sequence_for<A...>());
+    }
+    return 0;
+}
+
+#define LAUNCHES(NAME)                                                                      \
+    extern "C" int launch_##NAME(const unsigned *grid, const unsigned *block,              \
+                                 const long long *args, int n_args) {                       \
+        return launch(NAME, grid, block, args, n_args);                                     \
+    }
+"""
+
+# What CUDA refuses.
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+MOST_THREADS = 1024
+
+
+def module(source: str, names: Sequence[str]) -> dict[str, Launcher]:
+    """Compile CUDA C++, and return its kernels by name; a launch returns when it is done."""
+    library = compiled(source, tuple(names))
+    return {name: launcher_of(name, library[f"launch_{name}"]) for name in names}
+
+
+@functools.cache
+def compiled(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (c++): the kernels cannot be run on the CPU")
+    launches = "".join(f"LAUNCHES({name})\n" for name in names)
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    with tempfile.TemporaryDirectory() as folder:
+        file, built = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+        file.write_text(f'{PRELUDE}#line 1 "rows.cu"\n{source}{LAUNCH}{launches}')
+        command = [compiler, *options, "-o", str(built), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(built))
+
+
+def launcher_of(name: str, function: Callable[..., int]) -> Launcher:
+    def launch(
+        grid: tuple[int, ...], block: tuple[int, ...], args: tuple[int, ...], _stream: int
+    ) -> None:
+        blocks, threads = ((*shape, 1, 1)[:3] for shape in (grid, block))
+        assert all(0 < n <= most for n, most in zip(blocks, MOST_BLOCKS, strict=True)), blocks
+        assert 0 < threads[0] * threads[1] * threads[2] <= MOST_THREADS, threads
+        assert all(type(n) is int and -(2**63) <= n < 2**63 for n in args), args
+        values = (ctypes.c_longlong * len(args))(*args)
+        shapes = ((ctypes.c_uint * 3)(*shape) for shape in (blocks, threads))
+        n_expected = function(*shapes, values, len(args))
+        assert n_expected == 0, f"{name} has {n_expected} parameters, got {len(args)}"
+
+    return launch
