@@ -66,7 +66,7 @@ class Kind(ABC):
     in_child : bool
         A forked child has its own copy; otherwise using it there raises ClosedError.
     layouts : mapping of str to callable
-        Ways to lay an array out in memory that the cache reads all the same.
+        Ways to lay a NumPy array out in memory that the cache reads all the same.
     """
 
     name = ""
@@ -78,7 +78,7 @@ class Kind(ABC):
     is_fixed = True
     owns_memory = True
     in_child = True
-    layouts: Mapping[str, Callable[[Foreign], Foreign]] = {}
+    layouts: Mapping[str, Callable[[Array], Array]] = {}
 
     @abstractmethod
     def make(self) -> Any:
@@ -87,6 +87,14 @@ class Kind(ABC):
     @abstractmethod
     def arguments(self, tokens: Array) -> tuple[Foreign, ...]:
         """Arrays of the tokens and of their dtype, as `append` is given them."""
+
+    def changed(self, argument: Foreign, change: Callable[[Array], Any]) -> Any:
+        """Apply to an argument what changes a NumPy array, or makes something else of it."""
+        return change(argument)
+
+    def overwrite(self, argument: Foreign) -> None:
+        """Zero an argument in place."""
+        argument[...] = 0
 
     @abstractmethod
     def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
@@ -194,7 +202,7 @@ def exit_status(run: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-SHAPES: dict[str, Callable[[Foreign], Foreign]] = {
+SHAPES: dict[str, Callable[[Array], Array]] = {
     "narrower": lambda a: a[..., :-1],
     "wider": lambda a: a.repeat(2, axis=-1),
     "without its last dimension": lambda a: a[..., 0],
@@ -206,11 +214,11 @@ SHAPES: dict[str, Callable[[Foreign], Foreign]] = {
 DTYPES = ("int8", "uint16", "int32", "int64", "bool", "complex64", "float64")
 
 
-def as_dtype(a: Foreign, dtype: str) -> Foreign:
+def as_dtype(a: Array, dtype: str) -> Array:
     return a.astype(dtype)
 
 
-NO_ARRAYS: dict[str, Callable[[Foreign], Any]] = {
+NO_ARRAYS: dict[str, Callable[[Array], Any]] = {
     "a list": lambda a: a.tolist(),
     "None": lambda _: None,
     "a number": lambda _: 1.0,
@@ -269,7 +277,7 @@ class CacheContract(Contract):
                 with kind.made() as cache:
                     for layer in range(max(kind.n_layers, 1)):
                         arguments = kind.arguments(of_layer(given_tokens, layer))
-                        kind.append(cache, layer, *[lay_out(a) for a in arguments])
+                        kind.append(cache, layer, *[kind.changed(a, lay_out) for a in arguments])
                     try:
                         check(kind, cache, given_tokens)
                     except AssertionError as error:
@@ -281,7 +289,7 @@ class CacheContract(Contract):
         for layer, own in enumerate(arguments):
             kind.append(cache, layer, *own)
             for argument in own:
-                argument[...] = 0
+                kind.overwrite(argument)
         check(kind, cache, tokens)
 
     # ---- forgetting ----
@@ -371,7 +379,7 @@ class CacheContract(Contract):
         self,
         kind: Kind,
         cache: Any,
-        changes: Mapping[str, Callable[[Foreign], Any]],
+        changes: Mapping[str, Callable[[Array], Any]],
         error: type[Exception],
     ) -> None:
         """Whichever arguments are changed, it is told what was expected and what came."""
@@ -380,7 +388,7 @@ class CacheContract(Contract):
         for change in changes.values():
             right = kind.arguments(tokens)
             for changed in [{i} for i in range(len(right))] + [set(range(len(right)))]:
-                case = [change(a) if i in changed else a for i, a in enumerate(right)]
+                case = [kind.changed(a, change) if i in changed else a for i, a in enumerate(right)]
                 with unchanged(kind, cache, tokens), pytest.raises(error, match=r"expected.*got "):
                     kind.append(cache, 0, *case)
 
@@ -469,6 +477,7 @@ class CacheContract(Contract):
     def test_a_forked_child_has_its_own_copy_or_none(self, kind: Kind, cache: Any) -> None:
         tokens, others = tokens_of(kind, 5), tokens_of(kind, 2, seed=1)
         fill(kind, cache, tokens)
+        arguments = kind.arguments(others)  # a child may have no device to make them on
 
         def child() -> bool:
             if kind.in_child:
@@ -480,7 +489,7 @@ class CacheContract(Contract):
             for use in (
                 lambda: len(cache),
                 lambda: kind.read(cache, 0),
-                lambda: kind.append(cache, 0, *kind.arguments(others)),
+                lambda: kind.append(cache, 0, *arguments),
                 cache.clear,
             ):
                 with pytest.raises(um.ClosedError, match="forked child"):
