@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unimem as um
+from gguf_files import (
+    ARRAY,
+    F32,
+    STRING,
+    UINT32,
+    Part,
+    array,
+    head,
+    kv,
+    string,
+    tensor,
+    u32,
+    values,
+    with_data,
+)
 
 DIMS = um.ModelDims(
     hidden_size=64,
@@ -23,7 +38,7 @@ DIMS = um.ModelDims(
 
 
 def test_derived() -> None:
-    assert (DIMS.q_size, DIMS.kv_size) == (64, 32)
+    assert (DIMS.q_size, DIMS.kv_size, DIMS.qkv_size) == (64, 32, 128)
     assert (DIMS.quantized, DIMS.max_batch_size) == (False, 1)
 
 
@@ -53,6 +68,53 @@ def test_out_of_range(name: str, value: Any) -> None:
         replace(DIMS, **{name: value})
 
 
+@pytest.mark.parametrize("name", [field.name for field in fields(um.ModelDims)])
+def test_no_dimension_is_zero(name: str) -> None:
+    zero: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        replace(DIMS, **zero)
+
+
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("product", "large"),
+    [
+        ("max_batch_size * hidden_size", {"max_batch_size": MOST, "hidden_size": 2**30 + 2}),
+        ("max_batch_size * qkv_size", {"max_batch_size": MOST, "head_dim": 2**30}),
+        (
+            "max_batch_size * 2 * intermediate_size",
+            {"max_batch_size": 2**30, "intermediate_size": 2**30},
+        ),
+        ("max_batch_size * vocab_size", {"max_batch_size": MOST, "vocab_size": MOST}),
+        ("q_size * 32", {"num_attention_heads": 2**26, "head_dim": 2**30}),
+        (
+            "hidden_size * 2 * intermediate_size",
+            {"hidden_size": 2**30, "intermediate_size": 2**30, "quantized": True},
+        ),
+        (
+            "2 * num_layers * max_batch_size * max_seq_len * kv_size",
+            {"num_layers": 2**15, "max_batch_size": 2**15, "max_seq_len": 2**30 - 1},
+        ),
+    ],
+)
+def test_products_that_do_not_fit(product: str, large: dict[str, Any]) -> None:
+    one = um.ModelDims(1, 1, 1, 1, 2, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"bytes, but a size must be below 2\*\*63") as caught:
+        replace(one, **large)
+    assert str(caught.value).startswith(f"{product} values of 4 bytes are ")
+
+
+def test_products_that_just_fit() -> None:
+    # 4 * 2**30 * 2 * 2**30 bytes are 2**63.
+    fits = um.ModelDims(2**30, 2**30 - 1, 1, 1, 2, 1, 1, 1, quantized=True)
+    with pytest.raises(ValueError, match=f"are {2**63} bytes"):
+        replace(fits, intermediate_size=2**30)
+    # Only weights that are quantized are dequantized.
+    assert replace(fits, intermediate_size=2**30, quantized=False).hidden_size == 2**30
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_from_weights(arch: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -76,13 +138,208 @@ def test_from_weights(arch: str, tmp_path: Path) -> None:
         )
 
 
-def test_another_architecture(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-    from models.make import TINY, write_model
+def gguf(arch: str, *layers: str, **keys: int | list[int]) -> bytes:
+    """A model with a token embedding and, in each layer, small tensors of these names.
 
-    path = write_model(tmp_path / "m.gguf", "gpt2", TINY)
-    with (
-        um.open_weights(path) as weights,
-        pytest.raises(ValueError, match=r"gpt2.*llama, qwen2, qwen3"),
-    ):
-        um.ModelDims.from_weights(weights)
+    Keys are metadata, with "__" for a dot; a list is written as an array.
+    """
+    defaults = {
+        "block_count": 2,
+        "embedding_length": 32,
+        "context_length": 128,
+        "attention__head_count": 4,
+        "attention__head_count_kv": 2,
+    }
+    counts: dict[str, int | list[int]] = {**defaults, **keys}
+    entries: list[Part] = [kv("general.architecture", STRING, string(arch))]
+    for name, n in counts.items():
+        key = f"{arch}.{name.replace('__', '.')}"
+        if isinstance(n, list):
+            entries.append(kv(key, ARRAY, array(UINT32, len(n), values(UINT32, n))))
+        else:
+            entries.append(kv(key, UINT32, u32(n)))
+    names = [f"blk.{i}.{name}" for i in range(2) for name in layers]
+    tensors: list[Part] = [tensor("token_embd.weight", (32, 2), F32, 0)]
+    tensors += [tensor(name, (8,), F32, 256 + 32 * i) for i, name in enumerate(names)]
+    nbytes = 256 + 32 * len(names)
+    return with_data(head(len(tensors), len(entries)), *entries, *tensors, nbytes=nbytes)[0]
+
+
+def dims_of(path: Path, raw: bytes) -> um.ModelDims:
+    path.write_bytes(raw)
+    with um.open_weights(path) as weights:
+        return um.ModelDims.from_weights(weights)
+
+
+EXPERTS = ("ffn_up_exps.weight", "ffn_gate_exps.weight", "ffn_down_exps.weight")
+# The figures of published models.
+MIXTURES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Mixtral 8x7B": ("llama", {"feed_forward_length": 14336, "expert": (8, 2)}, 2 * 14336),
+    "Mixtral, an expert width that llama.cpp does not read": (
+        "llama",
+        {"feed_forward_length": 100, "expert_feed_forward_length": 7, "expert": (8, 2)},
+        200,
+    ),
+    "Qwen1.5 MoE A2.7B, as first converted": (
+        "qwen2moe",
+        {"feed_forward_length": 5632, "expert": (60, 4)},
+        5632,
+    ),
+    "Qwen1.5 MoE A2.7B": (
+        "qwen2moe",
+        {
+            "feed_forward_length": 5632,
+            "expert_feed_forward_length": 1408,
+            "expert_shared_feed_forward_length": 5632,
+            "expert": (60, 4),
+        },
+        5632,
+    ),
+    "Qwen2 57B A14B": (
+        "qwen2moe",
+        {
+            "feed_forward_length": 18944,
+            "expert_feed_forward_length": 2560,
+            "expert_shared_feed_forward_length": 20480,
+            "expert": (64, 8),
+        },
+        20480,
+    ),
+    "a wide shared expert": (
+        "qwen2moe",
+        {
+            "expert_feed_forward_length": 10,
+            "expert_shared_feed_forward_length": 50,
+            "expert": (8, 2),
+        },
+        50,
+    ),
+    "a shared expert as wide as the feed-forward length": (
+        "qwen2moe",
+        {"feed_forward_length": 60, "expert_feed_forward_length": 10, "expert": (8, 2)},
+        60,
+    ),
+    "Qwen3 30B A3B": (
+        "qwen3moe",
+        {"feed_forward_length": 6144, "expert_feed_forward_length": 768, "expert": (128, 8)},
+        8 * 768,
+    ),
+    "Qwen3 with half of its experts": (
+        "qwen3moe",
+        {"feed_forward_length": 6144, "expert_feed_forward_length": 768, "expert": (128, 4)},
+        4 * 768,
+    ),
+    "no width of an expert": (
+        "qwen3moe",
+        {"feed_forward_length": 1001, "expert_feed_forward_length": 0, "expert": (8, 4)},
+        1000,
+    ),
+    "no feed-forward length": (
+        "qwen3moe",
+        {"expert_feed_forward_length": 768, "expert": (128, 8)},
+        6144,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_mixtures_of_experts(model: str, tmp_path: Path) -> None:
+    arch, keys, expected = MIXTURES[model]
+    counts = dict(keys)
+    counts["expert_count"], counts["expert_used_count"] = counts.pop("expert")
+    dims = dims_of(tmp_path / "m.gguf", gguf(arch, *EXPERTS, **counts))
+    assert dims == um.ModelDims(32, expected, 4, 2, 8, 2, 2, 128)
+
+
+def test_a_dense_layer_of_a_mixture_counts(tmp_path: Path) -> None:
+    keys = {
+        "feed_forward_length": 18944,
+        "expert_feed_forward_length": 768,
+        "expert_count": 128,
+        "expert_used_count": 8,
+    }
+    path = tmp_path / "m.gguf"
+    assert dims_of(path, gguf("qwen3moe", *EXPERTS, **keys)).intermediate_size == 6144
+    dense = gguf("qwen3moe", *EXPERTS, "ffn_up.weight", **keys)
+    assert dims_of(path, dense).intermediate_size == 18944
+
+
+def test_no_experts_are_a_dense_model(tmp_path: Path) -> None:
+    raw = gguf("llama", "ffn_up.weight", feed_forward_length=50, expert_count=0)
+    assert dims_of(tmp_path / "m.gguf", raw).intermediate_size == 50
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "what"),
+    [
+        ("qwen3moe", {"expert_used_count": 2}, r"no 'qwen3moe\.expert_count'"),
+        ("qwen2moe", {"expert_count": 0}, "'qwen2moe.expert_count' must be an integer above 0"),
+        ("llama", {"expert_count": 8}, r"no 'llama\.expert_used_count'"),
+        ("llama", {"expert_count": 8, "expert_used_count": 9}, "is 9, but there are only 8"),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": 2}, "no 'qwen3moe.feed_forward"),
+        (
+            "qwen3moe",
+            {"expert_count": 9, "expert_used_count": 8, "feed_forward_length": 7},
+            "intermediate_size must be from 1",
+        ),
+        (
+            "qwen3moe",
+            {"expert_count": 9, "expert_used_count": 8, "expert_feed_forward_length": 2**30},
+            "intermediate_size must be from 1",
+        ),
+    ],
+)
+def test_mixtures_that_lack_something(
+    arch: str, keys: dict[str, int], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        dims_of(tmp_path / "m.gguf", gguf(arch, *EXPERTS, **keys))
+
+
+@pytest.mark.parametrize(
+    "name", ["feed_forward_length", "attention.head_count", "attention.head_count_kv"]
+)
+def test_layers_that_differ_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    def dims(counts: list[int]) -> um.ModelDims:
+        keys: dict[str, int | list[int]] = {"feed_forward_length": 16}
+        keys[name.replace(".", "__")] = counts
+        return dims_of(tmp_path / "m.gguf", gguf("llama", **keys))
+
+    assert dims([4, 4]).num_layers == 2
+    for counts in ([4, 2], [4], [4, 4, 4], []):
+        with pytest.raises(ValueError, match=f"'llama.{name}' differs between layers"):
+            dims(counts)
+
+
+def test_a_mixture_is_planned_as_its_file_is(tmp_path: Path) -> None:
+    keys = {
+        "feed_forward_length": 64,
+        "expert_feed_forward_length": 16,
+        "expert_count": 8,
+        "expert_used_count": 2,
+    }
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf("qwen3moe", *EXPERTS, **keys))
+    plan = um.plan(path, ctx=100)
+    rows = {row.category: row.nbytes for row in plan.rows}
+    with um.open_weights(path) as weights:
+        assert rows["weights:f32"] == weights.nbytes
+        assert rows["weights:f32"] + rows["other"] == path.stat().st_size
+    assert rows["kv"] == um.KVCache.storage_bytes(2, 2, 8, 100)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2moe", "qwen3moe"])
+def test_the_engine_refuses_mixtures_by_name(arch: str, tmp_path: Path) -> None:
+    pytest.importorskip("ggml", reason="ggml-python (extra run) is not installed")
+    from unimem.engine import Decoder, UnsupportedModel
+
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(arch, *EXPERTS, expert_count=8, expert_used_count=2))
+    what = "mixtures of experts" if arch == "llama" else f"'{arch}' is not supported"
+    with pytest.raises(UnsupportedModel, match=what):
+        Decoder(path)
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gpt2.*llama, qwen2, qwen3, qwen2moe, qwen3moe"):
+        dims_of(tmp_path / "m.gguf", gguf("gpt2"))

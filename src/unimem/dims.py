@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,23 @@ if TYPE_CHECKING:
 __all__ = ["ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
+MAX_SPLITS = 32
+"""Parts of a context that flash decoding reads at once, at most."""
+
 _LIMIT = 2**31  # engines count rows and columns in 32-bit integers
+_MOST_BYTES = 2**63 - 1
+# The values of the buffers, and of the KV cache, that can be too large: where none of these is, no
+# other buffer is.
+_PRODUCTS: tuple[tuple[str | int, ...], ...] = (
+    ("max_batch_size", "hidden_size"),
+    ("max_batch_size", "qkv_size"),
+    ("max_batch_size", 2, "intermediate_size"),
+    ("max_batch_size", "vocab_size"),
+    ("q_size", MAX_SPLITS),
+    (2, "num_layers", "max_batch_size", "max_seq_len", "kv_size"),
+)
+_DEQUANTIZED = ("hidden_size", 2, "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,8 @@ class ModelDims:
     hidden_size : int
         Values of one token between layers.
     intermediate_size : int
-        Values inside the feed-forward network.
+        Values inside the feed-forward network; of a mixture of experts, the most that one token
+        needs at once (see `from_weights`).
     num_attention_heads, num_kv_heads : int
         Heads of the queries, and of keys and values. The first is a multiple of the second.
     head_dim : int
@@ -45,7 +63,8 @@ class ModelDims:
     Raises
     ------
     ValueError
-        A dimension is out of range, or two do not fit each other.
+        A dimension is out of range, two do not fit each other, or the product of some is a buffer
+        whose size in bytes does not fit into 64 bits; the message names it.
 
     Examples
     --------
@@ -83,6 +102,16 @@ class ModelDims:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, not {self.head_dim}")
+        for product in (*_PRODUCTS, *((_DEQUANTIZED,) if self.quantized else ())):
+            # The widest type of a buffer, and of a cache, has 4 bytes.
+            nbytes = 4 * math.prod(
+                getattr(self, factor) if isinstance(factor, str) else factor for factor in product
+            )
+            if nbytes > _MOST_BYTES:
+                raise ValueError(
+                    f"{' * '.join(map(str, product))} values of 4 bytes are {nbytes} bytes, but a "
+                    "size must be below 2**63"
+                )
 
     @property
     def q_size(self) -> int:
@@ -94,6 +123,11 @@ class ModelDims:
         """Values of one token's keys (or values) in one layer."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_size(self) -> int:
+        """Values of one token's queries, keys and values together."""
+        return self.q_size + 2 * self.kv_size
+
     @classmethod
     def from_weights(cls, weights: Weights) -> ModelDims:
         """Read the dimensions from a model file's metadata and tensor table.
@@ -101,7 +135,8 @@ class ModelDims:
         Parameters
         ----------
         weights : Weights
-            A model of architecture llama, qwen2 or qwen3.
+            A model of architecture llama (Mixtral and Mistral are such), qwen2, qwen3, qwen2moe or
+            qwen3moe.
 
         Returns
         -------
@@ -110,13 +145,29 @@ class ModelDims:
         Raises
         ------
         ValueError
-            Another architecture, or metadata that is missing or out of range.
+            Another architecture, or metadata that is missing, out of range, or different from
+            layer to layer.
+
+        Notes
+        -----
+        The `intermediate_size` of a mixture of experts is the largest of
+
+        - the experts that one token uses times the width of one: their products are one batched
+          operation, whose result holds all of them;
+        - the width of the shared expert, which runs before or after the others and can use the
+          same memory;
+        - the width of the dense feed-forward network, where the file has a layer with one.
+
+        Where the file does not say how wide an expert is, that follows from
+        ``feed_forward_length`` as in llama.cpp: for llama it is that, for the others that divided
+        by the experts used. The dimensions do not say how many experts there are: what the weights
+        take is for the file to say.
         """
         arch = weights.metadata.get("general.architecture")
-        if arch not in ARCHITECTURES:
+        if arch not in ARCHITECTURES + MIXTURES:
             raise ValueError(
                 f"the dimensions of architecture {arch!r} are not known; known are "
-                f"{', '.join(ARCHITECTURES)}"
+                f"{', '.join(ARCHITECTURES + MIXTURES)}"
             )
         meta = Metadata(weights.metadata, str(arch))
         layers = meta.count("block_count")
@@ -127,7 +178,7 @@ class ModelDims:
             raise ValueError("the model has no matrix 'token_embd.weight'")
         return cls(
             hidden_size=hidden,
-            intermediate_size=meta.per_layer("feed_forward_length", layers),
+            intermediate_size=_intermediate_size(weights, meta, str(arch), layers),
             num_attention_heads=heads,
             num_kv_heads=meta.per_layer("attention.head_count_kv", layers, heads),
             head_dim=meta.count("attention.key_length", hidden // heads),
@@ -137,6 +188,30 @@ class ModelDims:
             quantized=embedding.type not in ("f32", "f16", "bf16")
             or any("q" in kind for kind in weights.by_type()),
         )
+
+
+def _intermediate_size(weights: Weights, meta: Metadata, arch: str, layers: int) -> int:
+    # As in llama.cpp, a count or a width of 0 is one that is not written; MIXTURES must have
+    # experts.
+    if arch not in MIXTURES and not meta.get("expert_count"):
+        return meta.per_layer("feed_forward_length", layers)
+    n_experts, n_used = meta.count("expert_count"), meta.count("expert_used_count")
+    if n_used > n_experts:
+        raise ValueError(
+            f"'{arch}.expert_used_count' is {n_used}, but there are only {n_experts} experts"
+        )
+    if arch in MIXTURES and meta.get("expert_feed_forward_length"):
+        widths = [n_used * meta.count("expert_feed_forward_length")]
+    else:
+        width = meta.per_layer("feed_forward_length", layers)
+        widths = [n_used * (width // n_used if arch in MIXTURES else width)]
+    if meta.get("expert_shared_feed_forward_length"):
+        widths.append(meta.count("expert_shared_feed_forward_length"))
+    elif arch == "qwen2moe":
+        widths.append(meta.per_layer("feed_forward_length", layers))
+    if any(name.endswith(".ffn_up.weight") for name in weights.tensors):
+        widths.append(meta.per_layer("feed_forward_length", layers))
+    return max(widths)
 
 
 class Metadata:

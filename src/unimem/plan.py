@@ -121,8 +121,8 @@ def plan(
     Parameters
     ----------
     path_or_dims : path-like, Weights or ModelDims
-        A model file, or dimensions; of these the weights are estimated, at two bytes a value, or
-        34 bytes for 32 values where they are quantized.
+        A model file, or dimensions; of these the weights are estimated, those of a dense model, at
+        two bytes a value, or 34 bytes for 32 values where they are quantized.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
@@ -148,6 +148,13 @@ def plan(
         The file cannot be used.
     ValueError
         An option is out of range, or the model's dimensions are not known.
+
+    Notes
+    -----
+    Of a file, the weights and the KV cache are exact, and ``scratch`` bounds what the engine takes.
+    The engine runs no mixture of experts: of one, ``scratch`` is that of a dense model with its
+    `ModelDims`, which leaves out the experts' outputs and the router. A runtime for it counts those
+    itself.
 
     Examples
     --------

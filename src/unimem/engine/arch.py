@@ -69,10 +69,10 @@ class Model:
 
     @classmethod
     def _checked(cls, weights: Weights, arch: str) -> Model:
-        dims = ModelDims.from_weights(weights)
         meta = Metadata(weights.metadata, arch)
         if meta.get("expert_count"):
             raise UnsupportedModel("mixtures of experts are not supported")
+        dims = ModelDims.from_weights(weights)
         if meta.get("attention.causal") is False:
             raise UnsupportedModel("models without causal attention are not supported")
         for name in ("attention.value_length", "rope.dimension_count"):
