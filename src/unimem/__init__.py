@@ -18,6 +18,7 @@ from unimem._core.kv import KVCache
 from unimem._core.paged import PagedKVCache, Sequence
 from unimem._core.scratchpad import PagedScratchpad, Scratchpad
 from unimem._core.tape import Tape
+from unimem.buffers import DecodeBuffers, ForwardScratch
 from unimem.dims import ModelDims
 from unimem.doctor import Machine, doctor
 from unimem.errors import (
@@ -45,7 +46,9 @@ __all__ = [
     "CapacityError",
     "Cell",
     "ClosedError",
+    "DecodeBuffers",
     "FormatError",
+    "ForwardScratch",
     "FrozenError",
     "GGUFError",
     "Grid",

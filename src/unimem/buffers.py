@@ -1,0 +1,668 @@
+"""The buffers of a forward pass: named arrays that are taken once and never move.
+
+What is said here of sizes, places and lives holds on every device; `unimem.cuda.DecodeBuffers` is
+the same over device memory.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVar, Unpack
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from unimem._core.tape import Tape
+from unimem.dims import MAX_SPLITS, ModelDims
+from unimem.errors import ClosedError
+from unimem.placement import PlacementOptions, format_bytes
+
+__all__ = ["BufferSet", "DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
+
+A = TypeVar("A")
+"""The device's arrays: `numpy.ndarray` or `cupy.ndarray`."""
+
+ALIGN = 256
+"""What a set of buffers is aligned to, and the most that one buffer is, in bytes."""
+
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What one buffer holds: `rows` of an array of this shape, or one where `rows` is None."""
+
+    rows: int | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def row_values(self) -> int:
+        """Values of a row."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return (1 if self.rows is None else self.rows) * self.row_values * self.dtype.itemsize
+
+
+def pack(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Place buffers one behind the other, without padding.
+
+    Each begins at a multiple of the largest power of two, up to `ALIGN`, that divides its size.
+    They stand in descending order of that power. So whatever stands before a buffer has a size that
+    is a multiple of the buffer's power, and no padding is ever needed: the end of the last one is
+    the sum of the sizes.
+
+    Parameters
+    ----------
+    sizes : mapping
+        The bytes of each buffer, above 0.
+
+    Returns
+    -------
+    dict
+        The offset of each, in the order of `sizes`.
+    """
+    offsets = dict.fromkeys(sizes, 0)
+    end = 0
+    for name in sorted(sizes, key=lambda name: -min(sizes[name] & -sizes[name], ALIGN)):
+        offsets[name] = end
+        end += sizes[name]
+    return offsets
+
+
+class _Arrays:
+    """Arrays by name, which are gone when their memory was closed."""
+
+    name: str
+    _specs: dict[str, Spec]
+
+    def _drop(self) -> None:
+        for name in self._specs:
+            delattr(self, name)
+
+    if not TYPE_CHECKING:  # to which it would say that there is every name
+
+        def __getattr__(self, name):
+            # Only what is not there comes here.
+            if name in self.__dict__.get("_specs", ()):
+                raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: it is memory of this process. Pickle its "
+            "dims, and make it anew"
+        )
+
+
+class BufferSet(_Arrays):
+    """Named arrays over one range of a tape: what the sets of buffers have in common."""
+
+    _tape_type: ClassVar[type[Any]] = Tape
+
+    dims: ModelDims
+    tape: Any
+
+    def _take(
+        self,
+        specs: dict[str, Spec],
+        offsets: dict[str, int],
+        nbytes: int,
+        tape: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Take the range, the one thing here that can fail, and make the arrays over it."""
+        self._closed = True
+        self._owns_tape = tape is None
+        if tape is None:
+            tape = self._tape_type(nbytes, name=self.name, category="scratch", **options)
+        elif options:
+            raise ValueError(
+                f"a tape is placed already: {', '.join(options)} not accepted beside tape="
+            )
+        elif not isinstance(tape, self._tape_type):
+            wanted = self._tape_type
+            raise TypeError(
+                f"tape: expected a {wanted.__module__}.{wanted.__qualname__}, got "
+                f"{type(tape).__name__}"
+            )
+        self.tape = tape
+        self._specs, self._offsets, self._nbytes = specs, offsets, nbytes
+        taken = tape.take_bytes(nbytes, align=ALIGN)
+        self._address = self._address_of(taken)
+        self._fill(taken)
+        self._closed = False
+
+    @staticmethod
+    def _address_of(array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def _fill(self, taken: Any) -> None:
+        """Make the arrays over the range, a uint8 array."""
+        for name, spec in self._specs.items():
+            offset = self._offsets[name]
+            setattr(self, name, taken[offset : offset + spec.nbytes].view(spec.dtype))
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+
+    def addresses(self) -> dict[str, int]:
+        """Return the address of each buffer's first byte, by name.
+
+        Returns
+        -------
+        dict
+
+        Raises
+        ------
+        ClosedError
+        """
+        self._check_open()
+        return {name: self._address + offset for name, offset in self._offsets.items()}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffers, or the tape under them, were closed."""
+        return self._closed or bool(self.tape.closed)
+
+    def close(self) -> None:
+        """Close the buffers; memory of their own is given back. Closing twice is no error.
+
+        Raises
+        ------
+        BufferError
+            Views still use memory of their own; nothing is closed then.
+        """
+        if self._closed:
+            return
+        self._drop()  # else they would count as views
+        if self._owns_tape:
+            try:
+                self.tape.close()
+            except BufferError:
+                self._fill(self.tape.block.as_array("uint8"))
+                raise
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        # Views that are still alive keep the memory; it goes with the last of them.
+        if not self._closed:
+            self._drop()
+            if self._owns_tape:
+                self.tape.__exit__()
+            self._closed = True
+
+    def _figures(self) -> str:
+        return format_bytes(self._nbytes)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._figures()}, {self.tape!r}"
+        return f"{type(self).__name__}('{self.name}', {state})"
+
+
+class _DecodeNames(Generic[A]):
+    """The names of the buffers of a decode step."""
+
+    embed_out: A
+    norm_out: A
+    qkv_out: A
+    q_rotated: A
+    k_rotated: A
+    rope_q_temp: A
+    rope_k_temp: A
+    attn_out: A
+    o_proj_out: A
+    residual: A
+    post_norm_out: A
+    post_norm_residual: A
+    gate_up_out: A
+    mlp_act: A
+    down_out: A
+    final_norm_out: A
+    logits: A
+    temp_dequant: A | None
+    scratch_attn: A
+    batched_k_ptrs: A
+    batched_v_ptrs: A
+    batched_kv_lens: A
+    batched_positions: A
+    flash_partial_out: A
+    flash_partial_m: A
+    flash_partial_l: A
+
+    def _swap_names(self) -> None:
+        self.residual, self.post_norm_residual = self.post_norm_residual, self.residual
+
+
+class DecodeBatch(_Arrays, _DecodeNames[A]):
+    """Views of `DecodeBuffers` for a batch, by the same names.
+
+    What there is for each sequence has the shape ``[m, width]`` (the pointers, lengths and
+    positions ``[m]``), and all else its own: `flash_partial_out` ``[heads, 32, head_dim]``,
+    `flash_partial_m` and `flash_partial_l` ``[heads, 32]``, `temp_dequant` ``[hidden, 2 * inter]``,
+    `scratch_attn` ``[q_size]``. Threads and forks as for `DecodeBuffers`.
+    """
+
+    def __init__(self, buffers: DecodeBufferSet[A], m: int) -> None:
+        self.m = m
+        self.name = buffers.name
+        self._specs = buffers._specs
+        self.temp_dequant = None
+        self._fill(buffers)
+
+    def _fill(self, buffers: DecodeBufferSet[A]) -> None:
+        for name, spec in self._specs.items():
+            array: Any = getattr(buffers, name)
+            if spec.rows is None:
+                view = array.reshape(spec.shape)
+            else:
+                view = array[: self.m * spec.row_values].reshape((self.m, *spec.shape))
+            setattr(self, name, view)
+
+
+def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    # NumPy takes None for float64.
+    named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
+    if named not in _DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return np.dtype(ml_dtypes.bfloat16 if named == "bfloat16" else named)
+
+
+def _checked_dims(dims: ModelDims) -> ModelDims:
+    if not isinstance(dims, ModelDims):
+        raise TypeError(f"dims: expected ModelDims, got {type(dims).__name__}")
+    return dims
+
+
+def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
+    n, hidden, inner = dims.max_batch_size, dims.hidden_size, dims.intermediate_size
+    q, kv, heads = dims.q_size, dims.kv_size, dims.num_attention_heads
+    widths = {
+        "embed_out": hidden,
+        "norm_out": hidden,
+        "qkv_out": dims.qkv_size,
+        "q_rotated": q,
+        "k_rotated": kv,
+        "rope_q_temp": q,
+        "rope_k_temp": kv,
+        "attn_out": q,
+        "o_proj_out": hidden,
+        "residual": hidden,
+        "post_norm_out": hidden,
+        "post_norm_residual": hidden,
+        "gate_up_out": 2 * inner,
+        "mlp_act": inner,
+        "down_out": hidden,
+        "final_norm_out": hidden,
+        "logits": dims.vocab_size,
+    }
+    specs = {name: Spec(n, (width,), dtype) for name, width in widths.items()}
+    if dims.quantized:
+        specs["temp_dequant"] = Spec(None, (hidden, 2 * inner), dtype)
+    f32, i32, u64 = (np.dtype(name) for name in ("float32", "int32", "uint64"))
+    return specs | {
+        "scratch_attn": Spec(None, (q,), dtype),
+        "batched_k_ptrs": Spec(n, (), u64),
+        "batched_v_ptrs": Spec(n, (), u64),
+        "batched_kv_lens": Spec(n, (), i32),
+        "batched_positions": Spec(n, (), i32),
+        "flash_partial_out": Spec(None, (heads, MAX_SPLITS, dims.head_dim), f32),
+        "flash_partial_m": Spec(None, (heads, MAX_SPLITS), f32),
+        "flash_partial_l": Spec(None, (heads, MAX_SPLITS), f32),
+    }
+
+
+class DecodeBufferSet(BufferSet, _DecodeNames[A]):
+    """The buffers of a decode step on any device; see `DecodeBuffers`."""
+
+    MAX_SPLITS: ClassVar[int] = MAX_SPLITS
+    dtype: np.dtype[Any]
+
+    def _make(
+        self,
+        dims: ModelDims,
+        dtype: npt.DTypeLike,
+        tape: Any,
+        name: str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dims = _checked_dims(dims)
+        self.dtype = _dtype(dtype)
+        self.name = name or "decode buffers"
+        self.temp_dequant = None
+        self._batches: dict[int, DecodeBatch[A]] = {}
+        specs = _decode_specs(dims, self.dtype)
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
+        self._take(specs, pack(sizes), sum(sizes.values()), tape, options)
+
+    @staticmethod
+    def bytes_needed(dims: ModelDims, dtype: npt.DTypeLike = "float16") -> int:
+        """Return the `memory_bytes` of buffers for these dimensions.
+
+        Parameters
+        ----------
+        dims : ModelDims
+            The model.
+        dtype : {"float16", "bfloat16", "float32"}
+            Type of the activations.
+
+        Returns
+        -------
+        int
+        """
+        specs = _decode_specs(_checked_dims(dims), _dtype(dtype))
+        return sum(spec.nbytes for spec in specs.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all buffers, which is what was taken from the tape."""
+        return self._nbytes
+
+    def batch(self, m: int) -> DecodeBatch[A]:
+        """Return views for a batch of m sequences, made once for each m.
+
+        Parameters
+        ----------
+        m : int
+            From 1 to ``dims.max_batch_size``.
+
+        Returns
+        -------
+        DecodeBatch
+            The buffers by the same names: ``[m, width]`` what there is for each sequence, and the
+            others in the shapes they have. `swap_residual` swaps its names too.
+
+        Raises
+        ------
+        ValueError, TypeError
+            m is out of range, or no integer.
+        ClosedError
+        """
+        self._check_open()
+        m = operator.index(m)
+        if not 1 <= m <= self.dims.max_batch_size:
+            raise ValueError(f"m: expected 1 to {self.dims.max_batch_size}, got {m}")
+        found = self._batches.get(m)
+        if found is None:
+            found = self._batches[m] = DecodeBatch(self, m)
+        return found
+
+    def swap_residual(self) -> None:
+        """Exchange the names `residual` and `post_norm_residual`, without a copy.
+
+        A layer reads the one and writes the sum into the other; swapped, the next layer finds its
+        input under the same name. No byte moves: `addresses` says what the names stand for now, and
+        views that were taken before go on showing the memory that they showed.
+
+        Raises
+        ------
+        ClosedError
+
+        Notes
+        -----
+        A captured CUDA graph holds addresses, not names. A step that swaps an even number of times
+        ends as it began, and can be captured once and replayed; after an odd number the names are
+        exchanged, and the graph still reads what was `residual` when it was captured.
+        """
+        self._check_open()
+        self._swap_names()
+        for batch in self._batches.values():
+            batch._swap_names()
+        offsets = self._offsets
+        offsets["residual"], offsets["post_norm_residual"] = (
+            offsets["post_norm_residual"],
+            offsets["residual"],
+        )
+
+    def _fill(self, taken: Any) -> None:
+        super()._fill(taken)
+        for batch in self._batches.values():
+            batch._fill(self)
+
+    def _drop(self) -> None:
+        for batch in self._batches.values():
+            batch._drop()
+        super()._drop()
+
+    def _figures(self) -> str:
+        batch = f", batch {self.dims.max_batch_size}" if self.dims.max_batch_size > 1 else ""
+        return f"{super()._figures()} of {self.dtype}{batch}"
+
+
+class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
+    """The 26 buffers of one decode step, taken once, at addresses that never change.
+
+    Each is a flat array by its name, uninitialised. What there is for each sequence lies row behind
+    row, for ``dims.max_batch_size`` sequences; `batch` gives the same in shape.
+
+    One thread at a time makes a step. After a fork the child has its own copy; over shared memory
+    it has none, and ClosedError says so.
+
+    Parameters
+    ----------
+    dims : ModelDims
+        The model.
+    tape : Tape, optional
+        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``;
+        otherwise a tape of their own.
+    dtype : {"float16", "bfloat16", "float32"}
+        Type of the activations. The partial results of flash decoding are float32, the pointers
+        uint64, lengths and positions int32, always.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`; only without `tape`.
+
+    Attributes
+    ----------
+    dims : ModelDims
+        What the sizes follow from.
+    dtype : numpy.dtype
+        Type of the activations.
+    tape : Tape
+        What the buffers lie on.
+    name : str
+        Stands in messages.
+    MAX_SPLITS : int
+        Parts of a context that flash decoding reads at once, at most: 32.
+    embed_out, norm_out, o_proj_out, residual : numpy.ndarray
+        ``[B * hidden]``.
+    post_norm_out, post_norm_residual, down_out, final_norm_out : numpy.ndarray
+        ``[B * hidden]``.
+    qkv_out : numpy.ndarray
+        ``[B * (q + 2 * kv)]``.
+    q_rotated, rope_q_temp, attn_out : numpy.ndarray
+        ``[B * q]``.
+    k_rotated, rope_k_temp : numpy.ndarray
+        ``[B * kv]``.
+    gate_up_out, mlp_act : numpy.ndarray
+        ``[B * 2 * inter]`` and ``[B * inter]``.
+    logits : numpy.ndarray
+        ``[B * vocab]``.
+    temp_dequant : numpy.ndarray or None
+        ``[hidden * 2 * inter]``; None unless the weights are quantized.
+    scratch_attn : numpy.ndarray
+        ``[q]``.
+    batched_k_ptrs, batched_v_ptrs, batched_kv_lens, batched_positions : numpy.ndarray
+        ``[B]``.
+    flash_partial_out : numpy.ndarray
+        ``[heads * 32 * head_dim]``, float32.
+    flash_partial_m, flash_partial_l : numpy.ndarray
+        ``[heads * 32]``, float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown dtype, or what are no dimensions.
+    TapeFull, FrozenError, ClosedError
+        As `Tape.take`; nothing was taken then.
+    MemoryError, PlacementError
+        As `Block`.
+
+    Notes
+    -----
+    The buffers are one take of exactly `memory_bytes` at a multiple of 256 bytes. They lie one
+    behind the other in descending order of the largest power of two, up to 256, that divides their
+    sizes. That makes each a multiple of its own power away from the beginning, and no byte is lost
+    to alignment. So every buffer whose size is a multiple of 256 bytes is aligned to 256 bytes.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> dims = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512, max_batch_size=4)
+    >>> with um.DecodeBuffers(dims) as db:
+    ...     two = db.batch(2)
+    ...     db.memory_bytes == db.tape.used_bytes, db.qkv_out.shape, two.qkv_out.shape
+    (True, (512,), (2, 128))
+    """
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        *,
+        tape: Tape | None = None,
+        dtype: npt.DTypeLike = "float16",
+        name: str | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        self._make(dims, dtype, tape, name, placement)
+
+
+class ForwardScratch(BufferSet):
+    """The float32 buffers of a forward pass of one token, and the one vector of logits.
+
+    They are taken once and used for every layer and every token. All but `residual` and `logits`
+    hold nothing from one transformer block to the next.
+
+    One thread at a time makes a pass. After a fork the child has its own copy; over shared memory
+    it has none, and ClosedError says so.
+
+    Parameters
+    ----------
+    dims : ModelDims
+        The model; one sequence, whatever its `max_batch_size`.
+    tape : Tape
+        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``.
+    overlap : bool, default False
+        Let buffers share memory that no block needs at the same time, as a `BufferPlan` of
+        `USES` says.
+
+    Attributes
+    ----------
+    dims : ModelDims
+        What the sizes follow from.
+    tape : Tape
+        What the buffers lie on.
+    name : str
+        Stands in messages.
+    peak_scratch_bytes : int
+        What was taken, without the logits: the sum of the buffers, or with `overlap` their plan's
+        total.
+    USES : dict
+        The first and the last step of a block that each buffer is needed in.
+    residual, normalized, projected, ffn_normalized, ffn_out : numpy.ndarray
+        ``[hidden]``.
+    q, attention : numpy.ndarray
+        ``[q_size]``.
+    k, v : numpy.ndarray
+        ``[kv_size]``.
+    gate, up, gated : numpy.ndarray
+        ``[inter]``.
+    scores : numpy.ndarray
+        ``[max_seq_len]``, of one head.
+    logits : numpy.ndarray
+        ``[vocab]``.
+
+    Raises
+    ------
+    TypeError
+        What are no dimensions, or no tape.
+    TapeFull, FrozenError, ClosedError
+        As `Tape.take`; nothing was taken then.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
+    >>> with um.Tape(1 << 20) as tape:
+    ...     fs = um.ForwardScratch(dims, tape=tape)
+    ...     fs.peak_scratch_bytes, tape.used_bytes - fs.peak_scratch_bytes == fs.logits.nbytes
+    (6160, True)
+    """
+
+    residual: npt.NDArray[Any]
+    normalized: npt.NDArray[Any]
+    q: npt.NDArray[Any]
+    k: npt.NDArray[Any]
+    v: npt.NDArray[Any]
+    attention: npt.NDArray[Any]
+    projected: npt.NDArray[Any]
+    ffn_normalized: npt.NDArray[Any]
+    gate: npt.NDArray[Any]
+    up: npt.NDArray[Any]
+    gated: npt.NDArray[Any]
+    ffn_out: npt.NDArray[Any]
+    scores: npt.NDArray[Any]
+    logits: npt.NDArray[Any]
+
+    # The steps: 0 norm; 1 q, k and v; 2 attention; 3 projection; 4 sum; 5 norm; 6 gate and up;
+    # 7 product; 8 ffn_out; 9 sum.
+    USES: ClassVar[dict[str, tuple[int, int]]] = {
+        "residual": (0, 9),
+        "normalized": (0, 1),
+        "q": (1, 2),
+        "k": (1, 2),
+        "v": (1, 2),
+        "attention": (2, 3),
+        "projected": (3, 4),
+        "ffn_normalized": (5, 6),
+        "gate": (6, 7),
+        "up": (6, 7),
+        "gated": (7, 8),
+        "ffn_out": (8, 9),
+        "scores": (2, 2),
+    }
+
+    def __init__(self, dims: ModelDims, *, tape: Tape, overlap: bool = False) -> None:
+        self.dims = _checked_dims(dims)
+        self.name = "forward scratch"
+        hidden, q, kv = dims.hidden_size, dims.q_size, dims.kv_size
+        inner = dims.intermediate_size
+        widths = dict.fromkeys(self.USES, hidden)
+        widths |= {"q": q, "k": kv, "v": kv, "attention": q, "scores": dims.max_seq_len}
+        widths |= {"gate": inner, "up": inner, "gated": inner, "logits": dims.vocab_size}
+        f32 = np.dtype("float32")
+        specs = {name: Spec(None, (width,), f32) for name, width in widths.items()}
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
+        if overlap:
+            from unimem.buffer_plan import BufferPlan, BufferUse
+
+            plan = BufferPlan(
+                [BufferUse(name, sizes[name], *use) for name, use in self.USES.items()]
+            )
+            self.peak_scratch_bytes = plan.total_bytes
+            offsets = dict(plan.offsets) | {"logits": plan.total_bytes}
+        else:
+            self.peak_scratch_bytes = sum(sizes.values()) - sizes["logits"]
+            offsets = pack(sizes)
+        if not isinstance(tape, Tape):
+            raise TypeError(f"tape: expected a Tape, got {type(tape).__name__}")
+        self._take(specs, offsets, self.peak_scratch_bytes + sizes["logits"], tape, {})
