@@ -387,7 +387,7 @@ typedef struct um_grid {
     unsigned char *base;        /* read */
     size_t cell_bytes;          /* read: the request rounded up to the alignment */
     uint32_t n_cells;           /* read */
-    UM_ATOMIC(uint32_t) * next; /* free list links; on the tape as well */
+    UM_ATOMIC(uint32_t) * next; /* free list links, beside the cells or elsewhere */
     UM_ATOMIC(uint64_t)
     head; /* tag << 32 | index of the first free cell, UINT32_MAX when there is none */
     UM_ATOMIC(uint32_t) n_free;
@@ -400,6 +400,11 @@ UM_API um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out,
  * UM_E_FULL, UM_E_STATE (frozen). */
 UM_API um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
                               um_error *err);
+/* The same with cells that the CPU cannot reach, such as a GPU's: their address, a multiple of 64,
+ * is only reckoned with. Room for n_cells of cell_bytes, rounded up to multiples of 64, and, at
+ * `links`, for n_cells uint32_t; the caller keeps both. errors: UM_E_INVALID. */
+UM_API um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cell_bytes,
+                                    uint32_t n_cells, um_error *err);
 /* errors: UM_E_FULL. */
 UM_API um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err);
 /* errors: UM_E_INVALID (no such cell), UM_E_STATE (the cell is free already). */

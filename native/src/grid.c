@@ -30,6 +30,31 @@ um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_err
     return UM_OK;
 }
 
+um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cell_bytes,
+                             uint32_t n_cells, um_error *err) {
+    size_t cell, cells_bytes, links_bytes, end;
+    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells_bytes, &links_bytes)) {
+        return um_fail(err, UM_E_INVALID, "cell_bytes or n_cells");
+    }
+    if (cells == NULL || (uintptr_t)cells % CELL_ALIGN != 0 ||
+        !um_add((uintptr_t)cells, cells_bytes, &end)) {
+        return um_fail(err, UM_E_INVALID, "cells");
+    }
+    if (links == NULL || (uintptr_t)links % _Alignof(uint32_t) != 0) {
+        return um_fail(err, UM_E_INVALID, "links");
+    }
+    grid->base = cells;
+    grid->cell_bytes = cell;
+    grid->n_cells = n_cells;
+    grid->next = links;
+    for (uint32_t id = 0; id < n_cells; id++) {
+        atomic_init(&grid->next[id], id + 1 < n_cells ? id + 1 : NO_CELL);
+    }
+    atomic_init(&grid->head, 0);
+    atomic_init(&grid->n_free, n_cells);
+    return UM_OK;
+}
+
 um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
                        um_error *err) {
     size_t cell, cells, links, sum;
@@ -42,16 +67,7 @@ um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t
     if (status != UM_OK) {
         return status;
     }
-    grid->base = base;
-    grid->cell_bytes = cell;
-    grid->n_cells = n_cells;
-    grid->next = (void *)(grid->base + cells);
-    for (uint32_t id = 0; id < n_cells; id++) {
-        atomic_init(&grid->next[id], id + 1 < n_cells ? id + 1 : NO_CELL);
-    }
-    atomic_init(&grid->head, 0);
-    atomic_init(&grid->n_free, n_cells);
-    return UM_OK;
+    return um_grid_init_apart(grid, base, (unsigned char *)base + cells, cell_bytes, n_cells, err);
 }
 
 um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {

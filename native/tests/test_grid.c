@@ -178,6 +178,66 @@ static void test_take_and_give(void) {
     CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
 }
 
+/* ---- cells apart from their links ---- */
+
+/* Where nothing is mapped: who touches it does not come back. */
+static void *const NOWHERE = (void *)(uintptr_t)64;
+
+static void test_apart(void) {
+    enum { N = 9, CELL = 100, STRIDE = 128 };
+    uint32_t links[N + 2], id;
+    um_grid grid;
+    links[0] = links[N + 1] = 0x5A5A5A5A;
+    CHECK_OK(um_grid_init_apart(&grid, NOWHERE, links + 1, CELL, N, &test_err));
+    CHECK_EQ_U64(grid.cell_bytes, STRIDE);
+    CHECK_EQ_U64(grid.n_cells, N);
+    CHECK_EQ_U64(um_grid_n_available(&grid), N);
+    bool taken[N] = {false};
+    for (uint32_t i = 0; i < N; i++) {
+        CHECK_OK(um_grid_take(&grid, &id, &test_err));
+        REQUIRE(id < N);
+        CHECK(!taken[id]);
+        taken[id] = true;
+        CHECK((uintptr_t)um_grid_cell(&grid, id) == (uintptr_t)NOWHERE + (size_t)id * STRIDE);
+    }
+    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
+    CHECK_OK(um_grid_give(&grid, 4, &test_err));
+    check_give_fails(UM_E_STATE, &grid, 4);
+    CHECK_OK(um_grid_take(&grid, &id, &test_err));
+    CHECK_EQ_U64(id, 4);
+    CHECK(links[0] == 0x5A5A5A5A && links[N + 1] == 0x5A5A5A5A);
+}
+
+static void test_bad_places(void) {
+    uint32_t links[4];
+    um_grid grid, before;
+    memset(&grid, 0x5A, sizeof grid);
+    memcpy(&before, &grid, sizeof grid);
+    struct {
+        uintptr_t cells;
+        void *links;
+        size_t cell_bytes;
+        uint32_t n_cells;
+    } bad[] = {{0, links, 64, 4},
+               {32, links, 64, 4}, /* cells lie at multiples of 64 */
+               {64, NULL, 64, 4},
+               {64, (char *)links + 1, 64, 2},
+               {UINTPTR_MAX - 63, links, 64, 1}, /* cells end behind the last address */
+               {UINTPTR_MAX - 127, links, 64, 2},
+               {64, links, 0, 4},
+               {64, links, 64, 0},
+               {64, links, SIZE_MAX, 1},
+               {64, links, 64, UINT32_MAX}};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK_STATUS(UM_E_INVALID,
+                     um_grid_init_apart(&grid, (void *)bad[i].cells, bad[i].links,
+                                        bad[i].cell_bytes, bad[i].n_cells, &test_err));
+        CHECK(um_grid_init_apart(&grid, (void *)bad[i].cells, bad[i].links, bad[i].cell_bytes,
+                                 bad[i].n_cells, NULL) == UM_E_INVALID);
+    }
+    CHECK(memcmp(&before, &grid, sizeof grid) == 0);
+}
+
 /* Against a model: a set of the cells that are taken. */
 static void test_random_order(void) {
     enum { N = 50 };
@@ -409,6 +469,8 @@ int main(void) {
     test_bytes_are_enough();
     test_init_without_room();
     test_take_and_give();
+    test_apart();
+    test_bad_places();
     test_random_order();
     check_threads(1, 1, 200000);
     check_threads(2, 2, 200000);

@@ -193,6 +193,8 @@ cdef extern from "unimem.h" nogil:
     um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_error *err)
     um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
                            um_error *err)
+    um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cell_bytes,
+                                 uint32_t n_cells, um_error *err)
     um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err)
     um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err)
     void *um_grid_cell(const um_grid *grid, uint32_t id)
