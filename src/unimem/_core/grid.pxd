@@ -2,16 +2,23 @@
 from libc.stdint cimport uint32_t
 
 from unimem._core cimport native as um
-from unimem._core.tape cimport Tape
+from unimem._core.tape cimport Bump
 
-cdef class Grid:
+cdef class Cells:
     cdef um.um_grid grid
-    cdef readonly Tape tape
+    cdef readonly Bump tape
     cdef readonly size_t cell_bytes
     cdef object __weakref__
     cdef object fail(self, um.um_error *err)
 
+cdef class Grid(Cells):
+    pass
+
+cdef class DeviceGrid(Cells):
+    # The free list.
+    cdef object _links
+
 cdef class Cell:
-    cdef Grid _grid
+    cdef Cells _grid
     cdef readonly uint32_t id
-    cdef Grid taken_from(self)
+    cdef Cells taken_from(self)

@@ -1,11 +1,11 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
-import numpy.typing as npt
-
-from unimem._core.tape import Tape
+from unimem._core.tape import Bump, Tape
 from unimem.placement import PlacementOptions
+
+_TapeT = TypeVar("_TapeT", bound=Bump[Any])
 
 class Cell:
     id: int
@@ -13,22 +13,11 @@ class Cell:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def as_array(
-        self, dtype: npt.DTypeLike = "uint8", shape: int | Sequence[int] | None = None
-    ) -> npt.NDArray[Any]: ...
+    def as_array(self, dtype: Any = "uint8", shape: int | Sequence[int] | None = None) -> Any: ...
 
-class Grid:
-    tape: Tape
+class Cells(Generic[_TapeT]):
+    tape: _TapeT
     cell_bytes: int
-    def __init__(
-        self,
-        cell_bytes: int,
-        n_cells: int,
-        *,
-        name: str | None = None,
-        category: str = "scratch",
-        **placement: Unpack[PlacementOptions],
-    ) -> None: ...
     def take(self) -> Cell: ...
     def give(self, cell: Cell) -> None: ...
     @property
@@ -44,4 +33,20 @@ class Grid:
         kind: type[BaseException] | None = None,
         error: BaseException | None = None,
         trace: TracebackType | None = None,
+    ) -> None: ...
+
+class Grid(Cells[Tape]):
+    def __init__(
+        self,
+        cell_bytes: int,
+        n_cells: int,
+        *,
+        name: str | None = None,
+        category: str = "scratch",
+        **placement: Unpack[PlacementOptions],
+    ) -> None: ...
+
+class DeviceGrid(Cells[Any]):
+    def __init__(
+        self, cell_bytes: int, n_cells: int, new_tape: Callable[[int], Bump[Any]]
     ) -> None: ...

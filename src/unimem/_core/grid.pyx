@@ -1,5 +1,7 @@
 # cython: language_level=3, nonecheck=True
 """Grids: cells of one size, taken and given back in any order."""
+import numpy as np
+
 from unimem.errors import ClosedError, GridFull
 
 from libc.stdint cimport uint32_t, uintptr_t
@@ -21,7 +23,7 @@ cdef class Cell:
         Its number in the grid.
     """
 
-    cdef Grid taken_from(self):
+    cdef Cells taken_from(self):
         if self._grid is None:
             raise ClosedError(f"cell {self.id} was given back")
         return self._grid
@@ -29,7 +31,7 @@ cdef class Cell:
     @property
     def address(self):
         """Address of its first byte, a multiple of 64."""
-        cdef Grid grid = self.taken_from()
+        cdef Cells grid = self.taken_from()
         grid.tape.check_open()
         return <uintptr_t>um.um_grid_cell(&grid.grid, self.id)
 
@@ -50,7 +52,7 @@ cdef class Cell:
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray or cupy.ndarray
             Invalid after the cell is given back.
 
         Raises
@@ -58,12 +60,11 @@ cdef class Cell:
         ValueError
             The array does not fit into the cell.
         """
-        cdef Grid grid = self.taken_from()
+        cdef Cells grid = self.taken_from()
         block = grid.tape.block
-        cell = block.as_array("uint8", grid.cell_bytes, self.address - block.address)
         descr = dtype_of(dtype)
         if shape is None:
-            return cell[:grid.cell_bytes // descr.itemsize * descr.itemsize].view(descr)
+            shape = grid.cell_bytes // descr.itemsize
         array = block.as_array(descr, shape, self.address - block.address)
         if array.nbytes > grid.cell_bytes:
             raise ValueError(f"shape {array.shape} of {array.dtype} needs {array.nbytes} bytes of "
@@ -78,53 +79,19 @@ cdef class Cell:
         return f"Cell({self.id}, {'given back' if self._grid is None else self.nbytes})"
 
 
-cdef class Grid:
-    """Cells of one size over a tape, for things that come and go in any order.
+cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
+    """The bytes that cells and links need."""
+    cdef um.um_error err
+    cdef size_t nbytes, size = size_of(cell_bytes, "cell_bytes", 1)
+    if size_of(n_cells, "n_cells", 1) >= 2**32 - 2:
+        raise ValueError(f"n_cells: expected at most 2**32 - 3, got {n_cells}")
+    if um.um_grid_bytes(size, n_cells, &nbytes, &err) != um.UM_OK:
+        raise_status(err.status, &err, "Grid")
+    return nbytes
 
-    Any number of threads may take and give at the same time, without a lock. After a fork the child
-    has its own copy.
 
-    Parameters
-    ----------
-    cell_bytes : int
-        Size of a cell; cells lie at multiples of 64 bytes.
-    n_cells : int
-        How many, below 2**32 - 2.
-    **placement
-        See `PlacementOptions`; `name` and `category` as for `Tape`.
-
-    Attributes
-    ----------
-    tape : Tape
-        What the cells lie on; only they.
-
-    Raises
-    ------
-    ValueError, MemoryError, PlacementError
-        As `Block`.
-
-    Examples
-    --------
-    >>> import unimem as um
-    >>> with um.Grid(4096, 8) as grid:
-    ...     cell = grid.take()
-    ...     cell.as_array("float32", (32, 32)).fill(0)
-    ...     grid.give(cell)
-    ...     grid.n_available
-    8
-    """
-
-    def __init__(self, cell_bytes, n_cells, *, name=None, **placement):
-        cdef um.um_error err
-        cdef size_t nbytes
-        self.cell_bytes = size_of(cell_bytes, "cell_bytes", 1)
-        if size_of(n_cells, "n_cells", 1) >= 2**32 - 2:
-            raise ValueError(f"n_cells: expected at most 2**32 - 3, got {n_cells}")
-        if um.um_grid_bytes(self.cell_bytes, n_cells, &nbytes, &err) != um.UM_OK:
-            raise_status(err.status, &err, "Grid")
-        self.tape = Tape(nbytes, name=name or "grid", **placement)
-        if um.um_grid_init(&self.grid, &self.tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
-            self.fail(&err)
+cdef class Cells:
+    """What a `Grid` is, whatever memory its tape is over: that is never touched here."""
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Grid '{self.tape.name}'", GridFull, "cells")
@@ -205,3 +172,67 @@ cdef class Grid:
             return f"Grid('{self.tape.name}', closed)"
         return (f"Grid('{self.tape.name}', {self.n_available} of {self.n_cells} cells of "
                 f"{self.cell_bytes} bytes free, {self.tape.block.granted})")
+
+
+cdef class Grid(Cells):
+    """Cells of one size over a tape, for things that come and go in any order.
+
+    Any number of threads may take and give at the same time, without a lock. After a fork the child
+    has its own copy.
+
+    Parameters
+    ----------
+    cell_bytes : int
+        Size of a cell; cells lie at multiples of 64 bytes.
+    n_cells : int
+        How many, below 2**32 - 2.
+    **placement
+        See `PlacementOptions`; `name` and `category` as for `Tape`.
+
+    Attributes
+    ----------
+    tape : Tape
+        What the cells lie on; only they.
+
+    Raises
+    ------
+    ValueError, MemoryError, PlacementError
+        As `Block`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Grid(4096, 8) as grid:
+    ...     cell = grid.take()
+    ...     cell.as_array("float32", (32, 32)).fill(0)
+    ...     grid.give(cell)
+    ...     grid.n_available
+    8
+    """
+
+    def __init__(self, cell_bytes, n_cells, *, name=None, **placement):
+        cdef um.um_error err
+        cdef size_t nbytes = _check_sizes(cell_bytes, n_cells)
+        cdef Tape tape = Tape(nbytes, name=name or "grid", **placement)
+        self.tape, self.cell_bytes = tape, cell_bytes
+        if um.um_grid_init(&self.grid, &tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
+            self.fail(&err)
+
+
+cdef class DeviceGrid(Cells):
+    """The half of `cuda.Grid` that needs no device: the free list is in main memory.
+
+    `new_tape` makes a tape of so many bytes.
+    """
+
+    def __init__(self, cell_bytes, n_cells, new_tape):
+        cdef um.um_error err
+        _check_sizes(cell_bytes, n_cells)
+        links = np.empty(n_cells, np.uint32)
+        self.tape, self.cell_bytes = new_tape(-(-cell_bytes // 64) * 64 * n_cells), cell_bytes
+        cdef uintptr_t first = links.ctypes.data
+        if um.um_grid_init_apart(
+                &self.grid, self.tape.take_raw(self.tape.total_bytes), <void *>first,
+                self.cell_bytes, n_cells, &err) != um.UM_OK:
+            self.fail(&err)
+        self._links = links

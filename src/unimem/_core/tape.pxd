@@ -33,3 +33,9 @@ cdef class Tape(Bump):
 
     # `take_raw` as a typed memoryview of n float32.
     cdef float[::1] take_floats(self, size_t n)
+
+cdef class DeviceTape(Bump):
+    # What its arrays refer to, which keeps the memory alive.
+    cdef readonly object _memory
+    # Arrays that were made, by address, shape and dtype.
+    cdef dict _made

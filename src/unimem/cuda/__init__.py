@@ -10,5 +10,7 @@ _gpu.require()
 
 # ruff: noqa: E402 - what follows has no use without a device
 from unimem.cuda.block import CAPABILITIES, Block
+from unimem.cuda.grid import Grid
+from unimem.cuda.tape import Tape
 
-__all__ = ["CAPABILITIES", "Block"]
+__all__ = ["CAPABILITIES", "Block", "Grid", "Tape"]

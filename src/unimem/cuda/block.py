@@ -172,6 +172,8 @@ class Block:
     ) -> None:
         self._memory: Any = None
         self._is_left_out = False
+        # Part of another object, which warns for both when it is left open.
+        self._is_part = False
         self.name = name or "block"
         size = operator.index(nbytes)
         if size < 1:
@@ -366,8 +368,9 @@ class Block:
         self._drop()
 
     def __del__(self) -> None:
-        if getattr(self, "_memory", None) is not None and not self._is_left_out:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+        if getattr(self, "_memory", None) is None or self._is_part or self._is_left_out:
+            return
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -1,0 +1,106 @@
+"""Tapes of device memory."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from unimem._core.tape import DeviceTape
+from unimem.cuda.block import LEFT_OUT, Block
+from unimem.placement import PlacementOptions
+
+__all__ = ["Tape"]
+
+
+class Tape(DeviceTape):
+    """A bump allocator over device memory: `unimem.Tape`, with CuPy arrays.
+
+    What is taken is not initialised, as with ``cupy.empty``, and becomes invalid with `clear` or
+    `rewind`: the next taker at the same place gets the same memory, and with the same shape and
+    dtype the same array object. Kernels that are queued already still use it: a taker on another
+    stream must wait for them, as for any buffer that is used again. With ``UNIMEM_DEBUG=1`` in the
+    environment memory that is taken back is overwritten, on CuPy's current stream.
+
+    Any number of threads may take at the same time; `clear` and `rewind` are for one. A forked
+    child has none of the memory, and ClosedError says so there.
+
+    Parameters
+    ----------
+    nbytes_or_block : int or Block
+        A size in bytes, for a block of the tape's own, or a `cuda.Block` (all of it).
+    name : str, optional
+        Stands in messages.
+    category : str, default "scratch"
+        The row of the ledger, for a block of the tape's own.
+    device : int, default 0
+        CUDA's number of the GPU; only with a size.
+    pinned : bool, default False
+        Host memory that the GPU sees; only with a size.
+    **placement
+        See `PlacementOptions`; only of pinned memory.
+
+    Raises
+    ------
+    CapacityError
+        The device has no room.
+    ValueError, TypeError, MemoryError, PlacementError, NotImplementedError
+        As `cuda.Block`.
+
+    Examples
+    --------
+    >>> from unimem import cuda
+    >>> with cuda.Tape(1 << 20) as tape:
+    ...     x = tape.take((2, 3), "float16")
+    ...     tape.clear()
+    ...     x is tape.take((2, 3), "float16")
+    True
+    """
+
+    def __init__(
+        self,
+        nbytes_or_block: int | Block,
+        *,
+        name: str | None = None,
+        category: str = "scratch",
+        device: int = 0,
+        pinned: bool = False,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        owns_block = not isinstance(nbytes_or_block, Block)
+        if isinstance(nbytes_or_block, Block):
+            given = {"device": device not in (0, nbytes_or_block.device), "pinned": pinned}
+            refused = [*(name for name, is_given in given.items() if is_given), *placement]
+            if refused:
+                raise ValueError(
+                    f"a block is placed already: {', '.join(refused)} not accepted here"
+                )
+            block, total = nbytes_or_block, nbytes_or_block.nbytes
+        else:
+            block = Block(
+                nbytes_or_block,
+                device=device,
+                pinned=pinned,
+                name=name or "tape",
+                category=category,
+                **placement,
+            )
+            block._is_part = True
+            # Not what a pinned block was rounded up to: a tape ends where it was asked to.
+            total = nbytes_or_block
+        self._driver = block._driver
+        super().__init__(name or block.name, block, total, LEFT_OUT, owns_block=owns_block)
+
+    def _new_array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self._driver.array(self._memory, offset, shape, dtype)
+
+    def _overwrite(self, address: int, nbytes: int) -> None:
+        self._driver.fill(address, 0xDB, nbytes, self._driver.stream())
+
+    def _address_of(self, array: Any) -> int:
+        return int(array.data.ptr) if self._driver.is_array(array) else array
+
+    def _where(self) -> str:
+        return "its block closed" if self.block.closed else str(self.block.granted)
+
+    def warm(self, threads: int | None = None) -> None:
+        """Do nothing: device memory and pinned memory are always there."""
+        self.block.warm(threads)
