@@ -1,0 +1,34 @@
+"""Fixtures of the tests that need a GPU; the modules skip themselves where there is none."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the library asks the driver for; and what fails on the device fails in its test."""
+    from gpu.machine import Counted, bridge, cupy
+
+    gc.collect()  # what earlier tests have left is not given back in this one
+    counted = bridge.counted = Counted(monkeypatch)
+    with counted:
+        yield counted
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    """PyTorch, on the GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages, about each other
+        torch = pytest.importorskip("torch", reason="needs torch for CUDA")
+        if not torch.cuda.is_available():
+            pytest.skip("needs torch for CUDA")
+        torch.zeros(1, device="cuda")
+    return torch

@@ -1,0 +1,173 @@
+"""The GPU that the tests of this folder run on, and ways to see it that are not the library's.
+
+Importing this skips the module that does so where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuda_kinds import Array, Bridge, OnDevice, span
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of other packages, about each other
+    cupy = pytest.importorskip("cupy", reason="needs a GPU and CuPy: make test-gpu")
+if not cupy.cuda.is_available():
+    pytest.skip("needs a GPU: make test-gpu", allow_module_level=True)
+
+from unimem import cuda, gpu
+
+__all__ = ["MIB", "Counted", "bridge", "cuda", "cupy", "gpu", "held", "new_stream"]
+
+MIB = 1 << 20
+runtime = cupy.cuda.runtime
+MemoryHook: Any = cupy.cuda.MemoryHook
+
+# Spins until the host sets the flag, and at most for so many cycles, so that what waits by mistake
+# fails instead of hanging.
+HOLD = r"""
+extern "C" __global__ void hold(volatile int *flag, long long most_cycles) {
+    long long start = clock64();
+    while (*flag == 0 && clock64() - start < most_cycles) {
+    }
+}
+"""
+MOST_CYCLES = 10_000_000_000  # 5 s at 2 GHz
+
+
+@cache
+def _holding() -> tuple[Any, Any, Any]:
+    """The kernel, and the flag as the GPU and as the CPU sees it."""
+    memory = cupy.cuda.alloc_pinned_memory(4)
+    flag = np.frombuffer(memory, np.int32, 1)
+    return cupy.RawKernel(HOLD, "hold"), memory, flag
+
+
+@contextmanager
+def held(stream: Any) -> Iterator[None]:
+    """Nothing that is queued in the stream begins before the end of the ``with``.
+
+    Raises
+    ------
+    AssertionError
+        The stream is done before that: somebody has waited for it.
+    """
+    hold, memory, flag = _holding()
+    flag[0] = 1
+    hold((1,), (1,), (memory.ptr, MOST_CYCLES), stream=stream)  # now it is loaded
+    stream.synchronize()
+    flag[0] = 0
+    hold((1,), (1,), (memory.ptr, MOST_CYCLES), stream=stream)
+    try:
+        yield
+        is_held = not stream.done
+    finally:
+        flag[0] = 1
+        stream.synchronize()
+    assert is_held, "somebody has waited for the stream"
+
+
+def new_stream() -> Any:
+    """A stream that does not wait for the default one, as graphs need it."""
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+class Allocation:
+    """What the driver has allocated, as long as somebody has it."""
+
+    def __init__(self, counted: Counted, nbytes: int, memory: Any) -> None:
+        self._counted, self._memory = counted, memory
+        self.ptr = memory.ptr
+        counted.allocated[self.ptr] = nbytes
+
+    def __del__(self) -> None:
+        del self._counted.allocated[self.ptr]
+
+
+class Counted(MemoryHook):  # type: ignore[misc]
+    """What the library asks the driver for, and CuPy its pool.
+
+    Attributes
+    ----------
+    calls : Counter
+        By the driver's method, and as `pool` what CuPy has taken from its pool.
+    allocated : dict of int to int
+        Addresses to sizes of what the library has.
+    """
+
+    name = "Counted"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        self.allocated: dict[int, int] = {}
+        for cls, method in (
+            *((gpu.Driver, name) for name in ("synchronize", "register", "unregister", "module")),
+            *((gpu.Driver, name) for name in ("new_stream", "new_event")),
+            (gpu._Event, "synchronize"),
+        ):
+            monkeypatch.setattr(cls, method, self._counting(getattr(cls, method)))
+        allocate = gpu.Driver.allocate
+
+        def counting(driver: Any, nbytes: int) -> Allocation:
+            self.calls["allocate"] += 1
+            return Allocation(self, nbytes, allocate(driver, nbytes))
+
+        monkeypatch.setattr(gpu.Driver, "allocate", counting)
+
+    def _counting(self, method: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
+            self.calls[method.__name__] += 1
+            return method(*arguments)
+
+        return counting
+
+    def malloc_preprocess(self, **_: Any) -> None:
+        self.calls["pool"] += 1
+
+
+class DeviceBridge(Bridge):
+    """A real device. What it allocates itself is neither the library's nor the pool's."""
+
+    counted: Counted  # of this test
+
+    def up(self, a: Array) -> OnDevice:
+        memory, first = span(a)
+        allocation = cupy.cuda.Memory(memory.nbytes)
+        kind = runtime.memcpyHostToDevice
+        runtime.memcpy(allocation.ptr, memory.ctypes.data, memory.nbytes, kind)
+        runtime.deviceSynchronize()  # which a small copy does not wait for
+        pointer = cupy.cuda.MemoryPointer(allocation, first)
+        return cupy.ndarray(a.shape, a.dtype, pointer, a.strides)
+
+    def down(self, a: OnDevice) -> Array:
+        runtime.deviceSynchronize()
+        if a.size == 0:
+            return np.empty(a.shape, a.dtype)
+        ends = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
+        low = sum(end for end in ends if end < 0)
+        nbytes = sum(end for end in ends if end > 0) - low + a.itemsize
+        memory = np.empty(nbytes, np.uint8)
+        kind = runtime.memcpyDeviceToHost
+        runtime.memcpy(memory.ctypes.data, a.data.ptr + low, nbytes, kind)
+        return np.ndarray(a.shape, a.dtype, memory.data, -low, a.strides).copy()
+
+    def zero(self, a: OnDevice) -> None:
+        a.fill(0)
+
+    def is_mapped(self, address: int) -> bool:
+        allocated = self.counted.allocated.items()
+        return any(first <= address < first + nbytes for first, nbytes in allocated)
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self.counted.calls)
+
+
+bridge = DeviceBridge()

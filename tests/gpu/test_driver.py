@@ -1,0 +1,250 @@
+"""What the twin asks of a GPU, on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from gpu.machine import MIB, bridge, cupy, gpu, held, new_stream
+
+runtime = cupy.cuda.runtime
+
+SOURCE = r"""
+extern "C" __global__ void add(unsigned long long to, long long n, long long what) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < n) {
+        ((int *)to)[i] += (int)what;
+    }
+}
+extern "C" __global__ void round_twice(unsigned long long to) {
+    float *out = (float *)to;
+    out[3] = out[0] * out[1] + out[2];
+}
+"""
+
+
+@pytest.fixture
+def driver() -> gpu.Driver:
+    return gpu.driver(0)
+
+
+@pytest.fixture
+def host() -> Iterator[um.Block]:
+    with um.Block(2 * MIB) as block:
+        yield block
+
+
+def test_there_is_one_driver_a_device(driver: gpu.Driver) -> None:
+    gpu.require()
+    assert gpu.driver(0) is driver
+    assert (driver.id, driver.name) == (0, "cuda:0")
+    n = runtime.getDeviceCount()
+    for wrong in (n, -1):
+        with pytest.raises(ValueError, match=f"device: expected 0 to {n - 1}, got {wrong}"):
+            gpu.driver(wrong)
+
+
+# ---- memory ----
+
+
+def test_memory_is_allocated_and_freed(driver: gpu.Driver) -> None:
+    gc.collect()
+    free = runtime.memGetInfo()[0]
+    assert driver.free_bytes() == free
+    allocation = driver.allocate(256 * MIB)
+    assert allocation.ptr % 256 == 0
+    found = runtime.pointerGetAttributes(allocation.ptr)
+    assert (found.type, found.device) == (runtime.memoryTypeDevice, 0)
+    assert driver.free_bytes() <= free - 256 * MIB
+    del allocation
+    assert driver.free_bytes() == free
+
+
+def test_no_room(driver: gpu.Driver) -> None:
+    free, total = runtime.memGetInfo()
+    with pytest.raises(um.CapacityError, match="cuda:0: asked for") as caught:
+        driver.allocate(total + MIB)
+    error = caught.value
+    assert isinstance(error, MemoryError)
+    assert (error.limit, error.asked) == (total, total + MIB)
+    assert 0 <= error.used < total
+    assert driver.free_bytes() == free
+    driver.allocate(MIB)  # the device still works
+    runtime.deviceSynchronize()
+
+
+def test_host_memory_is_pinned(driver: gpu.Driver, host: um.Block) -> None:
+    assert runtime.pointerGetAttributes(host.address).type == runtime.memoryTypeUnregistered
+    driver.register(host.address, host.nbytes)
+    try:
+        found = runtime.pointerGetAttributes(host.address)
+        assert found.type == runtime.memoryTypeHost
+        assert found.devicePointer == found.hostPointer == host.address
+        with pytest.raises(um.PlacementError, match="cannot be pinned"):
+            driver.register(host.address, host.nbytes)
+    finally:
+        driver.unregister(host.address)
+    assert runtime.pointerGetAttributes(host.address).type == runtime.memoryTypeUnregistered
+
+
+def test_arrays_keep_their_memory(driver: gpu.Driver) -> None:
+    class Owner:
+        pass
+
+    allocation = driver.allocate(MIB)
+    owner, gone = Owner(), list[bool]()
+    weakref.finalize(owner, gone.append, True)
+    memory = driver.memory(allocation.ptr, MIB, owner)
+    array = driver.array(memory, 512, (4, 8), np.dtype("float32"))
+    strided = driver.array(memory, 512, (4, 4), np.dtype("float32"), (32, 8))
+    assert array.data.ptr == allocation.ptr + 512
+    array[...] = cupy.arange(32, dtype="float32").reshape(4, 8)
+    assert bridge.down(strided).tolist() == np.arange(32.0).reshape(4, 8)[:, ::2].tolist()
+    part = array[1:3]
+    del owner, memory, array, strided
+    gc.collect()
+    assert gone == []
+    del part
+    gc.collect()
+    assert gone == [True]
+
+
+# ---- copies ----
+
+
+def test_copies_go_every_way(driver: gpu.Driver, host: um.Block) -> None:
+    driver.register(host.address, host.nbytes)
+    try:
+        bytes_ = host.as_array()
+        bytes_[:MIB] = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
+        first, second = driver.allocate(MIB), driver.allocate(MIB)
+        stream = driver.new_stream()
+        assert isinstance(stream.ptr, int)
+        driver.copy(first.ptr, host.address, MIB, stream.ptr)
+        driver.copy(second.ptr, first.ptr, MIB, stream.ptr)
+        driver.copy(host.address + MIB, second.ptr, MIB, stream.ptr)
+        driver.synchronize(stream.ptr)
+        assert np.array_equal(bytes_[:MIB], bytes_[MIB:])
+        driver.fill(second.ptr, 0xAB, MIB, stream.ptr)
+        driver.copy(host.address, second.ptr, MIB, stream.ptr)
+        driver.copy(host.address + MIB, host.address, 16, stream.ptr)
+        driver.synchronize(stream.ptr)
+        assert np.all(bytes_[: MIB + 16] == 0xAB)
+        del bytes_
+    finally:
+        driver.unregister(host.address)
+
+
+def test_copies_of_pageable_memory(driver: gpu.Driver) -> None:
+    a = np.arange(1000)
+    b = np.zeros_like(a)
+    allocation = driver.allocate(a.nbytes)
+    driver.copy(allocation.ptr, a.ctypes.data, a.nbytes, 0)
+    driver.copy(b.ctypes.data, allocation.ptr, a.nbytes, 0)
+    driver.synchronize(0)
+    assert np.array_equal(a, b)
+
+
+# ---- streams ----
+
+
+def test_streams_of_everybody(driver: gpu.Driver, torch: Any) -> None:
+    class Protocol:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 77
+
+    stream = new_stream()
+    assert driver.stream(stream) == stream.ptr != 0
+    assert driver.stream(cupy.cuda.ExternalStream(stream.ptr)) == stream.ptr
+    assert driver.stream(stream.ptr) == stream.ptr
+    assert driver.stream(Protocol()) == 77
+    assert driver.stream() == driver.stream(None) == cupy.cuda.get_current_stream().ptr
+    with stream:
+        assert driver.stream() == stream.ptr
+    other = torch.cuda.Stream()
+    assert driver.stream(other) == other.cuda_stream != 0
+    assert driver.stream(torch.cuda.default_stream()) == 0
+    for wrong in ("0", 1.5, object(), True):
+        with pytest.raises(TypeError, match="stream: expected a CUDA stream"):
+            driver.stream(wrong)
+
+
+def test_an_event_is_a_point_in_a_stream(driver: gpu.Driver) -> None:
+    first, second = new_stream(), new_stream()
+    event = driver.new_event()
+    event.record(first.ptr)
+    with held(second):
+        event.synchronize()  # what is queued elsewhere is not waited for
+        driver.synchronize(first.ptr)
+    event.record(second.ptr)
+    event.synchronize()
+    assert second.done
+
+
+# ---- kernels ----
+
+
+def test_kernels_are_compiled_and_launched(driver: gpu.Driver) -> None:
+    kernels = driver.module(SOURCE, ["add", "round_twice"])
+    assert set(kernels) == {"add", "round_twice"}
+    numbers = cupy.zeros(1000, dtype="int32")
+    stream = new_stream()
+    runtime.deviceSynchronize()
+    kernels["add"]((4,), (256,), (numbers.data.ptr, 1000, -7), stream.ptr)
+    with held(stream):
+        kernels["add"]((2, 1, 1), (256,), (numbers.data.ptr, 500, 10), stream.ptr)
+    assert bridge.down(numbers).tolist() == [3] * 500 + [-7] * 500
+    kernels["add"]((4,), (256,), (numbers.data.ptr, 1000, 2**31 + 7), 0)
+    assert bridge.down(numbers)[-1] == -(2**31)
+
+
+def test_products_and_sums_round_each(driver: gpu.Driver) -> None:
+    kernel = driver.module(SOURCE, ["round_twice"])["round_twice"]
+    values = np.array([1 + 2**-12, 1 + 2**-12, -1 - 2**-11, 0], np.float32)
+    out = bridge.up(values)
+    kernel((1,), (1,), (out.data.ptr,), 0)
+    expected = values[0] * values[1] + values[2]
+    assert bridge.down(out)[3] == expected == 0  # fused it would be 2 ** -24
+
+
+def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
+    with pytest.raises(cupy.cuda.compiler.CompileException, match="nothing_like_that"):
+        driver.module('extern "C" __global__ void f() { nothing_like_that(); }', ["f"])
+
+
+# ---- arrays of others ----
+
+
+class Interface:
+    """An array that has nothing but the interface."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.array.__cuda_array_interface__
+
+
+def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
+    array = cupy.arange(24, dtype="float32").reshape(4, 6)[:, ::2]
+    assert driver.is_array(array)
+    assert driver.to_array(array) is array
+    there = driver.to_array(Interface(array))
+    assert (there.data.ptr, there.strides) == (array.data.ptr, array.strides)
+    assert not driver.is_array(Interface(array))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        tensor = torch.arange(24, device="cuda").to(dtype).reshape(4, 6).T
+        there = driver.to_array(tensor)
+        assert (there.data.ptr, there.shape) == (tensor.data_ptr(), (6, 4))
+        assert there.strides == tuple(n * tensor.element_size() for n in tensor.stride())
+        assert str(there.dtype) == str(dtype).removeprefix("torch.")
+    for wrong in (np.zeros(3), [1.0], None, 1.0, torch.zeros(3), b"abc"):
+        with pytest.raises(TypeError, match=r"expected an array on the GPU, got "):
+            driver.to_array(wrong)

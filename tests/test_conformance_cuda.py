@@ -1,0 +1,93 @@
+"""The caches of the GPU twin pass the contract of all caches, over a driver in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance import (
+    CacheContract,
+    FixedContract,
+    FullContract,
+    GuestContract,
+    LayerContract,
+    OwnerContract,
+    kind_of,
+)
+from cuda_kinds import Array, Bridge, OnDevice, all_kinds, span
+from host_gpu import HostDriver, array_of, numpy_of
+from unimem import gpu
+
+pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
+
+
+class HostBridge(Bridge):
+    """Main memory stands for the device's."""
+
+    @property
+    def driver(self) -> HostDriver:
+        """That of this test."""
+        found = gpu.driver(0)
+        assert isinstance(found, HostDriver)
+        return found
+
+    def up(self, a: Array) -> OnDevice:
+        memory, first = span(a)
+        return array_of(np.ndarray(a.shape, a.dtype, memory.data, first, a.strides))
+
+    def down(self, a: OnDevice) -> Array:
+        return numpy_of(a).copy()
+
+    def zero(self, a: OnDevice) -> None:
+        numpy_of(a)[...] = 0
+
+    def is_mapped(self, address: int) -> bool:
+        allocated = self.driver.allocated.items()
+        return any(first <= address < first + nbytes for first, nbytes in allocated)
+
+    def counters(self) -> Mapping[str, int]:
+        calls: list[tuple[Any, ...]] = self.driver.calls
+        n_waits = sum(call[0] in ("synchronize", "wait") for call in calls)
+        return {"allocated": self.driver.n_allocations, "waited": n_waits}
+
+
+KINDS = all_kinds(HostBridge())
+
+
+class TestCache(CacheContract):
+    """All of them."""
+
+    kind = kind_of(KINDS)
+
+
+class TestFull(FullContract):
+    """All of them: none forgets."""
+
+    kind = kind_of(KINDS)
+
+
+class TestLayers(LayerContract):
+    """Those with layers."""
+
+    kind = kind_of([kind for kind in KINDS if kind.n_layers])
+
+
+class TestOwner(OwnerContract):
+    """Those with memory of their own."""
+
+    kind = kind_of([kind for kind in KINDS if kind.owns_memory])
+
+
+class TestGuest(GuestContract):
+    """Those on a tape."""
+
+    kind = kind_of([kind for kind in KINDS if not kind.owns_memory])
+
+
+class TestFixed(FixedContract):
+    """All of them: nothing is allocated once they are made."""
+
+    kind = kind_of(KINDS)
