@@ -171,7 +171,8 @@ def test_all_names_exist(name: str) -> None:
 
 
 def members_of(cls: type) -> Iterator[tuple[str, Any]]:
-    for name in vars(cls):
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("unimem")]
+    for name in dict.fromkeys(name for base in ours for name in vars(base)):
         value = getattr(cls, name)
         is_property = isinstance(value, property) or inspect.isgetsetdescriptor(value)
         if not name.startswith("_") and (callable(value) or is_property):

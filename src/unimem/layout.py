@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
-from unimem._core.tape import Tape
+from unimem._core.tape import Bump, Tape
 from unimem.errors import ClosedError
 from unimem.plan import Plan, plan
 from unimem.weights import Weights, open_weights
@@ -16,16 +17,19 @@ from unimem.weights import Weights, open_weights
 if TYPE_CHECKING:
     from unimem.placement import PlacementOptions
 
-__all__ = ["Layout", "Stat"]
+__all__ = ["Layout", "Lifetimes", "Stat"]
 
 _MB = 1_000_000
+
+TapeT = TypeVar("TapeT", bound="Bump[Any]")
+"""The device's tapes: `unimem.Tape` or `unimem.cuda.Tape`."""
 
 
 class _Cache(Protocol):
     """What a layout asks of an attached cache."""
 
     @property
-    def tape(self) -> Tape | None: ...
+    def tape(self) -> object: ...
 
     @property
     def closed(self) -> bool: ...
@@ -63,142 +67,36 @@ class Stat:
         )
 
 
-class Layout:
-    """The memory of one model and one conversation.
-
-    ============  ==================================  ============================
-    tape          what lives there                    when it is cleared
-    ============  ==================================  ============================
-    weights       the model, mapped or loaded once    never
-    scratch       temporaries of a pass, the logits   `clear_pass`, after a token
-    history       the KV cache                        `clear_talk`, a new talk
-    ============  ==================================  ============================
-
-    The tapes may be taken from in several threads; clearing, freezing and closing are for one.
-    After a fork the child has its own copy.
-
-    Parameters
-    ----------
-    weights : int, Block or Weights
-        A size in bytes, a block, or an opened model, which is mapped and counts as used.
-    scratch, history : int or Block
-        A size in bytes, or a block.
-    **placement
-        See `PlacementOptions`; for the tapes that are given as sizes.
-
-    Attributes
-    ----------
-    weights : Tape or Weights
-        What was given, or a tape over it.
-    scratch, history : Tape
-        The other two.
-    plan : Plan or None
-        What the sizes follow from, in a layout made by `for_model`.
-
-    Examples
-    --------
-    >>> import unimem as um
-    >>> with um.Layout(1 << 20, 1 << 16, 1 << 20, pages="4k") as layout:
-    ...     hidden = layout.scratch.take(1024)
-    ...     layout.clear_pass()
-    ...     print(layout.stat())
-    weights: 0.0/1.0 MB | scratch: 0.0/0.1 MB | history: 0.0/1.0 MB
-    """
+class Lifetimes(Generic[TapeT]):
+    """What a `Layout` is, on every device: `new_tape(size_or_block, name)` makes its tapes."""
 
     def __init__(
         self,
-        weights: int | Block | Weights,
-        scratch: int | Block,
-        history: int | Block,
-        **placement: Unpack[PlacementOptions],
+        weights: Any,
+        scratch: Any,
+        history: Any,
+        new_tape: Callable[[Any, str], TapeT],
     ) -> None:
         self._closed = True
         self._caches: list[_Cache] = []
         self._owns_weights = not isinstance(weights, Weights)
-        self.plan: Plan | None = None
-        made: list[Tape] = []
+        made: list[TapeT] = []
         try:
-            self.weights: Tape | Weights
+            self.weights: TapeT | Weights
             if isinstance(weights, Weights):
                 self.weights = weights
             else:
-                self.weights = _tape(weights, "weights", placement)
+                self.weights = new_tape(weights, "weights")
                 made.append(self.weights)
-            self.scratch = _tape(scratch, "scratch", placement)
+            self.scratch = new_tape(scratch, "scratch")
             made.append(self.scratch)
-            self.history = _tape(history, "history", placement)
+            self.history = new_tape(history, "history")
         except BaseException:
             # All or nothing: what was made before the failure goes back.
             for tape in made:
                 tape.close()
             raise
         self._closed = False
-
-    @classmethod
-    def for_model(
-        cls,
-        path_or_weights: str | PathLike[str] | Weights,
-        *,
-        ctx: int | None = None,
-        batch: int = 1,
-        kv_dtype: str = "f16",
-        window: int | None = None,
-        threads: int | None = None,
-        load: Literal["auto", "map"] = "auto",
-        **placement: Unpack[PlacementOptions],
-    ) -> Layout:
-        """Make the layout that a model needs, as `plan` says.
-
-        Parameters
-        ----------
-        path_or_weights : path-like or Weights
-            A model file, which is opened and closed with the layout, or an opened one.
-        ctx : int, optional
-            Tokens of context; by default the smallest of the model's, 4096 and what fits.
-        batch, kv_dtype, window, threads, load
-            As for `plan`. With a window the KV cache will not lie on `history`.
-        **placement
-            See `PlacementOptions`.
-
-        Returns
-        -------
-        Layout
-
-        Raises
-        ------
-        GGUFError, OSError
-            The file cannot be used.
-        ValueError
-            An option is out of range.
-        MemoryError
-            The model does not fit into the memory that this process may have.
-        """
-        given = isinstance(path_or_weights, Weights)
-        weights = (
-            path_or_weights
-            if isinstance(path_or_weights, Weights)
-            else open_weights(path_or_weights, load=load)
-        )
-        try:
-            needed = plan(
-                weights,
-                ctx=ctx,
-                batch=batch,
-                kv_dtype=kv_dtype,
-                window=window,
-                threads=threads,
-                load=load,
-                pages=placement.get("pages", "auto"),
-            )
-            needed.require_fits()
-            layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
-        except BaseException:
-            if not given:
-                weights.close()
-            raise
-        layout._owns_weights = not given
-        layout.plan = needed
-        return layout
 
     def _check_open(self) -> None:
         if self._closed:
@@ -246,7 +144,7 @@ class Layout:
         memory, with `FrozenError`. Clearing, and appending to what is committed, go on.
         """
         self._check_open()
-        if isinstance(self.weights, Tape):
+        if isinstance(self.weights, Bump):
             self.weights.freeze()
         self.history.freeze()
         self.scratch._freeze_at(self.scratch.high_water_bytes)
@@ -256,7 +154,7 @@ class Layout:
         """Undo `freeze`."""
         self._check_open()
         for tape in (self.weights, self.history, self.scratch):
-            if isinstance(tape, Tape):
+            if isinstance(tape, Bump):
                 tape.thaw()
         self._freeze_caches(False)
 
@@ -335,7 +233,125 @@ class Layout:
         return "Layout(closed)" if self._closed else f"Layout({self.stat()})"
 
 
-def _tape(size_or_block: int | Block, name: str, placement: PlacementOptions) -> Tape:
-    if isinstance(size_or_block, Block):
-        return Tape(size_or_block, name=name)
-    return Tape(size_or_block, name=name, category=name, **placement)
+class Layout(Lifetimes[Tape]):
+    """The memory of one model and one conversation.
+
+    ============  ==================================  ============================
+    tape          what lives there                    when it is cleared
+    ============  ==================================  ============================
+    weights       the model, mapped or loaded once    never
+    scratch       temporaries of a pass, the logits   `clear_pass`, after a token
+    history       the KV cache                        `clear_talk`, a new talk
+    ============  ==================================  ============================
+
+    The tapes may be taken from in several threads; clearing, freezing and closing are for one.
+    After a fork the child has its own copy.
+
+    Parameters
+    ----------
+    weights : int, Block or Weights
+        A size in bytes, a block, or an opened model, which is mapped and counts as used.
+    scratch, history : int or Block
+        A size in bytes, or a block.
+    **placement
+        See `PlacementOptions`; for the tapes that are given as sizes.
+
+    Attributes
+    ----------
+    weights : Tape or Weights
+        What was given, or a tape over it.
+    scratch, history : Tape
+        The other two.
+    plan : Plan or None
+        What the sizes follow from, in a layout made by `for_model`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.Layout(1 << 20, 1 << 16, 1 << 20, pages="4k") as layout:
+    ...     hidden = layout.scratch.take(1024)
+    ...     layout.clear_pass()
+    ...     print(layout.stat())
+    weights: 0.0/1.0 MB | scratch: 0.0/0.1 MB | history: 0.0/1.0 MB
+    """
+
+    def __init__(
+        self,
+        weights: int | Block | Weights,
+        scratch: int | Block,
+        history: int | Block,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        def new_tape(size_or_block: int | Block, name: str) -> Tape:
+            if isinstance(size_or_block, Block):
+                return Tape(size_or_block, name=name)
+            return Tape(size_or_block, name=name, category=name, **placement)
+
+        super().__init__(weights, scratch, history, new_tape)
+        self.plan: Plan | None = None
+
+    @classmethod
+    def for_model(
+        cls,
+        path_or_weights: str | PathLike[str] | Weights,
+        *,
+        ctx: int | None = None,
+        batch: int = 1,
+        kv_dtype: str = "f16",
+        window: int | None = None,
+        threads: int | None = None,
+        load: Literal["auto", "map"] = "auto",
+        **placement: Unpack[PlacementOptions],
+    ) -> Layout:
+        """Make the layout that a model needs, as `plan` says.
+
+        Parameters
+        ----------
+        path_or_weights : path-like or Weights
+            A model file, which is opened and closed with the layout, or an opened one.
+        ctx : int, optional
+            Tokens of context; by default the smallest of the model's, 4096 and what fits.
+        batch, kv_dtype, window, threads, load
+            As for `plan`. With a window the KV cache will not lie on `history`.
+        **placement
+            See `PlacementOptions`.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        GGUFError, OSError
+            The file cannot be used.
+        ValueError
+            An option is out of range.
+        MemoryError
+            The model does not fit into the memory that this process may have.
+        """
+        given = isinstance(path_or_weights, Weights)
+        weights = (
+            path_or_weights
+            if isinstance(path_or_weights, Weights)
+            else open_weights(path_or_weights, load=load)
+        )
+        try:
+            needed = plan(
+                weights,
+                ctx=ctx,
+                batch=batch,
+                kv_dtype=kv_dtype,
+                window=window,
+                threads=threads,
+                load=load,
+                pages=placement.get("pages", "auto"),
+            )
+            needed.require_fits()
+            layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
+        except BaseException:
+            if not given:
+                weights.close()
+            raise
+        layout._owns_weights = not given
+        layout.plan = needed
+        return layout
