@@ -2,45 +2,23 @@
 """The KV cache: K and V of all layers of one conversation, in memory that never moves."""
 import numpy as np
 
-from unimem.errors import CacheFull
-from unimem.placement import PlacementOptions, format_bytes
+from unimem.placement import PlacementOptions
 
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport strcmp
+from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.kv_arrays cimport (
-    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type,
-    numpy_type, shape_of,
+    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, shape_of,
 )
-from unimem._core.kv_memory cimport KVMemory, is_v
+from unimem._core.kv_memory cimport KVMemory
 from unimem._core.region cimport Region, new_window
-from unimem._core.status cimport raise_status
 
 cnp.import_array()
 
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
 cdef uint64_t MANY_ROWS = 64
-
-
-cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
-                    object max_seq_len, object batch, object dtype, object window) except -1:
-    named = kv_type(dtype)
-    for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
-                    ("max_seq_len", max_seq_len), ("batch", batch)):
-        if size_of(n, what, 1) >= 2**32:
-            raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
-    if window is not None and size_of(window, "window", 1) > max_seq_len:
-        raise ValueError(f"window: expected at most max_seq_len, {max_seq_len}, got {window}")
-    if named == "q8_0" and head_dim % 32:
-        raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
-    spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
-    spec.max_seq_len, spec.batch = max_seq_len, batch
-    spec.window = 0 if window is None else window
-    spec.type = number_of_type(named)
-    return 0
 
 
 cdef tuple _PLACEMENT = tuple(PlacementOptions.__annotations__)
@@ -140,20 +118,12 @@ cdef class KVCache(KVMemory):
                  window=None, spare_rows=0, budget_bytes=None, bint grow=False, tape=None,
                  name=None, **placement):
         cdef um.um_kv_spec spec
-        if self.kv.base != NULL:
-            raise RuntimeError("the KVCache is made already")
         for option in placement:
             if option not in _PLACEMENT:
                 raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
                                 f"{', '.join(_PLACEMENT)}")
-        self._closed = True
-        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
-        self.dtype = kv_type(dtype)
-        self._dtype = numpy_type(spec.type)
-        self.name = name or "kv"
-        self.window = window
-        self.budget_bytes = (None if budget_bytes is None
-                             else size_of(budget_bytes, "budget_bytes", 1))
+        self.describe(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window,
+                      budget_bytes, name)
         self._placement = placement
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
@@ -172,61 +142,6 @@ cdef class KVCache(KVMemory):
             self.place_growing(&spec, placement)
         else:
             self.place_fixed(&spec, tape, placement)
-        self._closed = False
-
-    @classmethod
-    def for_dims(cls, dims, *, max_seq_len=None, **options):
-        """Make a cache for a model.
-
-        Parameters
-        ----------
-        dims : ModelDims
-            The model's dimensions.
-        max_seq_len : int, optional
-            ``dims.max_seq_len`` by default.
-        **options
-            As for the class.
-
-        Returns
-        -------
-        KVCache
-        """
-        return cls(dims.num_layers, dims.num_kv_heads, dims.head_dim,
-                   dims.max_seq_len if max_seq_len is None else max_seq_len, **options)
-
-    @staticmethod
-    def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16"):
-        """Return the bytes that a fixed cache of these dimensions takes.
-
-        Returns
-        -------
-        int
-            For each layer and stream K and V, each rounded up to 64 bytes.
-
-        Raises
-        ------
-        ValueError
-            As the class.
-        """
-        cdef um.um_kv_spec spec
-        cdef um.um_error err
-        cdef size_t nbytes
-        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None)
-        if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
-            raise_status(err.status, &err, "KVCache")
-        return nbytes
-
-    cdef object fail(self, um.um_error *err, str doing):
-        raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
-
-    cdef bint _find_rows(self, um.um_error *err, uint64_t n) except -1:
-        """After a failure: whether it is worth trying again, since there is room now."""
-        if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
-            return False
-        self.make_rows(err.used, n)
-        self.open_region()  # others may have run meanwhile
-        self.check_not_writing()
-        return True
 
     # ---- appending ----
 
@@ -274,7 +189,7 @@ cdef class KVCache(KVMemory):
                 or (self._region is not None and self._region.block.base == NULL)):
             self.open_region()
         if self._writing:
-            self.check_not_writing()
+            self.begin_change()
         while True:
             if given.n > MANY_ROWS:
                 _held = self.open_region()  # nobody closes the cache meanwhile
@@ -292,7 +207,7 @@ cdef class KVCache(KVMemory):
                                          &err)
             if status == um.UM_OK:
                 return
-            if not self._find_rows(&err, given.n):
+            if not self.find_rows(&err, given.n):
                 self.fail(&err, "append")
 
     def append_all(self, k, v):
@@ -314,11 +229,10 @@ cdef class KVCache(KVMemory):
         cdef Given given
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
                     "KVCache.append_all")
-        self.open_region()
-        self.check_not_writing()
+        self.begin_change()
         while um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
                                   given.type, &err) != um.UM_OK:
-            if not self._find_rows(&err, 1):
+            if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
 
     # ---- reading ----
@@ -414,178 +328,6 @@ cdef class KVCache(KVMemory):
             np.copyto(out, target, casting="unsafe")
         return 0
 
-    def address(self, layer, part):
-        """Return where a layer's K or V begins, for an engine that writes rows itself.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        part : {"k", "v"}
-            Which part.
-
-        Returns
-        -------
-        int
-            Row r of the first stream begins `row_bytes` times r behind it. It never changes.
-        """
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
-        cdef bint v = is_v(part)
-        self.open_region()
-        return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
-
-    def row_of(self, position):
-        """Return the row of the token of a position, which the cache holds or will.
-
-        Trimming a plain cache and appending may move its tokens: the row is that of now.
-
-        Raises
-        ------
-        ValueError
-            The token was dropped from a plain cache, and its row may be another's.
-        """
-        cdef uint64_t wanted = size_of(position, "position")
-        self.open_region()
-        if self.window is None and wanted < um.um_kv_first_position(&self.kv):
-            raise ValueError(f"position: expected one from "
-                             f"{um.um_kv_first_position(&self.kv)} on, before which tokens were "
-                             f"dropped, got {position}")
-        return um.um_kv_row(&self.kv, wanted)
-
-    # ---- rows that the caller writes ----
-
-    def reserve(self, n):
-        """Reserve n rows in every layer, to be written by the caller.
-
-        Returns
-        -------
-        int
-            The first row; of a ring, they go on in its mirror, or modulo `n_rows`. The tokens are
-            seen only after `commit`.
-
-        Raises
-        ------
-        CacheFull, CapacityError, BufferError
-            There is no room, as for `append`; a ring has fewer rows.
-        RuntimeError
-            Rows are reserved already, or layers differ in length; FrozenError as for `append`.
-        """
-        cdef um.um_error err
-        cdef uint64_t row = 0, count = size_of(n, "n")
-        self.open_region()
-        self.check_not_writing()
-        while um.um_kv_reserve(&self.kv, count, &row, &err) != um.UM_OK:
-            if not self._find_rows(&err, count):
-                self.fail(&err, "reserve")
-        self._reserved = count
-        return row
-
-    def commit(self, n):
-        """Make the first n reserved rows tokens of all layers at once; the rest is dropped.
-
-        Raises
-        ------
-        RuntimeError
-            Nothing is reserved.
-        ValueError
-            More than was reserved.
-        """
-        cdef um.um_error err
-        cdef uint64_t count = size_of(n, "n")
-        self.open_region()
-        self.check_not_writing()
-        if um.um_kv_commit(&self.kv, count, &err) != um.UM_OK:
-            self.fail(&err, "commit")
-        self._reserved = 0
-
-    def rollback(self):
-        """Drop what is reserved, and tokens that not all layers hold."""
-        self.open_region()
-        self.check_not_writing()
-        um.um_kv_rollback(&self.kv)
-        self._reserved = 0
-        self._note_end()
-        self.settle()
-
-    # ---- forgetting ----
-
-    cdef void _note_end(self) noexcept:
-        self._lowest_end = min(self._lowest_end, um.um_kv_next_position(&self.kv))
-
-    def crop(self, n):
-        """Keep the first n tokens.
-
-        `next_position` goes back by as many as are dropped. A ring then shows the tokens of its
-        window before that position, older ones among them.
-
-        Raises
-        ------
-        ValueError
-            There are fewer; or a ring has overwritten what it would have to show: the message says
-            how far back it can go.
-        RuntimeError
-            Rows are reserved, or layers differ in length.
-        """
-        cdef um.um_error err
-        cdef uint64_t count = size_of(n, "n")
-        self.open_region()
-        self.check_not_writing()
-        if um.um_kv_crop(&self.kv, count, &err) != um.UM_OK:
-            if strcmp(err.what, "overwritten") == 0:
-                raise ValueError(
-                    f"KVCache.crop: the last {self.seq_len - count} of {self.seq_len} tokens "
-                    "cannot be dropped, since those that the window would show then were "
-                    f"overwritten: expected n of at least {err.limit}, got {n}; spare_rows= keeps "
-                    "more of them")
-            if err.status == um.UM_E_INVALID:
-                raise ValueError(f"KVCache.crop: expected n of at most {self.seq_len}, the tokens "
-                                 f"that are there, got {n}")
-            self.fail(&err, "crop")
-        self._note_end()
-        self.settle()
-
-    def trim_to(self, n, *, keep_first=0):
-        """Keep the last n tokens, and the first `keep_first`.
-
-        No byte is moved, but for those of the first ones, which are copied to before the last.
-        Positions do not change. Pages that hold nothing any more are given back, with the last
-        view over them.
-
-        Returns
-        -------
-        bool
-            Whether tokens were dropped.
-
-        Raises
-        ------
-        ValueError
-            `keep_first` of a ring.
-        RuntimeError
-            Rows are reserved, or layers differ in length.
-        BufferError
-            Views lie over the rows that the first tokens would be copied to. Nothing was dropped.
-        """
-        cdef um.um_error err
-        cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row
-        cdef uint64_t held
-        self.open_region()
-        self.check_not_writing()
-        held = um.um_kv_seq_len(&self.kv)
-        if self.window is not None and first:
-            raise ValueError(f"keep_first: expected 0 for a ring, in which a token's row follows "
-                             f"from its position, got {keep_first}")
-        if first and last < held and first < held - last:
-            row = self.end_row() - last - first
-            if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
-                raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
-                                  f"{n}, where the first {keep_first} go: drop them first")
-        if um.um_kv_trim(&self.kv, last, first, &err) != um.UM_OK:
-            self.fail(&err, "trim_to")
-        held -= um.um_kv_seq_len(&self.kv)
-        self._dropped += held * self.kv.row_bytes
-        self.settle()
-        return held > 0
-
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit, and give the memory of all others back.
 
@@ -616,8 +358,7 @@ cdef class KVCache(KVMemory):
         cdef size_t most = size_of(max_bytes, "max_bytes"), row = self.kv.row_bytes
         cdef um.um_error err
         cdef uint64_t n, held
-        self.open_region()
-        self.check_not_writing()
+        self.begin_change()
         held = um.um_kv_seq_len(&self.kv)
         n = min(held, most // (self._n_lanes * row))
         if self.memory_usage_bytes <= most:
@@ -632,28 +373,7 @@ cdef class KVCache(KVMemory):
         self.settle(True)
         return n < held
 
-    def clear(self):
-        """Forget all tokens, and what is reserved; the next position is 0.
-
-        The memory stays, but for that of a growing cache.
-        """
-        self.open_region()
-        self.check_not_writing()
-        um.um_kv_clear(&self.kv)
-        self._note_end()
-        self._reserved = 0
-        self._dropped = 0
-        self.settle()
-
     # ---- copies and snapshots ----
-
-    cdef int _check_whole(self, str doing) except -1:
-        if self._reserved:
-            raise RuntimeError(f"KVCache.{doing}: rows are reserved: commit or roll back first")
-        cdef uint64_t end = um.um_kv_next_position(&self.kv)
-        if self.end_position() != end:
-            raise RuntimeError(f"KVCache.{doing}: layers differ in length: roll back first")
-        return 0
 
     def copy(self):
         """Return a cache of the same kind with the same tokens, in memory of its own.
@@ -667,7 +387,7 @@ cdef class KVCache(KVMemory):
         """
         cdef um.um_kv_spec *s = &self.kv.spec
         self.open_region()
-        self._check_whole("copy")
+        self.check_whole("copy")
         spare = self.kv.n_rows - s.window if self.window is not None else 0
         other = KVCache(s.n_layers, s.n_kv_heads, s.head_dim, s.max_seq_len, batch=s.batch,
                         dtype=self.dtype, window=self.window, spare_rows=spare, grow=self.grow,
@@ -735,7 +455,7 @@ cdef class KVCache(KVMemory):
         from unimem import snapshot
 
         self.open_region()
-        self._check_whole("save")
+        self.check_whole("save")
         snapshot.save(self, path, tokens, model)
 
     @classmethod
@@ -794,49 +514,3 @@ cdef class KVCache(KVMemory):
 
         self.open_region()
         snapshot.verify(self)
-
-    # ---- figures ----
-
-    @property
-    def seq_len(self):
-        """Tokens that all layers hold; of a ring, at most its window."""
-        self.open_region()
-        return um.um_kv_seq_len(&self.kv)
-
-    @property
-    def next_position(self):
-        """The position of the next token, which trimming does not change."""
-        self.open_region()
-        return um.um_kv_next_position(&self.kv)
-
-    @property
-    def is_empty(self):
-        """Whether there is no token."""
-        return self.seq_len == 0
-
-    @property
-    def memory_usage_bytes(self):
-        """Bytes of the tokens that are there, over all layers, K and V."""
-        cdef uint64_t rows = 0
-        cdef uint32_t layer
-        self.open_region()
-        for layer in range(self.kv.spec.n_layers):
-            rows += um.um_kv_layer_len(&self.kv, layer, NULL)
-        return 2 * rows * self.kv.spec.batch * self.kv.row_bytes
-
-    def __reduce__(self):
-        raise TypeError("a KVCache cannot be pickled: it is memory of this process. "
-                        "Write it with save() and use KVCache.restore")
-
-    def __len__(self):
-        return self.seq_len
-
-    def __repr__(self):
-        if self.closed:
-            return "KVCache(closed)"
-        s = self.kv.spec
-        batch = f", batch {s.batch}" if s.batch > 1 else ""
-        kind = ", growing" if self.grow else f", ring of {s.window}" if s.window else ""
-        return (f"KVCache({self.seq_len} of {s.max_seq_len} tokens, {s.n_layers} layers, "
-                f"{s.n_kv_heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
-                f"{format_bytes(self.capacity_bytes)})")

@@ -15,8 +15,8 @@ cdef str kv_type(object dtype)
 # Its native number; and the NumPy dtype of its elements, of q8_0 of its blocks.
 cdef um.um_dtype number_of_type(str name) except *
 cdef object numpy_type(um.um_dtype number)
-# The native type of an array's elements, which are to go to memory of type `stored`.
-cdef int number_of(cnp.ndarray a, um.um_dtype stored) except -1
+# The native type of elements of a dtype, which are to go to memory of type `stored`.
+cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1
 # The array itself where its memory is in order, else a copy.
 cdef cnp.ndarray contiguous(object a)
 # Checks K and V of an append to one layer, [n, heads, head_dim] for one stream or
@@ -25,6 +25,19 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
                       uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1
+# The steps of these for arrays of other libraries: types; whether a shape is that of tokens of one
+# layer, and which order and number it says (types come first); and what is raised where k's is
+# not, or v's differs.
+cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
+                     str doing) except -1
+cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
+                      uint32_t heads, uint32_t head_dim)
+cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
+                          k_shape, v_shape)
+cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
+                            uint32_t head_dim, str doing) except -1
+# Elements of a head, of which q8_0 has blocks.
+cdef uint32_t units(Given *given, uint32_t head_dim)
 # An array's real shape, whatever a subclass says.
 cdef tuple shape_of(cnp.ndarray a)
 # A layer's number, of those from 0 on.

@@ -42,20 +42,20 @@ cdef object numpy_type(um.um_dtype number):
                     "float16" if number == um.UM_F16 else "bfloat16")
 
 
-cdef int number_of(cnp.ndarray a, um.um_dtype stored) except -1:
+cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1:
     global _bf16_number
-    cdef int number = cnp.PyArray_TYPE(a)
+    cdef int number = dtype.type_num
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
         return um.UM_F16
-    if _bf16_number < 0 and a.dtype.name == "bfloat16":
+    if _bf16_number < 0 and dtype.name == "bfloat16":
         _bf16_number = number
     if number == _bf16_number:
         return um.UM_BF16
-    if stored == um.UM_Q8_0 and a.dtype == _Q8_0:
+    if stored == um.UM_Q8_0 and dtype == _Q8_0:
         return um.UM_Q8_0
-    raise TypeError(f"expected float32, float16 or bfloat16, got {a.dtype}")
+    raise TypeError(f"expected float32, float16 or bfloat16, got {dtype}")
 
 
 cdef cnp.ndarray contiguous(object a):
@@ -68,53 +68,68 @@ cdef cnp.ndarray contiguous(object a):
     return np.require(a, requirements="CA")
 
 
+cdef uint32_t units(Given *given, uint32_t head_dim):
+    return head_dim // Q8_0_VALUES if given.type == um.UM_Q8_0 else head_dim
+
+
 cdef tuple shape_of(cnp.ndarray a):
     return tuple([a.shape[axis] for axis in range(a.ndim)])
 
 
-cdef int _check_types(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                      str doing) except -1:
+cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
+                     str doing) except -1:
     cdef int number = number_of(k, stored)
     if number_of(v, stored) != number:
-        raise TypeError(f"{doing}: expected k and v of one dtype, got {k.dtype} and {v.dtype}")
+        raise TypeError(f"{doing}: expected k and v of one dtype, got {k} and {v}")
     out.type = <um.um_dtype>number
     return 0
 
 
-cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1:
-    cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(k)
-    cdef int n_dims = cnp.PyArray_NDIM(k)
-    cdef cnp.npy_intp dim = head_dim
+cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
+                      uint32_t heads, uint32_t head_dim):
+    cdef cnp.npy_intp dim = units(out, head_dim)
     cdef bint fits
-    _check_types(out, k, v, stored, doing)
-    if out.type == um.UM_Q8_0:
-        dim //= Q8_0_VALUES
     if n_dims == 3 and batch == 1:
         out.order = um.UM_KV_TOKEN_MAJOR
         out.n = sizes[0]
-        fits = sizes[1] == heads and sizes[2] == dim
-    else:
-        out.order = um.UM_KV_HEAD_MAJOR
-        fits = n_dims == 4 and sizes[0] == batch and sizes[1] == heads and sizes[3] == dim
-        out.n = sizes[2] if fits else 0
-    fits = (fits and cnp.PyArray_NDIM(v) == n_dims
-            and cnp.PyArray_CompareLists(sizes, cnp.PyArray_DIMS(v), n_dims))
-    if not fits:
-        short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
-        raise ValueError(f"{doing}: expected k and v of one shape, {short}"
-                         f"[{batch}, {heads}, n, {dim}], got {shape_of(k)} and {shape_of(v)}")
+        return sizes[1] == heads and sizes[2] == dim
+    out.order = um.UM_KV_HEAD_MAJOR
+    fits = n_dims == 4 and sizes[0] == batch and sizes[1] == heads and sizes[3] == dim
+    out.n = sizes[2] if fits else 0
+    return fits
+
+
+cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
+                          k_shape, v_shape):
+    dim = units(out, head_dim)
+    short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
+    raise ValueError(f"{doing}: expected k and v of one shape, {short}"
+                     f"[{batch}, {heads}, n, {dim}], got {k_shape} and {v_shape}")
+
+
+cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
+                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1:
+    cdef int n_dims = cnp.PyArray_NDIM(k)
+    check_types(out, k.descr, v.descr, stored, doing)
+    if not (fits_tokens(out, n_dims, cnp.PyArray_DIMS(k), batch, heads, head_dim)
+            and cnp.PyArray_NDIM(v) == n_dims
+            and cnp.PyArray_CompareLists(cnp.PyArray_DIMS(k), cnp.PyArray_DIMS(v), n_dims)):
+        refuse_tokens(out, batch, heads, head_dim, doing, shape_of(k), shape_of(v))
+    return 0
+
+
+cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
+                            uint32_t head_dim, str doing) except -1:
+    expected = (n_layers, heads, units(out, head_dim))
+    if k != expected or v != expected:
+        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {k} and {v}")
     return 0
 
 
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1:
-    _check_types(out, k, v, stored, doing)
-    expected = (n_layers, heads, head_dim // (Q8_0_VALUES if out.type == um.UM_Q8_0 else 1))
-    if shape_of(k) != expected or shape_of(v) != expected:
-        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {shape_of(k)} and "
-                         f"{shape_of(v)}")
-    return 0
+    check_types(out, k.descr, v.descr, stored, doing)
+    return check_token_shapes(out, shape_of(k), shape_of(v), n_layers, heads, head_dim, doing)
 
 
 cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff:

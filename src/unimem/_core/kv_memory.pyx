@@ -1,20 +1,19 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """The memory under a KV cache: where its lanes lie, how they grow, and what is given back."""
 import math
-import os
 import warnings
-import weakref
 
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
 from cpython.ref cimport PyObject
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array
 from unimem._core.block cimport Block
+from unimem._core.kv_rows cimport KVRows, is_v, round_up
 from unimem._core.region cimport Region, new_window
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Tape
@@ -25,7 +24,6 @@ cdef extern from "Python.h":
 cnp.import_array()
 
 cdef enum:
-    LANE_ALIGN = 64
     HUGE_BYTES = 2 << 20
     # The most that a growing cache takes of a lane in advance, and keeps when it becomes shorter.
     MOST_SPARE_BYTES = 2 << 20
@@ -33,73 +31,13 @@ cdef enum:
 cdef object MOST_BYTES = 1 << 47
 
 
-cdef bint is_v(object part) except -1:
-    if part not in ("k", "v"):
-        raise ValueError(f"part: expected 'k' or 'v', got {part!r}")
-    return part == "v"
-
-
-cdef size_t _round_up(size_t n, size_t unit):
-    return (n + unit - 1) // unit * unit
-
-
-# A fork may come while another thread is in the middle of a call, which never ends in the child.
-cdef object _caches = weakref.WeakSet()
-
-
-def _end_calls():
-    cdef KVMemory cache
-    for cache in list(_caches):
-        cache._n_busy = 0
-        cache._postponed = cache._writing = False
-
-
-os.register_at_fork(after_in_child=_end_calls)
-
-
-cdef class KVMemory(Watcher):
+cdef class KVMemory(KVRows):
     """What `KVCache` stands on."""
-
-    def __dealloc__(self):
-        um.um_kv_free(&self.kv)
-
-    cdef int _start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1:
-        cdef um.um_error err
-        if um.um_kv_init(&self.kv, spec, storage, &err) != um.UM_OK:
-            raise_status(err.status, &err, "KVCache")
-        _caches.add(self)
-        return 0
-
-    cdef size_t _row_bytes(self, um.um_kv_spec *spec) except 0:
-        cdef um.um_error err
-        cdef size_t row
-        if um.um_kv_row_bytes(spec, &row, &err) != um.UM_OK:
-            raise_status(err.status, &err, "KVCache")
-        n_lanes = 2 * <object>spec.n_layers * spec.batch
-        if n_lanes * row >= 1 << 62:
-            raise ValueError(f"KVCache: one token of {n_lanes} lanes, {row} bytes each, is more "
-                             "than there can be: smaller dimensions")
-        self._n_lanes = n_lanes
-        return row
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
         cdef um.um_kv_storage storage
-        cdef size_t row = self._row_bytes(spec), total
-        cdef uint64_t n_rows = spec.max_seq_len
+        cdef size_t total = self.plan_fixed(spec, &storage)
         cdef void *base
-        if self.budget_bytes is not None:
-            lane = self.budget_bytes // self._n_lanes // LANE_ALIGN * LANE_ALIGN
-            n_rows = min(n_rows, lane // row)
-            if n_rows == 0:
-                least = self._n_lanes * _round_up(row, LANE_ALIGN)
-                raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
-                                f"needs, {least} bytes", self.budget_bytes, 0, least)
-        if <object>n_rows * row * self._n_lanes >= 1 << 62:  # a sum of sizes overflows
-            raise ValueError(f"KVCache: {n_rows} tokens of {row * self._n_lanes} bytes are more "
-                             "than there can be: a smaller max_seq_len")
-        storage.lane_stride = _round_up(n_rows * row, LANE_ALIGN)
-        storage.n_rows = storage.usable_rows = n_rows
-        total = self._n_lanes * storage.lane_stride
         if tape is None:
             self.block = Block(total, name=self.name, category="history", **placement)
             self.block._is_part = True
@@ -109,14 +47,13 @@ cdef class KVMemory(Watcher):
             base = tape.take_raw(total)
             self.tape = tape
             self._begin = <uintptr_t>base - <uintptr_t>tape._region.block.base
-        self._storage_bytes = total
         storage.base = base
-        return self._start(spec, &storage)
+        return self.start(spec, &storage)
 
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1:
         cdef um.um_kv_storage storage
         cdef um.um_error err
-        cdef size_t row = self._row_bytes(spec), step
+        cdef size_t row = self.check_row(spec), step
         # Twice the tokens, so that trimming and appending in turn seldom moves any.
         cdef uint64_t n_rows = 2 * spec.max_seq_len
         cdef object lane = <object>n_rows * row
@@ -140,7 +77,7 @@ cdef class KVMemory(Watcher):
         self._region = self.block.region()
         step = self._region.block.step_nbytes
         if self.budget_bytes is not None:
-            least = _round_up(row, step) * self._n_lanes
+            least = round_up(row, step) * self._n_lanes
             if least > self.budget_bytes:
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs on pages of {format_bytes(step)}, {least} bytes",
@@ -152,7 +89,7 @@ cdef class KVMemory(Watcher):
         storage.lane_stride = lane
         storage.n_rows = n_rows
         storage.usable_rows = 0
-        return self._start(spec, &storage)
+        return self.start(spec, &storage)
 
     @staticmethod
     def _ring_rows(size_t row_bytes, uint64_t n, pages):
@@ -162,11 +99,11 @@ cdef class KVMemory(Watcher):
             page = 1 << 30
         elif pages == "2m" or (pages == "thp" and n * row_bytes >= HUGE_BYTES):
             page = max(um.um_huge_page_bytes(), HUGE_BYTES)
-        return _round_up(n, page // math.gcd(page, row_bytes))
+        return round_up(n, page // math.gcd(page, row_bytes))
 
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
         cdef um.um_kv_storage storage
-        cdef size_t row = self._row_bytes(spec)
+        cdef size_t row = self.check_row(spec)
         cdef uint64_t n_rows
         if (<object>spec.window + spare_rows) * row * self._n_lanes >= MOST_BYTES // 2:
             raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
@@ -187,13 +124,13 @@ cdef class KVMemory(Watcher):
         storage.base = self._region.block.base
         storage.lane_stride = 2 * n_rows * row
         storage.n_rows = storage.usable_rows = n_rows
-        return self._start(spec, &storage)
+        return self.start(spec, &storage)
 
     cdef int overlay(self, int fd, list offsets, uint64_t n) except -1:
         """Begin each lane of a growing cache with rows of a file."""
         cdef um.um_error err
         cdef um.um_block *block = &self.open_region().block
-        cdef size_t nbytes = _round_up(n * self.kv.row_bytes, block.step_nbytes), lane
+        cdef size_t nbytes = round_up(n * self.kv.row_bytes, block.step_nbytes), lane
         if nbytes == 0:
             return 0
         for lane in range(self._n_lanes):
@@ -215,30 +152,6 @@ cdef class KVMemory(Watcher):
             raise ClosedError(f"KVCache '{self.name}' is shared memory, which is left out of a "
                               "forked child: make or restore a cache there")
         return region
-
-    cdef uint64_t end_position(self):
-        cdef uint64_t end = 0, first = 0, n
-        cdef uint32_t layer
-        for layer in range(self.kv.spec.n_layers):
-            n = um.um_kv_layer_len(&self.kv, layer, &first)
-            end = max(end, first + n)
-        return end
-
-    cdef uint64_t first_row(self):
-        return um.um_kv_row(&self.kv, um.um_kv_first_position(&self.kv))
-
-    cdef uint64_t end_row(self):
-        return um.um_kv_row(&self.kv, self.end_position()) + self._reserved
-
-    cdef bint has_views(self, list ranges) except -1:
-        cdef Region region = self.open_region()
-        cdef bint found = False
-        for first, end in ranges:
-            if first < end:
-                # A buffer is of all of the block.
-                found = found or region.n_buffers > 0 or region.n_windows_in_lanes(
-                    self._begin, self.kv.lane_stride, self._n_lanes, first, end) > 0
-        return found
 
     cdef list images(self, first, end):
         cdef size_t whole = self.kv.n_rows * self.kv.row_bytes
@@ -268,7 +181,7 @@ cdef class KVMemory(Watcher):
     cdef list spare_ranges(self, bint exactly):
         cdef size_t step = self._region.block.step_nbytes, row = self.kv.row_bytes
         cdef size_t low = self.first_row() * row // step * step
-        cdef size_t high = _round_up(self.end_row() * row, step), spare
+        cdef size_t high = round_up(self.end_row() * row, step), spare
         if self.first_row() == self.end_row():
             # Nothing is held. What is at the beginning is kept for what comes next.
             high = min(step, self._high) if self._low == 0 and not exactly else self._low
@@ -282,31 +195,13 @@ cdef class KVMemory(Watcher):
 
     # ---- growing ----
 
-    cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
-        cdef uint64_t first = self.first_row(), held = row - first
-        # A view that goes meanwhile gives nothing back.
-        self._n_busy += 1
-        try:
-            if self.grow and n <= self.kv.n_rows - row:
-                self._grow_to(row + n)
-            elif first == 0 or n > self.kv.n_rows - held:
-                raise CacheFull(
-                    f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
-                    f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
-                    self.kv.n_rows, held, n)
-            else:
-                self._start_over(max(self.end_row() - first, held + n))
-        finally:
-            self.end_busy()
-        return 0
-
     cdef int _grow_to(self, uint64_t rows) except -1:
         cdef size_t step = self.open_region().block.step_nbytes, row = self.kv.row_bytes
-        cdef size_t needed = _round_up(rows * row, step), used = self._high - self._low
+        cdef size_t needed = round_up(rows * row, step), used = self._high - self._low
         cdef size_t wanted = needed
         if used > 0:
             wanted += min(used // 4, <size_t>MOST_SPARE_BYTES) // step * step
-            wanted = min(wanted, _round_up(self.kv.n_rows * row, step))
+            wanted = min(wanted, round_up(self.kv.n_rows * row, step))
         if self.budget_bytes is not None:
             most = self.budget_bytes // self._n_lanes // step * step + self._low
             wanted = max(needed, min(wanted, most))
@@ -351,45 +246,31 @@ cdef class KVMemory(Watcher):
         self.n_growths += 1
         return 0
 
-    cdef int _start_over(self, uint64_t rows) except -1:
-        """Move the tokens to row 0, of which so many will be needed."""
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef size_t row = self.kv.row_bytes, step
-        cdef size_t target = (self.end_row() - self.first_row()) * row
-        ranges = [(0, target)]
-        if self.grow:
-            step = self.open_region().block.step_nbytes
-            target = min(_round_up(rows * row, step), self._low)
-            ranges = [(0, target), (self._low, self._high)]
-        self._check_movable(ranges)
-        if self.grow and target:
-            self._commit_lanes(0, target)
-            try:
-                self._check_movable(ranges)  # others may have run meanwhile
-            except BaseException:
-                self._release_lanes(0, target)
-                raise
-        # With the interpreter's lock: nobody makes a view, or closes the cache.
-        status = um.um_kv_move(&self.kv, 0, &err)
-        if status != um.UM_OK:
-            if self.grow:
-                self._release_lanes(0, target)
-            raise_status(status, &err, f"KVCache '{self.name}'")
-        if self.grow:
-            if target < self._low:
-                self._release_lanes(self._low, self._high)
-                self._high = target
-            self._low = 0
-            self._set_usable()
-        self._dropped = 0
-        return 0
+    cdef int take_rows(self, uint64_t row, uint64_t n) except -1:
+        if self.grow and n <= self.kv.n_rows - row:
+            return self._grow_to(row + n)
+        return KVRows.take_rows(self, row, n)
 
-    cdef int _check_movable(self, list ranges) except -1:
-        # One call is busy: the one that asks for rows.
-        if self._n_busy > 1 or self.has_views(ranges):
-            raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
-                              "rows that the tokens have to move to, or away from: drop them first")
+    cdef int start_over(self, uint64_t rows) except -1:
+        cdef size_t step = self.open_region().block.step_nbytes
+        cdef size_t target = min(round_up(rows * self.kv.row_bytes, step), self._low)
+        if not self.grow:
+            return KVRows.start_over(self, rows)
+        ranges = [(0, target), (self._low, self._high)]
+        self.check_movable(ranges)
+        if target:
+            self._commit_lanes(0, target)
+        try:
+            self.check_movable(ranges)  # others may have run meanwhile
+            self.move_to(0)
+        except BaseException:
+            self._release_lanes(0, target)
+            raise
+        if target < self._low:
+            self._release_lanes(self._low, self._high)
+            self._high = target
+        self._low = 0
+        self._set_usable()
         return 0
 
     # ---- giving back ----
@@ -461,12 +342,10 @@ cdef class KVMemory(Watcher):
 
     cdef int _stay_inside(self) except -1:
         """An empty growing cache goes on inside of what is committed."""
-        cdef um.um_error err
         cdef size_t row = self.kv.row_bytes, first = self.first_row() * row
         cdef bint inside = self._low <= first <= self._high
         if self.grow and not inside and self.first_row() == self.end_row():
-            if um.um_kv_move(&self.kv, (self._low + row - 1) // row, &err) != um.UM_OK:
-                raise_status(err.status, &err, f"KVCache '{self.name}'")
+            self.move_to((self._low + row - 1) // row)
         return 0
 
     cdef int window_ended(self) except -1:
@@ -478,26 +357,7 @@ cdef class KVMemory(Watcher):
             return 0
         return 0
 
-    cdef int check_not_writing(self) except -1:
-        if self._writing:
-            raise RuntimeError(f"KVCache '{self.name}': another thread appends to it: one writes "
-                               "at a time")
-        return 0
-
-    cdef int end_busy(self) except -1:
-        self._n_busy -= 1
-        if self._postponed and self._n_busy == 0:
-            self._postponed = False
-            self.settle()
-        return 0
-
     # ---- rows as bytes, to be copied, saved and restored ----
-
-    def _lanes(self):
-        """All lanes in the order of the storage, as (layer, part, stream)."""
-        s = self.kv.spec
-        return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
-                for stream in range(s.batch)]
 
     cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n):
         cdef Region region = self.open_region()
@@ -513,66 +373,12 @@ cdef class KVMemory(Watcher):
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
                                um.um_kv_seq_len(&self.kv))
 
-    def _begin_restore(self, next_position, n):
-        """Empty the cache, and make room for n tokens up to a position."""
-        cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
-        self.clear()
-        if count > most:
-            raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0,
-                            n)
-        if self.first_row() != 0 and self.kv.spec.window == 0:
-            raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
-                              "back: drop them first")
-        if self.kv.spec.window == 0 and count > self.kv.usable_rows:
-            self.make_rows(0, count)
-
     def _restore_rows(self, layer, part, stream, n, next_position):
         """Where the n tokens up to a position go, of one lane."""
         row = 0 if self.kv.spec.window == 0 else (next_position - n) % self.kv.n_rows
         return self._lane_rows(layer, part, stream, row, n)
 
-    def _finish_restore(self, next_position, n):
-        """The tokens are there."""
-        cdef um.um_error err
-        if um.um_kv_adopt(&self.kv, next_position, n, &err) != um.UM_OK:
-            raise_status(err.status, &err, f"KVCache '{self.name}'")
-
     # ---- figures and the end ----
-
-    @property
-    def n_layers(self):
-        """Layers."""
-        return self.kv.spec.n_layers
-
-    @property
-    def n_kv_heads(self):
-        """KV heads of a layer."""
-        return self.kv.spec.n_kv_heads
-
-    @property
-    def head_dim(self):
-        """Elements of a head."""
-        return self.kv.spec.head_dim
-
-    @property
-    def batch(self):
-        """Streams."""
-        return self.kv.spec.batch
-
-    @property
-    def max_seq_len(self):
-        """Tokens that fit."""
-        return self.kv.spec.max_seq_len
-
-    @property
-    def n_rows(self):
-        """Rows of a lane: of a ring those that positions are counted modulo."""
-        return self.kv.n_rows
-
-    @property
-    def row_bytes(self):
-        """Bytes of one token's K (or V) in one layer of one stream."""
-        return self.kv.row_bytes
 
     @property
     def capacity_bytes(self):
@@ -624,37 +430,15 @@ cdef class KVMemory(Watcher):
         """Refuse, or allow again, to commit memory."""
         self._frozen = frozen
 
-    def close(self):
-        """Close the cache; storage of its own is given back. Closing twice is no error.
+    cdef Py_ssize_t n_users(self):
+        # The block and this cache hold the region; everybody else is a view.
+        return 0 if self._region is None else Py_REFCNT(<PyObject *>self._region) - 2
 
-        Raises
-        ------
-        BufferError
-            Views still use it; nothing is closed then.
-        """
-        if self._closed:
-            return
-        if self._region is not None:
-            # The block and this cache hold the region; everybody else is a view.
-            n_users = Py_REFCNT(<PyObject *>self._region) - 2
-            if n_users > 0:
-                raise BufferError(f"KVCache '{self.name}' has {n_users} live views: drop them "
-                                  "first, or leave a 'with'")
-        self._end()
-
-    cdef object _end(self):
+    cdef object end(self):
         self._closed = True
         self._region = None
         if self.block is not None:
             self.block.__exit__()
-
-    def __enter__(self):
-        self.open_region()
-        return self
-
-    def __exit__(self, *exc_info):
-        # Views that are still alive keep the memory; it goes with the last of them.
-        self._end()
 
     def __del__(self):
         if not self._closed and self._region is not None:

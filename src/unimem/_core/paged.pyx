@@ -657,7 +657,7 @@ cdef class Sequence:
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
         cdef cnp.ndarray a = out
-        cdef int number = number_of(a, s.type)
+        cdef int number = number_of(a.descr, s.type)
         # Not the attributes of the array, which a subclass may override.
         cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
