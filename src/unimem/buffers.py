@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unimem._core.tape import Tape
+from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.dims import MAX_SPLITS, ModelDims
 from unimem.errors import ClosedError
 from unimem.placement import PlacementOptions, format_bytes
@@ -653,11 +654,7 @@ class ForwardScratch(BufferSet):
         specs = {name: Spec(None, (width,), f32) for name, width in widths.items()}
         sizes = {name: spec.nbytes for name, spec in specs.items()}
         if overlap:
-            from unimem.buffer_plan import BufferPlan, BufferUse
-
-            plan = BufferPlan(
-                [BufferUse(name, sizes[name], *use) for name, use in self.USES.items()]
-            )
+            plan = BufferPlan(BufferUse(name, sizes[name], *use) for name, use in self.USES.items())
             self.peak_scratch_bytes = plan.total_bytes
             offsets = dict(plan.offsets) | {"logits": plan.total_bytes}
         else:
