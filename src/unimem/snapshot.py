@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from unimem.atomic_file import NewFile
 from unimem.errors import CacheFull, SnapshotError
 from unimem.placement import PlacementOptions
 from unimem.snapshot_format import Chunk, Snapshot
+from unimem.waiting import wait_until
 
 if TYPE_CHECKING:
     from unimem._core.kv import KVCache
@@ -540,22 +540,4 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
                 pass
         finally:
             stopped = True
-            _wait_until(lambda: buffers.qsize() == n_threads)
-
-
-def _wait_until(holds: Callable[[], bool]) -> None:
-    """Wait, and raise only afterwards what a signal's handler raises meanwhile.
-
-    Asking again and again, since waiting for a thread does not survive an interrupt: Python may
-    take the thread for one that has ended.
-    """
-    held: BaseException | None = None
-    while True:
-        try:
-            while not holds():
-                time.sleep(0.001)
-            break
-        except BaseException as error:
-            held = error
-    if held is not None:
-        raise held
+            wait_until(lambda: buffers.qsize() == n_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, Union
@@ -94,12 +94,21 @@ class Tensor:
         ClosedError
             The weights were closed.
         """
+        dtype, shape = self._as_in_arrays()
+        return self._block.as_array(dtype, shape, self.offset)
+
+    def _as_in_arrays(self) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype and shape of arrays over the data."""
         dtype = _DTYPES.get(self.type)
         if dtype is not None:
-            return self._block.as_array(dtype, self.shape, self.offset)
+            return dtype, self.shape
         _, block_values, block_bytes = tensor_type(self.ggml_type)
-        row_bytes = self.ne[0] // block_values * block_bytes
-        return self._block.as_array("uint8", (*self.shape[:-1], row_bytes), self.offset)
+        return "uint8", (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
+
+
+def version_of(info: os.stat_result) -> tuple[int, ...]:
+    """Return what stays the same as long as a file is neither replaced nor written to."""
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 class _Metadata(Mapping[str, Value]):
@@ -155,12 +164,13 @@ class Weights:
     Leaving a ``with`` closes it to new use, and the memory returns with the last view.
     """
 
-    def __init__(self, header: Header, block: Block, path: str) -> None:
+    def __init__(self, header: Header, block: Block, path: str, info: os.stat_result) -> None:
         self._header: Header | None = header
         self._block = block
         self._metadata = _Metadata(header)
         self._tensors = _Tensors(header, block)
         self._path = path
+        self._version = version_of(info)
 
     def _opened(self) -> Header:
         if self._header is None:
@@ -214,6 +224,80 @@ class Weights:
     def fingerprint(self) -> str:
         """A hash of the header, the tensor table and the file's size; tensor data is not read."""
         return self._opened().fingerprint()
+
+    def to_device(
+        self,
+        tape: Any,
+        *,
+        progress: Callable[[int, int], object] | None = None,
+        threads: int | None = None,
+        staging_bytes: int | None = None,
+        stream: Any = None,
+    ) -> dict[str, Any]:
+        """Bring the tensors to a GPU.
+
+        Threads read the file into pinned memory, while what was read before is copied to the
+        device. The file is opened anew, and the mapping is not touched.
+
+        Parameters
+        ----------
+        tape : unimem.cuda.Tape
+            What the memory is taken from: the bytes of the file from its first tensor to its last,
+            at a multiple of 256 bytes.
+        progress : callable, optional
+            Called with the bytes that are on their way and all bytes, in this thread, at most 20
+            times a second; when all are there, once with both the same.
+        threads : int, optional
+            That read, at most 16 of them: by default what the process may use, at most 12.
+        staging_bytes : int, optional
+            Pinned memory, given back at the end: 32 MiB by default. A small file takes less.
+        stream : object, optional
+            By default CuPy's current stream. What was queued in it before is waited for, since it
+            may use the memory that is taken.
+
+        Returns
+        -------
+        dict of str to cupy.ndarray
+            The tensors by name, in the order of the file, of the dtypes and shapes that
+            `Tensor.as_array` has. They are there when this returns: any stream may use them.
+
+        Raises
+        ------
+        TapeFull
+            The tape has no room; nothing was read.
+        OSError
+            The file cannot be read, or was replaced or written to since it was opened.
+        TypeError, ValueError
+            No tape of a GPU, no stream, fewer than 1 thread, too little pinned memory.
+        MemoryError, PlacementError
+            There is no pinned memory.
+        ImportError
+            CuPy or a device is missing.
+        ClosedError
+            The weights, or the tape, were closed.
+
+        Notes
+        -----
+        Whatever is raised, also by `progress` or by an interrupt: no thread is left, nothing is
+        being copied any more, and the tape is as before, unless others took from it meanwhile.
+
+        Examples
+        --------
+        >>> import unimem as um
+        >>> from unimem import cuda
+        >>> with um.open_weights("model.gguf") as w, cuda.Tape(w.mapped_bytes) as tape:
+        ...     arrays = w.to_device(tape)
+        """
+        from unimem.cuda import upload
+
+        return upload.to_device(
+            self,
+            tape,
+            progress=progress,
+            threads=threads,
+            staging_bytes=staging_bytes,
+            stream=stream,
+        )
 
     @property
     def closed(self) -> bool:
@@ -299,4 +383,4 @@ def open_weights(path: str | os.PathLike[str], *, load: Literal["auto", "map"] =
             raise OSError(errno.EIO, "The file has become shorter", name) from None
     finally:
         os.close(fd)
-    return Weights(header, block, name)
+    return Weights(header, block, name, info)

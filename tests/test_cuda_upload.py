@@ -1,0 +1,630 @@
+"""Model files to the GPU, over a driver in main memory: every byte arrives, or nothing happens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gguf
+import gguf_files as gf
+import unimem as um
+from host_gpu import HostDriver, HostStream, numpy_of
+from models import make
+from unimem import gpu
+from unimem._core.status import ledger
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+I8 = 24
+N_SLOTS = 16
+PAGE = 4096
+RING = N_SLOTS * PAGE
+N_PIECES = 50
+
+
+def write(path: Path, *nbytes: int) -> Path:
+    """A file of tensors of random bytes, each of this many."""
+    rows, offset = [], 0
+    for i, n in enumerate(nbytes):
+        rows.append(gf.tensor(f"t{i}", (n,), I8, offset))
+        offset += -(-n // 32) * 32
+    raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
+    raw += bytes(-len(raw) % 32)
+    data = gf.random_bytes(offset, seed=offset)[: offset - (-nbytes[-1] % 32)] if nbytes else b""
+    path.write_bytes(raw + bytes(data))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of pieces of a page."""
+    return write(tmp_path / "model.gguf", 20 * PAGE, 1, (N_PIECES - 20) * PAGE - 100)
+
+
+def staging() -> tuple[int, int]:
+    row = ledger()["staging"]
+    return row["n_mappings"], row["mapped_bytes"]
+
+
+def uploaders() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("unimem-upload")]
+
+
+def check(weights: um.Weights, arrays: dict[str, Any]) -> None:
+    assert list(arrays) == list(weights.tensors)
+    for name, array in arrays.items():
+        here = weights.tensors[name].as_array()
+        assert (array.dtype, array.shape) == (here.dtype, here.shape)
+        assert numpy_of(array).tobytes() == here.tobytes(), name
+
+
+# ---- what arrives ----
+
+
+def test_every_type_arrives_as_it_is_in_main_memory(cuda: Any, tmp_path: Path) -> None:
+    file = tmp_path / "types.gguf"
+    tensors = {}
+    for number, (block_values, block_bytes) in gguf.GGML_QUANT_SIZES.items():
+        bits = gf.random_bytes(6 * block_bytes, seed=int(number))
+        tensors[f"{number.name} {block_values}"] = (bits.reshape(3, 2 * block_bytes), number)
+    gf.write_with_gguf_py(file, {}, tensors)
+    with um.open_weights(file) as w, cuda.Tape(w.mapped_bytes) as tape:
+        assert len(w.by_type()) > 30
+        check(w, w.to_device(tape))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_model_arrives(cuda: Any, tmp_path: Path, arch: str) -> None:
+    file = make.write_model(tmp_path / "model.gguf", arch, make.TINY, "q8_0")
+    with um.open_weights(file) as w, cuda.Tape(w.mapped_bytes) as tape:
+        check(w, w.to_device(tape, staging_bytes=RING))
+
+
+def test_scalars_empty_tensors_and_four_dimensions_arrive(cuda: Any, tmp_path: Path) -> None:
+    file = tmp_path / "everything.gguf"
+    file.write_bytes(gf.everything())
+    with um.open_weights(file) as w, cuda.Tape(w.mapped_bytes) as tape:
+        arrays = w.to_device(tape)
+        check(w, arrays)
+        assert arrays["scalar"].shape == ()
+        assert arrays["empty"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("shapes", [[], [(4, 0)]])
+def test_a_file_without_data_takes_nothing(
+    cuda: Any, host_gpu: HostDriver, tmp_path: Path, shapes: list[tuple[int, ...]]
+) -> None:
+    file = tmp_path / "empty.gguf"
+    rows = [gf.tensor(f"t{i}", ne, gf.F32, 0) for i, ne in enumerate(shapes)]
+    file.write_bytes(gf.with_data(gf.head(len(rows), 0), *rows, nbytes=0)[0])
+    told: list[tuple[int, int]] = []
+    with um.open_weights(file) as w, cuda.Tape(256) as tape:
+        arrays = w.to_device(tape, progress=lambda *figures: told.append(figures))
+        check(w, arrays)
+        assert tape.used_bytes == 0
+    assert told == [(0, 0)]
+    assert not any(call[0] == "copy" for call in host_gpu.calls)
+
+
+@pytest.mark.parametrize("threads", [*range(1, 9), 16, 40])
+def test_sizes_around_the_borders_of_slots(cuda: Any, tmp_path: Path, threads: int) -> None:
+    sizes = (1, PAGE - 1, PAGE, PAGE + 1, RING - 1, RING, RING + 1, 5 * RING + 17)
+    for nbytes in sizes:
+        file = write(tmp_path / f"{nbytes}.gguf", nbytes)
+        with um.open_weights(file) as w, cuda.Tape(nbytes + 512) as tape:
+            before = tape.take_bytes(100)
+            whole = numpy_of(tape.block.as_array())
+            arrays = w.to_device(tape, threads=threads, staging_bytes=RING)
+            check(w, arrays)
+            # Exactly the data is taken, and nothing else is written.
+            assert arrays["t0"].data.ptr == before.data.ptr + 256
+            assert tape.used_bytes == 256 + nbytes
+            assert np.all(whole[:256] == 0xA5)
+            assert np.all(whole[256 + nbytes :] == 0xA5)
+            del before, whole, arrays
+
+
+def test_tensors_lie_as_in_the_file(cuda: Any, path: Path) -> None:
+    with um.open_weights(path) as w, cuda.Tape(3 * w.mapped_bytes) as tape:
+        first = tape.take_bytes(1)
+        for _ in range(2):  # one behind the other
+            arrays = w.to_device(tape)
+            base = arrays["t0"].data.ptr
+            assert base % 256 == 0
+            for name, tensor in w.tensors.items():
+                assert arrays[name].data.ptr - base == tensor.offset - w.tensors["t0"].offset
+            check(w, arrays)
+        del first
+
+
+def test_arrays_keep_the_memory_and_not_the_file(
+    cuda: Any, host_gpu: HostDriver, path: Path
+) -> None:
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        arrays = w.to_device(tape)
+        expected = w.tensors["t0"].as_array().copy()
+    assert w.closed
+    assert np.array_equal(numpy_of(arrays["t0"]), expected)
+    assert len(host_gpu.allocated) == 1
+    del arrays
+    assert host_gpu.allocated == {}
+
+
+# ---- how it gets there ----
+
+
+def test_the_ring_is_pinned_and_given_back(
+    cuda: Any, host_gpu: HostDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[tuple[int, int], tuple[int, ...]]] = set()
+    true = os.preadv
+
+    def preadv(*args: Any) -> int:
+        seen.add((staging(), tuple(host_gpu.registered.values())))
+        return true(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    n_before, _ = staging()
+    # A small file takes no larger a ring than it needs.
+    for n_slots, asked, slot in ((3, RING, PAGE), (16, RING, PAGE), (16, None, 2 << 20)):
+        seen.clear()
+        file = tmp_path / "model.gguf"
+        write(file, 1)
+        data = file.stat().st_size - 1
+        nbytes = (n_slots - 1) * slot + 1 if n_slots < N_SLOTS else 17 * slot
+        file.write_bytes(gf.join(gf.head(1, 0), gf.tensor("t0", (nbytes,), I8, 0))[0])
+        os.truncate(file, data + nbytes)
+        with um.open_weights(file) as w, cuda.Tape(nbytes) as tape:
+            n_allocations = host_gpu.n_allocations
+            check(w, w.to_device(tape, staging_bytes=asked))
+            assert host_gpu.n_allocations == n_allocations
+        ((mapped, registered),) = seen
+        assert mapped == (n_before + 1, registered[0])
+        assert registered == (n_slots * slot,)
+        assert staging()[0] == n_before
+        assert host_gpu.registered == {}
+
+
+def test_copies_wait_for_the_stream_and_are_waited_for(
+    cuda: Any, host_gpu: HostDriver, path: Path
+) -> None:
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        host_gpu.calls.clear()
+        w.to_device(tape, stream=77, staging_bytes=RING, threads=4)
+    calls = host_gpu.calls
+    copies = [i for i, call in enumerate(calls) if call[0] == "copy"]
+    assert calls[0] == ("synchronize", 77)
+    assert len(copies) == N_PIECES
+    streams = {calls[i][4] for i in copies}
+    assert 77 not in streams
+    for stream in streams:
+        last = max(i for i in copies if calls[i][4] == stream)
+        assert ("synchronize", stream) in calls[last:]
+
+
+class LateDriver(HostDriver):
+    """Its streams copy in threads of their own, each copy when `may_copy` lets it."""
+
+    def __init__(self, device: int = 0) -> None:
+        super().__init__(device)
+        self._lanes: dict[int, ThreadPoolExecutor] = {}
+        self.may_copy: Callable[[int], object] = lambda from_: None
+        self.copied: list[int] = []
+
+    def new_stream(self) -> HostStream:
+        stream = super().new_stream()
+        self._lanes[stream.ptr] = ThreadPoolExecutor(1, "stream")
+        return stream
+
+    def _queue(self, stream: int, work: Callable[[], object]) -> Future[object]:
+        return self._lanes[stream].submit(work)
+
+    def copy(self, to: int, from_: int, nbytes: int, stream: int) -> None:
+        copy = super().copy
+
+        def late() -> None:
+            self.may_copy(from_)
+            copy(to, from_, nbytes, stream)
+            self.copied.append(from_)
+
+        self._queue(stream, late)
+
+    def synchronize(self, stream: int) -> None:
+        if stream in self._lanes:
+            self._queue(stream, lambda: None).result()
+
+    def new_event(self) -> Any:
+        return LateEvent(self)
+
+    def close(self) -> None:
+        for stream in self._lanes.values():
+            stream.shutdown()
+
+
+class LateEvent:
+    def __init__(self, driver: LateDriver) -> None:
+        self._driver = driver
+        self._recorded: Future[object] | None = None
+
+    def record(self, stream: int) -> None:
+        self._recorded = self._driver._queue(stream, lambda: None)
+
+    def synchronize(self) -> None:
+        if self._recorded is not None:
+            self._recorded.result()
+
+
+@pytest.fixture
+def late(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
+    monkeypatch.setattr(gpu, "Driver", LateDriver)
+    monkeypatch.setattr(gpu, "_drivers", {})
+    driver = gpu.driver(0)
+    assert isinstance(driver, LateDriver)
+    yield driver
+    driver.close()
+
+
+class Reads:
+    """Where each read went, in order; `os.preadv` while it is there."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._true = os.preadv
+        self.begun: list[int] = []
+        self.n_ended = 0
+        self.before: Callable[[int, int], object] = lambda fd, address: None
+        patch.setattr(os, "preadv", self)
+
+    def __call__(self, fd: int, buffers: list[Any], offset: int) -> int:
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        self.begun.append(address)
+        try:
+            self.before(fd, address)
+            return self._true(fd, buffers, offset)
+        finally:
+            self.n_ended += 1
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_reading_goes_on_while_copies_are_under_way(
+    cuda: Any, late: LateDriver, reads: Reads, path: Path, threads: int
+) -> None:
+    """No copy is done before the whole ring was filled behind the first."""
+    late.may_copy = lambda _: wait_for(lambda: len(reads.begun) >= N_SLOTS)
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        check(w, w.to_device(tape, threads=threads, staging_bytes=RING))
+    assert len(set(reads.begun)) == N_SLOTS
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 16])
+def test_no_slot_is_filled_before_its_copy_is_done(
+    cuda: Any, late: LateDriver, reads: Reads, path: Path, threads: int
+) -> None:
+    rng = np.random.default_rng(threads)
+    late.may_copy = lambda _: time.sleep(rng.choice([0, 0, 0.01]))
+    too_early = []
+
+    def before(_: int, address: int) -> None:
+        if late.copied.count(address) < reads.begun.count(address) - 1:
+            too_early.append(address)
+
+    reads.before = before
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        check(w, w.to_device(tape, threads=threads, staging_bytes=RING))
+    assert too_early == []
+    assert len(late.copied) == len(reads.begun) == N_PIECES
+
+
+# ---- progress ----
+
+
+def test_progress_is_told_in_this_thread(cuda: Any, reads: Reads, path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    times: list[float] = []
+
+    def progress(done: int, total: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        told.append((done, total))
+        times.append(time.monotonic())
+
+    reads.before = lambda *_: time.sleep(0.01)
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        check(w, w.to_device(tape, progress=progress, staging_bytes=RING, threads=2))
+        total = tape.used_bytes
+    assert told == sorted(told)
+    assert {figures[1] for figures in told} == {total}
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told].count(total) in (1, 2)
+    assert len(told) >= 4
+    assert min(np.diff(times[:-1])) >= 0.045  # the last one comes at once
+
+
+# ---- all or nothing ----
+
+
+def fails(error: BaseException, n_good: int = 0, then: Any = None) -> Callable[..., Any]:
+    """A function that raises; the first times it does what `then` does."""
+    n_calls = itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if next(n_calls) >= n_good:
+            raise error
+        return then and then(*arguments)
+
+    return fail
+
+
+def file_of(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
+
+
+Break = Callable[[pytest.MonkeyPatch, HostDriver, Reads], object]
+
+
+def device(name: str, n_good: int = 0) -> tuple[Break, type[BaseException], str]:
+    def break_it(patch: pytest.MonkeyPatch, driver: HostDriver, _: Reads) -> None:
+        error = RuntimeError("cudaErrorIllegalAddress")
+        patch.setattr(driver, name, fails(error, n_good, getattr(driver, name)))
+
+    return break_it, RuntimeError, "IllegalAddress"
+
+
+def read(before: Callable[..., object], message: str) -> tuple[Break, type[BaseException], str]:
+    def break_it(_: pytest.MonkeyPatch, driver: HostDriver, reads: Reads) -> None:
+        reads.before = before
+
+    return break_it, OSError, f"{message}.*model.gguf"
+
+
+def no_threads(patch: pytest.MonkeyPatch, _: HostDriver, reads: Reads) -> None:
+    error = RuntimeError("can't start new thread")
+    patch.setattr(threading.Thread, "start", fails(error, 1, threading.Thread.start))
+
+
+FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
+    "first read": read(fails(OSError(5, "x")), "Input/output error"),
+    "read": read(fails(OSError(5, "x"), 20), "Input/output error"),
+    "truncated": read(lambda fd, _: os.truncate(file_of(fd), 9000), "has become shorter"),
+    "written": read(lambda fd, _: os.utime(file_of(fd), ns=(0, 0)), "after open_weights"),
+    "no thread": (no_threads, RuntimeError, "new thread"),
+    "first copy": device("copy"),
+    "copy": device("copy", 20),
+    "stream": device("new_stream", 1),
+    "event": device("new_event", 3),
+    "pinning": device("register"),
+    "earlier": device("synchronize"),
+    "last": device("synchronize", 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_a_failure_all_is_as_before(
+    cuda: Any, host_gpu: HostDriver, reads: Reads, path: Path, name: str
+) -> None:
+    break_it, kind, message = FAILURES[name]
+    before = staging()
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes + 512) as tape:
+        first = tape.take_bytes(100)
+        with pytest.MonkeyPatch.context() as patch:
+            break_it(patch, host_gpu, reads)
+            with pytest.raises(kind, match=message) as caught:
+                w.to_device(tape, threads=5, staging_bytes=RING)
+        assert uploaders() == []
+        assert len(reads.begun) == reads.n_ended
+        assert staging() == before
+        assert host_gpu.registered == {}
+        assert tape.used_bytes == 100
+        # Also what the error still refers to holds no memory.
+        del first
+        tape.close()
+        assert host_gpu.allocated == {}
+    assert caught.value is not None
+
+
+def test_what_failed_works_again(cuda: Any, reads: Reads, path: Path) -> None:
+    reads.before = fails(OSError(5, "x"), 7)
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        with pytest.raises(OSError, match="Input/output"):
+            w.to_device(tape, staging_bytes=RING)
+        reads.before = lambda *_: None
+        check(w, w.to_device(tape, staging_bytes=RING))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_an_exception_of_progress_ends_it(
+    cuda: Any, host_gpu: HostDriver, reads: Reads, path: Path, at_end: bool
+) -> None:
+    def progress(done: int, total: int) -> None:
+        if (done == total) is at_end:
+            raise LookupError("enough")
+
+    reads.before = lambda *_: time.sleep(0.02)
+    before = staging()
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        with pytest.raises(LookupError, match="enough"):
+            w.to_device(tape, progress=progress, threads=8, staging_bytes=RING)
+        assert uploaders() == []
+        n_reads = len(reads.begun)
+        assert (staging(), host_gpu.registered, tape.used_bytes) == (before, {}, 0)
+        assert n_reads == N_PIECES if at_end else n_reads < N_PIECES
+        time.sleep(0.05)
+        assert len(reads.begun) == n_reads
+
+
+def test_interrupts_leave_nothing_under_way(
+    cuda: Any, late: LateDriver, reads: Reads, path: Path
+) -> None:
+    """Interrupted again and again while threads read, and copies are late."""
+    main, n_handled, all_handled = threading.main_thread().ident, 0, threading.Event()
+    assert main is not None
+    once = threading.Lock()
+
+    def handle(*_: Any) -> None:
+        nonlocal n_handled
+        n_handled += 1
+        raise KeyboardInterrupt(n_handled)
+
+    def is_handled(n: int) -> bool:
+        return n_handled >= n
+
+    def before(*_: Any) -> None:
+        if len(reads.begun) > 10 and once.acquire(blocking=False):
+            for n in range(1, 4):
+                signal.pthread_kill(main, signal.SIGINT)
+                wait_for(functools.partial(is_handled, n))
+                time.sleep(0.02)  # it waits for the threads again
+            all_handled.set()
+        elif len(reads.begun) > 10:
+            assert all_handled.wait(30)
+
+    reads.before = before
+    late.may_copy = lambda _: time.sleep(0.01)
+    held = staging()
+    true = signal.signal(signal.SIGINT, handle)
+    try:
+        with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                w.to_device(tape, threads=4, staging_bytes=RING)
+            n_copied = len(late.copied)
+            assert uploaders() == []
+            assert (staging(), late.registered, tape.used_bytes) == (held, {}, 0)
+            assert len(reads.begun) == reads.n_ended == n_copied < N_PIECES
+            assert caught.value.args == (3,)
+            time.sleep(0.05)
+            assert len(late.copied) == n_copied
+    finally:
+        signal.signal(signal.SIGINT, true)
+
+
+def test_what_others_took_meanwhile_stays_taken(cuda: Any, path: Path) -> None:
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes + 1024) as tape:
+        theirs = 0
+
+        def progress(*_: int) -> None:
+            nonlocal theirs
+            theirs = tape.take_bytes(64).data.ptr
+            raise LookupError
+
+        with pytest.raises(LookupError):
+            w.to_device(tape, progress=progress)
+        assert tape.used_bytes == theirs + 64 - tape.block.address
+
+
+def test_a_full_tape_is_told_before_anything_is_read(
+    cuda: Any, host_gpu: HostDriver, reads: Reads, path: Path
+) -> None:
+    with um.open_weights(path) as w, cuda.Tape(50 * PAGE) as tape:
+        first = tape.take_bytes(PAGE)
+        host_gpu.calls.clear()
+        with pytest.raises(um.TapeFull):
+            w.to_device(tape)
+        assert (reads.begun, host_gpu.calls, tape.used_bytes) == ([], [], PAGE)
+        del first
+
+
+# ---- the file ----
+
+
+def replace(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(0, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def write_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(path, ns=(0, 0))  # two writes within a tick of the kernel have the same time
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], type[OSError]]] = {
+    "truncated": (lambda path: os.truncate(path, 9000), OSError),
+    "longer": (lambda path: os.truncate(path, 900_000), OSError),
+    "replaced": (replace, OSError),
+    "pipe": (replace_by_pipe, OSError),
+    "written to": (write_a_byte, OSError),
+    "removed": (Path.unlink, FileNotFoundError),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_is_not_what_was_opened(cuda: Any, reads: Reads, path: Path, name: str) -> None:
+    change, kind = CHANGES[name]
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        change(path)
+        with pytest.raises(kind) as caught:
+            w.to_device(tape)
+        assert caught.value.filename == str(path)
+        if kind is OSError:
+            assert "open it again" in str(caught.value)
+        assert (reads.begun, tape.used_bytes) == ([], 0)
+
+
+# ---- wrong use ----
+
+
+def test_a_tape_in_main_memory(cuda: Any, path: Path) -> None:
+    with um.open_weights(path) as w, um.Tape(1 << 20) as tape:
+        with pytest.raises(TypeError, match=r"unimem\.cuda\.Tape, got Tape.*as_array"):
+            w.to_device(tape)
+        assert tape.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
+        ({"threads": 1.5}, TypeError, "integer"),
+        ({"staging_bytes": RING - 1}, ValueError, f"at least {RING}, .*got {RING - 1}"),
+        ({"staging_bytes": "32M"}, TypeError, "integer"),
+        ({"stream": "default"}, TypeError, "expected a CUDA stream, got str"),
+    ],
+)
+def test_wrong_options(
+    cuda: Any, path: Path, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+        with pytest.raises(kind, match=message):
+            w.to_device(tape, **options)
+        assert tape.used_bytes == 0
+
+
+def test_closed_and_frozen(cuda: Any, path: Path) -> None:
+    with um.open_weights(path) as w:
+        with cuda.Tape(w.mapped_bytes) as tape:
+            tape.freeze()
+            with pytest.raises(um.FrozenError):
+                w.to_device(tape)
+        with pytest.raises(um.ClosedError, match="Tape"):
+            w.to_device(tape)
+    with cuda.Tape(1 << 20) as tape, pytest.raises(um.ClosedError, match=r"Weights.*are closed"):
+        w.to_device(tape)
