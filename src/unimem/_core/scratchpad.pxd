@@ -1,13 +1,14 @@
 # Scratchpads for Cython callers: `from unimem._core.scratchpad cimport Scratchpad`.
 cimport numpy as cnp
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.tape cimport Tape
+from unimem._core.region cimport Region
+from unimem._core.tape cimport Bump
 
 # Rows of one width that are appended, and cut off at the end; where they lie is the subclass's.
 cdef class _Rows:
-    cdef readonly Tape tape
+    cdef readonly Bump tape
     cdef readonly str name
     cdef readonly Py_ssize_t capacity
     cdef readonly Py_ssize_t dim
@@ -22,22 +23,42 @@ cdef class _Rows:
     # Whether a thread is writing rows, with the interpreter's lock released.
     cdef bint _appending
     cdef object __weakref__
-    # Checks what both constructors are given; `what` is the name of max_tokens there.
-    cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name)
+    # Checks what all constructors are given, and returns the bytes of all rows; `what` is the name
+    # of max_tokens there.
+    cdef size_t prepare(self, object max_tokens, str what, object dim, object dtype,
+                        str name) except 0
     cdef object check_open(self)
     cdef object check_idle(self)
+    cdef object check_shape(self, object shape, bint batch)
+    # The type of n tokens that there is room for.
+    cdef int check_tokens(self, object dtype, Py_ssize_t n) except -2
     cdef object fail(self, um.um_error *err)
-    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n)
-    # Writes n rows behind the last one; there is room.
-    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err)
     # Gives back what the tokens that are left do not need.
     cdef um.um_status give_back(self, um.um_error *err)
 
-cdef class Scratchpad(_Rows):
+# Rows in main memory.
+cdef class _HostRows(_Rows):
+    # None when the tape is closed.
+    cdef Region region(self)
+    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n)
+    # Writes n rows behind the last one; there is room.
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err)
+
+cdef class Scratchpad(_HostRows):
     # The first row; the others follow without a gap.
     cdef char *base
 
-cdef class PagedScratchpad(_Rows):
+# Rows in memory of a device, whose addresses are never touched here.
+cdef class DeviceScratchpad(_Rows):
+    cdef object _driver
+    cdef object _kernels
+    # The first row; the others follow without a gap.
+    cdef uintptr_t base
+    cdef object append_rows(self, object rows, Py_ssize_t n, object stream)
+    # Queues the copy of n rows, or their conversion, to an address.
+    cdef object queue(self, uintptr_t out, object rows, int given, Py_ssize_t n, object stream)
+
+cdef class PagedScratchpad(_HostRows):
     cdef um.um_grid grid
     cdef readonly Py_ssize_t block_tokens
     # Of each block in use its cell in the grid; on the tape as well.

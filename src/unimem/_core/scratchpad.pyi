@@ -4,17 +4,14 @@ from typing import Any, Self, SupportsIndex, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from unimem._core.tape import Tape
+from unimem._core.tape import DeviceTape, Tape
 from unimem.placement import PlacementOptions
 
 class _Rows:
-    tape: Tape
     name: str
     capacity: int
     dim: int
     dtype: np.dtype[Any]
-    def append(self, vec: npt.NDArray[Any]) -> None: ...
-    def append_batch(self, rows: npt.NDArray[Any]) -> None: ...
     def crop(self, n: int) -> None: ...
     def clear(self) -> None: ...
     @property
@@ -32,7 +29,12 @@ class _Rows:
         trace: TracebackType | None = None,
     ) -> None: ...
 
-class Scratchpad(_Rows):
+class _HostRows(_Rows):
+    tape: Tape
+    def append(self, vec: npt.NDArray[Any]) -> None: ...
+    def append_batch(self, rows: npt.NDArray[Any]) -> None: ...
+
+class Scratchpad(_HostRows):
     def __init__(
         self,
         max_seq_len: int,
@@ -45,7 +47,17 @@ class Scratchpad(_Rows):
     ) -> None: ...
     def as_array(self) -> npt.NDArray[Any]: ...
 
-class PagedScratchpad(_Rows):
+class DeviceScratchpad(_Rows):
+    tape: DeviceTape
+    def __init__(self, tape: DeviceTape, driver: Any, kernels: Any, *, owns_tape: bool) -> None: ...
+    def _prepare(
+        self, max_seq_len: int, dim: int, dtype: npt.DTypeLike, name: str | None
+    ) -> tuple[int, str]: ...
+    def append(self, vec: Any, *, stream: Any = None) -> None: ...
+    def append_batch(self, rows: Any, *, stream: Any = None) -> None: ...
+    def as_array(self) -> Any: ...
+
+class PagedScratchpad(_HostRows):
     block_tokens: int
     def __init__(
         self,

@@ -6,14 +6,14 @@ from unimem.errors import CacheFull, ClosedError
 
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memmove
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
 from unimem._core.region cimport Region
 from unimem._core.status cimport raise_status
-from unimem._core.tape cimport Tape
+from unimem._core.tape cimport Bump, Tape
 
 cnp.import_array()
 
@@ -26,12 +26,14 @@ cdef enum:
 
 cdef dict _TYPES = {"float32": um.UM_F32, "float16": um.UM_F16, "bfloat16": um.UM_BF16,
                     "float64": F64}
+# The same as kernels name them.
+cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16", F64: "f64"}
 cdef object MOST_BYTES = 2**63 - 1, MOST_BLOCKS = 2**31 - 1
 
 
-cdef int _type_of(cnp.ndarray a) except -2:
+cdef int _type_of(cnp.dtype dtype) except -2:
     """The type of an array's elements."""
-    cdef int number = cnp.PyArray_TYPE(a)
+    cdef int number = dtype.type_num
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
@@ -70,7 +72,8 @@ cdef size_t _value_bytes(int type) noexcept nogil:
 cdef class _Rows:
     """What scratchpads have in common: tokens that are appended, and cut off at the end."""
 
-    cdef object prepare(self, object max_tokens, str what, object dim, object dtype, str name):
+    cdef size_t prepare(self, object max_tokens, str what, object dim, object dtype,
+                        str name) except 0:
         # A flag, and not what is made last: converting the arguments may come here again.
         if self._begun:
             raise RuntimeError(f"the {type(self).__name__} is made already")
@@ -84,9 +87,11 @@ cdef class _Rows:
         self.type = _TYPES[named]
         self.capacity = size_of(max_tokens, what, 1)
         self.dim = size_of(dim, "dim", 1)
-        if nbytes_of((self.capacity, self.dim), self.dtype.itemsize) > MOST_BYTES:
+        nbytes = nbytes_of((self.capacity, self.dim), self.dtype.itemsize)
+        if nbytes > MOST_BYTES:
             raise ValueError(f"{what} and dim: {max_tokens} rows of {dim} {named} are too large")
         self.row_bytes = self.dim * <size_t>self.dtype.itemsize
+        return nbytes
 
     cdef object check_open(self):
         if self._closed:
@@ -101,78 +106,24 @@ cdef class _Rows:
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"{type(self).__name__} '{self.name}'", CacheFull, "blocks")
 
-    def append(self, vec):
-        """Append one token.
+    cdef object check_shape(self, object shape, bint batch):
+        if len(shape) == batch + 1 and shape[batch] == self.dim:
+            return
+        call, expected = "append", f"({self.dim},)"
+        if batch:
+            call, expected = "append_batch", f"(n, {self.dim})"
+        raise ValueError(f"{type(self).__name__}.{call}: expected shape {expected}, got {shape}")
 
-        Parameters
-        ----------
-        vec : numpy.ndarray
-            ``[dim]``, of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
-            other two as well, rounding to nearest even, and one of float64 takes float32. An array
-            that is not C-contiguous and native is copied first.
-
-        Raises
-        ------
-        CacheFull
-            There is no room.
-        ValueError, TypeError
-            A wrong shape or dtype.
-        RuntimeError
-            Another thread appends.
-        ClosedError
-
-        Notes
-        -----
-        When it raises, nothing was written.
-        """
-        _check_array(vec)
-        if cnp.PyArray_NDIM(vec) != 1 or cnp.PyArray_DIMS(vec)[0] != self.dim:
-            raise ValueError(f"{type(self).__name__}.append: expected shape ({self.dim},), got "
-                             f"{vec.shape}")
-        self.append_rows(vec, 1)
-
-    def append_batch(self, rows):
-        """Append tokens, all of them or none.
-
-        Parameters
-        ----------
-        rows : numpy.ndarray
-            ``[n, dim]``; otherwise as for `append`. n may be 0.
-
-        Raises
-        ------
-        CacheFull, ValueError, TypeError, RuntimeError, ClosedError
-            As `append`.
-        """
-        _check_array(rows)
-        if cnp.PyArray_NDIM(rows) != 2 or cnp.PyArray_DIMS(rows)[1] != self.dim:
-            raise ValueError(f"{type(self).__name__}.append_batch: expected shape (n, {self.dim}), "
-                             f"got {rows.shape}")
-        self.append_rows(rows, cnp.PyArray_DIMS(rows)[0])
-
-    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n):
-        cdef um.um_error err
-        cdef Region _held
-        cdef int given = _type_of(rows)
-        if self._closed or self.tape._region is None:
-            self.check_open()
+    cdef int check_tokens(self, object dtype, Py_ssize_t n) except -2:
+        cdef int given = _type_of(dtype)
         if given != self.type:
-            self._check_type(given, rows.dtype)
+            self._check_type(given, dtype)
         self.check_idle()
         if n > self.capacity - self.n_tokens:
             raise CacheFull(f"{type(self).__name__} '{self.name}': asked for {n} tokens, but "
                             f"{self.n_tokens} of {self.capacity} are used",
                             self.capacity, self.n_tokens, n)
-        if not cnp.PyArray_ISCARRAY_RO(rows):
-            # While a copy is made other threads run: nothing that was looked at still holds then.
-            self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
-            return
-        # Held, so that nobody closes the pad while the GIL is released.
-        _held = self.tape._region
-        if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
-            self.fail(&err)
-        # Readers see the tokens when they are whole.
-        self.n_tokens += n
+        return given
 
     def _check_type(self, int given, dtype):
         accepted = (["float64", "float32"] if self.type == F64 else
@@ -180,9 +131,6 @@ cdef class _Rows:
         if given not in [_TYPES[name] for name in accepted]:
             raise TypeError(f"{type(self).__name__} of {self.dtype}: expected an array of "
                             f"{' or '.join(accepted)}, got {dtype}")
-
-    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
-        return um.UM_OK
 
     cdef um.um_status give_back(self, um.um_error *err):
         return um.UM_OK
@@ -265,7 +213,81 @@ cdef class _Rows:
         return f"{name}(closed)" if self.closed else f"{name}({self._figures()})"
 
 
-cdef class Scratchpad(_Rows):
+cdef class _HostRows(_Rows):
+    """Rows in main memory, of NumPy arrays."""
+
+    cdef Region region(self):
+        return (<Tape>self.tape)._region
+
+    def append(self, vec):
+        """Append one token.
+
+        Parameters
+        ----------
+        vec : numpy.ndarray
+            ``[dim]``, of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
+            other two as well, rounding to nearest even, and one of float64 takes float32. An array
+            that is not C-contiguous and native is copied first.
+
+        Raises
+        ------
+        CacheFull
+            There is no room.
+        ValueError, TypeError
+            A wrong shape or dtype.
+        RuntimeError
+            Another thread appends.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, nothing was written.
+        """
+        _check_array(vec)
+        if cnp.PyArray_NDIM(vec) != 1 or cnp.PyArray_DIMS(vec)[0] != self.dim:
+            self.check_shape(vec.shape, False)
+        self.append_rows(vec, 1)
+
+    def append_batch(self, rows):
+        """Append tokens, all of them or none.
+
+        Parameters
+        ----------
+        rows : numpy.ndarray
+            ``[n, dim]``; otherwise as for `append`. n may be 0.
+
+        Raises
+        ------
+        CacheFull, ValueError, TypeError, RuntimeError, ClosedError
+            As `append`.
+        """
+        _check_array(rows)
+        if cnp.PyArray_NDIM(rows) != 2 or cnp.PyArray_DIMS(rows)[1] != self.dim:
+            self.check_shape(rows.shape, True)
+        self.append_rows(rows, cnp.PyArray_DIMS(rows)[0])
+
+    cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n):
+        cdef um.um_error err
+        cdef Region _held
+        cdef int given
+        if self._closed or self.region() is None:
+            self.check_open()
+        given = self.check_tokens(rows.descr, n)
+        if not cnp.PyArray_ISCARRAY_RO(rows):
+            # While a copy is made other threads run: nothing that was looked at still holds then.
+            self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
+            return
+        # Held, so that nobody closes the pad while the GIL is released.
+        _held = self.region()
+        if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
+            self.fail(&err)
+        # Readers see the tokens when they are whole.
+        self.n_tokens += n
+
+    cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
+        return um.UM_OK
+
+cdef class Scratchpad(_HostRows):
     """One append-only buffer ``[max_seq_len, dim]``, which never moves.
 
     In spite of its name it lives as long as a conversation. Appending is a copy, or a conversion,
@@ -320,17 +342,19 @@ cdef class Scratchpad(_Rows):
     """
 
     def __init__(self, max_seq_len, dim, dtype="float32", *, tape=None, name=None, **placement):
-        self.prepare(max_seq_len, "max_seq_len", dim, dtype, name or "scratchpad")
-        cdef size_t nbytes = <size_t>self.capacity * self.row_bytes
+        cdef Tape place
+        cdef size_t nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
+                                          name or "scratchpad")
         if tape is None:
-            self.tape = Tape(nbytes, name=self.name, category="history", **placement)
+            place = Tape(nbytes, name=self.name, category="history", **placement)
             self._owns_tape = True
         else:
             if placement:
                 raise ValueError("a tape is placed already: "
                                  f"{', '.join(placement)} not accepted beside tape=")
-            self.tape = tape
-        self.base = <char *>self.tape.take_raw(nbytes)
+            place = tape
+        self.tape = place
+        self.base = <char *>place.take_raw(nbytes)
 
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
         cdef um.um_status status
@@ -359,10 +383,143 @@ cdef class Scratchpad(_Rows):
         ClosedError
         """
         self.check_open()
-        return array_over(self.base, (self.n_tokens, self.dim), self.dtype, self.tape._region, True)
+        return array_over(self.base, (self.n_tokens, self.dim), self.dtype, self.region(), True)
 
 
-cdef class PagedScratchpad(_Rows):
+cdef class DeviceScratchpad(_Rows):
+    """The half of `cuda.Scratchpad` that is used for every token.
+
+    A subclass calls `_prepare`, and then the constructor with what the rows lie on: a tape, the
+    device's driver, and its `RowKernels` for the dtype.
+    """
+
+    def _prepare(self, max_seq_len, dim, dtype, name):
+        """Check what the pad is to be, and return its bytes and its type as kernels name it."""
+        nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype, name or "scratchpad")
+        return nbytes, _KERNEL_TYPES[self.type]
+
+    def __init__(self, Bump tape not None, driver, kernels, *, bint owns_tape):
+        self.tape = tape
+        self._owns_tape = owns_tape
+        self._driver = driver
+        self._kernels = kernels
+        self.base = <uintptr_t>tape.take_raw(<size_t>self.capacity * self.row_bytes, 256)
+
+    def append(self, vec, *, stream=None):
+        """Append one token, by a copy or a kernel that is queued.
+
+        Parameters
+        ----------
+        vec : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            ``[dim]``, of the pad's dtype: one asynchronous copy. A pad of float32, float16 or
+            bfloat16 takes the other two as well, rounding to nearest even, and one of float64 takes
+            float32; these, and arrays with gaps, are one launch of a kernel. It may be changed or
+            dropped as soon as the stream has come so far.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull
+            There is no room.
+        ValueError, TypeError
+            A wrong shape or dtype; ValueError also for rows of the pad itself that lie where they
+            would be written.
+        RuntimeError
+            Another thread appends.
+        ClosedError
+
+        Notes
+        -----
+        Nothing is allocated, and nobody waits. When it raises, nothing was written. Captured in a
+        CUDA graph, it writes the same row at every replay.
+        """
+        rows = self._driver.to_array(vec)
+        self.check_shape(rows.shape, False)
+        self.append_rows(rows, 1, stream)
+
+    def append_batch(self, rows, *, stream=None):
+        """Append tokens, all of them or none.
+
+        Parameters
+        ----------
+        rows : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            ``[n, dim]``; otherwise as for `append`. n may be 0.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull, ValueError, TypeError, RuntimeError, ClosedError
+            As `append`.
+        """
+        rows = self._driver.to_array(rows)
+        shape = rows.shape
+        self.check_shape(shape, True)
+        self.append_rows(rows, shape[0], stream)
+
+    cdef object append_rows(self, object rows, Py_ssize_t n, object stream):
+        cdef int given
+        if self._closed or not self.tape._open:
+            self.check_open()
+        given = self.check_tokens(rows.dtype, n)
+        stream = self._driver.stream(stream)
+        if n == 0:
+            return
+        # Held, so that nobody closes the pad while a call of CUDA has released the GIL.
+        _held = self.tape._memory
+        self._appending = True
+        try:
+            self.queue(self.base + <size_t>self.n_tokens * self.row_bytes, rows, given, n, stream)
+        finally:
+            self._appending = False
+        self.n_tokens += n
+
+    cdef object queue(self, uintptr_t out, object rows, int given, Py_ssize_t n, object stream):
+        cdef uintptr_t address = rows.data.ptr
+        cdef uintptr_t low = address, high = address + <size_t>rows.itemsize
+        cdef size_t nbytes = <size_t>n * self.row_bytes
+        cdef bint is_copy = given == self.type and rows.flags.c_contiguous
+        cdef Py_ssize_t size, stride
+        if is_copy:
+            high = low + nbytes
+        else:
+            for size, stride in zip(rows.shape, rows.strides):
+                if stride < 0:
+                    low += <uintptr_t>((size - 1) * stride)
+                else:
+                    high += <uintptr_t>((size - 1) * stride)
+        if low < out + nbytes and out < high:
+            raise ValueError(f"{type(self).__name__} '{self.name}': expected rows that lie beside "
+                             "those that they become, got rows that overlap them: append a copy")
+        if is_copy:
+            self._driver.copy(out, address, nbytes, stream)
+        else:
+            strides = (0, 0, 0, *((0,) if rows.ndim == 1 else ()), *rows.strides)
+            self._kernels.append(address, 0, _KERNEL_TYPES[given], (1, 1, 1, n, self.dim), strides,
+                                 out, 0, 0, 0, self.row_bytes, 0, n, 0, stream)
+
+    def as_array(self):
+        """View the tokens that are there.
+
+        Returns
+        -------
+        cupy.ndarray
+            ``[len, dim]``, without a copy, and writable. It does not grow, it keeps the memory
+            alive, and it stays valid until its rows are written anew, after `crop` or `clear`. On
+            another stream than that of the appends, wait for these first.
+
+        Raises
+        ------
+        ClosedError
+        """
+        self.check_open()
+        memory = self.tape._memory
+        return self._driver.array(memory, self.base - <uintptr_t>memory.ptr,
+                                  (self.n_tokens, self.dim), self.dtype)
+
+
+cdef class PagedScratchpad(_HostRows):
     """Append-only rows in blocks of `block_tokens` tokens, with a block table.
 
     The blocks come from a pool of its own: one is taken with the first token that needs it, and
@@ -526,7 +683,7 @@ cdef class PagedScratchpad(_Rows):
         if not -self.n_tokens <= at < self.n_tokens:
             raise IndexError(f"PagedScratchpad.get_token: token {i} of {self.n_tokens}")
         return vector_over(self.row(at if at >= 0 else at + self.n_tokens), self.dim, self.dtype,
-                           self.tape._region, True)
+                           self.region(), True)
 
     def as_array(self):
         """Copy the tokens that are there.
@@ -542,7 +699,7 @@ cdef class PagedScratchpad(_Rows):
         """
         self.check_open()
         # Held, so that nobody closes the pad meanwhile.
-        cdef Region _held = self.tape._region
+        cdef Region _held = self.region()
         # The number of now: the writer appends meanwhile.
         cdef Py_ssize_t n = self.n_tokens
         cdef cnp.ndarray out = np.empty((n, self.dim), self.dtype)
@@ -557,7 +714,7 @@ cdef class PagedScratchpad(_Rows):
     def block_table(self):
         """A copy of the block table: of each block in use its number in the pool, int32."""
         self.check_open()
-        return vector_over(self.table, self.n_in_use, dtype_of("int32"), self.tape._region,
+        return vector_over(self.table, self.n_in_use, dtype_of("int32"), self.region(),
                            False).copy()
 
     @property

@@ -11,6 +11,7 @@ _gpu.require()
 # ruff: noqa: E402 - what follows has no use without a device
 from unimem.cuda.block import CAPABILITIES, Block
 from unimem.cuda.grid import Grid
+from unimem.cuda.scratchpad import Scratchpad
 from unimem.cuda.tape import Tape
 
-__all__ = ["CAPABILITIES", "Block", "Grid", "Tape"]
+__all__ = ["CAPABILITIES", "Block", "Grid", "Scratchpad", "Tape"]

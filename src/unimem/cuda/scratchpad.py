@@ -1,0 +1,116 @@
+"""Scratchpads in device memory."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import numpy.typing as npt
+
+from unimem import gpu
+from unimem._core.scratchpad import DeviceScratchpad
+from unimem.cuda.kernels import RowKernels
+from unimem.cuda.tape import Tape
+from unimem.placement import PlacementOptions
+
+__all__ = ["Scratchpad"]
+
+
+class Scratchpad(DeviceScratchpad):
+    """One append-only buffer ``[max_seq_len, dim]`` of device memory, which never moves.
+
+    `unimem.Scratchpad`, with CuPy arrays: appending queues a copy, or a kernel that converts, on a
+    stream, and returns. The lengths are the host's: a token counts as soon as its copy is queued.
+
+    One thread writes; others may read views of tokens that are there. A forked child has none of
+    the memory, and ClosedError says so there.
+
+    Parameters
+    ----------
+    max_seq_len : int
+        Tokens that fit.
+    dim : int
+        Values of a token.
+    dtype : {"float32", "float16", "bfloat16", "float64"}
+        What is stored.
+    tape : cuda.Tape, optional
+        Where the buffer is taken, such as ``layout.history``; otherwise a tape of its own.
+    device : int, default 0
+        CUDA's number of the GPU; only without `tape`.
+    pinned : bool, default False
+        Host memory that the GPU sees; only without `tape`.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`; only of pinned memory, without `tape`.
+
+    Attributes
+    ----------
+    capacity, dim : int
+        Tokens that fit, and values of a token.
+    dtype : numpy.dtype
+        What is stored.
+    tape : cuda.Tape
+        What the buffer lies on.
+    name : str
+        Stands in messages.
+
+    Raises
+    ------
+    ValueError
+        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+    TapeFull
+        `tape` has no room.
+    CapacityError
+        The device has no room.
+    TypeError, MemoryError, PlacementError, NotImplementedError
+        As `cuda.Block`.
+
+    Examples
+    --------
+    >>> import cupy
+    >>> from unimem import cuda
+    >>> with cuda.Scratchpad(64, 8) as pad:
+    ...     pad.append(cupy.ones(8, "float32"))
+    ...     pad.append_batch(cupy.zeros((2, 8), "float16"))
+    ...     pad, pad.as_array().shape
+    (Scratchpad(len=3, capacity=64, dim=8), (3, 8))
+    """
+
+    tape: Tape
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        dim: int,
+        dtype: npt.DTypeLike = "float32",
+        *,
+        tape: Tape | None = None,
+        device: int = 0,
+        pinned: bool = False,
+        name: str | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        nbytes, stored = self._prepare(max_seq_len, dim, dtype, name)
+        if tape is None:
+            # Compiled before anything is taken, so that a compiler that fails leaves nothing.
+            kernels = RowKernels(gpu.driver(device), stored)
+            own = Tape(
+                nbytes,
+                name=self.name,
+                category="history",
+                device=device,
+                pinned=pinned,
+                **placement,
+            )
+            super().__init__(own, own.block._driver, kernels, owns_tape=True)
+            return
+        if not isinstance(tape, Tape):
+            raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
+        given = {"device": device not in (0, tape.block.device), "pinned": pinned}
+        refused = [*(option for option, is_given in given.items() if is_given), *placement]
+        if refused:
+            raise ValueError(
+                f"a tape is placed already: {', '.join(refused)} not accepted beside tape="
+            )
+        driver = tape.block._driver
+        super().__init__(tape, driver, RowKernels(driver, stored), owns_tape=False)
