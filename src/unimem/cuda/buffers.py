@@ -1,0 +1,81 @@
+"""The buffers of a decode step in device memory."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy.typing as npt
+
+from unimem.buffers import DecodeBufferSet
+from unimem.cuda.tape import Tape
+from unimem.dims import ModelDims
+from unimem.placement import PlacementOptions
+
+__all__ = ["DecodeBuffers"]
+
+
+class DecodeBuffers(DecodeBufferSet[Any]):
+    """The 26 buffers of one decode step in device memory, at addresses that never change.
+
+    As `unimem.DecodeBuffers`, with CuPy arrays: the same names, sizes, places and figures. A CUDA
+    graph that was captured with them can be replayed as long as they are open.
+
+    One thread at a time makes a step. A forked child has none of it, and ClosedError says so there.
+
+    Parameters
+    ----------
+    dims : ModelDims
+        The model.
+    tape : cuda.Tape, optional
+        Where the buffers are taken; otherwise a tape of their own.
+    dtype : {"float16", "bfloat16", "float32"}
+        Type of the activations.
+    name : str, optional
+        Stands in messages.
+    device : int, default 0
+        CUDA's number of the GPU; only without `tape`.
+    pinned : bool, default False
+        Host memory that the GPU sees; only without `tape`.
+    **placement
+        See `PlacementOptions`; only of pinned memory.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown dtype, or what are no dimensions.
+    CapacityError, FrozenError, ClosedError
+        As `cuda.Tape` and its `take`; nothing was taken then.
+    MemoryError, PlacementError, NotImplementedError
+        As `cuda.Block`.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> from unimem import cuda
+    >>> dims = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512, max_batch_size=4)
+    >>> with cuda.DecodeBuffers(dims) as db:
+    ...     db.memory_bytes == db.tape.used_bytes, db.batch(2).qkv_out.shape
+    (True, (2, 128))
+    """
+
+    _tape_type = Tape
+
+    def __init__(
+        self,
+        dims: ModelDims,
+        *,
+        tape: Tape | None = None,
+        dtype: npt.DTypeLike = "float16",
+        name: str | None = None,
+        device: int = 0,
+        pinned: bool = False,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        # Beside a tape nothing else than what is there by default can be accepted.
+        given = {"device": device, "pinned": pinned}
+        options = {option: value for option, value in given.items() if value}
+        self._make(dims, dtype, tape, name, options | dict(placement))
+
+    @staticmethod
+    def _address_of(array: Any) -> int:
+        return int(array.data.ptr)
