@@ -161,7 +161,6 @@ def test_streams_of_everybody(driver: gpu.Driver, torch: Any) -> None:
 
     stream = new_stream()
     assert driver.stream(stream) == stream.ptr != 0
-    assert driver.stream(cupy.cuda.ExternalStream(stream.ptr)) == stream.ptr
     assert driver.stream(stream.ptr) == stream.ptr
     assert driver.stream(Protocol()) == 77
     assert driver.stream() == driver.stream(None) == cupy.cuda.get_current_stream().ptr
