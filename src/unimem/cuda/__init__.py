@@ -10,8 +10,9 @@ _gpu.require()
 
 # ruff: noqa: E402 - what follows has no use without a device
 from unimem.cuda.block import CAPABILITIES, Block
+from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.grid import Grid
 from unimem.cuda.scratchpad import Scratchpad
 from unimem.cuda.tape import Tape
 
-__all__ = ["CAPABILITIES", "Block", "Grid", "Scratchpad", "Tape"]
+__all__ = ["CAPABILITIES", "Block", "DecodeBuffers", "Grid", "Scratchpad", "Tape"]
