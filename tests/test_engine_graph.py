@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -20,51 +19,39 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel, ggml
-from unimem.engine.graph import Graph, Headers, place
+from unimem.engine.graph import Graph, Headers
 from unimem.plan import PREFILL_BATCH, scratch_parts
-
-Life = tuple[int, int, int, int]  # offset, nbytes, first, last
-
-
-def assert_apart(lives: list[Life]) -> None:
-    for i, (offset, nbytes, first, last) in enumerate(lives):
-        for other_offset, other_nbytes, other_first, other_last in lives[:i]:
-            together = first <= other_last and other_first <= last
-            overlap = offset < other_offset + other_nbytes and other_offset < offset + nbytes
-            assert not (together and overlap)
-
-
-uses = st.lists(
-    st.tuples(st.integers(0, 5000), st.integers(0, 20), st.integers(0, 8)).map(
-        lambda use: (use[0], use[1], use[1] + use[2])
-    ),
-    max_size=24,
-)
-
-
-@settings(deadline=None)
-@given(uses)
-def test_buffers_that_live_at_once_are_apart(buffers: list[tuple[int, int, int]]) -> None:
-    offsets, total = place(buffers)
-    assert_apart([(o, *use) for o, use in zip(offsets, buffers, strict=True)])
-    assert all(offset % 64 == 0 for offset in offsets)
-    ends = [o + -(-u[0] // 64) * 64 for o, u in zip(offsets, buffers, strict=True)]
-    assert total == max(ends, default=0)
-    most = max(
-        (sum(n for n, first, last in buffers if first <= t <= last) for t in range(29)), default=0
-    )
-    assert total >= most
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_values_of_a_real_graph_are_apart(arch: str, tmp_path: Path) -> None:
+def test_values_that_live_at_once_are_apart(arch: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", arch, TINY, "f32")
     with Decoder(path, ctx=200, threads=2) as decoder:
         for graph in (decoder._decode, decoder._prefill):
-            lives = graph.lives()
-            assert_apart(lives)
-            assert max(offset + nbytes for offset, nbytes, _, _ in lives) <= graph.arena_bytes
-            assert graph.arena_bytes < sum(nbytes for _, nbytes, _, _ in lives) / 3
+            values = graph.values
+            for step in range(values.uses[-1].last + 1):
+                together = sorted(
+                    (values.offsets[use.name], use.nbytes)
+                    for use in values.uses
+                    if use.first <= step <= use.last
+                )
+                for (offset, nbytes), (after, _) in pairwise([*together, (values.total_bytes, 0)]):
+                    assert offset + nbytes <= after
+            assert values.total_bytes < sum(use.nbytes for use in values.uses) / 3
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_addresses_are_the_planned_ones_for_every_number_of_tokens(
+    arch: str, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, TINY, "f32")
+    with Decoder(path, ctx=200, threads=2) as decoder:
+        graph = decoder._prefill
+        for n_tokens in (graph.batch, 1, 7, graph.batch):
+            graph.resize(n_tokens)
+            addresses = graph.addresses()
+            for name, offset in graph.values.offsets.items():
+                assert addresses[int(name)] == graph._arena + offset
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
@@ -86,10 +73,10 @@ def test_sharing_memory_changes_no_result(
 
     shared = logits()
 
-    def side_by_side(uses: list[tuple[int, int, int]]) -> tuple[list[int], int]:
-        return place([(nbytes, 0, 0) for nbytes, _, _ in uses])
+    def side_by_side(uses: list[um.BufferUse]) -> um.BufferPlan:
+        return um.BufferPlan([replace(use, first=0, last=0) for use in uses])
 
-    monkeypatch.setattr("unimem.engine.graph.place", side_by_side)
+    monkeypatch.setattr("unimem.engine.graph.BufferPlan", side_by_side)
     for a, b in zip(shared, logits(), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -118,8 +105,11 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
             with Decoder(path, ctx=ctx, threads=threads) as decoder:
                 parts = scratch_parts(decoder.dims, ctx, threads, ctx)
                 graphs = decoder._decode, decoder._prefill
-                values = max(graph.arena_bytes for graph in graphs)
+                values = max(graph.values.total_bytes for graph in graphs)
                 assert values <= parts["values"]
+                for graph in graphs:
+                    most = 1.02 * graph.values.lower_bound_bytes
+                    assert graph.values.total_bytes <= most
                 headers = Headers.bytes_needed(
                     len(decoder.weights.tensors), decoder.dims.num_layers
                 )

@@ -18,6 +18,7 @@ from unimem._core.kv import KVCache
 from unimem._core.paged import PagedKVCache, Sequence
 from unimem._core.scratchpad import PagedScratchpad, Scratchpad
 from unimem._core.tape import Tape
+from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers import DecodeBuffers, ForwardScratch
 from unimem.dims import ModelDims
 from unimem.doctor import Machine, doctor
@@ -42,6 +43,8 @@ from unimem.weights import Tensor, Weights, open_weights
 
 __all__ = [
     "Block",
+    "BufferPlan",
+    "BufferUse",
     "CacheFull",
     "CapacityError",
     "Cell",

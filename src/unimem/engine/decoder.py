@@ -251,7 +251,7 @@ class Decoder:
             self._made.append(graph)
         self._decode, self._prefill = graphs
         self._threadpool = ggml.new_threadpool(self.threads)
-        arena = take(max(graph.arena_bytes for graph in graphs))
+        arena = take(max(graph.values.total_bytes for graph in graphs))
         work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
         for graph in graphs:
             graph.settle(arena, work, self.threads, self._threadpool)

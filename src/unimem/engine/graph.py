@@ -7,20 +7,19 @@ owns memory: this module writes every tensor's address. Values whose lives do no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.engine import ggml
 from unimem.engine.arch import Model
 from unimem.plan import nodes_bound
 
-__all__ = ["Arrays", "Graph", "Headers", "place", "view"]
+__all__ = ["Arrays", "Graph", "Headers", "view"]
 
-ALIGN = 64
 _WORD = 8
 
 
@@ -30,40 +29,6 @@ def view(address: int, shape: int | tuple[int, ...], dtype: str) -> NDArray[Any]
     nbytes = int(np.prod(shape)) * kind.itemsize
     memory = memoryview((ctypes.c_char * nbytes).from_address(address))
     return np.frombuffer(memory, kind).reshape(shape)
-
-
-def place(uses: Sequence[tuple[int, int, int]], align: int = ALIGN) -> tuple[list[int], int]:
-    """Find an offset for each buffer, so that buffers that live at the same time do not overlap.
-
-    The largest goes first, each to the lowest gap that is free for all of its life: the wide
-    values of a transformer then lie side by side, and the narrow ones fill what is left.
-
-    Parameters
-    ----------
-    uses : sequence of (nbytes, first, last)
-        Size, first and last use of each buffer, both inclusive.
-    align : int
-        What every offset is a multiple of.
-
-    Returns
-    -------
-    offsets : list of int
-        Of each buffer.
-    total : int
-        Bytes that all buffers span.
-    """
-    sizes, first, last = np.array(uses, np.int64).reshape(-1, 3).T
-    sizes = -(-sizes // align) * align
-    starts = np.full(len(sizes), -1, np.int64)
-    for i in np.lexsort((first, -sizes)):
-        beside = (starts >= 0) & (first <= last[i]) & (last >= first[i])
-        begins, ends = starts[beside], starts[beside] + sizes[beside]
-        order = np.argsort(begins)
-        # A gap lies between the furthest end so far and the next beginning.
-        gaps_from = np.maximum.accumulate(np.append(0, ends[order]))
-        gaps_to = np.append(begins[order], np.iinfo(np.int64).max)
-        starts[i] = gaps_from[np.argmax(gaps_to - gaps_from >= sizes[i])]
-    return starts.tolist(), int(np.max(starts + sizes, initial=0))
 
 
 @dataclass(frozen=True)
@@ -152,6 +117,12 @@ class Graph:
         Address of float16 [batch, n_rows].
     address, nbytes : int
         Memory for headers of nodes, of `bytes_needed`.
+
+    Attributes
+    ----------
+    values : BufferPlan
+        Where each value lies in the arena; a value is called by the number of the node that makes
+        it, and a step is the computation of one node.
     """
 
     def __init__(
@@ -184,11 +155,11 @@ class Graph:
         self.n_kv = 0
         self.mask = view(mask, (batch, headers.n_rows), "float16")
         self._build(batch)
-        uses, owners = self._lives()
-        offsets, self.arena_bytes = place(uses)
+        self.values = BufferPlan(self._uses())
         # -1 marks a node without memory of its own.
         self._offsets = np.full(len(self._nodes), -1, np.int64)
-        self._offsets[owners] = offsets
+        for name, offset in self.values.offsets.items():
+            self._offsets[int(name)] = offset
 
     @staticmethod
     def bytes_needed(n_layers: int) -> int:
@@ -197,7 +168,7 @@ class Graph:
         return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
 
     def settle(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
-        """Give the graph its memory: `arena_bytes`, and `work_bytes` for these threads."""
+        """Give the graph its memory: of `values`, and `work_bytes` for these threads."""
         self._arena, self._work = arena, work
         self._n_threads, self._threadpool = n_threads, threadpool
         self._bind()
@@ -244,11 +215,6 @@ class Graph:
         data = ggml.Tensor.data.offset // _WORD
         return [int(a) for a in self._words[(self._nodes - self._base) // _WORD + data]]
 
-    def lives(self) -> list[tuple[int, int, int, int]]:
-        """Placement of the values: (offset, nbytes, first, last) of each."""
-        uses, owners = self._lives()
-        return [(int(self._offsets[i]), *use) for i, use in zip(owners, uses, strict=True)]
-
     def _build(self, n: int) -> None:
         ggml.reset(self._context)
         builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
@@ -263,8 +229,8 @@ class Graph:
         words = [(address + ne) // _WORD + dim for address, dim in builder.kv_dims]
         self._n_kv_words = np.array(words, np.int64) - self._base // _WORD
 
-    def _lives(self) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Size, first and last use of each value that needs memory, and its node's number."""
+    def _uses(self) -> list[BufferUse]:
+        """Size, first and last use of each value that needs memory."""
         nodes = [int(address) for address in self._nodes]
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -279,8 +245,7 @@ class Graph:
                 # ggml computes an RMS norm together with the multiplication after it, and reads
                 # the norm's input while it writes the product: an input lives one node longer.
                 last[root] = number + 1
-        uses = [(int(ggml.nbytes(a)), i, last[a]) for a, i in first.items()]
-        return uses, list(first.values())
+        return [BufferUse(str(i), int(ggml.nbytes(a)), i, last[a]) for a, i in first.items()]
 
     def _bind(self) -> None:
         """Write the address of every node's value, and plan the computation."""

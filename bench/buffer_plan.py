@@ -1,0 +1,337 @@
+"""How far plans of buffers are above the lower bound, and what they cost.
+
+The buffers are the values of the engine's own graphs, and 1000 random instances of four families.
+Beside `BufferPlan` stand the two greedy planners of Pisarchyk and Lee (2020), plainly written: the
+largest first, and the earliest first, each with the lowest and the tightest gap. Everything but the
+times is exact, and the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import unimem as um
+from bench.harness import Bench, pin
+
+ROOT = Path(__file__).parent.parent
+BATCH, CTX = 128, 512  # tokens of the engine's larger graph, and of context
+
+# Dimensions of published models, and shapes that are hard to place: heads as wide as all that is
+# inside, or wider.
+SHAPES = {
+    "Llama 3.2 1B": ("llama", um.ModelDims(2048, 8192, 32, 8, 64, 128256, 16, CTX)),
+    "Llama 3 8B": ("llama", um.ModelDims(4096, 14336, 32, 8, 128, 128256, 32, CTX)),
+    "Llama 3 70B": ("llama", um.ModelDims(8192, 28672, 64, 8, 128, 128256, 80, CTX)),
+    "Qwen2.5 0.5B": ("qwen2", um.ModelDims(896, 4864, 14, 2, 64, 151936, 24, CTX)),
+    "Qwen2.5 7B": ("qwen2", um.ModelDims(3584, 18944, 28, 4, 128, 152064, 28, CTX)),
+    "Qwen3 0.6B": ("qwen3", um.ModelDims(1024, 3072, 16, 8, 128, 151936, 28, CTX)),
+    "Qwen3 32B": ("qwen3", um.ModelDims(5120, 25600, 64, 8, 128, 151936, 64, CTX)),
+    "narrow inside": ("llama", um.ModelDims(64, 32, 4, 2, 16, 320, 30, CTX)),
+    "all heads of their own": ("qwen3", um.ModelDims(64, 128, 32, 32, 4, 320, 30, CTX)),
+    "wide heads": ("qwen3", um.ModelDims(64, 128, 4, 2, 128, 320, 30, CTX)),
+}
+
+
+# ---- greedy planners ----------------------------------------------------------------------------
+
+
+def greedy_by_size(uses: Sequence[um.BufferUse], align: int, tightest: bool = False) -> int:
+    """Total of a plan that places the largest first."""
+    return greedy(sorted(uses, key=lambda use: -use.nbytes), align, tightest)
+
+
+def greedy_by_order(uses: Sequence[um.BufferUse], align: int, tightest: bool = False) -> int:
+    """Total of a plan that places what is used first, first."""
+    return greedy(sorted(uses, key=lambda use: use.first), align, tightest)
+
+
+def greedy(uses: Sequence[um.BufferUse], align: int, tightest: bool) -> int:
+    """Place each in the lowest gap, or the tightest, between those that live with it."""
+    placed: list[tuple[int, int, um.BufferUse]] = []
+    for use in uses:
+        nbytes = -(-use.nbytes // align) * align
+        lowest, gaps = 0, []
+        for begin, end, other in sorted(placed, key=lambda place: place[0]):
+            if other.first <= use.last and use.first <= other.last:
+                if begin - lowest >= nbytes:
+                    gaps.append((begin - lowest, lowest))
+                lowest = max(lowest, end)
+        if gaps:
+            lowest = min(gaps)[1] if tightest else gaps[0][1]
+        if nbytes:
+            placed.append((lowest, lowest + nbytes, use))
+    return max((end for _, end, _ in placed), default=0)
+
+
+PLANNERS: dict[str, Callable[[Sequence[um.BufferUse]], int]] = {
+    "BufferPlan": lambda uses: um.BufferPlan(uses).total_bytes,
+    "by size, lowest gap": lambda uses: greedy_by_size(uses, 64),
+    "by size, tightest gap": lambda uses: greedy_by_size(uses, 64, True),
+    "by order, lowest gap": lambda uses: greedy_by_order(uses, 64),
+    "by order, tightest gap": lambda uses: greedy_by_order(uses, 64, True),
+}
+
+
+# ---- random instances ---------------------------------------------------------------------------
+
+Lives = list[tuple[int, int, int]]  # nbytes, first, last
+
+
+def named(lives: Lives) -> list[um.BufferUse]:
+    return [um.BufferUse(str(i), *life) for i, life in enumerate(lives)]
+
+
+def log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def log_uniform_sizes(rng: random.Random, most: int) -> list[um.BufferUse]:
+    """Sizes from 64 bytes to 1 MiB, lives of any length: a few at once, or nearly all."""
+    n = round(log_uniform(rng, 4, most))
+    steps = max(2, round(n * rng.uniform(0.3, 2)))
+    life = log_uniform(rng, 1, max(2, steps / 4))
+    lives = []
+    for _ in range(n):
+        first = rng.randrange(steps)
+        last = first + int(rng.expovariate(1 / life))
+        lives.append((round(log_uniform(rng, 64, 1 << 20)), first, last))
+    return named(lives)
+
+
+def transformer(rng: random.Random, most: int) -> list[um.BufferUse]:
+    """Layers of attention and feed-forward of random widths, and some values that skip layers."""
+    wide = 32 * rng.randrange(1, 129) * 4 * rng.choice([1, 7, 32, 128])
+    q, inner = round(wide * rng.choice([0.5, 1, 1, 2])), round(wide * rng.uniform(0.25, 5))
+    kv = q // rng.choice([1, 2, 4, 8])
+    # Sizes, and how many steps later each is read for the last time.
+    attention = [(wide, 11), (wide, 4), (q, 5), (q, 4), (kv, 2), (kv, 3), (kv, 1), (q, 2)]
+    feed_forward = [(wide, 1), (wide, 8), (wide, 3), (inner, 3), (inner, 2), (inner, 1), (wide, 1)]
+    layer = attention + feed_forward
+    n_layers = max(1, round(log_uniform(rng, 1, max(2, most / len(layer)))))
+    lives = [(nbytes, t, t + life) for t, (nbytes, life) in enumerate(layer * n_layers)]
+    for _ in range(rng.randrange(4)):
+        first = rng.randrange(len(lives))
+        lives.append((rng.randint(1, wide), first, rng.randint(first, len(lives))))
+    return named(lives)
+
+
+def long_and_short(rng: random.Random, most: int) -> list[um.BufferUse]:
+    """Three sizes that do not divide each other; a quarter lives long, most for 1 to 3 steps."""
+    n = round(log_uniform(rng, 8, most))
+    steps = max(4, n // 2)
+    unit = 64 * rng.randrange(1, 100)
+    sizes = [unit * factor for factor in rng.sample([2, 3, 5, 7, 11, 13], 3)]
+    lives = []
+    for _ in range(n):
+        is_long = rng.random() < 0.25
+        first = rng.randrange(steps // 2 if is_long else steps)
+        life = rng.randint(steps // 3, steps) if is_long else rng.randrange(3)
+        lives.append((rng.choice(sizes), first, min(first + life, steps)))
+    return named(lives)
+
+
+def cut(rng: random.Random, most: int) -> list[um.BufferUse]:
+    """Pieces of a rectangle of time and memory: a plan without any gap is known to exist."""
+    n = round(log_uniform(rng, 4, most))
+    pieces = [(0, rng.randrange(4, 4 * n + 5), 0, rng.randrange(16 * n, 1 << 16))]
+    while len(pieces) < n:
+        areas = [(t1 - t0) * (b1 - b0) for t0, t1, b0, b1 in pieces]
+        i = rng.choices(range(len(pieces)), areas)[0]
+        t0, t1, b0, b1 = pieces[i]
+        if rng.random() < 0.5 and t1 - t0 > 1:
+            t = rng.randrange(t0 + 1, t1)
+            pieces[i : i + 1] = [(t0, t, b0, b1), (t, t1, b0, b1)]
+        elif b1 - b0 > 1:
+            b = rng.randrange(b0 + 1, b1)
+            pieces[i : i + 1] = [(t0, t1, b0, b), (t0, t1, b, b1)]
+    rng.shuffle(pieces)
+    return named([(64 * (b1 - b0), t0, t1 - 1) for t0, t1, b0, b1 in pieces])
+
+
+FAMILIES = {
+    "log-uniform": log_uniform_sizes,
+    "transformer": transformer,
+    "long and short": long_and_short,
+    "cut": cut,
+}
+
+
+def instances(n: int, most: int = 1000) -> Iterator[tuple[str, list[um.BufferUse]]]:
+    """Random instances of up to `most` buffers, their numbers being the seeds."""
+    families = list(FAMILIES)
+    for seed in range(n):
+        family = families[seed % len(families)]
+        yield family, FAMILIES[family](random.Random(seed), most)
+
+
+# ---- the engine's graphs ------------------------------------------------------------------------
+
+
+def engine_graphs(folder: Path) -> Iterator[tuple[str, tuple[um.BufferUse, ...]]]:
+    """Values of the graphs for one token and for 128, of files and of larger models' dimensions."""
+    from unimem.engine import Decoder, embedded_model
+
+    files = {"embedded": embedded_model()}
+    for arch, shape in (("llama", "tiny"), ("qwen2", "small"), ("qwen3", "wide")):
+        files[f"{arch} {shape}"] = folder / f"{arch}-{shape}.gguf"
+        make = [sys.executable, ROOT / "tests" / "models" / "make.py", files[f"{arch} {shape}"]]
+        subprocess.run([*map(str, make), arch, shape, "q8_0"], check=True)
+    for name, file in files.items():
+        with Decoder(file, ctx=CTX, threads=1) as decoder:
+            for graph in (decoder._decode, decoder._prefill):
+                yield f"{name}, {graph.batch}", graph.values.uses
+    for name, (arch, dims) in SHAPES.items():
+        for n_tokens in (1, BATCH):
+            yield f"{name}, {n_tokens}", graph_uses(arch, dims, n_tokens)
+
+
+def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferUse, ...]:
+    """Values of the engine's graph of a model of which there are only dimensions."""
+    from unimem.engine import ggml
+    from unimem.engine.arch import Model, Rope
+    from unimem.engine.graph import Arrays, Graph, Headers
+
+    model = Model(arch, dims, 1e-5, Rope(0, 10000.0, 1.0, 0.0, 1.0, CTX), None)
+    hidden, inner, q, kv = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (hidden, dims.vocab_size),
+        "output_norm.weight": (hidden,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "attn_q": (hidden, q),
+        "attn_k": (hidden, kv),
+        "attn_v": (hidden, kv),
+        "attn_output": (q, hidden),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (hidden, inner),
+        "ffn_up": (hidden, inner),
+        "ffn_down": (inner, hidden),
+    }
+    if arch == "qwen3":
+        layer |= {"attn_q_norm": (dims.head_dim,), "attn_k_norm": (dims.head_dim,)}
+    for number in range(dims.num_layers):
+        shapes |= {f"blk.{number}.{part}.weight": shape for part, shape in layer.items()}
+        if arch == "qwen2":
+            shapes |= {
+                f"blk.{number}.attn_{part}.bias": (width,)
+                for part, width in (("q", q), ("k", kv), ("v", kv))
+            }
+    # Nothing is computed: whatever has an address has that of one array.
+    array = np.zeros((n_tokens, CTX), np.float16)
+    at = array.ctypes.data
+    tensors = {name: (ggml.F32, shape, at) for name, shape in shapes.items()}
+    head_bytes = Headers.bytes_needed(len(tensors), dims.num_layers)
+    node_bytes = Graph.bytes_needed(dims.num_layers)
+    memory = np.zeros(head_bytes + node_bytes, np.uint8)
+    address = memory.ctypes.data
+    parts = [(at, at)] * dims.num_layers
+    headers = Headers(model, tensors, parts, CTX, ggml.F16, address, head_bytes)
+    arrays = Arrays(at, at, at, at, at)
+    graph = Graph(model, headers, arrays, n_tokens, at, address + head_bytes, node_bytes)
+    uses = graph.values.uses
+    graph.free()
+    headers.free()
+    return uses
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+class Ratios:
+    """Totals of all planners over the lower bound, by the kind of instance."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.over_greedy: list[float] = []
+
+    def add(self, kinds: Sequence[str], uses: Sequence[um.BufferUse]) -> None:
+        """Plan one instance with all planners."""
+        bound = um.BufferPlan(uses).lower_bound_bytes
+        totals = {name: total(uses) for name, total in PLANNERS.items()}
+        for kind in kinds:
+            for name, total in totals.items():
+                self.of[kind][name].append(total / bound)
+        ours, *greedy_ones = totals.values()
+        self.over_greedy.append(ours / min(greedy_ones))
+
+    def show(self, kind: str) -> None:
+        """Print one table, and keep it for the record."""
+        rows = {}
+        n = len(self.of[kind]["BufferPlan"])
+        print(f"\n{kind}: total / lower bound of {n} instances: median, 95 %, worst; at the bound")
+        for name, values in self.of[kind].items():
+            p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
+            at_bound = sum(value == 1 for value in values) / n
+            median, worst = statistics.median(values), max(values)
+            rows[name] = {"median": median, "p95": p95, "worst": worst, "at_bound": at_bound}
+            print(f"  {name:<22}  {median:.4f}  {p95:.4f}  {worst:.4f}  {at_bound:4.0%}")
+        self._bench.tables.append({"title": kind, "unit": "ratio", "n": n, "sides": rows})
+
+
+def plan_ms(uses: Sequence[um.BufferUse]) -> float:
+    """CPU milliseconds of a plan."""
+    start = time.thread_time()
+    um.BufferPlan(uses)
+    return (time.thread_time() - start) * 1e3
+
+
+def main() -> int:
+    bench = Bench("buffer_plan", __doc__)
+    quick = bench.parse().quick
+    pin(1)
+    ratios = Ratios(bench)
+
+    with tempfile.TemporaryDirectory() as folder:
+        graphs = dict(engine_graphs(Path(folder)))
+    for uses in graphs.values():
+        ratios.add(["engine"], uses)
+    ratios.show("engine")
+    worst = max(ratios.of["engine"]["BufferPlan"])
+    bench.at_most("engine", "worst graph / lower bound", [worst], 1.02)
+
+    for family, drawn in instances(40 if quick else 1000):
+        ratios.add([family, "random"], drawn)
+    for kind in (*FAMILIES, "random"):
+        ratios.show(kind)
+    values = ratios.of["random"]["BufferPlan"]
+    bench.at_most("random", "median / lower bound", [statistics.median(values)], 1.03)
+    most = max(ratios.over_greedy)
+    bench.at_most("random", "any instance / best of the greedy planners", [most], 1.0)
+
+    largest = max(graphs, key=lambda name: len(graphs[name]))
+    bench.facts = {"graphs": list(graphs)}
+    sides: dict[str, Sequence[um.BufferUse]] = {largest: graphs[largest]}
+    for seed, (family, make) in enumerate(FAMILIES.items()):
+        rng = random.Random(1000 + seed)
+        large = (make(rng, 1000) for _ in range(1000))
+        sides[family] = next(uses for uses in large if len(uses) >= 900)
+    times = bench.compare(
+        "a plan",
+        {f"{name} ({len(uses)})": partial(plan_ms, uses) for name, uses in sides.items()},
+        unit="CPU ms",
+        rounds=21,
+        warmup=1,
+    )
+    first, *others = times.values()
+    bench.at_most("a plan", "of the largest graph, ms", first, 25)
+    slowest = max(others, key=statistics.median)
+    bench.at_most("a plan", "of about 1000 buffers, slowest family, ms", slowest, 500)
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
