@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
+from conformance import exit_status
 from test_buffers import COUNTS, DIMS, NAMES, POINTERS, check_buffers, random_dims
 from unimem._core.status import device_ledger
 
@@ -219,3 +220,15 @@ def test_the_end(cuda: Any, host_gpu: Any) -> None:
     del view
     gc.collect()
     assert host_gpu.allocated == {}
+
+
+def test_a_forked_child_has_none_of_it(cuda: Any) -> None:
+    with cuda.DecodeBuffers(DIMS) as db:
+
+        def child() -> bool:
+            with pytest.raises(um.ClosedError, match="memory of a GPU, which a forked child"):
+                db.addresses()
+            return bool(db.closed)
+
+        assert exit_status(child) == 0
+        assert not db.closed

@@ -153,8 +153,9 @@ class BufferSet(_Arrays):
             setattr(self, name, taken[offset : offset + spec.nbytes].view(spec.dtype))
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self._closed:
             raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
 
     def addresses(self) -> dict[str, int]:
         """Return the address of each buffer's first byte, by name.
