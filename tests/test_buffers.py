@@ -193,7 +193,8 @@ def test_packing(sizes: dict[str, int]) -> None:
 
 
 def test_packing_is_stable() -> None:
-    assert pack({"c": 512, "b": 4, "a": 256, "d": 4}) == {"c": 0, "a": 512, "b": 768, "d": 772}
+    """Among those of one power, and 256 is the largest, the order is the given one."""
+    assert pack({"b": 4, "a": 256, "c": 512, "d": 4}) == {"a": 0, "c": 256, "b": 768, "d": 772}
 
 
 def test_the_figure_of_the_origin() -> None:
