@@ -54,6 +54,16 @@ def cuda(host_gpu: Any) -> Any:
     return cuda
 
 
+@pytest.fixture(params=["host", "cuda"])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Main memory, then a GPU's: tests/devices.py."""
+    import devices
+
+    if request.param == "host":
+        return devices.Host()
+    return devices.Gpu(request.getfixturevalue("host_gpu"))
+
+
 @pytest.fixture
 def run_python() -> Run:
     """Run a script in an interpreter of its own, with these options and environment variables."""

@@ -12,6 +12,7 @@ from unimem.errors import ClosedError, TapeFull
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
+from cpython.number cimport PyNumber_Index
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
@@ -54,8 +55,9 @@ os.register_at_fork(after_in_child=_lose_absent)
 cdef class Bump:
     """The arithmetic of a tape over a range of addresses, which is never touched here.
 
-    What it stands on is a subclass's: `_n_views` says how many views are live, `_overwrite(address,
-    nbytes)` spoils memory that was taken back, and `_where` describes it for `repr`.
+    What it stands on is a subclass's: `_n_views` says how many views are live, `_address_of` where
+    an array is (what is no array it returns), `_overwrite(address, nbytes)` spoils memory that was
+    taken back, and `_where` describes it for `repr`.
     """
 
     def __init__(self, str name, block, address, total, *, bint owns_block):
@@ -176,10 +178,9 @@ cdef class Bump:
     def owns(self, array_or_address):
         """Whether an array's first byte, or an address, lies in the tape's memory."""
         self.check_open()
-        cdef object address = array_or_address
-        if not isinstance(address, int):
-            address = self._address_of(address)
-        return bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address))
+        address = PyNumber_Index(self._address_of(array_or_address))
+        return (0 <= address <= <uintptr_t>-1
+                and bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address)))
 
     @property
     def used_bytes(self):
@@ -390,10 +391,8 @@ cdef class Tape(Bump):
         self.check_open()
         self._block._warm_range(0, self.tape.total, threads)
 
-    def _address_of(self, array):
-        if isinstance(array, np.ndarray):
-            return array.ctypes.data
-        return array
+    def _address_of(self, thing):
+        return thing.ctypes.data if isinstance(thing, np.ndarray) else thing
 
     def _overwrite(self, uintptr_t address, size_t nbytes):
         memset(<void *>address, POISON, nbytes)

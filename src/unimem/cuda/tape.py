@@ -95,8 +95,8 @@ class Tape(DeviceTape):
     def _overwrite(self, address: int, nbytes: int) -> None:
         self._driver.fill(address, 0xDB, nbytes, self._driver.stream())
 
-    def _address_of(self, array: Any) -> int:
-        return int(array.data.ptr) if self._driver.is_array(array) else array
+    def _address_of(self, thing: Any) -> Any:
+        return thing.data.ptr if self._driver.is_array(thing) else thing
 
     def _where(self) -> str:
         return "its block closed" if self.block.closed else str(self.block.granted)
