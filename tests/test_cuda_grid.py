@@ -1,0 +1,83 @@
+"""Grids of a GPU: where cells and free list lie, what they cost, forks.
+
+What they share with grids of main memory is tested in test_grid.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from conformance import exit_status
+from host_gpu import HostDriver, numpy_of
+from unimem._core.status import device_ledger, ledger
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+
+@pytest.mark.parametrize(
+    ("cell_bytes", "n_cells", "nbytes"),
+    [(1, 1, 64), (64, 10, 640), (100, 3, 384), (4096, 5, 20480)],
+)
+def test_the_device_holds_the_cells_and_nothing_else(
+    cuda: Any, host_gpu: HostDriver, cell_bytes: int, n_cells: int, nbytes: int
+) -> None:
+    with cuda.Grid(cell_bytes, n_cells) as grid:
+        assert list(host_gpu.allocated.values()) == [nbytes]
+        assert grid.tape.total_bytes == grid.tape.used_bytes == nbytes
+        cells = [grid.take() for _ in range(n_cells)]
+        for cell in cells:
+            numpy_of(cell.as_array())[:] = 0xFF  # no link lies here
+        last = max(cell.address for cell in cells)
+        assert last + -(-cell_bytes // 64) * 64 == grid.tape.block.address + nbytes
+        for cell in cells:
+            grid.give(cell)
+        assert len({grid.take().id for _ in range(n_cells)}) == n_cells
+        assert host_gpu.calls == []
+
+
+def test_placement_and_category(cuda: Any) -> None:
+    with cuda.Grid(1000, 4, name="g", category="staging") as grid:
+        assert device_ledger()[("cuda:0", "staging")]["nbytes"] == 4096
+        grid.take()
+        assert repr(grid).startswith("Grid('g', 3 of 4 cells of 1000 bytes free, device, 4.0 KiB")
+    before = ledger()["scratch"]["mapped_bytes"]
+    with cuda.Grid(1000, 4, pinned=True, pages="4k") as grid:
+        assert ledger()["scratch"]["mapped_bytes"] == before + 4096
+        cell = grid.take()
+        offset = cell.address - grid.tape.block.address
+        numpy_of(cell.as_array("float16", 500))[:] = 2
+        host = grid.tape.block.host.as_array("float16", 500, offset)
+        assert np.all(host == 2)
+        del host
+
+
+def test_a_device_without_room(cuda: Any, host_gpu: HostDriver) -> None:
+    host_gpu.total_bytes = 640
+    with pytest.raises(um.CapacityError):
+        cuda.Grid(64, 11)
+    with pytest.raises(NotImplementedError, match="numa"):
+        cuda.Grid(64, 1, numa="bind:0")
+    with pytest.raises(ValueError, match="device"):
+        cuda.Grid(64, 1, device=3)
+    with cuda.Grid(64, 10):
+        pass
+    assert host_gpu.allocated == {}
+
+
+def test_a_forked_child_has_no_device_memory(cuda: Any) -> None:
+    with cuda.Grid(64, 4, name="lost") as grid:
+        cell = grid.take()
+
+        def child() -> bool:
+            for use in (grid.take, lambda: grid.give(cell), lambda: cell.address, cell.as_array):
+                with pytest.raises(um.ClosedError, match="'lost' is memory of a GPU"):
+                    use()
+            return bool(grid.closed)
+
+        assert exit_status(child) == 0
+        grid.give(cell)
+        assert grid.n_available == 4
