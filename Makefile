@@ -10,7 +10,8 @@ BUILD := build
 NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
-C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c)
+C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c) \
+           $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan exhaust install \
         bench bench-peer clean

@@ -19,7 +19,7 @@ import unimem
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci")
-CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h"}
+CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cu"}
 TEXT = CODE | {".md", ".toml", ".txt", ".sh", ".yml", ""}
 
 
@@ -79,7 +79,7 @@ def test_no_code_is_commented_out() -> None:
         comment = line.strip().removeprefix("#").strip()
         if line.strip().startswith("#") and not comment.startswith("cython:") and is_code(comment):
             found.append(f"{place}: {comment}")
-    found += places(r"^\s*(//|/\*).*[;{]\s*(\*/)?$", {".c", ".h"})
+    found += places(r"^\s*(//|/\*).*[;{]\s*(\*/)?$", {".c", ".h", ".cu"})
     assert found == []
 
 

@@ -1,5 +1,5 @@
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, Unpack
+from typing import Any, Generic, Self, SupportsIndex, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,10 @@ import numpy.typing as npt
 from unimem._core.tape import DeviceTape, Tape
 from unimem.placement import PlacementOptions
 
-class _Rows:
+_TapeT = TypeVar("_TapeT")
+
+class _Rows(Generic[_TapeT]):
+    tape: _TapeT
     name: str
     capacity: int
     dim: int
@@ -29,8 +32,7 @@ class _Rows:
         trace: TracebackType | None = None,
     ) -> None: ...
 
-class _HostRows(_Rows):
-    tape: Tape
+class _HostRows(_Rows[Tape]):
     def append(self, vec: npt.NDArray[Any]) -> None: ...
     def append_batch(self, rows: npt.NDArray[Any]) -> None: ...
 
@@ -47,8 +49,7 @@ class Scratchpad(_HostRows):
     ) -> None: ...
     def as_array(self) -> npt.NDArray[Any]: ...
 
-class DeviceScratchpad(_Rows):
-    tape: DeviceTape
+class DeviceScratchpad(_Rows[DeviceTape]):
     def __init__(self, tape: DeviceTape, driver: Any, kernels: Any, *, owns_tape: bool) -> None: ...
     def _prepare(
         self, max_seq_len: int, dim: int, dtype: npt.DTypeLike, name: str | None
