@@ -1,4 +1,7 @@
-"""Three lifetimes: the weights stay, a pass clears scratch, a new talk clears the rest."""
+"""Three lifetimes: the weights stay, a pass clears scratch, a new talk clears the rest.
+
+What holds for main memory and for a GPU's is tested for both.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 import gguf_files as gf
 import proc_maps
 import unimem as um
+from devices import Device
 from unimem._core.status import counters, ledger
 from unimem.layout import Stat
 
@@ -22,7 +26,13 @@ KIB = 1024
 
 
 @pytest.fixture
-def layout() -> Iterator[um.Layout]:
+def layout(device: Device) -> Iterator[Any]:
+    with device.package.Layout(64 * KIB, 16 * KIB, 32 * KIB) as layout:
+        yield layout
+
+
+@pytest.fixture
+def host_layout() -> Iterator[um.Layout]:
     with um.Layout(64 * KIB, 16 * KIB, 32 * KIB, pages="4k") as layout:
         yield layout
 
@@ -37,7 +47,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def used(layout: um.Layout) -> tuple[int, int, int]:
+def used(layout: Any) -> tuple[int, int, int]:
     stat = layout.stat()
     return stat.weights_used, stat.scratch_used, stat.history_used
 
@@ -46,10 +56,10 @@ def mapped() -> dict[str, int]:
     return {name: row["mapped_bytes"] for name, row in ledger().items() if row["mapped_bytes"]}
 
 
-def test_each_lifetime_is_cleared_when_it_ends(layout: um.Layout) -> None:
-    assert isinstance(layout.weights, um.Tape)
+def test_each_lifetime_is_cleared_when_it_ends(device: Device, layout: Any) -> None:
+    assert isinstance(layout.weights, device.package.Tape)
     weight = layout.weights.take(100)
-    weight[:] = 1
+    device.seen(weight)[:] = 1
     layout.history.take(200)
     layout.scratch.take(300)
     assert used(layout) == (400, 1200, 800)
@@ -62,25 +72,30 @@ def test_each_lifetime_is_cleared_when_it_ends(layout: um.Layout) -> None:
     assert used(layout) == (400, 1200, 800)  # what is kept stays
     layout.clear_talk()
     assert used(layout) == (400, 1200, 0)
-    assert (weight == 1).all()
+    assert (device.seen(weight) == 1).all()
     del weight
 
 
-def test_stat_and_sizes(layout: um.Layout) -> None:
+def test_stat_and_sizes(layout: Any) -> None:
     layout.scratch.take_bytes(10)
     assert layout.stat() == Stat(0, 64 * KIB, 10, 16 * KIB, 0, 32 * KIB)
     assert layout.total_bytes == 112 * KIB
     text = "weights: 1.5/4.0 MB | scratch: 0.0/1.0 MB | history: 0.2/0.5 MB"
     assert str(Stat(1_500_000, 4_000_000, 0, 1_000_000, 250_000, 500_000)) == text
     assert repr(layout) == f"Layout({layout.stat()})"
-    assert layout.weights.block.requested["pages"] == "4k"
 
 
-def test_the_ledger_tells_the_lifetimes_apart() -> None:
+def test_options_are_for_all_three(host_layout: um.Layout) -> None:
+    for tape in (host_layout.weights, host_layout.scratch, host_layout.history):
+        assert isinstance(tape, um.Tape)
+        assert tape.block.requested["pages"] == "4k"
+
+
+def test_the_ledger_tells_the_lifetimes_apart(device: Device) -> None:
     gc.collect()  # what other tests have left
-    before = mapped()
-    with um.Layout(64 * KIB, 16 * KIB, 32 * KIB, pages="4k"):
-        more = {name: n - before.get(name, 0) for name, n in mapped().items()}
+    before = device.held()
+    with device.package.Layout(64 * KIB, 16 * KIB, 32 * KIB):
+        more = {name: n - before.get(name, 0) for name, n in device.held().items()}
     assert {name: n for name, n in more.items() if n} == {
         "weights": 64 * KIB,
         "scratch": 16 * KIB,
@@ -88,72 +103,64 @@ def test_the_ledger_tells_the_lifetimes_apart() -> None:
     }
 
 
-def test_a_cache_on_history(layout: um.Layout) -> None:
-    kv = um.KVCache(2, 2, 8, 16, tape=layout.history)
-    layout.attach(kv)
-    storage = layout.history.used_bytes
+def test_a_cache_on_history(host_layout: um.Layout) -> None:
+    kv = um.KVCache(2, 2, 8, 16, tape=host_layout.history)
+    host_layout.attach(kv)
+    storage = host_layout.history.used_bytes
     assert storage == kv.capacity_bytes
     address = kv.address(1, "v")
     token = np.ones((2, 2, 8), "float32")
-    layout.history.take(10)  # something else of this talk
+    host_layout.history.take(10)  # something else of this talk
     for talk in range(3):
         assert kv.is_empty
         for n in range(5):
             kv.append_all(token * talk, token)
-            layout.clear_pass()
+            host_layout.clear_pass()
             assert kv.seq_len == n + 1  # a pass does not touch it
-        layout.clear_talk()
+        host_layout.clear_talk()
         assert kv.is_empty
-        assert layout.history.used_bytes == storage  # its memory stays, the rest goes
+        assert host_layout.history.used_bytes == storage  # its memory stays, the rest goes
         assert kv.address(1, "v") == address
     kv.append_all(token, token)
-    assert layout.history.owns(kv.layer(0)[0])
+    assert host_layout.history.owns(kv.layer(0)[0])
 
 
-def test_caches_elsewhere_are_cleared_too(layout: um.Layout) -> None:
+def test_caches_elsewhere_are_cleared_too(host_layout: um.Layout) -> None:
     with um.KVCache(1, 2, 8, 4) as kv:
-        layout.attach(kv)
-        assert layout.history.used_bytes == 0
+        host_layout.attach(kv)
+        assert host_layout.history.used_bytes == 0
         kv.append(0, *[np.ones((2, 2, 8), "float32")] * 2)
-        layout.history.take(8)
-        layout.clear_talk()
+        host_layout.history.take(8)
+        host_layout.clear_talk()
         assert kv.is_empty
-        assert layout.history.used_bytes == 0
-    layout.history.take(8)
-    layout.clear_talk()  # the closed one is not asked
-    assert layout.history.used_bytes == 0
+        assert host_layout.history.used_bytes == 0
+    host_layout.history.take(8)
+    host_layout.clear_talk()  # the closed one is not asked
+    assert host_layout.history.used_bytes == 0
 
 
-def test_frozen_means_no_new_memory(layout: um.Layout) -> None:
-    kv = um.KVCache(1, 2, 8, 16, tape=layout.history, dtype="f32")
-    layout.attach(kv)
+def test_frozen_means_no_new_memory(device: Device, layout: Any) -> None:
     layout.scratch.take_bytes(1000)
     layout.clear_pass()
     layout.freeze()
     assert layout.frozen
-    assert isinstance(layout.weights, um.Tape)
     takes: list[Callable[[], Any]] = [
-        lambda: layout.weights.take(1),  # type: ignore[union-attr]
+        lambda: layout.weights.take(1),
         lambda: layout.history.take(1),
         lambda: layout.history.take(0),
         lambda: layout.scratch.take_bytes(1001),
-        lambda: um.KVCache(1, 2, 8, 16, tape=layout.history),
     ]
-    token = np.ones((1, 2, 8), "float32")
-    before, system = mapped(), counters()
-    for n in range(16):
+    before, costs = device.held(), device.costs()
+    for _ in range(16):
         layout.scratch.take_bytes(900, align=1)
         layout.scratch.take_bytes(100, align=1)  # up to the high water
         for take in takes:
             with pytest.raises(um.FrozenError):
                 take()
         layout.clear_pass()
-        kv.append(0, token, token)
-        assert kv.seq_len == n + 1
     layout.clear_talk()
-    assert kv.is_empty
-    assert mapped() == before
-    assert counters() == system
+    assert device.held() == before
+    assert device.costs() == costs
     layout.thaw()
     assert not layout.frozen
     layout.weights.take(1)
@@ -161,7 +168,24 @@ def test_frozen_means_no_new_memory(layout: um.Layout) -> None:
     layout.scratch.take_bytes(2000)
 
 
-def test_frozen_caches_do_not_grow(layout: um.Layout) -> None:
+def test_frozen_caches_go_on_in_the_memory_that_they_have(host_layout: um.Layout) -> None:
+    kv = um.KVCache(1, 2, 8, 16, tape=host_layout.history, dtype="f32")
+    host_layout.attach(kv)
+    host_layout.freeze()
+    token = np.ones((1, 2, 8), "float32")
+    before, system = mapped(), counters()
+    for n in range(16):
+        with pytest.raises(um.FrozenError):
+            um.KVCache(1, 2, 8, 16, tape=host_layout.history)
+        kv.append(0, token, token)
+        assert kv.seq_len == n + 1
+    host_layout.clear_talk()
+    assert kv.is_empty
+    assert mapped() == before
+    assert counters() == system
+
+
+def test_frozen_caches_do_not_grow(host_layout: um.Layout) -> None:
     token = np.ones((1, 2, 8), "float32")
     options: dict[str, Any] = {"dtype": "f32", "grow": True, "pages": "4k"}
     with (
@@ -170,10 +194,10 @@ def test_frozen_caches_do_not_grow(layout: um.Layout) -> None:
         um.KVCache(1, 2, 8, 16, window=4) as ring,
     ):
         for cache in (kv, ring):
-            layout.attach(cache)
+            host_layout.attach(cache)
         kv.append(0, token, token)
-        layout.freeze()
-        layout.attach(late)
+        host_layout.freeze()
+        host_layout.attach(late)
         committed, before = kv.capacity_bytes, counters()
         n = committed // (2 * token.nbytes)
         for _ in range(n - 1):
@@ -184,17 +208,17 @@ def test_frozen_caches_do_not_grow(layout: um.Layout) -> None:
                 cache.append(0, token, token)
             assert cache.seq_len == held
         assert counters() == before
-        layout.clear_talk()
+        host_layout.clear_talk()
         assert kv.is_empty
         assert ring.is_empty
         kv.append(0, token, token)
-        layout.thaw()
+        host_layout.thaw()
         for cache in (kv, late):
             for _ in range(n):
                 cache.append(0, token, token)
         assert kv.capacity_bytes > committed
         late.close()
-        layout.freeze()  # the closed one is not asked
+        host_layout.freeze()  # the closed one is not asked
 
 
 @pytest.mark.parametrize(
@@ -210,11 +234,13 @@ def test_frozen_caches_do_not_grow(layout: um.Layout) -> None:
         ((4096, 1.5, 4096), TypeError),
     ],
 )
-def test_all_or_nothing(sizes: tuple[Any, Any, Any], error: type[Exception]) -> None:
-    before = mapped()
+def test_all_or_nothing(
+    device: Device, sizes: tuple[Any, Any, Any], error: type[Exception]
+) -> None:
+    before = device.held()
     with pytest.raises(error):
-        um.Layout(*sizes)
-    assert mapped() == before
+        device.package.Layout(*sizes)
+    assert device.held() == before
 
 
 def test_a_wrong_option_leaves_nothing() -> None:
@@ -225,25 +251,26 @@ def test_a_wrong_option_leaves_nothing() -> None:
     assert mapped() == before
 
 
-def test_given_blocks_stay_open() -> None:
-    with um.Block(8192) as ground, um.Block(4096) as other:
-        with um.Layout(4096, ground, other) as layout:
+def test_given_blocks_stay_open(device: Device) -> None:
+    block, layout_of = device.package.Block, device.package.Layout
+    with block(8192) as ground, block(4096) as other:
+        with layout_of(4096, ground, other) as layout:
             assert layout.scratch.block is ground
             assert layout.stat().scratch_total == 8192
-        layout = um.Layout(4096, ground, other)
+        layout = layout_of(4096, ground, other)
         view = layout.scratch.take(4)
         layout.close()  # the view uses the block, which is not the layout's
-        view[:] = 1
+        device.seen(view)[:] = 1
         assert not ground.closed
-        before = mapped()
+        before = device.held()
         with pytest.raises(ValueError, match="nbytes"):
-            um.Layout(4096, ground, 0)
-        assert mapped() == before
+            layout_of(4096, ground, 0)
+        assert device.held() == before
         del view
         ground.close()  # and nobody holds it
         with pytest.raises(um.ClosedError):
-            um.Layout(4096, ground, other)
-        assert mapped() == {"other": 4096}
+            layout_of(4096, ground, other)
+        assert device.held() == {"other": 4096}
 
 
 def test_given_weights_count_as_used_and_stay_open(tmp_path: Path) -> None:
@@ -269,16 +296,15 @@ def test_given_weights_count_as_used_and_stay_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["weights", "scratch", "history"])
-def test_close_with_live_views_closes_nothing(which: str) -> None:
-    layout = um.Layout(4096, 4096, 4096)
+def test_close_with_live_views_closes_nothing(device: Device, which: str) -> None:
+    layout = device.package.Layout(4096, 4096, 4096)
     view = getattr(layout, which).take(8)
-    before = mapped()
+    before = device.held()
     with pytest.raises(BufferError, match="live"):
         layout.close()
     assert not layout.closed
-    assert mapped() == before
+    assert device.held() == before
     for tape in (layout.weights, layout.scratch, layout.history):
-        assert isinstance(tape, um.Tape)
         assert not tape.closed
         tape.take(1)
     assert view.size == 8
@@ -288,23 +314,34 @@ def test_close_with_live_views_closes_nothing(which: str) -> None:
     layout.close()
 
 
-def test_views_of_every_tape_outlive_the_with() -> None:
-    with um.Layout(4096, 4096, 4096) as layout:
-        assert isinstance(layout.weights, um.Tape)
+def test_views_of_every_tape_outlive_the_with(device: Device) -> None:
+    with device.package.Layout(4096, 4096, 4096) as layout:
         views = [tape.take(8) for tape in (layout.weights, layout.scratch, layout.history)]
-        addresses = [proc_maps.address_of(view) for view in views]
+        addresses = [device.address_of(view) for view in views]
     assert layout.closed
     for n, view in enumerate(views):
-        view[:] = n
-        assert view.sum() == 8 * n
+        device.seen(view)[:] = n
+        assert device.seen(view).sum() == 8 * n
     del views, view
     gc.collect()
-    assert not any(proc_maps.is_mapped(address) for address in addresses)
+    assert not any(device.is_there(address) for address in addresses)
 
 
-def test_a_closed_layout_says_so(layout: um.Layout) -> None:
-    kv = um.KVCache(1, 2, 8, 4, tape=layout.history)
-    layout.attach(kv)
+def test_a_closed_layout_says_so(layout: Any) -> None:
+    with um.KVCache(1, 2, 8, 4) as kv:
+        check_closed(layout, kv)
+
+
+def test_a_closed_layout_closes_its_caches(host_layout: um.Layout) -> None:
+    kv = um.KVCache(1, 2, 8, 4, tape=host_layout.history)
+    host_layout.attach(kv)
+    check_closed(host_layout, kv)
+    with pytest.raises(um.ClosedError, match="closed"):
+        len(kv.layer(0))
+    assert kv.closed
+
+
+def check_closed(layout: Any, kv: um.KVCache) -> None:
     layout.close()
     uses: list[Callable[[], Any]] = [
         layout.clear_pass,
@@ -316,43 +353,41 @@ def test_a_closed_layout_says_so(layout: um.Layout) -> None:
         lambda: layout.attach(kv),
         layout.__enter__,
         lambda: layout.scratch.take(1),
-        lambda: kv.seq_len,
     ]
     for use in uses:
         with pytest.raises(um.ClosedError, match="closed"):
             use()
     assert repr(layout) == "Layout(closed)"
-    assert kv.closed
 
 
-def test_a_layout_that_is_dropped_open_warns_and_gives_the_memory_back() -> None:
-    before = mapped()
-    layout = um.Layout(4096, 4096, 4096)
+def test_a_layout_that_is_dropped_open_warns_and_gives_the_memory_back(device: Device) -> None:
+    before = device.held()
+    layout = device.package.Layout(4096, 4096, 4096)
     with pytest.warns(ResourceWarning, match="unclosed") as caught:
         del layout
     assert len(caught) == 3
     caught.clear()
     gc.collect()
-    assert mapped() == before
+    assert device.held() == before
 
 
-def test_steady_state(layout: um.Layout) -> None:
+def test_steady_state(host_layout: um.Layout) -> None:
     """What a decode step does: nothing is allocated, called, or moved."""
-    kv = um.KVCache(2, 2, 8, 64, tape=layout.history)
-    layout.attach(kv)
+    kv = um.KVCache(2, 2, 8, 64, tape=host_layout.history)
+    host_layout.attach(kv)
     token = np.ones((2, 8), "float32")
 
     def step() -> list[int]:
-        hidden = layout.scratch.take((4, 16))
-        scores = layout.scratch.take((2, 64), "float16")
+        hidden = host_layout.scratch.take((4, 16))
+        scores = host_layout.scratch.take((2, 64), "float16")
         for i in range(2):
             kv.append(i, token[None], token[None])
         addresses = [proc_maps.address_of(a) for a in (hidden, scores, *kv.layer(0), *kv.layer(1))]
-        layout.clear_pass()
+        host_layout.clear_pass()
         return addresses
 
     first = step()
-    layout.freeze()
+    host_layout.freeze()
     before = counters()
     for _ in range(60):
         assert step() == first
