@@ -154,6 +154,9 @@ class Layout(Lifetimes[Tape]):
                     device=device,
                     progress=progress,
                 )
+        is_count = isinstance(ctx, int) and not isinstance(ctx, bool) and 1 <= ctx < 2**31
+        if not (ctx is None or is_count):
+            raise ValueError(f"ctx: expected an integer from 1 to {2**31 - 1}, got {ctx!r}")
         weights = path_or_weights
         dims = replace(ModelDims.from_weights(weights), max_batch_size=batch)
 
@@ -205,7 +208,7 @@ class Layout(Lifetimes[Tape]):
         """
         # What only the layout holds is nobody's; what others hold counts without the dict, too.
         places = [
-            (name, array.data.ptr - self.weights.block.address, array.shape, array.dtype)
+            (name, array.data.ptr - array.data.mem.ptr, array.shape, array.dtype)
             for name, array in self._tensors.items()
         ]
         self._tensors.clear()

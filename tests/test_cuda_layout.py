@@ -1,0 +1,210 @@
+"""Layouts on a GPU: a model's tensors arrive, sizes are those of its buffers, all or nothing.
+
+What they share with layouts of main memory is tested in test_layout.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from conformance import exit_status
+from host_gpu import HostDriver, numpy_of
+from unimem._core.status import device_ledger
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+    from models.make import TINY, write_model
+
+    return write_model(tmp_path / "m.gguf", shape=TINY)
+
+
+def test_a_model_arrives_with_room_for_all_that_it_needs(cuda: Any, model: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with (
+        um.open_weights(model) as weights,
+        cuda.Layout.for_model(
+            model, ctx=32, batch=2, kv_dtype="f32", progress=lambda *n: told.append(n)
+        ) as layout,
+    ):
+        assert list(layout.tensors) == list(weights.tensors)
+        for name, array in layout.tensors.items():
+            here = weights.tensors[name].as_array()
+            assert (array.shape, array.dtype) == (here.shape, here.dtype)
+            assert numpy_of(array).tobytes() == here.tobytes()
+            assert layout.weights.owns(array)
+        dims = um.ModelDims.from_weights(weights)
+        cache = (dims.num_layers, dims.num_kv_heads, dims.head_dim)
+        storage = um.KVCache.storage_bytes(*cache, 32, batch=2, dtype="f32")
+        assert layout.history.total_bytes == storage
+        assert layout.stat().weights_used > weights.nbytes * 0.99
+        assert layout.weights.available_bytes < 256
+        rows = {category: row["nbytes"] for (_, category), row in device_ledger().items()}
+        assert rows["weights"] == layout.weights.total_bytes
+        assert rows["history"] == storage
+        one = cuda.DecodeBuffers.bytes_needed(dims)
+        assert layout.scratch.total_bytes > one
+    assert told[-1] == (layout.weights.total_bytes, layout.weights.total_bytes)
+
+
+def test_the_buffers_fit_exactly(cuda: Any, model: Path) -> None:
+    with (
+        um.open_weights(model) as weights,
+        cuda.Layout.for_model(weights, ctx=16, batch=3) as layout,
+    ):
+        dims = um.ModelDims.from_weights(weights)
+        dims = um.ModelDims(**{**vars(dims), "max_batch_size": 3})
+        with cuda.DecodeBuffers(dims, tape=layout.scratch):
+            assert layout.scratch.available_bytes == 0
+        cache = (dims.num_layers, dims.num_kv_heads, dims.head_dim)
+        storage = um.KVCache.storage_bytes(*cache, 16, batch=3)
+        layout.history.take_bytes(storage)
+        assert layout.history.available_bytes == 0
+
+
+def test_the_context_is_what_fits(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+    with um.open_weights(model) as weights, cuda.Layout.for_model(weights) as layout:
+        dims = um.ModelDims.from_weights(weights)
+        cache = (dims.num_layers, dims.num_kv_heads, dims.head_dim)
+        most = min(dims.max_seq_len, 4096)
+        assert layout.history.total_bytes == um.KVCache.storage_bytes(*cache, most)
+        fixed = layout.weights.total_bytes + layout.scratch.total_bytes
+    for n in (1, 2, most // 2, most):
+        room = um.KVCache.storage_bytes(*cache, n)
+        host_gpu.total_bytes = fixed + room
+        with cuda.Layout.for_model(model) as layout:
+            assert layout.history.total_bytes == room
+    host_gpu.total_bytes -= 1
+    with cuda.Layout.for_model(model) as layout:
+        assert layout.history.total_bytes == um.KVCache.storage_bytes(*cache, most - 1)
+
+
+@pytest.mark.parametrize("ctx", [None, 1, 16])
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
+    cuda: Any, host_gpu: HostDriver, model: Path, ctx: int | None
+) -> None:
+    with cuda.Layout.for_model(model, ctx=ctx or 1) as layout:
+        needed = layout.total_bytes
+    before = host_gpu.n_allocations
+    host_gpu.total_bytes = needed - 1
+    with pytest.raises(um.CapacityError, match="a smaller ctx") as caught:
+        cuda.Layout.for_model(model, ctx=ctx)
+    error = caught.value
+    assert (error.limit, error.used, error.asked) == (needed - 1, 0, needed)
+    assert host_gpu.n_allocations == before
+    host_gpu.total_bytes = needed
+    cuda.Layout.for_model(model, ctx=ctx).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ctx": 0}, ValueError),
+        ({"ctx": -5}, ValueError),
+        ({"ctx": 1.5}, ValueError),
+        ({"ctx": 2**31}, ValueError),
+        ({"ctx": 2**31 - 1}, um.CapacityError),
+        ({"batch": 0}, ValueError),
+        ({"kv_dtype": "q9"}, ValueError),
+        ({"device": 3}, ValueError),
+    ],
+)
+def test_options_out_of_range(
+    cuda: Any, host_gpu: HostDriver, model: Path, options: dict[str, Any], error: type[Exception]
+) -> None:
+    host_gpu.total_bytes = 1 << 30
+    before = host_gpu.n_allocations
+    with um.open_weights(model) as weights:
+        with pytest.raises(error, match=next(iter(options)).removeprefix("kv_")):
+            cuda.Layout.for_model(weights, **options)
+        assert not weights.closed
+    assert host_gpu.n_allocations == before
+    with pytest.raises(um.ClosedError):
+        cuda.Layout.for_model(weights)
+    with pytest.raises(FileNotFoundError):
+        cuda.Layout.for_model(model.with_name("none.gguf"))
+
+
+def test_an_upload_that_fails_leaves_nothing(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+    def fail(*_figures: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cuda.Layout.for_model(model, ctx=16, progress=fail)
+    gc.collect()
+    assert (host_gpu.allocated, host_gpu.registered) == ({}, {})
+
+
+# ---- lifetime ----
+
+
+def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+    layout = cuda.Layout.for_model(model, ctx=16)
+    name = next(iter(layout.tensors))
+    address = layout.tensors[name].data.ptr
+    for held in (layout.tensors[name], layout.tensors[name][:1]):
+        with pytest.raises(BufferError, match="'weights' has"):
+            layout.close()
+        # Nothing was closed: all of them are there as before.
+        assert layout.tensors[name].data.ptr == address
+    with um.open_weights(model) as weights:
+        assert list(layout.tensors) == list(weights.tensors)
+        for tensor in weights.tensors.values():
+            assert numpy_of(layout.tensors[tensor.name]).tobytes() == tensor.as_array().tobytes()
+    del held
+    layout.close()
+    layout.close()
+    assert host_gpu.allocated == {}
+    with pytest.raises(um.ClosedError, match="closed"):
+        len(layout.tensors)
+
+
+def test_tensors_outlive_the_with(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+    with cuda.Layout.for_model(model, ctx=16) as layout:
+        kept = layout.tensors["output_norm.weight"]
+        nbytes = layout.weights.total_bytes
+    assert list(host_gpu.allocated.values()) == [nbytes]
+    with um.open_weights(model) as weights:
+        here = weights.tensors["output_norm.weight"].as_array()
+        assert numpy_of(kept).tobytes() == here.tobytes()
+        del here
+    del kept
+    assert host_gpu.allocated == {}
+
+
+def test_opened_weights_are_in_main_memory(cuda: Any, model: Path) -> None:
+    with um.open_weights(model) as weights, pytest.raises(TypeError, match="for_model"):
+        cuda.Layout(weights, 100, 100)
+
+
+def test_pinned(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Layout(100, 200, 300, pinned=True, pages="4k") as layout:
+        assert host_gpu.allocated == {}
+        assert len(host_gpu.registered) == 3
+        assert layout.total_bytes == 600
+    assert host_gpu.registered == {}
+    with pytest.raises(NotImplementedError, match="pages"):
+        cuda.Layout(100, 200, 300, pages="4k")
+
+
+def test_a_forked_child_has_no_device_memory(cuda: Any, model: Path) -> None:
+    with cuda.Layout.for_model(model, ctx=16) as layout:
+
+        def child() -> bool:
+            for use in (layout.clear_pass, layout.clear_talk, layout.freeze, layout.stat):
+                with pytest.raises(um.ClosedError, match="is memory of a GPU"):
+                    use()
+            layout.close()
+            return bool(layout.closed)
+
+        assert exit_status(child) == 0
+        assert layout.tensors
+        layout.clear_talk()
