@@ -150,7 +150,7 @@ def addresses(llama: Any) -> dict[str, int]:
 def test_every_address_stays(llama: Any) -> None:
     prompt = prompt_of()
     logits = llama.prefill(prompt)
-    before = addresses(llama)
+    before, used = addresses(llama), llama.layout.scratch.used_bytes
     assert len(before) == 14 + 4 * llama.dims.num_layers
     assert logits.ctypes.data == before["logits"]
 
@@ -164,8 +164,16 @@ def test_every_address_stays(llama: Any) -> None:
     llama.generate(prompt, 3)
     assert stays()
     llama.layout.clear_pass()
+    assert llama.layout.scratch.used_bytes == used
     llama.generate_next_token()
     assert stays()
+
+
+def test_a_conversation_begins_anew(llama: Any) -> None:
+    prompt = prompt_of()
+    first = llama.generate(prompt, 5)
+    assert llama.generate(prompt, 5) == first
+    assert llama.kv.seq_len == len(prompt) + 5
 
 
 def test_every_value_is_on_its_tape(llama: Any) -> None:
