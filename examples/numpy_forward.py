@@ -145,6 +145,6 @@ if __name__ == "__main__":
     with um.open_weights(embedded_model()) as weights, layout_for(weights) as layout:
         llama, tokenizer = Llama(weights, layout), Tokenizer.from_metadata(weights.metadata)
         prompt, addresses = tokenizer.encode("Once upon a time"), llama.buffers.addresses()
-        print(tokenizer.decode([*prompt, *llama.generate(prompt, 100)]))
+        print(tokenizer.decode([*prompt, *llama.generate(prompt, 149)]).strip())
         still = addresses == llama.buffers.addresses()
         print(f"{llama.buffers.peak_scratch_bytes:,} bytes of scratch; no buffer moved: {still}")
