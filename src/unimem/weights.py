@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from unimem._core.block import Block
 from unimem._core.gguf import Header, tensor_type
 from unimem.errors import ClosedError
+
+if TYPE_CHECKING:
+    from unimem.cuda.tape import Tape
 
 __all__ = ["Tensor", "Value", "Weights", "open_weights"]
 
@@ -227,7 +230,7 @@ class Weights:
 
     def to_device(
         self,
-        tape: Any,
+        tape: Tape,
         *,
         progress: Callable[[int, int], object] | None = None,
         threads: int | None = None,
@@ -273,8 +276,8 @@ class Weights:
             There is no pinned memory.
         ImportError
             CuPy or a device is missing.
-        ClosedError
-            The weights, or the tape, were closed.
+        ClosedError, FrozenError
+            The weights or the tape were closed, or the tape is frozen.
 
         Notes
         -----
@@ -283,10 +286,10 @@ class Weights:
 
         Examples
         --------
-        >>> import unimem as um
-        >>> from unimem import cuda
-        >>> with um.open_weights("model.gguf") as w, cuda.Tape(w.mapped_bytes) as tape:
-        ...     arrays = w.to_device(tape)
+        Of the size of the file, a tape has room for all tensors::
+
+            with um.open_weights("model.gguf") as w, cuda.Tape(w.mapped_bytes) as tape:
+                arrays = w.to_device(tape)
         """
         from unimem.cuda import upload
 

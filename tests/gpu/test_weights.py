@@ -142,7 +142,7 @@ def test_a_tape_without_room(weights: um.Weights) -> None:
 
 def test_what_no_gpu_sees_is_refused(weights: um.Weights) -> None:
     with um.Tape(MIB) as tape, pytest.raises(TypeError, match=r"expected a unimem\.cuda\.Tape"):
-        weights.to_device(tape)
+        weights.to_device(tape)  # type: ignore[arg-type]
 
 
 def test_quantized_rows_are_bytes(weights: um.Weights) -> None:
