@@ -1,0 +1,35 @@
+"""What `unimem.cuda` says of itself: its examples run, over a driver in main memory."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+# Those whose examples touch no element, which needs a GPU.
+EXAMPLES = ("DecodeBuffers", "Grid", "Layout", "Tape")
+
+
+def test_the_names_are_those_of_main_memory(cuda: Any) -> None:
+    import unimem as um
+
+    own = {"CAPABILITIES"}
+    assert {name for name in cuda.__all__ if not hasattr(um, name)} <= own
+    for name in set(cuda.__all__) - own:
+        theirs, ours = getattr(um, name), getattr(cuda, name)
+        public = {member for member in dir(theirs) if not member.startswith("_")}
+        assert sorted(public - set(dir(ours))) == [], name
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(cuda: Any, name: str) -> None:
+    text = inspect.getdoc(getattr(cuda, name)) or ""
+    example = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
+    assert result.attempted > 1
+    assert result.failed == 0, "".join(said)
