@@ -1,0 +1,216 @@
+"""A decode step captured as a CUDA graph and replayed: the same bits as the step launched anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from gpu.machine import Counted, bridge, cuda, cupy, new_stream
+from kv_model import KV_DTYPES, Q8_0
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+N_STEPS = 1000
+N_LAYERS = 2
+DIMS = um.ModelDims(64, 176, 8, 4, 32, 512, N_LAYERS, N_STEPS + 8)
+
+# Stands for a model: a step is read from what the last one has left, and no two are the same.
+STEP = r"""
+extern "C" __global__ void step(float *residual, float *k, float *v, const int *position, int n,
+                                int layer) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        unsigned x = (unsigned)(i + 1) * 2654435761u + (unsigned)*position * 40503u + layer;
+        x ^= x >> 13;
+        k[i] = residual[i % 64] * 0.5f + (float)(x % 2001) * 0.001f - 1.0f;
+        v[i] = k[i] * 0.25f - residual[(i + 7) % 64];
+    }
+}
+extern "C" __global__ void mix(float *residual, const float *k, const float *v) {
+    int i = threadIdx.x;
+    residual[i] = residual[i] * 0.75f + k[i] * 0.125f - v[i + 64] * 0.0625f;
+}
+"""
+
+
+class Decode:
+    """Buffers and a cache, and the step over them."""
+
+    def __init__(self, dtype: str, stream: Any) -> None:
+        self.buffers = cuda.DecodeBuffers(DIMS, dtype="float32")
+        self.kv = cuda.KVCache(
+            N_LAYERS, DIMS.num_kv_heads, DIMS.head_dim, DIMS.max_seq_len, dtype=dtype
+        )
+        self.stream = stream
+        self.position = self.buffers.batched_positions
+        shape = (1, DIMS.num_kv_heads, DIMS.head_dim)
+        self.k = self.buffers.k_rotated.reshape(shape)
+        self.v = self.buffers.rope_k_temp.reshape(shape)
+        module = cupy.RawModule(code=STEP, options=("-fmad=false",))
+        self._step, self._mix = module.get_function("step"), module.get_function("mix")
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all tokens."""
+        with self.stream:
+            for name in ("residual", "k_rotated", "rope_k_temp", "batched_positions"):
+                getattr(self.buffers, name).fill(0)
+        self.stream.synchronize()
+        self.kv.clear()
+
+    def step(self, append: Callable[[int], None]) -> None:
+        """Queue one step; `append` is how K and V of a layer get into the cache."""
+        n = DIMS.kv_size
+        residual, k, v = self.buffers.residual, self.k, self.v
+        for layer in range(N_LAYERS):
+            arguments = (residual, k, v, self.position, np.int32(n), np.int32(layer))
+            self._step((1,), (128,), arguments, stream=self.stream)
+            append(layer)
+            self._mix((1,), (64,), (residual, k, v), stream=self.stream)
+
+    def append(self, layer: int) -> None:
+        """Append where the host says."""
+        self.kv.append(layer, self.k, self.v, stream=self.stream)
+
+    def append_at(self, layer: int) -> None:
+        """Append where the device says."""
+        self.kv.append_at(layer, self.k, self.v, self.position, stream=self.stream)
+
+    def count(self) -> None:
+        """Count the position up, on the device."""
+        with self.stream:
+            cupy.add(self.position, 1, out=self.position)
+
+    def eager(self) -> None:
+        """One step launched anew."""
+        self.step(self.append)
+        self.count()
+
+    def capture(self) -> Any:
+        """One step as a graph. It was run before, so that its kernels are loaded."""
+        self.step(self.append_at)
+        self.count()
+        self.restart()
+        self.stream.begin_capture()
+        try:
+            self.step(self.append_at)
+            self.count()
+        finally:
+            graph = self.stream.end_capture()
+        return graph
+
+    def result(self) -> list[bytes]:
+        """All that the steps have left, bit for bit."""
+        self.stream.synchronize()
+        names = ("residual", "k_rotated", "rope_k_temp", "batched_positions")
+        found = [bridge.down(getattr(self.buffers, name)).tobytes() for name in names]
+        for layer in range(N_LAYERS):
+            found += [bridge.down(part).tobytes() for part in self.kv.layer(layer)]
+        return found
+
+    def close(self) -> None:
+        del self.position, self.k, self.v
+        self.buffers.close()
+        self.kv.close()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_a_graph_replayed_is_the_step(dtype: str, counted: Counted) -> None:
+    replayed, eager = Decode(dtype, new_stream()), Decode(dtype, new_stream())
+    graph = replayed.capture()
+    addresses = replayed.buffers.addresses(), [replayed.kv.address(i, "v") for i in range(N_LAYERS)]
+    assert int(replayed.position[0]) == 0  # what is captured is not done
+    before = dict(counted.calls)
+    free = 0
+    for i in range(N_STEPS):
+        graph.launch(stream=replayed.stream)
+        eager.eager()
+        if i == 0:  # what a first launch takes is taken
+            cupy.cuda.runtime.deviceSynchronize()
+            free = cupy.cuda.runtime.memGetInfo()[0]
+    cupy.cuda.runtime.deviceSynchronize()
+    assert dict(counted.calls) == before
+    assert cupy.cuda.runtime.memGetInfo()[0] == free
+    assert addresses == (
+        replayed.buffers.addresses(),
+        [replayed.kv.address(i, "v") for i in range(N_LAYERS)],
+    )
+    assert len(eager.kv) == N_STEPS
+    assert len(replayed.kv) == 0  # rows that the host did not count
+    replayed.kv.reserve(N_STEPS)
+    replayed.kv.commit(N_STEPS)
+    assert len(replayed.kv) == N_STEPS
+    assert int(replayed.position[0]) == int(eager.position[0]) == N_STEPS
+    assert replayed.result() == eager.result()
+    k, _ = replayed.kv.layer(1)
+    rows = bridge.down(k)[0].swapaxes(0, 1)
+    assert len({row.tobytes() for row in rows}) == N_STEPS  # no two steps are the same
+    assert rows.dtype == Q8_0 or bool(np.isfinite(rows.astype(np.float32)).all())
+    del k
+    replayed.close()
+    eager.close()
+
+
+def test_a_graph_goes_on_where_the_position_is(counted: Counted) -> None:
+    """Steps launched anew and steps replayed, in turns, over one cache."""
+    mixed, eager = Decode("f16", new_stream()), Decode("f16", new_stream())
+    graph = mixed.capture()
+    for i in range(30):
+        eager.eager()
+        if i % 3 == 0:
+            mixed.eager()
+            continue
+        mixed.kv.reserve(1)
+        graph.launch(stream=mixed.stream)
+        mixed.kv.commit(1)
+    assert len(mixed.kv) == 30
+    assert mixed.result() == eager.result()
+    mixed.close()
+    eager.close()
+
+
+def test_rows_that_are_not_there_are_not_written() -> None:
+    decode = Decode("f32", new_stream())
+    graph = decode.capture()
+    block = decode.kv.block
+    whole = bridge.down(block.as_array())
+    for row in (-1, DIMS.max_seq_len, 2**31 - 1, -(2**31)):
+        decode.position.fill(row)
+        cupy.cuda.runtime.deviceSynchronize()
+        graph.launch(stream=decode.stream)
+        decode.stream.synchronize()
+        assert bridge.down(block.as_array()).tobytes() == whole.tobytes()
+    decode.position.fill(DIMS.max_seq_len - 1)
+    cupy.cuda.runtime.deviceSynchronize()
+    graph.launch(stream=decode.stream)
+    decode.stream.synchronize()
+    changed = np.flatnonzero(bridge.down(block.as_array()) != whole)
+    assert 0 < len(changed) <= 2 * N_LAYERS * 4 * DIMS.kv_size
+    decode.close()
+
+
+def test_an_eager_append_is_captured_with_its_row() -> None:
+    """A graph of `append` writes the same row at every replay, as is documented."""
+    stream = new_stream()
+    token = bridge.up(np.ones((1, 2, 32), np.float32))
+    with cuda.KVCache(1, 2, 32, 8, dtype="f16") as kv:
+        kv.append(0, token, token, stream=stream)
+        with stream:
+            cupy.multiply(token, 2, out=token)
+        stream.synchronize()
+        kv.clear()
+        stream.begin_capture()
+        with stream:
+            kv.append(0, token, token)
+            cupy.multiply(token, 2, out=token)
+        graph = stream.end_capture()
+        assert len(kv) == 1
+        for _ in range(3):
+            graph.launch(stream=stream)
+        stream.synchronize()
+        assert len(kv) == 1
+        assert bridge.down(kv.layer(0)[0])[0, 0, 0, 0] == 8
