@@ -287,6 +287,7 @@ cdef class _HostRows(_Rows):
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
         return um.UM_OK
 
+
 cdef class Scratchpad(_HostRows):
     """One append-only buffer ``[max_seq_len, dim]``, which never moves.
 
