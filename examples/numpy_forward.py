@@ -21,11 +21,11 @@ Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # a block: its scale, and 32 
 
 def layout_for(weights: um.Weights) -> um.Layout:
     """Make the three tapes for a model, with all of its context."""
-    dims = um.ModelDims.from_weights(weights)
+    d = um.ModelDims.from_weights(weights)
     values = weights.by_type().get("q8_0", 0) // Q8_0.itemsize * 32
-    turns = dims.max_seq_len * dims.head_dim  # of rotary embedding; 64 bytes are for numbers
-    needed = um.plan(weights, ctx=dims.max_seq_len, kv_dtype="f32")  # for the engine: ample for us
-    return um.Layout(4 * (values + turns) + 64, needed.scratch_bytes, needed.history_bytes)
+    turns = d.max_seq_len * d.head_dim  # of rotary embedding; the bytes added are for numbers
+    history = um.plan(weights, ctx=d.max_seq_len, kv_dtype="f32").history_bytes
+    return um.Layout(4 * (values + turns) + 64, um.ForwardScratch.bytes_needed(d) + 128, history)
 
 
 def as_float32(tensor: um.Tensor, tape: um.Tape) -> np.ndarray:

@@ -88,6 +88,9 @@ class HostDriver(gpu.Driver):
         self.n_allocations = 0
         self.total_bytes = 1 << 40
 
+    def use(self) -> None:
+        pass
+
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> HostMemory:

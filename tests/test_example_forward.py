@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import importlib.util
 import subprocess
@@ -121,8 +120,12 @@ def test_dequantized_values_are_exact(example: Any, llama: Any) -> None:
 
 def test_shared_buffers_change_no_logit(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, results, peaks = prompt_of(), [], []
-    for overlap in (False, True):
-        scratch = functools.partial(um.ForwardScratch, overlap=overlap)
+
+    class Shared(um.ForwardScratch):
+        def __init__(self, dims: um.ModelDims, *, tape: um.Tape) -> None:
+            super().__init__(dims, tape=tape, overlap=True)
+
+    for scratch in (um.ForwardScratch, Shared):
         with monkeypatch.context() as patch:
             patch.setattr(um, "ForwardScratch", scratch)
             with opened(example, embedded_model()) as llama:

@@ -64,7 +64,10 @@ def test_200_dims() -> None:
             assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans))
             total = sum(array.nbytes for array in arrays.values())
             assert fs.peak_scratch_bytes == total - fs.logits.nbytes
-            assert tape.used_bytes == total
+            assert tape.used_bytes == total == um.ForwardScratch.bytes_needed(d)
+            tape.clear()
+            um.ForwardScratch(d, tape=tape, overlap=True)
+            assert tape.used_bytes == um.ForwardScratch.bytes_needed(d, overlap=True) <= total + 832
 
 
 def test_the_formula_and_that_of_the_origin() -> None:

@@ -646,21 +646,41 @@ class ForwardScratch(BufferSet):
     def __init__(self, dims: ModelDims, *, tape: Tape, overlap: bool = False) -> None:
         self.dims = _checked_dims(dims)
         self.name = "forward scratch"
+        if not isinstance(tape, Tape):
+            raise TypeError(f"tape: expected a Tape, got {type(tape).__name__}")
+        specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
+        self._take(specs, offsets, self.bytes_needed(dims, overlap=overlap), tape, {})
+
+    @classmethod
+    def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:
+        """Return the bytes that are taken for these dimensions: the peak, and the logits.
+
+        Parameters
+        ----------
+        dims : ModelDims
+            The model.
+        overlap : bool, default False
+            As for the class.
+
+        Returns
+        -------
+        int
+        """
+        specs, _, peak_bytes = cls._placed(_checked_dims(dims), overlap)
+        return peak_bytes + specs["logits"].nbytes
+
+    @classmethod
+    def _placed(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
+        """Return what the buffers are, the offset of each, and the peak."""
         hidden, q, kv = dims.hidden_size, dims.q_size, dims.kv_size
         inner = dims.intermediate_size
-        widths = dict.fromkeys(self.USES, hidden)
+        widths = dict.fromkeys(cls.USES, hidden)
         widths |= {"q": q, "k": kv, "v": kv, "attention": q, "scores": dims.max_seq_len}
         widths |= {"gate": inner, "up": inner, "gated": inner, "logits": dims.vocab_size}
         f32 = np.dtype("float32")
         specs = {name: Spec(None, (width,), f32) for name, width in widths.items()}
         sizes = {name: spec.nbytes for name, spec in specs.items()}
         if overlap:
-            plan = BufferPlan(BufferUse(name, sizes[name], *use) for name, use in self.USES.items())
-            self.peak_scratch_bytes = plan.total_bytes
-            offsets = dict(plan.offsets) | {"logits": plan.total_bytes}
-        else:
-            self.peak_scratch_bytes = sum(sizes.values()) - sizes["logits"]
-            offsets = pack(sizes)
-        if not isinstance(tape, Tape):
-            raise TypeError(f"tape: expected a Tape, got {type(tape).__name__}")
-        self._take(specs, offsets, self.peak_scratch_bytes + sizes["logits"], tape, {})
+            plan = BufferPlan(BufferUse(name, sizes[name], *use) for name, use in cls.USES.items())
+            return specs, dict(plan.offsets) | {"logits": plan.total_bytes}, plan.total_bytes
+        return specs, pack(sizes), sum(sizes.values()) - sizes["logits"]

@@ -131,6 +131,10 @@ class Driver:
         self._device = cupy.cuda.Device(device)
         self._streams: dict[int, _StreamAt] = {}
 
+    def use(self) -> None:
+        """Make the device this thread's current one; a new thread's is device 0."""
+        self._device.use()
+
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> Any:

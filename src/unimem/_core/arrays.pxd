@@ -10,8 +10,8 @@ cdef size_t size_of(object n, str what, object least=*) except? 0
 cdef tuple dims_of(object shape)
 # The bytes of an array of these dimensions, of any size.
 cdef object nbytes_of(tuple dims, object itemsize)
-# The same tuple for an array of a dtype (None: of all that fits) at an offset of `nbytes` bytes from
-# `base` on; raises ValueError where it does not fit.
+# The same tuple for an array of a dtype (None: of all that fits) at an offset of `nbytes` bytes
+# from `base` on; raises ValueError where it does not fit.
 cdef tuple shape_within(str name, size_t base, size_t nbytes, size_t offset, object shape,
                         object dtype)
 # An ndarray over `address`, which keeps `owner` alive; `dims` is what dims_of gave.

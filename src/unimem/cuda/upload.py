@@ -202,6 +202,7 @@ class _Upload:
     def _work(self, memory: memoryview, address: int) -> None:
         lane = self._lanes.get()
         try:
+            self._driver.use()
             # Looked at with the lane in hand: nobody begins anything after the stop.
             while not self._stopped and (piece := next(self._pieces, None)) is not None:
                 nbytes = min(self._slot_bytes, self._nbytes - piece)
