@@ -15,8 +15,6 @@ import unimem as um
 from gpu.machine import MIB, Counted, bridge, cuda, cupy, held, new_stream
 from unimem._core.status import ledger
 
-pytestmark = pytest.mark.usefixtures("gives_memory_back")
-
 TENSORS: dict[str, tuple[tuple[int, ...], int, int]] = {
     "f32": ((1000, 3001), gf.F32, 4 * 3_001_000),
     "f16": ((2, 3, 5, 7), gf.F16, 2 * 210),
