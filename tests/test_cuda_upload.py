@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("gguf", reason="gguf is not installed")
 import gguf
 import gguf_files as gf
 import unimem as um
