@@ -111,6 +111,9 @@ class HostDriver(gpu.Driver):
 
     # ---- arrays ----
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return array_of(np.empty(shape, dtype))
+
     def to_array(self, x: Any) -> Any:
         # Without a device DLPack is not there, but for the refusal of what is no array.
         if isinstance(x, cupy.ndarray):

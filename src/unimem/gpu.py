@@ -229,6 +229,10 @@ class Driver:
         pointer = self._cupy.cuda.MemoryPointer(memory, offset)
         return self._cupy.ndarray(shape, dtype, pointer, strides)
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an uninitialised cupy.ndarray with memory of CuPy's own."""
+        return self._cupy.empty(shape, dtype)
+
     # ---- arrays of others ----
 
     def is_array(self, x: object) -> bool:

@@ -17,7 +17,7 @@ cdef class KVRows(Watcher):
     cdef readonly Py_ssize_t n_growths
     # The least that next_position was since an engine set this: tokens before it are the engine's.
     cdef public uint64_t _lowest_end
-    cdef object _dtype
+    cdef readonly object _dtype
     # The first byte of the storage in the region that its views are windows of.
     cdef size_t _begin
     cdef size_t _n_lanes, _storage_bytes

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """Rows and positions of a KV cache, wherever its memory is."""
 import os
-import warnings
 import weakref
 
 from unimem.errors import CacheFull

@@ -227,8 +227,6 @@ cdef extern from "unimem.h" nogil:
         uint64_t n_rows
         uint64_t usable_rows
 
-    ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
-
     ctypedef struct um_kv:
         um_kv_spec spec
         unsigned char *base
@@ -271,7 +269,6 @@ cdef extern from "unimem.h" nogil:
     void um_kv_clear(um_kv *kv)
     um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err)
     um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err)
-    void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context)
     um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err)
 
     ctypedef struct um_paged_spec:
@@ -386,3 +383,8 @@ cdef extern from "unimem.h" nogil:
     um_status um_gguf_parse(um_gguf *out, const void *data, size_t nbytes, uint64_t file_nbytes,
                             um_error *err)
     void um_gguf_free(um_gguf *gguf)
+
+# Movers are called with the interpreter's lock where the calls that move rows are made with it.
+cdef extern from "unimem.h":
+    ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
+    void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context)

@@ -12,8 +12,18 @@ _gpu.require()
 from unimem.cuda.block import CAPABILITIES, Block
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.grid import Grid
+from unimem.cuda.kv import KVCache
 from unimem.cuda.layout import Layout
 from unimem.cuda.scratchpad import Scratchpad
 from unimem.cuda.tape import Tape
 
-__all__ = ["CAPABILITIES", "Block", "DecodeBuffers", "Grid", "Layout", "Scratchpad", "Tape"]
+__all__ = [
+    "CAPABILITIES",
+    "Block",
+    "DecodeBuffers",
+    "Grid",
+    "KVCache",
+    "Layout",
+    "Scratchpad",
+    "Tape",
+]

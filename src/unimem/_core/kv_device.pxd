@@ -1,0 +1,29 @@
+# KV caches in memory that the CPU cannot touch.
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from unimem._core cimport native as um
+from unimem._core.kv_arrays cimport Given
+from unimem._core.kv_rows cimport KVRows
+from unimem._core.region cimport Region
+from unimem._core.tape cimport DeviceTape
+
+cdef class KVDevice(KVRows):
+    cdef um.um_kv_spec _spec
+    cdef um.um_kv_storage _storage
+    # The user's tape, or one of the cache's own.
+    cdef DeviceTape _tape
+    cdef bint _owns_tape
+    # Maps nothing: its windows are the views, at offsets in the storage.
+    cdef Region _views
+    cdef readonly object _driver
+    # Where rows move: the stream of the append that makes room for itself, or None: the current.
+    cdef object _stream
+    # What the driver raised while the native library had rows moved.
+    cdef object _error
+
+    cdef int check_given(self, Given *out, object k, object v, str doing) except -1
+    cdef int check_apart(self, object a, str doing) except -1
+    cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
+    cdef int queue(self, uint32_t layer, object k, object v, Given *given, uint64_t row,
+                   object stream) except -1
+    cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

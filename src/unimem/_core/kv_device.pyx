@@ -1,0 +1,299 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""KV caches in memory that the CPU cannot touch: what `cuda.KVCache` does for every token."""
+import warnings
+
+from unimem.errors import ClosedError
+
+cimport numpy as cnp
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport dtype_of
+from unimem._core.kv_arrays cimport (
+    Given, check_token_shapes, check_types, fits_tokens, layer_number, refuse_tokens,
+)
+from unimem._core.kv_rows cimport KVRows, is_v
+from unimem._core.region cimport Region, new_window
+from unimem._core.tape cimport DeviceTape
+
+cnp.import_array()
+
+# What kernels call the types, and NumPy those that are no blocks.
+cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16",
+                           um.UM_Q8_0: "q8_0"}
+cdef dict _FLOATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# Which axes of what is given are layers, streams, heads, tokens and values.
+cdef tuple _TOKEN_MAJOR = (None, None, 1, 0, 2)
+cdef tuple _HEAD_MAJOR = (None, 0, 1, 2, 3)
+cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
+
+
+cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbytes) noexcept:
+    cdef KVDevice cache = <KVDevice>context
+    try:
+        cache.move_bytes(<uintptr_t>to, <uintptr_t>from_, nbytes)
+    except BaseException as error:  # raised again behind the native library
+        cache._error = error
+        return um.UM_E_IO
+    return um.UM_OK
+
+
+cdef class KVDevice(KVRows):
+    """What `cuda.KVCache` stands on: fixed storage on a device's tape.
+
+    A subclass calls `_plan`, and `_place` with a tape. It queues what is no plain copy:
+    ``_write(k, v, given, axes, n, layer, n_layers, row, row_address, stream)`` writes the rows of n
+    tokens of so many layers.
+    """
+
+    def _plan(self, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name):
+        """Check what the cache is to be, and return the bytes of its storage."""
+        self.describe(&self._spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None,
+                      budget_bytes, name)
+        return self.plan_fixed(&self._spec, &self._storage)
+
+    def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
+        """Take the storage, where `_plan` has said how much."""
+        self._storage.base = tape.take_raw(self._storage_bytes, 256)
+        self._tape = tape
+        self._owns_tape = owns_tape
+        self._driver = driver
+        self._views = Region.__new__(Region)
+        self.start(&self._spec, &self._storage)
+        um.um_kv_set_mover(&self.kv, _move, <void *>self)
+
+    # ---- where its memory is ----
+
+    cdef Region open_region(self):
+        if self._closed or self._tape is None:
+            raise ClosedError(f"KVCache '{self.name}' is closed")
+        if not self._tape._open:
+            if self._owns_tape and self._tape._left_out is not None:
+                raise ClosedError(f"KVCache '{self.name}' {self._tape._left_out}")
+            self._tape.check_open()
+        return self._views
+
+    cdef Py_ssize_t n_users(self):
+        return self._tape._n_views() if self._owns_tape and self._tape._open else 0
+
+    cdef object end(self):
+        self._closed = True
+        if self._owns_tape:
+            self._tape.__exit__()
+
+    cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
+        # No device says in which order it copies: in pieces as long as the way is.
+        cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n
+        stream = self._driver.stream() if self._stream is None else self._stream
+        while left > 0:
+            n = min(left, most)
+            left -= n
+            at = left if to > from_ else nbytes - left - n
+            self._driver.copy(to + at, from_ + at, n, stream)
+        return 0
+
+    cdef object fail(self, um.um_error *err, str doing):
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        KVRows.fail(self, err, doing)
+
+    # ---- appending ----
+
+    cdef int check_given(self, Given *out, object k, object v, str doing) except -1:
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef cnp.npy_intp[4] sizes
+        cdef tuple k_shape = k.shape, v_shape = v.shape
+        cdef int n_dims = <int>min(len(k_shape), 5), i
+        check_types(out, k.dtype, v.dtype, s.type, doing)
+        for i in range(min(n_dims, 4)):
+            sizes[i] = k_shape[i]
+        if (not fits_tokens(out, n_dims, sizes, s.batch, s.n_kv_heads, s.head_dim)
+                or k_shape != v_shape):
+            refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, k_shape, v_shape)
+        return 0
+
+    cdef int check_apart(self, object a, str doing) except -1:
+        cdef uintptr_t address = a.data.ptr
+        # What is copied while it is written has no order on a device.
+        if 0 <= address - <uintptr_t>self.kv.base < self._storage_bytes:
+            raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
+                             "cache: append a copy")
+        return 0
+
+    cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1:
+        self._stream = stream
+        try:
+            return self.find_rows(err, n)
+        finally:
+            self._stream = None
+
+    cdef int queue(self, uint32_t layer, object k, object v, Given *given, uint64_t row,
+                   object stream) except -1:
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef bint is_token_major = given.order == um.UM_KV_TOKEN_MAJOR
+        cdef size_t nbytes = given.n * self.kv.row_bytes
+        cdef uintptr_t out
+        self.check_apart(k, "KVCache.append")
+        self.check_apart(v, "KVCache.append")
+        if (given.type == s.type and s.batch == 1 and (is_token_major or given.n == 1)
+                and k.flags.c_contiguous and v.flags.c_contiguous):
+            out = <uintptr_t>um.um_kv_lane(&self.kv, layer, 0, 0) + row * self.kv.row_bytes
+            copy = self._driver.copy
+            copy(out, k.data.ptr, nbytes, stream)
+            copy(out + self.kv.lane_stride, v.data.ptr, nbytes, stream)
+        else:
+            self._write(k, v, _KERNEL_TYPES[given.type],
+                        _TOKEN_MAJOR if is_token_major else _HEAD_MAJOR, given.n, layer, 1, row, 0,
+                        stream)
+        return 0
+
+    def _append(self, layer, k, v, stream):
+        """Append tokens of one layer; k, v are arrays of the device, `stream` is its number."""
+        cdef um.um_error err
+        cdef Given given
+        cdef uint64_t row = 0
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
+        self.check_given(&given, k, v, "KVCache.append")
+        self.begin_change()
+        while um.um_kv_append_begin(&self.kv, index, given.n, &row, &err) != um.UM_OK:
+            if not self.find_rows_on(stream, &err, given.n):
+                self.fail(&err, "append")
+        if given.n == 0:
+            return
+        _held = self._tape._memory  # a call of CUDA lets other threads run, which may close
+        self._writing = True
+        try:
+            self.queue(index, k, v, &given, row, stream)
+        finally:
+            self._writing = False
+        um.um_kv_append_end(&self.kv, index, given.n)
+
+    def _append_all(self, k, v, stream):
+        """Append one token of all layers."""
+        cdef um.um_error err
+        cdef Given given
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef uint64_t row = 0
+        cdef str doing = "KVCache.append_all"
+        check_types(&given, k.dtype, v.dtype, s.type, doing)
+        check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
+        if s.batch != 1:
+            raise ValueError("KVCache.append_all: batch is not 1")
+        self.check_apart(k, doing)
+        self.check_apart(v, doing)
+        self.begin_change()
+        while um.um_kv_reserve(&self.kv, 1, &row, &err) != um.UM_OK:
+            if not self.find_rows_on(stream, &err, 1):
+                self.fail(&err, "append_all")
+        _held = self._tape._memory
+        self._writing = True
+        try:
+            self._write(k, v, _KERNEL_TYPES[given.type], _OF_ALL_LAYERS, 1, 0, s.n_layers, row, 0,
+                        stream)
+        except BaseException:
+            um.um_kv_rollback(&self.kv)
+            raise
+        finally:
+            self._writing = False
+        um.um_kv_commit(&self.kv, 1, NULL)
+
+    def _append_at(self, layer, k, v, uintptr_t row_address, stream):
+        """Write tokens of one layer at the row that an int32 says when the device gets there."""
+        cdef Given given
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
+        self.check_given(&given, k, v, "KVCache.append_at")
+        self.begin_change()
+        if given.n > 0:
+            self.check_apart(k, "KVCache.append_at")
+            self.check_apart(v, "KVCache.append_at")
+            self._write(k, v, _KERNEL_TYPES[given.type],
+                        _TOKEN_MAJOR if given.order == um.UM_KV_TOKEN_MAJOR else _HEAD_MAJOR,
+                        given.n, index, 1, 0, row_address, stream)
+
+    # ---- reading ----
+
+    def _span(self, i):
+        """A layer's number, the row of the first token that it holds, and how many there are."""
+        cdef uint64_t first = 0, n
+        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers)
+        self.open_region()
+        n = um.um_kv_layer_len(&self.kv, layer, &first)
+        return layer, um.um_kv_row(&self.kv, first), n
+
+    def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
+        """Where n rows of K or V begin, and what a view of them, in all streams, holds."""
+        cdef Region region = self.open_region()
+        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
+        cdef size_t begin = data - <char *>self.kv.base
+        windows = [new_window(region, begin + stream * self.kv.lane_stride, n * self.kv.row_bytes)
+                   for stream in range(self.kv.spec.batch)]
+        return <uintptr_t>data, (windows, self._tape._memory)
+
+    def _lane(self, layer, part, stream):
+        """Where row 0 of a lane is."""
+        self.open_region()
+        return <uintptr_t>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
+
+    def _first_row(self):
+        """The row of the first token that all layers hold."""
+        return self.first_row()
+
+    def _check_whole(self, str doing):
+        """Raise unless all layers hold the same tokens, and nothing is reserved."""
+        self.open_region()
+        self.check_whole(doing)
+
+    def _wanted(self, dtype):
+        """A dtype that rows can be converted to, and what kernels call it."""
+        wanted = dtype_of(dtype)
+        if wanted.name not in _FLOATS:
+            raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
+        return wanted, _FLOATS[wanted.name]
+
+    # ---- figures and the end ----
+
+    @property
+    def tape(self):
+        """The tape that was given, or None."""
+        return None if self._owns_tape else self._tape
+
+    @property
+    def block(self):
+        """The block of the cache's own, or None where it lies on a tape."""
+        return self._tape.block if self._owns_tape else None
+
+    @property
+    def lane_stride(self):
+        """Bytes from K or V of one stream to the next, of one layer to V, and of V to the next."""
+        return self.kv.lane_stride
+
+    @property
+    def resident_bytes(self):
+        """Bytes of the storage: memory of a device, and pinned memory, are always there."""
+        self.open_region()
+        return self._storage_bytes
+
+    @property
+    def granted(self):
+        """Where the memory under the cache is, as `cuda.Block.granted`."""
+        self.open_region()
+        return self._tape.block.granted
+
+    @property
+    def closed(self):
+        """Whether the cache was closed, or is in a forked child."""
+        return self._closed or self._tape is None or not self._tape._open
+
+    def warm(self, threads=None):
+        """Do nothing: the memory is always there."""
+        self.open_region()
+
+    def _freeze(self, bint frozen):
+        """Do nothing: no memory is ever committed."""
+
+    def __del__(self):
+        if not self._closed and self._owns_tape and self._tape._open:
+            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
+                          source=self)
+            self.end()

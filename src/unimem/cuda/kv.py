@@ -1,0 +1,624 @@
+"""The KV cache in device memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, Literal, Self, Unpack, cast
+
+import numpy as np
+import numpy.typing as npt
+
+import unimem as um
+from unimem import gpu, snapshot
+from unimem._core.kv_device import KVDevice
+from unimem.cuda.block import unsupported
+from unimem.cuda.kernels import RowKernels
+from unimem.cuda.tape import Tape
+from unimem.placement import PlacementOptions
+
+__all__ = ["KVCache"]
+
+# Of q8_0: a block of 32 values, which kernels copy as so many float16.
+_BLOCK_BYTES = 34
+_PLACEMENT = tuple(PlacementOptions.__annotations__)
+
+Axes = tuple[int | None, ...]
+
+
+class KVCache(KVDevice):
+    """K and V of all layers of one stream (optionally a batch), in memory of a GPU.
+
+    `unimem.KVCache` of fixed storage, with CuPy arrays: the same rows, positions, states and
+    errors, which are kept on the host. What touches the memory is queued on a stream: nobody waits,
+    and nothing is allocated. A token is counted as soon as its rows are queued, so whoever reads on
+    another stream waits for these first (an event). Appends take a stream; all else that copies
+    (`trim_to` with `keep_first`, tokens that move because a `reserve` needs their rows, `copy`,
+    `save`) uses CuPy's current one.
+
+    Trimming moves no byte: the tokens begin at a later row. When the last row is used they move to
+    the first, in pieces as long as the rows that are free there: trim a good part at once, not
+    token by token.
+
+    One thread writes; others may read views of tokens that are there. A view stays valid while its
+    rows are not written anew, and keeps the memory alive. A forked child has none of the memory,
+    and ClosedError says so there.
+
+    Parameters
+    ----------
+    n_layers, n_kv_heads, head_dim : int
+        The model's dimensions.
+    max_seq_len : int
+        Tokens that fit.
+    batch : int, default 1
+        Streams that grow together.
+    dtype : {"f16", "f32", "bf16", "q8_0"}
+        What is stored; NumPy's names are accepted.
+    window, spare_rows, grow
+        Of rings and growing caches, which a device does not have.
+    budget_bytes : int, optional
+        What `capacity_bytes` never exceeds: it limits the rows.
+    tape : cuda.Tape, optional
+        Where the storage is taken, such as ``layout.history``; otherwise it has a block of its own.
+    device : int, default 0
+        CUDA's number of the GPU; only without `tape`.
+    pinned : bool, default False
+        Host memory that the GPU sees; only without `tape`.
+    name : str, optional
+        Stands in messages.
+    **placement
+        See `PlacementOptions`; only of pinned memory, without `tape`.
+
+    Attributes
+    ----------
+    dtype : str
+        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+    name : str
+        Stands in messages.
+    budget_bytes : int or None
+        As given.
+    window, grow, n_growths : None, bool, int
+        Always None, False and 0.
+
+    Raises
+    ------
+    ValueError
+        A dimension below 1, an unknown dtype, sizes whose product does not fit; options that do
+        not go together.
+    TapeFull
+        `tape` has no room.
+    CacheFull
+        `budget_bytes` is too small for one token.
+    CapacityError
+        The device has no room.
+    NotImplementedError
+        `window`, `spare_rows` or `grow`; placement of device memory.
+    TypeError, MemoryError, PlacementError
+        As `cuda.Block`.
+
+    Examples
+    --------
+    >>> import cupy
+    >>> from unimem import cuda
+    >>> with cuda.KVCache(2, 4, 8, 16) as kv:
+    ...     for layer in range(2):
+    ...         kv.append(layer, cupy.ones((3, 4, 8), "float16"), cupy.ones((3, 4, 8), "float16"))
+    ...     k, v = kv.layer(0)
+    ...     kv.seq_len, k.shape, k.dtype.name
+    (3, (1, 4, 3, 8), 'float16')
+    """
+
+    # Of unimem.snapshot: nothing is mapped from a file.
+    _snapshot = None
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        batch: int = 1,
+        dtype: npt.DTypeLike = "f16",
+        window: int | None = None,
+        spare_rows: int = 0,
+        budget_bytes: int | None = None,
+        grow: bool = False,
+        tape: Tape | None = None,
+        device: int = 0,
+        pinned: bool = False,
+        name: str | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        for option in placement:
+            if option not in _PLACEMENT:
+                raise TypeError(
+                    f"KVCache: unexpected option {option!r}; placement is {', '.join(_PLACEMENT)}"
+                )
+        if window is not None or spare_rows:
+            unsupported("KVCache: a ring (window=)", "a fixed cache, and trim_to")
+        if grow:
+            unsupported("KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens")
+        nbytes = self._plan(
+            n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name
+        )
+        if tape is not None:
+            if not isinstance(tape, Tape):
+                raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
+            given = {"device": device not in (0, tape.block.device), "pinned": pinned}
+            refused = [*(option for option, is_given in given.items() if is_given), *placement]
+            if refused:
+                raise ValueError(
+                    f"a tape is placed already: {', '.join(refused)} not accepted beside tape="
+                )
+        driver = gpu.driver(device) if tape is None else tape.block._driver
+        self._made_with = {"device": driver.id, "pinned": pinned, **placement}
+        # Compiled before anything is taken, so that a compiler that fails leaves nothing.
+        self._kernels = RowKernels(driver, self.dtype)
+        self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
+        self._arriving: list[tuple[int, npt.NDArray[np.uint8]]] = []
+        if tape is not None:
+            self._place(tape, driver, owns_tape=False)
+        else:
+            own = Tape(
+                nbytes,
+                name=self.name,
+                category="history",
+                device=device,
+                pinned=pinned,
+                **placement,
+            )
+            self._place(own, driver, owns_tape=True)
+        self._shown = _shown(driver, self._dtype)
+
+    # ---- appending ----
+
+    def append(self, layer: int, k: Any, v: Any, *, stream: Any = None) -> None:
+        """Append tokens to one layer.
+
+        Parameters
+        ----------
+        layer : int
+            Which.
+        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``, with any strides. Tokens of the
+            cache's dtype that lie as they are stored (``[n, n_kv_heads, head_dim]`` without gaps)
+            are two asynchronous copies; all others are one launch of a kernel, which converts,
+            rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
+            They may be changed or dropped as soon as the stream has come so far.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull
+            There is no room for all n.
+        ValueError, TypeError
+            A wrong layer, shape or dtype; views of this cache's own memory.
+        RuntimeError
+            Rows are reserved, or another thread appends.
+        BufferError
+            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, no row was appended. In a CUDA graph an append writes the same rows at every
+        replay, and counts once: see `append_at`.
+        """
+        driver = self._driver
+        self._append(layer, driver.to_array(k), driver.to_array(v), driver.stream(stream))
+
+    def append_all(self, k: Any, v: Any, *, stream: Any = None) -> None:
+        """Append one token to all layers (batch 1), with one launch.
+
+        Parameters
+        ----------
+        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16, or blocks.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull, ValueError, TypeError, RuntimeError, BufferError, ClosedError
+            As `append`; RuntimeError also when layers differ in length.
+        """
+        driver = self._driver
+        self._append_all(driver.to_array(k), driver.to_array(v), driver.stream(stream))
+
+    def append_at(self, layer: int, k: Any, v: Any, row: Any, *, stream: Any = None) -> None:
+        """Write tokens of one layer at a row that is read when the GPU gets there.
+
+        For CUDA graphs: what is captured once writes another row at every replay. The cache counts
+        nothing here. Around a replay the host calls ``row = kv.reserve(1)`` and, afterwards,
+        ``kv.commit(1)``; the row in device memory is that one. It is the token's position as long
+        as nothing was trimmed away in front; then a graph may count on by itself.
+
+        Parameters
+        ----------
+        layer : int
+            Which.
+        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            As for `append`.
+        row : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            One int32: the row of the first token. Rows that the cache does not have are not
+            written.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A wrong layer, shape or dtype.
+        RuntimeError
+            Another thread appends.
+        ClosedError
+        """
+        driver = self._driver
+        at = driver.to_array(row)
+        if at.dtype != np.int32 or at.size != 1:
+            raise TypeError(f"row: expected one int32, got {at.dtype} of shape {at.shape}")
+        self._append_at(
+            layer,
+            driver.to_array(k),
+            driver.to_array(v),
+            int(at.data.ptr),
+            driver.stream(stream),
+        )
+
+    def _write(
+        self,
+        k: Any,
+        v: Any,
+        given: str,
+        axes: Axes,
+        n: int,
+        layer: int,
+        n_layers: int,
+        row: int,
+        row_address: int,
+        stream: int,
+    ) -> None:
+        """Queue the kernel for tokens, whose `axes` are layers, streams, heads, tokens, values."""
+        batch, heads, dim, lane = self.batch, self.n_kv_heads, self.head_dim, self.lane_stride
+        k_out = self._lane(layer, "k", 0)
+        v_out = k_out + batch * lane
+        kernels, sizes = self._kernels, (n_layers, batch, heads, n, dim)
+        k_steps, v_steps = _steps(k, axes), _steps(v, axes)
+        outs = (2 * batch * lane, lane)
+        if self._blocks is not None and given == "q8_0":
+            # Blocks stay as they are: to the kernel they are heads of 17 float16, and what was a
+            # head is a layer. Layers and streams are never both more than one.
+            kernels, given = self._blocks, "f16"
+            sizes = (heads, n_layers * batch, dim // 32, n, _BLOCK_BYTES // 2)
+            which = 0 if n_layers > 1 else 1
+            k_steps, v_steps = ((s[2], s[which], s[4], s[3], 2) for s in (k_steps, v_steps))
+            outs = (dim // 32 * _BLOCK_BYTES, outs[which])
+        k_at, v_at = int(k.data.ptr), int(v.data.ptr)
+        parts = [(k_at, v_at, k_steps, k_out, v_out)]
+        if k_steps != v_steps:
+            parts = [(k_at, 0, k_steps, k_out, 0), (v_at, 0, v_steps, v_out, 0)]
+        for first, second, steps, first_out, second_out in parts:
+            kernels.append(
+                *(first, second, given, sizes, steps, first_out, second_out, *outs),
+                *(self.row_bytes, row, self.n_rows, row_address, stream),
+            )
+
+    # ---- reading ----
+
+    def layer(
+        self,
+        i: int,
+        dtype: npt.DTypeLike | None = None,
+        out: tuple[Any, Any] | None = None,
+        *,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """View the tokens that one layer holds.
+
+        Parameters
+        ----------
+        i : int
+            Which layer.
+        dtype : dtype-like, optional
+            Converted copies in this dtype (float32, float16 or bfloat16) instead of views, one
+            launch of a kernel each.
+        out : tuple of cupy.ndarray, optional
+            Where the converted copies go: two C-contiguous arrays of the copies' shape and of
+            `dtype`. Without it they are allocated.
+        stream : object, optional
+            Of the conversion; CuPy's current one by default.
+
+        Returns
+        -------
+        k, v : cupy.ndarray
+            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now. Views
+            do not grow, and stay valid until their rows are written anew. Those of a ``"q8_0"``
+            cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d``
+            (float16) and ``qs`` (32 int8). CuPy below 14 has neither bfloat16 nor such blocks:
+            there the views are of uint16, and of uint8 ``[..., head_dim / 32 * 34]``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A wrong layer, dtype or `out`.
+        ClosedError
+        """
+        layer, row, n = self._span(i)
+        if dtype is None:
+            if out is not None:
+                raise ValueError("out: expected together with dtype")
+            return self._view(layer, False, row, n), self._view(layer, True, row, n)
+        wanted, kernel_type = self._wanted(dtype)
+        shape = (self.batch, self.n_kv_heads, n, self.head_dim)
+        driver = self._driver
+        if out is None:
+            out = driver.empty(shape, wanted), driver.empty(shape, wanted)
+        for target, _ in zip(out, "kv", strict=True):
+            if not driver.is_array(target):
+                raise TypeError(f"out: expected two CuPy arrays, got {type(target).__name__}")
+            if target.shape != shape or target.dtype != wanted or not target.flags.c_contiguous:
+                raise ValueError(
+                    f"out: expected two C-contiguous arrays of shape {shape} and dtype {wanted}, "
+                    f"got {target.shape} and {target.dtype}"
+                )
+        queue = driver.stream(stream)
+        for part, target in zip(("k", "v"), out, strict=True):
+            self._kernels.read(
+                *(self._lane(layer, part, 0), int(target.data.ptr), kernel_type, shape),
+                *(self.lane_stride, self.row_bytes, row, queue),
+            )
+        return out
+
+    def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
+        address, owner = self._window(layer, v, row, n)
+        head_bytes = self.row_bytes // self.n_kv_heads
+        item = self._shown.itemsize
+        memory = self._driver.memory(
+            address, (self.batch - 1) * self.lane_stride + n * self.row_bytes, owner
+        )
+        return self._driver.array(
+            memory,
+            0,
+            (self.batch, self.n_kv_heads, n, head_bytes // item),
+            self._shown,
+            (self.lane_stride, head_bytes, self.row_bytes, item),
+        )
+
+    # ---- forgetting ----
+
+    def enforce_memory_limit(self, max_bytes: int) -> bool:
+        """Give memory back, which a device does not.
+
+        Parameters
+        ----------
+        max_bytes : int
+            What `capacity_bytes` has to be already.
+
+        Returns
+        -------
+        bool
+            False: nothing had to be dropped.
+
+        Raises
+        ------
+        NotImplementedError
+            `capacity_bytes` is above it. `trim_to` drops tokens, and the memory stays.
+        """
+        self._span(0)
+        if self.capacity_bytes <= operator.index(max_bytes):
+            return False
+        unsupported(
+            "KVCache.enforce_memory_limit: giving memory back",
+            "trim_to drops tokens and keeps the memory, budget_bytes limits it from the start",
+        )
+
+    # ---- copies and snapshots ----
+
+    def copy(self) -> Self:
+        """Return a cache with the same tokens, in memory of its own, on CuPy's current stream.
+
+        Raises
+        ------
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        CapacityError, MemoryError, PlacementError
+            There is no room for it.
+        """
+        self._check_whole("copy")
+        n, position = self.seq_len, self.next_position
+        other = type(self)(
+            *(self.n_layers, self.n_kv_heads, self.head_dim, self.max_seq_len),
+            batch=self.batch,
+            dtype=self.dtype,
+            budget_bytes=self.budget_bytes,
+            name=self.name,
+            **self._made_with,
+        )
+        try:
+            other._begin_restore(position, n)
+            stream = self._driver.stream()
+            for lane in self._lanes():
+                to, nbytes = other._lane(*lane), n * self.row_bytes
+                self._driver.copy(to, self._first_address(*lane), nbytes, stream)
+            other._finish_restore(position, n)
+        except BaseException:
+            other.__exit__()
+            raise
+        return other
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        tokens: Sequence[int] | npt.NDArray[Any] | None = None,
+        model: str | None = None,
+    ) -> None:
+        """Write the tokens to a file, for `restore`, here or by `unimem.KVCache`.
+
+        The file is as that of `unimem.KVCache.save`. The tokens are copied to main memory first,
+        all of them, on CuPy's current stream.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        tokens : sequence of int, optional
+            The ids of all tokens up to `next_position`.
+        model : str, optional
+            What the cache belongs to, such as ``weights.fingerprint``.
+
+        Raises
+        ------
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        ValueError
+            Another number of `tokens`.
+        MemoryError
+            There is no room in main memory.
+        OSError
+            It cannot be written, or is a folder or device; the file is as it was.
+        """
+        self._check_whole("save")
+        snapshot.save(cast(um.KVCache, self), path, tokens, model)
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | PathLike[str],
+        *,
+        mode: Literal["map", "copy"] = "copy",
+        tokens: Sequence[int] | npt.NDArray[Any] | None = None,
+        model: str | None = None,
+        verify: bool | None = None,
+        device: int = 0,
+        pinned: bool = False,
+        **placement: Unpack[PlacementOptions],
+    ) -> Self:
+        """Make a cache of what `save` wrote, here or on `unimem.KVCache`.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        mode : {"copy"}
+            It is read into main memory, in parallel, and copied from there. A growing cache becomes
+            a fixed one.
+        tokens : sequence of int, optional
+            The tokens to be computed: those of the file must be the first of them.
+        model : str, optional
+            What the file must have been saved with.
+        verify : bool, optional
+            The checksums of the data are compared in any case.
+        device : int, default 0
+            CUDA's number of the GPU.
+        pinned : bool, default False
+            Host memory that the GPU sees.
+        **placement
+            See `PlacementOptions`; only of pinned memory.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        SnapshotError
+            The file is no snapshot, is damaged, or is one of another model or of other tokens.
+        NotImplementedError
+            ``mode="map"``, or a snapshot of a ring.
+        ValueError, TypeError
+            An unknown mode or option, `tokens` that are no ids.
+        OSError
+            It cannot be read.
+        CapacityError, MemoryError, PlacementError
+            There is no room.
+        """
+        if mode == "map":
+            unsupported("KVCache.restore(mode='map')", "mode='copy'")
+        if mode != "copy":
+            raise ValueError(f"mode: expected 'copy', got {mode!r}")
+        there = snapshot.describe(path)
+        if there.window:
+            unsupported("KVCache.restore of a ring", "restore it with unimem.KVCache")
+        kv = cls(
+            *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
+            batch=there.batch,
+            dtype=there.dtype,
+            device=device,
+            pinned=pinned,
+            **placement,
+        )
+        try:
+            snapshot.read_into(cast(um.KVCache, kv), path, tokens, model)
+        except BaseException:
+            kv.__exit__()
+            raise
+        return kv
+
+    def verify(self) -> None:
+        """Compare the file that a cache was mapped from, which this one never was.
+
+        Raises
+        ------
+        ValueError
+            Always: `restore` has compared all of it.
+        ClosedError
+        """
+        self._span(0)
+        snapshot.verify(cast(um.KVCache, self))
+
+    def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
+        """Address of the first token that all layers hold, in one lane."""
+        return self._lane(layer, part, stream) + self._first_row() * self.row_bytes
+
+    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
+        """Copy the tokens of one lane to main memory."""
+        rows = _in_main_memory(self.seq_len * self.row_bytes)
+        queue = self._driver.stream()
+        begin = self._first_address(layer, part, stream)
+        self._driver.copy(rows.ctypes.data, begin, rows.nbytes, queue)
+        self._driver.synchronize(queue)
+        return rows
+
+    def _begin_restore(self, next_position: int, n: int) -> None:
+        self._arriving = []
+        super()._begin_restore(next_position, n)
+
+    def _restore_rows(
+        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return where the tokens of one lane go in main memory, from where they are copied."""
+        rows = _in_main_memory(n * self.row_bytes)
+        self._arriving.append((self._lane(layer, part, stream), rows))
+        return rows
+
+    def _finish_restore(self, next_position: int, n: int) -> None:
+        queue = self._driver.stream()
+        for address, rows in self._arriving:
+            self._driver.copy(address, rows.ctypes.data, rows.nbytes, queue)
+        if self._arriving:
+            self._driver.synchronize(queue)
+        self._arriving = []
+        super()._finish_restore(next_position, n)
+
+
+def _steps(a: Any, axes: Axes) -> tuple[int, ...]:
+    return tuple(0 if axis is None else a.strides[axis] for axis in axes)
+
+
+def _shown(driver: gpu.Driver, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """As what CuPy shows rows of a dtype."""
+    try:
+        driver.array(driver.memory(0, 0, None), 0, (0,), dtype)
+    except (TypeError, ValueError):
+        return np.dtype(np.uint8 if dtype.names else np.uint16)
+    return dtype
+
+
+def _in_main_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    with um.Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
+        return block.as_array("uint8", nbytes)
