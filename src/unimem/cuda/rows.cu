@@ -1,8 +1,9 @@
 // Rows of a KV cache or a scratchpad, on the device: tokens are converted into rows, and rows into
-// arrays. Every conversion gives the bits that the library's own give in main memory, and for the
-// same reasons: all rounding is to nearest even, by integer arithmetic or by operations that name
-// it, so that no option of the compiler (fused multiply-add, fast division) changes a bit. A test
-// compiles this source for the CPU and compares; hence no include, and no warp-wide operation.
+// arrays. Every conversion gives the bits that the library's own gives in main memory (of products
+// that are NaN, another NaN): all rounding is to nearest even, by integer arithmetic or by
+// operations that name it, so that no option of the compiler (fused multiply-add, fast division)
+// changes a bit. A test compiles this source for the CPU and compares; hence no include, and no
+// warp-wide operation.
 //
 // All parameters are 64 bits wide, so that a launch can pass Python's integers as they are.
 
@@ -55,6 +56,15 @@ __device__ inline u16 bf16_of_f32(float value) {
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+__device__ inline double f64_of_f32(float value) {
+    u32 bits = __float_as_uint(value);
+    if ((bits & MAGNITUDE) > INFINITE) {
+        u64 sign = (u64)(bits >> 31) << 63, payload = (u64)(bits & 0x7fffff) << 29;
+        return __longlong_as_double((i64)(sign | 0x7ff8000000000000 | payload));
+    }
+    return (double)value; // exact
+}
+
 // ---- what a row is made of ----
 
 // Each type has the bytes of a unit, the values in it, and how one value is read and written.
@@ -62,7 +72,7 @@ __device__ inline u16 bf16_of_f32(float value) {
 struct f64 {
     typedef double Value;
     enum { VALUES = 1, BYTES = 8 };
-    __device__ static void write(char *out, float value) { *(double *)out = value; }
+    __device__ static void write(char *out, float value) { *(double *)out = f64_of_f32(value); }
 };
 
 struct f32 {
