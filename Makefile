@@ -93,6 +93,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m bench.gguf
 	$(BIN)/python -m bench.first_touch
 	$(BIN)/python -m bench.verify
+	$(BIN)/python -m bench.buffer_plan
 	$(BIN)/python -m bench.kv
 	$(BIN)/python -m bench.decode
 
