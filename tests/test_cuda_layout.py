@@ -6,6 +6,7 @@ What they share with layouts of main memory is tested in test_layout.py.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, m
     layout = cuda.Layout.for_model(model, ctx=16)
     name = next(iter(layout.tensors))
     address = layout.tensors[name].data.ptr
-    for part in (lambda array: array, lambda array: array[:1]):
+    parts: list[Callable[[Any], Any]] = [lambda array: array, lambda array: array[:1]]
+    for part in parts:
         held = part(layout.tensors[name])
         with pytest.raises(BufferError, match="'weights' has"):
             layout.close()
