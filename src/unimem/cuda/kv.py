@@ -14,7 +14,7 @@ import unimem as um
 from unimem import gpu, snapshot
 from unimem._core.kv_device import KVDevice
 from unimem.cuda.block import unsupported
-from unimem.cuda.kernels import RowKernels
+from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.placement import PlacementOptions
 
@@ -24,7 +24,7 @@ __all__ = ["KVCache"]
 _BLOCK_BYTES = 34
 _PLACEMENT = tuple(PlacementOptions.__annotations__)
 
-Axes = tuple[int | None, ...]
+Axes = tuple[int | None, int | None, int, int, int]
 
 
 class KVCache(KVDevice):
@@ -153,7 +153,7 @@ class KVCache(KVDevice):
                     f"a tape is placed already: {', '.join(refused)} not accepted beside tape="
                 )
         driver = gpu.driver(device) if tape is None else tape.block._driver
-        self._made_with = {"device": driver.id, "pinned": pinned, **placement}
+        self._made_with: dict[str, Any] = {"device": driver.id, "pinned": pinned, **placement}
         # Compiled before anything is taken, so that a compiler that fails leaves nothing.
         self._kernels = RowKernels(driver, self.dtype)
         self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
@@ -290,22 +290,36 @@ class KVCache(KVDevice):
         k_steps, v_steps = _steps(k, axes), _steps(v, axes)
         outs = (2 * batch * lane, lane)
         if self._blocks is not None and given == "q8_0":
-            # Blocks stay as they are: to the kernel they are heads of 17 float16, and what was a
-            # head is a layer. Layers and streams are never both more than one.
+            # Blocks stay as they are: to the kernel they are heads of 17 float16, what was a head
+            # is a layer, and layers or streams, of which one is 1, are streams.
             kernels, given = self._blocks, "f16"
             sizes = (heads, n_layers * batch, dim // 32, n, _BLOCK_BYTES // 2)
             which = 0 if n_layers > 1 else 1
-            k_steps, v_steps = ((s[2], s[which], s[4], s[3], 2) for s in (k_steps, v_steps))
+            k_steps, v_steps = _steps_of_blocks(k_steps, which), _steps_of_blocks(v_steps, which)
             outs = (dim // 32 * _BLOCK_BYTES, outs[which])
-        k_at, v_at = int(k.data.ptr), int(v.data.ptr)
-        parts = [(k_at, v_at, k_steps, k_out, v_out)]
-        if k_steps != v_steps:
-            parts = [(k_at, 0, k_steps, k_out, 0), (v_at, 0, v_steps, v_out, 0)]
-        for first, second, steps, first_out, second_out in parts:
+
+        def launch(k: int, v: int, steps: Five, k_out: int, v_out: int) -> None:
             kernels.append(
-                *(first, second, given, sizes, steps, first_out, second_out, *outs),
-                *(self.row_bytes, row, self.n_rows, row_address, stream),
+                k,
+                v,
+                given,
+                sizes,
+                steps,
+                k_out,
+                v_out,
+                *outs,
+                self.row_bytes,
+                row,
+                self.n_rows,
+                row_address,
+                stream,
             )
+
+        if k_steps == v_steps:
+            launch(k.data.ptr, v.data.ptr, k_steps, k_out, v_out)
+        else:
+            launch(k.data.ptr, 0, k_steps, k_out, 0)
+            launch(v.data.ptr, 0, v_steps, v_out, 0)
 
     # ---- reading ----
 
@@ -366,10 +380,17 @@ class KVCache(KVDevice):
                     f"got {target.shape} and {target.dtype}"
                 )
         queue = driver.stream(stream)
-        for part, target in zip(("k", "v"), out, strict=True):
+        first_lane, step = self._lane(layer, "k", 0), self.batch * self.lane_stride
+        for lane, target in zip((first_lane, first_lane + step), out, strict=True):
             self._kernels.read(
-                *(self._lane(layer, part, 0), int(target.data.ptr), kernel_type, shape),
-                *(self.lane_stride, self.row_bytes, row, queue),
+                lane,
+                target.data.ptr,
+                kernel_type,
+                shape,
+                self.lane_stride,
+                self.row_bytes,
+                row,
+                queue,
             )
         return out
 
@@ -606,8 +627,16 @@ class KVCache(KVDevice):
         super()._finish_restore(next_position, n)
 
 
-def _steps(a: Any, axes: Axes) -> tuple[int, ...]:
-    return tuple(0 if axis is None else a.strides[axis] for axis in axes)
+def _steps(a: Any, axes: Axes) -> Five:
+    layers, streams, heads, tokens, values = (
+        0 if axis is None else a.strides[axis] for axis in axes
+    )
+    return layers, streams, heads, tokens, values
+
+
+def _steps_of_blocks(steps: Five, which: int) -> Five:
+    _, _, heads, tokens, blocks = steps
+    return heads, steps[which], blocks, tokens, 2
 
 
 def _shown(driver: gpu.Driver, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,0 +1,844 @@
+"""A KV cache of a GPU does what one in main memory does, over a driver in main memory.
+
+What it shares with all caches is in the contract. Here both get the same calls, and all that can be
+seen of them is compared; and what is asked of the device is looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from numpy.typing import NDArray
+
+import host_gpu as host
+import unimem as um
+from conformance import exit_status
+from host_gpu import HostDriver, array_of, numpy_of
+from kv_model import GIVEN_DTYPES, KV_DTYPES, given, memory, same_bits, stored
+from unimem import snapshot
+from unimem._core.status import device_ledger
+
+pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
+
+Array = NDArray[Any]
+STREAM = 1234
+LAYERS, HEADS, DIM, ROWS = 2, 2, 32, 12
+
+
+# ---- both at once ----
+
+
+class Twins:
+    """A cache in main memory and one of a device, of the same arguments."""
+
+    def __init__(self, **options: Any) -> None:
+        from unimem import cuda
+
+        self.host = um.KVCache(LAYERS, HEADS, DIM, ROWS, **options)
+        self.cuda = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, **options)
+        self.batch = self.host.batch
+        self.dtype = self.host.dtype
+        self.rng = np.random.default_rng(0)
+
+    def close(self) -> None:
+        self.host.close()
+        self.cuda.close()
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.host.__exit__(*exc_info)
+        self.cuda.__exit__(*exc_info)
+
+    def tokens(self, n: int, dtype: str = "float32", *, token_major: bool = False) -> list[Array]:
+        """K and V of n tokens of a layer."""
+        shape = (n, HEADS, DIM) if token_major else (self.batch, HEADS, n, DIM)
+        return [given(self.rng, shape, dtype) for _ in "kv"]
+
+    def do(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call both: they return the same, or raise the same."""
+        outcomes: list[tuple[Any, Any]] = []
+        for cache, wrap in ((self.host, lambda a: a), (self.cuda, array_of)):
+            own = [wrap(a) if isinstance(a, np.ndarray) else a for a in arguments]
+            try:
+                outcomes.append((None, getattr(cache, name)(*own, **options)))
+            except Exception as error:
+                outcomes.append((type(error), str(error)))
+        assert outcomes[0] == outcomes[1]
+        self.check()
+        return outcomes[1]
+
+    def append(self, n: int, dtype: str = "float32", layers: Any = range(LAYERS)) -> Any:
+        outcomes = [self.do("append", layer, *self.tokens(n, dtype)) for layer in layers]
+        return outcomes[-1]
+
+    def check(self) -> None:
+        for name in (
+            *("seq_len", "next_position", "is_empty", "memory_usage_bytes", "capacity_bytes"),
+            *("n_rows", "row_bytes", "n_layers", "batch", "max_seq_len", "window", "grow"),
+            *("n_growths", "budget_bytes", "dtype", "closed", "name"),
+        ):
+            assert getattr(self.host, name) == getattr(self.cuda, name), name
+        assert len(self.host) == len(self.cuda)
+        assert repr(self.host) == repr(self.cuda)
+        first = self.host.next_position - self.host.seq_len
+        assert self.host.row_of(first) == self.cuda.row_of(first)
+        for layer in range(LAYERS):
+            for there, here in zip(self.cuda.layer(layer), self.host.layer(layer), strict=True):
+                assert same_bits(numpy_of(there), here)
+
+
+@pytest.fixture(params=[1, 2], ids=["batch1", "batch2"])
+def batch(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=KV_DTYPES)
+def twins(request: pytest.FixtureRequest, cuda: Any, batch: int) -> Iterator[Twins]:
+    with Twins(batch=batch, dtype=request.param) as twins:
+        yield twins
+
+
+class TwinMachine(RuleBasedStateMachine):
+    """Any calls in any order, with views that are held."""
+
+    @initialize(batch=st.sampled_from([1, 2]), dtype=st.sampled_from(KV_DTYPES))
+    def make(self, batch: int, dtype: str) -> None:
+        self.twins = Twins(batch=batch, dtype=dtype)
+        self.views: list[Any] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "twins"):
+            self.views.clear()
+            self.twins.close()
+
+    @rule(
+        n=st.sampled_from([0, 1, 1, 2, 3, 5, ROWS + 1]),
+        layers=st.sampled_from([(0, 1), (0, 1), (1, 0), (0,), (1,)]),
+        dtype=st.sampled_from(GIVEN_DTYPES),
+    )
+    def append(self, n: int, layers: tuple[int, ...], dtype: str) -> None:
+        self.twins.append(n, dtype, layers)
+
+    @precondition(lambda self: self.twins.batch == 1)
+    @rule(n=st.integers(0, 4), dtype=st.sampled_from(GIVEN_DTYPES))
+    def append_token_major(self, n: int, dtype: str) -> None:
+        for layer in range(LAYERS):
+            self.twins.do("append", layer, *self.twins.tokens(n, dtype, token_major=True))
+
+    @rule(dtype=st.sampled_from(GIVEN_DTYPES))
+    def append_all(self, dtype: str) -> None:
+        shape = (LAYERS, HEADS, DIM)
+        self.twins.do("append_all", *(given(self.twins.rng, shape, dtype) for _ in "kv"))
+
+    @rule(n=st.integers(0, 3), wrong=st.sampled_from([0, 0, 1]))
+    def reserve(self, n: int, wrong: int) -> None:
+        error, row = self.twins.do("reserve", n)
+        if error is None:
+            for layer, part, stream in itertools.product(
+                range(LAYERS), "kv", range(self.twins.batch)
+            ):
+                rows = self.twins.rng.integers(0, 99, n * self.twins.host.row_bytes, np.uint8)
+                for cache in (self.twins.host, self.twins.cuda):
+                    k, v = cache.address(layer, "k"), cache.address(layer, "v")
+                    lane = (v - k) // cache.batch
+                    at = (v if part == "v" else k) + stream * lane + row * cache.row_bytes
+                    memory(at, len(rows))[:] = rows
+            self.twins.do("commit", n + wrong)
+
+    @rule(name=st.sampled_from(["rollback", "rollback", "clear"]))
+    def call(self, name: str) -> None:
+        self.twins.do(name)
+
+    @rule(n=st.integers(0, ROWS + 1))
+    def crop(self, n: int) -> None:
+        self.twins.do("crop", n)
+
+    @rule(n=st.integers(0, 8), keep_first=st.sampled_from([0, 0, 1, 2, 4]))
+    def trim(self, n: int, keep_first: int) -> None:
+        self.twins.do("trim_to", n, keep_first=keep_first)
+
+    @rule(position=st.integers(0, 30))
+    def row_of(self, position: int) -> None:
+        self.twins.do("row_of", position)
+
+    @rule(layer=st.integers(0, LAYERS - 1))
+    def hold(self, layer: int) -> None:
+        self.views.append((self.twins.host.layer(layer), self.twins.cuda.layer(layer)))
+
+    @rule()
+    def let_go(self) -> None:
+        self.views.clear()
+
+    @rule(dtype=st.sampled_from(GIVEN_DTYPES), layer=st.integers(0, LAYERS - 1))
+    def convert(self, dtype: str, layer: int) -> None:
+        ours = self.twins.cuda.layer(layer, dtype)
+        for there, here in zip(ours, self.twins.host.layer(layer, dtype), strict=True):
+            assert same_bits(numpy_of(there), here)
+
+
+def test_any_calls_in_any_order(cuda: Any) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        TwinMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_the_same_is_refused_in_the_same_words(twins: Twins) -> None:
+    k, v = twins.tokens(2)
+    twins.append(3)
+    wrong: list[tuple[Any, ...]] = [
+        ("append", -1, k, v),
+        ("append", LAYERS, k, v),
+        ("append", None, k, v),
+        ("append", 0, k, v[..., :-1]),
+        ("append", 0, k[0, 0], v[0, 0]),
+        ("append", 0, k[0, 0, 0], v[0, 0, 0]),
+        ("append", 0, k[None], v[None]),
+        ("append", 0, k.astype("float64"), v),
+        ("append", 0, k, v.astype("float16")),
+        ("append", 0, *twins.tokens(ROWS)),
+        ("append_all", k, v),
+        ("append_all", *twins.tokens(HEADS)),
+        ("layer", LAYERS),
+        ("layer", 0, None, (k, v)),
+        ("address", 5, "k"),
+        ("address", 0, "q"),
+        ("reserve", 0),
+        ("reserve", -1),
+        ("reserve", ROWS),
+        ("commit", 1),
+        ("crop", 4),
+        ("trim_to", -1),
+        ("row_of", "0"),
+    ]
+    for name, *arguments in wrong:
+        error, _ = twins.do(name, *arguments)
+        assert error is not None, name
+    twins.do("append", 0, *twins.tokens(1))
+    torn: list[tuple[Any, ...]] = [
+        ("crop", 1),
+        ("trim_to", 1),
+        ("reserve", 1),
+        ("append_all", k, v),
+    ]
+    for name, *arguments in torn:
+        assert twins.do(name, *arguments)[0] is not None
+    assert "layers differ" in twins.do("copy")[1]
+    twins.do("rollback")
+    twins.do("reserve", 2)
+    assert "rows are reserved" in twins.append(1)[1]
+    assert "rows are reserved" in twins.do("copy")[1]
+
+
+# ---- what is queued ----
+
+
+def lane(kv: Any, layer: int, part: str, row: int = 0) -> int:
+    return int(kv.address(layer, part) + row * kv.row_bytes)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_tokens_as_they_are_stored_are_two_copies(
+    cuda: Any, host_gpu: HostDriver, dtype: str
+) -> None:
+    tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, DIM), "float32"), dtype)
+    one = tokens[:, :1].swapaxes(1, 2)[:, None]  # [1, heads, 1, dim]
+    with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:
+        k, v = map(array_of, tokens)
+        host_gpu.calls.clear()
+        kv.append(1, k, v, stream=STREAM)
+        kv.append(1, *map(array_of, one))
+        kv.append(1, k[:0], v[:0])
+        row = kv.row_bytes
+        copies = [call for call in host_gpu.calls if call[0] == "copy"]
+        assert copies == host_gpu.calls
+        assert copies[:2] == [
+            ("copy", lane(kv, 1, "k"), k.data.ptr, 3 * row, STREAM),
+            ("copy", lane(kv, 1, "v"), v.data.ptr, 3 * row, STREAM),
+        ]
+        assert [(call[1], call[3], call[4]) for call in copies[2:]] == [
+            (lane(kv, 1, "k", 3), row, 0),
+            (lane(kv, 1, "v", 3), row, 0),
+        ]
+        for part, there in zip(tokens, kv.layer(1), strict=True):
+            expected = np.concatenate([part, part[:1]]).swapaxes(0, 1)[None]
+            assert same_bits(numpy_of(there), expected)
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "in order": lambda a: a,
+    "Fortran order": np.asfortranarray,
+    "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "tokens reversed": lambda a: a[..., ::-1, :].copy()[..., ::-1, :],
+    "of a larger one": lambda a: np.concatenate([a, a], axis=1)[:, : a.shape[1]],
+}
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("given_dtype", [*GIVEN_DTYPES, "q8_0"])
+def test_all_else_is_one_launch(
+    cuda: Any, host_gpu: HostDriver, batch: int, dtype: str, given_dtype: str
+) -> None:
+    if given_dtype == "q8_0" != dtype:
+        return
+    rng = np.random.default_rng(1)
+    for k_layout, v_layout in itertools.product(LAYOUTS.values(), repeat=2):
+        k, v = (given(rng, (batch, HEADS, 3, DIM), "float32") for _ in "kv")
+        if given_dtype == "q8_0":
+            k, v = stored(k, "q8_0"), stored(v, "q8_0")
+        else:
+            k, v = (stored(a, SHORT[given_dtype]) for a in (k, v))
+        k, v = k_layout(k), v_layout(v)
+        with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, batch=batch, dtype=dtype) as kv:
+            for layer in (0, 1, 0):
+                host_gpu.calls.clear()
+                kv.append(layer, array_of(k), array_of(v), stream=STREAM)
+                # Two where k and v do not lie alike.
+                assert [call[0] for call in host_gpu.calls] in (["launch"], ["launch"] * 2)
+                assert len(host_gpu.calls) == (1 if k.strides == v.strides else 2)
+                assert {call[2] for call in host_gpu.calls} == {STREAM}
+            for layer, times in ((0, 2), (1, 1)):
+                for part, there in zip((k, v), kv.layer(layer), strict=True):
+                    rows = part if given_dtype == "q8_0" else stored(part, dtype)
+                    assert same_bits(numpy_of(there), np.concatenate([rows] * times, axis=2))
+
+
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_a_token_of_all_layers_is_one_launch(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
+    for given_dtype in GIVEN_DTYPES if dtype != "q8_0" else (*GIVEN_DTYPES, "q8_0"):
+        k, v = given(np.random.default_rng(2), (2, 3, HEADS, DIM), "float32")
+        k, v = (stored(a, SHORT.get(given_dtype, given_dtype)) for a in (k, v))
+        with (
+            cuda.KVCache(3, HEADS, DIM, ROWS, dtype=dtype) as kv,
+            um.KVCache(3, HEADS, DIM, ROWS, dtype=dtype) as expected,
+        ):
+            for _ in range(2):
+                host_gpu.calls.clear()
+                kv.append_all(array_of(k), array_of(v), stream=STREAM)
+                expected.append_all(k, v)
+                assert [(call[0], call[2]) for call in host_gpu.calls] == [("launch", STREAM)]
+            assert kv.seq_len == 2
+            for layer in range(3):
+                for there, here in zip(kv.layer(layer), expected.layer(layer), strict=True):
+                    assert same_bits(numpy_of(there), here)
+
+
+def test_conversion_into_arrays_that_are_there(cuda: Any, host_gpu: HostDriver) -> None:
+    with Twins(batch=2, dtype="bf16") as twins:
+        twins.append(4)
+        twins.do("trim_to", 3)
+        out = tuple(np.zeros((2, HEADS, 3, DIM), "float16") for _ in "kv")
+        arrays = tuple(map(array_of, out))
+        host_gpu.calls.clear()
+        found = twins.cuda.layer(1, "float16", arrays, stream=STREAM)
+        assert all(a is b for a, b in zip(found, arrays, strict=True))
+        assert [(call[0], call[2]) for call in host_gpu.calls] == [("launch", STREAM)] * 2
+        for there, here in zip(out, twins.host.layer(1, "float16"), strict=True):
+            assert same_bits(there, here)
+        wrong: list[tuple[Any, Any, type[Exception], str]] = [
+            ("float64", None, ValueError, "expected float32, float16 or bfloat16, got float64"),
+            ("int8", None, ValueError, "expected float32, float16 or bfloat16, got int8"),
+            ("f16", None, ValueError, "write float16"),
+            ("float32", arrays, ValueError, "expected two C-contiguous arrays of shape"),
+            ("float16", arrays[:1], ValueError, "zip"),
+            ("float16", out, TypeError, "expected two CuPy arrays, got ndarray"),
+            ("float16", [a[:, :, :2] for a in arrays], ValueError, "expected two C-contiguous"),
+            ("float16", [a[..., ::-1] for a in arrays], ValueError, "expected two C-contiguous"),
+        ]
+        for dtype, target, error, text in wrong:
+            with pytest.raises(error, match=text):
+                twins.cuda.layer(1, dtype, target)
+
+
+# ---- rows that are read from device memory ----
+
+
+def test_a_row_that_is_read_from_device_memory(twins: Twins, host_gpu: HostDriver) -> None:
+    twins.append(2)
+    at = np.zeros(1, "int32")
+    row = array_of(at)
+    for _ in range(5):
+        tokens = [twins.tokens(1) for _ in range(LAYERS)]
+        # The cache is not asked: what a graph replays is the same every time.
+        at[0] = twins.cuda.reserve(1)
+        host_gpu.calls.clear()
+        for layer, (k, v) in enumerate(tokens):
+            twins.cuda.append_at(layer, array_of(k), array_of(v), row, stream=STREAM)
+            twins.host.append(layer, k, v)
+        assert {call[0::2] for call in host_gpu.calls} == {("launch", STREAM)}
+        twins.cuda.commit(1)
+        assert at[0] == twins.cuda.next_position - 1
+        twins.check()
+
+
+def test_rows_that_are_not_there_are_not_written(cuda: Any) -> None:
+    with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype="f16") as kv:
+        whole = memory(kv.address(0, "k"), kv.capacity_bytes)
+        before = whole.copy()
+        k, v = (array_of(given(np.random.default_rng(3), (3, HEADS, DIM), "float32")) for _ in "kv")
+        for row in (-1000, -3, ROWS, ROWS + 1, 2**31 - 1, -(2**31)):
+            kv.append_at(0, k, v, array_of(np.array([row], "int32")))
+            assert np.array_equal(whole, before)
+        kv.append_at(0, k[:0], v[:0], array_of(np.zeros(1, "int32")))
+        assert np.array_equal(whole, before)
+        kv.append_at(0, k, v, array_of(np.full(1, ROWS - 1, "int32")))  # the first of three
+        changed = np.flatnonzero(whole != before)
+        lane = kv.lane_stride
+        assert {int(i) // lane for i in changed} == {0, 1}
+        assert {int(i) % lane // kv.row_bytes for i in changed} == {ROWS - 1}
+        assert kv.is_empty
+
+
+def test_what_is_no_row(cuda: Any) -> None:
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        k = array_of(np.zeros((1, HEADS, DIM), "float32"))
+        for row, text in (
+            (3, "expected an array on the GPU, got int"),
+            (array_of(np.zeros(1, "int64")), r"expected one int32, got int64 of shape \(1,\)"),
+            (array_of(np.zeros(2, "int32")), r"expected one int32, got int32 of shape \(2,\)"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                kv.append_at(0, k, k, row)
+
+
+# ---- tokens that move ----
+
+
+def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(
+    cuda: Any, host_gpu: HostDriver
+) -> None:
+    with Twins(dtype="f32") as twins:
+        twins.append(ROWS)
+        twins.do("trim_to", ROWS - 5)
+        k, v = twins.tokens(5)
+        host_gpu.calls.clear()
+        for layer in range(LAYERS):
+            twins.host.append(layer, k, v)
+            twins.cuda.append(layer, array_of(k), array_of(v), stream=STREAM)
+        moved = [call for call in host_gpu.calls if call[0] == "copy"]
+        row = twins.cuda.row_bytes
+        # Seven rows by five: five, then two, in each of four lanes, forwards.
+        assert [call[3] for call in moved] == [5 * row, 2 * row] * (2 * LAYERS)
+        assert [call[2] - call[1] for call in moved] == [5 * row] * len(moved)
+        assert {call[4] for call in moved} == {STREAM}
+        twins.check()
+
+        # Six of the first to before the last one, backwards, on the current stream.
+        host_gpu.calls.clear()
+        twins.cuda.trim_to(1, keep_first=8)
+        twins.host.trim_to(1, keep_first=8)
+        moved = [call for call in host_gpu.calls if call[0] == "copy"]
+        assert [call[3] for call in moved] == [3 * row, 3 * row, 2 * row] * (2 * LAYERS)
+        assert [call[1] - call[2] for call in moved] == [3 * row] * len(moved)
+        assert {call[4] for call in moved} == {0}
+        twins.check()
+
+
+@pytest.mark.parametrize("use", ["trim_to", "append", "reserve"])
+def test_when_moving_fails_nothing_is_dropped(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    with Twins(dtype="f16") as twins:
+        twins.append(ROWS)
+        twins.do("trim_to", 4)
+        k, v = map(array_of, twins.tokens(2))
+        uses: dict[str, Callable[[], Any]] = {
+            "trim_to": lambda: twins.cuda.trim_to(1, keep_first=1),
+            "append": lambda: twins.cuda.append(0, k, v),
+            "reserve": lambda: twins.cuda.reserve(2),
+        }
+        error = RuntimeError("an illegal memory access was encountered")
+
+        def refuse(*_: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host_gpu, "copy", refuse)
+            with pytest.raises(RuntimeError) as caught:
+                uses[use]()
+            assert caught.value is error
+        twins.check()
+        twins.append(2)
+        twins.do("trim_to", 1, keep_first=1)
+
+
+@pytest.mark.parametrize("given_dtype", ["float16", "float32"])
+@pytest.mark.parametrize("use", ["append", "append_all"])
+def test_when_the_device_refuses_nothing_is_appended(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
+) -> None:
+    from unimem.cuda.kernels import RowKernels
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with Twins(dtype="f16") as twins:
+        twins.append(2)
+        k, v = (given(twins.rng, (LAYERS, HEADS, DIM), given_dtype) for _ in "kv")
+        own = [array_of(k), array_of(v)]
+        arguments = own if use == "append_all" else [0, *own]
+        with monkeypatch.context() as patch:
+            patch.setattr(host_gpu, "copy", refuse)
+            patch.setattr(RowKernels, "append", refuse)
+            with pytest.raises(RuntimeError, match="illegal"):
+                getattr(twins.cuda, use)(*arguments)
+        twins.check()
+        twins.do("append_all", k, v)
+        twins.append(1)
+
+
+def test_who_comes_while_rows_are_queued(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of CUDA releases the interpreter's lock, so that other threads may come."""
+    copy = host_gpu.copy
+    refused: list[str] = []
+
+    def meanwhile(*arguments: Any) -> None:
+        calls = [lambda: kv.append(0, k, k), lambda: kv.reserve(1), kv.clear, kv.close]
+        for call in calls:
+            with pytest.raises((RuntimeError, BufferError)) as caught:
+                call()
+            refused.append(str(caught.value))
+        copy(*arguments)
+
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        k = array_of(np.ones((1, HEADS, DIM), "float16"))
+        with monkeypatch.context() as patch:
+            patch.setattr(host_gpu, "copy", meanwhile)
+            kv.append(0, k, k)
+        assert ["another thread appends" in text for text in refused] == [
+            True,
+            True,
+            True,
+            False,
+        ] * 2
+        assert "live views" in refused[3]
+        assert len(kv) == 1
+        kv.append(0, k, k)
+        assert len(kv) == 2
+
+
+def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
+    twins.append(4)
+    twins.do("crop", 3)
+    k, v = twins.cuda.layer(0)
+    host_gpu.calls.clear()
+    for pair in ((k, v), (k[:, :, 1:2], v[:, :, :1]), (k[:, :, ::-1], v)):
+        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
+            twins.cuda.append(0, *pair)
+        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
+            twins.cuda.append_at(0, *pair, array_of(np.zeros(1, "int32")))
+    assert host_gpu.calls == []
+    twins.check()
+    del k, v, pair
+
+
+# ---- snapshots ----
+
+
+@pytest.fixture
+def talk(twins: Twins) -> Twins:
+    """Tokens that do not begin at the first row, nor at the first position."""
+    twins.append(7)
+    twins.do("trim_to", 4, keep_first=1)
+    twins.append(2)
+    return twins
+
+
+def test_snapshots_go_from_one_device_to_the_other(
+    talk: Twins, cuda: Any, tmp_path: Path, host_gpu: HostDriver
+) -> None:
+    paths = tmp_path / "host", tmp_path / "cuda"
+    ids = list(range(talk.host.next_position))
+    talk.host.save(paths[0], tokens=ids, model="m")
+    host_gpu.calls.clear()
+    talk.cuda.save(paths[1], tokens=ids, model="m")
+    assert ("synchronize", 0) in host_gpu.calls
+    first, second = (snapshot.check(path) for path in paths)
+    for name in ("seq_len", "next_position", "max_seq_len", "dtype", "grow", "window", "model"):
+        assert getattr(first, name) == getattr(second, name)
+    assert np.array_equal(first.checksums, second.checksums)
+    for path in paths:
+        with (
+            um.KVCache.restore(path, mode="copy", tokens=ids, model="m") as here,
+            cuda.KVCache.restore(path, tokens=ids, model="m", pinned=True) as there,
+            talk.cuda.copy() as copied,
+        ):
+            for cache in (here, there, copied):
+                assert cache.next_position == talk.host.next_position
+                assert cache.max_seq_len == ROWS
+            for layer in range(LAYERS):
+                for expected, *others in zip(
+                    *(c.layer(layer) for c in (talk.host, here, there, copied)), strict=True
+                ):
+                    for other in others:
+                        found = other if isinstance(other, np.ndarray) else numpy_of(other)
+                        assert same_bits(found, expected)
+            del expected, other, others, found
+            with pytest.raises(ValueError, match="not restored with mode='map'"):
+                there.verify()
+
+
+def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        kv.save(tmp_path / "empty")
+        with cuda.KVCache.restore(tmp_path / "empty") as restored, kv.copy() as copied:
+            assert restored.is_empty
+            assert copied.is_empty
+
+
+def test_a_copy_is_of_the_same_kind(cuda: Any) -> None:
+    budget = 2 * 5 * HEADS * DIM * 2
+    with (
+        cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv,
+        kv.copy() as copied,
+    ):
+        assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
+        assert copied.block.host is not None
+
+
+def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:
+    path, ring, grown = (tmp_path / name for name in ("session", "ring", "grown"))
+    tokens = given(np.random.default_rng(4), (2, 3, HEADS, DIM), "float16")
+    for where, options in ((path, {}), (ring, {"window": 8}), (grown, {"grow": True})):
+        with um.KVCache(1, HEADS, DIM, ROWS, **options) as kv:
+            kv.append(0, *tokens)
+            kv.save(where, tokens=[1, 2, 3])
+    damaged = tmp_path / "damaged"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    refused: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
+        (ring, {}, NotImplementedError, "restore of a ring is not supported on a GPU"),
+        (path, {"mode": "map"}, NotImplementedError, "use|mode='copy'"),
+        (path, {"mode": "read"}, ValueError, "expected 'copy', got 'read'"),
+        (path, {"tokens": [1, 2]}, um.SnapshotError, "no prefix"),
+        (path, {"model": "other"}, um.SnapshotError, "model"),
+        (path, {"pages": "4k"}, NotImplementedError, "placing device memory"),
+        (path, {"colour": "red"}, TypeError, "unexpected option 'colour'"),
+        (path, {"device": 1}, ValueError, "device: expected 0 to 0"),
+        (damaged, {}, um.SnapshotError, "checksum|damaged"),
+        (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere"),
+    ]
+    for where, options, error, text in refused:
+        with pytest.raises(error, match=text):
+            cuda.KVCache.restore(where, **options)
+        gc.collect()
+        assert host_gpu.allocated == {}
+    with cuda.KVCache.restore(grown) as kv:
+        assert (kv.grow, kv.seq_len, kv.max_seq_len) == (False, 3, ROWS)
+
+
+# ---- making one ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"window": 8}, NotImplementedError, r"a ring \(window=\) is not supported on a GPU"),
+        ({"spare_rows": 8}, NotImplementedError, "a ring"),
+        ({"grow": True}, NotImplementedError, r"growing \(grow=True\) is not supported on a GPU"),
+        ({"pages": "2m"}, NotImplementedError, "placing device memory"),
+        ({"page": "2m"}, TypeError, "unexpected option 'page'; placement is pages"),
+        ({"pages": "9m", "pinned": True}, ValueError, "pages"),
+        ({"device": 1}, ValueError, "device: expected 0 to 0, got 1"),
+        ({"tape": "history"}, TypeError, "expected a cuda.Tape, got str"),
+        ({"dtype": "int8"}, ValueError, "dtype: expected one of"),
+        ({"batch": 0}, ValueError, "batch: expected an integer from 1"),
+        ({"budget_bytes": 10}, um.CacheFull, "less than a token needs"),
+        ({"budget_bytes": 1.5}, TypeError, "integer"),
+        ({"max_seq_len": 2**31}, um.CapacityError, "no room"),
+        ({"max_seq_len": 2**62}, ValueError, "than there can be|at most"),
+    ],
+)
+def test_a_refused_cache_leaves_nothing(
+    cuda: Any,
+    host_gpu: HostDriver,
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        cuda.KVCache(
+            **{"n_layers": 8, "n_kv_heads": 8, "head_dim": 64, "max_seq_len": 99} | options
+        )
+    del caught
+    gc.collect()
+    assert host_gpu.allocated == {}
+
+
+def test_what_a_device_cannot_do_is_declared(cuda: Any) -> None:
+    assert not any(cuda.CAPABILITIES[name] for name in ("ring", "grow", "release", "map"))
+    assert cuda.CAPABILITIES["append at a row in device memory"]
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        k = array_of(np.ones((3, HEADS, DIM), "float16"))
+        kv.append(0, k, k)
+        assert kv.enforce_memory_limit(kv.capacity_bytes) is False
+        with pytest.raises(NotImplementedError, match="giving memory back is not supported"):
+            kv.enforce_memory_limit(kv.capacity_bytes - 1)
+        for wrong in ("1", None, 0.5):
+            with pytest.raises(TypeError):
+                kv.enforce_memory_limit(wrong)
+        assert len(kv) == 3
+
+
+def test_on_a_tape_of_somebody_else(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Tape(1 << 20) as tape:
+        tape.take(3)
+        kv = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
+        assert (kv.tape, kv.block) == (tape, None)
+        assert kv.address(0, "k") % 256 == 0
+        assert tape.owns(kv.address(LAYERS - 1, "v") + kv.lane_stride - 1)
+        assert kv.capacity_bytes == um.KVCache.storage_bytes(LAYERS, HEADS, DIM, ROWS)
+        assert kv.granted.pages == "device"
+        assert (kv.resident_bytes, kv.warm()) == (kv.capacity_bytes, None)
+        for options in ({"pinned": True}, {"device": 1}, {"pages": "4k"}):
+            with pytest.raises(ValueError, match=f"{next(iter(options))} not accepted beside tape"):
+                cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape, **options)
+        with pytest.raises(um.TapeFull):
+            cuda.KVCache(LAYERS, HEADS, DIM, 10_000, tape=tape)
+        view = kv.layer(0)
+        kv.close()
+        kv.close()
+        with pytest.raises(um.ClosedError, match="KVCache 'kv' is closed"):
+            kv.layer(0)
+        other = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
+        del view
+    assert other.closed
+    with pytest.raises(um.ClosedError, match="Tape 'tape' is closed"):
+        len(other)
+    with um.Tape(1 << 20) as tape, pytest.raises(TypeError, match=r"cuda\.Tape, got Tape"):
+        cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
+
+
+def test_in_a_layout(cuda: Any) -> None:
+    with cuda.Layout(1 << 16, 1 << 16, 1 << 16) as layout:
+        kv = cuda.KVCache(1, HEADS, DIM, ROWS, tape=layout.history)
+        layout.attach(kv)
+        layout.freeze()
+        k = array_of(np.ones((3, HEADS, DIM), "float16"))
+        kv.append(0, k, k)
+        layout.clear_talk()
+        assert kv.is_empty
+        layout.thaw()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_memory_of_its_own(cuda: Any, host_gpu: HostDriver, pinned: bool) -> None:
+    def held() -> int:
+        row = device_ledger().get(("cuda:0", "history"))
+        return row["nbytes"] if row else 0
+
+    kv = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, pinned=pinned)
+    assert kv.tape is None
+    assert kv.block.address == kv.address(0, "k")
+    assert held() == (0 if pinned else kv.capacity_bytes)
+    assert (kv.block.host is not None) is pinned
+    assert len(host_gpu.registered) == pinned
+    view = kv.layer(0)[0]
+    with pytest.raises(BufferError, match="KVCache 'kv' has 1 live views: drop them first"):
+        kv.close()
+    assert not kv.closed
+    del view
+    kv.close()
+    assert (held(), host_gpu.allocated, host_gpu.registered) == (0, {}, {})
+
+
+def test_a_cache_that_is_dropped_open_warns_once(cuda: Any, host_gpu: HostDriver) -> None:
+    kv = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, name="mine")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del kv
+        gc.collect()
+    assert ["unclosed 'mine': KVCache(0 of" in str(w.message) for w in caught] == [True]
+    assert host_gpu.allocated == {}
+
+
+def test_a_forked_child_says_what_is_not_there(cuda: Any) -> None:
+    with cuda.Tape(1 << 20) as tape, cuda.KVCache(LAYERS, HEADS, DIM, ROWS, name="mine") as kv:
+        guest = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
+
+        def child() -> bool:
+            with pytest.raises(um.ClosedError, match="KVCache 'mine' is memory of a GPU, which a"):
+                kv.clear()
+            with pytest.raises(um.ClosedError, match="forked child"):
+                guest.reserve(1)
+            assert repr(kv) == repr(guest) == "KVCache(closed)"
+            return bool(kv.closed and guest.closed)
+
+        assert exit_status(child) == 0
+        assert not kv.closed
+
+
+def test_a_cache_is_made_once(cuda: Any) -> None:
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        with pytest.raises(RuntimeError, match="made already"):
+            kv.__init__(1, HEADS, DIM, ROWS)
+        assert kv.seq_len == 0
+    bare = cuda.KVCache.__new__(cuda.KVCache)
+    assert bare.closed
+    with pytest.raises(um.ClosedError):
+        bare.clear()
+
+
+def test_for_dims(cuda: Any) -> None:
+    dims = um.ModelDims(64, 128, 4, 2, 32, 100, 3, 40)
+    with cuda.KVCache.for_dims(dims, dtype="q8_0") as kv:
+        assert isinstance(kv, cuda.KVCache)
+        assert (kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.max_seq_len) == (3, 2, 32, 40)
+
+
+def test_before_cupy_14_views_are_of_bits_and_bytes(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = host_gpu.array
+
+    def array_of_13(memory: Any, offset: int, shape: Any, dtype: Any, strides: Any = None) -> Any:
+        if np.dtype(dtype).char not in "?bBhHiIlLqQefdFD":
+            raise ValueError(f"Unsupported dtype {dtype}")
+        return array(memory, offset, shape, dtype, strides)
+
+    monkeypatch.setattr(host_gpu, "array", array_of_13)
+    for dtype, shown in (("bf16", np.uint16), ("q8_0", np.uint8), ("f16", np.float16)):
+        with Twins(dtype=dtype, batch=2) as twins:
+            for layer in range(LAYERS):
+                k, v = twins.tokens(3)
+                twins.host.append(layer, k, v)
+                twins.cuda.append(layer, array_of(k), array_of(v))
+                for there, here in zip(
+                    twins.cuda.layer(layer), twins.host.layer(layer), strict=True
+                ):
+                    assert there.dtype == shown
+                    assert there.shape[:3] == here.shape[:3]
+                    assert numpy_of(there).tobytes() == here.tobytes()
+            del there, here
+
+
+def test_kernels_are_compiled_when_the_cache_is_made(cuda: Any, host_gpu: HostDriver) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("NVRTC is missing")
+
+    other = host.HostDriver()
+    other.module = fail  # type: ignore[method-assign, assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unimem.gpu._drivers", {0: other})
+        with pytest.raises(RuntimeError, match="NVRTC"):
+            cuda.KVCache(1, HEADS, DIM, ROWS)
+    assert other.allocated == {}
