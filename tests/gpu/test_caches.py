@@ -83,7 +83,7 @@ def test_rows_of_scratchpads_have_the_same_bits(dtype: str) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_same_calls_give_the_same_tokens(dtype: str, batch: int) -> None:
     rng = np.random.default_rng(batch)
-    options = {"batch": batch, "dtype": dtype}
+    options: dict[str, Any] = {"batch": batch, "dtype": dtype}
     with cuda.KVCache(*SHAPE, **options) as ours, um.KVCache(*SHAPE, **options) as host:
 
         def append(n: int) -> None:
@@ -146,14 +146,14 @@ def test_a_converted_layer_may_be_given_its_place(counted: Any) -> None:
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_snapshot_goes_to_main_memory_and_back(dtype: str, batch: int, tmp_path: Path) -> None:
-    options = {"batch": batch, "dtype": dtype}
+    options: dict[str, Any] = {"batch": batch, "dtype": dtype}
     rng = np.random.default_rng(4)
     with cuda.KVCache(*SHAPE, **options) as ours:
         for layer in range(N_LAYERS):
             k, v = (given(rng, (batch, N_HEADS, 30, HEAD_DIM), "float32") for _ in range(2))
             ours.append(layer, bridge.up(k), bridge.up(v))
         ours.trim_to(17, keep_first=2)
-        tokens = list(range(19))
+        tokens = list(range(30))  # up to the next position
         ours.save(tmp_path / "gpu", tokens=tokens, model="m")
         for mode in ("map", "copy"):
             with um.KVCache.restore(tmp_path / "gpu", mode=mode, tokens=tokens, model="m") as host:

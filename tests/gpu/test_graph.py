@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 import unimem as um
 from gpu.machine import Counted, bridge, cuda, cupy, new_stream
-from kv_model import KV_DTYPES, Q8_0
+from kv_model import KV_DTYPES, as_float32
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+runtime = cupy.cuda.runtime
 
 N_STEPS = 1000
 N_LAYERS = 2
@@ -20,17 +22,24 @@ DIMS = um.ModelDims(64, 176, 8, 4, 32, 512, N_LAYERS, N_STEPS + 8)
 
 # Stands for a model: a step is read from what the last one has left, and no two are the same.
 STEP = r"""
-extern "C" __global__ void step(float *residual, float *k, float *v, const int *position, int n,
-                                int layer) {
+typedef unsigned long long address;
+
+extern "C" __global__ void decode_step(address residual_at, address k_at, address v_at,
+                                address position_at, long long n, long long layer) {
+    const float *residual = (const float *)residual_at;
+    float *k = (float *)k_at, *v = (float *)v_at;
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) {
-        unsigned x = (unsigned)(i + 1) * 2654435761u + (unsigned)*position * 40503u + layer;
+        unsigned position = *(const unsigned *)position_at;
+        unsigned x = (i + 1) * 2654435761u + position * 40503u + (unsigned)layer;
         x ^= x >> 13;
         k[i] = residual[i % 64] * 0.5f + (float)(x % 2001) * 0.001f - 1.0f;
         v[i] = k[i] * 0.25f - residual[(i + 7) % 64];
     }
 }
-extern "C" __global__ void mix(float *residual, const float *k, const float *v) {
+extern "C" __global__ void decode_mix(address residual_at, address k_at, address v_at) {
+    float *residual = (float *)residual_at;
+    const float *k = (const float *)k_at, *v = (const float *)v_at;
     int i = threadIdx.x;
     residual[i] = residual[i] * 0.75f + k[i] * 0.125f - v[i + 64] * 0.0625f;
 }
@@ -51,7 +60,10 @@ class Decode:
         self.k = self.buffers.k_rotated.reshape(shape)
         self.v = self.buffers.rope_k_temp.reshape(shape)
         module = cupy.RawModule(code=STEP, options=("-fmad=false",))
-        self._step, self._mix = module.get_function("step"), module.get_function("mix")
+        self._step, self._mix = (
+            module.get_function("decode_step"),
+            module.get_function("decode_mix"),
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -67,7 +79,7 @@ class Decode:
         n = DIMS.kv_size
         residual, k, v = self.buffers.residual, self.k, self.v
         for layer in range(N_LAYERS):
-            arguments = (residual, k, v, self.position, np.int32(n), np.int32(layer))
+            arguments = (residual, k, v, self.position, n, layer)
             self._step((1,), (128,), arguments, stream=self.stream)
             append(layer)
             self._mix((1,), (64,), (residual, k, v), stream=self.stream)
@@ -103,6 +115,11 @@ class Decode:
             graph = self.stream.end_capture()
         return graph
 
+    def addresses(self) -> tuple[dict[str, int], list[int]]:
+        """Where all memory is that a step uses."""
+        lanes = [self.kv.address(i, part) for i in range(N_LAYERS) for part in ("k", "v")]
+        return self.buffers.addresses(), lanes
+
     def result(self) -> list[bytes]:
         """All that the steps have left, bit for bit."""
         self.stream.synchronize()
@@ -112,85 +129,73 @@ class Decode:
             found += [bridge.down(part).tobytes() for part in self.kv.layer(layer)]
         return found
 
-    def close(self) -> None:
-        del self.position, self.k, self.v
-        self.buffers.close()
-        self.kv.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.buffers.__exit__()
+        self.kv.__exit__()
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_graph_replayed_is_the_step(dtype: str, counted: Counted) -> None:
-    replayed, eager = Decode(dtype, new_stream()), Decode(dtype, new_stream())
-    graph = replayed.capture()
-    addresses = replayed.buffers.addresses(), [replayed.kv.address(i, "v") for i in range(N_LAYERS)]
-    assert int(replayed.position[0]) == 0  # what is captured is not done
-    before = dict(counted.calls)
-    free = 0
-    for i in range(N_STEPS):
-        graph.launch(stream=replayed.stream)
-        eager.eager()
-        if i == 0:  # what a first launch takes is taken
-            cupy.cuda.runtime.deviceSynchronize()
-            free = cupy.cuda.runtime.memGetInfo()[0]
-    cupy.cuda.runtime.deviceSynchronize()
-    assert dict(counted.calls) == before
-    assert cupy.cuda.runtime.memGetInfo()[0] == free
-    assert addresses == (
-        replayed.buffers.addresses(),
-        [replayed.kv.address(i, "v") for i in range(N_LAYERS)],
-    )
-    assert len(eager.kv) == N_STEPS
-    assert len(replayed.kv) == 0  # rows that the host did not count
-    replayed.kv.reserve(N_STEPS)
-    replayed.kv.commit(N_STEPS)
-    assert len(replayed.kv) == N_STEPS
-    assert int(replayed.position[0]) == int(eager.position[0]) == N_STEPS
-    assert replayed.result() == eager.result()
-    k, _ = replayed.kv.layer(1)
-    rows = bridge.down(k)[0].swapaxes(0, 1)
-    assert len({row.tobytes() for row in rows}) == N_STEPS  # no two steps are the same
-    assert rows.dtype == Q8_0 or bool(np.isfinite(rows.astype(np.float32)).all())
-    del k
-    replayed.close()
-    eager.close()
+    with Decode(dtype, new_stream()) as replayed, Decode(dtype, new_stream()) as eager:
+        graph = replayed.capture()
+        assert int(replayed.position[0]) == 0  # what is captured is not done
+        addresses = replayed.addresses()
+        before, free = dict(counted.calls), 0
+        for i in range(N_STEPS):
+            graph.launch(stream=replayed.stream)
+            eager.eager()
+            if i == 0:  # what a first launch takes is taken
+                runtime.deviceSynchronize()
+                free = runtime.memGetInfo()[0]
+        runtime.deviceSynchronize()
+        assert dict(counted.calls) == before
+        assert runtime.memGetInfo()[0] == free
+        assert replayed.addresses() == addresses
+        assert len(eager.kv) == N_STEPS
+        assert len(replayed.kv) == 0  # rows that the host did not count
+        replayed.kv.reserve(N_STEPS)
+        replayed.kv.commit(N_STEPS)
+        assert int(replayed.position[0]) == int(eager.position[0]) == N_STEPS
+        assert replayed.result() == eager.result()
+        rows = bridge.down(replayed.kv.layer(1)[0])[0].swapaxes(0, 1)
+        assert len({row.tobytes() for row in rows}) == N_STEPS  # no two steps are the same
+        assert np.isfinite(as_float32(rows)).all()
 
 
-def test_a_graph_goes_on_where_the_position_is(counted: Counted) -> None:
+def test_a_graph_goes_on_where_the_position_is() -> None:
     """Steps launched anew and steps replayed, in turns, over one cache."""
-    mixed, eager = Decode("f16", new_stream()), Decode("f16", new_stream())
-    graph = mixed.capture()
-    for i in range(30):
-        eager.eager()
-        if i % 3 == 0:
-            mixed.eager()
-            continue
-        mixed.kv.reserve(1)
-        graph.launch(stream=mixed.stream)
-        mixed.kv.commit(1)
-    assert len(mixed.kv) == 30
-    assert mixed.result() == eager.result()
-    mixed.close()
-    eager.close()
+    with Decode("f16", new_stream()) as mixed, Decode("f16", new_stream()) as eager:
+        graph = mixed.capture()
+        for i in range(30):
+            eager.eager()
+            if i % 3 == 0:
+                mixed.eager()
+                continue
+            assert mixed.kv.reserve(1) == i
+            graph.launch(stream=mixed.stream)
+            mixed.kv.commit(1)
+        assert len(mixed.kv) == 30
+        assert mixed.result() == eager.result()
 
 
 def test_rows_that_are_not_there_are_not_written() -> None:
-    decode = Decode("f32", new_stream())
-    graph = decode.capture()
-    block = decode.kv.block
-    whole = bridge.down(block.as_array())
-    for row in (-1, DIMS.max_seq_len, 2**31 - 1, -(2**31)):
-        decode.position.fill(row)
-        cupy.cuda.runtime.deviceSynchronize()
-        graph.launch(stream=decode.stream)
-        decode.stream.synchronize()
-        assert bridge.down(block.as_array()).tobytes() == whole.tobytes()
-    decode.position.fill(DIMS.max_seq_len - 1)
-    cupy.cuda.runtime.deviceSynchronize()
-    graph.launch(stream=decode.stream)
-    decode.stream.synchronize()
-    changed = np.flatnonzero(bridge.down(block.as_array()) != whole)
-    assert 0 < len(changed) <= 2 * N_LAYERS * 4 * DIMS.kv_size
-    decode.close()
+    with Decode("f32", new_stream()) as decode:
+        graph = decode.capture()
+
+        def replay(row: int) -> Any:
+            decode.position.fill(row)
+            runtime.deviceSynchronize()
+            graph.launch(stream=decode.stream)
+            return bridge.down(decode.kv.block.as_array())
+
+        whole = bridge.down(decode.kv.block.as_array())
+        for row in (-1, DIMS.max_seq_len, 2**31 - 1, -(2**31)):
+            assert np.array_equal(replay(row), whole)
+        changed = np.flatnonzero(replay(DIMS.max_seq_len - 1) != whole)
+        assert 0 < len(changed) <= 2 * N_LAYERS * 4 * DIMS.kv_size
 
 
 def test_an_eager_append_is_captured_with_its_row() -> None:
