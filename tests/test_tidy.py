@@ -12,10 +12,15 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import unimem
+import unimem.gpu
+
+with mock.patch.object(unimem.gpu, "require"):  # what is looked at here needs no device
+    import unimem.cuda
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci")
@@ -181,8 +186,10 @@ def members_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 def public_things() -> Iterator[tuple[str, Any]]:
     """The public names, and the methods and properties of classes."""
-    for name in unimem.__all__:
-        thing = getattr(unimem, name)
+    named = {name: getattr(unimem, name) for name in unimem.__all__}
+    named |= {f"cuda.{name}": getattr(unimem.cuda, name) for name in unimem.cuda.__all__}
+    del named["cuda.CAPABILITIES"]
+    for name, thing in named.items():
         yield name, thing
         if inspect.isclass(thing):
             for member, value in members_of(thing):

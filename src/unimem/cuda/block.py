@@ -135,7 +135,7 @@ class Block:
 
     Attributes
     ----------
-    name : str
+    name, category : str
         As given.
     device : int
         The GPU's number.
@@ -175,6 +175,7 @@ class Block:
         # Part of another object, which warns for both when it is left open.
         self._is_part = False
         self.name = name or "block"
+        self.category = category
         size = operator.index(nbytes)
         if size < 1:
             raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
