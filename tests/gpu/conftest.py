@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What the library asks the driver for; and what fails on the device fails in its test."""
     from gpu.machine import Counted, bridge, cupy
 
-    gc.collect()  # what earlier tests have left is not given back in this one
     counted = bridge.counted = Counted(monkeypatch)
     with counted:
         yield counted
