@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if environment is None:
         return 2
     python = [sys.executable, "-m"]
-    tests = [*python, "pytest", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", "-q"]
+    tests = [*python, "pytest", "-q", "-o", "faulthandler_timeout=60"]
+    tests += ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     host = sorted(ROOT.glob("tests/test_*cuda*.py"))
     statuses = [
         step("Tests on the GPU", [*tests, "tests/gpu"], environment, GPU_S),
@@ -69,9 +70,9 @@ def prepare() -> dict[str, str] | None:
     scripts = [str(SITE / "bin"), sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     environment = os.environ | {
         "PATH": os.pathsep.join([*scripts, os.environ["PATH"]]),
-        "PYTHONPATH": str(SITE),
+        "PYTHONPATH": os.pathsep.join([str(SITE), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
         "PYTHONDONTWRITEBYTECODE": "1",
-        # Of a machine's many plugins, some warn, which is an error here.
+        # Of a machine's many plugins some warn, which is an error here: only ours is loaded.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]

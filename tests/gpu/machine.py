@@ -5,6 +5,7 @@ Importing this skips the module that does so where there is no GPU.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -61,6 +62,8 @@ def held(stream: Any) -> Iterator[None]:
         The stream is done before that: somebody has waited for it.
     """
     hold, memory, flag = _holding()
+    gc.collect()
+    gc.disable()  # freeing memory waits for the device
     flag[0] = 1
     hold((1,), (1,), (memory.ptr, MOST_CYCLES), stream=stream)  # now it is loaded
     stream.synchronize()
@@ -72,6 +75,7 @@ def held(stream: Any) -> Iterator[None]:
     finally:
         flag[0] = 1
         stream.synchronize()
+        gc.enable()
     assert is_held, "somebody has waited for the stream"
 
 
