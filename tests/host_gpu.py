@@ -137,8 +137,14 @@ class HostDriver(gpu.Driver):
     def copy(self, to: int, from_: int, nbytes: int, stream: int) -> None:
         overlap = min(to, from_) + nbytes > max(to, from_) and nbytes > 0
         assert not overlap, "the order in which a GPU copies is not known"
+        self._check_inside(to, nbytes)
+        self._check_inside(from_, nbytes)
         self.calls.append(("copy", to, from_, nbytes, stream))
         ctypes.memmove(to, from_, nbytes)
+
+    def _check_inside(self, address: int, nbytes: int) -> None:
+        for begin, size in self.allocated.items():
+            assert not begin <= address < begin + size < address + nbytes, "beyond the allocation"
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
         self.calls.append(("fill", address, byte, nbytes, stream))

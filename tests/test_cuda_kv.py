@@ -113,9 +113,16 @@ def twins(request: pytest.FixtureRequest, cuda: Any, batch: int) -> Iterator[Twi
 class TwinMachine(RuleBasedStateMachine):
     """Any calls in any order, with views that are held."""
 
-    @initialize(batch=st.sampled_from([1, 2]), dtype=st.sampled_from(KV_DTYPES))
-    def make(self, batch: int, dtype: str) -> None:
-        self.twins = Twins(batch=batch, dtype=dtype)
+    @initialize(
+        batch=st.sampled_from([1, 2]),
+        dtype=st.sampled_from(KV_DTYPES),
+        rows=st.sampled_from([1, 7, ROWS, 100]),
+    )
+    def make(self, batch: int, dtype: str, rows: int) -> None:
+        row_bytes = HEADS * DIM // 32 * {"f32": 128, "q8_0": 34}.get(dtype, 64)
+        lane_bytes = -(-rows * row_bytes // 64) * 64
+        budget = LAYERS * 2 * batch * lane_bytes
+        self.twins = Twins(batch=batch, dtype=dtype, budget_bytes=budget)
         self.views: list[Any] = []
 
     def teardown(self) -> None:
@@ -545,6 +552,11 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
             twins.cuda.append(0, *pair)
         with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
             twins.cuda.append_at(0, *pair, array_of(np.zeros(1, "int32")))
+    if twins.batch == 1:
+        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
+            twins.cuda.append_all(
+                k[0, :, :LAYERS].swapaxes(0, 1), array_of(numpy_of(v)[0, :, :LAYERS].swapaxes(0, 1))
+            )
     assert host_gpu.calls == []
     twins.check()
     del k, v, pair

@@ -22,7 +22,7 @@ cdef class KVDevice(KVRows):
     cdef object _error
 
     cdef int check_given(self, Given *out, object k, object v, str doing) except -1
-    cdef int check_apart(self, object a, str doing) except -1
+    cdef int check_apart(self, object k, object v, str doing) except -1
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
     cdef int queue(self, uint32_t layer, object k, object v, Given *given, uint64_t row,
                    object stream) except -1

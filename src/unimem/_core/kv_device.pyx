@@ -113,10 +113,10 @@ cdef class KVDevice(KVRows):
             refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, k_shape, v_shape)
         return 0
 
-    cdef int check_apart(self, object a, str doing) except -1:
-        cdef uintptr_t address = a.data.ptr
-        # What is copied while it is written has no order on a device.
-        if 0 <= address - <uintptr_t>self.kv.base < self._storage_bytes:
+    cdef int check_apart(self, object k, object v, str doing) except -1:
+        cdef uintptr_t k_at = k.data.ptr, v_at = v.data.ptr, base = <uintptr_t>self.kv.base
+        # On a device there is no order in which what overlaps is read and written.
+        if k_at - base < self._storage_bytes or v_at - base < self._storage_bytes:
             raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
                              "cache: append a copy")
         return 0
@@ -134,8 +134,7 @@ cdef class KVDevice(KVRows):
         cdef bint is_token_major = given.order == um.UM_KV_TOKEN_MAJOR
         cdef size_t nbytes = given.n * self.kv.row_bytes
         cdef uintptr_t out
-        self.check_apart(k, "KVCache.append")
-        self.check_apart(v, "KVCache.append")
+        self.check_apart(k, v, "KVCache.append")
         if (given.type == s.type and s.batch == 1 and (is_token_major or given.n == 1)
                 and k.flags.c_contiguous and v.flags.c_contiguous):
             out = <uintptr_t>um.um_kv_lane(&self.kv, layer, 0, 0) + row * self.kv.row_bytes
@@ -180,8 +179,7 @@ cdef class KVDevice(KVRows):
         check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
         if s.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
-        self.check_apart(k, doing)
-        self.check_apart(v, doing)
+        self.check_apart(k, v, doing)
         self.begin_change()
         while um.um_kv_reserve(&self.kv, 1, &row, &err) != um.UM_OK:
             if not self.find_rows_on(stream, &err, 1):
@@ -205,8 +203,7 @@ cdef class KVDevice(KVRows):
         self.check_given(&given, k, v, "KVCache.append_at")
         self.begin_change()
         if given.n > 0:
-            self.check_apart(k, "KVCache.append_at")
-            self.check_apart(v, "KVCache.append_at")
+            self.check_apart(k, v, "KVCache.append_at")
             self._write(k, v, _KERNEL_TYPES[given.type],
                         _TOKEN_MAJOR if given.order == um.UM_KV_TOKEN_MAJOR else _HEAD_MAJOR,
                         given.n, index, 1, 0, row_address, stream)
