@@ -9,8 +9,10 @@ machine that is connected, for Python 3.12 on x86-64.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +27,12 @@ WHEELS = ROOT / "build/gpu-wheels"
 
 # Module to the wheels that bring it. The first group has to be there: it is large, or belongs to
 # the machine's driver.
-GIVEN = {"numpy": (), "cupy": (), "pip": ()}
+GIVEN = ("numpy", "cupy", "pip")
 TOOLS = {
     "scikit_build_core": ("scikit-build-core>=0.11", "packaging", "pathspec"),
     "Cython": ("cython>=3.1",),
     "cmake": ("cmake>=3.24",),
-    "ninja": ("ninja",),
+    "ninja": ("ninja>=1.5",),
     "pytest": ("pytest>=8", "iniconfig", "packaging", "pluggy", "pygments"),
     "hypothesis": ("hypothesis>=6.100", "sortedcontainers"),
     "xxhash": ("xxhash>=3.4",),
@@ -40,8 +42,8 @@ TOOLS = {
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64"]
 
-# Seconds after which a step is ended, so that the others are run where one hangs. All of them
-# together take less than 8 minutes.
+# Seconds after which a step is ended, so that the others are run where one hangs. What they take
+# is far less.
 BUILD_S, GPU_S, HOST_S, BENCH_S = 200, 180, 90, 110
 
 
@@ -77,7 +79,7 @@ def prepare() -> dict[str, str] | None:
     }
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     install += ["--disable-pip-version-check", "--target", str(SITE)]
-    absent = missing([*GIVEN, *TOOLS])
+    absent = [module for module in (*GIVEN, *TOOLS) if is_missing(module)]
     if absent and WHEELS.is_dir() and not set(absent) & set(GIVEN):
         wanted = [name for module in absent for name in TOOLS[module]]
         command = [*install, "--find-links", str(WHEELS), *dict.fromkeys(wanted)]
@@ -85,18 +87,26 @@ def prepare() -> dict[str, str] | None:
             return None
     elif absent:
         print(
-            f"{sys.executable} lacks {', '.join(absent)}. make gpu-wheels, on a machine that is "
-            f"connected, downloads to {WHEELS.relative_to(ROOT)} whatever of "
-            f"{', '.join(TOOLS)} is missing here; CuPy and NumPy have to be there"
+            f"{sys.executable} lacks {', '.join(absent)}, or has old ones. make gpu-wheels, on a "
+            f"machine that is connected, downloads to {WHEELS.relative_to(ROOT)} what may be "
+            f"missing of {', '.join(TOOLS)}; {', '.join(GIVEN)} have to be there"
         )
         return None
     command = [*install, "--no-build-isolation", "-C", "build-dir=build/gpu/build", "."]
     return None if step("Build", command, environment, BUILD_S) else environment
 
 
-def missing(modules: Sequence[str]) -> list[str]:
-    """Return those that this Python does not have."""
-    return [module for module in modules if importlib.util.find_spec(module) is None]
+def is_missing(module: str) -> bool:
+    """Whether this Python has not got a module, or an older one than is needed."""
+    if importlib.util.find_spec(module) is None:
+        return True
+    name, _, least = TOOLS.get(module, ("",))[0].partition(">=")
+    return bool(least) and numbers(importlib.metadata.version(name)) < numbers(least)
+
+
+def numbers(version: str) -> list[int]:
+    """Return the first two numbers of a version."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def step(title: str, command: Sequence[str], environment: dict[str, str], limit_s: float) -> int:
