@@ -203,7 +203,7 @@ def test_any_calls_in_any_order(cuda: Any) -> None:
     )
 
 
-def test_the_same_is_refused_in_the_same_words(twins: Twins) -> None:
+def test_the_same_is_refused_in_the_same_words(twins: Twins, tmp_path: Path) -> None:
     k, v = twins.tokens(2)
     twins.append(3)
     wrong: list[tuple[Any, ...]] = [
@@ -235,6 +235,7 @@ def test_the_same_is_refused_in_the_same_words(twins: Twins) -> None:
         error, _ = twins.do(name, *arguments)
         assert error is not None, name
     twins.do("append", 0, *twins.tokens(1))
+    where = tmp_path / "session"
     torn: list[tuple[Any, ...]] = [
         ("crop", 1),
         ("trim_to", 1),
@@ -248,6 +249,8 @@ def test_the_same_is_refused_in_the_same_words(twins: Twins) -> None:
     twins.do("reserve", 2)
     assert "rows are reserved" in twins.append(1)[1]
     assert "rows are reserved" in twins.do("copy")[1]
+    assert "rows are reserved" in twins.do("save", where)[1]
+    assert not where.exists()
 
 
 # ---- what is queued ----
@@ -371,6 +374,18 @@ def test_conversion_into_arrays_that_are_there(cuda: Any, host_gpu: HostDriver) 
         for dtype, target, error, text in wrong:
             with pytest.raises(error, match=text):
                 twins.cuda.layer(1, dtype, target)
+
+
+def test_views_know_their_memory_to_the_last_byte(twins: Twins) -> None:
+    twins.append(5)
+    twins.do("trim_to", 3)
+    for layer, part in itertools.product(range(LAYERS), range(2)):
+        view = twins.cuda.layer(layer)[part]
+        assert view.data.ptr == lane(twins.cuda, layer, "kv"[part], 2)
+        last = (twins.batch - 1) * twins.cuda.lane_stride + 3 * twins.cuda.row_bytes
+        assert view.data.mem.size == last
+        assert view.data.mem.ptr == view.data.ptr
+    del view
 
 
 # ---- rows that are read from device memory ----
@@ -604,6 +619,7 @@ def test_snapshots_go_from_one_device_to_the_other(
                         found = other if isinstance(other, np.ndarray) else numpy_of(other)
                         assert same_bits(found, expected)
             del expected, other, others, found
+            assert there.block.host is not None
             with pytest.raises(ValueError, match="not restored with mode='map'"):
                 there.verify()
 
@@ -797,6 +813,28 @@ def test_a_forked_child_says_what_is_not_there(cuda: Any) -> None:
 
         assert exit_status(child) == 0
         assert not kv.closed
+
+
+def test_what_a_closed_cache_does_not_answer(cuda: Any, tmp_path: Path) -> None:
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        k = array_of(np.ones((1, HEADS, DIM), "float16"))
+        row = array_of(np.zeros(1, "int32"))
+    uses: list[Callable[[], Any]] = [
+        lambda: kv.append_all(k, k),
+        lambda: kv.append_at(0, k, k, row),
+        lambda: kv.layer(0, "float32"),
+        lambda: kv.enforce_memory_limit(1 << 30),
+        lambda: kv.save(tmp_path / "session"),
+        lambda: kv.reserve(1),
+        lambda: kv.granted,
+        lambda: kv.resident_bytes,
+        kv.copy,
+        kv.verify,
+        kv.warm,
+    ]
+    for use in uses:
+        with pytest.raises(um.ClosedError, match="KVCache 'kv' is closed"):
+            use()
 
 
 def test_a_cache_is_made_once(cuda: Any) -> None:
