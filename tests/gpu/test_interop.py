@@ -93,7 +93,8 @@ def test_layers_of_a_cache_are_tensors(torch: Any, dtype: str) -> None:
         tensor = torch.from_dlpack(k)
         assert tensor.data_ptr() == k.data.ptr
         assert tuple(tensor.shape) == k.shape == (1, 4, 5, 32)
-        assert [n * tensor.element_size() for n in tensor.stride()] == list(k.strides)
+        # Of the first dimension, of one stream, the stride means nothing.
+        assert [n * tensor.element_size() for n in tensor.stride()][1:] == list(k.strides[1:])
         expected = as_float32(stored(tokens, dtype)).swapaxes(0, 1)[None]
         assert np.array_equal(tensor.float().cpu().numpy(), expected)
         del tensor, k, v

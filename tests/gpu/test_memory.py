@@ -140,7 +140,6 @@ def test_a_forked_child_has_none() -> None:
                     use()
             tape.close()
             pinned.close()
-            gc.collect()
             return bool(tape.closed and pinned.closed)
 
         assert exit_status(child) == 0
