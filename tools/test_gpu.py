@@ -68,6 +68,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare() -> dict[str, str] | None:
     """Build unimem; return the environment that finds it, or nothing where that failed."""
+    if not Path(sysconfig.get_path("include"), "Python.h").exists() or not shutil.which("cc"):
+        print(f"building needs a C compiler (cc) and the headers of {sys.executable} (Python.h)")
+        return None
     shutil.rmtree(SITE, ignore_errors=True)
     scripts = [str(SITE / "bin"), sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     environment = os.environ | {
