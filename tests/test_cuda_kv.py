@@ -25,6 +25,7 @@ import unimem as um
 from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
 from kv_model import GIVEN_DTYPES, KV_DTYPES, given, memory, same_bits, stored
+from kv_twins import DIM, HEADS, LAYERS, ROWS, Twins
 from unimem import snapshot
 from unimem._core.status import device_ledger
 
@@ -32,71 +33,9 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 
 Array = NDArray[Any]
 STREAM = 1234
-LAYERS, HEADS, DIM, ROWS = 2, 2, 32, 12
 
 
 # ---- both at once ----
-
-
-class Twins:
-    """A cache in main memory and one of a device, of the same arguments."""
-
-    def __init__(self, **options: Any) -> None:
-        from unimem import cuda
-
-        self.host = um.KVCache(LAYERS, HEADS, DIM, ROWS, **options)
-        self.cuda = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, **options)
-        self.batch = self.host.batch
-        self.dtype = self.host.dtype
-        self.rng = np.random.default_rng(0)
-
-    def close(self) -> None:
-        self.host.close()
-        self.cuda.close()
-
-    def __enter__(self) -> Twins:
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.host.__exit__(*exc_info)
-        self.cuda.__exit__(*exc_info)
-
-    def tokens(self, n: int, dtype: str = "float32", *, token_major: bool = False) -> list[Array]:
-        """K and V of n tokens of a layer."""
-        shape = (n, HEADS, DIM) if token_major else (self.batch, HEADS, n, DIM)
-        return [given(self.rng, shape, dtype) for _ in "kv"]
-
-    def do(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Call both: they return the same, or raise the same."""
-        outcomes: list[tuple[Any, Any]] = []
-        for cache, wrap in ((self.host, lambda a: a), (self.cuda, array_of)):
-            own = [wrap(a) if isinstance(a, np.ndarray) else a for a in arguments]
-            try:
-                outcomes.append((None, getattr(cache, name)(*own, **options)))
-            except Exception as error:
-                outcomes.append((type(error), str(error)))
-        assert outcomes[0] == outcomes[1]
-        self.check()
-        return outcomes[1]
-
-    def append(self, n: int, dtype: str = "float32", layers: Any = range(LAYERS)) -> Any:
-        outcomes = [self.do("append", layer, *self.tokens(n, dtype)) for layer in layers]
-        return outcomes[-1]
-
-    def check(self) -> None:
-        for name in (
-            *("seq_len", "next_position", "is_empty", "memory_usage_bytes", "capacity_bytes"),
-            *("n_rows", "row_bytes", "n_layers", "batch", "max_seq_len", "window", "grow"),
-            *("n_growths", "budget_bytes", "dtype", "closed", "name"),
-        ):
-            assert getattr(self.host, name) == getattr(self.cuda, name), name
-        assert len(self.host) == len(self.cuda)
-        assert repr(self.host) == repr(self.cuda)
-        first = self.host.next_position - self.host.seq_len
-        assert self.host.row_of(first) == self.cuda.row_of(first)
-        for layer in range(LAYERS):
-            for there, here in zip(self.cuda.layer(layer), self.host.layer(layer), strict=True):
-                assert same_bits(numpy_of(there), here)
 
 
 @pytest.fixture(params=[1, 2], ids=["batch1", "batch2"])
@@ -327,6 +266,22 @@ def test_all_else_is_one_launch(
 
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+GIVEN_OF = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "float32"}
+
+
+@pytest.mark.parametrize("strided", [0, 1])
+def test_when_one_has_gaps_neither_is_a_plain_copy(
+    cuda: Any, host_gpu: HostDriver, strided: int
+) -> None:
+    with Twins(dtype="f16") as twins:
+        tokens = twins.tokens(3, "float16", token_major=True)
+        tokens[strided] = LAYOUTS["every second"](tokens[strided])
+        host_gpu.calls.clear()
+        for layer in range(LAYERS):
+            twins.host.append(layer, *tokens)
+            twins.cuda.append(layer, *map(array_of, tokens))
+        assert [call[0] for call in host_gpu.calls] == ["launch", "launch"] * LAYERS
+        twins.check()
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -472,6 +427,26 @@ def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(
         twins.check()
 
 
+def test_tokens_do_not_move_over_views(twins: Twins) -> None:
+    twins.append(ROWS)
+    k = given(twins.rng, (twins.batch, HEADS, 1, DIM), "float32")
+    for part in range(2):
+        views = twins.host.layer(1)[part], twins.cuda.layer(1)[part]
+        assert twins.do("trim_to", 3, keep_first=1)[0] is BufferError
+        del views
+    twins.do("trim_to", 3)
+    views = twins.host.layer(0)[0], twins.cuda.layer(0)[0]
+    twins.do("append", 0, k, k)  # to before them
+    twins.do("rollback")
+    twins.append(ROWS - 3)
+    twins.do("trim_to", ROWS - 1)
+    views = twins.host.layer(0)[0], twins.cuda.layer(0)[0]
+    assert twins.do("append", 0, k, k)[0] is BufferError
+    assert twins.do("reserve", 1)[0] is BufferError
+    del views
+    assert twins.do("append", 0, k, k)[0] is None
+
+
 @pytest.mark.parametrize("use", ["trim_to", "append", "reserve"])
 def test_when_moving_fails_nothing_is_dropped(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
@@ -496,6 +471,7 @@ def test_when_moving_fails_nothing_is_dropped(
                 uses[use]()
             assert caught.value is error
         twins.check()
+        assert twins.do("crop", 99)[0] is ValueError  # and not once more what was raised before
         twins.append(2)
         twins.do("trim_to", 1, keep_first=1)
 
@@ -533,7 +509,7 @@ def test_who_comes_while_rows_are_queued(
     refused: list[str] = []
 
     def meanwhile(*arguments: Any) -> None:
-        calls = [lambda: kv.append(0, k, k), lambda: kv.reserve(1), kv.clear, kv.close]
+        calls = [lambda: kv.append(0, k, k), lambda: kv.append_at(0, k, k, row), kv.clear, kv.close]
         for call in calls:
             with pytest.raises((RuntimeError, BufferError)) as caught:
                 call()
@@ -542,6 +518,7 @@ def test_who_comes_while_rows_are_queued(
 
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.ones((1, HEADS, DIM), "float16"))
+        row = array_of(np.zeros(1, "int32"))
         with monkeypatch.context() as patch:
             patch.setattr(host_gpu, "copy", meanwhile)
             kv.append(0, k, k)
@@ -562,7 +539,17 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     twins.do("crop", 3)
     k, v = twins.cuda.layer(0)
     host_gpu.calls.clear()
-    for pair in ((k, v), (k[:, :, 1:2], v[:, :, :1]), (k[:, :, ::-1], v)):
+    others = list(map(array_of, twins.tokens(3, GIVEN_OF[twins.dtype])))
+    if twins.dtype == "q8_0":
+        others = [array_of(stored(numpy_of(a), "q8_0")) for a in others]
+    pairs = [
+        (k, v),
+        (k[:, :, 1:2], v[:, :, :1]),
+        (k[:, :, ::-1], v),
+        (k, others[1]),
+        (others[0], v),
+    ]
+    for pair in pairs:
         with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
             twins.cuda.append(0, *pair)
         with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
@@ -574,7 +561,7 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
             )
     assert host_gpu.calls == []
     twins.check()
-    del k, v, pair
+    del k, v, pair, pairs
 
 
 # ---- snapshots ----

@@ -219,13 +219,12 @@ cdef class KVDevice(KVRows):
         return layer, um.um_kv_row(&self.kv, first), n
 
     def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
-        """Where n rows of K or V begin, and what a view of them, in all streams, holds."""
+        """Where n rows of K or V begin, and what a view of them holds: it knows of their memory."""
         cdef Region region = self.open_region()
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
-        cdef size_t begin = data - <char *>self.kv.base
-        windows = [new_window(region, begin + stream * self.kv.lane_stride, n * self.kv.row_bytes)
-                   for stream in range(self.kv.spec.batch)]
-        return <uintptr_t>data, (windows, self._tape._memory)
+        # In the first stream alone: rows lie, and move, in all of them alike.
+        window = new_window(region, data - <char *>self.kv.base, n * self.kv.row_bytes)
+        return <uintptr_t>data, (window, self._tape._memory)
 
     def _lane(self, layer, part, stream):
         """Where row 0 of a lane is."""
