@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
@@ -18,7 +19,7 @@ from unimem._core.status import enter_device
 from unimem.errors import ClosedError
 from unimem.placement import Placement, PlacementOptions, format_bytes
 
-__all__ = ["CAPABILITIES", "Block", "unsupported"]
+__all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 
 CAPABILITIES: dict[str, bool] = {
     "append at a row in device memory": True,
@@ -43,6 +44,18 @@ LEFT_OUT = (
 def unsupported(what: str, instead: str) -> NoReturn:
     """Raise NotImplementedError, naming what a device cannot do and what to do instead."""
     raise NotImplementedError(f"{what} is not supported on a GPU: {instead}")
+
+
+def refuse_placement(
+    what: str, placed_device: int, device: int, pinned: bool, placement: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for options of memory beside a block or a tape (`what`), which has them."""
+    given = {"device": device not in (0, placed_device), "pinned": pinned}
+    refused = [*(option for option, is_given in given.items() if is_given), *placement]
+    if refused:
+        raise ValueError(
+            f"a {what} is placed already: {', '.join(refused)} not accepted beside {what}="
+        )
 
 
 class _Memory:

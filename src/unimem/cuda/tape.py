@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from unimem._core.tape import DeviceTape
-from unimem.cuda.block import LEFT_OUT, Block
+from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
 from unimem.placement import PlacementOptions
 
 __all__ = ["Tape"]
@@ -67,12 +67,7 @@ class Tape(DeviceTape):
     ) -> None:
         owns_block = not isinstance(nbytes_or_block, Block)
         if isinstance(nbytes_or_block, Block):
-            given = {"device": device not in (0, nbytes_or_block.device), "pinned": pinned}
-            refused = [*(name for name, is_given in given.items() if is_given), *placement]
-            if refused:
-                raise ValueError(
-                    f"a block is placed already: {', '.join(refused)} not accepted here"
-                )
+            refuse_placement("block", nbytes_or_block.device, device, pinned, placement)
             block, total = nbytes_or_block, nbytes_or_block.nbytes
         else:
             block = Block(
