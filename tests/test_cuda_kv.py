@@ -532,6 +532,20 @@ def test_who_comes_while_rows_are_queued(
         assert len(kv) == 1
         kv.append(0, k, k)
         assert len(kv) == 2
+        refused.clear()
+        many = array_of(np.ones((ROWS - 2, HEADS, DIM), "float16"))
+        kv.append(0, many, many)
+        with monkeypatch.context() as patch:
+            patch.setattr(host_gpu, "copy", meanwhile)
+            kv.trim_to(1, keep_first=1)
+        assert ["another thread appends" in text for text in refused] == [
+            True,
+            True,
+            True,
+            False,
+        ] * 2
+        assert "live views" in refused[3]
+        kv.clear()
 
 
 def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:

@@ -74,7 +74,8 @@ cdef class KVDevice(KVRows):
         return self._views
 
     cdef Py_ssize_t n_users(self):
-        return self._tape._n_views() if self._owns_tape and self._tape._open else 0
+        cdef Py_ssize_t n = self._tape._n_views() if self._owns_tape and self._tape._open else 0
+        return n + self._writing
 
     cdef object end(self):
         self._closed = True

@@ -201,8 +201,13 @@ cdef class KVRows(Watcher):
 
     cdef int move_to(self, uint64_t row) except -1:
         cdef um.um_error err
-        # With the interpreter's lock: nobody makes a view, or closes the cache.
-        if um.um_kv_move(&self.kv, row, &err) != um.UM_OK:
+        cdef um.um_status status
+        # In main memory with the interpreter's lock: nobody makes a view, or closes the cache. A
+        # device's driver lets others run.
+        self._writing = True
+        status = um.um_kv_move(&self.kv, row, &err)
+        self._writing = False
+        if status != um.UM_OK:
             self.fail(&err, "move")
         self._dropped = 0
         return 0
@@ -426,6 +431,7 @@ cdef class KVRows(Watcher):
             Views lie over the rows that the first tokens would be copied to. Nothing was dropped.
         """
         cdef um.um_error err
+        cdef um.um_status status
         cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row
         cdef uint64_t held
         self.begin_change()
@@ -438,7 +444,10 @@ cdef class KVRows(Watcher):
             if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
                 raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
                                   f"{n}, where the first {keep_first} go: drop them first")
-        if um.um_kv_trim(&self.kv, last, first, &err) != um.UM_OK:
+        self._writing = True  # as in move_to
+        status = um.um_kv_trim(&self.kv, last, first, &err)
+        self._writing = False
+        if status != um.UM_OK:
             self.fail(&err, "trim_to")
         held -= um.um_kv_seq_len(&self.kv)
         self._dropped += held * self.kv.row_bytes
