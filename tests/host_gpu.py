@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class HostDriver(gpu.Driver):
         self.registered: dict[int, int] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.n_allocations = 0
+        self._pid = os.getpid()
         self.total_bytes = 1 << 40
 
     def use(self) -> None:
@@ -123,6 +125,8 @@ class HostDriver(gpu.Driver):
     # ---- streams ----
 
     def stream(self, stream: Any = None) -> int:
+        # A forked child has no CUDA, and not even a current stream.
+        assert os.getpid() == self._pid, "CUDA is asked in a forked child"
         return 0 if stream is None else super().stream(stream)
 
     def new_stream(self) -> HostStream:
