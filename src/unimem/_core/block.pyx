@@ -98,6 +98,8 @@ cdef class Block:
 
     def __init__(self, nbytes, *, pages="auto", numa=None, lock=False, warm=False, shared=False,
                  strict=False, reserve=None, name=None, category="other"):
+        if self._requested is not None:
+            raise RuntimeError("the Block is made already")
         self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, 0, name, category)
 
     cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,

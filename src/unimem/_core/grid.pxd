@@ -8,7 +8,11 @@ cdef class Cells:
     cdef um.um_grid grid
     cdef readonly Bump tape
     cdef readonly size_t cell_bytes
+    cdef bint _begun
     cdef object __weakref__
+    # Raises RuntimeError for a grid that is made already.
+    cdef object begin(self)
+    cdef object check_open(self)
     cdef object fail(self, um.um_error *err)
 
 cdef class Grid(Cells):

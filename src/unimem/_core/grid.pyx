@@ -93,6 +93,17 @@ cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
 cdef class Cells:
     """What a `Grid` is, whatever memory its tape is over: that is never touched here."""
 
+    cdef object begin(self):
+        # A flag, and not what is made last: converting the arguments may come here again.
+        if self._begun:
+            raise RuntimeError("the Grid is made already")
+        self._begun = True
+
+    cdef object check_open(self):
+        if self.tape is None:
+            raise ClosedError("the Grid was never made: its constructor raised")
+        self.tape.check_open()
+
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Grid '{self.tape.name}'", GridFull, "cells")
 
@@ -111,7 +122,8 @@ cdef class Cells:
         """
         cdef um.um_error err
         cdef uint32_t cell_id
-        self.tape.check_open()
+        if self.tape is None or not self.tape._open:
+            self.check_open()
         if um.um_grid_take(&self.grid, &cell_id, &err) != um.UM_OK:
             self.fail(&err)
         cdef Cell cell = Cell.__new__(Cell)
@@ -130,7 +142,8 @@ cdef class Cells:
             It was given back already.
         """
         cdef um.um_error err
-        self.tape.check_open()
+        if self.tape is None or not self.tape._open:
+            self.check_open()
         if cell.taken_from() is not self:
             raise ValueError(f"cell {cell.id} belongs to another grid")
         if um.um_grid_give(&self.grid, cell.id, &err) != um.UM_OK:
@@ -150,18 +163,20 @@ cdef class Cells:
     @property
     def closed(self):
         """Whether the grid was closed."""
-        return self.tape.closed
+        return self.tape is None or self.tape.closed
 
     def close(self):
         """Give the memory back; raises BufferError while arrays use it."""
-        self.tape.close()
+        if self.tape is not None:
+            self.tape.close()
 
     def __enter__(self):
-        self.tape.check_open()
+        self.check_open()
         return self
 
     def __exit__(self, *exc_info):
-        self.tape.__exit__(*exc_info)
+        if self.tape is not None:
+            self.tape.__exit__(*exc_info)
 
     def __reduce__(self):
         raise TypeError("a Grid cannot be pickled: it is memory of this process. "
@@ -169,7 +184,7 @@ cdef class Cells:
 
     def __repr__(self):
         if self.closed:
-            return f"Grid('{self.tape.name}', closed)"
+            return f"Grid('{self.tape.name}', closed)" if self.tape is not None else "Grid(closed)"
         return (f"Grid('{self.tape.name}', {self.n_available} of {self.n_cells} cells of "
                 f"{self.cell_bytes} bytes free, {self.tape.block.granted})")
 
@@ -211,6 +226,7 @@ cdef class Grid(Cells):
     """
 
     def __init__(self, cell_bytes, n_cells, *, name=None, **placement):
+        self.begin()
         cdef um.um_error err
         cdef size_t nbytes = _check_sizes(cell_bytes, n_cells)
         cdef Tape tape = Tape(nbytes, name=name or "grid", **placement)
@@ -226,6 +242,7 @@ cdef class DeviceGrid(Cells):
     """
 
     def __init__(self, cell_bytes, n_cells, new_tape):
+        self.begin()
         cdef um.um_error err
         _check_sizes(cell_bytes, n_cells)
         links = np.empty(n_cells, np.uint32)

@@ -19,7 +19,8 @@ cdef class _Rows:
     cdef int type
     cdef bint _begun
     cdef bint _owns_tape
-    cdef bint _closed
+    # Set last: what was not made whole is closed.
+    cdef bint _open
     # Whether a thread is writing rows, with the interpreter's lock released.
     cdef bint _appending
     cdef object __weakref__
@@ -30,8 +31,8 @@ cdef class _Rows:
     cdef object check_open(self)
     cdef object check_idle(self)
     cdef object check_shape(self, object shape, bint batch)
-    # The type of n tokens that there is room for.
-    cdef int check_tokens(self, object dtype, Py_ssize_t n) except -2
+    # Whether n tokens of a type, which is that of the array `rows`, can be appended now.
+    cdef int check_tokens(self, int given, object rows, Py_ssize_t n) except -1
     cdef object fail(self, um.um_error *err)
     # Gives back what the tokens that are left do not need.
     cdef um.um_status give_back(self, um.um_error *err)

@@ -31,9 +31,8 @@ cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16
 cdef object MOST_BYTES = 2**63 - 1, MOST_BLOCKS = 2**31 - 1
 
 
-cdef int _type_of(cnp.dtype dtype) except -2:
-    """The type of an array's elements."""
-    cdef int number = dtype.type_num
+cdef int _type_of(int number) except -2:
+    """The type of elements that NumPy has a number for."""
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
@@ -94,7 +93,7 @@ cdef class _Rows:
         return nbytes
 
     cdef object check_open(self):
-        if self._closed:
+        if not self._open:
             raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
         self.tape.check_open()
 
@@ -114,16 +113,15 @@ cdef class _Rows:
             call, expected = "append_batch", f"(n, {self.dim})"
         raise ValueError(f"{type(self).__name__}.{call}: expected shape {expected}, got {shape}")
 
-    cdef int check_tokens(self, object dtype, Py_ssize_t n) except -2:
-        cdef int given = _type_of(dtype)
+    cdef int check_tokens(self, int given, object rows, Py_ssize_t n) except -1:
         if given != self.type:
-            self._check_type(given, dtype)
+            self._check_type(given, rows.dtype)
         self.check_idle()
         if n > self.capacity - self.n_tokens:
             raise CacheFull(f"{type(self).__name__} '{self.name}': asked for {n} tokens, but "
                             f"{self.n_tokens} of {self.capacity} are used",
                             self.capacity, self.n_tokens, n)
-        return given
+        return 0
 
     def _check_type(self, int given, dtype):
         accepted = (["float64", "float32"] if self.type == F64 else
@@ -168,7 +166,7 @@ cdef class _Rows:
     @property
     def closed(self):
         """Whether the pad was closed."""
-        return self._closed or self.tape.closed
+        return not self._open or self.tape.closed
 
     def close(self):
         """Close the pad; memory of its own is given back. Closing twice is no error.
@@ -178,11 +176,11 @@ cdef class _Rows:
         BufferError
             Views still use it; nothing is closed then.
         """
-        if self._closed:
+        if not self._open:
             return
         if self._owns_tape:
             self.tape.close()
-        self._closed = True
+        self._open = False
 
     def _freeze(self, frozen):
         """For a layout: a pad never takes memory once it is made, so that nothing changes."""
@@ -193,7 +191,7 @@ cdef class _Rows:
 
     def __exit__(self, *exc_info):
         # Views that are still alive keep the memory; it goes with the last of them.
-        self._closed = True
+        self._open = False
         if self._owns_tape:
             self.tape.__exit__()
 
@@ -269,16 +267,18 @@ cdef class _HostRows(_Rows):
     cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n):
         cdef um.um_error err
         cdef Region _held
-        cdef int given
-        if self._closed or self.region() is None:
+        cdef int given = _type_of(cnp.PyArray_TYPE(rows))
+        # What is refused is looked at here without a call, each of which shows in an append.
+        if not self._open or (<Tape>self.tape)._region is None:
             self.check_open()
-        given = self.check_tokens(rows.descr, n)
+        if given != self.type or self._appending or n > self.capacity - self.n_tokens:
+            self.check_tokens(given, rows, n)
         if not cnp.PyArray_ISCARRAY_RO(rows):
             # While a copy is made other threads run: nothing that was looked at still holds then.
             self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
             return
         # Held, so that nobody closes the pad while the GIL is released.
-        _held = self.region()
+        _held = (<Tape>self.tape)._region
         if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
             self.fail(&err)
         # Readers see the tokens when they are whole.
@@ -348,14 +348,15 @@ cdef class Scratchpad(_HostRows):
                                           name or "scratchpad")
         if tape is None:
             place = Tape(nbytes, name=self.name, category="history", **placement)
-            self._owns_tape = True
         else:
             if placement:
                 raise ValueError("a tape is placed already: "
                                  f"{', '.join(placement)} not accepted beside tape=")
+            Tape._require(tape)
             place = tape
-        self.tape = place
         self.base = <char *>place.take_raw(nbytes)
+        self.tape, self._owns_tape = place, tape is None
+        self._open = True
 
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
         cdef um.um_status status
@@ -400,11 +401,11 @@ cdef class DeviceScratchpad(_Rows):
         return nbytes, _KERNEL_TYPES[self.type]
 
     def __init__(self, Bump tape not None, driver, kernels, *, bint owns_tape):
-        self.tape = tape
-        self._owns_tape = owns_tape
+        self.base = <uintptr_t>tape.take_raw(<size_t>self.capacity * self.row_bytes, 256)
+        self.tape, self._owns_tape = tape, owns_tape
         self._driver = driver
         self._kernels = kernels
-        self.base = <uintptr_t>tape.take_raw(<size_t>self.capacity * self.row_bytes, 256)
+        self._open = True
 
     def append(self, vec, *, stream=None):
         """Append one token, by a copy or a kernel that is queued.
@@ -435,6 +436,7 @@ cdef class DeviceScratchpad(_Rows):
         Nothing is allocated, and nobody waits. When it raises, nothing was written. Captured in a
         CUDA graph, it writes the same row at every replay.
         """
+        self.check_open()
         rows = self._driver.to_array(vec)
         self.check_shape(rows.shape, False)
         self.append_rows(rows, 1, stream)
@@ -454,16 +456,17 @@ cdef class DeviceScratchpad(_Rows):
         CacheFull, ValueError, TypeError, RuntimeError, ClosedError
             As `append`.
         """
+        self.check_open()
         rows = self._driver.to_array(rows)
         shape = rows.shape
         self.check_shape(shape, True)
         self.append_rows(rows, shape[0], stream)
 
     cdef object append_rows(self, object rows, Py_ssize_t n, object stream):
-        cdef int given
-        if self._closed or not self.tape._open:
-            self.check_open()
-        given = self.check_tokens(rows.dtype, n)
+        cdef int given = _type_of((<cnp.dtype>rows.dtype).type_num)
+        # Once more: a wrapped array's own code ran meanwhile.
+        self.check_open()
+        self.check_tokens(given, rows, n)
         stream = self._driver.stream(stream)
         if n == 0:
             return
@@ -585,12 +588,13 @@ cdef class PagedScratchpad(_HostRows):
         if um.um_grid_bytes(block_bytes, n_blocks, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, f"PagedScratchpad '{self.name}'")
         table_bytes = n_blocks * sizeof(int32_t)
-        self.tape = Tape(<object>nbytes + table_bytes, name=self.name, category="history",
-                         **placement)
-        self._owns_tape = True
-        if um.um_grid_init(&self.grid, &self.tape.tape, block_bytes, n_blocks, &err) != um.UM_OK:
-            self.tape.fail(&err)
-        self.table = <int32_t *>self.tape.take_raw(table_bytes)
+        cdef Tape place = Tape(<object>nbytes + table_bytes, name=self.name, category="history",
+                               **placement)
+        if um.um_grid_init(&self.grid, &place.tape, block_bytes, n_blocks, &err) != um.UM_OK:
+            place.fail(&err)
+        self.table = <int32_t *>place.take_raw(table_bytes)
+        self.tape, self._owns_tape = place, True
+        self._open = True
 
     cdef Py_ssize_t blocks_for(self, Py_ssize_t n):
         return n // self.block_tokens + (n % self.block_tokens != 0)

@@ -52,16 +52,24 @@ def _lose_absent():
 os.register_at_fork(after_in_child=_lose_absent)
 
 
+cdef str _public_name(object kind):
+    """What users call a class: unimem.Tape, and not where it is defined."""
+    package = kind.__module__.rpartition(".")[0].removesuffix("._core")
+    return f"{package}.{kind.__name__}" if package else kind.__name__
+
+
 cdef class Bump:
     """The arithmetic of a tape over a range of addresses, which is never touched here.
 
     What it stands on is a subclass's: `_n_views` says how many views are live, `_address_of` where
-    an array is (what is no array it returns), `_overwrite(address, nbytes)` spoils memory that was
-    taken back, and `_where` describes it for `repr`.
+    one of the device's arrays is (what is none it returns), `_overwrite(address, nbytes)` spoils
+    memory that was taken back, and `_where` describes it for `repr`.
     """
 
     def __init__(self, str name, block, address, total, *, bint owns_block):
         cdef um.um_error err
+        if self.tape.base != NULL:
+            raise RuntimeError("the Tape is made already")
         self.name = name
         if um.um_tape_init(&self.tape, <void *><uintptr_t>address, total, &err) != um.UM_OK:
             self.fail(&err)
@@ -69,6 +77,13 @@ cdef class Bump:
         self._owns_block = owns_block
         self._poison = os.environ.get("UNIMEM_DEBUG", "0") not in ("", "0")
         self._open = True
+
+    @classmethod
+    def _require(cls, tape):
+        """Raise TypeError for what is no tape of this kind."""
+        if not isinstance(tape, cls):
+            raise TypeError(f"tape: expected a {_public_name(cls)}, got "
+                            f"{_public_name(type(tape))}")
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Tape '{self.name}'", TapeFull)
@@ -178,7 +193,11 @@ cdef class Bump:
     def owns(self, array_or_address):
         """Whether an array's first byte, or an address, lies in the tape's memory."""
         self.check_open()
-        address = PyNumber_Index(self._address_of(array_or_address))
+        # Of any tape: one of a device may be over pinned memory, which NumPy's arrays can lie in.
+        if isinstance(array_or_address, np.ndarray):
+            address = array_or_address.ctypes.data
+        else:
+            address = PyNumber_Index(self._address_of(array_or_address))
         return (0 <= address <= <uintptr_t>-1
                 and bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address)))
 
@@ -392,7 +411,7 @@ cdef class Tape(Bump):
         self._block._warm_range(0, self.tape.total, threads)
 
     def _address_of(self, thing):
-        return thing.ctypes.data if isinstance(thing, np.ndarray) else thing
+        return thing
 
     def _overwrite(self, uintptr_t address, size_t nbytes):
         memset(<void *>address, POISON, nbytes)
@@ -412,10 +431,13 @@ cdef class DeviceTape(Bump):
     has made. A subclass makes them: `_new_array(offset, shape, dtype)`.
     """
 
-    def __init__(self, str name, block, total, str left_out, *, bint owns_block):
-        self._memory = block._opened()
+    def __cinit__(self, *args, **options):
         self._made = {}
+
+    def __init__(self, str name, block, total, str left_out, *, bint owns_block):
+        memory = block._opened()
         Bump.__init__(self, name, block, block.address, total, owns_block=owns_block)
+        self._memory = memory
         _absent_in_child[self] = left_out
 
     cdef object lose(self):
