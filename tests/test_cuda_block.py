@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,7 +108,8 @@ def test_closing_with_views_is_refused(cuda: Any, host_gpu: HostDriver) -> None:
     block.close()
     block.close()
     assert host_gpu.allocated == {}
-    for use in (lambda: block.address, block.as_array, block.__enter__, block.warm, block.verify):
+    uses = (block.as_array, block.__enter__, block.warm, block.verify, lambda: block.nbytes)
+    for use in (lambda: block.address, *uses):
         with pytest.raises(um.ClosedError, match="Block 'mine' is closed"):
             use()
     assert repr(block) == "Block('mine', closed)"
@@ -150,11 +155,14 @@ def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
 
 
 def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"nbytes: expected 1 or more, got {wrong}"):
+    for wrong in (0, -1, 2**63, 2**64):
+        said = rf"nbytes: expected an integer from 1 to 2\*\*63 - 1, got {wrong}"
+        for block in (um.Block, cuda.Block):
+            with pytest.raises(ValueError, match=said):
+                block(wrong)
+    for wrong in ("1", 1.5, None):
+        with pytest.raises(TypeError):
             cuda.Block(wrong)
-    with pytest.raises(TypeError):
-        cuda.Block("1")
     with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
         cuda.Block(1, device=1)
     with pytest.raises(TypeError):
@@ -164,24 +172,78 @@ def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
     assert host_gpu.allocated == {}
 
 
-def test_what_a_device_cannot_do_is_declared(cuda: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"placing device memory \(pages\).*pinned=True"):
-        cuda.Block(1, pages="2m")
-    with cuda.Block(1) as block:
-        for call in (
-            block.repair,
-            block.collapse,
-            lambda: block.commit(1),
-            block.release,
-            lambda: block.advise("random"),
-            block.fileno,
-            lambda: cuda.Block.attach(0),
-            lambda: cuda.Block.map("file"),
-        ):
+def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
+    with cuda.Block(1) as block, cuda.KVCache(1, 1, 8, 8) as kv:
+        calls: dict[str, Callable[[], Any]] = {
+            "advise": lambda: block.advise("random"),
+            "attach": lambda: cuda.Block.attach(0),
+            "collapse": block.collapse,
+            "commit": lambda: block.commit(1),
+            "enforce_memory_limit": lambda: kv.enforce_memory_limit(0),
+            "fileno": block.fileno,
+            "grow": lambda: cuda.KVCache(1, 1, 8, 8, grow=True),
+            "map": lambda: cuda.Block.map("file"),
+            "placement": lambda: cuda.Block(1, numa="bind:0"),
+            "release": block.release,
+            "repair": block.repair,
+            "restore by mapping": lambda: cuda.KVCache.restore(tmp_path, mode="map"),
+            "ring": lambda: cuda.KVCache(1, 1, 8, 8, window=4),
+            "sealed_copy": block.sealed_copy,
+        }
+        assert sorted(calls) == [name for name, can in cuda.CAPABILITIES.items() if not can]
+        for call in calls.values():
             with pytest.raises(NotImplementedError, match="is not supported on a GPU: "):
                 call()
-    for name in ("numa", "commit", "release", "attach", "map"):
-        assert cuda.CAPABILITIES[name] is False
+
+
+def test_nothing_else_is_not_implemented(cuda: Any) -> None:
+    named = set()
+    for path in Path(cuda.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "unsupported":
+                assert isinstance(node.args[0], ast.Constant)
+                named.add(node.args[0].value)
+            # Raised in `unsupported` alone.
+            is_error = isinstance(node, ast.Name) and node.id == "NotImplementedError"
+            assert not is_error or path.name == "block.py"
+    assert named == {name for name, can in cuda.CAPABILITIES.items() if not can}
+
+
+@pytest.mark.parametrize(
+    "option", [{"pages": "2m"}, {"numa": None}, {"lock": True}, {"warm": 2}, {"strict": True}]
+)
+def test_device_memory_cannot_be_placed(cuda: Any, option: dict[str, Any]) -> None:
+    told = rf"placing device memory \({next(iter(option))}\).*pinned=True"
+    with pytest.raises(NotImplementedError, match=told):
+        cuda.Block(1, **option)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_unknown_options_are_named(cuda: Any, host_gpu: HostDriver, pinned: bool) -> None:
+    dims = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
+    block = cuda.Block(1)
+    makers: list[Callable[..., Any]] = [
+        partial(cuda.Block, 8),
+        partial(cuda.Tape, 8),
+        partial(cuda.Grid, 8, 1),
+        partial(cuda.Layout, 8, 8, 8),
+        partial(cuda.Layout, block, block, block),
+        partial(cuda.Scratchpad, 4, 4),
+        partial(cuda.DecodeBuffers, dims),
+    ]
+    for make in makers:
+        with pytest.raises(TypeError, match=r"unexpected option 'foo', 'reserve'; placement is pa"):
+            make(foo=1, pages="4k", reserve=2, pinned=pinned)
+    block.close()
+    assert (host_gpu.allocated, host_gpu.registered) == ({}, {})
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_sizes_are_those_of_a_block_that_does_not_grow(cuda: Any, pinned: bool) -> None:
+    with cuda.Block(5000, pinned=pinned, pages="4k") if pinned else cuda.Block(5000) as block:
+        n = 8192 if pinned else 5000
+        assert (block.nbytes, block.committed_bytes, block.reserved_bytes) == (n, n, n)
+        assert (block.step_bytes, block.path) == (n, None)
 
 
 def test_a_dropped_block_warns(cuda: Any, host_gpu: HostDriver) -> None:

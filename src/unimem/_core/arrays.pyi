@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+def checked_size(n: int, what: str, least: int = 0) -> int: ...
 def array_within(
     name: str,
     base: int,

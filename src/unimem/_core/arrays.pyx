@@ -67,6 +67,11 @@ cdef size_t size_of(object n, str what, object least=0) except? 0:
     return exact
 
 
+def checked_size(n, str what, object least=0):
+    """Return an integer from `least` to 2**63 - 1; `what` names it in the ValueError otherwise."""
+    return size_of(n, what, least)
+
+
 cdef tuple dims_of(object shape):
     cdef tuple dims
     cdef bint exact = type(shape) is tuple

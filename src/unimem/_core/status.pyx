@@ -6,6 +6,8 @@ from unimem.errors import (
     CapacityError, FrozenError, GGUFError, PlacementError,
 )
 
+cimport cython
+
 from unimem._core cimport native as um
 
 
@@ -70,33 +72,58 @@ def ledger():
 
 
 cdef class _DeviceRow:
-    """A category of a device's memory. Numbers of C: a destructor may run between any two lines of
-    Python, and change them."""
+    """A category of a device's memory."""
 
     cdef public long long n_allocations, nbytes, high_water_bytes
 
 
 # From (device, category).
 cdef dict _device_rows = {}
+os.register_at_fork(after_in_child=_device_rows.clear)
 
 
-def enter_device(str device not None, str category not None, long long nbytes):
-    """Enter memory of a device in the ledger; less than 0 bytes: it was given back.
+@cython.no_gc
+cdef class DeviceEntry:
+    """Memory of a device, in the ledger for as long as this object lives.
+
+    It comes and goes in one step: no signal's handler runs in between. A forked child, which has no
+    memory of a device, begins with an empty ledger.
+
+    Parameters
+    ----------
+    device : str
+        Such as ``"cuda:0"``.
+    category : str
+        As for `Block`.
+    nbytes : int
+        How much.
 
     Raises
     ------
     ValueError
         There is no such category.
     """
-    cdef _DeviceRow row = _device_rows.get((device, category))
-    if row is None:
-        names = [um.um_category_name(<um.um_category>i).decode() for i in range(um.UM_CAT_COUNT)]
-        if category not in names:
-            raise ValueError(f"category: expected one of {', '.join(names)}, got {category!r}")
-        row = _device_rows.setdefault((device, category), _DeviceRow())
-    row.n_allocations += 1 if nbytes >= 0 else -1
-    row.nbytes += nbytes
-    row.high_water_bytes = max(row.high_water_bytes, row.nbytes)
+
+    cdef _DeviceRow _row
+    cdef long long _nbytes
+
+    def __cinit__(self, str device not None, str category not None, long long nbytes):
+        cdef _DeviceRow row = _device_rows.get((device, category))
+        if row is None:
+            names = [um.um_category_name(<um.um_category>i).decode()
+                     for i in range(um.UM_CAT_COUNT)]
+            if category not in names:
+                raise ValueError(f"category: expected one of {', '.join(names)}, got {category!r}")
+            row = _device_rows.setdefault((device, category), _DeviceRow())
+        self._row, self._nbytes = row, nbytes
+        row.n_allocations += 1
+        row.nbytes += nbytes
+        row.high_water_bytes = max(row.high_water_bytes, row.nbytes)
+
+    def __dealloc__(self):
+        if self._row is not None:
+            self._row.n_allocations -= 1
+            self._row.nbytes -= self._nbytes
 
 
 def device_ledger():

@@ -14,26 +14,35 @@ from typing import Any, NoReturn, Self, Unpack
 
 import unimem as um
 from unimem import gpu
-from unimem._core.arrays import array_within
-from unimem._core.status import enter_device
+from unimem._core.arrays import array_within, checked_size
+from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
 from unimem.placement import Placement, PlacementOptions, format_bytes
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 
 CAPABILITIES: dict[str, bool] = {
+    "advise": False,
     "append at a row in device memory": True,
     "attach": False,
+    "collapse": False,
     "commit": False,
+    "enforce_memory_limit": False,
+    "fileno": False,
     "grow": False,
     "map": False,
-    "numa": False,
-    "page size": False,
+    "placement": False,
     "release": False,
+    "repair": False,
+    "restore by mapping": False,
     "ring": False,
+    "sealed_copy": False,
 }
 """What the twin can do and the CPU side cannot, or the other way round. What is False here raises
-NotImplementedError. Pinned blocks can choose pages and nodes."""
+NotImplementedError, and nothing else does. Memory that is pinned can be placed; a cache's
+`enforce_memory_limit` raises where it would have to give memory back."""
+
+_PLACEMENT = tuple(PlacementOptions.__annotations__)
 
 LEFT_OUT = (
     "is memory of a GPU, which a forked child does not have: start the child by spawn, and make "
@@ -41,8 +50,9 @@ LEFT_OUT = (
 )
 
 
-def unsupported(what: str, instead: str) -> NoReturn:
-    """Raise NotImplementedError, naming what a device cannot do and what to do instead."""
+def unsupported(capability: str, what: str, instead: str) -> NoReturn:
+    """Raise NotImplementedError: say what a device cannot do, as declared, and what to do then."""
+    assert not CAPABILITIES[capability]
     raise NotImplementedError(f"{what} is not supported on a GPU: {instead}")
 
 
@@ -55,6 +65,15 @@ def refuse_placement(
     if refused:
         raise ValueError(
             f"a {what} is placed already: {', '.join(refused)} not accepted beside {what}="
+        )
+
+
+def check_placement(what: str, placement: Mapping[str, Any]) -> None:
+    """Raise TypeError for what is no option of memory."""
+    unknown = [repr(option) for option in placement if option not in _PLACEMENT]
+    if unknown:
+        raise TypeError(
+            f"{what}: unexpected option {', '.join(unknown)}; placement is {', '.join(_PLACEMENT)}"
         )
 
 
@@ -71,38 +90,55 @@ class _Memory:
         placement: PlacementOptions,
     ) -> None:
         self.host: um.Block | None = None
+        self.users: memoryview | None = None
         self.nbytes = nbytes
         self._driver = driver
-        self._category = category
-        self._is_entered = False
         if pinned:
             self._pin(um.Block(nbytes, name=name, category=category, **placement))
         else:
             self._allocation = driver.allocate(nbytes)
             self.address = int(self._allocation.ptr)
-            enter_device(driver.name, category, nbytes)
-            self._is_entered = True
+            self._entry = DeviceEntry(driver.name, category, nbytes)
         _alive.add(self)
 
     def _pin(self, host: um.Block) -> None:
+        for _ in range(len(_stuck)):
+            with contextlib.suppress(IndexError):  # another thread tries it
+                _unpin(*_stuck.pop(0))
+        self.nbytes, self.address = host.nbytes, host.address
+        # Who closes the host's block by himself is refused: the GPU still sees it.
+        self.users = memoryview(host)
+        _pinned[self.address] = host, self.users
         try:
+            self.host = host
             self._driver.register(host.address, host.nbytes)
         except BaseException:
-            host.close()
+            self.host = None
+            _unpin(self._driver, self.address)
             raise
-        self.nbytes, self.address, self.host = host.nbytes, host.address, host
-        # Who closes the host's block by himself is refused: the GPU still sees it.
-        self._buffer = memoryview(host)
 
     def __del__(self) -> None:
-        # CUDA may be gone before the interpreter is; a destructor never raises.
-        with contextlib.suppress(Exception):
-            if self.host is not None:
-                self._driver.unregister(self.address)
-                self._buffer.release()
-                self.host.__exit__()
-            elif self._is_entered:
-                enter_device(self._driver.name, self._category, -self.nbytes)
+        if self.host is not None:
+            _unpin(self._driver, self.address)
+
+
+# The host's memory that GPUs see, by address. It is kept from here, so that it stays mapped until
+# CUDA has let go of it, whatever fails or is interrupted.
+_pinned: dict[int, tuple[um.Block, memoryview]] = {}
+# What CUDA did not let go of, as while a stream is captured. The next pinned block tries again.
+_stuck: list[tuple[gpu.Driver, int]] = []
+
+
+def _unpin(driver: gpu.Driver, address: int) -> None:
+    # For destructors, which never raise: CUDA may be gone before the interpreter is.
+    try:
+        driver.unregister(address)
+        host, users = _pinned.pop(address)
+    except BaseException:
+        _stuck.append((driver, address))
+        return
+    users.release()
+    host.__exit__()
 
 
 _alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
@@ -189,11 +225,11 @@ class Block:
         self._is_part = False
         self.name = name or "block"
         self.category = category
-        size = operator.index(nbytes)
-        if size < 1:
-            raise ValueError(f"nbytes: expected 1 or more, got {nbytes}")
+        size = checked_size(nbytes, "nbytes", 1)
+        check_placement("Block", placement)
         if placement and not pinned:
             unsupported(
+                "placement",
                 f"Block '{self.name}': placing device memory ({', '.join(placement)})",
                 "leave it out, or take host memory with pinned=True",
             )
@@ -201,10 +237,10 @@ class Block:
         self.device = self._driver.id
         memory = _Memory(self._driver, size, self.name, category, pinned, placement)
         self._nbytes = memory.nbytes
-        self.host = memory.host
+        self.host, self._host_users = memory.host, memory.users
         self._requested = {"nbytes": size, "device": self.device, "pinned": pinned, **placement}
         self._memory = self._driver.memory(memory.address, memory.nbytes, memory)
-        self._n_own = sys.getrefcount(self._memory)
+        self._n_own = self._n_references()
         _blocks.add(self)
 
     def _opened(self) -> Any:
@@ -215,10 +251,15 @@ class Block:
             raise ClosedError(f"Block '{self.name}' is closed")
         return self._memory
 
+    def _n_references(self) -> int:
+        n = sys.getrefcount(self._memory)
+        # The host's views refer to what exports a pinned block's memory.
+        return n if self._host_users is None else n + sys.getrefcount(self._host_users.obj)
+
     def _n_users(self) -> int:
-        """Count arrays, tapes and whoever else refers to the memory."""
+        """Count arrays, tapes and whoever else refers to the memory, on either side."""
         # Counted as it was when the block was the only one.
-        return sys.getrefcount(self._memory) - self._n_own
+        return self._n_references() - self._n_own
 
     @property
     def address(self) -> int:
@@ -228,7 +269,28 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
+        self._opened()
         return self._nbytes
+
+    @property
+    def committed_bytes(self) -> int:
+        """The same: all of the memory is there."""
+        return self.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The same: the block does not grow."""
+        return self.nbytes
+
+    @property
+    def step_bytes(self) -> int:
+        """The same: no part is taken or given back alone."""
+        return self.nbytes
+
+    @property
+    def path(self) -> None:
+        """None: it has no file."""
+        return None
 
     @property
     def requested(self) -> dict[str, Any]:
@@ -316,37 +378,43 @@ class Block:
 
     def repair(self) -> Placement:
         """Move a pinned block's pages: not possible while the GPU sees them."""
-        unsupported("Block.repair", "place the memory when it is made")
+        unsupported("repair", "Block.repair", "place the memory when it is made")
 
     def collapse(self) -> Placement:
         """Gather a pinned block in huge pages: not possible while the GPU sees them."""
-        unsupported("Block.collapse", "place the memory when it is made, with pages=")
+        unsupported("collapse", "Block.collapse", "place the memory when it is made, with pages=")
+
+    def sealed_copy(self, **options: Any) -> Self:
+        """Copy to shared memory that nobody can write, which a device does not have."""
+        unsupported("sealed_copy", "Block.sealed_copy", "copy to the host, and seal that")
 
     def commit(self, nbytes: int) -> None:
         """Grow within a reservation, which device memory does not have."""
-        unsupported("Block.commit", "take all of the memory at once")
+        unsupported("commit", "Block.commit", "take all of the memory at once")
 
     def release(self, offset: int = 0, nbytes: int | None = None) -> int:
         """Give a part back, which CUDA cannot."""
-        unsupported("Block.release", "close the block")
+        unsupported("release", "Block.release", "close the block")
 
     def advise(self, advice: str) -> None:
         """Advise the kernel about pages, which device memory does not have."""
-        unsupported("Block.advise", "leave it out")
+        unsupported("advise", "Block.advise", "leave it out")
 
     def fileno(self) -> int:
         """Return a descriptor for other processes, which device memory does not have."""
-        unsupported("Block.fileno", "share a unimem.Block(shared=True), and copy from it")
+        unsupported("fileno", "Block.fileno", "share a unimem.Block(shared=True), and copy from it")
 
     @classmethod
     def attach(cls, fd_or_path: int | str, *, writable: bool = False) -> Self:
         """Attach memory of another process, which a device does not have."""
-        unsupported("Block.attach", "attach a unimem.Block, and copy from it")
+        unsupported("attach", "Block.attach", "attach a unimem.Block, and copy from it")
 
     @classmethod
     def map(cls, path: str, *, offset: int = 0, nbytes: int | None = None, mode: str = "r") -> Self:
         """Map a file, which a device cannot."""
-        unsupported("Block.map", "open_weights(path).to_device(tape) brings a model to the GPU")
+        unsupported(
+            "map", "Block.map", "open_weights(path).to_device(tape) brings a model to the GPU"
+        )
 
     def close(self) -> None:
         """Give the memory back. Closing twice is no error.
@@ -365,8 +433,7 @@ class Block:
         self._drop()
 
     def _drop(self) -> None:
-        self._memory = None
-        self.host = None
+        self._memory = self.host = self._host_users = None
 
     def __enter__(self) -> Self:
         self._opened()

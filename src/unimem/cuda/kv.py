@@ -137,9 +137,11 @@ class KVCache(KVDevice):
                     f"KVCache: unexpected option {option!r}; placement is {', '.join(_PLACEMENT)}"
                 )
         if window is not None or spare_rows:
-            unsupported("KVCache: a ring (window=)", "a fixed cache, and trim_to")
+            unsupported("ring", "KVCache: a ring (window=)", "a fixed cache, and trim_to")
         if grow:
-            unsupported("KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens")
+            unsupported(
+                "grow", "KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens"
+            )
         nbytes = self._plan(
             n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name
         )
@@ -433,6 +435,7 @@ class KVCache(KVDevice):
         if self.capacity_bytes <= operator.index(max_bytes):
             return False
         unsupported(
+            "enforce_memory_limit",
             "KVCache.enforce_memory_limit: giving memory back",
             "trim_to drops tokens and keeps the memory, budget_bytes limits it from the start",
         )
@@ -559,12 +562,12 @@ class KVCache(KVDevice):
             There is no room.
         """
         if mode == "map":
-            unsupported("KVCache.restore(mode='map')", "mode='copy'")
+            unsupported("restore by mapping", "KVCache.restore(mode='map')", "mode='copy'")
         if mode != "copy":
             raise ValueError(f"mode: expected 'copy', got {mode!r}")
         there = snapshot.describe(path)
         if there.window:
-            unsupported("KVCache.restore of a ring", "restore it with unimem.KVCache")
+            unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
         kv = cls(
             *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
             batch=there.batch,

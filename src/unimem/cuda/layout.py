@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 from unimem import gpu
 from unimem._core.kv import KVCache
-from unimem.cuda.block import Block
+from unimem.cuda.block import Block, check_placement
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.tape import Tape
 from unimem.dims import ModelDims
@@ -90,6 +90,7 @@ class Layout(Lifetimes[Tape]):
                 "weights: expected a size in bytes or a cuda.Block, got Weights, which are in main "
                 "memory: Layout.for_model(weights) brings them to the GPU"
             )
+        check_placement("Layout", placement)  # which no tape may need
         super().__init__(weights, scratch, history, new_tape)
         self._tensors: dict[str, Any] = {}
 
