@@ -6,9 +6,12 @@ import errno
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
-from unimem.errors import CapacityError, PlacementError
+import numpy as np
+
+from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.placement import format_bytes
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
@@ -16,12 +19,17 @@ __all__ = ["Driver", "Launcher", "driver", "require"]
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 """Launches a kernel: grid, block, arguments, stream. Python integers are passed in 64 bits."""
 
+_LEGACY = 1  # cudaStreamLegacy: the default stream, as the array interface names it
 _COPY_ANY = 4  # cudaMemcpyDefault: the addresses say which way
 _REGISTER = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_ON_GPU = (2, 3, 13)  # kDLCUDA, kDLCUDAHost, kDLCUDAManaged
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
+_CUDA = 2  # kDLCUDA
+_ON_GPU = (_CUDA, 3, 13)  # and kDLCUDAHost, kDLCUDAManaged
 
 _drivers: dict[int, Driver] = {}
+# The processes that have asked CUDA for something: this one, and those that it was forked from.
+_users: set[int] = set()
 
 
 def require() -> None:
@@ -51,6 +59,7 @@ def require() -> None:
             "unimem.cuda needs an NVIDIA GPU, and CUDA sees none (CUDA_VISIBLE_DEVICES may hide "
             "it). The rest of unimem works without"
         )
+    _users.add(os.getpid())
 
 
 def driver(device: int) -> Driver:
@@ -60,11 +69,20 @@ def driver(device: int) -> Driver:
     ------
     TypeError, ValueError
         There is no such device.
+    ClosedError
+        The process was forked by one that used CUDA.
     """
     number = operator.index(device)
     found = _drivers.get(number)
     if found is None:
-        found = _drivers[number] = Driver(number)
+        if _users - {os.getpid()}:
+            raise ClosedError(
+                f"cuda:{number}: a forked child has no CUDA once its parent has used it: start the "
+                "child by spawn (multiprocessing.get_context('spawn'))"
+            )
+        _users.add(os.getpid())
+        # Of threads that come together, each gets the first one's.
+        found = _drivers.setdefault(number, Driver(number))
     return found
 
 
@@ -91,6 +109,10 @@ class _Event:
     def synchronize(self) -> None:
         """Wait until that is done, with the interpreter's lock released."""
         self._runtime.eventSynchronize(self._event.ptr)
+
+    def delay(self, stream: int) -> None:
+        """Let what is queued in another stream from now on begin after that."""
+        self._runtime.streamWaitEvent(stream, self._event.ptr)
 
 
 class Driver:
@@ -129,7 +151,6 @@ class Driver:
         self.id = device
         self.name = f"cuda:{device}"
         self._device = cupy.cuda.Device(device)
-        self._streams: dict[int, _StreamAt] = {}
 
     def use(self) -> None:
         """Make the device this thread's current one; a new thread's is device 0."""
@@ -203,10 +224,17 @@ class Driver:
             )
 
     def unregister(self, address: int) -> None:
-        """Undo `register`, after all that was queued on the device is done."""
+        """Undo `register`, after all that was queued on the device is done.
+
+        Memory that is not registered is left as it is.
+        """
         with self._device:
             self._runtime.deviceSynchronize()
-            self._runtime.hostUnregister(address)
+            try:
+                self._runtime.hostUnregister(address)
+            except self._error as error:
+                if error.status != _NOT_REGISTERED:
+                    raise
 
     def memory(self, address: int, nbytes: int, owner: object) -> Any:
         """Return what arrays over foreign memory refer to; it keeps `owner` alive.
@@ -240,30 +268,75 @@ class Driver:
         return isinstance(x, self._cupy.ndarray)
 
     def to_array(self, x: Any) -> Any:
-        """Return an array on a GPU as a cupy.ndarray, without a copy.
+        """Return an array on the device as a cupy.ndarray, without a copy.
 
         Parameters
         ----------
         x : object
             Of CuPy, of torch, or of whoever else has ``__dlpack__`` or
-            ``__cuda_array_interface__``. By DLPack the current stream waits for its maker's.
+            ``__cuda_array_interface__``. CuPy's current stream waits for the one that the array's
+            maker names; nobody else waits.
 
         Raises
         ------
         TypeError
             It is no such array.
+        ValueError
+            It is on another device.
         """
         if isinstance(x, self._cupy.ndarray):
-            return x
-        where = getattr(x, "__dlpack_device__", None)
-        if where is not None and not isinstance(x, type):
-            if where()[0] in _ON_GPU:
-                return self._cupy.from_dlpack(x)
-        elif hasattr(x, "__cuda_array_interface__"):
-            return self._cupy.asarray(x)
-        raise TypeError(
+            return self._checked(x)
+        if isinstance(x, type):
+            raise self._no_array(x)
+        if hasattr(x, "__dlpack_device__"):
+            kind, number = x.__dlpack_device__()
+            if kind not in _ON_GPU:
+                raise self._no_array(x)
+            if kind == _CUDA and number != self.id:
+                raise self._elsewhere(number)
+            return self._cupy.from_dlpack(x)
+        if hasattr(x, "__cuda_array_interface__"):
+            return self._of_interface(x)
+        raise self._no_array(x)
+
+    def _checked(self, array: Any) -> Any:
+        # An array without elements is nowhere.
+        if array.data.device_id != self.id and array.size > 0:
+            raise self._elsewhere(array.data.device_id)
+        return array
+
+    def _no_array(self, x: object) -> TypeError:
+        return TypeError(
             f"expected an array on the GPU, got {type(x).__name__}: cupy.asarray(x) copies it there"
         )
+
+    def _elsewhere(self, number: int) -> ValueError:
+        return ValueError(
+            f"expected an array on {self.name}, got one on cuda:{number}: copy it there "
+            f"(with cupy.cuda.Device({self.id}): cupy.array(x))"
+        )
+
+    def _of_interface(self, x: Any) -> Any:
+        """View what has only the interface: CuPy would make this thread wait for the stream."""
+        interface = x.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise TypeError("expected an array on the GPU, got a masked one: fill it")
+        shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+        strides = interface.get("strides")
+        nbytes = prod(shape) * dtype.itemsize
+        if strides is not None and nbytes > 0:
+            steps = zip(shape, strides, strict=True)
+            nbytes = sum((n - 1) * abs(step) for n, step in steps) + dtype.itemsize
+        # CUDA is asked whose memory it is, where there is any.
+        number = -1 if nbytes > 0 else self.id
+        memory = self._cupy.cuda.UnownedMemory(interface["data"][0], nbytes, x, number)
+        array = self._checked(self.array(memory, 0, shape, dtype, strides))
+        maker, here = interface.get("stream"), self.stream()
+        if maker is not None and maker != (here or _LEGACY):
+            made = self.new_event()
+            made.record(maker)
+            made.delay(here)
+        return array
 
     # ---- streams ----
 
@@ -343,14 +416,16 @@ class Driver:
             return {name: self._launcher(module.get_function(name)) for name in names}
 
     def _launcher(self, function: Any) -> Launcher:
-        streams = self._streams
+        # The last one: most launches go to the same stream.
+        last = _StreamAt(0)
 
         def launch(
             grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
         ) -> None:
-            at = streams.get(stream)
-            if at is None:
-                at = streams[stream] = _StreamAt(stream)
+            nonlocal last
+            at = last
+            if at.ptr != stream:
+                last = at = _StreamAt(stream)
             function(grid, block, args, stream=at)
 
         return launch
