@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from gpu.machine import MIB, bridge, cupy, gpu, held, new_stream
+from gpu.machine import DRIVERS_OWN, MIB, bridge, cupy, gpu, held, new_stream
 
 runtime = cupy.cuda.runtime
 
@@ -25,6 +25,14 @@ extern "C" __global__ void add(unsigned long long to, long long n, long long wha
 extern "C" __global__ void round_twice(unsigned long long to) {
     float *out = (float *)to;
     out[3] = out[0] * out[1] + out[2];
+}
+extern "C" __global__ void small(unsigned long long of, unsigned long long to, long long n) {
+    const float *in = (const float *)of;
+    unsigned *bits = (unsigned *)to;
+    for (long long i = 0; i < n; i++) {
+        bits[i] = __float_as_uint(in[2 * i] * in[2 * i + 1]);
+        bits[n + i] = __float_as_uint(in[2 * i] / in[2 * i + 1]);
+    }
 }
 """
 
@@ -55,15 +63,14 @@ def test_there_is_one_driver_a_device(driver: gpu.Driver) -> None:
 
 def test_memory_is_allocated_and_freed(driver: gpu.Driver) -> None:
     gc.collect()
-    free = runtime.memGetInfo()[0]
-    assert driver.free_bytes() == free
+    free = driver.free_bytes()
     allocation = driver.allocate(256 * MIB)
     assert allocation.ptr % 256 == 0
     found = runtime.pointerGetAttributes(allocation.ptr)
     assert (found.type, found.device) == (runtime.memoryTypeDevice, 0)
     assert driver.free_bytes() <= free - 256 * MIB
     del allocation
-    assert driver.free_bytes() == free
+    assert driver.free_bytes() >= free - DRIVERS_OWN
 
 
 def test_no_room(driver: gpu.Driver) -> None:
@@ -74,7 +81,7 @@ def test_no_room(driver: gpu.Driver) -> None:
     assert isinstance(error, MemoryError)
     assert (error.limit, error.asked) == (total, total + MIB)
     assert 0 <= error.used < total
-    assert driver.free_bytes() == free
+    assert driver.free_bytes() >= free
     driver.allocate(MIB)  # the device still works
     runtime.deviceSynchronize()
 
@@ -212,6 +219,16 @@ def test_products_and_sums_round_each(driver: gpu.Driver) -> None:
     assert bridge.down(out)[3] == expected == 0  # fused it would be 2 ** -24
 
 
+def test_denormals_are_kept(driver: gpu.Driver) -> None:
+    kernel = driver.module(SOURCE, ["small"])["small"]
+    pairs = [(2.0**-140, 2.0**-3), (2.0**-100, -(2.0**-40)), (3 * 2.0**-149, 2.0**60), (1e-40, 7)]
+    numbers = np.array(pairs, np.float32)
+    of, out = bridge.up(numbers), bridge.up(np.zeros((2, len(pairs)), np.uint32))
+    kernel((1,), (1,), (of.data.ptr, out.data.ptr, len(pairs)), 0)
+    a, b = numbers.T
+    assert bridge.down(out).tolist() == [(a * b).view("u4").tolist(), (a / b).view("u4").tolist()]
+
+
 def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
     with pytest.raises(cupy.cuda.compiler.CompileException, match="nothing_like_that"):
         driver.module('extern "C" __global__ void f() { nothing_like_that(); }', ["f"])
@@ -221,14 +238,15 @@ def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
 
 
 class Interface:
-    """An array that has nothing but the interface."""
+    """An array that has nothing but the interface, and says which stream has made it."""
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    def __init__(self, array: Any, maker: Any = None) -> None:
+        self.array, self.maker = array, maker
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        return self.array.__cuda_array_interface__
+        stream = None if self.maker is None else self.maker.ptr
+        return self.array.__cuda_array_interface__ | {"stream": stream}
 
 
 def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
@@ -247,3 +265,15 @@ def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
     for wrong in (np.zeros(3), [1.0], None, 1.0, torch.zeros(3), b"abc"):
         with pytest.raises(TypeError, match=r"expected an array on the GPU, got "):
             driver.to_array(wrong)
+
+
+def test_the_stream_waits_for_the_maker_of_an_array(driver: gpu.Driver) -> None:
+    maker, here = new_stream(), new_stream()
+    array = bridge.up(np.zeros(8, np.uint8))
+    with held(maker):
+        driver.fill(array.data.ptr, 1, 4, maker.ptr)
+        with here:
+            there = driver.to_array(Interface(array, maker))  # nobody else waits
+        driver.fill(there.data.ptr, 2, 2, here.ptr)
+        assert not here.done
+    assert bridge.down(array).tolist() == [2, 2, 1, 1, 0, 0, 0, 0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from gpu.machine import Counted, bridge, cuda, cupy, new_stream
+from gpu.machine import DRIVERS_OWN, Counted, bridge, cuda, cupy, new_stream
 from kv_model import KV_DTYPES, as_float32
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -152,7 +152,7 @@ def test_a_graph_replayed_is_the_step(dtype: str, counted: Counted) -> None:
                 free = runtime.memGetInfo()[0]
         runtime.deviceSynchronize()
         assert dict(counted.calls) == before
-        assert runtime.memGetInfo()[0] == free
+        assert runtime.memGetInfo()[0] >= free - DRIVERS_OWN
         assert replayed.addresses() == addresses
         assert len(eager.kv) == N_STEPS
         assert len(replayed.kv) == 0  # rows that the host did not count

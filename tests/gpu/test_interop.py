@@ -160,9 +160,9 @@ def test_the_stream_of_torch(torch: Any) -> None:
     with cuda.KVCache(1, 2, 64, 64, dtype="f16") as kv:
         stream = torch.cuda.Stream()
         tensor = torch.ones(1, 2, 64, device="cuda").half()
-        kv.append(0, tensor, tensor, stream=stream)
         tensor *= 1
-        torch.cuda.synchronize()  # now the kernels are loaded
+        torch.cuda.synchronize()  # of another stream than the cache's
+        kv.append(0, tensor, tensor, stream=stream)  # now the kernels are loaded
         mine = cupy.cuda.Stream.from_external(CudaStream(stream.cuda_stream))
         with held(mine):
             with torch.cuda.stream(stream):

@@ -58,7 +58,7 @@ def test_memory_goes_with_the_last_view(counted: Counted) -> None:
         assert bridge.down(part[-3:]).tolist() == [7, 7, 7]
         del part
         assert counted.allocated == {}
-    assert runtime.memGetInfo()[0] == free
+    assert runtime.memGetInfo()[0] >= free
 
 
 @pytest.mark.parametrize("options", [{"pages": "4k"}, {"pages": "auto"}, {"warm": True}])
@@ -108,7 +108,7 @@ def test_no_room_changes_nothing(counted: Counted) -> None:
                 make()
             gc.collect()
             assert counted.allocated == {}
-    assert runtime.memGetInfo()[0] == free
+    assert runtime.memGetInfo()[0] >= free
     with cuda.Block(MIB) as block:
         block.as_array()[...] = 1
         runtime.deviceSynchronize()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from gpu.machine import MIB, Counted, bridge, cuda, cupy, held, new_stream
+from gpu.machine import DRIVERS_OWN, MIB, Counted, bridge, cuda, cupy, held, new_stream
 from kv_model import KV_DTYPES, given
 from unimem._core.status import counters
 
@@ -98,7 +98,7 @@ def steady(run: Callable[[], None], counted: Counted) -> None:
     assert dict(counted.calls) == before
     assert counters() == own
     runtime.deviceSynchronize()
-    assert runtime.memGetInfo()[0] == free
+    assert runtime.memGetInfo()[0] >= free - DRIVERS_OWN
 
 
 def test_a_cache_allocates_nothing(kv: Any, counted: Counted) -> None:
