@@ -51,6 +51,8 @@ def main() -> int:
     if bench.options.json is None and not bench.options.quick:
         name = re.sub(r"\W+", "-", bench.facts["gpu"].lower()).strip("-")
         bench.options.json = RESULTS / f"gpu-{name}.json"
+    # Makes CUDA's context, whose threads keep the CPUs that this one may use now.
+    gpu.driver(0).free_bytes()
     cpus = os.sched_getaffinity(0)
     pin(1)
     take(bench)
@@ -145,7 +147,8 @@ def take(bench: Bench) -> None:
 def append(bench: Bench) -> None:
     """Compare one token, K and V of a layer, and one row, with slice assignments.
 
-    The calls queue their work and return; beside that, so many calls until the GPU has done them.
+    Claimed is what a caller pays in the end: so many calls and waiting for the GPU, divided by
+    their number. The calls alone, which queue their work and return, are shown beside it.
     """
     import cupy
 
@@ -188,14 +191,15 @@ Statement = tuple[str, Mapping[str, object], Callable[[], object] | None]
 
 def compare_appends(bench: Bench, title: str, sides: Mapping[str, Statement]) -> None:
     """Compare the first of the sides with the others: calls, and calls until all are done."""
-    ours = next(iter(sides))
+    ours, *others = sides
     calls = {name: call_time(*side) for name, side in sides.items()}
+    bench.compare(f"{title}, the calls alone", calls, unit="ns a call", rounds=101)
+    title = f"{title}, until all are done"
     whole = {name: until_done(*side) for name, side in sides.items()}
-    for what, measured in ((title, calls), (f"{title}, until all are done", whole)):
-        samples = bench.compare(what, measured, unit="ns a call", rounds=101)
-        for name in list(sides)[1:]:
-            faster = ratios(samples[name], samples[ours])
-            bench.at_least(what, f"{name} / {ours}", faster, 2.0)
+    samples = bench.compare(title, whole, unit="ns a call", rounds=101)
+    for name in others:
+        faster = ratios(samples[name], samples[ours])
+        bench.at_least(title, f"{name} / {ours}", faster, 2.0)
 
 
 def call_time(
@@ -322,13 +326,21 @@ def upload(bench: Bench) -> None:
 
     from unimem import cuda
 
-    nbytes = bench.options.mib * MIB if not bench.options.quick else 256 * MIB
+    wanted = bench.options.mib * MIB if not bench.options.quick else 256 * MIB
     with tempfile.TemporaryDirectory(prefix="unimem-bench-") as folder:
-        free = gpu.driver(0).free_bytes()
-        room = min(shutil.disk_usage(folder).free // 2, free_memory() // 3, free // 3)
-        nbytes = min(nbytes, room) // TENSOR_BYTES * TENSOR_BYTES
+        room = {
+            f"half of what is free in {folder}": shutil.disk_usage(folder).free // 2,
+            "a third of the free memory": free_memory() // 3,
+            "a third of the GPU's free memory": gpu.driver(0).free_bytes() // 3,
+        }
+        narrowest = min(room, key=room.__getitem__)
+        nbytes = min(wanted, room[narrowest]) // TENSOR_BYTES * TENSOR_BYTES
+        if nbytes < wanted:
+            print(
+                f"\nThe model file has {nbytes // MIB} MiB, not {wanted // MIB}: {narrowest} is "
+                f"{room[narrowest] // MIB} MiB, and its tensors have {TENSOR_BYTES // MIB} MiB each"
+            )
         if nbytes == 0:
-            print("\nno room for a model file, on the disk, in memory or on the GPU")
             return
         path = Path(folder, "model.gguf")
         begin = write_model(path, nbytes)
