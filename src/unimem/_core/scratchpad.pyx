@@ -4,6 +4,7 @@ import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
 
+cimport cython
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index
 from libc.stdint cimport int32_t, uint32_t, uintptr_t
@@ -596,13 +597,16 @@ cdef class PagedScratchpad(_HostRows):
         self.tape, self._owns_tape = place, True
         self._open = True
 
+    @cython.final
     cdef Py_ssize_t blocks_for(self, Py_ssize_t n):
         return n // self.block_tokens + (n % self.block_tokens != 0)
 
+    @cython.final
     cdef char *row(self, Py_ssize_t i) noexcept nogil:
         return (<char *>self.grid.base + <size_t>self.table[i // self.block_tokens]
                 * self.grid.cell_bytes + <size_t>(i % self.block_tokens) * self.row_bytes)
 
+    @cython.final
     cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err):
         """Takes blocks until n are in use."""
         cdef uint32_t cell
@@ -615,6 +619,7 @@ cdef class PagedScratchpad(_HostRows):
             self.n_in_use += 1
         return um.UM_OK
 
+    @cython.final
     cdef um.um_status copy_in(self, const char *rows, int given, Py_ssize_t n,
                               um.um_error *err) noexcept nogil:
         cdef Py_ssize_t at = self.n_tokens, part
