@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -123,6 +124,31 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path, arch: str) -> None:
     subprocess.run([nvcc, *options, "-o", str(cubin), str(SOURCE)], check=True)
     built = cubin.read_bytes()
     assert [name for name in names_of_kernels() if f".text.{name}\0".encode() not in built] == []
+
+
+def test_denormals_are_not_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver gives NVRTC is what it says: CuPy's RawModule would add -ftz=true."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy.cuda import compiler, nvrtc
+
+    class AskedError(Exception):
+        """NVRTC was asked to compile."""
+
+    def compile_program(_: int, options: Sequence[str]) -> None:
+        raise AskedError(*options)
+
+    arch = ("-arch=sm_90", "cubin")
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda _: arch)
+    monkeypatch.setattr(compiler, "_get_nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "createProgram", lambda *_: 0)
+    monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
+    driver = gpu.Driver.__new__(gpu.Driver)
+    driver._cupy, driver._device = cupy, contextlib.nullcontext()
+    with pytest.raises(AskedError) as asked:
+        driver.module(SOURCE.read_text(), names_of_kernels())
+    options = asked.value.args
+    assert "-fmad=false" in options
+    assert [option for option in options if "ftz" in option or "fast" in option] == []
 
 
 def test_nvrtc_compiles_the_kernels() -> None:
