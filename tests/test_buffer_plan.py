@@ -11,6 +11,7 @@ import time
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from bench.buffer_plan import FAMILIES, greedy_by_order, greedy_by_size, instances
 from hypothesis import example, given, settings
@@ -211,3 +212,14 @@ def test_wrong_lists() -> None:
         um.BufferPlan([use("a", 1), use("b", 1), use("a", 2)])
     with pytest.raises(TypeError, match=r"uses\[1\]: expected a BufferUse, got \('b', 1, 0, 0\)"):
         um.BufferPlan([use("a", 1), ("b", 1, 0, 0)])  # type: ignore[list-item]
+
+
+def test_numpys_integers_are_integers() -> None:
+    use = um.BufferUse("a", np.int64(100), np.int32(0), np.uint8(2))  # type: ignore[arg-type]
+    assert use == um.BufferUse("a", 100, 0, 2)
+    assert {type(n) for n in (use.nbytes, use.first, use.last)} == {int}
+    plan = um.BufferPlan([use], align=np.int64(64))  # type: ignore[arg-type]
+    assert (plan.total_bytes, type(plan.align)) == (128, int)
+    for wrong in (True, np.True_):
+        with pytest.raises(ValueError, match="nbytes of 'a': expected an integer, got"):
+            um.BufferUse("a", wrong, 0, 2)  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ import copy
 import itertools
 import pickle
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -19,8 +21,9 @@ from hypothesis import strategies as st
 import proc_maps
 import unimem as um
 from conftest import Run
+from unimem import buffers
 from unimem._core.status import counters, ledger
-from unimem.buffers import pack
+from unimem.buffers import pack, total_bytes
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -252,7 +255,13 @@ def test_batches_that_do_not_fit(m: int) -> None:
         db.batch(m)
 
 
-@pytest.mark.parametrize("m", [1.0, "1", None, (1,)])
+def test_a_batch_by_numpys_numbers() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        assert type(db.batch(np.int64(3)).m) is int
+        assert db.batch(3) is db.batch(np.uint8(3))
+
+
+@pytest.mark.parametrize("m", [1.0, "1", None, (1,), True])
 def test_batches_of_no_number(m: Any) -> None:
     with um.DecodeBuffers(DIMS) as db, pytest.raises(TypeError):
         db.batch(m)
@@ -348,7 +357,7 @@ def test_what_is_no_argument() -> None:
         with pytest.raises(TypeError, match="expected ModelDims, got int"):
             call(dims)
     tape: Any = 1 << 20
-    with pytest.raises(TypeError, match=r"expected a unimem\._core\.tape\.Tape, got int"):
+    with pytest.raises(TypeError, match=r"^tape: expected a unimem\.Tape, got int$"):
         um.DecodeBuffers(DIMS, tape=tape)
     with um.Tape(1 << 20) as tape:
         with pytest.raises(ValueError, match="pages not accepted beside tape="):
@@ -386,9 +395,128 @@ def test_more_than_there_can_be() -> None:
         with pytest.raises(um.TapeFull):
             um.DecodeBuffers(huge, tape=tape)
         assert tape.used_bytes == 0
-    # Each of them could be, and all together could not.
-    with pytest.raises(ValueError, match="nbytes"):
-        um.DecodeBuffers(um.ModelDims(2**29, 1, 1, 1, 2, 1, 1, 1, False, 2**31 - 1))
+
+
+def test_sizes_whose_sum_does_not_fit() -> None:
+    """Each of them could be, and all together could not."""
+    huge = um.ModelDims(2**27, 1, 1, 1, 2, 1, 1, 1, False, 2**31 - 1)
+    text = r"decode buffers for these dimensions are \d{19} bytes \(embed_out \d+, .* below 2\*\*63"
+    assert um.DecodeBuffers.bytes_needed(huge, "bfloat16") < 2**63
+    with um.Tape(4096) as tape:
+        for call in (
+            um.DecodeBuffers.bytes_needed,
+            um.DecodeBuffers,
+            partial(um.DecodeBuffers, tape=tape),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call(huge, dtype="float32")
+        assert tape.used_bytes == 0
+
+
+def test_sizes_just_fit() -> None:
+    assert total_bytes("buffers", {"a": 2**62, "b": 2**62 - 1}) == 2**63 - 1
+    with pytest.raises(ValueError, match=f"buffers for these dimensions are {2**63} bytes"):
+        total_bytes("buffers", {"a": 2**62, "b": 2**62})
+
+
+def test_buffers_are_made_once() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        before = db.addresses()
+        with pytest.raises(RuntimeError, match="the DecodeBuffers is made already"):
+            db.__init__(DIMS)  # type: ignore[misc]
+        assert db.addresses() == before
+        assert proc_maps.address_of(db.logits) == before["logits"]
+    half = um.DecodeBuffers.__new__(um.DecodeBuffers)
+    with pytest.raises(ValueError, match="dtype"):
+        half.__init__(DIMS, dtype="int8")  # type: ignore[misc]
+    assert half.closed
+    half.close()
+    half.__exit__()
+    for call in (half.addresses, lambda: half.residual):
+        with pytest.raises(um.ClosedError):
+            call()
+
+
+# ---- interrupts ----
+
+
+def interrupted(call: Callable[[], object], number: int) -> bool:
+    """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
+    lines = itertools.count(1)
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        # In a destructor it would be swallowed.
+        return trace if frame.f_code.co_filename == buffers.__file__ else None
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(old)
+    return False
+
+
+def check_interrupts_of_swaps(db: Any, address_of: Callable[[Any], int]) -> None:
+    """Wherever it happens, names, shaped views and addresses agree."""
+    batch = db.batch(2)
+    names = ("residual", "post_norm_residual")
+    places = {db.addresses()[name] for name in names}
+    number = 1
+    while interrupted(db.swap_residual, number):
+        number += 1
+        addresses = db.addresses()
+        assert {addresses[name] for name in names} == places
+        for name in names:
+            found = {address_of(getattr(thing, name)) for thing in (db, batch, db.batch(1))}
+            assert found == {addresses[name]}
+    assert number > 3
+
+
+def check_interrupts_of_the_end(make: Callable[[], Any], end: str) -> None:
+    """Wherever it happens, the buffers are whole or closed, and can be closed."""
+    number, is_over = 1, False
+    while not is_over:
+        db = make()
+        batch, addresses = db.batch(2), db.addresses()
+        is_over = not interrupted(getattr(db, end), number)
+        if not db.closed:
+            assert db.addresses() == addresses
+            assert db.logits.shape == (4 * 512,)
+            assert batch.logits.shape == (2, 512)
+        db.close()
+        assert db.closed
+        for thing in (db, batch):
+            with pytest.raises(um.ClosedError):
+                thing.logits  # noqa: B018
+        number += 1
+    assert number > 30
+
+
+def test_an_interrupted_swap() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        check_interrupts_of_swaps(db, proc_maps.address_of)
+
+
+@pytest.mark.parametrize("end", ["close", "__exit__"])
+@pytest.mark.parametrize("owns_tape", [True, False])
+def test_an_interrupted_end(owns_tape: bool, end: str) -> None:
+    before = ledger()["scratch"]["mapped_bytes"]
+    with um.Tape(1 << 20) as tape:
+        held = ledger()["scratch"]["mapped_bytes"]
+        options: dict[str, Any] = {} if owns_tape else {"tape": tape}
+
+        def make() -> um.DecodeBuffers:
+            tape.clear()
+            return um.DecodeBuffers(DIMS, **options)
+
+        check_interrupts_of_the_end(make, end)
+        assert ledger()["scratch"]["mapped_bytes"] == held
+    assert ledger()["scratch"]["mapped_bytes"] == before
 
 
 # ---- the end ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ import pytest
 
 import unimem as um
 from conformance import exit_status
-from test_buffers import COUNTS, DIMS, NAMES, POINTERS, check_buffers, random_dims
+from test_buffers import (
+    COUNTS,
+    DIMS,
+    NAMES,
+    POINTERS,
+    check_buffers,
+    check_interrupts_of_swaps,
+    check_interrupts_of_the_end,
+    random_dims,
+)
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -134,14 +144,53 @@ def test_wrong_arguments(cuda: Any, host_gpu: Any) -> None:
     with pytest.raises(NotImplementedError, match="pages"):
         cuda.DecodeBuffers(DIMS, pages="4k")
     with cuda.Tape(1 << 20) as tape, um.Tape(1 << 20) as host:
+        cuda.DecodeBuffers(DIMS, tape=tape, device=tape.block.device).close()
+        tape.clear()
         for options in ({"device": 1}, {"pinned": True}, {"pages": "4k"}):
             with pytest.raises(ValueError, match=f"{next(iter(options))} not accepted beside tape"):
                 cuda.DecodeBuffers(DIMS, tape=tape, **options)
-        with pytest.raises(TypeError, match=r"expected a unimem\.cuda\.tape\.Tape, got Tape"):
+        with pytest.raises(TypeError, match=r"expected a unimem\.cuda\.Tape, got unimem\.Tape$"):
             cuda.DecodeBuffers(DIMS, tape=host)
-        with pytest.raises(TypeError, match=r"expected a unimem\._core\.tape\.Tape, got Tape"):
+        with pytest.raises(TypeError, match=r"expected a unimem\.Tape, got unimem\.cuda\.Tape$"):
             um.DecodeBuffers(DIMS, tape=tape)
         assert tape.used_bytes == host.used_bytes == 0
+    assert host_gpu.allocated == {}
+
+
+def test_another_device(cuda: Any, host_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the tape's own GPU says nothing new; another one is refused."""
+    with cuda.Tape(1 << 20) as tape:
+        monkeypatch.setattr(tape.block, "device", 3)
+        cuda.DecodeBuffers(DIMS, tape=tape, device=3).close()
+        with pytest.raises(ValueError, match="device not accepted beside tape="):
+            cuda.DecodeBuffers(DIMS, tape=tape, device=2)
+
+
+def test_sizes_whose_sum_does_not_fit(cuda: Any, host_gpu: Any) -> None:
+    huge = um.ModelDims(2**27, 1, 1, 1, 2, 1, 1, 1, False, 2**31 - 1)
+    for call in (cuda.DecodeBuffers, cuda.DecodeBuffers.bytes_needed):
+        with pytest.raises(ValueError, match=r"decode buffers .* below 2\*\*63"):
+            call(huge, dtype="float32")
+    assert host_gpu.allocated == {}
+
+
+def test_buffers_are_made_once(cuda: Any, host_gpu: Any) -> None:
+    with cuda.DecodeBuffers(DIMS) as db:
+        addresses = db.addresses()
+        with pytest.raises(RuntimeError, match="the DecodeBuffers is made already"):
+            db.__init__(DIMS)
+        assert db.addresses() == addresses
+        assert len(host_gpu.allocated) == 1
+
+
+def test_interrupts(cuda: Any, host_gpu: Any) -> None:
+    with cuda.DecodeBuffers(DIMS) as db:
+        check_interrupts_of_swaps(db, lambda array: int(array.data.ptr))
+    for end in ("close", "__exit__"):
+        check_interrupts_of_the_end(partial(cuda.DecodeBuffers, DIMS), end)
+        with cuda.Tape(32 << 20) as tape:
+            check_interrupts_of_the_end(partial(cuda.DecodeBuffers, DIMS, tape=tape), end)
+    gc.collect()
     assert host_gpu.allocated == {}
 
 

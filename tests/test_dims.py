@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unimem as um
@@ -66,6 +68,14 @@ def test_immutable_and_comparable() -> None:
 def test_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         replace(DIMS, **{name: value})
+
+
+def test_numpys_integers_are_integers() -> None:
+    same = um.ModelDims(*(np.int64(value) for value in (64, 172, 8, 4, 8, 512, 5, 512)))  # type: ignore[arg-type]
+    assert same == DIMS
+    assert {type(getattr(same, field.name)) for field in fields(same)} == {int, bool}
+    with pytest.raises(ValueError, match="hidden_size must be an integer"):
+        replace(DIMS, hidden_size=np.True_)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(um.ModelDims)])
@@ -138,10 +148,11 @@ def test_from_weights(arch: str, tmp_path: Path) -> None:
         )
 
 
-def gguf(arch: str, *layers: str, **keys: int | list[int]) -> bytes:
+def gguf(arch: str, *layers: str, kind: int = F32, **keys: int | list[int]) -> bytes:
     """A model with a token embedding and, in each layer, small tensors of these names.
 
-    Keys are metadata, with "__" for a dot; a list is written as an array.
+    Keys are metadata, with "__" for a dot; a list is written as an array. The tensors of layers are
+    of a kind.
     """
     defaults = {
         "block_count": 2,
@@ -160,8 +171,8 @@ def gguf(arch: str, *layers: str, **keys: int | list[int]) -> bytes:
             entries.append(kv(key, UINT32, u32(n)))
     names = [f"blk.{i}.{name}" for i in range(2) for name in layers]
     tensors: list[Part] = [tensor("token_embd.weight", (32, 2), F32, 0)]
-    tensors += [tensor(name, (8,), F32, 256 + 32 * i) for i, name in enumerate(names)]
-    nbytes = 256 + 32 * len(names)
+    tensors += [tensor(name, (64,), kind, 256 + 512 * i) for i, name in enumerate(names)]
+    nbytes = 256 + 512 * len(names)
     return with_data(head(len(tensors), len(entries)), *entries, *tensors, nbytes=nbytes)[0]
 
 
@@ -169,6 +180,22 @@ def dims_of(path: Path, raw: bytes) -> um.ModelDims:
     path.write_bytes(raw)
     with um.open_weights(path) as weights:
         return um.ModelDims.from_weights(weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("f32", 0), ("f16", 1), ("bf16", 30), ("f64", 28)),
+        *(("i8", 24), ("i16", 25), ("i32", 26), ("i64", 27)),
+        *(("q8_0", 8), ("mxfp4", 39), ("nvfp4", 40)),
+    ],
+)
+def test_what_counts_as_quantized(name: str, kind: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    dims = dims_of(path, gguf("llama", "ffn_up.weight", kind=kind, feed_forward_length=50))
+    with um.open_weights(path) as weights:
+        assert weights.by_type().keys() == {"f32", name}
+    assert dims.quantized == (name in ("q8_0", "mxfp4", "nvfp4"))
 
 
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_exps.weight", "ffn_down_exps.weight")
@@ -301,7 +328,7 @@ def test_mixtures_that_lack_something(
 )
 def test_layers_that_differ_are_refused_by_name(name: str, tmp_path: Path) -> None:
     def dims(counts: list[int]) -> um.ModelDims:
-        keys: dict[str, int | list[int]] = {"feed_forward_length": 16}
+        keys: dict[str, Any] = {"feed_forward_length": 16}
         keys[name.replace(".", "__")] = counts
         return dims_of(tmp_path / "m.gguf", gguf("llama", **keys))
 
@@ -338,6 +365,44 @@ def test_the_engine_refuses_mixtures_by_name(arch: str, tmp_path: Path) -> None:
     what = "mixtures of experts" if arch == "llama" else f"'{arch}' is not supported"
     with pytest.raises(UnsupportedModel, match=what):
         Decoder(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("llama", "expert_count"),
+        ("llama", "expert_shared_feed_forward_length"),
+        ("qwen3moe", "expert_count"),
+        ("qwen3moe", "expert_feed_forward_length"),
+    ],
+)
+def test_numbers_that_are_arrays(arch: str, name: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "feed_forward_length": 50,
+        "expert_count": 8,
+        "expert_used_count": 2,
+    }
+    raw = gguf(arch, *EXPERTS, **{**keys, name: [8, 8]})
+    with pytest.raises(ValueError, match=rf"'{arch}\.{name}' must be an integer .*, not array"):
+        dims_of(tmp_path / "m.gguf", raw)
+
+
+def test_an_architecture_that_is_an_array(tmp_path: Path) -> None:
+    metadata = {"general.architecture": np.array([1, 2])}
+    weights: Any = SimpleNamespace(metadata=metadata)
+    with pytest.raises(ValueError, match=r"architecture array\(\[1, 2\]\) are not known"):
+        um.ModelDims.from_weights(weights)
+
+
+def test_more_heads_than_values(tmp_path: Path) -> None:
+    """The file has no key_length that could be wrong."""
+    keys = {"feed_forward_length": 50, "attention__head_count": 64}
+    with pytest.raises(
+        ValueError, match=r"head_count' is 64, more than the 32 of 'llama.embedding"
+    ):
+        dims_of(tmp_path / "m.gguf", gguf("llama", **keys))
+    dims = dims_of(tmp_path / "m.gguf", gguf("llama", **keys, attention__key_length=2))
+    assert (dims.hidden_size, dims.q_size) == (32, 128)
 
 
 def test_another_architecture(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import proc_maps
 import unimem as um
-from test_buffers import power_of_two, random_dims
+from test_buffers import interrupted, power_of_two, random_dims
 from unimem._core.status import counters
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -200,9 +200,55 @@ def test_what_is_no_argument() -> None:
     with um.Tape(1 << 20) as tape:
         with pytest.raises(TypeError, match="dims: expected ModelDims, got NoneType"):
             um.ForwardScratch(wrong, tape=tape)
-        with pytest.raises(TypeError, match="tape: expected a Tape, got NoneType"):
+        with pytest.raises(TypeError, match=r"^tape: expected a unimem\.Tape, got NoneType$"):
             um.ForwardScratch(DIMS, tape=wrong)
         assert tape.used_bytes == 0
+
+
+def test_the_largest_dimensions_have_a_size() -> None:
+    """No dimensions that there can be are too large for it: q_size is what is bounded."""
+    most = 2**31 - 1
+    huge = um.ModelDims(most, most, 2**25, 1, 2**31 - 2, most, 1, 1)
+    with pytest.raises(ValueError, match=r"q_size \* 32"):
+        replace(huge, num_attention_heads=2**26)
+    assert um.ForwardScratch.bytes_needed(huge) < 2**60
+
+
+def test_it_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def planned(uses: Any) -> um.BufferPlan:
+        plans.append(um.BufferPlan(uses))
+        return plans[-1]
+
+    monkeypatch.setattr("unimem.buffers.BufferPlan", planned)
+    with um.Tape(1 << 20) as tape:
+        um.ForwardScratch(DIMS, tape=tape, overlap=True).close()
+    assert len(plans) == 1
+
+
+def test_scratch_is_made_once() -> None:
+    with um.Tape(1 << 20) as tape, um.ForwardScratch(DIMS, tape=tape) as fs:
+        addresses, used = fs.addresses(), tape.used_bytes
+        with pytest.raises(RuntimeError, match="the ForwardScratch is made already"):
+            fs.__init__(DIMS, tape=tape)  # type: ignore[misc]
+        assert (fs.addresses(), tape.used_bytes) == (addresses, used)
+
+
+@pytest.mark.parametrize("end", ["close", "__exit__"])
+def test_an_interrupted_end(end: str) -> None:
+    with um.Tape(1 << 20) as tape:
+        number, is_over = 1, False
+        while not is_over:
+            tape.clear()
+            fs = um.ForwardScratch(DIMS, tape=tape)
+            is_over = not interrupted(getattr(fs, end), number)
+            assert fs.closed or fs.q.shape == (64,)
+            fs.close()
+            with pytest.raises(um.ClosedError):
+                fs.q  # noqa: B018
+            number += 1
+        assert number > 15
 
 
 def test_the_end() -> None:

@@ -392,3 +392,12 @@ def test_steady_state(host_layout: um.Layout) -> None:
     for _ in range(60):
         assert step() == first
     assert counters() == before
+
+
+def test_a_layout_is_made_once() -> None:
+    with um.Layout(4096, 4096, 4096) as layout:
+        history, before = layout.history, layout.stat()
+        with pytest.raises(RuntimeError, match="the Layout is made already"):
+            layout.__init__(4096, 4096, 8192)  # type: ignore[misc]
+        assert layout.history is history
+        assert layout.stat() == before

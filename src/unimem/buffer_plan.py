@@ -8,6 +8,8 @@ from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 
+from unimem.integers import integer
+
 __all__ = ["BufferPlan", "BufferUse"]
 
 _TRIES = 200  # orders that are tried, at most
@@ -52,9 +54,11 @@ class BufferUse:
         if not isinstance(self.name, str):
             raise ValueError(f"name: expected a string, got {self.name!r}")
         for field, least in (("nbytes", 0), ("first", 0), ("last", self.first)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{field} of {self.name!r}: expected an integer, got {value!r}")
+            try:
+                value = integer(getattr(self, field))
+            except TypeError as error:
+                raise ValueError(f"{field} of {self.name!r}: {error}") from None
+            object.__setattr__(self, field, value)
             if value < least:
                 start = " (its first use)" if field == "last" else ""
                 raise ValueError(
@@ -139,11 +143,13 @@ class BufferPlan:
     """
 
     def __init__(self, uses: Iterable[BufferUse], align: int = 64) -> None:
-        is_integer = isinstance(align, int) and not isinstance(align, bool)
-        if not is_integer or align < 1 or align.bit_count() != 1:
+        try:
+            self._align = integer(align)
+        except TypeError:
+            raise ValueError(f"align: expected a power of two, got {align!r}") from None
+        if self._align < 1 or self._align.bit_count() != 1:
             raise ValueError(f"align: expected a power of two, got {align!r}")
         self._uses = tuple(uses)
-        self._align = align
         names: set[str] = set()
         for number, use in enumerate(self._uses):
             if not isinstance(use, BufferUse):
@@ -153,7 +159,7 @@ class BufferPlan:
             names.add(use.name)
         self._offsets = dict.fromkeys((use.name for use in self._uses), 0)
         placed = [use for use in self._uses if use.nbytes]
-        problem = _Problem(placed, align)
+        problem = _Problem(placed, self._align)
         begins, self._total_bytes = problem.solve()
         self._offsets.update((use.name, at) for use, at in zip(placed, begins, strict=True))
         self._lower_bound_bytes = problem.bound

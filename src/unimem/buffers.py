@@ -7,11 +7,20 @@ the same over device memory.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    Unpack,
+)
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +30,7 @@ from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.dims import MAX_SPLITS, ModelDims
 from unimem.errors import ClosedError
+from unimem.integers import integer
 from unimem.placement import PlacementOptions, format_bytes
 
 __all__ = ["BufferSet", "DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
@@ -32,6 +42,9 @@ ALIGN = 256
 """What a set of buffers is aligned to, and the most that one buffer is, in bytes."""
 
 _DTYPES = ("float16", "bfloat16", "float32")
+_MOST_BYTES = 2**63 - 1
+# What each of the two names stands for after an odd number of swaps.
+_SWAPPED = {"residual": "post_norm_residual", "post_norm_residual": "residual"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +92,91 @@ def pack(sizes: Mapping[str, int]) -> dict[str, int]:
     return offsets
 
 
-class _Arrays:
-    """Arrays by name, which are gone when their memory was closed."""
+def total_bytes(what: str, sizes: Mapping[str, int]) -> int:
+    """Add sizes up.
 
-    name: str
-    _specs: dict[str, Spec]
+    Raises
+    ------
+    ValueError
+        They are more than there are addresses; the largest are named.
+    """
+    total = sum(sizes.values())
+    if total > _MOST_BYTES:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        parts = ", ".join(f"{name} {sizes[name]}" for name in largest)
+        raise ValueError(
+            f"{what} for these dimensions are {total} bytes ({parts}, ...), but a size must be "
+            "below 2**63"
+        )
+    return total
+
+
+class _Range:
+    """A range of a tape, and what lies where in it: all that is true of buffers at a time.
+
+    Everything else, the arrays above all, follows from it and can be dropped and made anew at any
+    time. So who is interrupted leaves nothing behind that does not fit together.
+    """
+
+    def __init__(
+        self, specs: dict[str, Spec], offsets: dict[str, int], tape: Any, taken: Any, address: int
+    ) -> None:
+        self.specs = specs
+        self.offsets = offsets
+        self.tape = tape
+        self.taken: Any = taken
+        self.address = address
+        self.nbytes = int(taken.nbytes)
+        self.is_swapped = False
+        self.is_closed = False
+
+    def array(self, place: str) -> Any:
+        """Make the flat array of a place."""
+        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
+        if self.taken is None:  # closing was refused
+            block = self.tape.block
+            self.taken = block.as_array("uint8", self.nbytes, self.address - block.address)
+        spec, offset = self.specs[place], self.offsets[place]
+        return self.taken[offset : offset + spec.nbytes].view(spec.dtype)
+
+
+class _Arrays:
+    """The arrays of a range, by the names of their places; they are gone when it was closed."""
+
+    name: str = ""
+    _range: _Range | None = None
+
+    def _made(self, buffers: _Range, place: str) -> Any:
+        """Make an array."""
+        return buffers.array(place)
+
+    def _array(self, place: str) -> Any:
+        """Return the array of a place, which is made once."""
+        found = self.__dict__.get(place)
+        if found is None:
+            found = self.__dict__[place] = self._made(self._opened(), place)
+        return found
+
+    def _opened(self) -> _Range:
+        if self._range is None or self._range.is_closed:
+            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+        return self._range
+
+    def _fill(self) -> None:
+        for place in self._opened().specs:
+            self._array(place)
 
     def _drop(self) -> None:
-        for name in self._specs:
-            delattr(self, name)
+        """Drop the arrays; those that are asked for again are made anew."""
+        for place in self._range.specs if self._range is not None else ():
+            self.__dict__.pop(place, None)
 
     if not TYPE_CHECKING:  # to which it would say that there is every name
 
         def __getattr__(self, name):
             # Only what is not there comes here.
-            if name in self.__dict__.get("_specs", ()):
-                raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+            if self._range is not None and name in self._range.specs:
+                return self._array(name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> NoReturn:
@@ -107,55 +189,36 @@ class _Arrays:
 class BufferSet(_Arrays):
     """Named arrays over one range of a tape: what the sets of buffers have in common."""
 
-    _tape_type: ClassVar[type[Any]] = Tape
-
     dims: ModelDims
     tape: Any
+    _owns_tape = False
+    _is_begun = False
+
+    def _begin(self, dims: ModelDims, name: str) -> None:
+        # A flag, and not what is made last: an argument's own code may come here again.
+        if self._is_begun:
+            raise RuntimeError(f"the {type(self).__name__} is made already")
+        self._is_begun = True
+        self.name = name
+        self.dims = _checked_dims(dims)
 
     def _take(
-        self,
-        specs: dict[str, Spec],
-        offsets: dict[str, int],
-        nbytes: int,
-        tape: Any,
-        options: Mapping[str, Any],
+        self, tape: Any, specs: dict[str, Spec], offsets: dict[str, int], nbytes: int
     ) -> None:
-        """Take the range, the one thing here that can fail, and make the arrays over it."""
-        self._closed = True
-        self._owns_tape = tape is None
-        if tape is None:
-            tape = self._tape_type(nbytes, name=self.name, category="scratch", **options)
-        elif options:
-            raise ValueError(
-                f"a tape is placed already: {', '.join(options)} not accepted beside tape="
-            )
-        elif not isinstance(tape, self._tape_type):
-            wanted = self._tape_type
-            raise TypeError(
-                f"tape: expected a {wanted.__module__}.{wanted.__qualname__}, got "
-                f"{type(tape).__name__}"
-            )
-        self.tape = tape
-        self._specs, self._offsets, self._nbytes = specs, offsets, nbytes
+        """Take the range, and make the arrays over it."""
         taken = tape.take_bytes(nbytes, align=ALIGN)
-        self._address = self._address_of(taken)
-        self._fill(taken)
-        self._closed = False
+        self.tape = tape
+        self._range = _Range(specs, offsets, tape, taken, self._address_of(taken))
+        self._fill()
 
     @staticmethod
     def _address_of(array: Any) -> int:
         return int(array.ctypes.data)
 
-    def _fill(self, taken: Any) -> None:
-        """Make the arrays over the range, a uint8 array."""
-        for name, spec in self._specs.items():
-            offset = self._offsets[name]
-            setattr(self, name, taken[offset : offset + spec.nbytes].view(spec.dtype))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+    def _check_open(self) -> _Range:
+        opened = self._opened()
         self.tape.mark()  # who has no tape any more, such as a forked child, learns why
+        return opened
 
     def addresses(self) -> dict[str, int]:
         """Return the address of each buffer's first byte, by name.
@@ -168,13 +231,17 @@ class BufferSet(_Arrays):
         ------
         ClosedError
         """
-        self._check_open()
-        return {name: self._address + offset for name, offset in self._offsets.items()}
+        opened = self._check_open()
+        return {name: opened.address + opened.offsets[self._place(name)] for name in opened.specs}
+
+    def _place(self, name: str) -> str:
+        """Return the name of the place that a name stands for now."""
+        return name
 
     @property
     def closed(self) -> bool:
         """Whether the buffers, or the tape under them, were closed."""
-        return self._closed or bool(self.tape.closed)
+        return self._range is None or self._range.is_closed or bool(self.tape.closed)
 
     def close(self) -> None:
         """Close the buffers; memory of their own is given back. Closing twice is no error.
@@ -184,16 +251,16 @@ class BufferSet(_Arrays):
         BufferError
             Views still use memory of their own; nothing is closed then.
         """
-        if self._closed:
-            return
-        self._drop()  # else they would count as views
-        if self._owns_tape:
-            try:
+        if self._range is not None and not self._range.is_closed:
+            self._drop()  # else they would count as views
+            if self._owns_tape:
                 self.tape.close()
-            except BufferError:
-                self._fill(self.tape.block.as_array("uint8"))
-                raise
-        self._closed = True
+            self._range.is_closed = True
+
+    def _drop(self) -> None:
+        super()._drop()
+        if self._range is not None:
+            self._range.taken = None
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -206,21 +273,21 @@ class BufferSet(_Arrays):
         trace: TracebackType | None = None,
     ) -> None:
         # Views that are still alive keep the memory; it goes with the last of them.
-        if not self._closed:
+        if self._range is not None:
             self._drop()
             if self._owns_tape:
                 self.tape.__exit__()
-            self._closed = True
+            self._range.is_closed = True
 
     def _figures(self) -> str:
-        return format_bytes(self._nbytes)
+        return format_bytes(self._opened().nbytes)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._figures()}, {self.tape!r}"
         return f"{type(self).__name__}('{self.name}', {state})"
 
 
-class _DecodeNames(Generic[A]):
+class _DecodeNames(_Arrays, Generic[A]):
     """The names of the buffers of a decode step."""
 
     embed_out: A
@@ -232,9 +299,7 @@ class _DecodeNames(Generic[A]):
     rope_k_temp: A
     attn_out: A
     o_proj_out: A
-    residual: A
     post_norm_out: A
-    post_norm_residual: A
     gate_up_out: A
     mlp_act: A
     down_out: A
@@ -250,11 +315,23 @@ class _DecodeNames(Generic[A]):
     flash_partial_m: A
     flash_partial_l: A
 
-    def _swap_names(self) -> None:
-        self.residual, self.post_norm_residual = self.post_norm_residual, self.residual
+    @property
+    def residual(self) -> A:
+        """What the next layer reads."""
+        array: A = self._array(self._place("residual"))
+        return array
+
+    @property
+    def post_norm_residual(self) -> A:
+        """What the layer writes."""
+        array: A = self._array(self._place("post_norm_residual"))
+        return array
+
+    def _place(self, name: str) -> str:
+        return _SWAPPED.get(name, name) if self._opened().is_swapped else name
 
 
-class DecodeBatch(_Arrays, _DecodeNames[A]):
+class DecodeBatch(_DecodeNames[A]):
     """Views of `DecodeBuffers` for a batch, by the same names.
 
     What there is for each sequence has the shape ``[m, width]`` (the pointers, lengths and
@@ -266,18 +343,16 @@ class DecodeBatch(_Arrays, _DecodeNames[A]):
     def __init__(self, buffers: DecodeBufferSet[A], m: int) -> None:
         self.m = m
         self.name = buffers.name
-        self._specs = buffers._specs
-        self.temp_dequant = None
-        self._fill(buffers)
+        self._range = buffers._range
+        if "temp_dequant" not in self._opened().specs:
+            self.temp_dequant = None
+        self._fill()
 
-    def _fill(self, buffers: DecodeBufferSet[A]) -> None:
-        for name, spec in self._specs.items():
-            array: Any = getattr(buffers, name)
-            if spec.rows is None:
-                view = array.reshape(spec.shape)
-            else:
-                view = array[: self.m * spec.row_values].reshape((self.m, *spec.shape))
-            setattr(self, name, view)
+    def _made(self, buffers: _Range, place: str) -> Any:
+        flat, spec = buffers.array(place), buffers.specs[place]
+        if spec.rows is None:
+            return flat.reshape(spec.shape)
+        return flat[: self.m * spec.row_values].reshape((self.m, *spec.shape))
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -332,7 +407,7 @@ def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
     }
 
 
-class DecodeBufferSet(BufferSet, _DecodeNames[A]):
+class DecodeBufferSet(_DecodeNames[A], BufferSet):
     """The buffers of a decode step on any device; see `DecodeBuffers`."""
 
     MAX_SPLITS: ClassVar[int] = MAX_SPLITS
@@ -342,18 +417,22 @@ class DecodeBufferSet(BufferSet, _DecodeNames[A]):
         self,
         dims: ModelDims,
         dtype: npt.DTypeLike,
-        tape: Any,
         name: str | None,
-        options: Mapping[str, Any],
+        tape: Any,
+        new_tape: Callable[[int], Any],
     ) -> None:
-        self.dims = _checked_dims(dims)
+        self._begin(dims, name or "decode buffers")
         self.dtype = _dtype(dtype)
-        self.name = name or "decode buffers"
-        self.temp_dequant = None
         self._batches: dict[int, DecodeBatch[A]] = {}
         specs = _decode_specs(dims, self.dtype)
+        if "temp_dequant" not in specs:
+            self.temp_dequant = None
         sizes = {name: spec.nbytes for name, spec in specs.items()}
-        self._take(specs, pack(sizes), sum(sizes.values()), tape, options)
+        self._nbytes = total_bytes("decode buffers", sizes)
+        self._owns_tape = tape is None
+        self._take(
+            new_tape(self._nbytes) if tape is None else tape, specs, pack(sizes), self._nbytes
+        )
 
     @staticmethod
     def bytes_needed(dims: ModelDims, dtype: npt.DTypeLike = "float16") -> int:
@@ -369,16 +448,21 @@ class DecodeBufferSet(BufferSet, _DecodeNames[A]):
         Returns
         -------
         int
+
+        Raises
+        ------
+        ValueError, TypeError
+            As the class.
         """
         specs = _decode_specs(_checked_dims(dims), _dtype(dtype))
-        return sum(spec.nbytes for spec in specs.values())
+        return total_bytes("decode buffers", {name: spec.nbytes for name, spec in specs.items()})
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all buffers, which is what was taken from the tape."""
         return self._nbytes
 
-    def batch(self, m: int) -> DecodeBatch[A]:
+    def batch(self, m: SupportsIndex) -> DecodeBatch[A]:
         """Return views for a batch of m sequences, made once for each m.
 
         Parameters
@@ -399,7 +483,7 @@ class DecodeBufferSet(BufferSet, _DecodeNames[A]):
         ClosedError
         """
         self._check_open()
-        m = operator.index(m)
+        m = integer(m)
         if not 1 <= m <= self.dims.max_batch_size:
             raise ValueError(f"m: expected 1 to {self.dims.max_batch_size}, got {m}")
         found = self._batches.get(m)
@@ -424,20 +508,9 @@ class DecodeBufferSet(BufferSet, _DecodeNames[A]):
         ends as it began, and can be captured once and replayed; after an odd number the names are
         exchanged, and the graph still reads what was `residual` when it was captured.
         """
-        self._check_open()
-        self._swap_names()
-        for batch in self._batches.values():
-            batch._swap_names()
-        offsets = self._offsets
-        offsets["residual"], offsets["post_norm_residual"] = (
-            offsets["post_norm_residual"],
-            offsets["residual"],
-        )
-
-    def _fill(self, taken: Any) -> None:
-        super()._fill(taken)
-        for batch in self._batches.values():
-            batch._fill(self)
+        opened = self._check_open()
+        # The one thing that changes: the names, the batches' and `addresses` follow from it.
+        opened.is_swapped = not opened.is_swapped
 
     def _drop(self) -> None:
         for batch in self._batches.values():
@@ -513,7 +586,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     Raises
     ------
     ValueError, TypeError
-        An unknown dtype, or what are no dimensions.
+        An unknown dtype, dimensions whose buffers are too large, or what are no dimensions.
     TapeFull, FrozenError, ClosedError
         As `Tape.take`; nothing was taken then.
     MemoryError, PlacementError
@@ -545,7 +618,17 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        self._make(dims, dtype, tape, name, placement)
+        if tape is not None:
+            Tape._require(tape)
+            if placement:
+                raise ValueError(
+                    f"a tape is placed already: {', '.join(placement)} not accepted beside tape="
+                )
+
+        def new_tape(nbytes: int) -> Tape:
+            return Tape(nbytes, name=self.name, category="scratch", **placement)
+
+        self._make(dims, dtype, name, tape, new_tape)
 
 
 class ForwardScratch(BufferSet):
@@ -644,12 +727,10 @@ class ForwardScratch(BufferSet):
     }
 
     def __init__(self, dims: ModelDims, *, tape: Tape, overlap: bool = False) -> None:
-        self.dims = _checked_dims(dims)
-        self.name = "forward scratch"
-        if not isinstance(tape, Tape):
-            raise TypeError(f"tape: expected a Tape, got {type(tape).__name__}")
+        self._begin(dims, "forward scratch")
+        Tape._require(tape)
         specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
-        self._take(specs, offsets, self.bytes_needed(dims, overlap=overlap), tape, {})
+        self._take(tape, specs, offsets, self.peak_scratch_bytes + specs["logits"].nbytes)
 
     @classmethod
     def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:

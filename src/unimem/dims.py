@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from unimem.integers import integer
+
 if TYPE_CHECKING:
     from unimem import Weights
 
@@ -14,6 +16,8 @@ __all__ = ["ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
+# What is no quantized tensor: floats and integers, by ggml's names.
+PLAIN_TYPES = frozenset({"f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"})
 MAX_SPLITS = 32
 """Parts of a context that flash decoding reads at once, at most."""
 
@@ -91,10 +95,14 @@ class ModelDims:
             if field.name == "quantized":
                 if not isinstance(value, bool):
                     raise ValueError(f"quantized must be True or False, not {value!r}")
-            elif not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{field.name} must be an integer, not {value!r}")
-            elif not 0 < value < _LIMIT:
-                raise ValueError(f"{field.name} must be from 1 to {_LIMIT - 1}, not {value}")
+                continue
+            try:
+                exact = integer(value)
+            except TypeError:
+                raise ValueError(f"{field.name} must be an integer, not {value!r}") from None
+            if not 0 < exact < _LIMIT:
+                raise ValueError(f"{field.name} must be from 1 to {_LIMIT - 1}, not {exact}")
+            object.__setattr__(self, field.name, exact)
         if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -164,48 +172,51 @@ class ModelDims:
         take is for the file to say.
         """
         arch = weights.metadata.get("general.architecture")
-        if arch not in ARCHITECTURES + MIXTURES:
+        if not isinstance(arch, str) or arch not in ARCHITECTURES + MIXTURES:
             raise ValueError(
                 f"the dimensions of architecture {arch!r} are not known; known are "
                 f"{', '.join(ARCHITECTURES + MIXTURES)}"
             )
-        meta = Metadata(weights.metadata, str(arch))
+        meta = Metadata(weights.metadata, arch)
         layers = meta.count("block_count")
         heads = meta.per_layer("attention.head_count", layers)
         hidden = meta.count("embedding_length")
+        if meta.get("attention.key_length") is None and hidden < heads:
+            raise ValueError(
+                f"'{arch}.attention.head_count' is {heads}, more than the {hidden} of "
+                f"'{arch}.embedding_length', and there is no '{arch}.attention.key_length'"
+            )
         embedding = weights.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.ne) < 2:
             raise ValueError("the model has no matrix 'token_embd.weight'")
         return cls(
             hidden_size=hidden,
-            intermediate_size=_intermediate_size(weights, meta, str(arch), layers),
+            intermediate_size=_intermediate_size(weights, meta, arch, layers),
             num_attention_heads=heads,
             num_kv_heads=meta.per_layer("attention.head_count_kv", layers, heads),
             head_dim=meta.count("attention.key_length", hidden // heads),
             vocab_size=embedding.ne[1],
             num_layers=layers,
             max_seq_len=meta.count("context_length"),
-            quantized=embedding.type not in ("f32", "f16", "bf16")
-            or any("q" in kind for kind in weights.by_type()),
+            quantized=not PLAIN_TYPES.issuperset(weights.by_type()),
         )
 
 
 def _intermediate_size(weights: Weights, meta: Metadata, arch: str, layers: int) -> int:
-    # As in llama.cpp, a count or a width of 0 is one that is not written; MIXTURES must have
-    # experts.
-    if arch not in MIXTURES and not meta.get("expert_count"):
+    # MIXTURES must have experts.
+    if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)
     n_experts, n_used = meta.count("expert_count"), meta.count("expert_used_count")
     if n_used > n_experts:
         raise ValueError(
             f"'{arch}.expert_used_count' is {n_used}, but there are only {n_experts} experts"
         )
-    if arch in MIXTURES and meta.get("expert_feed_forward_length"):
+    if arch in MIXTURES and meta.is_written("expert_feed_forward_length"):
         widths = [n_used * meta.count("expert_feed_forward_length")]
     else:
         width = meta.per_layer("feed_forward_length", layers)
         widths = [n_used * (width // n_used if arch in MIXTURES else width)]
-    if meta.get("expert_shared_feed_forward_length"):
+    if meta.is_written("expert_shared_feed_forward_length"):
         widths.append(meta.count("expert_shared_feed_forward_length"))
     elif arch == "qwen2moe":
         widths.append(meta.per_layer("feed_forward_length", layers))
@@ -224,6 +235,11 @@ class Metadata:
     def get(self, name: str) -> Any:
         """Return the value of `ARCH.name`, or None."""
         return self._metadata.get(f"{self._arch}.{name}")
+
+    def is_written(self, name: str) -> bool:
+        """Whether there is a number: as in llama.cpp, 0 is none."""
+        value = self.get(name)
+        return value is not None and self._checked(name, value, least=0) > 0
 
     def count(self, name: str, default: int | None = None) -> int:
         """Return an integer above 0."""
@@ -259,7 +275,8 @@ class Metadata:
             raise ValueError(f"'{self._arch}.{name}' must be finite, not {value!r}")
         return float(value)
 
-    def _checked(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LIMIT:
-            raise ValueError(f"'{self._arch}.{name}' must be an integer above 0, not {value!r:.40}")
+    def _checked(self, name: str, value: Any, least: int = 1) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LIMIT:
+            bound = "0 or above" if least == 0 else "above 0"
+            raise ValueError(f"'{self._arch}.{name}' must be an integer {bound}, not {value!r:.40}")
         return value

@@ -70,6 +70,8 @@ class Stat:
 class Lifetimes(Generic[TapeT]):
     """What a `Layout` is, on every device: `new_tape(size_or_block, name)` makes its tapes."""
 
+    _is_begun = False
+
     def __init__(
         self,
         weights: Any,
@@ -77,6 +79,10 @@ class Lifetimes(Generic[TapeT]):
         history: Any,
         new_tape: Callable[[Any, str], TapeT],
     ) -> None:
+        # A flag, and not what is made last: a size's own code may come here again.
+        if self._is_begun:
+            raise RuntimeError("the Layout is made already")
+        self._is_begun = True
         self._closed = True
         self._caches: list[_Cache] = []
         self._owns_weights = not isinstance(weights, Weights)

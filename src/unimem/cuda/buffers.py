@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import numpy.typing as npt
 
 from unimem.buffers import DecodeBufferSet
+from unimem.cuda.block import refuse_placement
 from unimem.cuda.tape import Tape
 from unimem.dims import ModelDims
 from unimem.placement import PlacementOptions
@@ -42,7 +43,7 @@ class DecodeBuffers(DecodeBufferSet[Any]):
     Raises
     ------
     ValueError, TypeError
-        An unknown dtype, or what are no dimensions.
+        An unknown dtype, dimensions whose buffers are too large, or what are no dimensions.
     CapacityError, FrozenError, ClosedError
         As `cuda.Tape` and its `take`; nothing was taken then.
     MemoryError, PlacementError, NotImplementedError
@@ -58,8 +59,6 @@ class DecodeBuffers(DecodeBufferSet[Any]):
     (True, (2, 128))
     """
 
-    _tape_type = Tape
-
     def __init__(
         self,
         dims: ModelDims,
@@ -71,10 +70,21 @@ class DecodeBuffers(DecodeBufferSet[Any]):
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        # Beside a tape nothing else than what is there by default can be accepted.
-        given = {"device": device, "pinned": pinned}
-        options = {option: value for option, value in given.items() if value}
-        self._make(dims, dtype, tape, name, options | dict(placement))
+        if tape is not None:
+            Tape._require(tape)
+            refuse_placement("tape", tape.block.device, device, pinned, placement)
+
+        def new_tape(nbytes: int) -> Tape:
+            return Tape(
+                nbytes,
+                name=self.name,
+                category="scratch",
+                device=device,
+                pinned=pinned,
+                **placement,
+            )
+
+        self._make(dims, dtype, name, tape, new_tape)
 
     @staticmethod
     def _address_of(array: Any) -> int:

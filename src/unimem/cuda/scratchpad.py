@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from unimem import gpu
 from unimem._core.scratchpad import DeviceScratchpad
+from unimem.cuda.block import refuse_placement
 from unimem.cuda.kernels import RowKernels
 from unimem.cuda.tape import Tape
 from unimem.placement import PlacementOptions
@@ -104,13 +105,7 @@ class Scratchpad(DeviceScratchpad):
             )
             super().__init__(own, own.block._driver, kernels, owns_tape=True)
             return
-        if not isinstance(tape, Tape):
-            raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
-        given = {"device": device not in (0, tape.block.device), "pinned": pinned}
-        refused = [*(option for option, is_given in given.items() if is_given), *placement]
-        if refused:
-            raise ValueError(
-                f"a tape is placed already: {', '.join(refused)} not accepted beside tape="
-            )
+        Tape._require(tape)
+        refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = tape.block._driver
         super().__init__(tape, driver, RowKernels(driver, stored), owns_tape=False)
