@@ -616,3 +616,11 @@ def test_a_mapping_needs_no_open_file(file: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == n_open
         file.unlink()
         assert block.as_array()[5] == 5
+
+
+def test_a_block_is_made_once() -> None:
+    with um.Block(PAGE) as block:
+        address = block.address
+        with pytest.raises(RuntimeError, match="the Block is made already"):
+            block.__init__(2 * PAGE)  # type: ignore[misc]
+        assert (block.address, block.nbytes) == (address, PAGE)

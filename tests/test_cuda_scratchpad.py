@@ -17,6 +17,7 @@ import host_gpu as host
 import unimem as um
 from host_gpu import HostDriver, array_of, numpy_of
 from pad_model import DTYPES, TAKEN, PadAgainstModel, awkward, converted, dtype_of, same_bits
+from test_scratchpad import check_that_it_is_closed
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
@@ -226,7 +227,7 @@ def test_rows_that_lie_where_they_would_be_written(
         ((8, 4), {"device": 1}, ValueError, "device: expected 0 to 0, got 1"),
         ((8, 4), {"pages": "2m"}, NotImplementedError, "placing device memory"),
         ((8, 4), {"pages": "9m", "pinned": True}, ValueError, "pages"),
-        ((8, 4), {"tape": "history"}, TypeError, "expected a cuda.Tape, got str"),
+        ((8, 4), {"tape": "history"}, TypeError, "expected a unimem.cuda.Tape, got str"),
     ],
 )
 def test_a_refused_pad_leaves_nothing(
@@ -251,7 +252,10 @@ def test_a_pad_on_a_tape_of_somebody_else(cuda: Any) -> None:
         assert tape.used_bytes == 256 + 8 * 4 * 2
         with pytest.raises(ValueError, match="device, pinned, pages not accepted beside tape="):
             cuda.Scratchpad(8, 4, tape=tape, device=3, pinned=True, pages="4k")
-        with um.Tape(1 << 12) as other, pytest.raises(TypeError, match=r"expected a cuda\.Tape"):
+        with (
+            um.Tape(1 << 12) as other,
+            pytest.raises(TypeError, match=r"a unimem\.cuda\.Tape, got unimem\.Tape$"),
+        ):
             cuda.Scratchpad(8, 4, tape=other)
         with pytest.raises(um.TapeFull):
             cuda.Scratchpad(1000, 4, tape=tape)
@@ -275,6 +279,25 @@ def test_a_pad_on_a_tape_of_somebody_else(cuda: Any) -> None:
 def test_a_tape_of_main_memory_takes_no_pad_of_a_device(cuda: Any) -> None:
     with cuda.Tape(1 << 12) as tape, pytest.raises(TypeError):
         um.Scratchpad(8, 4, tape=tape)
+
+
+def test_a_pad_that_was_never_made_is_closed(cuda: Any) -> None:
+    with cuda.Tape(64) as tape:
+        pad = cuda.Scratchpad.__new__(cuda.Scratchpad)
+        with pytest.raises(um.TapeFull):
+            pad.__init__(64, 8, tape=tape)
+        check_that_it_is_closed(pad, array_of(np.ones(8, "float32")))
+
+
+def test_a_tape_under_a_pad_is_made_once(cuda: Any) -> None:
+    row = array_of(np.ones(4, "float32"))
+    with cuda.Tape(1 << 12) as tape, cuda.Scratchpad(8, 4, tape=tape) as pad:
+        pad.append(row)
+        at = address_of(pad)
+        with pytest.raises(RuntimeError, match="the Tape is made already"):
+            tape.__init__(1 << 12)
+        pad.append(row)
+        assert (len(pad), address_of(pad)) == (2, at)
 
 
 def test_memory_ledger_and_name(cuda: Any, host_gpu: HostDriver) -> None:

@@ -305,6 +305,27 @@ def test_neither_grid_nor_cell_pickles(grid: Any, use: Callable[[Any], Any]) -> 
             use(thing)
 
 
+def test_a_grid_is_made_once(device: Device, grid: Any) -> None:
+    cell, before = grid.take(), (grid.n_cells, grid.n_available - 1, grid.tape)
+    with pytest.raises(RuntimeError, match="the Grid is made already"):
+        grid.__init__(64, 8)
+    assert (grid.n_cells, grid.n_available - 1, grid.tape) == before
+    grid.give(cell)
+
+
+def test_a_grid_that_was_never_made_is_closed(device: Device) -> None:
+    grid = device.package.Grid.__new__(device.package.Grid)
+    with pytest.raises(ValueError, match="cell_bytes"):
+        grid.__init__(0, 8)
+    assert grid.closed
+    assert repr(grid) == "Grid(closed)"
+    for call in (grid.take, grid.__enter__):
+        with pytest.raises(um.ClosedError, match="never made"):
+            call()
+    grid.close()
+    grid.__exit__()
+
+
 def test_repr_placement_and_category() -> None:
     before = ledger()["staging"]["n_mappings"]
     with um.Grid(1000, 4, name="g", category="staging", pages="4k", warm=True) as grid:

@@ -314,6 +314,57 @@ def test_placement_category_and_name() -> None:
         pad.clear()
 
 
+def test_a_pad_that_was_never_made_is_closed() -> None:
+    """Its constructor raised, and somebody kept it all the same."""
+    with um.Tape(64) as tape:
+        pad = um.Scratchpad.__new__(um.Scratchpad)
+        with pytest.raises(um.TapeFull):
+            pad.__init__(64, 8, tape=tape)  # type: ignore[misc]
+        check_that_it_is_closed(pad, np.ones(8, "float32"))
+    paged = um.PagedScratchpad.__new__(um.PagedScratchpad)
+    with pytest.raises(ValueError, match="block_tokens"):
+        paged.__init__(64, 8, block_tokens=0)  # type: ignore[misc]
+    check_that_it_is_closed(paged, np.ones(8, "float32"))
+
+
+def check_that_it_is_closed(pad: Any, row: Any) -> None:
+    assert pad.closed
+    assert repr(pad) == f"{type(pad).__name__}(closed)"
+    for call in (
+        lambda: pad.append(row),
+        lambda: pad.append_batch(row.reshape(1, 8)),
+        lambda: pad.crop(0),
+        lambda: len(pad),
+        pad.as_array,
+        pad.clear,
+        pad.__enter__,
+    ):
+        with pytest.raises(um.ClosedError, match="is closed"):
+            call()
+    with pytest.raises(RuntimeError, match="is made already"):
+        pad.__init__(64, 8)
+    pad.close()
+    pad.__exit__()
+
+
+def test_a_tape_under_a_pad_is_made_once() -> None:
+    with um.Tape(1 << 12) as tape, um.Scratchpad(8, 4, tape=tape) as pad:
+        pad.append(rows(1)[0])
+        with pytest.raises(RuntimeError, match="the Tape is made already"):
+            tape.__init__(1 << 12)  # type: ignore[misc]
+        pad.append(rows(1)[0])
+        assert same_bits(pad.as_array(), rows(1)[[0, 0]])
+
+
+def test_a_tape_of_another_kind() -> None:
+    wrong: Any = um.Block(4096)
+    with (
+        wrong,
+        pytest.raises(TypeError, match=r"^tape: expected a unimem\.Tape, got unimem\.Block$"),
+    ):
+        um.Scratchpad(8, 4, tape=wrong)
+
+
 def test_repr() -> None:
     with um.Scratchpad(64, 8) as pad:
         pad.append_batch(rows(3, 8))

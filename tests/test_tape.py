@@ -327,6 +327,8 @@ def test_owns(tape: Any) -> None:
 def test_others_arrays_are_not_the_tapes(device: Device, tape: Any) -> None:
     with device.package.Tape(PAGE) as other:
         assert not tape.owns(other.take(8))
+    for numbers in (np.zeros(8), np.zeros(1, "int64"), np.array(tape.block.address)):
+        assert not tape.owns(numbers)
     for thing in ("x", None, 1.5, [1]):
         with pytest.raises(TypeError):
             tape.owns(thing)
@@ -648,6 +650,32 @@ def test_a_refused_tape_leaves_nothing(device: Device, nbytes: Any, error: type[
     with pytest.raises(error):
         device.package.Tape(nbytes)
     assert device.held() == before
+
+
+def test_a_tape_is_made_once(device: Device, tape: Any) -> None:
+    array, before = tape.take(8), figures(tape)
+    with device.package.Block(PAGE) as block:
+        for other in (PAGE, block):
+            with pytest.raises(RuntimeError, match="the Tape is made already"):
+                tape.__init__(other)
+            gc.collect()
+            assert figures(tape) == before
+            assert (tape.name, tape.total_bytes) == ("t", 64 * KIB)
+            assert tape.owns(array)
+    tape.clear()
+    assert device.address_of(tape.take(8)) == device.address_of(array)
+
+
+def test_a_tape_that_was_never_made_is_closed(device: Device) -> None:
+    tape = device.package.Tape.__new__(device.package.Tape)
+    with pytest.raises(ValueError, match="nbytes"):
+        tape.__init__(-1)
+    assert tape.closed
+    for call in (lambda: tape.take(1), lambda: tape.owns(1), tape.mark, tape.__enter__):
+        with pytest.raises(um.ClosedError):
+            call()
+    tape.close()
+    tape.__exit__()
 
 
 @pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
