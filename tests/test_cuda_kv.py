@@ -394,86 +394,7 @@ def test_what_is_no_row(cuda: Any) -> None:
                 kv.append_at(0, k, k, row)
 
 
-# ---- tokens that move ----
-
-
-def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(
-    cuda: Any, host_gpu: HostDriver
-) -> None:
-    with Twins(dtype="f32") as twins:
-        twins.append(ROWS)
-        twins.do("trim_to", ROWS - 5)
-        k, v = twins.tokens(5)
-        host_gpu.calls.clear()
-        for layer in range(LAYERS):
-            twins.host.append(layer, k, v)
-            twins.cuda.append(layer, array_of(k), array_of(v), stream=STREAM)
-        moved = [call for call in host_gpu.calls if call[0] == "copy"]
-        row = twins.cuda.row_bytes
-        # Seven rows by five: five, then two, in each of four lanes, forwards.
-        assert [call[3] for call in moved] == [5 * row, 2 * row] * (2 * LAYERS)
-        assert [call[2] - call[1] for call in moved] == [5 * row] * len(moved)
-        assert {call[4] for call in moved} == {STREAM}
-        twins.check()
-
-        # Six of the first to before the last one, backwards, on the current stream.
-        host_gpu.calls.clear()
-        twins.cuda.trim_to(1, keep_first=8)
-        twins.host.trim_to(1, keep_first=8)
-        moved = [call for call in host_gpu.calls if call[0] == "copy"]
-        assert [call[3] for call in moved] == [3 * row, 3 * row, 2 * row] * (2 * LAYERS)
-        assert [call[1] - call[2] for call in moved] == [3 * row] * len(moved)
-        assert {call[4] for call in moved} == {0}
-        twins.check()
-
-
-def test_tokens_do_not_move_over_views(twins: Twins) -> None:
-    twins.append(ROWS)
-    k = given(twins.rng, (twins.batch, HEADS, 1, DIM), "float32")
-    for part in range(2):
-        views = twins.host.layer(1)[part], twins.cuda.layer(1)[part]
-        assert twins.do("trim_to", 3, keep_first=1)[0] is BufferError
-        del views
-    twins.do("trim_to", 3)
-    views = twins.host.layer(0)[0], twins.cuda.layer(0)[0]
-    twins.do("append", 0, k, k)  # to before them
-    twins.do("rollback")
-    twins.append(ROWS - 3)
-    twins.do("trim_to", ROWS - 1)
-    views = twins.host.layer(0)[0], twins.cuda.layer(0)[0]
-    assert twins.do("append", 0, k, k)[0] is BufferError
-    assert twins.do("reserve", 1)[0] is BufferError
-    del views
-    assert twins.do("append", 0, k, k)[0] is None
-
-
-@pytest.mark.parametrize("use", ["trim_to", "append", "reserve"])
-def test_when_moving_fails_nothing_is_dropped(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
-) -> None:
-    with Twins(dtype="f16") as twins:
-        twins.append(ROWS)
-        twins.do("trim_to", 4)
-        k, v = map(array_of, twins.tokens(2))
-        uses: dict[str, Callable[[], Any]] = {
-            "trim_to": lambda: twins.cuda.trim_to(1, keep_first=1),
-            "append": lambda: twins.cuda.append(0, k, v),
-            "reserve": lambda: twins.cuda.reserve(2),
-        }
-        error = RuntimeError("an illegal memory access was encountered")
-
-        def refuse(*_: Any) -> None:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(host_gpu, "copy", refuse)
-            with pytest.raises(RuntimeError) as caught:
-                uses[use]()
-            assert caught.value is error
-        twins.check()
-        assert "nothing is reserved" in twins.do("commit", 1)[1]  # not once more what was raised
-        twins.append(2)
-        twins.do("trim_to", 1, keep_first=1)
+# ---- what is refused ----
 
 
 @pytest.mark.parametrize("given_dtype", ["float16", "float32"])
@@ -499,53 +420,6 @@ def test_when_the_device_refuses_nothing_is_appended(
         twins.check()
         twins.do("append_all", k, v)
         twins.append(1)
-
-
-def test_who_comes_while_rows_are_queued(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call of CUDA releases the interpreter's lock, so that other threads may come."""
-    copy = host_gpu.copy
-    refused: list[str] = []
-
-    def meanwhile(*arguments: Any) -> None:
-        calls = [lambda: kv.append(0, k, k), lambda: kv.append_at(0, k, k, row), kv.clear, kv.close]
-        for call in calls:
-            with pytest.raises((RuntimeError, BufferError)) as caught:
-                call()
-            refused.append(str(caught.value))
-        copy(*arguments)
-
-    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
-        k = array_of(np.ones((1, HEADS, DIM), "float16"))
-        row = array_of(np.zeros(1, "int32"))
-        with monkeypatch.context() as patch:
-            patch.setattr(host_gpu, "copy", meanwhile)
-            kv.append(0, k, k)
-        assert ["another thread appends" in text for text in refused] == [
-            True,
-            True,
-            True,
-            False,
-        ] * 2
-        assert "live views" in refused[3]
-        assert len(kv) == 1
-        kv.append(0, k, k)
-        assert len(kv) == 2
-        refused.clear()
-        many = array_of(np.ones((ROWS - 2, HEADS, DIM), "float16"))
-        kv.append(0, many, many)
-        with monkeypatch.context() as patch:
-            patch.setattr(host_gpu, "copy", meanwhile)
-            kv.trim_to(1, keep_first=1)
-        assert ["another thread appends" in text for text in refused] == [
-            True,
-            True,
-            True,
-            False,
-        ] * 2
-        assert "live views" in refused[3]
-        kv.clear()
 
 
 def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
@@ -576,6 +450,60 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     assert host_gpu.calls == []
     twins.check()
     del k, v, pair, pairs
+
+
+def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> None:
+    """All bytes of an array count, not the first alone."""
+    with cuda.Tape(1 << 16) as tape:
+        front = tape.take(1024, "float16")
+        kv = cuda.KVCache(1, 1, 8, 16, tape=tape)
+        behind = tape.take(1024, "float16")
+        n_in_front = (kv.address(0, "k") - front.data.ptr) // 2
+        n = (behind.data.ptr - front.data.ptr) // 2 + 1024
+        memory_of_both = host_gpu.memory(front.data.ptr, 2 * n, tape)
+        both = host_gpu.array(memory_of_both, 0, (n,), np.dtype("float16"))
+        in_front = both[: n_in_front // 8 * 8].reshape(-1, 1, 8)[-4:]
+        after = both[-32:].reshape(4, 1, 8)
+        into = both[n_in_front - 8 : n_in_front + 24].reshape(4, 1, 8)
+        across = both[:: n // 32][:32].reshape(4, 1, 8)
+        backwards = both[-32:][::-1].reshape(4, 1, 8)
+        from_behind = both[:: -(n // 32)][:32].reshape(4, 1, 8)
+        row = array_of(np.zeros(1, "int32"))
+        for k in (into, across, from_behind):
+            for pair in ((k, after), (after, k)):
+                with pytest.raises(ValueError, match="got a view of this cache"):
+                    kv.append(0, *pair)
+                with pytest.raises(ValueError, match="got a view of this cache"):
+                    kv.append_at(0, *pair, row)
+        assert kv.is_empty
+        for k in (in_front, after, backwards, into[:0], into[:1]):
+            kv.append(0, k, k)
+        del k, pair, front, behind, both, in_front, after, into, across, backwards
+        del from_behind, memory_of_both
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_the_other_byte_order(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
+    with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:
+        host_gpu.calls.clear()
+        for swapped in (">f2", ">f4"):
+            right = array_of(np.ones((LAYERS, HEADS, DIM), swapped[1:]))
+            wrong = array_of(np.ones((LAYERS, HEADS, DIM), swapped))
+            row = array_of(np.zeros(1, "int32"))
+            for pair in ((wrong, wrong), (right, wrong), (wrong, right)):
+                for name, arguments in (
+                    ("append", [0, *pair]),
+                    ("append_all", pair),
+                    ("append_at", [0, *pair, row]),
+                ):
+                    with pytest.raises(TypeError, match=f"byte order, got {swapped}"):
+                        getattr(kv, name)(*arguments)
+            with pytest.raises(TypeError, match="expected one int32, got >i4"):
+                kv.append_at(0, right, right, array_of(np.zeros(1, ">i4")))
+            with pytest.raises(ValueError, match=f"bfloat16, got {swapped}"):
+                kv.layer(0, swapped)
+        assert kv.is_empty
+        assert host_gpu.calls == []
 
 
 # ---- snapshots ----
@@ -856,30 +784,20 @@ def test_for_dims(cuda: Any) -> None:
         assert (kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.max_seq_len) == (3, 2, 32, 40)
 
 
-def test_before_cupy_14_views_are_of_bits_and_bytes(
+def test_a_cache_that_cannot_be_begun_closes_its_memory(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    array = host_gpu.array
+    def place(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for the lengths of the layers")
 
-    def array_of_13(memory: Any, offset: int, shape: Any, dtype: Any, strides: Any = None) -> Any:
-        if np.dtype(dtype).char not in "?bBhHiIlLqQefdFD":
-            raise ValueError(f"Unsupported dtype {dtype}")
-        return array(memory, offset, shape, dtype, strides)
-
-    monkeypatch.setattr(host_gpu, "array", array_of_13)
-    for dtype, shown in (("bf16", np.uint16), ("q8_0", np.uint8), ("f16", np.float16)):
-        with Twins(dtype=dtype, batch=2) as twins:
-            for layer in range(LAYERS):
-                k, v = twins.tokens(3)
-                twins.host.append(layer, k, v)
-                twins.cuda.append(layer, array_of(k), array_of(v))
-                for there, here in zip(
-                    twins.cuda.layer(layer), twins.host.layer(layer), strict=True
-                ):
-                    assert there.dtype == shown
-                    assert there.shape[:3] == here.shape[:3]
-                    assert numpy_of(there).tobytes() == here.tobytes()
-            del there, here
+    monkeypatch.setattr(cuda.KVCache, "_place", place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(MemoryError, match="lengths") as caught:
+            cuda.KVCache(1, HEADS, DIM, ROWS)
+        del caught
+        gc.collect()
+    assert host_gpu.allocated == {}
 
 
 def test_kernels_are_compiled_when_the_cache_is_made(cuda: Any, host_gpu: HostDriver) -> None:

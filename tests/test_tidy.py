@@ -156,7 +156,10 @@ MODULES = sorted(
     for info in pkgutil.iter_modules(unimem.__path__)
     if info.name not in ("cli", "cuda", "engine", "models")
 )
-CORE = ["block", "gguf", "grid", "kv", "paged", "scratchpad", "status", "tape"]
+CORE = [
+    *("block", "gguf", "grid", "kv", "kv_device", "kv_rows", "paged", "scratchpad", "status"),
+    "tape",
+]
 
 
 def test_the_public_names_are_all_there_is() -> None:

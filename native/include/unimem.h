@@ -572,7 +572,8 @@ UM_API um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
 /* Whether the storage is memory of this process matters only to um_kv_append, um_kv_append_all and
  * um_kv_read, and where tokens move: um_kv_trim with keep_first, and um_kv_move. These call `mover`
  * (NULL: memmove) for each lane; what it returns beside UM_OK they return: then all lengths and
- * positions are as before, and rows that tokens were to go to may have been written. */
+ * positions are as before, but rows that tokens were to go to may have been written, and tokens
+ * that were in these are lost. So a mover fails before its first byte, or gives the cache up. */
 UM_API void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context);
 /* Declares that the rows hold n tokens whose next position is next_position, instead of what they
  * held: of a plain cache rows [0, n), of a ring where they belong. errors: UM_E_INVALID (n above

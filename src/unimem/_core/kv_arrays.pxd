@@ -1,6 +1,6 @@
 # Types of KV memory, and the arrays that are appended to it.
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 
@@ -10,12 +10,20 @@ cdef struct Given:
     um.um_kv_order order
     uint64_t n
 
+# The memory of an array: where its first element is, and its bytes from the lowest to the highest
+# address, which are none where it is empty.
+cdef struct Bytes:
+    uintptr_t at, low, end
+    # Whether it is C-contiguous.
+    bint in_order
+
 # The name of a KV type ("f16") of a name of it, of NumPy's or of ml_dtypes', or of a dtype.
 cdef str kv_type(object dtype)
 # Its native number; and the NumPy dtype of its elements, of q8_0 of its blocks.
 cdef um.um_dtype number_of_type(str name) except *
 cdef object numpy_type(um.um_dtype number)
-# The native type of elements of a dtype, which are to go to memory of type `stored`.
+# The native type of elements of a dtype, which are to go to memory of type `stored`. Of the other
+# byte order there is none.
 cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1
 # The array itself where its memory is in order, else a copy.
 cdef cnp.ndarray contiguous(object a)
@@ -40,5 +48,7 @@ cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uin
 cdef uint32_t units(Given *given, uint32_t head_dim)
 # An array's real shape, whatever a subclass says.
 cdef tuple shape_of(cnp.ndarray a)
+# The memory of an array of any library; strides are in bytes.
+cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
 # A layer's number, of those from 0 on.
 cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff

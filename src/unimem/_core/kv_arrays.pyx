@@ -4,7 +4,7 @@ import numpy as np
 
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
@@ -45,6 +45,9 @@ cdef object numpy_type(um.um_dtype number):
 cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1:
     global _bf16_number
     cdef int number = dtype.type_num
+    if not cnp.PyArray_ISNBO(dtype.byteorder):
+        raise TypeError("expected float32, float16 or bfloat16 in this machine's byte order, got "
+                        f"{dtype}")
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
@@ -130,6 +133,26 @@ cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype store
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1:
     check_types(out, k.descr, v.descr, stored, doing)
     return check_token_shapes(out, shape_of(k), shape_of(v), n_layers, heads, head_dim, doing)
+
+
+cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1:
+    cdef Py_ssize_t axis, size, stride, step = item
+    out.at = out.low = at
+    out.end = at + item
+    out.in_order = True
+    for axis in range(len(shape) - 1, -1, -1):
+        size, stride = shape[axis], strides[axis]
+        if size == 0:
+            out.low = out.end = at
+            break
+        if size > 1 and stride != step:
+            out.in_order = False
+        if stride < 0:
+            out.low -= <uintptr_t>((size - 1) * -stride)
+        else:
+            out.end += <uintptr_t>((size - 1) * stride)
+        step *= size
+    return 0
 
 
 cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff:

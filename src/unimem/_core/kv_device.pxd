@@ -2,7 +2,7 @@
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.kv_arrays cimport Given
+from unimem._core.kv_arrays cimport Bytes, Given
 from unimem._core.kv_rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape
@@ -18,12 +18,20 @@ cdef class KVDevice(KVRows):
     cdef readonly object _driver
     # Where rows move: the stream of the append that makes room for itself, or None: the current.
     cdef object _stream
-    # What the driver raised while the native library had rows moved.
-    cdef object _error
+    # While tokens move: the memory, whoever leaves the cache; what is raised when all are there;
+    # and whether bytes were moved.
+    cdef object _moving, _held_back
+    cdef bint _has_moved
+    # Whether that ended half way, because the device failed.
+    cdef bint _is_torn
+    # Of arrays that the driver takes as they are.
+    cdef object _array_type
 
-    cdef int check_given(self, Given *out, object k, object v, str doing) except -1
-    cdef int check_apart(self, object k, object v, str doing) except -1
+    cdef object as_array(self, object x)
+    # The shape of k and v.
+    cdef tuple check_given(self, Given *out, object k, object v, str doing)
+    # Where tokens are, which is not in this cache.
+    cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
-    cdef int queue(self, uint32_t layer, object k, object v, Given *given, uint64_t row,
-                   object stream) except -1
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1
+    cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

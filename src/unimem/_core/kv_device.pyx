@@ -10,7 +10,8 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
 from unimem._core.kv_arrays cimport (
-    Given, check_token_shapes, check_types, fits_tokens, layer_number, refuse_tokens,
+    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number,
+    refuse_tokens,
 )
 from unimem._core.kv_rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
@@ -23,8 +24,8 @@ cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16
                            um.UM_Q8_0: "q8_0"}
 cdef dict _FLOATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # Which axes of what is given are layers, streams, heads, tokens and values.
-cdef tuple _TOKEN_MAJOR = (None, None, 1, 0, 2)
-cdef tuple _HEAD_MAJOR = (None, 0, 1, 2, 3)
+cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
+                   um.UM_KV_HEAD_MAJOR: (None, 0, 1, 2, 3)}
 cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
 
 
@@ -32,8 +33,8 @@ cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbyte
     cdef KVDevice cache = <KVDevice>context
     try:
         cache.move_bytes(<uintptr_t>to, <uintptr_t>from_, nbytes)
-    except BaseException as error:  # raised again behind the native library
-        cache._error = error
+    except BaseException as error:
+        cache._held_back = error
         return um.UM_E_IO
     return um.UM_OK
 
@@ -55,12 +56,12 @@ cdef class KVDevice(KVRows):
     def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
         """Take the storage, where `_plan` has said how much."""
         self._storage.base = tape.take_raw(self._storage_bytes, 256)
-        self._tape = tape
-        self._owns_tape = owns_tape
         self._driver = driver
         self._views = Region.__new__(Region)
         self.start(&self._spec, &self._storage)
         um.um_kv_set_mover(&self.kv, _move, <void *>self)
+        self._tape = tape
+        self._owns_tape = owns_tape
 
     # ---- where its memory is ----
 
@@ -71,37 +72,69 @@ cdef class KVDevice(KVRows):
             if self._owns_tape and self._tape._left_out is not None:
                 raise ClosedError(f"KVCache '{self.name}' {self._tape._left_out}")
             self._tape.check_open()
+        if self._is_torn:
+            raise RuntimeError(f"KVCache '{self.name}' has lost tokens: the device failed while "
+                               "they were moved. Close it, and compute them again in a new one")
         return self._views
 
     cdef Py_ssize_t n_users(self):
         cdef Py_ssize_t n = self._tape._n_views() if self._owns_tape and self._tape._open else 0
-        return n + self._writing
+        return n + (self._writing or self._n_busy > 0)
 
     cdef object end(self):
         self._closed = True
         if self._owns_tape:
             self._tape.__exit__()
 
+    # ---- tokens that move ----
+
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
         # No device says in which order it copies: in pieces as long as the way is.
-        cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n
-        stream = self._driver.stream() if self._stream is None else self._stream
+        cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n, at
+        if self._moving is None:  # what runs Python comes before the first byte
+            if self._stream is None:
+                self._stream = self._driver.stream()
+            self._moving = self._tape._memory
         while left > 0:
             n = min(left, most)
             left -= n
             at = left if to > from_ else nbytes - left - n
-            self._driver.copy(to + at, from_ + at, n, stream)
+            self.move_piece(to + at, from_ + at, n)
+            self._has_moved = True
         return 0
 
-    cdef object fail(self, um.um_error *err, str doing):
-        error, self._error = self._error, None
+    cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
+        # What a signal's handler raises may come before the copy or behind it. A piece that is
+        # copied once more is the same, and half a move is none: so it is kept until all is moved.
+        # The driver's own error comes again.
+        try:
+            self._driver.copy(to, from_, nbytes, self._stream)
+        except BaseException as error:
+            self._held_back = error
+            self._driver.copy(to, from_, nbytes, self._stream)
+        return 0
+
+    cdef object end_move(self, um.um_status status, um.um_error *err, str doing):
+        error, self._held_back = self._held_back, None
+        self._is_torn = status != um.UM_OK and self._has_moved
+        self._has_moved = self._writing = False
+        self._moving = self._stream = None
         if error is not None:
             raise error
-        KVRows.fail(self, err, doing)
+        KVRows.end_move(self, status, err, doing)
 
     # ---- appending ----
 
-    cdef int check_given(self, Given *out, object k, object v, str doing) except -1:
+    cdef object as_array(self, object x):
+        # The driver's own type of arrays is learnt, and then not asked for again.
+        if type(x) is self._array_type:
+            return x
+        found = self._driver.to_array(x)
+        if found is x:
+            self._array_type = type(x)
+        return found
+
+    cdef tuple check_given(self, Given *out, object k, object v, str doing):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef cnp.npy_intp[4] sizes
         cdef tuple k_shape = k.shape, v_shape = v.shape
@@ -112,12 +145,13 @@ cdef class KVDevice(KVRows):
         if (not fits_tokens(out, n_dims, sizes, s.batch, s.n_kv_heads, s.head_dim)
                 or k_shape != v_shape):
             refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, k_shape, v_shape)
-        return 0
+        return k_shape
 
-    cdef int check_apart(self, object k, object v, str doing) except -1:
-        cdef uintptr_t k_at = k.data.ptr, v_at = v.data.ptr, base = <uintptr_t>self.kv.base
+    cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1:
+        cdef uintptr_t base = <uintptr_t>self.kv.base
+        find_bytes(out, a.data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
         # On a device there is no order in which what overlaps is read and written.
-        if k_at - base < self._storage_bytes or v_at - base < self._storage_bytes:
+        if out.low < base + self._storage_bytes and base < out.end:
             raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
                              "cache: append a copy")
         return 0
@@ -129,33 +163,58 @@ cdef class KVDevice(KVRows):
         finally:
             self._stream = None
 
-    cdef int queue(self, uint32_t layer, object k, object v, Given *given, uint64_t row,
-                   object stream) except -1:
-        cdef um.um_kv_spec *s = &self.kv.spec
-        cdef bint is_token_major = given.order == um.UM_KV_TOKEN_MAJOR
-        cdef size_t nbytes = given.n * self.kv.row_bytes
-        cdef uintptr_t out
-        self.check_apart(k, v, "KVCache.append")
-        if (given.type == s.type and s.batch == 1 and (is_token_major or given.n == 1)
-                and k.flags.c_contiguous and v.flags.c_contiguous):
-            out = <uintptr_t>um.um_kv_lane(&self.kv, layer, 0, 0) + row * self.kv.row_bytes
-            copy = self._driver.copy
-            copy(out, k.data.ptr, nbytes, stream)
-            copy(out + self.kv.lane_stride, v.data.ptr, nbytes, stream)
-        else:
-            self._write(k, v, _KERNEL_TYPES[given.type],
-                        _TOKEN_MAJOR if is_token_major else _HEAD_MAJOR, given.n, layer, 1, row, 0,
-                        stream)
-        return 0
+    def append(self, layer, k, v, *, stream=None):
+        """Append tokens to one layer.
 
-    def _append(self, layer, k, v, stream):
-        """Append tokens of one layer; k, v are arrays of the device, `stream` is its number."""
+        Parameters
+        ----------
+        layer : int
+            Which.
+        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``, with any strides. Tokens of the
+            cache's dtype that lie as they are stored (``[n, n_kv_heads, head_dim]`` without gaps)
+            are two asynchronous copies; all others are one launch of a kernel, which converts,
+            rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
+            They may be changed or dropped as soon as the stream has come so far.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull
+            There is no room for all n.
+        ValueError, TypeError
+            A wrong layer, shape, dtype or byte order; tokens that lie in this cache's own memory,
+            which a device would read and write in no order.
+        RuntimeError
+            Rows are reserved, or another thread appends; the cache has lost tokens.
+        BufferError
+            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, no token was appended. In a CUDA graph an append writes the same rows at
+        every replay, and counts once: see `append_at`.
+        """
         cdef um.um_error err
+        cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
+        cdef Bytes k_bytes, v_bytes
         cdef uint64_t row = 0
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
-        self.check_given(&given, k, v, "KVCache.append")
+        cdef size_t nbytes
+        cdef uintptr_t out
+        cdef uint32_t index
+        cdef tuple shape
+        k, v = self.as_array(k), self.as_array(v)
+        if type(stream) is not int:
+            stream = self._driver.stream(stream)
+        index = layer_number(layer, s.n_layers)
+        shape = self.check_given(&given, k, v, "KVCache.append")
         self.begin_change()
+        self.find_apart(&k_bytes, k, shape, "KVCache.append")
+        self.find_apart(&v_bytes, v, shape, "KVCache.append")
         while um.um_kv_append_begin(&self.kv, index, given.n, &row, &err) != um.UM_OK:
             if not self.find_rows_on(stream, &err, given.n):
                 self.fail(&err, "append")
@@ -164,7 +223,16 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory  # a call of CUDA lets other threads run, which may close
         self._writing = True
         try:
-            self.queue(index, k, v, &given, row, stream)
+            if (given.type == s.type and s.batch == 1 and k_bytes.in_order and v_bytes.in_order
+                    and (given.order == um.UM_KV_TOKEN_MAJOR or given.n == 1)):
+                nbytes = given.n * self.kv.row_bytes
+                out = <uintptr_t>um.um_kv_lane(&self.kv, index, 0, 0) + row * self.kv.row_bytes
+                copy = self._driver.copy
+                copy(out, k_bytes.at, nbytes, stream)
+                copy(out + self.kv.lane_stride, v_bytes.at, nbytes, stream)
+            else:
+                self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1,
+                            row, 0, stream)
         finally:
             self._writing = False
         um.um_kv_append_end(&self.kv, index, given.n)
@@ -173,6 +241,7 @@ cdef class KVDevice(KVRows):
         """Append one token of all layers."""
         cdef um.um_error err
         cdef Given given
+        cdef Bytes k_bytes, v_bytes
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef uint64_t row = 0
         cdef str doing = "KVCache.append_all"
@@ -180,8 +249,9 @@ cdef class KVDevice(KVRows):
         check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
         if s.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
-        self.check_apart(k, v, doing)
         self.begin_change()
+        self.find_apart(&k_bytes, k, k.shape, doing)
+        self.find_apart(&v_bytes, v, v.shape, doing)
         while um.um_kv_reserve(&self.kv, 1, &row, &err) != um.UM_OK:
             if not self.find_rows_on(stream, &err, 1):
                 self.fail(&err, "append_all")
@@ -200,14 +270,22 @@ cdef class KVDevice(KVRows):
     def _append_at(self, layer, k, v, uintptr_t row_address, stream):
         """Write tokens of one layer at the row that an int32 says when the device gets there."""
         cdef Given given
+        cdef Bytes k_bytes, v_bytes
+        cdef str doing = "KVCache.append_at"
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
-        self.check_given(&given, k, v, "KVCache.append_at")
+        shape = self.check_given(&given, k, v, doing)
         self.begin_change()
-        if given.n > 0:
-            self.check_apart(k, v, "KVCache.append_at")
-            self._write(k, v, _KERNEL_TYPES[given.type],
-                        _TOKEN_MAJOR if given.order == um.UM_KV_TOKEN_MAJOR else _HEAD_MAJOR,
-                        given.n, index, 1, 0, row_address, stream)
+        self.find_apart(&k_bytes, k, shape, doing)
+        self.find_apart(&v_bytes, v, shape, doing)
+        if given.n == 0:
+            return
+        _held = self._tape._memory
+        self._writing = True
+        try:
+            self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
+                        row_address, stream)
+        finally:
+            self._writing = False
 
     # ---- reading ----
 
@@ -241,10 +319,20 @@ cdef class KVDevice(KVRows):
         self.open_region()
         self.check_whole(doing)
 
+    def _while_held(self, read):
+        """Call what reads rows: meanwhile none of them moves, and the memory stays."""
+        self.open_region()
+        _held = self._tape._memory
+        self._n_busy += 1
+        try:
+            return read()
+        finally:
+            self.end_busy()
+
     def _wanted(self, dtype):
         """A dtype that rows can be converted to, and what kernels call it."""
         wanted = dtype_of(dtype)
-        if wanted.name not in _FLOATS:
+        if wanted.name not in _FLOATS or not wanted.isnative:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
         return wanted, _FLOATS[wanted.name]
 

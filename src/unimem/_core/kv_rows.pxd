@@ -55,6 +55,8 @@ cdef class KVRows(Watcher):
 
     cdef object fail(self, um.um_error *err, str doing)
     cdef int move_to(self, uint64_t row) except -1
+    # Ends what moved, or was to move, tokens: raises where it failed.
+    cdef object end_move(self, um.um_status status, um.um_error *err, str doing)
     cdef int make_rows(self, uint64_t row, uint64_t n) except -1
     # After a failure: whether it is worth trying again, since there is room now.
     cdef bint find_rows(self, um.um_error *err, uint64_t n) except -1

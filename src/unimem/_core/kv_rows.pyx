@@ -6,6 +6,7 @@ import weakref
 from unimem.errors import CacheFull
 from unimem.placement import format_bytes
 
+cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport strcmp
 
@@ -196,6 +197,7 @@ cdef class KVRows(Watcher):
 
     # ---- making room ----
 
+    @cython.final
     cdef object fail(self, um.um_error *err, str doing):
         raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
 
@@ -206,11 +208,14 @@ cdef class KVRows(Watcher):
         # device's driver lets others run.
         self._writing = True
         status = um.um_kv_move(&self.kv, row, &err)
-        self._writing = False
-        if status != um.UM_OK:
-            self.fail(&err, "move")
+        self.end_move(status, &err, "move")
         self._dropped = 0
         return 0
+
+    cdef object end_move(self, um.um_status status, um.um_error *err, str doing):
+        self._writing = False
+        if status != um.UM_OK:
+            self.fail(err, doing)
 
     cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
         # A view that goes meanwhile gives nothing back.
@@ -221,6 +226,7 @@ cdef class KVRows(Watcher):
             self.end_busy()
         return 0
 
+    @cython.final
     cdef bint find_rows(self, um.um_error *err, uint64_t n) except -1:
         if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
             return False
@@ -235,6 +241,7 @@ cdef class KVRows(Watcher):
                               "rows that the tokens have to move to, or away from: drop them first")
         return 0
 
+    @cython.final
     cdef int begin_change(self) except -1:
         self.open_region()
         if self._writing:
@@ -375,6 +382,7 @@ cdef class KVRows(Watcher):
 
     # ---- forgetting ----
 
+    @cython.final
     cdef void note_end(self) noexcept:
         self._lowest_end = min(self._lowest_end, um.um_kv_next_position(&self.kv))
 
@@ -446,9 +454,7 @@ cdef class KVRows(Watcher):
                                   f"{n}, where the first {keep_first} go: drop them first")
         self._writing = True  # as in move_to
         status = um.um_kv_trim(&self.kv, last, first, &err)
-        self._writing = False
-        if status != um.UM_OK:
-            self.fail(&err, "trim_to")
+        self.end_move(status, &err, "trim_to")
         held -= um.um_kv_seq_len(&self.kv)
         self._dropped += held * self.kv.row_bytes
         self.settle()
@@ -600,6 +606,7 @@ cdef class KVRows(Watcher):
         s = self.kv.spec
         batch = f", batch {s.batch}" if s.batch > 1 else ""
         kind = ", growing" if self.grow else f", ring of {s.window}" if s.window else ""
-        return (f"KVCache({self.seq_len} of {s.max_seq_len} tokens, {s.n_layers} layers, "
+        n = um.um_kv_seq_len(&self.kv)
+        return (f"KVCache({n} of {s.max_seq_len} tokens, {s.n_layers} layers, "
                 f"{s.n_kv_heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
                 f"{format_bytes(self.capacity_bytes)})")

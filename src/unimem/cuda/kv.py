@@ -39,7 +39,8 @@ class KVCache(KVDevice):
 
     Trimming moves no byte: the tokens begin at a later row. When the last row is used they move to
     the first, in pieces as long as the rows that are free there: trim a good part at once, not
-    token by token.
+    token by token. An interrupt that comes meanwhile is raised when all have moved; a device that
+    fails meanwhile has lost tokens, and from then on the cache says so and nothing else.
 
     One thread writes; others may read views of tokens that are there. A view stays valid while its
     rows are not written anew, and keeps the memory alive. A forked child has none of the memory,
@@ -171,47 +172,13 @@ class KVCache(KVDevice):
                 pinned=pinned,
                 **placement,
             )
-            self._place(own, driver, owns_tape=True)
-        self._shown = _shown(driver, self._dtype)
+            try:
+                self._place(own, driver, owns_tape=True)
+            except BaseException:
+                own.__exit__()
+                raise
 
     # ---- appending ----
-
-    def append(self, layer: int, k: Any, v: Any, *, stream: Any = None) -> None:
-        """Append tokens to one layer.
-
-        Parameters
-        ----------
-        layer : int
-            Which.
-        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
-            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
-            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``, with any strides. Tokens of the
-            cache's dtype that lie as they are stored (``[n, n_kv_heads, head_dim]`` without gaps)
-            are two asynchronous copies; all others are one launch of a kernel, which converts,
-            rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
-            They may be changed or dropped as soon as the stream has come so far.
-        stream : object, optional
-            A CUDA stream; CuPy's current one by default.
-
-        Raises
-        ------
-        CacheFull
-            There is no room for all n.
-        ValueError, TypeError
-            A wrong layer, shape or dtype; views of this cache's own memory.
-        RuntimeError
-            Rows are reserved, or another thread appends.
-        BufferError
-            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
-        ClosedError
-
-        Notes
-        -----
-        When it raises, no row was appended. In a CUDA graph an append writes the same rows at every
-        replay, and counts once: see `append_at`.
-        """
-        driver = self._driver
-        self._append(layer, driver.to_array(k), driver.to_array(v), driver.stream(stream))
 
     def append_all(self, k: Any, v: Any, *, stream: Any = None) -> None:
         """Append one token to all layers (batch 1), with one launch.
@@ -354,8 +321,7 @@ class KVCache(KVDevice):
             ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now. Views
             do not grow, and stay valid until their rows are written anew. Those of a ``"q8_0"``
             cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d``
-            (float16) and ``qs`` (32 int8). CuPy below 14 has neither bfloat16 nor such blocks:
-            there the views are of uint16, and of uint8 ``[..., head_dim / 32 * 34]``.
+            (float16) and ``qs`` (32 int8).
 
         Raises
         ------
@@ -368,6 +334,12 @@ class KVCache(KVDevice):
             if out is not None:
                 raise ValueError("out: expected together with dtype")
             return self._view(layer, False, row, n), self._view(layer, True, row, n)
+        return self._while_held(lambda: self._converted(i, dtype, out, stream))
+
+    def _converted(
+        self, i: int, dtype: npt.DTypeLike, out: tuple[Any, Any] | None, stream: Any
+    ) -> tuple[Any, Any]:
+        layer, row, n = self._span(i)
         wanted, kernel_type = self._wanted(dtype)
         shape = (self.batch, self.n_kv_heads, n, self.head_dim)
         driver = self._driver
@@ -399,7 +371,7 @@ class KVCache(KVDevice):
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
         address, owner = self._window(layer, v, row, n)
         head_bytes = self.row_bytes // self.n_kv_heads
-        item = self._shown.itemsize
+        item = self._dtype.itemsize
         memory = self._driver.memory(
             address, (self.batch - 1) * self.lane_stride + n * self.row_bytes, owner
         )
@@ -407,7 +379,7 @@ class KVCache(KVDevice):
             memory,
             0,
             (self.batch, self.n_kv_heads, n, head_bytes // item),
-            self._shown,
+            self._dtype,
             (self.lane_stride, head_bytes, self.row_bytes, item),
         )
 
@@ -452,6 +424,9 @@ class KVCache(KVDevice):
         CapacityError, MemoryError, PlacementError
             There is no room for it.
         """
+        return self._while_held(self._copied)
+
+    def _copied(self) -> Self:
         self._check_whole("copy")
         n, position = self.seq_len, self.next_position
         other = type(self)(
@@ -507,7 +482,8 @@ class KVCache(KVDevice):
             It cannot be written, or is a folder or device; the file is as it was.
         """
         self._check_whole("save")
-        snapshot.save(cast(um.KVCache, self), path, tokens, model)
+        kv = cast(um.KVCache, self)
+        self._while_held(lambda: snapshot.save(kv, path, tokens, model))
 
     @classmethod
     def restore(
@@ -640,15 +616,6 @@ def _steps(a: Any, axes: Axes) -> Five:
 def _steps_of_blocks(steps: Five, which: int) -> Five:
     _, _, heads, tokens, blocks = steps
     return heads, steps[which], blocks, tokens, 2
-
-
-def _shown(driver: gpu.Driver, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """As what CuPy shows rows of a dtype."""
-    try:
-        driver.array(driver.memory(0, 0, None), 0, (0,), dtype)
-    except (TypeError, ValueError):
-        return np.dtype(np.uint8 if dtype.names else np.uint16)
-    return dtype
 
 
 def _in_main_memory(nbytes: int) -> npt.NDArray[np.uint8]:
