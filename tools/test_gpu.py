@@ -46,9 +46,9 @@ TOOLS = {
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64"]
 
-# Seconds after which a step is ended, so that the others are run where one hangs. What they take is
-# half of it or less, also where torch is imported and CuPy compiles for the first time.
-BUILD_S, GPU_S, BENCH_S, HOST_S = 200, 180, 120, 90
+# Seconds after which a step is ended, so that the others are run where one hangs. None should take
+# half of it, also where torch is imported and CuPy compiles for the first time.
+BUILD_S, GPU_S, BENCH_S, HOST_S = 200, 200, 130, 120
 # All end before this.
 END = time.monotonic() + 475
 
