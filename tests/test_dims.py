@@ -71,7 +71,8 @@ def test_out_of_range(name: str, value: Any) -> None:
 
 
 def test_numpys_integers_are_integers() -> None:
-    same = um.ModelDims(*(np.int64(value) for value in (64, 172, 8, 4, 8, 512, 5, 512)))  # type: ignore[arg-type]
+    values: Any = [np.int64(value) for value in (64, 172, 8, 4, 8, 512, 5, 512)]
+    same = um.ModelDims(*values)
     assert same == DIMS
     assert {type(getattr(same, field.name)) for field in fields(same)} == {int, bool}
     with pytest.raises(ValueError, match="hidden_size must be an integer"):
