@@ -13,16 +13,17 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], None]
+Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 
 # What CUDA has and C++ has not, as far as it is needed. Operations that name their rounding round
 # as the CPU does, as long as nothing is fused.
 PRELUDE = r"""
 #include <cstring>
-#include <utility>
 
 #define __global__
 #define __device__
@@ -49,20 +50,16 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 """
 
-# Calls a kernel of any number of parameters for each thread of a grid.
+# Calls a kernel of one parameter for each thread of a grid.
 LAUNCH = r"""
-template <class... A, std::size_t... I>
-static void call(void (*kernel)(A...), const long long *args, std::index_sequence<I...>) {
-    kernel(static_cast<A>(args[I])...);
-}
-
-template <class... A>
-static int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block,
-                  const long long *args, int n_args) {
-    static_assert(((sizeof(A) == sizeof(long long)) && ...), "a parameter is not 64 bits wide");
-    if (n_args != sizeof...(A)) {
-        return sizeof...(A);
+template <class A>
+static int launch(void (*kernel)(A), const unsigned *grid, const unsigned *block,
+                  const void *given, std::size_t nbytes) {
+    A arguments;
+    if (nbytes != sizeof arguments) {
+        return sizeof arguments;
     }
+    std::memcpy(&arguments, given, nbytes);
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     for (unsigned z = 0; z < gridDim.z; z++)
@@ -73,15 +70,15 @@ static int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *bl
     for (unsigned tx = 0; tx < blockDim.x; tx++) {
         blockIdx = {x, y, z};
         threadIdx = {tx, ty, tz};
-        call(kernel, args, std::index_sequence_for<A...>());
+        kernel(arguments);
     }
     return 0;
 }
 
 #define LAUNCHES(NAME)                                                                      \
     extern "C" int launch_##NAME(const unsigned *grid, const unsigned *block,              \
-                                 const long long *args, int n_args) {                       \
-        return launch(NAME, grid, block, args, n_args);                                     \
+                                 const void *given, std::size_t nbytes) {                   \
+        return launch(NAME, grid, block, given, nbytes);                                    \
     }
 """
 
@@ -114,15 +111,18 @@ def compiled(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
 
 def launcher_of(name: str, function: Callable[..., int]) -> Launcher:
     def launch(
-        grid: tuple[int, ...], block: tuple[int, ...], args: tuple[int, ...], _stream: int
+        grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], _stream: int
     ) -> None:
         blocks, threads = ((*shape, 1, 1)[:3] for shape in (grid, block))
         assert all(0 < n <= most for n, most in zip(blocks, MOST_BLOCKS, strict=True)), blocks
         assert 0 < threads[0] * threads[1] * threads[2] <= MOST_THREADS, threads
-        assert all(type(n) is int and -(2**63) <= n < 2**63 for n in args), args
-        values = (ctypes.c_longlong * len(args))(*args)
+        # As CuPy passes a structure: an array of one element.
+        (given,) = args
+        assert isinstance(given, np.ndarray)
+        assert given.size == 1
         shapes = ((ctypes.c_uint * 3)(*shape) for shape in (blocks, threads))
-        n_expected = function(*shapes, values, len(args))
-        assert n_expected == 0, f"{name} has {n_expected} parameters, got {len(args)}"
+        at, nbytes = ctypes.c_void_p(given.ctypes.data), ctypes.c_size_t(given.nbytes)
+        n_expected = function(*shapes, at, nbytes)
+        assert n_expected == 0, f"{name} takes {n_expected} bytes, got {given.nbytes}"
 
     return launch

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Mapping
 from importlib import resources
+
+import numpy as np
 
 from unimem.gpu import Driver, Launcher
 
@@ -24,6 +27,10 @@ VALUES_ALONG_HEAD = 128
 MOST_BLOCKS = 65535  # along the second and third dimension of a grid
 
 Five = tuple[int, int, int, int, int]
+
+# What a kernel takes: one structure by value, which CuPy passes for an array of one element.
+_APPEND, _READ = struct.Struct("20q"), struct.Struct("9q")
+_OF_APPEND, _OF_READ = (np.dtype((np.void, fields.size)) for fields in (_APPEND, _READ))
 
 # Compiled once a device, since that takes a second.
 _compiled: weakref.WeakKeyDictionary[Driver, Mapping[str, Launcher]] = weakref.WeakKeyDictionary()
@@ -117,8 +124,8 @@ class RowKernels:
             return
         grid = _grid(n_lanes, n * heads, dim, self._block)
         rows = (layer_stride, lane_stride, row_bytes, row, n_rows, row_address)
-        arguments = (k, v, k_out, v_out, *sizes, *strides, *rows)
-        self._append[given](grid, self._block, arguments, stream)
+        arguments = _APPEND.pack(k, v, k_out, v_out, *sizes, *strides, *rows)
+        self._append[given](grid, self._block, (np.frombuffer(arguments, _OF_APPEND),), stream)
 
     def read(
         self,
@@ -153,5 +160,6 @@ class RowKernels:
         streams, heads, n, dim = sizes
         if n == 0:
             return
-        arguments = (lane, out, *sizes, lane_stride, row_bytes, row)
-        self._read[wanted](_grid(streams, n * heads, dim, BLOCK), BLOCK, arguments, stream)
+        arguments = _READ.pack(lane, out, *sizes, lane_stride, row_bytes, row)
+        grid = _grid(streams, n * heads, dim, BLOCK)
+        self._read[wanted](grid, BLOCK, (np.frombuffer(arguments, _OF_READ),), stream)

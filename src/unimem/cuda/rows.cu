@@ -5,7 +5,8 @@
 // changes a bit. A test compiles this source for the CPU and compares; hence no include, and no
 // warp-wide operation.
 //
-// All parameters are 64 bits wide, so that a launch can pass Python's integers as they are.
+// A kernel takes one structure of 64-bit integers, by value: a launch from Python passes one array
+// of NumPy's, which costs less than as many integers.
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -162,76 +163,74 @@ template <class To> __device__ inline void get(q8_0, To, char *out, const char *
 
 // ---- kernels ----
 
+struct Append {
+    u64 k, v, k_out, v_out;
+    i64 layers, streams, heads, n, dim;
+    i64 layer_stride, stream_stride, head_stride, token_stride, value_stride;
+    i64 out_layer_stride, out_lane_stride, row_bytes, row, n_rows;
+    u64 row_address;
+};
+
+struct Read {
+    u64 lanes, array;
+    i64 streams, heads, n, dim, lane_stride, row_bytes, row;
+};
+
 // Tokens [layers, streams, heads, n, dim], at k and, unless it is 0, at v, with strides in bytes,
 // become the rows `row`, `row + 1`, ... of their lanes: a lane is K or V of one stream of one
 // layer, and a token is one row of it, its heads beside each other. Unless row_address is 0, the
 // row is an int32 there, read when the kernel runs. Rows outside [0, n_rows) are not written.
-template <class From, class To>
-__device__ inline void append_rows(u64 k, u64 v, u64 k_out, u64 v_out, i64 layers, i64 streams,
-                                   i64 heads, i64 n, i64 dim, i64 layer_stride, i64 stream_stride,
-                                   i64 head_stride, i64 token_stride, i64 value_stride,
-                                   i64 out_layer_stride, i64 out_lane_stride, i64 row_bytes,
-                                   i64 row, i64 n_rows, u64 row_address) {
-    i64 first = row_address != 0 ? *(const int *)row_address : row;
-    i64 n_lanes = layers * streams, n_parts = v != 0 ? 2 : 1, n_units = dim / To::VALUES;
+template <class From, class To> __device__ inline void append_rows(const Append &a) {
+    i64 first = a.row_address != 0 ? *(const int *)a.row_address : a.row;
+    i64 n_lanes = a.layers * a.streams, n_parts = a.v != 0 ? 2 : 1, n_units = a.dim / To::VALUES;
     for (i64 z = blockIdx.z; z < n_parts * n_lanes; z += gridDim.z) {
-        i64 part = z / n_lanes, layer = z % n_lanes / streams, stream = z % streams;
-        const char *given = (const char *)(part == 0 ? k : v);
-        char *lane = (char *)(part == 0 ? k_out : v_out);
-        given += layer * layer_stride + stream * stream_stride;
-        lane += layer * out_layer_stride + stream * out_lane_stride;
-        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < n * heads;
+        i64 part = z / n_lanes, layer = z % n_lanes / a.streams, stream = z % a.streams;
+        const char *given = (const char *)(part == 0 ? a.k : a.v);
+        char *lane = (char *)(part == 0 ? a.k_out : a.v_out);
+        given += layer * a.layer_stride + stream * a.stream_stride;
+        lane += layer * a.out_layer_stride + stream * a.out_lane_stride;
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
              y += gridDim.y * (i64)blockDim.y) {
-            i64 token = y / heads, head = y % heads, at = first + token;
-            if (at < 0 || at >= n_rows) {
+            i64 token = y / a.heads, head = y % a.heads, at = first + token;
+            if (at < 0 || at >= a.n_rows) {
                 continue;
             }
-            const char *in = given + head * head_stride + token * token_stride;
-            char *out = lane + at * row_bytes + head * n_units * To::BYTES;
+            const char *in = given + head * a.head_stride + token * a.token_stride;
+            char *out = lane + at * a.row_bytes + head * n_units * To::BYTES;
             for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < n_units;
                  x += gridDim.x * (i64)blockDim.x) {
-                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * value_stride,
-                    value_stride);
+                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * a.value_stride,
+                    a.value_stride);
             }
         }
     }
 }
 
 // Rows from `row` on, of the lanes of `streams` streams, become an array [streams, heads, n, dim].
-template <class From, class To>
-__device__ inline void read_rows(u64 lanes, u64 array, i64 streams, i64 heads, i64 n, i64 dim,
-                                 i64 lane_stride, i64 row_bytes, i64 row) {
-    for (i64 z = blockIdx.z; z < streams; z += gridDim.z) {
-        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < n * heads;
+template <class From, class To> __device__ inline void read_rows(const Read &r) {
+    for (i64 z = blockIdx.z; z < r.streams; z += gridDim.z) {
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < r.n * r.heads;
              y += gridDim.y * (i64)blockDim.y) {
-            i64 token = y / heads, head = y % heads;
-            const char *in = (const char *)lanes + z * lane_stride + (row + token) * row_bytes;
-            char *out = (char *)array + ((z * heads + head) * n + token) * dim * To::BYTES;
-            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < dim;
+            i64 token = y / r.heads, head = y % r.heads;
+            const char *in = (const char *)r.lanes + z * r.lane_stride;
+            in += (r.row + token) * r.row_bytes;
+            char *out = (char *)r.array + ((z * r.heads + head) * r.n + token) * r.dim * To::BYTES;
+            for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < r.dim;
                  x += gridDim.x * (i64)blockDim.x) {
-                get(From(), To(), out + x * To::BYTES, in, head * dim + x);
+                get(From(), To(), out + x * To::BYTES, in, head * r.dim + x);
             }
         }
     }
 }
 
 #define APPEND(FROM, TO)                                                                           \
-    extern "C" __global__ void append_##FROM##_##TO(                                               \
-        u64 k, u64 v, u64 k_out, u64 v_out, i64 layers, i64 streams, i64 heads, i64 n, i64 dim,    \
-        i64 layer_stride, i64 stream_stride, i64 head_stride, i64 token_stride, i64 value_stride,  \
-        i64 out_layer_stride, i64 out_lane_stride, i64 row_bytes, i64 row, i64 n_rows,             \
-        u64 row_address) {                                                                         \
-        append_rows<FROM, TO>(k, v, k_out, v_out, layers, streams, heads, n, dim, layer_stride,    \
-                              stream_stride, head_stride, token_stride, value_stride,              \
-                              out_layer_stride, out_lane_stride, row_bytes, row, n_rows,           \
-                              row_address);                                                        \
+    extern "C" __global__ void append_##FROM##_##TO(Append a) {                                    \
+        append_rows<FROM, TO>(a);                                                                  \
     }
 
 #define READ(FROM, TO)                                                                             \
-    extern "C" __global__ void read_##FROM##_##TO(u64 lanes, u64 array, i64 streams, i64 heads,    \
-                                                  i64 n, i64 dim, i64 lane_stride, i64 row_bytes,  \
-                                                  i64 row) {                                       \
-        read_rows<FROM, TO>(lanes, array, streams, heads, n, dim, lane_stride, row_bytes, row);    \
+    extern "C" __global__ void read_##FROM##_##TO(Read r) {                                        \
+        read_rows<FROM, TO>(r);                                                                    \
     }
 
 #define OF_FLOATS(MAKE, TO) MAKE(f32, TO) MAKE(f16, TO) MAKE(bf16, TO)
