@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 import pickle
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 import unimem as um
 from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
-from unimem._core.status import device_ledger
+from unimem._core.status import device_ledger, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -141,6 +143,155 @@ def test_what_cannot_be_pinned_is_given_back(
     monkeypatch.setattr(host_gpu, "register", refuse)
     with pytest.raises(um.PlacementError):
         cuda.Block(MIB, pinned=True)
+
+
+HOST_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "array": lambda host: host.as_array(),
+    "part": lambda host: host.as_array()[5:],
+    "buffer": memoryview,
+    "tape": um.Tape,
+}
+
+
+@pytest.mark.parametrize("view", HOST_VIEWS)
+@pytest.mark.parametrize(
+    "owner", ["Block", "Tape", "Grid", "Layout", "DecodeBuffers", "Scratchpad"]
+)
+def test_closing_under_a_view_of_the_host_is_refused(
+    cuda: Any, host_gpu: HostDriver, owner: str, view: str
+) -> None:
+    dims = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
+    make: Callable[[], tuple[Any, Any]] = {
+        "Block": lambda: ((b := cuda.Block(MIB, pinned=True)), b),
+        "Tape": lambda: ((tape := cuda.Tape(MIB, pinned=True)), tape.block),
+        "Grid": lambda: ((grid := cuda.Grid(64, 8, pinned=True)), grid.tape.block),
+        "Layout": lambda: ((la := cuda.Layout(8, 8, 8, pinned=True)), la.history.block),
+        "DecodeBuffers": lambda: ((db := cuda.DecodeBuffers(dims, pinned=True)), db.tape.block),
+        "Scratchpad": lambda: ((pad := cuda.Scratchpad(8, 8, pinned=True)), pad.tape.block),
+    }[owner]
+    thing, block = make()
+    seen = HOST_VIEWS[view](block.host)
+    registered = dict(host_gpu.registered)
+    for _ in range(2):
+        with pytest.raises(BufferError, match="1 live views"):
+            thing.close()
+        assert not thing.closed
+        assert host_gpu.registered == registered
+    del seen
+    thing.close()
+    assert host_gpu.registered == {}
+
+
+def mapped(category: str = "other") -> int:
+    return ledger()[category]["mapped_bytes"]
+
+
+@pytest.mark.parametrize("view", ["array", "part", "buffer"])
+def test_a_view_of_the_host_outlives_the_with(cuda: Any, host_gpu: HostDriver, view: str) -> None:
+    before = mapped()
+    with cuda.Block(MIB, pinned=True, pages="4k") as block:
+        seen: Any = HOST_VIEWS[view](block.host)
+        seen[:3] = bytearray(b"abc") if view == "buffer" else (97, 98, 99)
+    assert host_gpu.registered == {}
+    assert mapped() == before + MIB
+    assert bytes(seen[:3]) == b"abc"
+    del seen
+    assert mapped() == before
+
+
+def test_memory_is_unmapped_after_cuda_has_let_go_of_it(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, then = mapped(), []
+    unregister = host_gpu.unregister
+
+    def noted(address: int) -> None:
+        unregister(address)
+        then.append(mapped() - before)
+
+    monkeypatch.setattr(host_gpu, "unregister", noted)
+    block = cuda.Block(MIB, pinned=True, pages="4k")
+    block.close()
+    with cuda.Block(MIB, pinned=True, pages="4k") as block:
+        seen = block.as_array()
+    del seen
+    assert then == [MIB, MIB]
+    assert mapped() == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_cuda_does_not_let_go_of_stays_mapped(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def refuse(address: int) -> None:
+        raise error("operation not permitted when stream is capturing")
+
+    before = mapped()
+    host = None
+    with monkeypatch.context() as patch:
+        patch.setattr(host_gpu, "unregister", refuse)
+        with cuda.Block(MIB, pinned=True, pages="4k") as block:
+            host = block.host
+        del block
+        gc.collect()
+        assert host is not None
+        with pytest.raises(BufferError):
+            host.close()
+        host.__exit__()
+        assert (mapped(), len(host_gpu.registered)) == (before + MIB, 1)
+    # The next one brings both back.
+    cuda.Block(4096, pinned=True, pages="4k").close()
+    assert (mapped(), host_gpu.registered) == (before, {})
+
+
+def interrupted(run: Callable[[], object], n: int) -> bool:
+    """Run, and raise KeyboardInterrupt before the nth line of cuda/block.py; False: it has less."""
+    n_lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal n_lines
+        if not frame.f_code.co_filename.endswith("cuda/block.py"):
+            return None
+        if event == "line":
+            n_lines += 1
+            if n_lines == n:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return n_lines >= n
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_interrupt_leaves_nothing_half_done(
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    def use() -> None:
+        with cuda.Block(MIB, pinned=pinned) as block:
+            block.as_array()
+
+    # Those of destructors; pytest's own hook would keep the object.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    before = mapped()
+    n = 1
+    while interrupted(use, n):
+        assert (host_gpu.allocated, held()) == ({}, 0)
+        # What the GPU sees is never unmapped; and unmapped as soon as it sees it no more.
+        assert mapped() - before == sum(host_gpu.registered.values())
+        for address in list(cuda.block._pinned):
+            cuda.block._unpin(host_gpu, address)
+        assert (host_gpu.registered, mapped()) == ({}, before)
+        n += 1
+        assert n < 200
+    assert n > 30
 
 
 def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
@@ -269,11 +420,19 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver) -> None:
                 with pytest.raises(um.ClosedError, match="forked child does not have"):
                     each.as_array()
                 each.close()
+            makers: tuple[Callable[..., Any], ...] = (cuda.Block, cuda.Tape)
+            for make in makers:
+                with pytest.raises(
+                    um.ClosedError, match=r"cuda:0: a forked child has no CUDA.*spawn"
+                ):
+                    make(MIB)
+            assert um.report().device_bytes == {}
             n_calls = len(host_gpu.allocated), len(host_gpu.registered)
             return n_calls == (1, 1)  # nothing was told the driver
 
         assert exit_status(child) == 0
         assert not block.closed
+        assert um.report().device_bytes["cuda:0"] == MIB
         del view
 
 

@@ -108,8 +108,8 @@ class _Memory:
         self.nbytes, self.address = host.nbytes, host.address
         # Who closes the host's block by himself is refused: the GPU still sees it.
         self.users = memoryview(host)
-        _pinned[self.address] = host, self.users
         try:
+            _pinned[self.address] = host, self.users
             self.host = host
             self._driver.register(host.address, host.nbytes)
         except BaseException:
@@ -132,13 +132,15 @@ _stuck: list[tuple[gpu.Driver, int]] = []
 def _unpin(driver: gpu.Driver, address: int) -> None:
     # For destructors, which never raise: CUDA may be gone before the interpreter is.
     try:
+        if address not in _pinned:
+            return
+        host, users = _pinned[address]
         driver.unregister(address)
-        host, users = _pinned.pop(address)
+        del _pinned[address]
+        users.release()
+        host.__exit__()
     except BaseException:
         _stuck.append((driver, address))
-        return
-    users.release()
-    host.__exit__()
 
 
 _alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
