@@ -130,6 +130,10 @@ class _Range:
         self.is_swapped = False
         self.is_closed = False
 
+    def place(self, name: str) -> str:
+        """Return the first name of the place that a name stands for now."""
+        return _SWAPPED.get(name, name) if self.is_swapped else name
+
     def array(self, place: str) -> Any:
         """Make the flat array of a place."""
         self.tape.mark()  # who has no tape any more, such as a forked child, learns why
@@ -232,11 +236,7 @@ class BufferSet(_Arrays):
         ClosedError
         """
         opened = self._check_open()
-        return {name: opened.address + opened.offsets[self._place(name)] for name in opened.specs}
-
-    def _place(self, name: str) -> str:
-        """Return the name of the place that a name stands for now."""
-        return name
+        return {name: opened.address + opened.offsets[opened.place(name)] for name in opened.specs}
 
     @property
     def closed(self) -> bool:
@@ -318,17 +318,14 @@ class _DecodeNames(_Arrays, Generic[A]):
     @property
     def residual(self) -> A:
         """What the next layer reads."""
-        array: A = self._array(self._place("residual"))
+        array: A = self._array(self._opened().place("residual"))
         return array
 
     @property
     def post_norm_residual(self) -> A:
         """What the layer writes."""
-        array: A = self._array(self._place("post_norm_residual"))
+        array: A = self._array(self._opened().place("post_norm_residual"))
         return array
-
-    def _place(self, name: str) -> str:
-        return _SWAPPED.get(name, name) if self._opened().is_swapped else name
 
 
 class DecodeBatch(_DecodeNames[A]):
