@@ -75,6 +75,8 @@ class HostDriver(gpu.Driver):
         What was queued, and what was waited for.
     total_bytes : int
         What the device has.
+    page_bytes : int
+        What an allocation takes of it is a multiple of this; 2 MiB on a device.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -89,6 +91,7 @@ class HostDriver(gpu.Driver):
         self.n_allocations = 0
         self._pid = os.getpid()
         self.total_bytes = 1 << 40
+        self.page_bytes = 1
 
     def use(self) -> None:
         pass
@@ -96,13 +99,16 @@ class HostDriver(gpu.Driver):
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> HostMemory:
-        if nbytes > self.free_bytes():
-            used = sum(self.allocated.values())
+        if self._on_device(nbytes) > self.free_bytes():
+            used = self.total_bytes - self.free_bytes()
             raise CapacityError(f"{self.name} has no room", self.total_bytes, used, nbytes)
         return HostMemory(self, nbytes)
 
     def free_bytes(self) -> int:
-        return self.total_bytes - sum(self.allocated.values())
+        return self.total_bytes - sum(map(self._on_device, self.allocated.values()))
+
+    def _on_device(self, nbytes: int) -> int:
+        return -(-nbytes // self.page_bytes) * self.page_bytes
 
     def register(self, address: int, nbytes: int) -> None:
         assert address not in self.registered

@@ -6,10 +6,13 @@ What they share with layouts of main memory is tested in test_layout.py.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unimem as um
@@ -18,6 +21,8 @@ from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -69,38 +74,68 @@ def test_the_buffers_fit_exactly(cuda: Any, model: Path) -> None:
         assert layout.history.available_bytes == 0
 
 
-def test_the_context_is_what_fits(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
-    with um.open_weights(model) as weights, cuda.Layout.for_model(weights) as layout:
+RESERVED = 512 * MIB
+
+
+def on_device(nbytes: int) -> int:
+    return -(-nbytes // (2 * MIB)) * 2 * MIB
+
+
+def test_the_context_is_what_fits_beside_a_reserve(
+    cuda: Any, host_gpu: HostDriver, model: Path
+) -> None:
+    host_gpu.page_bytes = 2 * MIB
+    batch = 1024
+    with um.open_weights(model) as weights, cuda.Layout.for_model(weights, batch=batch) as layout:
         dims = um.ModelDims.from_weights(weights)
         cache = (dims.num_layers, dims.num_kv_heads, dims.head_dim)
         most = min(dims.max_seq_len, 4096)
-        assert layout.history.total_bytes == um.KVCache.storage_bytes(*cache, most)
-        fixed = layout.weights.total_bytes + layout.scratch.total_bytes
-    for n in (1, 2, most // 2, most):
-        room = um.KVCache.storage_bytes(*cache, n)
-        host_gpu.total_bytes = fixed + room
-        with cuda.Layout.for_model(model) as layout:
-            assert layout.history.total_bytes == room
-    host_gpu.total_bytes -= 1
-    with cuda.Layout.for_model(model) as layout:
-        assert layout.history.total_bytes == um.KVCache.storage_bytes(*cache, most - 1)
+        assert layout.history.total_bytes == um.KVCache.storage_bytes(*cache, most, batch=batch)
+        fixed = on_device(layout.weights.total_bytes) + on_device(layout.scratch.total_bytes)
+
+    def history(n: int) -> int:
+        return um.KVCache.storage_bytes(*cache, n, batch=batch)
+
+    chosen = []
+    for n_pages in range(on_device(history(1)) // (2 * MIB), on_device(history(most)) // (2 * MIB)):
+        host_gpu.total_bytes = fixed + n_pages * 2 * MIB + RESERVED
+        with cuda.Layout.for_model(model, batch=batch) as layout:
+            assert host_gpu.free_bytes() == RESERVED
+            assert layout.history.total_bytes <= n_pages * 2 * MIB
+            chosen.append(layout.history.total_bytes // history(1))
+            assert history(chosen[-1] + 1) > n_pages * 2 * MIB
+    assert chosen[0] >= 1
+    assert len(set(chosen)) > 3
+    host_gpu.total_bytes -= 1  # then one page less
+    with cuda.Layout.for_model(model, batch=batch) as layout:
+        assert layout.history.total_bytes < history(chosen[-1])
 
 
 @pytest.mark.parametrize("ctx", [None, 1, 16])
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
     cuda: Any, host_gpu: HostDriver, model: Path, ctx: int | None
 ) -> None:
-    with cuda.Layout.for_model(model, ctx=ctx or 1) as layout:
-        needed = layout.total_bytes
+    host_gpu.page_bytes = 2 * MIB
+    # Three pages for three tapes. Who says how many tokens decides what else has room.
+    needed = 6 * MIB + (RESERVED if ctx is None else 0)
     before = host_gpu.n_allocations
     host_gpu.total_bytes = needed - 1
     with pytest.raises(um.CapacityError, match="a smaller ctx") as caught:
         cuda.Layout.for_model(model, ctx=ctx)
     error = caught.value
     assert (error.limit, error.used, error.asked) == (needed - 1, 0, needed)
+    assert ("512.0 MiB for kernels" in str(error)) == (ctx is None)
     assert host_gpu.n_allocations == before
     host_gpu.total_bytes = needed
     cuda.Layout.for_model(model, ctx=ctx).close()
+
+
+def test_the_context_may_be_numpys(cuda: Any, model: Path) -> None:
+    with (
+        cuda.Layout.for_model(model, ctx=np.int64(16)) as layout,
+        cuda.Layout.for_model(model, ctx=16) as same,
+    ):
+        assert layout.history.total_bytes == same.history.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -109,6 +144,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
         ({"ctx": 0}, ValueError),
         ({"ctx": -5}, ValueError),
         ({"ctx": 1.5}, ValueError),
+        ({"ctx": True}, ValueError),
         ({"ctx": 2**31}, ValueError),
         ({"ctx": 2**31 - 1}, um.CapacityError),
         ({"batch": 0}, ValueError),
@@ -206,6 +242,47 @@ def test_tensors_outlive_the_with(cuda: Any, host_gpu: HostDriver, model: Path) 
     assert host_gpu.allocated == {}
 
 
+def test_tensors_are_only_looked_at(cuda: Any, model: Path) -> None:
+    with cuda.Layout.for_model(model, ctx=16) as layout:
+        tensors = layout.tensors
+        name = next(iter(tensors))
+        with pytest.raises(TypeError):
+            tensors["mine"] = tensors[name]
+        with pytest.raises(TypeError):
+            del tensors[name]
+        assert len(tensors) == len(layout.tensors) > 3
+    assert len(tensors) == 0
+    with cuda.Layout(8, 8, 8) as layout:
+        assert len(layout.tensors) == 0
+
+
+def test_an_interrupted_close_loses_no_tensor(
+    cuda: Any, host_gpu: HostDriver, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = cuda.Layout.for_model(model, ctx=16)
+    n = len(layout.tensors)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        # Behind `clear`, before anything else.
+        if frame.f_code is not type(layout).close.__code__:
+            return None
+        if event == "line" and len(layout._tensors) == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            layout.close()
+    finally:
+        sys.settrace(before)
+    assert not layout.closed
+    assert len(layout.tensors) == n
+    layout.close()
+    assert host_gpu.allocated == {}
+
+
 def test_opened_weights_are_in_main_memory(cuda: Any, model: Path) -> None:
     with um.open_weights(model) as weights, pytest.raises(TypeError, match="for_model"):
         cuda.Layout(weights, 100, 100)
@@ -228,6 +305,8 @@ def test_a_forked_child_has_no_device_memory(cuda: Any, model: Path) -> None:
             for use in (layout.clear_pass, layout.clear_talk, layout.freeze, layout.stat):
                 with pytest.raises(um.ClosedError, match="is memory of a GPU"):
                     use()
+            assert layout.closed
+            assert repr(layout) == "Layout(closed)"
             layout.close()
             return bool(layout.closed)
 

@@ -239,7 +239,7 @@ def test_a_tape_over_a_block(cuda: Any, host_gpu: HostDriver) -> None:
     assert host_gpu.registered == {}
     with pytest.raises(um.ClosedError):
         cuda.Tape(block)
-    with um.Block(4096) as host, pytest.raises(TypeError):
+    with um.Block(4096) as host, pytest.raises(TypeError, match=r"unimem\.Block.*pinned=True"):
         cuda.Tape(host)
 
 

@@ -182,8 +182,9 @@ class Lifetimes(Generic[TapeT]):
 
     @property
     def closed(self) -> bool:
-        """Whether the layout was closed."""
-        return self._closed
+        """Whether the layout was closed, or has lost its memory, as in a forked child."""
+        parts = (self.weights, self.scratch, self.history)
+        return self._closed or any(part.closed for part in parts)
 
     def stat(self) -> Stat:
         """Return how much of each tape is used."""
@@ -236,7 +237,7 @@ class Lifetimes(Generic[TapeT]):
         self._closed = True
 
     def __repr__(self) -> str:
-        return "Layout(closed)" if self._closed else f"Layout({self.stat()})"
+        return "Layout(closed)" if self.closed else f"Layout({self.stat()})"
 
 
 class Layout(Lifetimes[Tape]):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from os import PathLike
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
 from unimem import gpu
@@ -22,6 +23,18 @@ from unimem.plan import DEFAULT_CTX
 from unimem.weights import Weights, open_weights
 
 __all__ = ["Layout"]
+
+# What an allocation takes of the device's memory is a multiple of this: cudaMalloc maps pages of
+# 2 MiB.
+_PAGE_BYTES = 2 << 20
+# What a context that is chosen leaves free: CUDA loads kernels when they are first launched, cuBLAS
+# takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and CuPy's
+# pool has what a step makes beside the layout.
+_RESERVE_BYTES = 512 << 20
+
+
+def _on_device(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Layout(Lifetimes[Tape]):
@@ -92,6 +105,8 @@ class Layout(Lifetimes[Tape]):
             )
         check_placement("Layout", placement)  # which no tape may need
         super().__init__(weights, scratch, history, new_tape)
+        # Where each tensor is, and the arrays, which the layout holds for whoever asks.
+        self._places: dict[str, tuple[int, tuple[int, ...], Any]] = {}
         self._tensors: dict[str, Any] = {}
 
     @classmethod
@@ -115,7 +130,8 @@ class Layout(Lifetimes[Tape]):
         path_or_weights : path-like or Weights
             A model file, or an opened one, which stays open and is not needed any more.
         ctx : int, optional
-            Tokens of context; by default the smallest of the model's, 4096 and what fits.
+            Tokens of context; by default the smallest of the model's, 4096 and what fits beside
+            512 MiB, which stay free for kernels and libraries.
         batch : int, default 1
             Sequences that are decoded at once.
         kv_dtype : str, default "f16"
@@ -155,8 +171,8 @@ class Layout(Lifetimes[Tape]):
                     device=device,
                     progress=progress,
                 )
-        is_count = isinstance(ctx, int) and not isinstance(ctx, bool) and 1 <= ctx < 2**31
-        if not (ctx is None or is_count):
+        is_integer = isinstance(ctx, Integral) and not isinstance(ctx, bool)
+        if ctx is not None and not (is_integer and 1 <= ctx < 2**31):
             raise ValueError(f"ctx: expected an integer from 1 to {2**31 - 1}, got {ctx!r}")
         weights = path_or_weights
         dims = replace(ModelDims.from_weights(weights), max_batch_size=batch)
@@ -169,35 +185,53 @@ class Layout(Lifetimes[Tape]):
         weights_bytes = weights.mapped_bytes - weights._opened().data_offset
         scratch_bytes = DecodeBuffers.bytes_needed(dims)
         free = gpu.driver(device).free_bytes()
+        reserved = _RESERVE_BYTES if ctx is None else 0
         if ctx is None:
             most = range(1, min(dims.max_seq_len, DEFAULT_CTX) + 1)
-            room = free - weights_bytes - scratch_bytes
+            room = free - reserved - _on_device(weights_bytes) - _on_device(scratch_bytes)
             # Where nothing fits, what is said below is for one token.
-            ctx = max(1, bisect_right(most, room, key=history_bytes))
-        sizes = (weights_bytes, scratch_bytes, history_bytes(ctx))
-        if sum(sizes) > free:
+            ctx = max(1, bisect_right(most, room, key=lambda n: _on_device(history_bytes(n))))
+        sizes = (weights_bytes, scratch_bytes, history_bytes(int(ctx)))
+        needed = sum(map(_on_device, sizes)) + reserved
+        if needed > free:
+            kept = f" and {format_bytes(reserved)} for kernels" if reserved else ""
             raise CapacityError(
-                f"cuda:{device}: the model needs {format_bytes(sum(sizes))} for {ctx} tokens "
+                f"cuda:{device}: the model needs {format_bytes(needed)} for {ctx} tokens "
                 f"({', '.join(format_bytes(size) for size in sizes)} of weights, scratch and "
-                f"history), and {format_bytes(free)} are free: a smaller ctx or batch, kv_dtype "
-                "'q8_0', or a model of fewer bits",
+                f"history{kept}, in whole pages of 2 MiB), and {format_bytes(free)} are free: a "
+                "smaller ctx or batch, kv_dtype 'q8_0', or a model of fewer bits",
                 free,
                 0,
-                sum(sizes),
+                needed,
             )
         layout = cls(*sizes, device=device)
         try:
-            layout._tensors = weights.to_device(layout.weights, progress=progress)
+            tensors = weights.to_device(layout.weights, progress=progress)
+            layout._places = {
+                name: (array.data.ptr - array.data.mem.ptr, array.shape, array.dtype)
+                for name, array in tensors.items()
+            }
+            layout._tensors = tensors
         except BaseException:
             layout.__exit__()
             raise
         return layout
 
     @property
-    def tensors(self) -> dict[str, Any]:
-        """The model's tensors by name, as `cupy.ndarray`; empty unless made by `for_model`."""
+    def tensors(self) -> Mapping[str, Any]:
+        """The model's tensors by name, as `cupy.ndarray`; empty unless made by `for_model`.
+
+        A read-only view, which is empty once the layout is closed; arrays of it keep their memory.
+        """
         self._check_open()
-        return self._tensors
+        if len(self._tensors) < len(self._places):  # a close was interrupted
+            self._fill()
+        return MappingProxyType(self._tensors)
+
+    def _fill(self) -> None:
+        for name, place in self._places.items():
+            if name not in self._tensors:
+                self._tensors[name] = self.weights._new_array(*place)
 
     def close(self) -> None:
         """Give the memory back; blocks that were passed in stay open.
@@ -208,16 +242,11 @@ class Layout(Lifetimes[Tape]):
             Arrays still use a tape, or are somebody's of `tensors`; nothing is closed then.
         """
         # What only the layout holds is nobody's; what others hold counts without the dict, too.
-        places = [
-            (name, array.data.ptr - array.data.mem.ptr, array.shape, array.dtype)
-            for name, array in self._tensors.items()
-        ]
         self._tensors.clear()
         try:
             super().close()
         except BaseException:
-            for name, offset, shape, dtype in places:
-                self._tensors[name] = self.weights._new_array(offset, shape, dtype)
+            self._fill()
             raise
 
     def __exit__(

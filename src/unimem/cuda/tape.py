@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import unimem as um
 from unimem._core.tape import DeviceTape
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
 from unimem.placement import PlacementOptions
@@ -65,6 +66,11 @@ class Tape(DeviceTape):
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
+        if isinstance(nbytes_or_block, um.Block):
+            raise TypeError(
+                "expected a size in bytes or a cuda.Block, got a unimem.Block, which is in main "
+                "memory: cuda.Tape(nbytes, pinned=True) is there too, and the GPU sees it"
+            )
         owns_block = not isinstance(nbytes_or_block, Block)
         if isinstance(nbytes_or_block, Block):
             refuse_placement("block", nbytes_or_block.device, device, pinned, placement)
