@@ -482,6 +482,26 @@ def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> No
         del from_behind, memory_of_both
 
 
+def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+        tokens = np.ones((1, HEADS, DIM), "float16")
+        here, there, empty = array_of(tokens), array_of(tokens, 1), array_of(tokens[:0], 1)
+        row = array_of(np.zeros(1, "int32"))
+        kv.append(0, here, here)
+        host_gpu.calls.clear()
+        for pair in ((there, there), (here, there), (there, here)):
+            for name, arguments in (
+                ("append", [0, *pair]),
+                ("append_all", pair),
+                ("append_at", [0, *pair, row]),
+            ):
+                with pytest.raises(ValueError, match="array on cuda:0, got one on cuda:1"):
+                    getattr(kv, name)(*arguments)
+        kv.append(0, empty, empty)
+        assert host_gpu.calls == []
+        assert len(kv) == 1
+
+
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_other_byte_order(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
     with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:

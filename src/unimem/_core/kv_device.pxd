@@ -16,6 +16,7 @@ cdef class KVDevice(KVRows):
     # Maps nothing: its windows are the views, at offsets in the storage.
     cdef Region _views
     cdef readonly object _driver
+    cdef int _device
     # Where rows move: the stream of the append that makes room for itself, or None: the current.
     cdef object _stream
     # While tokens move: the memory, whoever leaves the cache; what is raised when all are there;
@@ -30,7 +31,7 @@ cdef class KVDevice(KVRows):
     cdef object as_array(self, object x)
     # The shape of k and v.
     cdef tuple check_given(self, Given *out, object k, object v, str doing)
-    # Where tokens are, which is not in this cache.
+    # Where tokens are, which is on this device and not in this cache.
     cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

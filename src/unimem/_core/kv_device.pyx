@@ -57,6 +57,7 @@ cdef class KVDevice(KVRows):
         """Take the storage, where `_plan` has said how much."""
         self._storage.base = tape.take_raw(self._storage_bytes, 256)
         self._driver = driver
+        self._device = driver.id
         self._views = Region.__new__(Region)
         self.start(&self._spec, &self._storage)
         um.um_kv_set_mover(&self.kv, _move, <void *>self)
@@ -126,7 +127,7 @@ cdef class KVDevice(KVRows):
     # ---- appending ----
 
     cdef object as_array(self, object x):
-        # The driver's own type of arrays is learnt, and then not asked for again.
+        # The driver's own type of arrays is learnt. Where they are `find_apart` looks at.
         if type(x) is self._array_type:
             return x
         found = self._driver.to_array(x)
@@ -149,7 +150,10 @@ cdef class KVDevice(KVRows):
 
     cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1:
         cdef uintptr_t base = <uintptr_t>self.kv.base
-        find_bytes(out, a.data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
+        data = a.data
+        if <int>data.device_id != self._device:
+            self._driver.to_array(a)  # raises, unless it is empty
+        find_bytes(out, data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
         # On a device there is no order in which what overlaps is read and written.
         if out.low < base + self._storage_bytes and base < out.end:
             raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import unimem as um
 from unimem import gpu, snapshot
 from unimem._core.kv_device import KVDevice
-from unimem.cuda.block import unsupported
+from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.placement import PlacementOptions
@@ -22,7 +22,6 @@ __all__ = ["KVCache"]
 
 # Of q8_0: a block of 32 values, which kernels copy as so many float16.
 _BLOCK_BYTES = 34
-_PLACEMENT = tuple(PlacementOptions.__annotations__)
 
 Axes = tuple[int | None, int | None, int, int, int]
 
@@ -132,11 +131,7 @@ class KVCache(KVDevice):
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        for option in placement:
-            if option not in _PLACEMENT:
-                raise TypeError(
-                    f"KVCache: unexpected option {option!r}; placement is {', '.join(_PLACEMENT)}"
-                )
+        check_placement("KVCache", placement)
         if window is not None or spare_rows:
             unsupported("ring", "KVCache: a ring (window=)", "a fixed cache, and trim_to")
         if grow:
@@ -149,12 +144,7 @@ class KVCache(KVDevice):
         if tape is not None:
             if not isinstance(tape, Tape):
                 raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
-            given = {"device": device not in (0, tape.block.device), "pinned": pinned}
-            refused = [*(option for option, is_given in given.items() if is_given), *placement]
-            if refused:
-                raise ValueError(
-                    f"a tape is placed already: {', '.join(refused)} not accepted beside tape="
-                )
+            refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = gpu.driver(device) if tape is None else tape.block._driver
         self._made_with: dict[str, Any] = {"device": driver.id, "pinned": pinned, **placement}
         # Compiled before anything is taken, so that a compiler that fails leaves nothing.
