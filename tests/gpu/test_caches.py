@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,32 @@ def test_the_same_calls_give_the_same_tokens(dtype: str, batch: int) -> None:
                 kv.append(0, token, token)
             assert (caught.value.limit, caught.value.used) == (N_ROWS, N_ROWS)
         assert_same(ours, host)
+
+
+def test_an_interrupt_while_tokens_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    for nth in (1, 2, 20):
+        with cuda.KVCache(*SHAPE) as ours, um.KVCache(*SHAPE) as host:
+            for layer in range(N_LAYERS):
+                k, v = (given(rng, (N_ROWS, N_HEADS, HEAD_DIM), "float16") for _ in range(2))
+                host.append(layer, k, v)
+                ours.append(layer, bridge.up(k), bridge.up(v))
+            for kv in (ours, host):
+                kv.trim_to(N_ROWS - 7)
+            driver = ours._driver
+            copy, left = driver.copy, itertools.count(nth - 1, -1)
+
+            def interrupted(*arguments: Any, copy: Any = copy, left: Any = left) -> None:
+                copy(*arguments)
+                if next(left) == 0:
+                    raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "copy", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    ours.reserve(7)
+            assert_same(ours, host)
+            assert ours.reserve(7) == host.reserve(7) == N_ROWS - 7
 
 
 def test_a_converted_layer_may_be_given_its_place(counted: Any) -> None:
