@@ -311,9 +311,9 @@ def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
         for block in (um.Block, cuda.Block):
             with pytest.raises(ValueError, match=said):
                 block(wrong)
-    for wrong in ("1", 1.5, None):
+    for no_integer in ("1", 1.5, None):
         with pytest.raises(TypeError):
-            cuda.Block(wrong)
+            cuda.Block(no_integer)
     with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
         cuda.Block(1, device=1)
     with pytest.raises(TypeError):

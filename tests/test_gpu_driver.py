@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unimem as um
 from conftest import Run
+from host_gpu import array_of
 from unimem import gpu
 from unimem.gpu import Driver
 
@@ -66,12 +72,131 @@ def test_arrays_are_cupys_over_any_address() -> None:
 
 
 def test_what_is_no_array_on_a_gpu_is_refused() -> None:
-    import numpy as np
-
-    for wrong in (np.zeros(3), [1.0], None, "x", 3, np.ndarray):
+    for wrong in (np.zeros(3), [1.0], None, "x", 3, np.ndarray, cupy.ndarray):
         expected = f"expected an array on the GPU, got {type(wrong).__name__}"
         with pytest.raises(TypeError, match=expected):
             Unasked().to_array(wrong)
+
+
+def test_arrays_of_another_device_are_refused() -> None:
+    class Tensor:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 3
+
+    driver = WithInterfaces(device=3)
+    for there in (array_of(np.zeros(8), 3), Tensor(), Interface()):
+        with pytest.raises(
+            ValueError, match=r"expected an array on cuda:0, got one on cuda:3: copy"
+        ):
+            driver.to_array(there)
+    empty = array_of(np.zeros(0), 3)  # which is nowhere
+    assert driver.to_array(empty) is empty
+
+
+class Interface:
+    """An array that has nothing but the interface."""
+
+    def __init__(self, **more: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (3, 4),
+            "typestr": "<f4",
+            "data": (1 << 20, False),
+            "version": 3,
+        } | more
+
+
+class WithInterfaces(Unasked):
+    """A driver that sees arrays of others on this device, and notes who has to wait for whom."""
+
+    def __init__(self, device: int = 0, current: int = 0) -> None:
+        super().__init__()
+        self.current = current
+        self.calls: list[tuple[str, int]] = []
+
+        def memory(address: int, nbytes: int, owner: object, number: int) -> Any:
+            found = device if number == -1 else number
+            return cupy.cuda.UnownedMemory(address, nbytes, owner, found)
+
+        self._cupy = SimpleNamespace(
+            ndarray=cupy.ndarray,
+            from_dlpack=None,
+            cuda=SimpleNamespace(UnownedMemory=memory, MemoryPointer=cupy.cuda.MemoryPointer),
+        )
+        self._runtime = SimpleNamespace(
+            eventRecord=lambda event, stream: self.calls.append(("record", stream)),
+            streamWaitEvent=lambda stream, event: self.calls.append(("delay", stream)),
+        )
+
+    def stream(self, stream: Any = None) -> int:
+        return self.current
+
+    def new_event(self) -> gpu._Event:
+        return gpu._Event(self._runtime, SimpleNamespace(ptr=99))
+
+
+@pytest.mark.parametrize(
+    ("maker", "current", "calls"),
+    [
+        (None, 0, []),
+        (1, 0, []),  # the default stream, which has two names
+        (77, 77, []),
+        (77, 0, [("record", 77), ("delay", 0)]),
+        (1, 77, [("record", 1), ("delay", 77)]),
+        (2, 0, [("record", 2), ("delay", 0)]),
+    ],
+)
+def test_a_stream_waits_for_an_arrays_maker_and_no_thread_does(
+    maker: int | None, current: int, calls: list[tuple[str, int]]
+) -> None:
+    driver = WithInterfaces(current=current)
+    array = driver.to_array(Interface(stream=maker))
+    assert (array.data.ptr, array.shape, array.strides) == (1 << 20, (3, 4), (16, 4))
+    assert (array.dtype, array.data.mem.size, driver.calls) == ("float32", 48, calls)
+    array = driver.to_array(Interface(strides=(4, 12), typestr="<f2"))
+    assert (array.strides, array.data.mem.size) == ((4, 12), 2 * 4 + 3 * 12 + 2)
+    array = driver.to_array(Interface(shape=(0, 4), data=(0, False)))
+    assert array.shape == (0, 4)
+    with pytest.raises(TypeError, match="masked"):
+        driver.to_array(Interface(mask=Interface()))
+
+
+def test_threads_get_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Unasked):
+        def __init__(self, device: int) -> None:
+            time.sleep(0.05)
+            super().__init__()
+
+    monkeypatch.setattr(gpu, "Driver", Slow)
+    monkeypatch.setattr(gpu, "_drivers", {})
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(gpu.driver, [0] * 4))
+    assert len({id(driver) for driver in found}) == 1
+
+
+def test_launches_remember_no_streams() -> None:
+    launched = []
+    launch = Unasked()._launcher(lambda *what, stream: launched.append((*what, stream.ptr)))
+    gc.collect()
+    for stream in (*range(1000), 5, 5, 0):
+        launch((1,), (2,), (3,), stream)
+    assert launched == [((1,), (2,), (3,), stream) for stream in (*range(1000), 5, 5, 0)]
+    assert sum(isinstance(thing, gpu._StreamAt) for thing in gc.get_objects()) == 1
+
+
+def test_memory_that_is_not_registered_is_left_as_it_is() -> None:
+    class RefusalError(Exception):
+        status = 713
+
+    def refuse(address: int) -> None:
+        raise RefusalError
+
+    driver = Unasked()
+    driver._error = RefusalError
+    driver._runtime = SimpleNamespace(deviceSynchronize=lambda: None, hostUnregister=refuse)
+    driver.unregister(4096)
+    RefusalError.status = 1
+    with pytest.raises(RefusalError):
+        driver.unregister(4096)
 
 
 def test_streams_of_everybody() -> None:

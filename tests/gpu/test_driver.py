@@ -262,7 +262,7 @@ def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
         assert (there.data.ptr, there.shape) == (tensor.data_ptr(), (6, 4))
         assert there.strides == tuple(n * tensor.element_size() for n in tensor.stride())
         assert str(there.dtype) == str(dtype).removeprefix("torch.")
-    for wrong in (np.zeros(3), [1.0], None, 1.0, torch.zeros(3), b"abc"):
+    for wrong in (np.zeros(3), [1.0], None, 1.0, torch.zeros(3), b"abc", cupy.ndarray):
         with pytest.raises(TypeError, match=r"expected an array on the GPU, got "):
             driver.to_array(wrong)
 
@@ -277,3 +277,27 @@ def test_the_stream_waits_for_the_maker_of_an_array(driver: gpu.Driver) -> None:
         driver.fill(there.data.ptr, 2, 2, here.ptr)
         assert not here.done
     assert bridge.down(array).tolist() == [2, 2, 1, 1, 0, 0, 0, 0]
+
+
+def test_streams_wait_for_an_arrays_maker_and_threads_do_not(driver: gpu.Driver) -> None:
+    maker, reader = new_stream(), new_stream()
+    array = cupy.zeros(4, "float32")
+    runtime.deviceSynchronize()
+    with held(maker):
+        with maker:
+            there = Interface(array).__cuda_array_interface__  # which names the current stream
+            assert there["stream"] == maker.ptr
+        named = Named(there, array)
+        with reader:
+            seen = driver.to_array(named)
+        assert seen.data.ptr == array.data.ptr
+        assert not reader.done  # it waits for the maker
+    reader.synchronize()
+
+
+class Named:
+    """An array whose maker's stream is named."""
+
+    def __init__(self, interface: Any, array: Any) -> None:
+        self.__cuda_array_interface__ = interface
+        self._array = array

@@ -80,6 +80,23 @@ def test_both_see_pinned_memory(options: dict[str, Any], counted: Counted) -> No
     assert counted.calls["allocate"] == 0
 
 
+def test_a_view_of_the_host_keeps_pinned_memory(counted: Counted) -> None:
+    block = cuda.Block(MIB, pinned=True, pages="4k")
+    assert block.host is not None
+    view = block.host.as_array()
+    with pytest.raises(BufferError, match="1 live views"):
+        block.close()
+    assert runtime.pointerGetAttributes(block.address).type == runtime.memoryTypeHost
+    block.as_array().fill(7)
+    runtime.deviceSynchronize()
+    address = block.address
+    with block:
+        pass
+    assert counted.calls["unregister"] == 1
+    assert runtime.pointerGetAttributes(address).type == runtime.memoryTypeUnregistered
+    assert set(view) == {7}
+
+
 def test_copies_from_pinned_memory_do_not_wait() -> None:
     driver, stream = gpu.driver(0), new_stream()
     with cuda.Block(MIB, pinned=True) as staging, cuda.Block(MIB) as block:
@@ -138,6 +155,9 @@ def test_a_forked_child_has_none() -> None:
             for use in (lambda: tape.take(1), tape.clear, pinned.as_array, lambda: tape.block):
                 with pytest.raises(um.ClosedError, match="forked child"):
                     use()
+            with pytest.raises(um.ClosedError, match="forked child has no CUDA"):
+                cuda.Block(MIB)
+            assert um.report().device_bytes == {}
             tape.close()
             pinned.close()
             return bool(tape.closed and pinned.closed)
