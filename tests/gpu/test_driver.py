@@ -273,31 +273,7 @@ def test_the_stream_waits_for_the_maker_of_an_array(driver: gpu.Driver) -> None:
     with held(maker):
         driver.fill(array.data.ptr, 1, 4, maker.ptr)
         with here:
-            there = driver.to_array(Interface(array, maker))  # nobody else waits
+            there = driver.to_array(Interface(array, maker))  # this thread does not wait
         driver.fill(there.data.ptr, 2, 2, here.ptr)
         assert not here.done
     assert bridge.down(array).tolist() == [2, 2, 1, 1, 0, 0, 0, 0]
-
-
-def test_streams_wait_for_an_arrays_maker_and_threads_do_not(driver: gpu.Driver) -> None:
-    maker, reader = new_stream(), new_stream()
-    array = cupy.zeros(4, "float32")
-    runtime.deviceSynchronize()
-    with held(maker):
-        with maker:
-            there = Interface(array).__cuda_array_interface__  # which names the current stream
-            assert there["stream"] == maker.ptr
-        named = Named(there, array)
-        with reader:
-            seen = driver.to_array(named)
-        assert seen.data.ptr == array.data.ptr
-        assert not reader.done  # it waits for the maker
-    reader.synchronize()
-
-
-class Named:
-    """An array whose maker's stream is named."""
-
-    def __init__(self, interface: Any, array: Any) -> None:
-        self.__cuda_array_interface__ = interface
-        self._array = array
