@@ -285,7 +285,7 @@ class Driver:
             It is on another device.
         """
         if isinstance(x, self._cupy.ndarray):
-            return self._checked(x)
+            return x if x.data.device_id == self.id else self._checked(x)
         if isinstance(x, type):
             raise self._no_array(x)
         if hasattr(x, "__dlpack_device__"):

@@ -154,7 +154,8 @@ def report() -> Report:
     --------
     >>> import unimem as um
     >>> with um.Block(1 << 20, category="staging"):
-    ...     [row.nbytes for row in um.report().rows if row.category == "staging"]
+    ...     host = [row for row in um.report().rows if row.device is None]
+    ...     [row.nbytes for row in host if row.category == "staging"]
     [1048576]
     """
     host = [

@@ -203,6 +203,8 @@ class Block:
         Placement of device memory.
     ValueError, TypeError
         A wrong size, device or option.
+    ClosedError
+        The process was forked by one that used CUDA.
 
     Examples
     --------
