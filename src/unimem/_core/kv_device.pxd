@@ -29,6 +29,7 @@ cdef class KVDevice(KVRows):
     cdef object _array_type
 
     cdef object as_array(self, object x)
+    cdef object number_of_stream(self, object stream)
     # The shape of k and v.
     cdef tuple check_given(self, Given *out, object k, object v, str doing)
     # Where tokens are, which is on this device and not in this cache.

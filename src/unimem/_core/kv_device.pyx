@@ -135,6 +135,9 @@ cdef class KVDevice(KVRows):
             self._array_type = type(x)
         return found
 
+    cdef object number_of_stream(self, object stream):
+        return stream if type(stream) is int else self._driver.stream(stream)
+
     cdef tuple check_given(self, Given *out, object k, object v, str doing):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef cnp.npy_intp[4] sizes
@@ -211,9 +214,8 @@ cdef class KVDevice(KVRows):
         cdef uintptr_t out
         cdef uint32_t index
         cdef tuple shape
-        k, v = self.as_array(k), self.as_array(v)
-        if type(stream) is not int:
-            stream = self._driver.stream(stream)
+        self.open_region()  # in a forked child the driver is not there to be asked
+        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
         index = layer_number(layer, s.n_layers)
         shape = self.check_given(&given, k, v, "KVCache.append")
         self.begin_change()
@@ -249,6 +251,8 @@ cdef class KVDevice(KVRows):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef uint64_t row = 0
         cdef str doing = "KVCache.append_all"
+        self.open_region()
+        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
         check_types(&given, k.dtype, v.dtype, s.type, doing)
         check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
         if s.batch != 1:
@@ -271,12 +275,18 @@ cdef class KVDevice(KVRows):
             self._writing = False
         um.um_kv_commit(&self.kv, 1, NULL)
 
-    def _append_at(self, layer, k, v, uintptr_t row_address, stream):
+    def _append_at(self, layer, k, v, row, stream):
         """Write tokens of one layer at the row that an int32 says when the device gets there."""
         cdef Given given
         cdef Bytes k_bytes, v_bytes
         cdef str doing = "KVCache.append_at"
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
+        cdef uint32_t index
+        self.open_region()
+        row = self._driver.to_array(row)
+        if row.dtype != dtype_of("int32") or row.size != 1:
+            raise TypeError(f"row: expected one int32, got {row.dtype} of shape {row.shape}")
+        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
+        index = layer_number(layer, self.kv.spec.n_layers)
         shape = self.check_given(&given, k, v, doing)
         self.begin_change()
         self.find_apart(&k_bytes, k, shape, doing)
@@ -287,7 +297,7 @@ cdef class KVDevice(KVRows):
         self._writing = True
         try:
             self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
-                        row_address, stream)
+                        row.data.ptr, stream)
         finally:
             self._writing = False
 

@@ -185,8 +185,7 @@ class KVCache(KVDevice):
         CacheFull, ValueError, TypeError, RuntimeError, BufferError, ClosedError
             As `append`; RuntimeError also when layers differ in length.
         """
-        driver = self._driver
-        self._append_all(driver.to_array(k), driver.to_array(v), driver.stream(stream))
+        self._append_all(k, v, stream)
 
     def append_at(self, layer: int, k: Any, v: Any, row: Any, *, stream: Any = None) -> None:
         """Write tokens of one layer at a row that is read when the GPU gets there.
@@ -216,17 +215,7 @@ class KVCache(KVDevice):
             Another thread appends.
         ClosedError
         """
-        driver = self._driver
-        at = driver.to_array(row)
-        if at.dtype != np.int32 or at.size != 1:
-            raise TypeError(f"row: expected one int32, got {at.dtype} of shape {at.shape}")
-        self._append_at(
-            layer,
-            driver.to_array(k),
-            driver.to_array(v),
-            int(at.data.ptr),
-            driver.stream(stream),
-        )
+        self._append_at(layer, k, v, row, stream)
 
     def _write(
         self,
