@@ -322,6 +322,16 @@ def test_a_pad_in_pinned_memory(cuda: Any, host_gpu: HostDriver) -> None:
         del both_see
 
 
+def test_the_other_byte_order_is_refused(cuda: Any) -> None:
+    for dtype, given in (("float32", ">f4"), ("float32", ">f2"), ("float64", ">f8")):
+        with cuda.Scratchpad(4, 8, dtype) as pad:
+            rows = array_of(np.ones((2, 8), given))
+            for append, a in ((pad.append_batch, rows), (pad.append, rows[0])):
+                with pytest.raises(TypeError, match=f"expected .* byte order, got {given}"):
+                    append(a)
+            assert pad.is_empty
+
+
 # ---- any calls ----
 
 

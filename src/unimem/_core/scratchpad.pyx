@@ -12,6 +12,7 @@ from libc.string cimport memcpy, memmove
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
+from unimem._core.kv_arrays cimport Bytes, find_bytes
 from unimem._core.region cimport Region
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Bump, Tape
@@ -464,9 +465,13 @@ cdef class DeviceScratchpad(_Rows):
         self.append_rows(rows, shape[0], stream)
 
     cdef object append_rows(self, object rows, Py_ssize_t n, object stream):
-        cdef int given = _type_of((<cnp.dtype>rows.dtype).type_num)
+        cdef cnp.dtype dtype = rows.dtype
+        cdef int given = _type_of(dtype.type_num)
         # Once more: a wrapped array's own code ran meanwhile.
         self.check_open()
+        if not cnp.PyArray_ISNBO(dtype.byteorder):
+            raise TypeError(f"{type(self).__name__} '{self.name}': expected an array in this "
+                            f"machine's byte order, got {dtype}")
         self.check_tokens(given, rows, n)
         stream = self._driver.stream(stream)
         if n == 0:
@@ -481,28 +486,19 @@ cdef class DeviceScratchpad(_Rows):
         self.n_tokens += n
 
     cdef object queue(self, uintptr_t out, object rows, int given, Py_ssize_t n, object stream):
-        cdef uintptr_t address = rows.data.ptr
-        cdef uintptr_t low = address, high = address + <size_t>rows.itemsize
         cdef size_t nbytes = <size_t>n * self.row_bytes
-        cdef bint is_copy = given == self.type and rows.flags.c_contiguous
-        cdef Py_ssize_t size, stride
-        if is_copy:
-            high = low + nbytes
-        else:
-            for size, stride in zip(rows.shape, rows.strides):
-                if stride < 0:
-                    low += <uintptr_t>((size - 1) * stride)
-                else:
-                    high += <uintptr_t>((size - 1) * stride)
-        if low < out + nbytes and out < high:
+        cdef tuple steps = rows.strides
+        cdef Bytes bytes
+        find_bytes(&bytes, rows.data.ptr, rows.shape, steps, _value_bytes(given))
+        if bytes.low < out + nbytes and out < bytes.end:
             raise ValueError(f"{type(self).__name__} '{self.name}': expected rows that lie beside "
                              "those that they become, got rows that overlap them: append a copy")
-        if is_copy:
-            self._driver.copy(out, address, nbytes, stream)
+        if given == self.type and bytes.in_order:
+            self._driver.copy(out, bytes.at, nbytes, stream)
         else:
-            strides = (0, 0, 0, *((0,) if rows.ndim == 1 else ()), *rows.strides)
-            self._kernels.append(address, 0, _KERNEL_TYPES[given], (1, 1, 1, n, self.dim), strides,
-                                 out, 0, 0, 0, self.row_bytes, 0, n, 0, stream)
+            strides = (0, 0, 0, *((0,) if len(steps) == 1 else ()), *steps)
+            self._kernels.append(bytes.at, 0, _KERNEL_TYPES[given], (1, 1, 1, n, self.dim),
+                                 strides, out, 0, 0, 0, self.row_bytes, 0, n, 0, stream)
 
     def as_array(self):
         """View the tokens that are there.

@@ -87,8 +87,8 @@ class Tape(DeviceTape):
             block._is_part = True
             # Not what a pinned block was rounded up to: a tape ends where it was asked to.
             total = nbytes_or_block
-        self._driver = block._driver
         super().__init__(name or block.name, block, total, LEFT_OUT, owns_block=owns_block)
+        self._driver = block._driver
 
     def _new_array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return self._driver.array(self._memory, offset, shape, dtype)
