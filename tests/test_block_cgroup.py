@@ -58,8 +58,8 @@ with um.Block(300 * MIB, name="a") as a, um.Block(300 * MIB, name="b") as b:
     refused(b.warm, "warming block 'b' of 300.0 MiB")
     assert b.verify().resident_bytes == 0
     a.warm()  # it is there already
-    b.as_array()[: 100 * MIB] = 1
-    refused(b.warm, "warming block 'b' of 200.0 MiB")
+    b.as_array()[: 80 * MIB] = 1  # with sanitizers the interpreter itself takes 100 and more
+    refused(b.warm, "warming block 'b' of 220.0 MiB")
 """
     )
     assert said.count(cgroup_512mb.name) == 2

@@ -22,7 +22,6 @@ from typing import (
     Unpack,
 )
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -357,7 +356,11 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
     if named not in _DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    return np.dtype(ml_dtypes.bfloat16 if named == "bfloat16" else named)
+    if named == "bfloat16":
+        import ml_dtypes  # which most callers never need
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(named)
 
 
 def _checked_dims(dims: ModelDims) -> ModelDims:
