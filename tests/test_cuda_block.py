@@ -18,6 +18,7 @@ import pytest
 import unimem as um
 from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
+from unimem import gpu
 from unimem._core.status import device_ledger, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -427,6 +428,7 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver) -> None:
                 ):
                     make(MIB)
             assert um.report().device_bytes == {}
+            assert gpu._left_out == [host_gpu]  # its kernels are not unloaded
             n_calls = len(host_gpu.allocated), len(host_gpu.registered)
             return n_calls == (1, 1)  # nothing was told the driver
 

@@ -316,6 +316,9 @@ def test_conversion_into_arrays_that_are_there(cuda: Any, host_gpu: HostDriver) 
         assert [(call[0], call[2]) for call in host_gpu.calls] == [("launch", STREAM)] * 2
         for there, here in zip(out, twins.host.layer(1, "float16"), strict=True):
             assert same_bits(there, here)
+        # What CuPy's pool gives is for its current stream.
+        with pytest.raises(ValueError, match=r"out: expected together with a stream"):
+            twins.cuda.layer(1, "float16", stream=STREAM)
         wrong: list[tuple[Any, Any, type[Exception], str]] = [
             ("float64", None, ValueError, "expected float32, float16 or bfloat16, got float64"),
             ("int8", None, ValueError, "expected float32, float16 or bfloat16, got int8"),

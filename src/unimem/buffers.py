@@ -356,11 +356,14 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
     if named not in _DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    found: np.dtype[Any]
     if named == "bfloat16":
         import ml_dtypes  # which most callers never need
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(named)
+        found = np.dtype(ml_dtypes.bfloat16)
+    else:
+        found = np.dtype(named)
+    return found
 
 
 def _checked_dims(dims: ModelDims) -> ModelDims:

@@ -431,7 +431,12 @@ class Driver:
         return launch
 
 
+# In a forked child: with a driver its kernels would go, which asks a CUDA that is not there.
+_left_out: list[Driver] = []
+
+
 def _forget_after_fork() -> None:
+    _left_out.extend(_drivers.values())
     _drivers.clear()
 
 

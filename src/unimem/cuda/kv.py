@@ -290,9 +290,10 @@ class KVCache(KVDevice):
             launch of a kernel each.
         out : tuple of cupy.ndarray, optional
             Where the converted copies go: two C-contiguous arrays of the copies' shape and of
-            `dtype`. Without it they are allocated.
+            `dtype`. Without it they are allocated, by CuPy's pool, whose memory is for its
+            current stream.
         stream : object, optional
-            Of the conversion; CuPy's current one by default.
+            Of the conversion; CuPy's current one by default, and another one only with `out`.
 
         Returns
         -------
@@ -322,7 +323,13 @@ class KVCache(KVDevice):
         wanted, kernel_type = self._wanted(dtype)
         shape = (self.batch, self.n_kv_heads, n, self.head_dim)
         driver = self._driver
+        queue = driver.stream(stream)
         if out is None:
+            # What the pool gives may still be used by what is queued in the current stream.
+            if queue != driver.stream():
+                raise ValueError(
+                    "out: expected together with a stream that is not CuPy's current one"
+                )
             out = driver.empty(shape, wanted), driver.empty(shape, wanted)
         for target, _ in zip(out, "kv", strict=True):
             if not driver.is_array(target):
@@ -332,7 +339,6 @@ class KVCache(KVDevice):
                     f"out: expected two C-contiguous arrays of shape {shape} and dtype {wanted}, "
                     f"got {target.shape} and {target.dtype}"
                 )
-        queue = driver.stream(stream)
         first_lane, step = self._lane(layer, "k", 0), self.batch * self.lane_stride
         for lane, target in zip((first_lane, first_lane + step), out, strict=True):
             self._kernels.read(
