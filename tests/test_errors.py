@@ -6,7 +6,7 @@ import contextlib
 import copy
 import errno
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -112,14 +112,33 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [um.Block, um.Tape, um.Grid, um.Cell, um.KVCache, um.Layout])
-def test_what_was_not_made_is_refused(kind: type) -> None:
+def use_unmade(kind: type, arguments: Mapping[str, tuple[Any, ...]]) -> None:
     """A subclass whose constructor forgets ours gets exceptions, not a dead process."""
     forgetful = type("Forgetful", (kind,), {"__init__": lambda self: None})
+    refusals = (um.ClosedError, AttributeError, TypeError, ValueError, NotImplementedError)
     for name in [*dir(kind), "__enter__", "__exit__", "__repr__"]:
-        thing, refusals = forgetful(), (um.ClosedError, AttributeError, TypeError, ValueError)
+        thing = forgetful()
         if not name.startswith("_") or name in ("__enter__", "__exit__", "__repr__"):
             with contextlib.suppress(*refusals):
                 value = getattr(thing, name)
                 if callable(value):
-                    value(*ARGUMENTS.get(name, ()))
+                    value(*arguments.get(name, ()))
+
+
+@pytest.mark.parametrize("kind", [um.Block, um.Tape, um.Grid, um.Cell, um.KVCache, um.Layout])
+def test_what_was_not_made_is_refused(kind: type) -> None:
+    use_unmade(kind, ARGUMENTS)
+
+
+@pytest.mark.parametrize("kind", [um.Scratchpad, um.PagedScratchpad])
+def test_a_pad_that_was_not_made_is_refused(kind: type) -> None:
+    use_unmade(kind, ARGUMENTS | {"append": (ROW[0, 0],), "append_batch": (ROW[0],)})
+
+
+@pytest.mark.parametrize("name", ["Block", "Tape", "Grid", "KVCache", "Layout", "DecodeBuffers"])
+def test_what_was_not_made_on_a_gpu_is_refused(cuda: Any, name: str) -> None:
+    from host_gpu import array_of
+
+    row, at = array_of(ROW), array_of(np.zeros(1, "int32"))
+    given = {"append": (0, row, row), "append_all": (row, row), "append_at": (0, row, row, at)}
+    use_unmade(getattr(cuda, name), ARGUMENTS | given)

@@ -403,9 +403,10 @@ cdef class KVMemory(KVRows):
 
     @property
     def closed(self):
-        """Whether the cache was closed, or is a ring in a forked child."""
-        return (self._closed or (self.tape is not None and self.tape.closed)
-                or (self._region is not None and self._region.block.base == NULL))
+        """Whether the cache was closed (or never made), or is a ring in a forked child."""
+        if self._closed or self.tape is not None:
+            return self._closed or self.tape.closed
+        return self._region is None or self._region.block.base == NULL
 
     def warm(self, threads=None):
         """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
