@@ -253,9 +253,12 @@ def test_importing_the_twin_without_cupy_says_what_is_missing(run_python: Run) -
 
 def test_importing_unimem_never_imports_cupy(run_python: Run) -> None:
     result = run_python("""
-        import sys
+        import contextlib, sys
         import unimem, unimem.gpu
-        import unimem.engine, unimem.cli
+        with contextlib.suppress(ImportError):  # of their extra
+            import unimem.cli
+        with contextlib.suppress(ImportError):
+            import unimem.engine
         unimem.report()
         assert not [name for name in sys.modules if name.split(".")[0].startswith("cupy")]
         assert "unimem.cuda" not in sys.modules
