@@ -1,10 +1,9 @@
 """The contract of every cache, whatever it stores and wherever: one suite for all of them.
 
-A test module derives a class from each contract here and gives it the fixture `kind_of`, with a
-`Kind` for each of its caches: how tokens get in and out, and what this kind of cache declares that
-it does differently. `CacheContract` is for all of them, the others for those that declare what they
-are about. Tokens are float32 arrays ``[n, *kind.token_shape]`` of NumPy here; where a cache keeps
-them is its own matter.
+A test module has a `Kind` for each of its caches: how tokens get in and out, and what this kind of
+cache declares that it does differently. `suites` makes the test classes of them: `CacheContract` is
+for all kinds, the others for those that declare what they are about. Tokens are float32 arrays
+``[n, *kind.token_shape]`` of NumPy here; where a cache keeps them is its own matter.
 """
 
 from __future__ import annotations
@@ -657,3 +656,22 @@ class FixedContract(Contract):
             fill(kind, cache, tokens[:2])
             cache.clear()
         assert kind.counters() == before
+
+
+def suites(kinds: Sequence[Kind]) -> dict[str, type[Contract]]:
+    """The test classes of these kinds, to be put among a module's names."""
+    chosen: dict[type[Contract], list[Kind]] = {
+        CacheContract: list(kinds),
+        FullContract: [kind for kind in kinds if not kind.forgets],
+        ForgettingContract: [kind for kind in kinds if kind.forgets],
+        LayerContract: [kind for kind in kinds if kind.n_layers],
+        OwnerContract: [kind for kind in kinds if kind.owns_memory],
+        GuestContract: [kind for kind in kinds if not kind.owns_memory],
+        FixedContract: [kind for kind in kinds if kind.is_fixed],
+    }
+    named = {f"Test{contract.__name__.removesuffix('Contract')}": contract for contract in chosen}
+    return {
+        name: type(name, (contract,), {"kind": kind_of(chosen[contract])})
+        for name, contract in named.items()
+        if chosen[contract]
+    }

@@ -15,19 +15,7 @@ from numpy.typing import NDArray
 
 import proc_maps
 import unimem as um
-from conformance import (
-    CacheContract,
-    FixedContract,
-    ForgettingContract,
-    FullContract,
-    GuestContract,
-    Kind,
-    LayerContract,
-    OwnerContract,
-    fill,
-    kind_of,
-    tokens_of,
-)
+from conformance import Kind, fill, suites, tokens_of
 from kv_model import as_float32, memory, stored
 from pad_model import TAKEN, converted
 from unimem._core.status import counters
@@ -296,44 +284,4 @@ def all_kinds() -> list[HostKind]:
 
 KINDS = all_kinds()
 
-
-class TestCache(CacheContract):
-    """All of them."""
-
-    kind = kind_of(KINDS)
-
-
-class TestFull(FullContract):
-    """Those that are full at some time."""
-
-    kind = kind_of([kind for kind in KINDS if not kind.forgets])
-
-
-class TestForgetting(ForgettingContract):
-    """Rings."""
-
-    kind = kind_of([kind for kind in KINDS if kind.forgets])
-
-
-class TestLayers(LayerContract):
-    """Those with layers."""
-
-    kind = kind_of([kind for kind in KINDS if kind.n_layers])
-
-
-class TestOwner(OwnerContract):
-    """Those with memory of their own."""
-
-    kind = kind_of([kind for kind in KINDS if kind.owns_memory])
-
-
-class TestGuest(GuestContract):
-    """Those on a tape."""
-
-    kind = kind_of([kind for kind in KINDS if not kind.owns_memory])
-
-
-class TestFixed(FixedContract):
-    """Those that take no memory once they are made."""
-
-    kind = kind_of([kind for kind in KINDS if kind.is_fixed])
+globals().update(suites(KINDS))

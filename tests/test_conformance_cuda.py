@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance import (
-    CacheContract,
-    FixedContract,
-    FullContract,
-    GuestContract,
-    LayerContract,
-    OwnerContract,
-    kind_of,
-)
+from conformance import suites
 from cuda_kinds import Array, Bridge, OnDevice, all_kinds, span
 from host_gpu import HostDriver, array_of, numpy_of
 from unimem import gpu
@@ -56,38 +48,4 @@ class HostBridge(Bridge):
 
 KINDS = all_kinds(HostBridge())
 
-
-class TestCache(CacheContract):
-    """All of them."""
-
-    kind = kind_of(KINDS)
-
-
-class TestFull(FullContract):
-    """All of them: none forgets."""
-
-    kind = kind_of(KINDS)
-
-
-class TestLayers(LayerContract):
-    """Those with layers."""
-
-    kind = kind_of([kind for kind in KINDS if kind.n_layers])
-
-
-class TestOwner(OwnerContract):
-    """Those with memory of their own."""
-
-    kind = kind_of([kind for kind in KINDS if kind.owns_memory])
-
-
-class TestGuest(GuestContract):
-    """Those on a tape."""
-
-    kind = kind_of([kind for kind in KINDS if not kind.owns_memory])
-
-
-class TestFixed(FixedContract):
-    """All of them: nothing is allocated once they are made."""
-
-    kind = kind_of(KINDS)
+globals().update(suites(KINDS))
