@@ -117,7 +117,7 @@ class BufferPlan:
 
     So equal input gives equal output, on any machine. Where buffers tie, who comes first in `uses`
     goes first; another order of `uses` may give another plan. Time and memory grow with the number
-    of pairs of buffers that live at once, above a second from half a million of them on.
+    of pairs of buffers that live at once.
 
     As ``python -m bench.buffer_plan`` measures, the engine's graphs of 14 shapes of models are all
     at the lower bound. Of 1000 random instances 82 % are, and the median is; 95 % are at most 1.28

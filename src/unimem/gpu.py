@@ -17,7 +17,7 @@ from unimem.placement import format_bytes
 __all__ = ["Driver", "Launcher", "driver", "require"]
 
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
-"""Launches a kernel: grid, block, arguments, stream. Python integers are passed in 64 bits."""
+"""Launches a kernel: grid, block, arguments, stream. NumPy arrays of one element go by value."""
 
 _LEGACY = 1  # cudaStreamLegacy: the default stream, as the array interface names it
 _COPY_ANY = 4  # cudaMemcpyDefault: the addresses say which way

@@ -30,9 +30,9 @@ __all__ = ["to_device"]
 
 Progress = Callable[[int, int], object]
 
-# A slot of 2 MiB is 40 us of PCIe 5, and looking after it about 10 us of Python and CUDA. The ring
-# is pinned anew at each call, for 0.1 to 0.2 ms a MiB, where 4 GB are copied in 75 ms: it is no
-# larger than it must be.
+# By estimate (bench.gpu measures the whole): a slot of 2 MiB is 40 us of PCIe 5, and looking after
+# it about 10 us of Python and CUDA. The ring is pinned anew at each call, for 0.1 to 0.2 ms a MiB,
+# where 4 GB are copied in 75 ms: it is no larger than it must be.
 _N_SLOTS = 16
 _STAGING_BYTES = _N_SLOTS * (2 << 20)
 # Each reads 5 to 10 GB/s from the page cache, and PCIe 5 takes 55. They are fewer than the slots,
