@@ -323,6 +323,18 @@ UM_API um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error
 UM_API um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                    uint64_t *out_bytes, um_error *err);
 
+enum {
+    UM_PAGE_IN_RAM = 1, /* of a file: in the page cache, wherever it is mapped */
+    UM_PAGE_MAPPED = 2, /* in RAM, and this process has touched it */
+    UM_PAGE_HUGE = 4    /* mapped here as a part of a huge page */
+};
+
+/* Tells of each base page that [offset, offset + nbytes) touches where it is: a byte a page of
+ * UM_PAGE_* and, unless it is NULL, the node of each that is mapped here, -1 for the others.
+ * errors: UM_E_INVALID (outside the block, or not committed), UM_E_NOMEM, UM_E_OS. */
+UM_API um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
+                                uint8_t *out_pages, int16_t *out_nodes, um_error *err);
+
 /* Gives the memory back; the struct is zeroed. A zeroed block is left alone. errors: UM_E_OS. */
 UM_API um_status um_block_unmap(um_block *block, um_error *err);
 
@@ -339,6 +351,54 @@ UM_API size_t um_huge_page_bytes(void);
 /* Reads exactly nbytes at offset into out, in as many reads as it takes.
  * errors: UM_E_IO (os_errno 0 when the file ends before; err->used says how many bytes came). */
 UM_API um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err);
+
+/* ---- load ---- */
+
+/* A range of a file, and the memory that it is read into. */
+typedef struct um_load_part {
+    int fd;          /* open until um_load_end */
+    uint64_t offset; /* in the file; of a direct load a multiple of 4096, as `to` is */
+    void *to;
+    size_t nbytes; /* of a direct load there is room for it rounded up to 4096 */
+} um_load_part;
+
+typedef struct um_load_options {
+    unsigned n_threads;    /* at least 1, each with one read under way */
+    const int *cpus;       /* as for um_block_warm; here every thread is a new one, and pinned */
+    size_t request_nbytes; /* of one read; 0: chosen */
+    int direct;            /* the files were opened with O_DIRECT */
+} um_load_options;
+
+typedef struct um_load um_load;
+
+/* Begins to read the parts, in their order, in threads of its own. errors: UM_E_INVALID (no
+ * threads, a part that is not aligned for a direct load, sizes that overflow), UM_E_NOMEM, UM_E_OS
+ * (a thread cannot be started; none is left then). */
+UM_API um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
+                               const um_load_options *options, um_error *err);
+/* Waits until all is read or a read has failed, but at most so many milliseconds. *out_nbytes is
+ * how much is in memory by now, *out_running whether a thread is still reading. */
+UM_API void um_load_wait(um_load *load, unsigned milliseconds, uint64_t *out_nbytes,
+                         int *out_running);
+/* Begins no more reads, waits for those under way, and frees the load; then the memory holds
+ * everything, or this is the failure that came first. A load that was ended before it was finished
+ * is no failure. *out_part (may be NULL) is the part that the failure is of. errors: UM_E_IO (as
+ * um_file_read), UM_E_NOMEM (there was no memory at `to`). */
+UM_API um_status um_load_end(um_load *load, size_t *out_part, um_error *err);
+
+/* ---- guard ---- */
+
+typedef void um_guarded(void *context);
+
+/* Runs `run`, which touches [base, base + nbytes) of a mapped file. A page there that cannot be
+ * had, for the file was truncated or cannot be read (SIGBUS), ends it at once, as longjmp does: it
+ * takes no locks and no memory, and what it writes is half done then. Signals elsewhere go to
+ * whoever handled them before; any number of threads may run guarded, and handlers may be installed
+ * and removed meanwhile. errors: UM_E_IO (os_errno 0), UM_E_OS. */
+UM_API um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *context,
+                              um_error *err);
+/* memcpy from a mapped file, guarded. errors: as um_guard_run. */
+UM_API um_status um_guard_copy(void *out, const void *from, size_t nbytes, um_error *err);
 
 /* ---- tape ---- */
 
@@ -774,6 +834,74 @@ UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
 UM_API um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                                um_error *err);
 UM_API void um_gguf_free(um_gguf *gguf);
+
+/* ---- safetensors ---- */
+
+/* The header of a safetensors file, as https://github.com/huggingface/safetensors has it: a length,
+ * and that many bytes of JSON. Offsets are bytes of the file; texts are as they lie there, escapes
+ * and all: um_safetensors_text writes them out. */
+typedef enum um_safetensors_type {
+    UM_ST_BOOL = 0,
+    UM_ST_F4,
+    UM_ST_F6_E2M3,
+    UM_ST_F6_E3M2,
+    UM_ST_U8,
+    UM_ST_I8,
+    UM_ST_F8_E5M2,
+    UM_ST_F8_E4M3,
+    UM_ST_F8_E8M0,
+    UM_ST_I16,
+    UM_ST_U16,
+    UM_ST_F16,
+    UM_ST_BF16,
+    UM_ST_I32,
+    UM_ST_U32,
+    UM_ST_F32,
+    UM_ST_C64,
+    UM_ST_F64,
+    UM_ST_I64,
+    UM_ST_U64,
+    UM_ST_TYPE_COUNT
+} um_safetensors_type;
+
+typedef struct um_safetensors_text {
+    uint64_t offset, nbytes; /* between the quotes */
+} um_safetensors_text;
+
+typedef struct um_safetensors_kv {
+    um_safetensors_text key, value;
+} um_safetensors_kv;
+
+typedef struct um_safetensors_tensor {
+    um_safetensors_text name;
+    um_safetensors_type type;
+    uint64_t first_dim,
+        n_dims; /* dims[first_dim] and the n_dims - 1 behind it; the last is contiguous */
+    uint64_t offset, nbytes; /* of the data */
+} um_safetensors_tensor;
+
+typedef struct um_safetensors {
+    uint64_t n_kv, n_tensors, n_dims;
+    um_safetensors_kv *kv;          /* of "__metadata__", in the order of the file */
+    um_safetensors_tensor *tensors; /* in the order of the header */
+    uint64_t *dims;
+    uint64_t header_nbytes; /* the length and the JSON: data begins here */
+} um_safetensors;
+
+/* The type's name in a header, such as "BF16", and the bits of a value; NULL and 0 for an unknown
+ * one. */
+UM_API const char *um_safetensors_type_name(um_safetensors_type type);
+UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
+
+/* Parses the first nbytes of a file of file_nbytes. The bytes may go away afterwards, but for the
+ * texts. errors: UM_E_FULL (err->asked bytes of the header are needed), UM_E_FORMAT (err has rule
+ * and offset), UM_E_NOMEM, UM_E_INVALID (nbytes > file_nbytes). */
+UM_API um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nbytes,
+                                      uint64_t file_nbytes, um_error *err);
+/* Writes a text of the header as UTF-8, its escapes resolved; out has room for text.nbytes, which
+ * is never too little. Returns the bytes written. */
+UM_API size_t um_safetensors_write_text(const void *bytes, um_safetensors_text text, char *out);
+UM_API void um_safetensors_free(um_safetensors *safetensors);
 
 #ifdef __cplusplus
 }

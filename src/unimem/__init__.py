@@ -32,6 +32,7 @@ from unimem.errors import (
     GridFull,
     PlacementError,
     PlacementWarning,
+    SafetensorsError,
     SnapshotError,
     TapeFull,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "PlacementError",
     "PlacementOptions",
     "PlacementWarning",
+    "@@",
     "Plan",
     "Report",
     "Scratchpad",

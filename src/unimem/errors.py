@@ -12,6 +12,7 @@ __all__ = [
     "GridFull",
     "PlacementError",
     "PlacementWarning",
+    "SafetensorsError",
     "SnapshotError",
     "TapeFull",
 ]
@@ -84,6 +85,10 @@ class FormatError(ValueError):
 
 class GGUFError(FormatError):
     """A file is not a GGUF file that can be used."""
+
+
+class SafetensorsError(FormatError):
+    """A file is not a safetensors file that can be used."""
 
 
 class SnapshotError(FormatError):

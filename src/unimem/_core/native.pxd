@@ -1,5 +1,5 @@
 # The public C API, unimem.h, for Cython. The header's comments are the manual.
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
     ctypedef enum um_status:
@@ -157,12 +157,44 @@ cdef extern from "unimem.h" nogil:
     um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err)
     um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                 uint64_t *out_bytes, um_error *err)
+    enum:
+        UM_PAGE_IN_RAM
+        UM_PAGE_MAPPED
+        UM_PAGE_HUGE
+
+    um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
+                             uint8_t *out_pages, int16_t *out_nodes, um_error *err)
     um_status um_block_unmap(um_block *block, um_error *err)
     void um_block_forget(um_block *block)
     size_t um_page_bytes()
     size_t um_huge_page_bytes()
 
     um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err)
+
+    ctypedef struct um_load_part:
+        int fd
+        uint64_t offset
+        void *to
+        size_t nbytes
+
+    ctypedef struct um_load_options:
+        unsigned n_threads
+        const int *cpus
+        size_t request_nbytes
+        int direct
+
+    ctypedef struct um_load:
+        pass
+
+    um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
+                            const um_load_options *options, um_error *err)
+    void um_load_wait(um_load *load, unsigned milliseconds, uint64_t *out_nbytes, int *out_running)
+    um_status um_load_end(um_load *load, size_t *out_part, um_error *err)
+
+    ctypedef void um_guarded(void *context) noexcept nogil
+    um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *context,
+                           um_error *err)
+    um_status um_guard_copy(void *out, const void *from_, size_t nbytes, um_error *err)
 
     # The fields of the tape, grid and cache that change are atomics, which Cython cannot read: only
     # those that never change are declared.
@@ -383,6 +415,41 @@ cdef extern from "unimem.h" nogil:
     um_status um_gguf_parse(um_gguf *out, const void *data, size_t nbytes, uint64_t file_nbytes,
                             um_error *err)
     void um_gguf_free(um_gguf *gguf)
+
+    ctypedef enum um_safetensors_type:
+        UM_ST_TYPE_COUNT
+
+    ctypedef struct um_safetensors_text:
+        uint64_t offset
+        uint64_t nbytes
+
+    ctypedef struct um_safetensors_kv:
+        um_safetensors_text key
+        um_safetensors_text value
+
+    ctypedef struct um_safetensors_tensor:
+        um_safetensors_text name
+        um_safetensors_type type
+        uint64_t first_dim
+        uint64_t n_dims
+        uint64_t offset
+        uint64_t nbytes
+
+    ctypedef struct um_safetensors:
+        uint64_t n_kv
+        uint64_t n_tensors
+        uint64_t n_dims
+        um_safetensors_kv *kv
+        um_safetensors_tensor *tensors
+        uint64_t *dims
+        uint64_t header_nbytes
+
+    const char *um_safetensors_type_name(um_safetensors_type type)
+    unsigned um_safetensors_type_bits(um_safetensors_type type)
+    um_status um_safetensors_parse(um_safetensors *out, const void *data, size_t nbytes,
+                                   uint64_t file_nbytes, um_error *err)
+    size_t um_safetensors_write_text(const void *data, um_safetensors_text text, char *out)
+    void um_safetensors_free(um_safetensors *safetensors)
 
 # Movers are called with the interpreter's lock where the calls that move rows are made with it.
 cdef extern from "unimem.h":

@@ -2,7 +2,7 @@
 from unimem._core.native cimport um_error, um_status
 
 # Raises the exception for a failed call. `subject` says what was being done, as in
-# "Tape 'scratch'"; `full` is the CapacityError to raise for UM_E_FULL, and `unit` what its figures
-# count.
+# "Tape 'scratch'"; `full` is the CapacityError to raise for UM_E_FULL, `unit` what its figures
+# count, and `format` the FormatError for UM_E_FORMAT.
 cdef object raise_status(um_status status, const um_error *err, str subject,
-                         type full=*, str unit=*)
+                         type full=*, str unit=*, type format=*)

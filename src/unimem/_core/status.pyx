@@ -12,7 +12,7 @@ from unimem._core cimport native as um
 
 
 cdef object raise_status(um.um_status status, const um.um_error *err, str subject,
-                         type full=CapacityError, str unit="bytes"):
+                         type full=CapacityError, str unit="bytes", type format=GGUFError):
     what = err.what.decode()
     if status == um.UM_E_INVALID:
         raise ValueError(f"{subject}: {what}")
@@ -25,7 +25,7 @@ cdef object raise_status(um.um_status status, const um.um_error *err, str subjec
     if status == um.UM_E_OS:
         raise PlacementError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")
     if status == um.UM_E_FORMAT:
-        raise GGUFError(what, err.offset)
+        raise format(what, err.offset)
     if status == um.UM_E_IO:
         if err.os_errno:
             raise OSError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")

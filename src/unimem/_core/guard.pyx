@@ -1,0 +1,2 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Reading mapped files that somebody may truncate."""
