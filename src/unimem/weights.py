@@ -142,10 +142,8 @@ class _Tensors(Mapping[str, Tensor]):
         self._names = header.tensor_names()
 
     def __getitem__(self, name: str) -> Tensor:
-        ne, number, offset, nbytes = self._header.tensor(self._names[name])
-        return Tensor(
-            name, ne[::-1], ne, tensor_type(number)[0], number, nbytes, offset, self._block
-        )
+        ne, kind, number, offset, nbytes = self._header.tensor(self._names[name])
+        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, self._block)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -133,6 +133,26 @@ cdef class Header:
             return self._array(kv.item_type, &at, kv.n_items)
         return self._numbers(kv.type, at, 1).item()
 
+    def raw_value(self, Py_ssize_t index):
+        """One value of the metadata as bytes that no value of another type or content has.
+
+        Returns
+        -------
+        bytes
+            The number of the type (uint32), of an array also that of its items (uint32) and their
+            count (uint64), and behind them the value as it lies in the file, a string without its
+            length.
+        """
+        cdef const um.um_gguf_kv *kv = self._kv(index)
+        cdef uint32_t types[2]
+        types[0], types[1] = <uint32_t>kv.type, <uint32_t>kv.item_type
+        is_array = kv.type == um.UM_GGUF_ARRAY
+        head = PyBytes_FromStringAndSize(<const char *>types, 8 if is_array else 4)
+        if is_array:
+            head += PyBytes_FromStringAndSize(<const char *>&kv.n_items, sizeof(kv.n_items))
+        return head + PyBytes_FromStringAndSize(<const char *>self._bytes + kv.value_offset,
+                                                <Py_ssize_t>kv.value_nbytes)
+
     cdef const um.um_gguf_kv *_kv(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._gguf.n_kv:
             raise IndexError(f"metadata {index} of {self._gguf.n_kv}")
@@ -200,14 +220,17 @@ cdef class Header:
         -------
         ne : tuple of int
             Dimensions in ggml's order: the contiguous one first.
-        type : int
-            ggml's number of the type.
+        type : str
+            ggml's name of the type, such as ``"q8_0"``.
+        ggml_type : int
+            Its number.
         offset, nbytes : int
             Of the data, in the file.
         """
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
-        return ne, tensor.type, tensor.offset, tensor.nbytes
+        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
+        return ne, name, tensor.type, tensor.offset, tensor.nbytes
 
     def bytes_by_type(self):
         """The bytes of all tensors of a type, by the type's name."""
