@@ -352,6 +352,19 @@ UM_API size_t um_huge_page_bytes(void);
  * errors: UM_E_IO (os_errno 0 when the file ends before; err->used says how many bytes came). */
 UM_API um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err);
 
+/* ---- tmpfs ---- */
+
+/* Makes a file system in memory of at most nbytes, which is mounted nowhere: *out_fd is its folder,
+ * for openat and /proc/PID/fd. It goes with the last descriptor of the folder, and the memory of a
+ * file with the last that has it open or mapped. huge: its files have huge pages where memory has,
+ * whatever shmem_enabled says. errors: UM_E_INVALID (nbytes 0), UM_E_NOMEM, UM_E_OS (also: EPERM
+ * without CAP_SYS_ADMIN in the user namespace, ENOSYS before Linux 5.2). */
+UM_API um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err);
+/* Makes it read-only, for everybody and for good: who has the folder cannot undo it without the
+ * rights that it took. errors: UM_E_OS (EBUSY: a file in it is open for writing; ENOSYS before
+ * Linux 5.12). */
+UM_API um_status um_tmpfs_seal(int fd, um_error *err);
+
 /* ---- load ---- */
 
 /* A range of a file, and the memory that it is read into. */

@@ -77,17 +77,34 @@ int um_os_seal(int fd, int write);
 /* Gives a range of a shared file's memory back. pre: multiples of the file's page. */
 int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
 
+/* ---- file systems ---- */
+
+/* A file system that is not made yet, by its type; its options; making it, and mounting it nowhere:
+ * the result is its folder, and the file system goes with the last descriptor of that and the last
+ * file in it. pre: of all but the first, a descriptor that the first has made. */
+int um_os_fs_open(const char *type, int *out_fd);
+int um_os_fs_set(int fd, const char *key, const char *value);
+int um_os_fs_create(int fd);
+int um_os_fs_mount(int fd, int *out_fd);
+/* Nobody can write through a mount from now on. */
+int um_os_mount_read_only(int fd);
+
 /* ---- threads ---- */
 
 /* The CPUs this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a word). */
 int um_os_get_affinity(void *mask, size_t mask_nbytes);
 int um_os_set_affinity(const void *mask, size_t mask_nbytes);
-/* A thread that runs fn(arg); and waiting for its end. */
+/* A thread that runs fn(arg), and to which no signals come but those of its own faults: they are for
+ * who began it. And waiting for its end. */
 typedef struct um_os_thread {
     uint64_t handle;
 } um_os_thread;
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg);
 int um_os_thread_join(um_os_thread thread);
+/* Sleeps while *word is `value`, until it is woken, a signal comes, or the time is over (ETIMEDOUT);
+ * EAGAIN: it is another one. And waking all of this process who sleep on it. */
+int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);
+int um_os_wake(const _Atomic uint32_t *word);
 
 /* The base page; cannot fail. */
 size_t um_os_page_bytes(void);

@@ -8,12 +8,16 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 /* The kernel's own numbers (uapi), since the C library's headers may be older than the kernel. */
@@ -45,6 +49,10 @@ enum {
 };
 enum { MPOL_MF_MOVE = 1 << 1 };
 #define HUGETLBFS_MAGIC 0x958458f6
+/* Newer calls have the same number on every architecture. */
+enum { SYS_FSOPEN = 430, SYS_FSCONFIG = 431, SYS_FSMOUNT = 432, SYS_MOUNT_SETATTR = 442 };
+enum { FSOPEN_CLOEXEC = 1, FSMOUNT_CLOEXEC = 1, FSCONFIG_SET_STRING = 1, FSCONFIG_CMD_CREATE = 6 };
+enum { MOUNT_ATTR_RDONLY = 1, MOUNT_ATTR_NOSUID = 2, MOUNT_ATTR_NODEV = 4, MOUNT_ATTR_NOEXEC = 8 };
 
 static int result_of_map(void *mapped, void **out) {
     if (mapped == MAP_FAILED) {
@@ -258,6 +266,46 @@ int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes) {
                : errno;
 }
 
+int um_os_fs_open(const char *type, int *out_fd) {
+    um_count_os_call();
+    long fd = syscall(SYS_FSOPEN, type, FSOPEN_CLOEXEC);
+    if (fd < 0) {
+        return errno;
+    }
+    *out_fd = (int)fd;
+    return 0;
+}
+
+int um_os_fs_set(int fd, const char *key, const char *value) {
+    um_count_os_call();
+    return syscall(SYS_FSCONFIG, fd, FSCONFIG_SET_STRING, key, value, 0) == 0 ? 0 : errno;
+}
+
+int um_os_fs_create(int fd) {
+    um_count_os_call();
+    return syscall(SYS_FSCONFIG, fd, FSCONFIG_CMD_CREATE, NULL, NULL, 0) == 0 ? 0 : errno;
+}
+
+int um_os_fs_mount(int fd, int *out_fd) {
+    um_count_os_call();
+    long mount = syscall(SYS_FSMOUNT, fd, FSMOUNT_CLOEXEC,
+                         MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+    if (mount < 0) {
+        return errno;
+    }
+    *out_fd = (int)mount;
+    return 0;
+}
+
+int um_os_mount_read_only(int fd) {
+    /* Of uapi/linux/mount.h: what is set, cleared, how it propagates, and a user namespace. */
+    uint64_t attributes[4] = {MOUNT_ATTR_RDONLY};
+    um_count_os_call();
+    return syscall(SYS_MOUNT_SETATTR, fd, "", AT_EMPTY_PATH, attributes, sizeof attributes) == 0
+               ? 0
+               : errno;
+}
+
 int um_os_get_affinity(void *mask, size_t mask_nbytes) {
     um_count_os_call();
     return sched_getaffinity(0, mask_nbytes, mask) == 0 ? 0 : errno;
@@ -269,9 +317,18 @@ int um_os_set_affinity(const void *mask, size_t mask_nbytes) {
 }
 
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg) {
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT};
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+        sigdelset(&blocked, faults[i]);
+    }
     pthread_t thread;
     um_count_os_call();
+    /* A thread begins with the mask of the one that makes it. */
+    pthread_sigmask(SIG_BLOCK, &blocked, &before);
     int os_errno = pthread_create(&thread, NULL, fn, arg);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (os_errno == 0) {
         out->handle = (uint64_t)thread;
     }
@@ -281,6 +338,18 @@ int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg) {
 int um_os_thread_join(um_os_thread thread) {
     um_count_os_call();
     return pthread_join((pthread_t)thread.handle, NULL);
+}
+
+int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds) {
+    struct timespec most = {.tv_sec = milliseconds / 1000,
+                            .tv_nsec = (long)(milliseconds % 1000) * 1000000};
+    um_count_os_call();
+    return syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, &most, NULL, 0) == 0 ? 0 : errno;
+}
+
+int um_os_wake(const _Atomic uint32_t *word) {
+    um_count_os_call();
+    return syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0) >= 0 ? 0 : errno;
 }
 
 size_t um_os_page_bytes(void) {

@@ -126,9 +126,17 @@ WRAP(um_os_seal, (int fd, int write), (fd, write))
 WRAP(um_os_punch_hole, (int fd, uint64_t offset, uint64_t nbytes), (fd, offset, nbytes))
 WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
 WRAP_ENDING(um_os_close, (int fd), (fd))
+WRAP(um_os_fs_open, (const char *type, int *out_fd), (type, out_fd))
+WRAP(um_os_fs_set, (int fd, const char *key, const char *value), (fd, key, value))
+WRAP(um_os_fs_create, (int fd), (fd))
+WRAP(um_os_fs_mount, (int fd, int *out_fd), (fd, out_fd))
+WRAP(um_os_mount_read_only, (int fd), (fd))
 WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
 WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
 WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
+WRAP(um_os_wait, (const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds),
+     (word, value, milliseconds))
+WRAP_ENDING(um_os_wake, (const _Atomic uint32_t *word), (word))
 
 int __real_um_os_set_affinity(const void *mask, size_t mask_nbytes);
 int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes);
@@ -393,6 +401,8 @@ static const char *name_of(const char *call) {
         {"um_os_set_affinity", "sched_"},
         {"um_os_thread_start", "pthread"},
         {"um_os_thread_join", "pthread"},
+        {"um_os_wait", "futex"},
+        {"um_os_wake", "futex"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         if (strcmp(names[i][0], call) == 0) {

@@ -365,6 +365,29 @@ static void *run_on_cpu(void *arg) {
     return NULL;
 }
 
+static void test_file_systems(void) {
+    int fs = 777, mount = 777;
+    if (um_os_fs_open("no such file system", &fs) != ENODEV) {
+        test_skip("file systems", "this process may not mount any");
+        return;
+    }
+    CHECK_CALL(EBADF, um_os_fs_set(-1, "size", "1"));
+    CHECK_CALL(EBADF, um_os_fs_create(-1));
+    CHECK_CALL(EBADF, um_os_fs_mount(-1, &mount));
+    CHECK_CALL(EBADF, um_os_mount_read_only(-1));
+    CHECK(fs == 777 && mount == 777);
+    CHECK_CALL(0, um_os_fs_open("tmpfs", &fs));
+    CHECK((fcntl(fs, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK_CALL(EINVAL, um_os_fs_set(fs, "no such option", "1"));
+    CHECK_CALL(0, um_os_fs_set(fs, "size", "65536"));
+    CHECK_CALL(0, um_os_fs_create(fs));
+    CHECK_CALL(0, um_os_fs_mount(fs, &mount));
+    CHECK((fcntl(mount, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK_CALL(0, um_os_close(fs));
+    CHECK_CALL(0, um_os_mount_read_only(mount));
+    CHECK_CALL(0, um_os_close(mount));
+}
+
 static void test_threads(void) {
     cpu_set_t mine, mask;
     CPU_ZERO(&mask);
@@ -410,6 +433,7 @@ int main(void) {
     test_memfd();
     test_memfd_failures();
     test_hugetlb();
+    test_file_systems();
     test_threads();
     return test_report();
 }

@@ -171,6 +171,9 @@ cdef extern from "unimem.h" nogil:
 
     um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_error *err)
 
+    um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err)
+    um_status um_tmpfs_seal(int fd, um_error *err)
+
     ctypedef struct um_load_part:
         int fd
         uint64_t offset

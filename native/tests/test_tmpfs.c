@@ -1,0 +1,163 @@
+/* File systems in memory that are mounted nowhere. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "blocks.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "os.h"
+
+#define TMPFS_MAGIC 0x01021994
+static os_state before, after;
+
+static int open_tmpfs(uint64_t nbytes, int huge) {
+    int fd = -1;
+    REQUIRE(CHECK_OK(um_tmpfs_open(&fd, nbytes, huge, &test_err)));
+    CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+    return fd;
+}
+
+static int make_file(int folder, const char *name) {
+    int fd = openat(folder, name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0444);
+    REQUIRE(fd >= 0);
+    return fd;
+}
+
+static void test_size(void) {
+    int fd = open_tmpfs(64 * um_page_bytes(), 0), file = make_file(fd, "a");
+    struct statfs fs;
+    REQUIRE(fstatfs(fd, &fs) == 0);
+    CHECK_EQ_U64(fs.f_type, TMPFS_MAGIC);
+    CHECK_EQ_U64(fs.f_blocks * (uint64_t)fs.f_bsize, 64 * um_page_bytes());
+    CHECK(fallocate(file, 0, 0, (off_t)(64 * um_page_bytes())) == 0);
+    CHECK(fallocate(file, 0, 0, (off_t)(65 * um_page_bytes())) == -1 && errno == ENOSPC);
+    close(file);
+    close(fd);
+}
+
+/* Files outlive the folder; nobody sees the mount. */
+static void test_detached(void) {
+    os_state_read(&before);
+    int fd = open_tmpfs(1 << 20, 0), file = make_file(fd, "a");
+    CHECK(write(file, "text", 4) == 4);
+    FILE *mounts = fopen("/proc/self/mountinfo", "re");
+    REQUIRE(mounts != NULL);
+    struct stat st;
+    char line[4096], device[32];
+    REQUIRE(fstat(fd, &st) == 0);
+    snprintf(device, sizeof device, " %u:%u ", (unsigned)(st.st_dev >> 8 & 0xFFF),
+             (unsigned)(st.st_dev & 0xFF));
+    while (fgets(line, sizeof line, mounts) != NULL) {
+        CHECK(strstr(line, device) == NULL);
+    }
+    fclose(mounts);
+    close(fd);
+    char text[4] = "";
+    CHECK(pread(file, text, 4, 0) == 4 && memcmp(text, "text", 4) == 0);
+    close(file);
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+}
+
+static void test_sealed(void) {
+    int fd = open_tmpfs(1 << 20, 0), file = make_file(fd, "a");
+    CHECK(write(file, "text", 4) == 4);
+    CHECK_STATUS(UM_E_OS, um_tmpfs_seal(fd, &test_err));
+    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "mount_setattr") == 0);
+    close(file);
+    CHECK_OK(um_tmpfs_seal(fd, &test_err));
+    CHECK(openat(fd, "a", O_RDWR | O_CLOEXEC) == -1 && errno == EROFS);
+    CHECK(openat(fd, "b", O_RDWR | O_CREAT | O_CLOEXEC, 0600) == -1 && errno == EROFS);
+    CHECK(unlinkat(fd, "a", 0) == -1 && errno == EROFS);
+    file = openat(fd, "a", O_RDONLY | O_CLOEXEC);
+    REQUIRE(file >= 0);
+    char text[4] = "";
+    CHECK(read(file, text, 4) == 4 && memcmp(text, "text", 4) == 0);
+    CHECK(mmap(NULL, 4, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) == MAP_FAILED);
+    CHECK(mmap(NULL, 4, PROT_READ | PROT_EXEC, MAP_SHARED, file, 0) == MAP_FAILED);
+    close(file);
+    close(fd);
+}
+
+/* Huge pages come from the mount, whatever shmem_enabled says. */
+static void test_huge(void) {
+    size_t huge = um_huge_page_bytes();
+    if (huge == 0) {
+        test_skip("huge pages of a tmpfs", "this kernel has none");
+        return;
+    }
+    for (int wanted = 0; wanted <= 1; wanted++) {
+        int fd = open_tmpfs(2 * huge, wanted), file = make_file(fd, "a");
+        um_block_options options = {
+            .sharing = UM_SHARING_FD, .fd = file, .pages = wanted ? UM_PAGES_AUTO : UM_PAGES_4K};
+        um_block block;
+        um_placement placement;
+        REQUIRE(CHECK_OK(um_block_map(&block, 2 * huge, &options, &test_err)));
+        CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
+        CHECK_OK(um_block_verify(&block, &placement, &test_err));
+        CHECK_EQ_U64(placement.resident_bytes, 2 * huge);
+        CHECK_EQ_U64(placement.huge_bytes, wanted ? 2 * huge : 0);
+        CHECK_OK(um_block_unmap(&block, &test_err));
+        close(file);
+        close(fd);
+    }
+}
+
+static void test_refused(void) {
+    int fd = 777;
+    CHECK_STATUS(UM_E_INVALID, um_tmpfs_open(&fd, 0, 0, &test_err));
+    CHECK(fd == 777);
+    CHECK_STATUS(UM_E_OS, um_tmpfs_seal(-1, &test_err));
+    CHECK(test_err.os_errno == EBADF);
+}
+
+static um_status run_open(void *context, um_error *err) {
+    return um_tmpfs_open(context, 1 << 20, 1, err);
+}
+
+static void undo_open(void *context) {
+    close(*(int *)context);
+}
+
+static um_status run_seal(void *context, um_error *err) {
+    return um_tmpfs_seal(*(int *)context, err);
+}
+
+static void test_every_fault(void) {
+    int fd = 777;
+    fault_case opening = {.run = run_open,
+                          .undo = undo_open,
+                          .context = &fd,
+                          .outputs = &fd,
+                          .outputs_nbytes = sizeof fd,
+                          .harmless = " um_os_close "};
+    fault_os_check_each(&opening);
+    fd = open_tmpfs(1 << 20, 0);
+    fault_case sealing = {.run = run_seal, .context = &fd, .harmless = ""};
+    fault_os_check_each(&sealing);
+    close(fd);
+}
+
+int main(void) {
+    int fd;
+    test_refused();
+    um_status status = um_tmpfs_open(&fd, 1 << 20, 0, &test_err);
+    if (status == UM_E_OS && (test_err.os_errno == EPERM || test_err.os_errno == ENOSYS)) {
+        test_skip("tmpfs", "this process may not mount, or the kernel is older than 5.2");
+        return test_report();
+    }
+    close(fd);
+    test_size();
+    test_detached();
+    test_sealed();
+    test_huge();
+    test_every_fault();
+    return test_report();
+}

@@ -1,0 +1,49 @@
+# cython: language_level=3
+"""File systems in memory that are mounted nowhere."""
+from libc.stdint cimport uint64_t
+
+from unimem._core cimport native as um
+from unimem._core.status cimport raise_status
+
+
+def open_mount(uint64_t nbytes, bint huge):
+    """Make a file system in memory, and return the descriptor of its folder.
+
+    It goes with the last descriptor of the folder, and a file's memory with its last user.
+
+    Parameters
+    ----------
+    nbytes : int
+        The most that its files may take.
+    huge : bool
+        Whether its files have huge pages, whatever ``shmem_enabled`` says.
+
+    Raises
+    ------
+    PlacementError
+        The kernel refuses, as without CAP_SYS_ADMIN.
+    """
+    cdef um.um_error err
+    cdef int fd
+    cdef um.um_status status
+    with nogil:
+        status = um.um_tmpfs_open(&fd, nbytes, huge, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, "mounting a tmpfs")
+    return fd
+
+
+def seal_mount(int fd):
+    """Make it read-only, for everybody and for good.
+
+    Raises
+    ------
+    PlacementError
+        The kernel refuses: a file in it is open for writing, or another namespace has made it.
+    """
+    cdef um.um_error err
+    cdef um.um_status status
+    with nogil:
+        status = um.um_tmpfs_seal(fd, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, "sealing a tmpfs")
