@@ -1,0 +1,191 @@
+/* GGUF headers. An input is the beginning of a file: all of it, a part of it that is read piece by
+ * piece, and the beginning of longer files. */
+#include "fuzz.h"
+
+/* What the input is to stand before: enough for some tensors, and all there could be. */
+static const uint64_t more_nbytes[] = {1 << 16, UINT64_MAX};
+
+/* Tables are compared as bytes. */
+_Static_assert(sizeof(um_gguf_kv) == 5 * sizeof(uint64_t) + 2 * sizeof(um_gguf_type), "padding");
+_Static_assert(sizeof(um_gguf_tensor) == 8 * sizeof(uint64_t) + 2 * sizeof(uint32_t), "padding");
+
+/* ---- metadata ---- */
+
+static uint64_t number_nbytes(um_gguf_type type) {
+    static const uint8_t nbytes[UM_GGUF_TYPE_COUNT] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    PROMISED(type < UM_GGUF_TYPE_COUNT && nbytes[type] != 0);
+    return nbytes[type];
+}
+
+static uint64_t load_u64(const uint8_t *bytes, uint64_t at) {
+    uint64_t value;
+    memcpy(&value, bytes + at, sizeof value);
+    return value;
+}
+
+static void decode_numbers(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
+    fuzz_touch(bytes + at, n * number_nbytes(type));
+    for (uint64_t i = 0; type == UM_GGUF_BOOL && i < n; i++) {
+        PROMISED(bytes[at + i] <= 1);
+    }
+}
+
+/* As _core/gguf.pyx does, which trusts the parser with the bounds. Returns the end of the items. */
+static uint64_t decode_items(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
+    if (type != UM_GGUF_STRING && type != UM_GGUF_ARRAY) {
+        decode_numbers(bytes, type, at, n);
+        return at + n * number_nbytes(type);
+    }
+    for (uint64_t i = 0; i < n; i++) {
+        if (type == UM_GGUF_STRING) {
+            uint64_t nbytes = load_u64(bytes, at);
+            at += sizeof nbytes;
+            fuzz_touch(bytes + at, nbytes);
+            at += nbytes;
+        } else {
+            uint32_t inner;
+            memcpy(&inner, bytes + at, sizeof inner);
+            uint64_t inner_n = load_u64(bytes, at + sizeof inner);
+            at += sizeof inner + sizeof inner_n;
+            at = decode_items(bytes, (um_gguf_type)inner, at, inner_n);
+        }
+    }
+    return at;
+}
+
+static void check_kv(const um_gguf_kv *kv, const uint8_t *bytes, uint64_t header_nbytes) {
+    PROMISED(fuzz_end(kv->key_offset, kv->key_nbytes) <= header_nbytes);
+    PROMISED(fuzz_is_utf8(bytes + kv->key_offset, kv->key_nbytes));
+    uint64_t end = fuzz_end(kv->value_offset, kv->value_nbytes);
+    PROMISED(end <= header_nbytes);
+    if (kv->type == UM_GGUF_ARRAY) {
+        PROMISED(decode_items(bytes, kv->item_type, kv->value_offset, kv->n_items) == end);
+        return;
+    }
+    PROMISED(kv->n_items == 1 && kv->item_type == UM_GGUF_TYPE_COUNT);
+    if (kv->type == UM_GGUF_STRING) {
+        fuzz_touch(bytes + kv->value_offset, kv->value_nbytes);
+    } else {
+        PROMISED(kv->value_nbytes == number_nbytes(kv->type));
+        decode_numbers(bytes, kv->type, kv->value_offset, 1);
+    }
+}
+
+/* ---- tensors ---- */
+
+static void check_tensor(const um_gguf_tensor *t, const um_gguf *g, const uint8_t *bytes,
+                         uint64_t file_nbytes) {
+    PROMISED(fuzz_end(t->name_offset, t->name_nbytes) <= g->header_nbytes);
+    PROMISED(fuzz_is_utf8(bytes + t->name_offset, t->name_nbytes));
+    const um_gguf_tensor_type *type = um_gguf_type_of_tensor(t->type);
+    PROMISED(type != NULL && type->name != NULL);
+    PROMISED(t->n_dims <= UM_GGUF_MAX_DIMS);
+    uint64_t n_values = 1, nbytes = 0;
+    for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
+        PROMISED(i < t->n_dims || t->ne[i] == 1);
+        PROMISED(!__builtin_mul_overflow(n_values, t->ne[i], &n_values) && n_values <= INT64_MAX);
+    }
+    PROMISED(t->ne[0] % type->block_values == 0);
+    PROMISED(!__builtin_mul_overflow(n_values / type->block_values, (uint64_t)type->block_bytes,
+                                     &nbytes));
+    PROMISED(t->nbytes == nbytes);
+    PROMISED(t->offset >= g->data_offset && t->offset % g->alignment == 0);
+    PROMISED(fuzz_end(t->offset, t->nbytes) <= file_nbytes || t->nbytes == 0);
+}
+
+/* ---- the whole ---- */
+
+static void check_tables(const um_gguf *g, const uint8_t *bytes, uint64_t nbytes,
+                         uint64_t file_nbytes) {
+    PROMISED(g->version == 2 || g->version == 3);
+    PROMISED(g->alignment >= 8 && (g->alignment & (g->alignment - 1)) == 0);
+    PROMISED(g->header_nbytes <= nbytes);
+    PROMISED(g->data_offset % g->alignment == 0 && g->data_offset >= g->header_nbytes);
+    PROMISED(g->data_offset - g->header_nbytes < g->alignment);
+    PROMISED(g->n_kv <= nbytes && g->n_tensors <= nbytes);
+    uint64_t n = g->n_kv > g->n_tensors ? g->n_kv : g->n_tensors;
+    fuzz_text *texts = malloc(n * sizeof *texts);
+    fuzz_range *ranges = malloc(n * sizeof *ranges);
+    PROMISED(texts != NULL && ranges != NULL);
+    for (uint64_t i = 0; i < g->n_kv; i++) {
+        check_kv(&g->kv[i], bytes, g->header_nbytes);
+        texts[i] = (fuzz_text){bytes + g->kv[i].key_offset, g->kv[i].key_nbytes};
+    }
+    PROMISED(fuzz_all_differ(texts, g->n_kv));
+    for (uint64_t i = 0; i < g->n_tensors; i++) {
+        const um_gguf_tensor *t = &g->tensors[i];
+        check_tensor(t, g, bytes, file_nbytes);
+        texts[i] = (fuzz_text){bytes + t->name_offset, t->name_nbytes};
+        ranges[i] = (fuzz_range){t->offset, t->nbytes};
+    }
+    PROMISED(fuzz_all_differ(texts, g->n_tensors));
+    PROMISED(fuzz_all_apart(ranges, g->n_tensors));
+    free(texts);
+    free(ranges);
+}
+
+typedef struct answer {
+    um_status status;
+    um_error err;
+    um_gguf gguf;
+} answer;
+
+static answer parse(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
+    answer a = {0};
+    um_counters before, after;
+    uint8_t *exact = fuzz_copy(bytes, nbytes);
+    memset(&a.err, FUZZ_PATTERN, sizeof a.err);
+    um_counters_read(&before);
+    a.status = um_gguf_parse(&a.gguf, exact, nbytes, file_nbytes, &a.err);
+    um_counters_read(&after);
+    fuzz_check_status(a.status, &a.err, nbytes, file_nbytes,
+                      after.allocated_bytes - before.allocated_bytes);
+    if (a.status == UM_OK) {
+        check_tables(&a.gguf, exact, nbytes, file_nbytes);
+    } else {
+        PROMISED(a.gguf.kv == NULL && a.gguf.tensors == NULL);
+    }
+    free(exact);
+    return a;
+}
+
+static bool same_header(const um_gguf *a, const um_gguf *b) {
+    return a->version == b->version && a->alignment == b->alignment &&
+           a->header_nbytes == b->header_nbytes && a->data_offset == b->data_offset &&
+           a->n_kv == b->n_kv && a->n_tensors == b->n_tensors &&
+           memcmp(a->kv, b->kv, a->n_kv * sizeof *a->kv) == 0 &&
+           memcmp(a->tensors, b->tensors, a->n_tensors * sizeof *a->tensors) == 0;
+}
+
+static bool same_answer(const answer *a, const answer *b) {
+    if (a->status != b->status) {
+        return false;
+    }
+    if (a->status == UM_OK) {
+        return same_header(&a->gguf, &b->gguf);
+    }
+    return a->err.what == b->err.what && a->err.offset == b->err.offset;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
+    answer whole = parse(bytes, nbytes, nbytes);
+    PROMISED(whole.status != UM_E_FULL);
+
+    /* A reader that asks for more as it is told to comes to the same end. */
+    answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), nbytes);
+    while (pieces.status == UM_E_FULL) {
+        pieces = parse(bytes, pieces.err.asked, nbytes);
+    }
+    PROMISED(same_answer(&whole, &pieces));
+    um_gguf_free(&pieces.gguf);
+
+    /* What fits into a file fits into a longer one. */
+    for (size_t i = 0; i < sizeof more_nbytes / sizeof more_nbytes[0]; i++) {
+        uint64_t more = more_nbytes[i];
+        answer longer = parse(bytes, nbytes, more > UINT64_MAX - nbytes ? more : nbytes + more);
+        PROMISED(whole.status != UM_OK || same_answer(&whole, &longer));
+        um_gguf_free(&longer.gguf);
+    }
+    um_gguf_free(&whole.gguf);
+    return 0;
+}
