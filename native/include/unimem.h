@@ -206,6 +206,8 @@ typedef struct um_block {
     size_t map_nbytes;
     int fd; /* read. Of shared memory; -1 otherwise */
     int is_file;
+    int is_cache_hidden; /* read. Of a file: the kernel keeps from this process what of it the page
+                            cache holds (see um_block_pages) */
 } um_block;
 
 /* Maps nbytes of zeroed memory between two inaccessible guard pages, so that the range is a mapping
@@ -330,8 +332,13 @@ enum {
 };
 
 /* Tells of each base page that [offset, offset + nbytes) touches where it is: a byte a page of
- * UM_PAGE_* and, unless it is NULL, the node of each that is mapped here, -1 for the others.
- * errors: UM_E_INVALID (outside the block, or not committed), UM_E_NOMEM, UM_E_OS. */
+ * UM_PAGE_* and, unless it is NULL, the node of each that is mapped here, -1 for the others. After
+ * a failure these hold anything.
+ * What the kernel does not tell counts as not so. Of a file that this process neither owns nor may
+ * write, since Linux 5.2, and of hugetlb memory, IN_RAM is what is mapped here. Before Linux 6.7,
+ * of all huge pages only those of hugetlb memory are HUGE. Memory that was read and never written
+ * is the kernel's page of zeros, which counts as any other. errors: UM_E_INVALID (outside the
+ * block, or not committed), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                                 uint8_t *out_pages, int16_t *out_nodes, um_error *err);
 
@@ -384,19 +391,22 @@ typedef struct um_load_options {
 
 typedef struct um_load um_load;
 
-/* Begins to read the parts, in their order, in threads of its own. errors: UM_E_INVALID (no
- * threads, a part that is not aligned for a direct load, sizes that overflow), UM_E_NOMEM, UM_E_OS
- * (a thread cannot be started; none is left then). */
+/* Begins to read the parts, in their order, in threads of its own, to which no signals come. No two
+ * of them fill one huge page (of THP) together. It is for one thread of this process: not for a
+ * forked child, which has none of the threads. errors: UM_E_INVALID (no threads, a CPU above 8191,
+ * a part that is not aligned for a direct load, sizes that overflow), UM_E_NOMEM, UM_E_OS (a thread
+ * cannot be started; none is left then). */
 UM_API um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
                                const um_load_options *options, um_error *err);
-/* Waits until all is read or a read has failed, but at most so many milliseconds. *out_nbytes is
- * how much is in memory by now, *out_running whether a thread is still reading. */
+/* Waits until all is read or a read has failed, but at most so many milliseconds, and not beyond a
+ * signal to this thread. *out_nbytes is how much is in memory by now, *out_running whether a thread
+ * is still reading. */
 UM_API void um_load_wait(um_load *load, unsigned milliseconds, uint64_t *out_nbytes,
                          int *out_running);
 /* Begins no more reads, waits for those under way, and frees the load; then the memory holds
  * everything, or this is the failure that came first. A load that was ended before it was finished
- * is no failure. *out_part (may be NULL) is the part that the failure is of. errors: UM_E_IO (as
- * um_file_read), UM_E_NOMEM (there was no memory at `to`). */
+ * is no failure. *out_part (may be NULL) is the part that the failure is of. errors: UM_E_IO
+ * (os_errno 0: the file ends before the part does), UM_E_NOMEM (there was no memory at `to`). */
 UM_API um_status um_load_end(um_load *load, size_t *out_part, um_error *err);
 
 /* ---- guard ---- */

@@ -44,6 +44,16 @@ int um_os_advise(void *address, size_t nbytes, um_os_advice advice);
 /* mincore: one byte a page, its lowest bit set when the page is in RAM. pre: the range is mapped.
  */
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages);
+/* Neighbouring pages that this process has mapped. */
+typedef struct um_os_page_run {
+    uint64_t start, end; /* addresses */
+    uint64_t huge;       /* 0, or they are parts of huge pages */
+} um_os_page_run;
+
+/* PAGEMAP_SCAN of an open /proc/self/pagemap: the first runs of a range, and how many bytes were
+ * looked at to find them. pre: both are multiples of the page, capacity is at least 1. */
+int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
+                     size_t capacity, size_t *out_n, size_t *out_scanned_nbytes);
 /* mlock2. pre: the range is mapped. */
 int um_os_lock(void *address, size_t nbytes, int on_fault);
 int um_os_unlock(void *address, size_t nbytes);
@@ -94,15 +104,15 @@ int um_os_mount_read_only(int fd);
 /* The CPUs this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a word). */
 int um_os_get_affinity(void *mask, size_t mask_nbytes);
 int um_os_set_affinity(const void *mask, size_t mask_nbytes);
-/* A thread that runs fn(arg), and to which no signals come but those of its own faults: they are for
- * who began it. And waiting for its end. */
+/* A thread that runs fn(arg), and to which no signals come but those of its own faults: they are
+ * for who began it. And waiting for its end. */
 typedef struct um_os_thread {
     uint64_t handle;
 } um_os_thread;
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg);
 int um_os_thread_join(um_os_thread thread);
-/* Sleeps while *word is `value`, until it is woken, a signal comes, or the time is over (ETIMEDOUT);
- * EAGAIN: it is another one. And waking all of this process who sleep on it. */
+/* Sleeps while *word is `value`, until it is woken, a signal comes, or the time is over
+ * (ETIMEDOUT); EAGAIN: it is another one. And waking all of this process who sleep on it. */
 int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);
 int um_os_wake(const _Atomic uint32_t *word);
 

@@ -13,6 +13,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -40,6 +41,12 @@
 #ifndef MLOCK_ONFAULT
 #define MLOCK_ONFAULT 1
 #endif
+struct scan_arguments { /* struct pm_scan_arg, Linux 6.7 */
+    uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
+    uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+#define SCAN_PAGES _IOWR('f', 16, struct scan_arguments)
+enum { PAGE_IS_PRESENT = 1 << 3, PAGE_IS_HUGE = 1 << 6 };
 enum {
     MPOL_PREFERRED = 1,
     MPOL_BIND = 2,
@@ -123,6 +130,27 @@ int um_os_advise(void *address, size_t nbytes, um_os_advice advice) {
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages) {
     um_count_os_call();
     return mincore(address, nbytes, out_pages) == 0 ? 0 : errno;
+}
+
+int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
+                     size_t capacity, size_t *out_n, size_t *out_scanned_nbytes) {
+    /* A run is the kernel's struct page_region: of the categories asked for, huge is the only one.
+     */
+    struct scan_arguments arguments = {.size = sizeof arguments,
+                                       .start = (uintptr_t)address,
+                                       .end = (uintptr_t)address + nbytes,
+                                       .vec = (uintptr_t)out,
+                                       .vec_len = capacity,
+                                       .category_mask = PAGE_IS_PRESENT,
+                                       .return_mask = PAGE_IS_HUGE};
+    um_count_os_call();
+    int n = ioctl(pagemap, SCAN_PAGES, &arguments);
+    if (n < 0) {
+        return errno;
+    }
+    *out_n = (size_t)n;
+    *out_scanned_nbytes = (size_t)(arguments.walk_end - arguments.start);
+    return 0;
 }
 
 int um_os_lock(void *address, size_t nbytes, int on_fault) {

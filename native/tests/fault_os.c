@@ -30,7 +30,7 @@ enum { MAX_LOGGED = 1 << 16 };
 static _Atomic unsigned n_calls, fail_at;
 static _Atomic int fail_errno;
 static const char *_Atomic calls[MAX_LOGGED]; /* the functions that were called, in their order */
-static _Atomic size_t read_limit;
+static _Atomic size_t read_limit, run_limit;
 static _Atomic unsigned n_allocs, fail_alloc_at;
 
 enum { MAX_CPUS = 8192 };
@@ -69,6 +69,15 @@ unsigned fault_os_pinned_to(unsigned cpu) {
 
 void fault_os_limit_read(size_t nbytes) {
     atomic_store(&read_limit, nbytes);
+}
+
+void fault_os_limit_runs(size_t n) {
+    atomic_store(&run_limit, n);
+}
+
+static size_t limited_runs(size_t n) {
+    size_t limit = atomic_load(&run_limit);
+    return limit != 0 && n > limit ? limit : n;
 }
 
 void fault_os_fail_nth_alloc(unsigned n) {
@@ -115,6 +124,10 @@ WRAP(um_os_unmap, (void *address, size_t nbytes), (address, nbytes))
 WRAP(um_os_advise, (void *address, size_t nbytes, um_os_advice advice), (address, nbytes, advice))
 WRAP(um_os_residency, (void *address, size_t nbytes, unsigned char *out_pages),
      (address, nbytes, out_pages))
+WRAP(um_os_scan_pages,
+     (int pagemap, const void *address, size_t nbytes, um_os_page_run *out, size_t capacity,
+      size_t *out_n, size_t *out_scanned_nbytes),
+     (pagemap, address, nbytes, out, limited_runs(capacity), out_n, out_scanned_nbytes))
 WRAP(um_os_lock, (void *address, size_t nbytes, int on_fault), (address, nbytes, on_fault))
 WRAP(um_os_unlock, (void *address, size_t nbytes), (address, nbytes))
 WRAP(um_os_bind, (void *address, size_t nbytes, const um_numa *numa), (address, nbytes, numa))
@@ -382,6 +395,7 @@ static const char *name_of(const char *call) {
         {"um_os_unmap", "munmap"},
         {"um_os_advise", "madvise"},
         {"um_os_residency", "mincore"},
+        {"um_os_scan_pages", "ioctl"},
         {"um_os_lock", "mlock2"},
         {"um_os_unlock", "munlock"},
         {"um_os_bind", "mbind"},
