@@ -206,8 +206,7 @@ typedef struct um_block {
     size_t map_nbytes;
     int fd; /* read. Of shared memory; -1 otherwise */
     int is_file;
-    int is_cache_hidden; /* read. Of a file: the kernel keeps from this process what of it the page
-                            cache holds (see um_block_pages) */
+    int is_cache_hidden; /* of a file: its pages are UM_PAGE_UNKNOWN where they are not mapped */
 } um_block;
 
 /* Maps nbytes of zeroed memory between two inaccessible guard pages, so that the range is a mapping
@@ -326,19 +325,20 @@ UM_API um_status um_block_resident(const um_block *block, size_t offset, size_t 
                                    uint64_t *out_bytes, um_error *err);
 
 enum {
-    UM_PAGE_IN_RAM = 1, /* of a file: in the page cache, wherever it is mapped */
-    UM_PAGE_MAPPED = 2, /* in RAM, and this process has touched it */
-    UM_PAGE_HUGE = 4    /* mapped here as a part of a huge page */
+    UM_PAGE_IN_RAM = 1,  /* of a file: in the page cache, wherever it is mapped */
+    UM_PAGE_MAPPED = 2,  /* in RAM, and this process has touched it */
+    UM_PAGE_HUGE = 4,    /* mapped here as a part of a huge page */
+    UM_PAGE_LOCKED = 8,  /* mapped here, and locked by um_block_lock or being hugetlb memory */
+    UM_PAGE_UNKNOWN = 16 /* not mapped here, and whether it is in RAM the kernel does not tell */
 };
 
 /* Tells of each base page that [offset, offset + nbytes) touches where it is: a byte a page of
  * UM_PAGE_* and, unless it is NULL, the node of each that is mapped here, -1 for the others. After
  * a failure these hold anything.
- * What the kernel does not tell counts as not so. Of a file that this process neither owns nor may
- * write, since Linux 5.2, and of hugetlb memory, IN_RAM is what is mapped here. Before Linux 6.7,
- * of all huge pages only those of hugetlb memory are HUGE. Memory that was read and never written
- * is the kernel's page of zeros, which counts as any other. errors: UM_E_INVALID (outside the
- * block, or not committed), UM_E_NOMEM, UM_E_OS. */
+ * UNKNOWN are, since Linux 5.2, pages of a file that this process neither owns nor may write, and
+ * pages of a file in hugetlbfs. Before Linux 6.7, of all huge pages only those of hugetlb memory
+ * are HUGE. Memory that was read and never written is the kernel's page of zeros, which counts as
+ * any other. errors: UM_E_INVALID (outside the block, or not committed), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                                 uint8_t *out_pages, int16_t *out_nodes, um_error *err);
 

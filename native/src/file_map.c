@@ -4,6 +4,20 @@
 
 #include <errno.h>
 
+/* Since Linux 5.2 the kernel says that all of a file is in RAM to those who neither own nor may
+ * write it: even a page behind its end, which nothing can hold. Leaves that mapped at `space`. */
+static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *out) {
+    size_t page = um_os_page_bytes();
+    unsigned char in_ram = 0;
+    uint64_t behind = (file_nbytes + page - 1) / page * page;
+    int os_errno = um_os_map_file_at(space, fd, behind, page, UM_ACCESS_READ);
+    if (os_errno == 0) {
+        /* Where the question is forbidden, nothing is told either. */
+        *out = um_os_residency(space, page, &in_ram) != 0 || (in_ram & 1) != 0;
+    }
+    return os_errno;
+}
+
 um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes, um_access access,
                             um_category category, um_error *err) {
     if (um_category_name(category) == NULL) {
@@ -40,7 +54,14 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
         return status;
     }
     const char *call = "mmap";
-    os_errno = um_os_map_file_at(space.data, fd, offset, nbytes, access);
+    int is_cache_hidden = 0;
+    /* hugetlb pages are asked for when they are mapped, and are not in the page cache. */
+    os_errno = page == um_os_page_bytes()
+                   ? find_whether_hidden(fd, file_nbytes, space.data, &is_cache_hidden)
+                   : 0;
+    if (os_errno == 0) {
+        os_errno = um_os_map_file_at(space.data, fd, offset, nbytes, access);
+    }
     if (os_errno == 0 && access == UM_ACCESS_SHARED) {
         call = "madvise";
         os_errno = um_os_advise(space.data, whole_pages, UM_OS_DONT_FORK);
@@ -61,7 +82,8 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
                       .map_base = space.map_base,
                       .map_nbytes = space.map_nbytes,
                       .fd = -1,
-                      .is_file = 1};
+                      .is_file = 1,
+                      .is_cache_hidden = is_cache_hidden};
     um_ledger_enter(category, whole_pages);
     return UM_OK;
 }

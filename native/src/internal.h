@@ -94,6 +94,10 @@ int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes);
 int um_mirror_fold(const um_block *block, const char **out_call);
 int um_mirror_unfold(const um_block *block, const char **out_call);
 
+/* The one node that has memory; -1 when there are several, or when that cannot be told. Asked anew
+ * each time, since memory can be plugged in. */
+int um_only_memory_node(void);
+
 /* A failure of which errno does not say that it was for want of memory. */
 um_status um_fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call);
 

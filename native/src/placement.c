@@ -142,8 +142,7 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
 }
 
-/* The one node that has memory; -1 when there are several, or when that cannot be told. */
-static int only_memory_node(void) {
+int um_only_memory_node(void) {
     char text[64], *after;
     if (um_proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
         return -1;
@@ -178,12 +177,11 @@ static void add_node_images(uint64_t images[2][UM_MAX_NODES], uint64_t *node_byt
 
 /* numa_maps costs the kernel one more walk over the pages, a fourth of what asking move_pages for
  * each of them does; it needs no capability, where containers may refuse move_pages. A machine with
- * one node needs neither. Which nodes have memory is asked anew each time, since memory can be
- * plugged in. */
+ * one node needs neither. */
 static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint64_t *node_bytes,
                             um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
-    int only_node = only_memory_node();
+    int only_node = um_only_memory_node();
     if (only_node >= 0) {
         node_bytes[only_node] = resident_bytes;
         return UM_OK;

@@ -26,6 +26,8 @@ const char *fault_os_failed(void);
 unsigned fault_os_pinned_to(unsigned cpu);
 /* Every read gives at most this many bytes; 0: no limit. */
 void fault_os_limit_read(size_t nbytes);
+/* Every scan of pages gives at most this many runs; 0: no limit. */
+void fault_os_limit_runs(size_t n);
 /* From now on this path opens as a file with this text, which is kept by address; NULL: as it is.
  */
 void fault_os_file(const char *path, const char *text);

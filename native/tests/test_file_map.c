@@ -422,7 +422,7 @@ static void test_faults(void) {
                                           .context = &m,
                                           .outputs = &m.block,
                                           .outputs_nbytes = sizeof m.block,
-                                          .harmless = HARMLESS_HUGE_PAGE});
+                                          .harmless = HARMLESS_HUGE_PAGE " um_os_residency "});
         CHECK(run_map(&m, NULL) == UM_OK);
         fault_os_check_each(&(fault_case){.run = run_warm,
                                           .context = &m,

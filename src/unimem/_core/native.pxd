@@ -131,6 +131,7 @@ cdef extern from "unimem.h" nogil:
         size_t map_nbytes
         int fd
         int is_file
+        int is_cache_hidden
 
     um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                            um_error *err)
@@ -161,6 +162,8 @@ cdef extern from "unimem.h" nogil:
         UM_PAGE_IN_RAM
         UM_PAGE_MAPPED
         UM_PAGE_HUGE
+        UM_PAGE_LOCKED
+        UM_PAGE_UNKNOWN
 
     um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                              uint8_t *out_pages, int16_t *out_nodes, um_error *err)
