@@ -862,7 +862,7 @@ UM_API void um_gguf_free(um_gguf *gguf);
 
 /* The header of a safetensors file, as https://github.com/huggingface/safetensors has it: a length,
  * and that many bytes of JSON. Offsets are bytes of the file; texts are as they lie there, escapes
- * and all: um_safetensors_text writes them out. */
+ * and all: um_safetensors_write_text resolves them. */
 typedef enum um_safetensors_type {
     UM_ST_BOOL = 0,
     UM_ST_F4,
@@ -873,6 +873,8 @@ typedef enum um_safetensors_type {
     UM_ST_F8_E5M2,
     UM_ST_F8_E4M3,
     UM_ST_F8_E8M0,
+    UM_ST_F8_E4M3FNUZ,
+    UM_ST_F8_E5M2FNUZ,
     UM_ST_I16,
     UM_ST_U16,
     UM_ST_F16,
@@ -887,20 +889,24 @@ typedef enum um_safetensors_type {
     UM_ST_TYPE_COUNT
 } um_safetensors_type;
 
+/* A header has less than 4 GiB. */
 typedef struct um_safetensors_text {
-    uint64_t offset, nbytes; /* between the quotes */
+    uint32_t offset, nbytes; /* between the quotes */
 } um_safetensors_text;
 
 typedef struct um_safetensors_kv {
     um_safetensors_text key, value;
 } um_safetensors_kv;
 
+/* A tensor with more has no array in NumPy. */
+#define UM_SAFETENSORS_MAX_DIMS 64
+
 typedef struct um_safetensors_tensor {
     um_safetensors_text name;
+    uint64_t offset, nbytes;    /* of the data, which may lie at any byte */
+    uint32_t first_dim, n_dims; /* dims[first_dim] and those behind it; the last is contiguous */
     um_safetensors_type type;
-    uint64_t first_dim,
-        n_dims; /* dims[first_dim] and the n_dims - 1 behind it; the last is contiguous */
-    uint64_t offset, nbytes; /* of the data */
+    uint32_t place; /* of the value of "data_offsets" */
 } um_safetensors_tensor;
 
 typedef struct um_safetensors {
@@ -917,8 +923,9 @@ UM_API const char *um_safetensors_type_name(um_safetensors_type type);
 UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
 
 /* Parses the first nbytes of a file of file_nbytes. The bytes may go away afterwards, but for the
- * texts. errors: UM_E_FULL (err->asked bytes of the header are needed), UM_E_FORMAT (err has rule
- * and offset), UM_E_NOMEM, UM_E_INVALID (nbytes > file_nbytes). */
+ * texts. A string's offset, in an error, is that of its quote. errors: UM_E_FULL (the header has
+ * err->asked bytes, or its length, of which less than 8 bytes were given, is needed first),
+ * UM_E_FORMAT (err has rule and offset), UM_E_NOMEM, UM_E_INVALID (nbytes > file_nbytes). */
 UM_API um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nbytes,
                                       uint64_t file_nbytes, um_error *err);
 /* Writes a text of the header as UTF-8, its escapes resolved; out has room for text.nbytes, which

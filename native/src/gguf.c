@@ -151,43 +151,6 @@ static um_status read_string(reader *r, uint64_t most, const char *too_long, uin
     return UM_OK;
 }
 
-/* Well-formed UTF-8 (Unicode 15, table 3-7): no overlong forms, no surrogates, nothing above
- * U+10FFFF. */
-static bool is_utf8(const unsigned char *s, uint64_t nbytes) {
-    uint64_t i = 0;
-    while (i < nbytes) {
-        uint32_t c = s[i];
-        uint32_t n_more, lowest;
-        if (c < 0x80) {
-            i++;
-            continue;
-        }
-        if (c >> 5 == 0x6) {
-            n_more = 1, lowest = 0x80, c &= 0x1f;
-        } else if (c >> 4 == 0xe) {
-            n_more = 2, lowest = 0x800, c &= 0x0f;
-        } else if (c >> 3 == 0x1e) {
-            n_more = 3, lowest = 0x10000, c &= 0x07;
-        } else {
-            return false;
-        }
-        if (n_more >= nbytes - i) {
-            return false;
-        }
-        for (uint32_t k = 1; k <= n_more; k++) {
-            if (s[i + k] >> 6 != 0x2) {
-                return false;
-            }
-            c = c << 6 | (s[i + k] & 0x3fu);
-        }
-        if (c < lowest || c > 0x10ffff || (c >= 0xd800 && c <= 0xdfff)) {
-            return false;
-        }
-        i += n_more + 1;
-    }
-    return true;
-}
-
 /* ---- names ---- */
 
 typedef struct name_rules {
@@ -203,79 +166,32 @@ static const name_rules tensor_name_rules = {"a tensor's name is longer than 655
 static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_offset,
                            uint64_t *out_nbytes) {
     TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
-    if (!is_utf8(r->bytes + *out_offset, *out_nbytes)) {
+    if (um_utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes) {
         return um_fail_format(r->err, rules->not_utf8, *out_offset);
     }
     return UM_OK;
 }
 
-/* The length of a name lies in the eight bytes before it, so the address says all. */
-typedef struct name_entry {
-    uint64_t hash;
-    const unsigned char *name;
-} name_entry;
-
-static uint64_t name_nbytes(const unsigned char *name) {
-    return load_u64(name - sizeof(uint64_t));
-}
-
-/* FNV-1a. It only spares comparisons: a file whose names collide costs no more than sorting by
- * name. */
-static uint64_t name_hash(const unsigned char *name) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (uint64_t i = 0, n = name_nbytes(name); i < n; i++) {
-        hash = (hash ^ name[i]) * 0x100000001b3u;
-    }
-    return hash;
-}
-
-static int compare_bytes(const unsigned char *a, const unsigned char *b) {
-    uint64_t a_nbytes = name_nbytes(a), b_nbytes = name_nbytes(b);
-    if (a_nbytes != b_nbytes) {
-        return a_nbytes < b_nbytes ? -1 : 1;
-    }
-    return memcmp(a, b, a_nbytes);
-}
-
-static int compare_names(const void *a, const void *b) {
-    const name_entry *x = a, *y = b;
-    if (x->hash != y->hash) {
-        return x->hash < y->hash ? -1 : 1;
-    }
-    int order = compare_bytes(x->name, y->name);
-    if (order != 0) {
-        return order;
-    }
-    return x->name < y->name ? -1 : x->name > y->name;
-}
-
 /* Fails for the first name in the file that was there before. There are n rows, `stride` bytes
- * apart, each of which begins with the offset of a name. Sorting bounds the time for any input,
- * which a hash table does not. */
+ * apart, each of which begins with the offset and the length of a name. */
 static um_status check_names_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {
         return UM_OK;
     }
-    name_entry *entries = alloc_table(r, n, sizeof(*entries));
-    if (entries == NULL) {
+    um_name *names = alloc_table(r, n, sizeof(*names));
+    if (names == NULL) {
         return UM_E_NOMEM;
     }
     for (uint64_t i = 0; i < n; i++) {
-        uint64_t offset = load_u64((const unsigned char *)rows + i * stride);
-        entries[i] = (name_entry){name_hash(r->bytes + offset), r->bytes + offset};
+        const unsigned char *row = (const unsigned char *)rows + i * stride;
+        uint64_t offset = load_u64(row);
+        names[i] = um_name_of(r->bytes + offset, load_u64(row + sizeof(offset)), offset);
     }
-    qsort(entries, n, sizeof(*entries), compare_names);
-    const unsigned char *first = NULL;
-    for (uint64_t i = 1; i < n; i++) {
-        const name_entry *a = &entries[i - 1], *b = &entries[i];
-        if (a->hash == b->hash && compare_bytes(a->name, b->name) == 0 &&
-            (first == NULL || b->name < first)) {
-            first = b->name;
-        }
-    }
-    um_heap_free(entries);
-    return first == NULL ? UM_OK : um_fail_format(r->err, rule, (uint64_t)(first - r->bytes));
+    uint64_t twice;
+    bool differ = um_names_differ(names, n, &twice);
+    um_heap_free(names);
+    return differ ? UM_OK : um_fail_format(r->err, rule, twice);
 }
 
 /* ---- metadata ---- */

@@ -20,6 +20,22 @@ um_status um_fail_format(um_error *err, const char *rule, uint64_t offset);
 void *um_heap_alloc(size_t n, size_t item_bytes);
 void um_heap_free(void *p);
 
+/* How many bytes from s on are well-formed UTF-8 (Unicode 15, table 3-7: no overlong forms, no
+ * surrogates, nothing above U+10FFFF); nbytes: all of them. */
+uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes);
+
+/* A name in the header of a file, which has less than 4 GiB: `offset` is where it stands. */
+typedef struct um_name {
+    uint64_t hash;
+    const unsigned char *bytes;
+    uint32_t nbytes, offset;
+} um_name;
+um_name um_name_of(const unsigned char *bytes, uint64_t nbytes, uint64_t offset);
+/* Whether no two names are the same; false: *out_offset is that of the first in the file that was
+ * there before. The names are sorted, which bounds the time for any input, as a hash table does
+ * not. */
+bool um_names_differ(um_name *names, uint64_t n, uint64_t *out_offset);
+
 /* One row of the ledger goes up or down by a mapping. */
 void um_ledger_enter(um_category category, uint64_t nbytes);
 void um_ledger_leave(um_category category, uint64_t nbytes);

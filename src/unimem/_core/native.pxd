@@ -426,8 +426,8 @@ cdef extern from "unimem.h" nogil:
         UM_ST_TYPE_COUNT
 
     ctypedef struct um_safetensors_text:
-        uint64_t offset
-        uint64_t nbytes
+        uint32_t offset
+        uint32_t nbytes
 
     ctypedef struct um_safetensors_kv:
         um_safetensors_text key
@@ -435,11 +435,11 @@ cdef extern from "unimem.h" nogil:
 
     ctypedef struct um_safetensors_tensor:
         um_safetensors_text name
-        um_safetensors_type type
-        uint64_t first_dim
-        uint64_t n_dims
         uint64_t offset
         uint64_t nbytes
+        uint32_t first_dim
+        uint32_t n_dims
+        um_safetensors_type type
 
     ctypedef struct um_safetensors:
         uint64_t n_kv
