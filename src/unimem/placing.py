@@ -97,7 +97,8 @@ class Request:
     """What a block is asked to be, checked.
 
     `reserve` is `nbytes` where nothing more is kept; `mirror`, the size of the pieces that are
-    mapped twice, is 0 where none are.
+    mapped twice, is 0 where none are. Memory `of_file` is a file's that is there already, whose
+    file system has the pages that it has.
     """
 
     nbytes: int
@@ -107,6 +108,7 @@ class Request:
     shared: bool | str = False
     reserve: int = 0
     mirror: int = 0
+    of_file: bool = False
     page_bytes: int = 4096
     thp_bytes: int = 2 << 20
 
@@ -225,17 +227,24 @@ def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = N
             numa = NumaPolicy("preferred", numa.nodes)
     lock = request.lock
     if lock and pages not in HUGETLB:  # which are never taken out of RAM
-        limit = facts.memlock()
         # What is mapped twice counts twice.
-        counted = request.nbytes * (2 if request.mirror else 1)
-        if limit is not None and limit.room_bytes < counted:
-            shortfalls.append(
-                f"lock={lock!r} needs {format_bytes(counted)}, and {limit.name} has room "
-                f"for {format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}: "
-                f"{limit.remedy}"
-            )
+        refusal = lock_refusal(lock, request.nbytes * (2 if request.mirror else 1), facts)
+        if refusal is not None:
+            shortfalls.append(refusal)
             lock = False
     return Choice(pages, numa, lock, tuple(shortfalls))
+
+
+def lock_refusal(lock: Lock, nbytes: int, facts: Facts) -> str | None:
+    """Tell why so much cannot be locked; None where the limit on locked memory has room for it."""
+    limit = facts.memlock()
+    if limit is None or limit.room_bytes >= nbytes:
+        return None
+    return (
+        f"lock={lock!r} needs {format_bytes(nbytes)}, and {limit.name} has room "
+        f"for {format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}: "
+        f"{limit.remedy}"
+    )
 
 
 def _choose_nodes(
@@ -281,13 +290,14 @@ def _choose_pages(
     shortfalls: list[str],
 ) -> Pages:
     named = isinstance(request.shared, str)
+    no_choice = named or request.of_file or request.mirror
     if request.pages == "auto":
         # A block that grows wants room in the pool for all that it may become.
         most = max(request.nbytes, request.reserve)
         for size in HUGETLB:
             page = _BYTES[size]
             wasted = -request.nbytes % page
-            if named or request.mirror or request.nbytes < page or size in refused:
+            if no_choice or request.nbytes < page or size in refused:
                 continue
             if size == "1g" and wasted * 8 > request.nbytes:
                 continue

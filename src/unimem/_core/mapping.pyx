@@ -4,11 +4,14 @@ import dataclasses
 import errno
 import os
 
+import numpy as np
+
 from unimem import limits, placing
 from unimem.errors import PlacementError
 from unimem.placement import Placement
 
 from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int16_t, uint8_t, uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
@@ -99,6 +102,45 @@ cdef object lock_region(Region region, object choice, list problems):
     problems.append(f"lock={choice.lock!r}: {err.what.decode()}: "
                     f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
     return dataclasses.replace(choice, lock=False)
+
+
+cdef object lock_all(Region region, object how):
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef um.um_lock lock = um.UM_LOCK_NONE
+    cdef um.um_lock before = region.block.lock
+    if not isinstance(how, bool) and how != "onfault":
+        raise ValueError(f"lock: expected False, True or 'onfault', got {how!r}")
+    if how:
+        lock = um.UM_LOCK_NOW if how is True else um.UM_LOCK_ONFAULT
+        if before == um.UM_LOCK_NONE and not region.is_hugetlb():
+            refusal = placing.lock_refusal(how, region.block.committed_nbytes, limits)
+            if refusal is not None:
+                raise PlacementError(errno.ENOMEM, f"locking block '{region.name}': {refusal}")
+    with nogil:
+        status = um.um_block_lock(&region.block, lock, &err)
+    if status != um.UM_OK:
+        raise PlacementError(
+            err.os_errno, f"locking block '{region.name}': lock={how!r}: {err.what.decode()}: "
+            f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
+    return {um.UM_LOCK_NONE: False, um.UM_LOCK_NOW: True}.get(before, "onfault")
+
+
+cdef tuple pages_of(Region region, size_t offset, size_t nbytes, bint with_nodes):
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef size_t page = um.um_page_bytes(), n = 0
+    if nbytes <= region.block.reserved_nbytes:
+        n = (offset % page + nbytes + page - 1) // page if nbytes else 0
+    pages = np.empty(n, np.uint8)
+    nodes = np.empty(n, np.int16) if with_nodes else None
+    cdef uint8_t *out_pages = <uint8_t *><uintptr_t>pages.ctypes.data
+    cdef int16_t *out_nodes = <int16_t *><uintptr_t>nodes.ctypes.data if with_nodes else NULL
+    with nogil:
+        status = um.um_block_pages(&region.block, offset, nbytes, out_pages, out_nodes, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, f"looking at the pages of block '{region.name}'")
+    return pages, nodes
 
 
 cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
