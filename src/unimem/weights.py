@@ -1,24 +1,29 @@
-"""Opened model files: metadata and tensors, without a copy."""
+"""Opened model files: metadata and tensors, mapped without a copy or brought into placed memory."""
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Union, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem._core.gguf import Header, tensor_type
+from unimem._core.gguf import tensor_type
+from unimem._core.tape import Tape
 from unimem.errors import ClosedError
+from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring
+from unimem.model_file import Header, ModelFile, open_model
+from unimem.placement import Lock, PlacementOptions
 
 if TYPE_CHECKING:
-    from unimem.cuda.tape import Tape
+    from unimem.cuda.tape import Tape as DeviceTape
+    from unimem.residency import Residency
 
 __all__ = ["Tensor", "Value", "Weights", "open_weights"]
 
@@ -27,7 +32,7 @@ Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot
     int, float, bool, str, NDArray[np.number[Any] | np.bool_], list[str], list["Value"]
 ]
 
-# What ml_dtypes or NumPy can read, by ggml's name; all others are blocks of bytes.
+# What ml_dtypes or NumPy can read, by the type's name; all others are blocks of bytes.
 _DTYPES = {
     "f32": "float32",
     "f16": "float16",
@@ -37,12 +42,28 @@ _DTYPES = {
     "i16": "int16",
     "i32": "int32",
     "i64": "int64",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "bool": "bool",
+    "c64": "complex64",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "f8_e8m0": "float8_e8m0fnu",
 }
+
+
+class Part(NamedTuple):
+    """One file of a model, and where its data lies."""
+
+    file: ModelFile
+    memory: Memory
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file: where it is and what it holds. Any number of threads may use it.
+    """One tensor of a model: where it is and what it holds. Any number of threads may use it.
 
     Attributes
     ----------
@@ -53,23 +74,27 @@ class Tensor:
     ne : tuple of int
         In ggml's order: the first dimension is contiguous. Empty for a scalar.
     type : str
-        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``.
-    ggml_type : int
-        ggml's number of the type.
+        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; of a type that ggml has not,
+        safetensors' in lower case, such as ``"f8_e4m3"``.
+    ggml_type : int or None
+        ggml's number of the type; None where it has no such type.
     nbytes : int
         Bytes of the data.
     offset : int
         Where the data begins in the file.
+    file : str
+        The path of the file.
     """
 
     name: str
     shape: tuple[int, ...]
     ne: tuple[int, ...]
     type: str
-    ggml_type: int
+    ggml_type: int | None
     nbytes: int
     offset: int
-    _block: Block = field(repr=False, compare=False)
+    file: str
+    _memory: Memory = field(repr=False, compare=False)
 
     @property
     def address(self) -> int:
@@ -80,7 +105,11 @@ class Tensor:
         ClosedError
             The weights were closed.
         """
-        return self._block.address + self.offset
+        return self._memory.block.address + self._block_offset
+
+    @property
+    def _block_offset(self) -> int:
+        return self._memory.block_offset + self.offset - self._memory.file_offset
 
     def as_array(self) -> NDArray[Any]:
         """View the data, without a copy.
@@ -88,9 +117,9 @@ class Tensor:
         Returns
         -------
         numpy.ndarray
-            Read-only, and keeping the mapping alive. Of `shape` and the type's dtype where NumPy or
-            ml_dtypes has it (f32, f16, bf16, f64, i8, i16, i32, i64); else uint8, with the bytes of
-            a row as the last dimension.
+            Read-only, and keeping the memory alive. Of `shape` and the type's dtype where NumPy or
+            ml_dtypes has it (see docs/gguf.md and docs/safetensors.md); else uint8, with the bytes
+            of a row as the last dimension, or of one dimension where rows are no whole bytes.
 
         Raises
         ------
@@ -98,20 +127,44 @@ class Tensor:
             The weights were closed.
         """
         dtype, shape = self._as_in_arrays()
-        return self._block.as_array(dtype, shape, self.offset)
+        array = self._memory.block.as_array(dtype, shape, self._block_offset)
+        array.flags.writeable = False  # memory of our own could be written
+        return array
 
     def _as_in_arrays(self) -> tuple[str, tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
         dtype = _DTYPES.get(self.type)
         if dtype is not None:
             return dtype, self.shape
-        _, block_values, block_bytes = tensor_type(self.ggml_type)
-        return "uint8", (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
+        n_rows = prod(self.shape[:-1])
+        if self.ggml_type is not None:
+            _, block_values, block_bytes = tensor_type(self.ggml_type)
+            return "uint8", (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
+        if n_rows == 0 or self.nbytes % n_rows:
+            return "uint8", (self.nbytes,)
+        return "uint8", (*self.shape[:-1], self.nbytes // n_rows)
 
+    def dequantize(self) -> NDArray[np.float32]:
+        """Convert the data to float32.
 
-def version_of(info: os.stat_result) -> tuple[int, ...]:
-    """Return what stays the same as long as a file is neither replaced nor written to."""
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+        Returns
+        -------
+        numpy.ndarray
+            A new array of `shape`, float32: by ggml's own conversion where ggml-python is
+            installed, else by gguf-py's; float types by NumPy and ml_dtypes.
+
+        Raises
+        ------
+        OSError
+            The mapped file has become shorter.
+        NotImplementedError
+            Nothing that is installed converts the type.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem.dequantize import dequantize
+
+        return dequantize(self)
 
 
 class _Metadata(Mapping[str, Value]):
@@ -136,47 +189,55 @@ class _Metadata(Mapping[str, Value]):
 
 
 class _Tensors(Mapping[str, Tensor]):
-    def __init__(self, header: Header, block: Block) -> None:
-        self._header = header
-        self._block = block
-        self._names = header.tensor_names()
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self._parts = parts
+        self._places = {
+            name: (part, index)
+            for part in parts
+            for name, index in part.file.header.tensor_names().items()
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        ne, kind, number, offset, nbytes = self._header.tensor(self._names[name])
-        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, self._block)
+        part, index = self._places[name]
+        ne, kind, number, offset, nbytes = part.file.header.tensor(index)
+        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._places)
 
     def __repr__(self) -> str:
         return f"<tensors: {len(self)}>"
 
 
 class Weights:
-    """An opened model file, mapped read-only. Made by `open_weights`.
+    """An opened model, mapped read-only or read into memory of its own. Made by `open_weights`.
 
-    Any number of threads may read; closing is for one. After a fork the child has the mapping too.
+    Any number of threads may read; closing is for one. After a fork the child has it too: a mapping
+    is shared, memory of its own is copied page by page as either side writes.
     Leaving a ``with`` closes it to new use, and the memory returns with the last view.
     """
 
-    def __init__(self, header: Header, block: Block, path: str, info: os.stat_result) -> None:
-        self._header: Header | None = header
-        self._block = block
-        self._metadata = _Metadata(header)
-        self._tensors = _Tensors(header, block)
-        self._path = path
-        self._version = version_of(info)
+    def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
+        self._parts = tuple(
+            Part(file, memory) for file, memory in zip(files, loaded.memory, strict=True)
+        )
+        self._loaded: Loaded | None = loaded
+        self._choice = loaded.choice
+        self._tape = tape
+        # The first part of a split model has the metadata of all.
+        self._metadata = _Metadata(files[0].header)
+        self._tensors = _Tensors(self._parts)
 
-    def _opened(self) -> Header:
-        if self._header is None:
-            raise ClosedError(f"Weights '{self._path}' are closed")
-        return self._header
+    def _opened(self) -> Loaded:
+        if self._loaded is None or any(block.closed for block in self._loaded.blocks):
+            raise ClosedError(f"Weights '{self.files[0]}' are closed")
+        return self._loaded
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -192,7 +253,7 @@ class Weights:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The file's tensors by name, in its order, read-only."""
+        """The model's tensors by name, in the order of its files, read-only."""
         self._opened()
         return self._tensors
 
@@ -202,35 +263,169 @@ class Weights:
         return sum(self.by_type().values())
 
     def by_type(self) -> dict[str, int]:
-        """Bytes of all tensors of a type, by ggml's name of the type."""
-        return self._opened().bytes_by_type()
+        """Bytes of all tensors of a type, by the type's name."""
+        self._opened()
+        totals: dict[str, int] = {}
+        for part in self._parts:
+            for kind, nbytes in part.file.header.bytes_by_type().items():
+                totals[kind] = totals.get(kind, 0) + nbytes
+        return totals
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths that were opened."""
-        return (self._path,)
+        """The paths of the model's files: of a split model, all of its parts."""
+        return tuple(part.file.path for part in self._parts)
 
     @property
-    def block(self) -> Block:
-        """The mapping of the whole file."""
-        self._opened()
-        return self._block
+    def load(self) -> Literal["map", "copy", "direct"]:
+        """How the data came into memory."""
+        return self._choice.mode
+
+    @property
+    def load_reason(self) -> str:
+        """Why it came so, in a few words."""
+        return self._choice.reason
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What the tensors lie in: a mapping a file, or one block that all was read into."""
+        return self._opened().blocks
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are mapped: the whole file, header and padding included."""
-        return self.block.nbytes
+        """Bytes of `blocks`, or of what was taken of a tape; with headers and padding."""
+        return self._opened().mapped_bytes
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the header, the tensor table and the file's size; tensor data is not read."""
-        return self._opened().fingerprint()
+        """A hash of the headers, the tensor tables and the files' sizes; data is not read."""
+        self._opened()
+        prints = [part.file.header.fingerprint() for part in self._parts]
+        if len(prints) == 1:
+            return prints[0]
+        return hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
+
+    def content_hash(self, *, threads: int | None = None, progress: Progress | None = None) -> str:
+        """Hash the metadata and all data: the same for a model and a split of it.
+
+        Parameters
+        ----------
+        threads : int, optional
+            That hash; by default the physical cores that this process may use.
+        progress : callable, optional
+            Called with the bytes that are hashed and all bytes, in this thread, at most 20 times a
+            second, and once at the end; what it raises stops the work.
+
+        Returns
+        -------
+        str
+            128 bits in hexadecimal, by xxHash (XXH3); docs/gguf.md says of what.
+
+        Raises
+        ------
+        OSError
+            A mapped file has become shorter, or was replaced or written to since it was opened.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem.content_hash import content_hash
+
+        self._opened()
+        return content_hash(self, threads=threads, progress=progress)
+
+    def residency(self) -> Residency:
+        """Tell what of the model is in RAM, in huge pages, and on which nodes, tensor by tensor.
+
+        Returns
+        -------
+        Residency
+            Of all, and of each tensor in `Residency.tensors`.
+
+        Raises
+        ------
+        OSError
+            The kernel does not tell.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem import residency
+
+        self._opened()
+        return residency.residency(self)
+
+    def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
+        """Bring all into RAM and into this process's page tables, so that a touch costs no fault.
+
+        Parameters
+        ----------
+        threads : int, optional
+            That read; by default one.
+        progress : callable, optional
+            As for `content_hash`.
+
+        Raises
+        ------
+        CapacityError
+            It does not fit into the memory that this process may have; nothing was read.
+        OSError
+            A file has become shorter, or cannot be read.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem import residency
+
+        self._opened()
+        residency.warm(self, threads=threads, progress=progress)
+
+    def lock(self, how: Lock = True) -> None:
+        """Keep the model in RAM.
+
+        Parameters
+        ----------
+        how : bool or "onfault"
+            True: all of it, now. ``"onfault"``: each page from its first touch on. False: no more.
+
+        Raises
+        ------
+        PlacementError
+            The limit on locked memory, which is named, has no room; nothing stays locked then.
+        CapacityError
+            It does not fit into the memory that this process may have.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem import residency
+
+        self._opened()
+        residency.lock(self, how)
+
+    def evict(self) -> int:
+        """Drop the model's files from the page cache; they come back from the disk when touched.
+
+        Returns
+        -------
+        int
+            Bytes that left it: pages that other processes map stay.
+
+        Raises
+        ------
+        ValueError
+            The model lies in memory of its own, or is locked.
+        OSError
+            A file was replaced.
+        ClosedError
+            The weights were closed.
+        """
+        from unimem import residency
+
+        self._opened()
+        return residency.evict(self)
 
     def to_device(
         self,
-        tape: Tape,
+        tape: DeviceTape,
         *,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None = None,
         threads: int | None = None,
         staging_bytes: int | None = None,
         stream: Any = None,
@@ -303,18 +498,27 @@ class Weights:
     @property
     def closed(self) -> bool:
         """Whether the weights were closed."""
-        return self._header is None
+        return self._loaded is None or any(block.closed for block in self._loaded.blocks)
 
     def close(self) -> None:
-        """Unmap the file. Closing twice is no error.
+        """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
 
         Raises
         ------
         BufferError
             Arrays over tensors, or a layout, still use it; nothing is closed then.
         """
-        self._block.close()
-        self._header = None
+        if self._loaded is None:
+            return
+        if self._tape is None:
+            self._check_unused()
+            for block in self._loaded.blocks:
+                block.close()
+        self._loaded = None
+
+    def _check_unused(self) -> None:
+        for block in () if self._loaded is None else self._loaded.blocks:
+            block._check_idle()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -326,32 +530,63 @@ class Weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._block.__exit__(kind, error, trace)
-        self._header = None
+        if self._loaded is not None and self._tape is None:
+            for block in self._loaded.blocks:
+                block.__exit__(kind, error, trace)
+        self._loaded = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("Weights cannot be pickled: open the file in the other process")
 
     def __repr__(self) -> str:
-        if self._header is None:
-            return f"Weights('{self._path}', closed)"
-        types = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.by_type().items())
-        return f"Weights('{self._path}', {len(self._tensors)} tensors, bytes: {types or 0})"
+        name = f"Weights('{self.files[0]}'"
+        if len(self._parts) > 1:
+            name += f" and {len(self._parts) - 1} more"
+        if self.closed:
+            return f"{name}, closed)"
+        types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_type().items())
+        return f"{name}, {self.load}, {len(self._tensors)} tensors, bytes: {types or 0})"
 
 
-def open_weights(path: str | os.PathLike[str], *, load: Literal["auto", "map"] = "auto") -> Weights:
-    """Open a GGUF file: read and check its header, map the rest.
+def open_weights(
+    path: str | os.PathLike[str],
+    *,
+    load: Load = "auto",
+    progress: Progress | None = None,
+    tape: Tape | None = None,
+    threads: int | None = None,
+    advice: Advice | None = None,
+    **placement: Unpack[PlacementOptions],
+) -> Weights:
+    """Open a model: read and check the headers of its files, and bring their data into memory.
 
-    Nothing but the header is read, and that by reads, so that a file which is truncated meanwhile
-    raises. Tensor data comes from the page cache when it is touched; whoever truncates the file
-    then ends the process that touches it (SIGBUS).
+    Headers are read by reads, never through a mapping.
 
     Parameters
     ----------
     path : path-like
-        A regular file, GGUF version 2 or 3, little-endian.
-    load : {"auto", "map"}
-        How tensor data comes to memory: ``"map"`` maps the file; ``"auto"`` is the same so far.
+        A GGUF file (version 2 or 3, little-endian), or any part of a split one, whose parts lie
+        side by side; a safetensors file, or the ``.index.json`` of several.
+    load : {"auto", "map", "copy", "direct"}
+        ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
+        ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
+        ``"direct"`` reads past the page cache (O_DIRECT), which stays as it was. ``"auto"`` maps,
+        unless placement that only memory of its own can have, a tape, or a network's file system
+        asks for reading: then through the page cache when most of the model is there, else past
+        it. `Weights.load` and `Weights.load_reason` say what was done.
+    progress : callable, optional
+        Called with the bytes that are read and all bytes, in this thread, at most 20 times a
+        second, and once at the end. What it raises, as an interrupt does, stops the load: nothing
+        stays taken, and no thread is left. A mapping that is not warmed reads nothing.
+    tape : Tape, optional
+        What the memory is taken from, instead of a block of its own: then placement is the tape's.
+    threads : int, optional
+        That read: by default as many as there are cores, and more for reads past the page cache.
+    advice : {"willneed", "sequential", "random"}, optional
+        How mapped files will be read first; by default the kernel reads ahead as it sees fit.
+    **placement
+        See `PlacementOptions`. Of a mapping, `lock` and `warm` hold; of memory of its own all, and
+        it is warm anyway.
 
     Returns
     -------
@@ -359,29 +594,41 @@ def open_weights(path: str | os.PathLike[str], *, load: Literal["auto", "map"] =
 
     Raises
     ------
-    GGUFError
-        The file breaks a rule of the format: `rule`, `offset` and `path` say which and where.
+    GGUFError, SafetensorsError
+        A file breaks a rule of its format, or is a part of another model: `rule`, `offset` and
+        `path` say which and where.
     OSError
-        The file cannot be opened, read or mapped, or is not a regular file.
-    ValueError
-        An unknown way to load.
+        A file is missing, cannot be read or mapped, is no regular file, has become shorter, or was
+        replaced or written to meanwhile.
+    CapacityError, PlacementError, MemoryError
+        It does not fit, or not as it was asked for; nothing was taken.
+    TapeFull, FrozenError
+        The tape has no room, or is frozen.
+    TypeError, ValueError
+        An option that is unknown, or that does not go with another.
+
+    Examples
+    --------
+    A copy in huge pages, with nodes taking turns::
+
+        with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
+            print(w.load, w.load_reason)
     """
-    if load not in ("auto", "map"):
-        raise ValueError(f"load: expected 'auto' or 'map', got {load!r}")
-    name = os.fspath(path)
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Expected a regular file", name)
-        header = Header(fd, info.st_size, name)
-        try:
-            block = Block._map_fd(fd, 0, info.st_size, "r", name)
-        except ValueError:  # the range was inside the file when its header was read
-            raise OSError(errno.EIO, "The file has become shorter", name) from None
-    finally:
-        os.close(fd)
-    return Weights(header, block, name, info)
+    if tape is not None and not isinstance(tape, Tape):
+        raise TypeError(
+            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
+            "a model to a GPU"
+        )
+    if tape is not None and placement:
+        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
+    with open_model(path) as model:
+        loaded = bring(
+            model,
+            load,
+            tape=tape,
+            threads=threads,
+            advice=advice,
+            progress=progress,
+            placement=placement,
+        )
+        return Weights(model.files, loaded, tape)

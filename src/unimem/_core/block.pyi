@@ -3,6 +3,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict
 
+import numpy as np
 import numpy.typing as npt
 
 from unimem.placement import Lock, Pages, Placement
@@ -45,6 +46,19 @@ class Block:
         strict: bool = False,
         name: str | None = None,
         category: str = "history",
+    ) -> Block: ...
+    @staticmethod
+    def _filled(
+        nbytes: int,
+        fill: Callable[[Block], object],
+        *,
+        fd: int | None = None,
+        pages: Pages = "auto",
+        numa: str | None = None,
+        lock: Lock = False,
+        strict: bool = False,
+        name: str | None = None,
+        category: str = "other",
     ) -> Block: ...
     @staticmethod
     def map(
@@ -121,7 +135,12 @@ class Block:
         advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"],
     ) -> None: ...
     def fileno(self) -> int: ...
+    def _pages(
+        self, offset: int, nbytes: int, nodes: bool = False
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16] | None]: ...
+    def _lock(self, how: Lock) -> Lock: ...
     def close(self) -> None: ...
+    def _check_idle(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self,

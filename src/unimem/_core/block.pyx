@@ -19,8 +19,8 @@ from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.mapping cimport (
-    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, explain, lock_region, map_request, memory_bytes,
-    placement_of, warm_region,
+    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, explain, lock_all, lock_region, map_request,
+    memory_bytes, pages_of, placement_of, warm_region,
 )
 from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
@@ -100,10 +100,11 @@ cdef class Block:
                  strict=False, reserve=None, name=None, category="other"):
         if self._requested is not None:
             raise RuntimeError("the Block is made already")
-        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, 0, name, category)
+        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, 0, name, category, -1,
+                   None)
 
     cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
-                   name, category) except -1:
+                   name, category, int fd, fill) except -1:
         if pages not in PAGES:
             raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
         cdef um.um_category entered = _category_of(category)
@@ -117,14 +118,14 @@ cdef class Block:
         cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
         request = placing.Request(nbytes=size, pages=pages, numa=placing.parse_numa(numa),
                                   lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
-                                  mirror=mirror)
+                                  mirror=mirror, of_file=fd >= 0)
         self.name = name or "block"
         self.category = category
         self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
                            "shared": shared, "reserve": kept}
         try:
             if path is None:
-                self._place(request, entered, -1, n_threads, bool(warm), bool(strict))
+                self._place(request, entered, fd, n_threads, bool(warm), bool(strict), fill)
             else:
                 self._place_named(path, request, entered, n_threads, bool(warm), bool(strict))
         except BaseException:
@@ -157,7 +158,19 @@ cdef class Block:
             raise ValueError(f"expected pieces of whole pages of {page} bytes, and whole pieces, "
                              f"got piece_bytes={piece} and nbytes={size}")
         cdef Block block = Block.__new__(Block)
-        block._make(size, pages, numa, lock, warm, True, strict, None, piece, name, category)
+        block._make(size, pages, numa, lock, warm, True, strict, None, piece, name, category, -1,
+                    None)
+        return block
+
+    @staticmethod
+    def _filled(nbytes, fill, *, fd=None, pages="auto", numa=None, lock=False, strict=False,
+                name=None, category="other"):
+        """Make a block that ``fill(block)`` writes whole, before it is locked and looked at: so
+        what is read into memory is the first that touches it. What `fill` raises is raised. `fd`
+        is an open, empty, writable file in shared memory that the block is made of."""
+        cdef Block block = Block.__new__(Block)
+        block._make(nbytes, pages, numa, lock, False, fd is not None, strict, None, 0, name,
+                    category, -1 if fd is None else fd, fill)
         return block
 
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
@@ -174,18 +187,22 @@ cdef class Block:
             self._remove_name = weakref.finalize(self, placing.remove_named, path, os.getpid(),
                                                  os.fstat(fd).st_ino)
             self.path = path
-            self._place(request, category, fd, n_threads, warm, strict)
+            self._place(request, category, fd, n_threads, warm, strict, None)
         finally:
             os.close(fd)
 
     def _place(self, request, um.um_category category, int fd, unsigned n_threads, bint warm,
-               bint strict):
-        """Map, warm, lock, and look whether it is as it was asked for."""
+               bint strict, fill):
+        """Map, warm or fill, lock, and look whether it is as it was asked for."""
         self._region, self._choice = map_request(self.name, request, category, fd, strict, None)
         cdef Region region = self._region
         choice, problems = self._choice, list(self._choice.shortfalls)
-        if warm:
+        if fill is not None:
+            fill(self)
+            warm = True
+        elif warm:
             self.populate(region, 0, region.block.nbytes, n_threads, None, 0, region.block.nbytes)
+        if warm:
             if request.shared and choice.pages in (("thp",) if request.mirror else ("auto", "thp")):
                 # Where it cannot be done, the comparison below says so.
                 self._collapse(region, None)
@@ -801,6 +818,17 @@ cdef class Block:
             raise_status(status, &err, f"block '{self.name}'")
         return resident
 
+    def _pages(self, offset, nbytes, nodes=False):
+        """Flags (UM_PAGE_*) of each base page of a range, uint8, and its node, int16, or None."""
+        return pages_of(self.region(), size_of(offset, "offset"), size_of(nbytes, "nbytes"), nodes)
+
+    def _lock(self, how):
+        """Lock all of it (True, "onfault") or unlock it (False); returns what it was.
+
+        Raises PlacementError, which names the limit; the lock is as it was then."""
+        self._granted = None
+        return lock_all(self.region(), how)
+
     def close(self):
         """Give the memory back. Closing twice is no error.
 
@@ -809,14 +837,18 @@ cdef class Block:
         BufferError
             Arrays, buffers or tapes still use it; nothing is closed then.
         """
-        if self._region is None:
-            return
-        cdef Py_ssize_t n_users = Py_REFCNT(<PyObject *>self._region) - 1
+        self._check_idle()
+        self._drop()
+
+    def _check_idle(self):
+        # Whoever uses the memory holds the region.
+        cdef Py_ssize_t n_users = 0
+        if self._region is not None:
+            n_users = Py_REFCNT(<PyObject *>self._region) - 1
         if n_users > 0:
             raise BufferError(
                 f"Block '{self.name}' has {n_users} live users (arrays, buffers, tapes): "
                 "drop them first, or leave a 'with'")
-        self._drop()
 
     def _drop(self):
         self._region = self._granted = None

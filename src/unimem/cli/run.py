@@ -314,7 +314,7 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
 
 def _load(weights: Weights, threads: int) -> None:
     """Bring the file into the page cache and map its pages, so that no token waits for them."""
-    block = weights.block
+    block = weights.blocks[0]
     with terminal.progress("loading", block.nbytes) as advance:
         for offset in range(0, block.nbytes, _LOAD_BYTES):
             nbytes = min(_LOAD_BYTES, block.nbytes - offset)

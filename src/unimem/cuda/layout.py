@@ -182,7 +182,7 @@ class Layout(Lifetimes[Tape]):
                 dims.num_layers, dims.num_kv_heads, dims.head_dim, n, batch=batch, dtype=kv_dtype
             )
 
-        weights_bytes = weights.mapped_bytes - weights._opened().data_offset
+        weights_bytes = weights.mapped_bytes - weights._parts[0].file.header.data_offset
         scratch_bytes = DecodeBuffers.bytes_needed(dims)
         free = gpu.driver(device).free_bytes()
         reserved = _RESERVE_BYTES if ctx is None else 0

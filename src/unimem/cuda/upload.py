@@ -23,8 +23,9 @@ from unimem._core.arrays import array_within
 from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.gpu import Driver
+from unimem.model_file import version_of
 from unimem.waiting import wait_until
-from unimem.weights import Tensor, Weights, version_of
+from unimem.weights import Tensor, Weights
 
 __all__ = ["to_device"]
 
@@ -52,7 +53,7 @@ def to_device(
     stream: Any,
 ) -> dict[str, Any]:
     """Bring the tensors of a file to the GPU: see `Weights.to_device`."""
-    begin = weights._opened().data_offset
+    begin = weights._parts[0].file.header.data_offset
     if not isinstance(tape, Tape):
         raise TypeError(
             f"tape: expected a unimem.cuda.Tape, got {type(tape).__name__}: make one with "
@@ -131,7 +132,7 @@ def _opened_again(weights: Weights) -> Iterator[int]:
 
 
 def _check_version(weights: Weights, fd: int) -> None:
-    if version_of(os.fstat(fd)) != weights._version:
+    if version_of(os.fstat(fd)) != weights._parts[0].file.version:
         raise OSError(
             errno.ESTALE,
             "The file was replaced or written to after open_weights: open it again",

@@ -183,7 +183,7 @@ class Decoder:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             if self._owns_weights:
-                self.weights.block.warm(self.threads)
+                self.weights.blocks[0].warm(self.threads)
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
@@ -261,7 +261,7 @@ class Decoder:
     def _hold(self) -> None:
         # These views make closing a borrowed layout, or borrowed weights, under the decoder fail.
         # They are of no bytes, so that the cache may move its tokens and give memory back.
-        blocks = (self.weights.block, self.layout.scratch.block, self.layout.history.block)
+        blocks = (*self.weights.blocks, self.layout.scratch.block, self.layout.history.block)
         self._held = [block.as_array("uint8", 0) for block in blocks]
 
     def _free(self) -> None:
@@ -315,7 +315,7 @@ class Decoder:
             the memory of weights, scratch, history and of a ring; facts of the model and of ggml.
         """
         self._check_open()
-        block, scratch, history = self.weights.block, self.layout.scratch, self.layout.history
+        block, scratch, history = self.weights.blocks[0], self.layout.scratch, self.layout.history
         placed = block.verify()
         resident = dict.fromkeys(self.weights.by_type(), 0)
         for tensor in self.weights.tensors.values():

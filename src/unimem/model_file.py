@@ -1,0 +1,372 @@
+"""Model files: which files are a model's, their headers, and whether they are still the same."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+
+from unimem._core.gguf import Header as GGUFHeader
+from unimem.errors import FormatError, GGUFError, SafetensorsError
+
+if TYPE_CHECKING:
+    from unimem.weights import Value
+
+__all__ = ["Header", "Model", "ModelFile", "check_version", "open_model", "reopen", "version_of"]
+
+# As llama.cpp's gguf-split names them.
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+_INDEX_BYTES_MAX = 64 << 20  # the longest known have 10 MB
+
+Version = tuple[int, ...]
+
+
+class Header(Protocol):
+    """What the headers of both formats tell."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the header."""
+
+    @property
+    def data_offset(self) -> int:
+        """The byte of the file where data begins."""
+
+    def keys(self) -> dict[str, int]:
+        """Return the keys of the metadata, each with its index."""
+
+    def value(self, index: int) -> Value:
+        """Decode a value of the metadata."""
+
+    def raw_value(self, index: int) -> bytes:
+        """Return the type and value of a key in one canonical form."""
+
+    def tensor_names(self) -> dict[str, int]:
+        """Return the names of the tensors, each with its index."""
+
+    def tensor(self, index: int) -> tuple[tuple[int, ...], str, int | None, int, int]:
+        """Return ne, type, ggml's number of it, offset in the file and bytes."""
+
+    def bytes_by_type(self) -> dict[str, int]:
+        """Return the bytes of all tensors of a type."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the header and the file's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model, as it was when it was opened.
+
+    Attributes
+    ----------
+    path : str
+        As it was given, or beside the one that was.
+    version : tuple of int
+        See `version_of`.
+    nbytes : int
+        Size of the file.
+    header : Header
+        Of either format.
+    """
+
+    path: str
+    version: Version
+    nbytes: int
+    header: Header = field(repr=False)
+
+
+class Model:
+    """The opened files of a model, in their order. Leaving the ``with`` closes their descriptors.
+
+    Attributes
+    ----------
+    files : list of ModelFile
+        At least one.
+    fds : list of int
+        Their descriptors, open for reading.
+    index : str or None
+        The path of the index that names the files, of safetensors.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[ModelFile] = []
+        self.fds: list[int] = []
+        self.index: str | None = None
+
+    def add(self, path: str) -> ModelFile:
+        """Open a file, and read and check its header."""
+        fd, info = _open_regular(path)
+        self.fds.append(fd)
+        header = _header(fd, info.st_size, path)
+        self.files.append(ModelFile(path, version_of(info), info.st_size, header))
+        return self.files[-1]
+
+    def check_versions(self) -> None:
+        """Raise OSError (ESTALE) when a file was replaced or written to since it was opened."""
+        for file, fd in zip(self.files, self.fds, strict=True):
+            check_version(file, os.fstat(fd))
+            check_version(file, os.stat(file.path))
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_model(path: str | os.PathLike[str]) -> Model:
+    """Open all files of a model, and read and check their headers.
+
+    Parameters
+    ----------
+    path : path-like
+        A GGUF file; any part of a split one (``-00001-of-00003.gguf``), which lies beside the
+        others; a safetensors file; or the index of several (``model.safetensors.index.json``).
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    GGUFError, SafetensorsError
+        A file breaks a rule of its format, or is a part of another model.
+    OSError
+        A file is missing, cannot be read, or is no regular file.
+    """
+    name = os.fspath(path)
+    model = Model()
+    try:
+        if name.endswith(".index.json"):
+            _add_indexed(model, name)
+        else:
+            first = model.add(name)
+            if isinstance(first.header, GGUFHeader):
+                _add_parts(model, first)
+        _check_names_differ(model)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+# ---- one file -------------------------------------------------------------------------------
+
+
+def version_of(info: os.stat_result) -> Version:
+    """Return what stays the same as long as a file is neither replaced nor written to."""
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def check_version(file: ModelFile, info: os.stat_result) -> None:
+    """Raise OSError (ESTALE) when a file is no longer what it was when it was opened."""
+    if version_of(info) != file.version:
+        raise OSError(
+            errno.ESTALE,
+            "The file was replaced or written to after it was opened: open it again",
+            file.path,
+        )
+
+
+@contextmanager
+def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
+    """Open a model's file anew, for reading, as long as it is what it was."""
+    # Without O_NONBLOCK, opening a FIFO that has replaced the file would wait for a writer.
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        check_version(file, os.fstat(fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_regular(path: str) -> tuple[int, os.stat_result]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        if os.path.islink(path):
+            text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
+            raise FileNotFoundError(errno.ENOENT, text, path) from None
+        raise error
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISDIR(info.st_mode):
+            raise IsADirectoryError(
+                errno.EISDIR, "A directory: give a model file in it, or its index", path
+            )
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "Expected a regular file", path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, info
+
+
+def _header(fd: int, nbytes: int, path: str) -> Header:
+    # By what it begins with: names may be of descriptors, as in /proc/self/fd/3.
+    head = os.pread(fd, 9, 0)
+    if not head:
+        kind = SafetensorsError if path.endswith(".safetensors") else GGUFError
+        raise kind("the file is empty", 0, path)
+    is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
+    if is_safetensors and head[:4] != b"GGUF":
+        from unimem._core.safetensors import SafetensorsHeader
+
+        return SafetensorsHeader(fd, nbytes, path)
+    return GGUFHeader(fd, nbytes, path)
+
+
+# ---- split GGUF -----------------------------------------------------------------------------
+
+
+def _add_parts(model: Model, first: ModelFile) -> None:
+    """Open the parts beside a part; a file that is whole stays alone."""
+    count, number = _split(first)
+    if count <= 1:
+        return
+    folder, name = os.path.split(first.path)
+    match = _SPLIT_NAME.fullmatch(name)
+    if match is None or (int(match["no"]), int(match["count"])) != (number + 1, count):
+        raise GGUFError(
+            f"split.no is {number} and split.count {count}, so that its name has to end with "
+            f"-{number + 1:05}-of-{count:05}.gguf",
+            0,
+            first.path,
+        )
+    model.close()
+    model.files.clear()
+    for i in range(count):
+        path = os.path.join(folder, f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf")
+        try:
+            part = model.add(path)
+        except FileNotFoundError:
+            text = f"Part {i + 1} of {count} of the model is missing"
+            raise FileNotFoundError(errno.ENOENT, text, path) from None
+        _check_part(model, part, i, count)
+    total = _integer(model.files[0], "split.tensors.count")
+    found = sum(len(file.header.tensor_names()) for file in model.files)
+    if found != total:
+        _of_another(first, f"split.tensors.count is {total}, the parts have {found} tensors")
+
+
+def _check_part(model: Model, part: ModelFile, i: int, count: int) -> None:
+    if _split(part) != (count, i):
+        _of_another(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
+    first = model.files[0].header
+    keys, firsts = part.header.keys(), first.keys()
+    # A part has these, or nothing but the keys of the split.
+    for key in ("split.tensors.count", "general.architecture", "general.name"):
+        if key in keys and (
+            key not in firsts or part.header.value(keys[key]) != first.value(firsts[key])
+        ):
+            _of_another(part, f"its {key} is not that of the first part")
+
+
+def _split(file: ModelFile) -> tuple[int, int]:
+    """Return split.count and split.no."""
+    if "split.count" not in file.header.keys():  # noqa: SIM118 - it is no mapping
+        return 0, 0
+    return _integer(file, "split.count"), _integer(file, "split.no")
+
+
+def _integer(file: ModelFile, key: str) -> int:
+    index = file.header.keys().get(key)
+    value = None if index is None else file.header.value(index)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise GGUFError(f"a part of a split model needs an integer {key}", 0, file.path)
+    return value
+
+
+def _of_another(part: ModelFile, why: str) -> NoReturn:
+    raise GGUFError(f"a part of another model: {why}", 0, part.path)
+
+
+# ---- several safetensors ----------------------------------------------------------------------
+
+
+def _add_indexed(model: Model, path: str) -> None:
+    model.index = path
+    where = _read_index(path)
+    folder = os.path.dirname(path)
+    for name in sorted(set(where.values())):
+        try:
+            file = model.add(os.path.join(folder, name))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{path} names this file, which is missing",
+                os.path.join(folder, name),
+            ) from None
+        if isinstance(file.header, GGUFHeader):
+            raise SafetensorsError("a file of the index is not safetensors", 0, file.path)
+        has = set(file.header.tensor_names())
+        wanted = {tensor for tensor, place in where.items() if place == name}
+        for tensor in sorted(wanted ^ has)[:1]:
+            side = "does not have" if tensor in wanted else "is not said to have"
+            raise SafetensorsError(
+                f"a file of another model: by {path}, it {side} the tensor '{tensor}'", 0, file.path
+            )
+
+
+def _read_index(path: str) -> dict[str, str]:
+    """Return the file's name of each tensor."""
+    fd, info = _open_regular(path)
+    with open(fd, "rb") as file:
+        if info.st_size > _INDEX_BYTES_MAX:
+            raise SafetensorsError("the index is longer than 64 MiB", 0, path)
+        text = file.read(_INDEX_BYTES_MAX + 1)
+    try:
+        index = json.loads(text.decode(), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise SafetensorsError(f"the index is not JSON: {error}", 0, path) from None
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise SafetensorsError("the index has no weight_map from tensors to files", 0, path)
+    for name in where.values():
+        # A name from the internet must not lead elsewhere.
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise SafetensorsError(f"{name!r} is not the name of a file beside the index", 0, path)
+    return where
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice in an object")
+    return found
+
+
+def _check_names_differ(model: Model) -> None:
+    if len(model.files) == 1:
+        return
+    seen: dict[str, str] = {}
+    for file in model.files:
+        kind = GGUFError if isinstance(file.header, GGUFHeader) else SafetensorsError
+        for name in file.header.tensor_names():
+            if name in seen:
+                rule = f"the tensor '{name}' is in {seen[name]} already"
+                raise _error(kind, rule, file.path)
+            seen[name] = file.path
+
+
+def _error(kind: type[FormatError], rule: str, path: str) -> FormatError:
+    return kind(rule, 0, path)
