@@ -224,9 +224,6 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
 def _header(fd: int, nbytes: int, path: str) -> Header:
     # By what it begins with: names may be of descriptors, as in /proc/self/fd/3.
     head = os.pread(fd, 9, 0)
-    if not head:
-        kind = SafetensorsError if path.endswith(".safetensors") else GGUFError
-        raise kind("the file is empty", 0, path)
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
         from unimem._core.safetensors import SafetensorsHeader

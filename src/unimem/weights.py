@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -191,15 +192,20 @@ class _Metadata(Mapping[str, Value]):
 class _Tensors(Mapping[str, Tensor]):
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self._parts = parts
-        self._places = {
-            name: (part, index)
-            for part in parts
-            for name, index in part.file.header.tensor_names().items()
-        }
+        # Tensors are counted through all parts: a number a name is all that is kept of each.
+        self._firsts: list[int] = []
+        self._places: dict[str, int] = {}
+        for part in parts:
+            first = len(self._places)
+            self._firsts.append(first)
+            names = part.file.header.tensor_names()
+            self._places |= {name: first + i for name, i in names.items()} if first else names
 
     def __getitem__(self, name: str) -> Tensor:
-        part, index = self._places[name]
-        ne, kind, number, offset, nbytes = part.file.header.tensor(index)
+        place = self._places[name]
+        i = bisect_right(self._firsts, place) - 1
+        part = self._parts[i]
+        ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
         return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
 
     def __contains__(self, name: object) -> bool:
