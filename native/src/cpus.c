@@ -13,7 +13,7 @@ um_status um_cpus_init(um_cpus *out, unsigned n_threads, const int *chosen, um_e
     n_threads = n_threads < UM_MAX_THREADS ? n_threads : UM_MAX_THREADS;
     for (unsigned i = 0; chosen != NULL && i < n_threads; i++) {
         if (chosen[i] >= UM_MAX_CPUS) {
-            return um_fail(err, UM_E_INVALID, "cpus");
+            return um_fail(err, UM_E_INVALID, "cpus: a number above 8191");
         }
     }
     *out = (um_cpus){.n_threads = n_threads, .chosen = chosen};

@@ -1,2 +1,195 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Ranges of files into memory, by several threads, with progress."""
+"""Reads ranges of files into blocks, with several threads."""
+import errno
+import os
+import time
+
+from unimem import limits, placing
+from unimem.errors import ClosedError
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdint cimport uint64_t, uintptr_t
+from posix.types cimport pid_t
+from posix.unistd cimport getpid
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport size_of
+from unimem._core.block cimport Block
+from unimem._core.mapping cimport MOST_THREADS, explain
+from unimem._core.region cimport Region
+from unimem._core.status cimport raise_status
+
+# Between two calls of a callback, in seconds; and for how long a signal may go unseen that came to
+# another thread.
+cdef double PERIOD = 0.05
+
+cdef enum:
+    WAIT_MILLISECONDS = 50
+    DIRECT_ALIGN = 4096
+    # Reads past the page cache sleep: there are more of them than there are CPUs.
+    DIRECT_THREADS = 8
+
+
+cdef class _Parts:
+    """Where each part comes from and goes to. It holds the regions, so that none is unmapped."""
+
+    cdef um.um_load_part *ranges
+    cdef size_t n
+    cdef list blocks, regions, paths
+    cdef object total
+
+    def __cinit__(self, parts, bint direct):
+        cdef list given = list(parts)
+        self.blocks, self.regions, self.paths, self.total = [], [], [], 0
+        self.ranges = <um.um_load_part *>PyMem_Calloc(max(len(given), 1), sizeof(um.um_load_part))
+        if self.ranges == NULL:
+            raise MemoryError()
+        for part in given:
+            self.add(&self.ranges[self.n], part, direct)
+            self.n += 1
+
+    def __dealloc__(self):
+        PyMem_Free(self.ranges)
+
+    cdef int add(self, um.um_load_part *out, object part, bint direct) except -1:
+        fd, file_offset, block, block_offset, nbytes, path = part
+        cdef Region region = (<Block?>block).region()
+        cdef size_t at = size_of(block_offset, "block_offset"), size = size_of(nbytes, "nbytes")
+        cdef size_t room = (size + DIRECT_ALIGN - 1) // DIRECT_ALIGN * DIRECT_ALIGN
+        out.fd, out.offset, out.nbytes = fd, size_of(file_offset, "file_offset"), size
+        out.to = <char *>region.block.base + at
+        if not region.writable:
+            raise ValueError(f"{path}: Block '{region.name}' is read-only: nothing can be read "
+                             "into it")
+        if direct and (out.offset % DIRECT_ALIGN or <uintptr_t>out.to % DIRECT_ALIGN):
+            raise ValueError(
+                f"{path}: a direct load is of multiples of {DIRECT_ALIGN}, got byte {out.offset} "
+                f"of the file and address {<uintptr_t>out.to:#x}")
+        if not um.um_block_is_committed(&region.block, at, room if direct else size):
+            raise ValueError(
+                f"{path}: bytes {at} to {at + (room if direct else size)} of Block "
+                f"'{region.name}', which has {region.block.nbytes}, are not committed")
+        self.blocks.append(block)
+        self.regions.append(region)
+        self.paths.append(path)
+        self.total += size
+        return 0
+
+
+def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=None, progress=None):
+    """Read ranges of files into memory, with several pinned threads.
+
+    It returns, or raises, when all its threads have ended. Any number of loads may run at once. The
+    child of a fork (one that `progress` makes) has none of the threads: there it raises
+    ClosedError.
+
+    Parameters
+    ----------
+    parts : iterable of tuple
+        ``(fd, file_offset, block, block_offset, nbytes, path)``: which bytes of an open file go
+        where, and the file's name for errors. They are read in this order.
+    threads : int, optional
+        How many reads are under way at once. `limits.thread_count()` by default, and 8 for a direct
+        load.
+    cpus : sequence of int, optional
+        The threads are pinned to these CPUs, in turn; by default to those of the nodes that the
+        first block is placed on, or all that the process may use.
+    direct : bool
+        The files were opened with ``O_DIRECT``: all offsets are multiples of 4096, and so are the
+        blocks' addresses, and there is room for each part rounded up to 4096, which may be filled
+        with what comes next in the file. The page cache stays as it was.
+    request_bytes : int, optional
+        The size of one read, 4 MiB by default.
+    progress : callable, optional
+        Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
+        and at the end with both the same. What it raises ends the load, as Ctrl-C does.
+
+    Raises
+    ------
+    ValueError
+        A range is not committed in its block, or does not suit a direct load, or the block is
+        read-only.
+    OSError
+        A file cannot be read, or has become shorter (EIO). EINVAL: its file system has no direct
+        reads like this.
+    MemoryError, PlacementError
+        There is no memory for a block's pages, or a thread cannot be started.
+    """
+    cdef _Parts given = _Parts(parts, direct)
+    cdef um.um_load_options options
+    cdef int pinned[MOST_THREADS]
+    cdef size_t i
+    cdef Block block
+    if threads is None:
+        threads = DIRECT_THREADS if direct else limits.thread_count()
+    options.n_threads = min(size_of(threads, "threads", 1), <size_t>MOST_THREADS)
+    options.request_nbytes = (0 if request_bytes is None
+                              else size_of(request_bytes, "request_bytes", 1))
+    options.direct, options.cpus = direct, NULL
+    if cpus is None and given.n > 0:
+        block = given.blocks[0]
+        if block._choice is not None:
+            cpus = placing.warm_cpus(block._choice.numa, options.n_threads, limits.nodes(),
+                                     os.sched_getaffinity(0))
+    if cpus is not None:
+        if not cpus:
+            raise ValueError("cpus: expected at least one, got none")
+        for i in range(options.n_threads):
+            pinned[i] = cpus[i % len(cpus)]
+        options.cpus = pinned
+    try:
+        _run(given, &options, progress)
+    finally:
+        for block in given.blocks:
+            block._granted = None
+    if progress is not None:
+        progress(given.total, given.total)
+
+
+cdef int _run(_Parts given, const um.um_load_options *options, object progress) except -1:
+    cdef um.um_error err
+    cdef um.um_load *reading = NULL
+    cdef um.um_status status
+    cdef size_t part = 0
+    cdef pid_t pid = getpid()
+    with nogil:
+        status = um.um_load_start(&reading, given.ranges, given.n, options, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, "loading")
+    try:
+        _wait(given, reading, pid, progress)
+    except BaseException:
+        # A forked child would wait for ever for threads that it has not.
+        if getpid() == pid:
+            with nogil:
+                um.um_load_end(reading, NULL, NULL)
+        raise
+    with nogil:
+        status = um.um_load_end(reading, &part, &err)
+    if status == um.UM_OK:
+        return 0
+    cdef Block block = given.blocks[part]
+    if status == um.UM_E_IO:
+        if err.os_errno == 0:
+            raise OSError(errno.EIO, "The file has become shorter", given.paths[part])
+        raise OSError(err.os_errno, os.strerror(err.os_errno), given.paths[part])
+    explain(given.regions[part], block.path, status, &err, f"loading {given.paths[part]}")
+
+
+cdef int _wait(_Parts given, um.um_load *reading, pid_t pid, object progress) except -1:
+    cdef uint64_t done = 0
+    cdef int running = 1
+    told = time.monotonic()
+    while running:
+        with nogil:
+            um.um_load_wait(reading, WAIT_MILLISECONDS, &done, &running)
+        PyErr_CheckSignals()
+        now = time.monotonic()
+        if progress is not None and running and done < given.total and now - told >= PERIOD:
+            progress(done, given.total)
+            told = now
+        if getpid() != pid:
+            raise ClosedError("loading: a forked child has none of the threads that read: load "
+                              "again there")
+    return 0
