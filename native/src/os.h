@@ -3,6 +3,7 @@
 #ifndef UM_OS_H
 #define UM_OS_H
 
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -115,6 +116,15 @@ int um_os_thread_join(um_os_thread thread);
  * (ETIMEDOUT); EAGAIN: it is another one. And waking all of this process who sleep on it. */
 int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);
 int um_os_wake(const _Atomic uint32_t *word);
+
+/* ---- signals: async-signal-safe ---- */
+
+/* sigaction of SIGBUS; either may be NULL. */
+int um_os_bus_action(const struct sigaction *action, struct sigaction *out_previous);
+/* Sends SIGBUS to this thread. */
+int um_os_raise_bus(void);
+/* pthread_sigmask; out_previous may be NULL. */
+int um_os_signal_mask(int how, const sigset_t *mask, sigset_t *out_previous);
 
 /* The base page; cannot fail. */
 size_t um_os_page_bytes(void);

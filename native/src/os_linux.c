@@ -380,6 +380,21 @@ int um_os_wake(const _Atomic uint32_t *word) {
     return syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0) >= 0 ? 0 : errno;
 }
 
+int um_os_bus_action(const struct sigaction *action, struct sigaction *out_previous) {
+    um_count_os_call();
+    return sigaction(SIGBUS, action, out_previous) == 0 ? 0 : errno;
+}
+
+int um_os_raise_bus(void) {
+    um_count_os_call();
+    return raise(SIGBUS) == 0 ? 0 : errno;
+}
+
+int um_os_signal_mask(int how, const sigset_t *mask, sigset_t *out_previous) {
+    um_count_os_call();
+    return pthread_sigmask(how, mask, out_previous);
+}
+
 size_t um_os_page_bytes(void) {
     return (size_t)sysconf(_SC_PAGESIZE);
 }
