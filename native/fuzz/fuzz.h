@@ -47,10 +47,10 @@ uint64_t fuzz_end(uint64_t offset, uint64_t nbytes);
 /* Reads memory. */
 void fuzz_touch(const void *bytes, uint64_t nbytes);
 
-/* What a parser says that was given the first nbytes of a file. `err` was filled with this pattern
- * before, and allocated_bytes is what it took from the heap. */
+/* What a parser says of a failure, or leaves alone: `err` was filled with this pattern before. */
 enum { FUZZ_PATTERN = 0xa5 };
+/* nbytes of the file were given; a broken rule lies at most at last_offset. */
 void fuzz_check_status(um_status status, const um_error *err, uint64_t nbytes, uint64_t file_nbytes,
-                       uint64_t allocated_bytes);
+                       uint64_t last_offset);
 
 #endif

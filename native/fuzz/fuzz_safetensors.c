@@ -1,0 +1,179 @@
+/* Safetensors headers. An input is a file: all of it, and a part of it that is read piece by piece.
+ * Since hardly any change leaves the length of the header and the end of the data right, the same
+ * JSON is also parsed behind the right length, in a file that ends where the largest of its numbers
+ * says. */
+#include "fuzz.h"
+
+enum { LENGTH_NBYTES = 8 };
+static const uint64_t data_nbytes_max = (uint64_t)1 << 40;
+
+/* Tables are compared as bytes. */
+_Static_assert(sizeof(um_safetensors_kv) == 4 * sizeof(uint32_t), "padding");
+_Static_assert(sizeof(um_safetensors_tensor) == 2 * sizeof(uint64_t) + 6 * sizeof(uint32_t),
+               "padding");
+
+/* ---- texts ---- */
+
+/* As _core/safetensors.pyx writes them out: into memory of the size of the text. */
+static fuzz_text write_text(const uint8_t *bytes, um_safetensors_text text,
+                            uint64_t header_nbytes) {
+    PROMISED(text.offset > LENGTH_NBYTES);
+    PROMISED(fuzz_end(text.offset, text.nbytes) < header_nbytes);
+    PROMISED(bytes[text.offset - 1] == '"' && bytes[text.offset + text.nbytes] == '"');
+    uint8_t *out = malloc(text.nbytes);
+    PROMISED(out != NULL);
+    size_t nbytes = um_safetensors_write_text(bytes, text, (char *)out);
+    PROMISED(nbytes <= text.nbytes);
+    PROMISED(fuzz_is_utf8(out, nbytes));
+    return (fuzz_text){out, nbytes};
+}
+
+static bool texts_differ(fuzz_text *texts, uint64_t n) {
+    bool differ = fuzz_all_differ(texts, n);
+    for (uint64_t i = 0; i < n; i++) {
+        free((void *)(uintptr_t)texts[i].bytes);
+    }
+    return differ;
+}
+
+static void check_metadata(const um_safetensors *st, const uint8_t *bytes) {
+    fuzz_text *keys = malloc(st->n_kv * sizeof *keys);
+    PROMISED(keys != NULL);
+    for (uint64_t i = 0; i < st->n_kv; i++) {
+        keys[i] = write_text(bytes, st->kv[i].key, st->header_nbytes);
+        fuzz_text value = write_text(bytes, st->kv[i].value, st->header_nbytes);
+        free((void *)(uintptr_t)value.bytes);
+    }
+    PROMISED(texts_differ(keys, st->n_kv));
+    free(keys);
+}
+
+/* ---- tensors ---- */
+
+static void check_tensor(const um_safetensors *st, const um_safetensors_tensor *t,
+                         const uint8_t *bytes, uint64_t file_nbytes) {
+    PROMISED(um_safetensors_type_name(t->type) != NULL);
+    PROMISED(t->n_dims <= UM_SAFETENSORS_MAX_DIMS);
+    PROMISED(fuzz_end(t->first_dim, t->n_dims) <= st->n_dims);
+    uint64_t n_bits = um_safetensors_type_bits(t->type);
+    PROMISED(n_bits != 0);
+    for (uint32_t i = 0; i < t->n_dims; i++) {
+        PROMISED(!__builtin_mul_overflow(n_bits, st->dims[t->first_dim + i], &n_bits));
+    }
+    PROMISED(n_bits % 8 == 0 && t->nbytes == n_bits / 8);
+    PROMISED(t->offset >= st->header_nbytes && fuzz_end(t->offset, t->nbytes) <= file_nbytes);
+    PROMISED(t->place < st->header_nbytes && bytes[t->place] == '[');
+}
+
+/* Each byte behind the header is one tensor's. */
+static void check_tensors(const um_safetensors *st, const uint8_t *bytes, uint64_t file_nbytes) {
+    uint64_t nbytes = st->header_nbytes;
+    fuzz_text *names = malloc(st->n_tensors * sizeof *names);
+    fuzz_range *ranges = malloc(st->n_tensors * sizeof *ranges);
+    PROMISED(names != NULL && ranges != NULL);
+    for (uint64_t i = 0; i < st->n_tensors; i++) {
+        const um_safetensors_tensor *t = &st->tensors[i];
+        check_tensor(st, t, bytes, file_nbytes);
+        names[i] = write_text(bytes, t->name, st->header_nbytes);
+        ranges[i] = (fuzz_range){t->offset, t->nbytes};
+        nbytes = fuzz_end(nbytes, t->nbytes);
+    }
+    PROMISED(texts_differ(names, st->n_tensors));
+    PROMISED(fuzz_all_apart(ranges, st->n_tensors));
+    PROMISED(nbytes == file_nbytes);
+    free(names);
+    free(ranges);
+}
+
+/* ---- the whole ---- */
+
+typedef struct answer {
+    um_status status;
+    um_error err;
+    um_safetensors st;
+} answer;
+
+static answer parse(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
+    answer a = {0};
+    um_counters before, after;
+    uint8_t *exact = fuzz_copy(bytes, nbytes);
+    memset(&a.err, FUZZ_PATTERN, sizeof a.err);
+    um_counters_read(&before);
+    a.status = um_safetensors_parse(&a.st, exact, nbytes, file_nbytes, &a.err);
+    um_counters_read(&after);
+    fuzz_check_status(a.status, &a.err, nbytes, file_nbytes, file_nbytes);
+    PROMISED(after.allocated_bytes - before.allocated_bytes <= 4096 + 20 * nbytes);
+    if (a.status == UM_OK) {
+        PROMISED(a.st.header_nbytes <= nbytes);
+        PROMISED(a.st.n_kv <= nbytes && a.st.n_tensors <= nbytes && a.st.n_dims <= nbytes);
+        check_metadata(&a.st, exact);
+        check_tensors(&a.st, exact, file_nbytes);
+    } else {
+        PROMISED(a.st.kv == NULL && a.st.tensors == NULL && a.st.dims == NULL);
+    }
+    free(exact);
+    return a;
+}
+
+static bool same_table(const void *a, const void *b, uint64_t n, size_t row_bytes) {
+    return n == 0 || memcmp(a, b, n * row_bytes) == 0;
+}
+
+static bool same_answer(const answer *a, const answer *b) {
+    const um_safetensors *x = &a->st, *y = &b->st;
+    if (a->status != b->status) {
+        return false;
+    }
+    if (a->status != UM_OK) {
+        return a->err.what == b->err.what && a->err.offset == b->err.offset;
+    }
+    return x->header_nbytes == y->header_nbytes && x->n_kv == y->n_kv &&
+           x->n_tensors == y->n_tensors && x->n_dims == y->n_dims &&
+           same_table(x->kv, y->kv, x->n_kv, sizeof *x->kv) &&
+           same_table(x->tensors, y->tensors, x->n_tensors, sizeof *x->tensors) &&
+           same_table(x->dims, y->dims, x->n_dims, sizeof *x->dims);
+}
+
+/* nbytes of a file that has these and maybe more behind them: what all of them say is what a reader
+ * comes to that begins with less and asks for more as it is told to. */
+static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
+    answer whole = parse(bytes, nbytes, file_nbytes);
+    answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), file_nbytes);
+    while (pieces.status == UM_E_FULL && pieces.err.asked <= nbytes) {
+        pieces = parse(bytes, pieces.err.asked, file_nbytes);
+    }
+    PROMISED(whole.status != UM_E_FULL || nbytes < file_nbytes);
+    PROMISED(whole.status == UM_E_FULL ? pieces.status == UM_E_FULL
+                                       : same_answer(&whole, &pieces));
+    um_safetensors_free(&whole.st);
+    um_safetensors_free(&pieces.st);
+}
+
+static uint64_t largest_number(const uint8_t *bytes, size_t nbytes) {
+    uint64_t largest = 0, number = 0;
+    for (size_t i = 0; i < nbytes; i++) {
+        bool is_digit = bytes[i] >= '0' && bytes[i] <= '9';
+        if (!is_digit) {
+            number = 0;
+        } else if (number <= data_nbytes_max) {
+            number = number * 10 + (uint64_t)(bytes[i] - '0');
+        }
+        if (number > largest && number <= data_nbytes_max) {
+            largest = number;
+        }
+    }
+    return largest;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
+    parse_file(bytes, nbytes, nbytes);
+    if (nbytes >= LENGTH_NBYTES) {
+        uint8_t *repaired = fuzz_copy(bytes, nbytes);
+        uint64_t json_nbytes = nbytes - LENGTH_NBYTES;
+        memcpy(repaired, &json_nbytes, sizeof json_nbytes);
+        uint64_t data_nbytes = largest_number(bytes + LENGTH_NBYTES, json_nbytes);
+        parse_file(repaired, nbytes, nbytes + data_nbytes);
+        free(repaired);
+    }
+    return 0;
+}
