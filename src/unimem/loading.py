@@ -7,18 +7,28 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from unimem import limits, placing
-from unimem._core import load as reader
 from unimem._core.block import Block
+from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import PlacementError
 from unimem.model_file import Model, ModelFile
-from unimem.placement import PlacementOptions, format_bytes
+from unimem.placement import Pages, PlacementOptions, format_bytes
 
-__all__ = ["Choice", "Load", "Loaded", "Memory", "Progress", "bring"]
+__all__ = [
+    "Choice",
+    "Load",
+    "Loaded",
+    "Memory",
+    "Progress",
+    "bring",
+    "bytes_needed",
+    "choose",
+    "lies_in_memory",
+    "mapped",
+]
 
 Load = Literal["auto", "map", "copy", "direct"]
 Advice = Literal["willneed", "sequential", "random"]
@@ -27,6 +37,8 @@ Progress = Callable[[int, int], object]
 # A mapping of a file on one of these waits for a network with every fault, and a server that is
 # gone is a signal instead of an error.
 _NETWORK = re.compile(r"nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|glusterfs|afs|beegfs|fuse\..+")
+# Files on these are in RAM, which is no page cache that could be dropped.
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 _MOSTLY = 0.5
 
@@ -92,44 +104,41 @@ def bring(
     advice: Advice | None,
     progress: Progress | None,
     placement: PlacementOptions,
+    choice: Choice | None = None,
 ) -> Loaded:
     """Bring the data of a model into memory: see `unimem.open_weights`.
 
-    Whatever is raised, nothing is left: no block, no thread, and a tape is as it was.
+    Whatever is raised, nothing is left: no block, no thread, and a tape is as it was. `choice` is
+    what `choose` has said, where it was asked before.
     """
-    choice = _choose(model, load, tape, placement)
+    if choice is None:
+        choice = choose(model, load, tape, placement)
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
     if choice.mode == "map":
-        loaded = _map(model, choice, threads, advice, progress, placement)
-    else:
-        try:
-            loaded = _read(model, choice, tape, threads, progress, placement)
-        except OSError as error:
-            if choice.mode != "direct" or error.errno != errno.EINVAL:
-                raise
-            choice = _without_direct(model, choice, load, placement)
-            loaded = _read(model, choice, tape, threads, progress, placement)
+        return _map(model, choice, advice, placement)
     try:
-        model.check_versions()
-    except BaseException:
-        _drop(loaded, tape)
-        raise
-    return loaded
+        return _read(model, choice, tape, threads, progress, placement)
+    except OSError as error:
+        if choice.mode != "direct" or error.errno != errno.EINVAL:
+            raise
+        choice = _without_direct(model, choice, load, placement)
+        return _read(model, choice, tape, threads, progress, placement)
 
 
 # ---- the choice -------------------------------------------------------------------------------
 
 
-def _choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
+def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
+    """Choose how a model is brought into memory; nothing of it is read."""
     if load not in ("auto", "map", "copy", "direct"):
         raise ValueError(f"load: expected 'auto', 'map', 'copy' or 'direct', got {load!r}")
     if tape is not None and load == "map":
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if load != "auto":
         return Choice(load, "it was asked for")
-    network = next((kind for fd in model.fds if _NETWORK.fullmatch(kind := _file_system(fd))), "")
+    network = next((kind for fd in model.fds if _NETWORK.fullmatch(kind := _file_system_of(fd))), "")
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
@@ -160,7 +169,7 @@ def _without_direct(
     model: Model, choice: Choice, load: Load, placement: PlacementOptions
 ) -> Choice:
     """Choose what to do on a file system that cannot be read past the page cache."""
-    why = f"{_file_system(model.fds[0])} has no reads past the page cache (O_DIRECT)"
+    why = f"{_file_system_of(model.fds[0])} has no reads past the page cache (O_DIRECT)"
     if load == "direct":
         text = f"load='direct' of {model.files[0].path}: {why}: load='copy' reads through it"
         if placement.get("strict"):
@@ -169,9 +178,12 @@ def _without_direct(
     return Choice("copy", f"{choice.reason}; {why}")
 
 
-def _file_system(fd: int) -> str:
-    """Return the type of the file system that a file is on, as in ``mount``; "" if unknown."""
-    device = os.fstat(fd).st_dev
+def _file_system_of(fd: int) -> str:
+    return _file_system(os.fstat(fd).st_dev)
+
+
+def _file_system(device: int) -> str:
+    """Return the type of the file system of a device, as in ``mount``; "" if unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", errors="replace") as mounts:
         for line in mounts:
@@ -190,16 +202,35 @@ def _cached_bytes(model: Model) -> int:
     return found
 
 
+def lies_in_memory(file: ModelFile) -> bool:
+    """Whether a file is in RAM, which does not count as available then."""
+    device = file.version[0]
+    kind = _file_system(device)
+    # What has no device and is mounted nowhere is a memfd, or a file of a detached mount.
+    return kind in _IN_MEMORY or (kind == "" and os.major(device) == 0)
+
+
+def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pages) -> int:
+    """Tell what `Loaded.mapped_bytes` will be, before anything is taken.
+
+    With ``pages="auto"`` a copy may get huge pages, of which it then takes whole ones.
+    """
+    if mode == "map":
+        return sum(file.nbytes for file in model.files)
+    page = placing.page_bytes(pages)
+    return -(-_layout_of(model)[1] // page) * page
+
+
 # ---- mapped -----------------------------------------------------------------------------------
 
 
+def mapped(model: Model) -> Loaded:
+    """Map a model, of which only the header will be looked at."""
+    return _map(model, Choice("map", "only its header is looked at"), None, None, None, {})
+
+
 def _map(
-    model: Model,
-    choice: Choice,
-    threads: int | None,
-    advice: Advice | None,
-    progress: Progress | None,
-    placement: PlacementOptions,
+    model: Model, choice: Choice, advice: Advice | None, placement: PlacementOptions
 ) -> Loaded:
     _tell_what_a_mapping_lacks(model, placement)
     blocks: list[Block] = []
@@ -211,29 +242,14 @@ def _map(
                 raise OSError(errno.EIO, "The file has become shorter", file.path) from None
             if advice is not None:
                 blocks[-1].advise(advice)
-        nbytes = sum(file.nbytes for file in model.files)
-        warm = placement.get("warm", False)
-        if warm:
-            n = threads if warm is True else warm
-            done = 0
-            for block in blocks:
-                block.warm(
-                    n, None if progress is None else partial(_shifted, progress, done, nbytes)
-                )
-                done += block.nbytes
-        if placement.get("lock"):
-            for block in blocks:
-                block._lock(placement["lock"])
+        model.check_versions()
     except BaseException:
         for block in blocks:
             block.__exit__()
         raise
     memory = tuple(Memory(block, 0, 0, block.nbytes) for block in blocks)
+    nbytes = sum(file.nbytes for file in model.files)
     return Loaded(memory, tuple(blocks), choice, None, nbytes)
-
-
-def _shifted(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
 
 
 def _tell_what_a_mapping_lacks(model: Model, placement: PlacementOptions) -> None:
@@ -292,19 +308,18 @@ def _read(
 
     def fill(block: Block, base: int = 0) -> None:
         direct = choice.mode == "direct"
-        n = reader.default_threads(direct=direct) if threads is None else threads
         fds = _direct_fds(model) if direct else model.fds
         try:
-            reader.load(
+            read_parts(
                 [
                     (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
                     for file, fd, slot in zip(model.files, fds, slots, strict=True)
                 ],
-                threads=n,
-                cpus=_cpus(placement.get("numa"), n),
+                threads=threads,
                 direct=direct,
                 progress=progress,
             )
+            model.check_versions()
         finally:
             if fds is not model.fds:
                 for fd in fds:
@@ -349,12 +364,6 @@ def _read_to_tape(
     return Loaded(memory, (tape.block,), choice, taken, nbytes)
 
 
-def _drop(loaded: Loaded, tape: Tape | None) -> None:
-    if tape is None:
-        for block in loaded.blocks:
-            block.__exit__()
-
-
 def _direct_fds(model: Model) -> list[int]:
     """Open the files once more; by their descriptors, for another may have their paths by now."""
     fds: list[int] = []
@@ -366,9 +375,3 @@ def _direct_fds(model: Model) -> list[int]:
             os.close(fd)
         raise
     return fds
-
-
-def _cpus(numa: str | None, n_threads: int) -> list[int] | None:
-    """Choose CPUs near the nodes that the memory is on."""
-    policy = placing.parse_numa(numa)
-    return placing.warm_cpus(policy, n_threads, limits.nodes(), os.sched_getaffinity(0))

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Uni
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem import placing
 from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape
-from unimem.errors import ClosedError
+from unimem.errors import ClosedError, PlacementError
 from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring
 from unimem.model_file import Header, ModelFile, open_model
 from unimem.placement import Lock, PlacementOptions
@@ -637,4 +638,27 @@ def open_weights(
             progress=progress,
             placement=placement,
         )
-        return Weights(model.files, loaded, tape)
+        weights = Weights(model.files, loaded, tape)
+    if weights.load == "map":
+        try:
+            _warm_and_lock(weights, threads, progress, placement)
+        except BaseException:
+            weights.__exit__(None, None, None)
+            raise
+    return weights
+
+
+def _warm_and_lock(
+    weights: Weights, threads: int | None, progress: Progress | None, placement: PlacementOptions
+) -> None:
+    """Do for mappings what blocks of their own were made with."""
+    warm, lock = placement.get("warm", False), placement.get("lock", False)
+    if warm:
+        weights.warm(threads if warm is True else warm, progress)
+    if lock:
+        try:
+            weights.lock(lock)
+        except PlacementError as error:
+            if placement.get("strict"):
+                raise
+            placing.warn(str(error))
