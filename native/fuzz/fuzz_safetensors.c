@@ -143,8 +143,7 @@ static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbyt
         pieces = parse(bytes, pieces.err.asked, file_nbytes);
     }
     PROMISED(whole.status != UM_E_FULL || nbytes < file_nbytes);
-    PROMISED(whole.status == UM_E_FULL ? pieces.status == UM_E_FULL
-                                       : same_answer(&whole, &pieces));
+    PROMISED(whole.status == UM_E_FULL ? pieces.status == UM_E_FULL : same_answer(&whole, &pieces));
     um_safetensors_free(&whole.st);
     um_safetensors_free(&pieces.st);
 }
