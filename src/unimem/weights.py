@@ -326,7 +326,7 @@ class Weights:
         Returns
         -------
         str
-            128 bits in hexadecimal, by xxHash (XXH3); docs/gguf.md says of what.
+            128 bits in hexadecimal, by xxHash (XXH3); docs/weights.md says of what.
 
         Raises
         ------
