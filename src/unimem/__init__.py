@@ -40,6 +40,7 @@ from unimem.layout import Layout, Stat
 from unimem.placement import Placement, PlacementOptions
 from unimem.plan import Plan, plan
 from unimem.report import Report, report
+from unimem.stage import Stage, stage
 from unimem.weights import Tensor, Weights, open_weights
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "Scratchpad",
     "Sequence",
     "SnapshotError",
+    "Stage",
     "Stat",
     "Tape",
     "TapeFull",
@@ -85,6 +87,7 @@ __all__ = [
     "open_weights",
     "plan",
     "report",
+    "stage",
 ]
 
 __version__ = "0.1.0"

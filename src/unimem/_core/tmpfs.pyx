@@ -47,3 +47,8 @@ def seal_mount(int fd):
         status = um.um_tmpfs_seal(fd, &err)
     if status != um.UM_OK:
         raise_status(status, &err, "sealing a tmpfs")
+
+
+def huge_page_bytes():
+    """Return the size of transparent huge pages; 0 where the kernel has none."""
+    return um.um_huge_page_bytes()

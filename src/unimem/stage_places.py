@@ -1,0 +1,268 @@
+"""Where a staged model lies: shared memory of four kinds, which others open by path.
+
+A place is filled file by file, sealed, and goes when its descriptor is closed.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Literal
+
+from unimem._core import tmpfs
+from unimem.errors import PlacementError
+from unimem.limits import SHM
+
+__all__ = ["BACKINGS", "Backing", "Folder", "Memory", "Mount", "Place", "sweep"]
+
+Backing = Literal["tmpfs", "hugetlb", "memfd", "shm"]
+BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
+
+_PREFIX = "unimem-stage-"
+# The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
+_MFD_NOEXEC_SEAL = 8
+_HUGE_SHIFTS = {"2m": 21, "1g": 30}
+_ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CHILD = os.path.join(os.path.dirname(__file__), "stage_mount.py")
+
+
+class Place:
+    """A folder of files that others can open by path.
+
+    Attributes
+    ----------
+    fd : int
+        What keeps it: of the folder, or of the one file.
+    """
+
+    fd = -1
+
+    def create(self, name: str) -> int:
+        """Make an empty file, and return a descriptor that may write to it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self.fd)
+
+    def seal(self) -> None:
+        """End all writing; no descriptor and no mapping that could write is left."""
+
+    def open(self, name: str) -> int:
+        """Open a file for reading."""
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
+
+    def path(self, name: str, pid: int) -> str:
+        """Return the path of a file for others, while process `pid` keeps the place."""
+        return f"/proc/{pid}/fd/{self.fd}/{name}"
+
+    def close(self) -> None:
+        """Let it go."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Mount(Place):
+    """A tmpfs that is mounted nowhere: it goes with the last process that has it, whatever ends it.
+
+    Parameters
+    ----------
+    nbytes : int
+        The most that its files may take.
+    huge : bool
+        Whether they shall have huge pages.
+
+    Raises
+    ------
+    PlacementError
+        This process may not mount, not even in a user namespace of its own.
+    """
+
+    def __init__(self, nbytes: int, *, huge: bool) -> None:
+        self._child: _Namespace | None = None
+        try:
+            self.fd = tmpfs.open_mount(nbytes, huge)
+        except PlacementError as error:
+            if error.errno != errno.EPERM:
+                raise
+            self._child = _Namespace(nbytes, huge=huge)
+            self.fd = self._child.fd
+
+    def seal(self) -> None:
+        """Make the mount read-only."""
+        if self._child is None:
+            tmpfs.seal_mount(self.fd)
+        else:
+            self._child.seal()
+
+    def close(self) -> None:
+        """Let it go; the child, too."""
+        if self._child is not None:
+            self._child.close()
+        super().close()
+
+
+class _Namespace:
+    """A child with a user namespace of its own, in which it may mount; it ends at the seal.
+
+    What it mounts is this user's, and its descriptor comes over a socket.
+    """
+
+    def __init__(self, nbytes: int, *, huge: bool) -> None:
+        from unimem import get_library
+
+        ours, its = socket.socketpair()
+        command = [
+            *(sys.executable, "-I", "-S", _CHILD),
+            *(get_library(), str(nbytes), str(int(huge)), str(its.fileno())),
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            ours.close()
+            raise PlacementError(error.errno, f"{sys.executable}: {error.strerror}") from None
+        finally:
+            its.close()
+        self._socket = ours
+        try:
+            text, ancillary, _, _ = ours.recvmsg(256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            if not ancillary:
+                self._refused(text)
+        except BaseException:
+            self.close()
+            raise
+        fds = array.array("i")
+        fds.frombytes(ancillary[0][2])
+        self.fd = fds[0]
+
+    def seal(self) -> None:
+        self._socket.sendall(b"seal")
+        text = self._socket.recv(256)
+        if text != b"sealed":
+            self._refused(text)
+        self.close()
+
+    def _refused(self, text: bytes) -> None:
+        number, _, call = text.decode().partition(" ")
+        code = int(number or errno.EPERM)
+        raise PlacementError(
+            code, f"mounting a tmpfs in a user namespace: {call or 'child'}: {os.strerror(code)}"
+        )
+
+    def close(self) -> None:
+        # The child waits for this end of the socket.
+        self._socket.close()
+        self._process.wait()
+
+
+class Memory(Place):
+    """One memfd, on base pages or from a pool of hugetlb pages.
+
+    Parameters
+    ----------
+    pages : {"2m", "1g"}, optional
+        The pool; its files end with a whole page.
+    """
+
+    def __init__(self, pages: str | None = None) -> None:
+        self._flags = 0 if pages is None else os.MFD_HUGETLB | _HUGE_SHIFTS[pages] << 26
+
+    def create(self, name: str) -> int:
+        """Make the one file."""
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | self._flags
+        # What the kernel takes is 249 bytes; it stands in /proc/PID/maps.
+        label = os.fsdecode(os.fsencode(name)[:200])
+        try:
+            self.fd = os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # before Linux 6.3
+                raise
+            self.fd = os.memfd_create(label, flags)
+        os.fchmod(self.fd, 0o444)
+        return os.dup(self.fd)
+
+    def seal(self) -> None:
+        """Seal the memfd against everything, more seals included."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
+
+    def open(self, name: str) -> int:
+        """Open it anew, since the descriptor that made it may write."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def path(self, name: str, pid: int) -> str:
+        """Return its path, in which its name does not stand."""
+        return f"/proc/{pid}/fd/{self.fd}"
+
+
+class Folder(Place):
+    """A folder in ``/dev/shm``, which whoever keeps it has locked: one that nobody has is stale.
+
+    It has no seal: who owns the files could make them writable again.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        while True:
+            self.folder = f"{SHM}/{_PREFIX}{secrets.token_hex(8)}"
+            os.mkdir(self.folder, 0o755)
+            # Until it is locked, another process may take it for stale.
+            with suppress(FileNotFoundError):
+                self.fd = os.open(self.folder, _FOLDER)
+                if _lock(self.folder, self.fd):
+                    return
+                os.close(self.fd)
+
+    def path(self, name: str, pid: int) -> str:
+        """Return its path, which names no process."""
+        return f"{self.folder}/{name}"
+
+    def close(self) -> None:
+        """Remove the folder."""
+        # A forked child has its own copy of the descriptor, and leaves the files to its parent.
+        if os.getpid() == self._pid:
+            _remove(self.folder, self.fd)
+        super().close()
+
+
+def sweep() -> None:
+    """Remove the folders in ``/dev/shm`` that nobody keeps any more, as after a crash."""
+    for name in os.listdir(SHM):
+        folder = f"{SHM}/{name}"
+        if not name.startswith(_PREFIX):
+            continue
+        with suppress(OSError):  # another user's, or gone already
+            fd = os.open(folder, _FOLDER)
+            try:
+                if _lock(folder, fd):
+                    _remove(folder, fd)
+            finally:
+                os.close(fd)
+
+
+def _lock(folder: str, fd: int) -> bool:
+    """Lock a folder; False where another has it, or it is gone."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(folder), os.fstat(fd))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _remove(folder: str, fd: int) -> None:
+    for name in os.listdir(fd):
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
+    with suppress(FileNotFoundError):
+        os.rmdir(folder)
