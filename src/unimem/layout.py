@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
 from unimem.errors import ClosedError
+from unimem.loading import Load, Progress
 from unimem.plan import Plan, plan
 from unimem.weights import Weights, open_weights
 
@@ -307,10 +308,13 @@ class Layout(Lifetimes[Tape]):
         kv_dtype: str = "f16",
         window: int | None = None,
         threads: int | None = None,
-        load: Literal["auto", "map"] = "auto",
+        load: Load = "auto",
+        progress: Progress | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Layout:
         """Make the layout that a model needs, as `plan` says.
+
+        What does not fit is refused before anything of the model is read.
 
         Parameters
         ----------
@@ -320,8 +324,10 @@ class Layout(Lifetimes[Tape]):
             Tokens of context; by default the smallest of the model's, 4096 and what fits.
         batch, kv_dtype, window, threads, load
             As for `plan`. With a window the KV cache will not lie on `history`.
+        progress : callable, optional
+            As for `open_weights`, of a file.
         **placement
-            See `PlacementOptions`.
+            See `PlacementOptions`; of a file, for its weights, too.
 
         Returns
         -------
@@ -329,30 +335,31 @@ class Layout(Lifetimes[Tape]):
 
         Raises
         ------
-        GGUFError, OSError
+        GGUFError, SafetensorsError, OSError
             The file cannot be used.
         ValueError
-            An option is out of range.
-        MemoryError
-            The model does not fit into the memory that this process may have.
+            An option is out of range, or the model's dimensions are not known.
+        CapacityError, PlacementError, MemoryError
+            The model does not fit into the memory that this process may have, or not as asked for.
         """
+        options: dict[str, Any] = {
+            "ctx": ctx,
+            "batch": batch,
+            "kv_dtype": kv_dtype,
+            "window": window,
+            "threads": threads,
+            "pages": placement.get("pages", "auto"),
+        }
         given = isinstance(path_or_weights, Weights)
-        weights = (
-            path_or_weights
-            if isinstance(path_or_weights, Weights)
-            else open_weights(path_or_weights, load=load)
-        )
+        if isinstance(path_or_weights, Weights):
+            weights = path_or_weights
+            needed = plan(weights, load=load, **options)
+        else:
+            plan(path_or_weights, load=load, **options).require_fits()
+            weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
         try:
-            needed = plan(
-                weights,
-                ctx=ctx,
-                batch=batch,
-                kv_dtype=kv_dtype,
-                window=window,
-                threads=threads,
-                load=load,
-                pages=placement.get("pages", "auto"),
-            )
+            if not given:
+                needed = plan(weights, **options)  # the file may be another one by now
             needed.require_fits()
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
         except BaseException:

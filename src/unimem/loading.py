@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from unimem import limits, placing
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
+from unimem._core.tmpfs import huge_page_bytes
 from unimem.errors import PlacementError
 from unimem.model_file import Model, ModelFile
 from unimem.placement import Pages, PlacementOptions, format_bytes
@@ -39,6 +41,7 @@ Progress = Callable[[int, int], object]
 _NETWORK = re.compile(r"nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|glusterfs|afs|beegfs|fuse\..+")
 # Files on these are in RAM, which is no page cache that could be dropped.
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_PAGES_BYTES = {"4k": mmap.PAGESIZE, "2m": 2 << 20, "1g": 1 << 30}
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 _MOSTLY = 0.5
 
@@ -64,10 +67,11 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a model is brought into memory, and why so."""
+    """How a model is brought into memory, and why so; and what of the request that leaves out."""
 
     mode: Literal["map", "copy", "direct"]
     reason: str
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +108,14 @@ def bring(
     advice: Advice | None,
     progress: Progress | None,
     placement: PlacementOptions,
-    choice: Choice | None = None,
 ) -> Loaded:
     """Bring the data of a model into memory: see `unimem.open_weights`.
 
-    Whatever is raised, nothing is left: no block, no thread, and a tape is as it was. `choice` is
-    what `choose` has said, where it was asked before.
+    Whatever is raised, nothing is left: no block, no thread, and a tape is as it was.
     """
-    if choice is None:
-        choice = choose(model, load, tape, placement)
+    choice = choose(model, load, tape, placement)
+    if choice.warning:
+        placing.warn(choice.warning)
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
@@ -138,7 +141,9 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if load != "auto":
         return Choice(load, "it was asked for")
-    network = next((kind for fd in model.fds if _NETWORK.fullmatch(kind := _file_system_of(fd))), "")
+    network = next(
+        (kind for kind in map(_file_system, model.files) if _NETWORK.fullmatch(kind)), ""
+    )
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
@@ -156,9 +161,8 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if placement.get("strict"):
             limits.require(needed, f"a copy of {model.files[0].path}")
-        if not network:
-            placing.warn(f"load='auto' maps {model.files[0].path}: {why}")
-        return Choice("map", why)
+        warning = "" if network else f"load='auto' maps {model.files[0].path}: {why}"
+        return Choice("map", why, warning)
     cached, total = _cached_bytes(model), sum(file.nbytes for file in model.files)
     if cached >= _MOSTLY * total:
         return Choice("copy", f"{why}; {cached / total:.0%} of the file are in the page cache")
@@ -169,7 +173,7 @@ def _without_direct(
     model: Model, choice: Choice, load: Load, placement: PlacementOptions
 ) -> Choice:
     """Choose what to do on a file system that cannot be read past the page cache."""
-    why = f"{_file_system_of(model.fds[0])} has no reads past the page cache (O_DIRECT)"
+    why = f"{_file_system(model.files[0])} has no reads past the page cache (O_DIRECT)"
     if load == "direct":
         text = f"load='direct' of {model.files[0].path}: {why}: load='copy' reads through it"
         if placement.get("strict"):
@@ -178,12 +182,9 @@ def _without_direct(
     return Choice("copy", f"{choice.reason}; {why}")
 
 
-def _file_system_of(fd: int) -> str:
-    return _file_system(os.fstat(fd).st_dev)
-
-
-def _file_system(device: int) -> str:
-    """Return the type of the file system of a device, as in ``mount``; "" if unknown."""
+def _file_system(file: ModelFile) -> str:
+    """Return the type of the file system that a file is on, as in ``mount``; "" if unknown."""
+    device = file.version[0]
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", errors="replace") as mounts:
         for line in mounts:
@@ -204,21 +205,23 @@ def _cached_bytes(model: Model) -> int:
 
 def lies_in_memory(file: ModelFile) -> bool:
     """Whether a file is in RAM, which does not count as available then."""
-    device = file.version[0]
-    kind = _file_system(device)
+    kind = _file_system(file)
     # What has no device and is mounted nowhere is a memfd, or a file of a detached mount.
-    return kind in _IN_MEMORY or (kind == "" and os.major(device) == 0)
+    return kind in _IN_MEMORY or (kind == "" and os.major(file.version[0]) == 0)
 
 
 def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pages) -> int:
     """Tell what `Loaded.mapped_bytes` will be, before anything is taken.
 
-    With ``pages="auto"`` a copy may get huge pages, of which it then takes whole ones.
+    Of a copy they are whole pages of those that are asked for; ``"auto"`` may get larger ones.
     """
     if mode == "map":
         return sum(file.nbytes for file in model.files)
-    page = placing.page_bytes(pages)
-    return -(-_layout_of(model)[1] // page) * page
+    nbytes, huge = _layout_of(model)[1], huge_page_bytes()
+    page = _PAGES_BYTES.get(pages, huge)
+    if page == 0 or (pages == "auto" and nbytes < huge):
+        page = mmap.PAGESIZE
+    return -(-nbytes // page) * page
 
 
 # ---- mapped -----------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pa
 
 def mapped(model: Model) -> Loaded:
     """Map a model, of which only the header will be looked at."""
-    return _map(model, Choice("map", "only its header is looked at"), None, None, None, {})
+    return _map(model, Choice("map", "only its header is looked at"), None, {})
 
 
 def _map(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "format_bytes"]
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "format_bytes", "together"]
 
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
@@ -99,3 +100,40 @@ class Placement:
             for node, nbytes in sorted(self.nodes.items()):
                 text += f", {format_bytes(nbytes)} on node {node}"
         return text
+
+
+def together(placements: Sequence[Placement]) -> Placement:
+    """Sum up where several blocks are.
+
+    Parameters
+    ----------
+    placements : sequence of Placement
+        At least one.
+
+    Returns
+    -------
+    Placement
+        Whose `pages` and `page_bytes` are those of the block that has the smallest.
+
+    Examples
+    --------
+    >>> small = Placement("4k", 4096, 8192, 0, 0, 0, 8192, {0: 8192})
+    >>> huge = Placement("thp", 2 << 20, 2 << 20, 2 << 20, 0, 0, 2 << 20, {0: 2 << 20})
+    >>> print(together([small, huge]))
+    4k, 2.0 MiB resident, 2.0 MiB huge
+    """
+    least = min(placements, key=lambda placement: placement.page_bytes)
+    nodes: dict[int, int] = {}
+    for placement in placements:
+        for node, nbytes in placement.nodes.items():
+            nodes[node] = nodes.get(node, 0) + nbytes
+    return Placement(
+        pages=least.pages,
+        page_bytes=least.page_bytes,
+        resident_bytes=sum(placement.resident_bytes for placement in placements),
+        huge_bytes=sum(placement.huge_bytes for placement in placements),
+        locked_bytes=sum(placement.locked_bytes for placement in placements),
+        swapped_bytes=sum(placement.swapped_bytes for placement in placements),
+        pss_bytes=sum(placement.pss_bytes for placement in placements),
+        nodes=nodes,
+    )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
-from unimem import limits
+from unimem import limits, loading
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
+from unimem.loading import Load
+from unimem.model_file import open_model
 from unimem.placement import Pages, format_bytes
 from unimem.report import Row, table
-from unimem.weights import Weights, open_weights
+from unimem.weights import Weights
 
 __all__ = ["PREFILL_BATCH", "Plan", "nodes_bound", "plan", "scratch_parts"]
 
@@ -43,7 +44,7 @@ class Plan:
     max_ctx : int
         The longest context that fits, up to the model's own; 0 where none does.
     available_bytes : int
-        What this process may take now.
+        What this process may take now, with what of the weights has been taken already.
     scratch_bytes, history_bytes : int
         Sizes of the two tapes. With a window the KV cache lies in memory of its own, and the
         history tape is one page, among ``other``.
@@ -113,16 +114,16 @@ def plan(
     kv_dtype: str = "f16",
     window: int | None = None,
     threads: int | None = None,
-    load: Literal["auto", "map"] = "auto",
+    load: Load = "auto",
     pages: Pages = "auto",
 ) -> Plan:
-    """Say what a model will need.
+    """Say what a model will need. Of a file only the header is read.
 
     Parameters
     ----------
     path_or_dims : path-like, Weights or ModelDims
-        A model file, or dimensions; of these the weights are estimated, those of a dense model, at
-        two bytes a value, or 34 bytes for 32 values where they are quantized.
+        A model file, an opened one, or dimensions; of these the weights are estimated, those of a
+        dense model, at two bytes a value, or 34 bytes for 32 values where they are quantized.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
@@ -133,10 +134,10 @@ def plan(
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
         Threads that compute; by default the physical cores that this process may use.
-    load : {"auto", "map"}
-        How the weights come to memory.
+    load : {"auto", "map", "copy", "direct"}
+        How a file's data will come into memory, as for `open_weights`.
     pages : {"auto", "4k", "thp", "2m", "1g"}
-        Pages of the memory: a ring is whole ones.
+        Pages of the memory: a ring, and a copy of the weights, are whole ones.
 
     Returns
     -------
@@ -144,10 +145,11 @@ def plan(
 
     Raises
     ------
-    GGUFError, OSError
+    GGUFError, SafetensorsError, OSError
         The file cannot be used.
     ValueError
-        An option is out of range, or the model's dimensions are not known.
+        An option is out of range, the model's dimensions are not known, or weights that are opened
+        have come into memory otherwise.
 
     Notes
     -----
@@ -166,27 +168,56 @@ def plan(
     if isinstance(path_or_dims, ModelDims):
         cache = _Cache(path_or_dims, batch, kv_dtype, window, pages)
         return _plan(_estimate(path_or_dims), path_or_dims.max_seq_len, cache, ctx, threads)
-    if not isinstance(path_or_dims, Weights):
-        with open_weights(path_or_dims, load=load) as weights:
-            return plan(
-                weights,
-                ctx=ctx,
-                batch=batch,
-                kv_dtype=kv_dtype,
-                window=window,
-                threads=threads,
-                pages=pages,
-            )
-    weights = path_or_dims
-    rows = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
-    rows["other"] = weights.mapped_bytes - weights.nbytes  # the header and padding between tensors
+    if isinstance(path_or_dims, Weights):
+        weights = path_or_dims
+        if load not in ("auto", weights.load):
+            raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
+        cache, rows, longest = _needs(weights, weights.mapped_bytes, batch, kv_dtype, window, pages)
+        return _plan(rows, longest, cache, ctx, threads, _taken(weights))
+    with open_model(path_or_dims) as model:
+        mode = loading.choose(model, load, None, {"pages": pages}).mode
+        nbytes = loading.bytes_needed(model, mode, pages)
+        with Weights(model.files, loading.mapped(model), None) as weights:
+            cache, rows, longest = _needs(weights, nbytes, batch, kv_dtype, window, pages)
+            taken = _taken(weights) if mode == "map" else 0
+    return _plan(rows, longest, cache, ctx, threads, taken)
+
+
+def _needs(
+    weights: Weights,
+    nbytes: int,
+    batch: int,
+    kv_dtype: str,
+    window: int | None,
+    pages: Pages,
+) -> tuple[_Cache, dict[str, int], int]:
+    """Return what a model's KV cache takes, its weights by type, and its longest context."""
+    rows = {f"weights:{kind}": n for kind, n in weights.by_type().items()}
+    rows["other"] = nbytes - weights.nbytes  # headers, and padding between tensors and to pages
     dims = ModelDims.from_weights(weights)
     arch = weights.metadata["general.architecture"]
-    cache, longest = _Cache(dims, batch, kv_dtype, window, pages), dims.max_seq_len
+    longest = dims.max_seq_len
     slides = weights.metadata.get(f"{arch}.attention.sliding_window")
     if isinstance(slides, int) and 0 < slides < (window or longest):
         longest = slides  # the engine shows attention all of a context, or the window
-    return _plan(rows, longest, cache, ctx, threads)
+    return _Cache(dims, batch, kv_dtype, window, pages), rows, longest
+
+
+def _taken(weights: Weights) -> int:
+    """Count what weights have taken of the memory that would be available without them.
+
+    What is cached of a file could be dropped, unless it is locked, or there is nothing behind it.
+    """
+    if weights.load != "map":
+        return weights.mapped_bytes
+    taken = 0
+    for part in weights._parts:
+        block, nbytes = part.memory.block, part.file.nbytes
+        if loading.lies_in_memory(part.file):
+            taken += min(block._resident_range(0, nbytes), nbytes)
+        else:
+            taken += min(block.verify().locked_bytes, nbytes)
+    return taken
 
 
 class _Cache:
@@ -226,10 +257,16 @@ class _Cache:
 
 
 def _plan(
-    weights: dict[str, int], longest: int, cache: _Cache, ctx: int | None, threads: int | None
+    weights: dict[str, int],
+    longest: int,
+    cache: _Cache,
+    ctx: int | None,
+    threads: int | None,
+    taken: int = 0,
 ) -> Plan:
+    """Plan with weights of these sizes, for which so many bytes are taken already."""
     threads = limits.thread_count() if threads is None else _count("threads", threads, 512)
-    available = limits.available_bytes()
+    available = limits.available_bytes() + taken
     dims, window = cache.dims, cache.window
 
     def anonymous(n: int) -> tuple[int, int]:
