@@ -1,0 +1,702 @@
+/* The guard: pages of truncated files, from many threads, between handlers that come and go. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "fault_os.h"
+#include "test.h"
+
+enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000 };
+static size_t page;
+
+/* A mapped file whose first page is there, and whose others were cut off. */
+static unsigned char *cut;
+/* The same of another file, which nobody guards. */
+static unsigned char *foreign;
+static unsigned char buffer[FILE_PAGES * 65536];
+
+static unsigned char *map_cut(void) {
+    int fd = memfd_create("cut", MFD_CLOEXEC);
+    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(FILE_PAGES * page)) == 0);
+    void *base = mmap(NULL, FILE_PAGES * page, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+    REQUIRE(base != MAP_FAILED && pwrite(fd, "begin", 5, 0) == 5);
+    REQUIRE(ftruncate(fd, (off_t)page) == 0);
+    close(fd);
+    return base;
+}
+
+static struct sigaction action_now(void) {
+    struct sigaction action = {0};
+    REQUIRE(sigaction(SIGBUS, NULL, &action) == 0);
+    return action;
+}
+
+/* The C library adds flags of its own, and its masks have room that it does not fill. */
+static bool same_action(const struct sigaction *a, const struct sigaction *b) {
+    int told = SA_SIGINFO | SA_ONSTACK | SA_RESTART | SA_NODEFER | (int)SA_RESETHAND;
+    bool same = a->sa_handler == b->sa_handler && ((a->sa_flags ^ b->sa_flags) & told) == 0;
+    for (int i = 1; same && i < NSIG; i++) {
+        same = sigismember(&a->sa_mask, i) == sigismember(&b->sa_mask, i);
+    }
+    return same;
+}
+
+static void install(void (*handler)(int, siginfo_t *, void *), int flags,
+                    struct sigaction *out_previous) {
+    struct sigaction action = {.sa_sigaction = handler, .sa_flags = SA_SIGINFO | flags};
+    REQUIRE(sigaction(SIGBUS, &action, out_previous) == 0);
+}
+
+static void install_plain(void (*handler)(int)) {
+    struct sigaction action = {.sa_handler = handler};
+    REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
+}
+
+static void touch(void *at) {
+    (void)*(volatile unsigned char *)at;
+}
+
+/* How a child ends that does this: its signal, or 256 and its exit status. */
+static int end_of(void (*work)(void)) {
+    fflush(NULL);
+    pid_t pid = fork();
+    REQUIRE(pid >= 0);
+    if (pid == 0) {
+        atomic_store(&test_n_failures, 0);
+        alarm(20); /* an endless chain shall not take the test with it */
+        work();
+        _exit(atomic_load(&test_n_failures) != 0);
+    }
+    int status = 0;
+    REQUIRE(waitpid(pid, &status, 0) == pid);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : 256 + WEXITSTATUS(status);
+}
+enum { EXIT = 256 };
+
+/* What is to end the child ends it only when all checks before were right. */
+static bool is_well(void) {
+    return atomic_load(&test_n_failures) == 0;
+}
+
+static um_status read_cut(um_error *err) {
+    return um_guard_copy(buffer, cut, FILE_PAGES * page, err);
+}
+
+/* ---- one thread ---- */
+
+static void test_copy(void) {
+    struct sigaction before = action_now(), after;
+    CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
+    CHECK(memcmp(buffer, "begin", 6) == 0);
+    CHECK_STATUS(UM_E_IO, read_cut(&test_err));
+    CHECK(test_err.os_errno == 0 && test_err.offset == 0);
+    CHECK_STATUS(UM_E_IO, um_guard_copy(buffer, cut + page, 1, &test_err));
+    CHECK(um_guard_copy(buffer, cut + page, 1, NULL) == UM_E_IO);
+    CHECK_OK(um_guard_copy(buffer, cut + page, 0, &test_err));
+    after = action_now();
+    CHECK(same_action(&before, &after));
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
+    CHECK_EQ_U64(fault_os_calls(), 5);
+}
+
+static void write_cut(void *context) {
+    memset(context, 1, 2 * page);
+}
+
+static void test_writing(void) {
+    CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, write_cut, cut, &test_err));
+    CHECK(cut[0] == 1 && cut[page - 1] == 1); /* half done */
+    memcpy(cut, "begin", 6);
+}
+
+typedef struct nesting {
+    size_t inner_from, inner_n, touched;
+    um_status inner;
+    bool came_back, ran;
+} nesting;
+
+static void touch_it(void *context) {
+    const nesting *n = context;
+    touch(cut + n->touched * page);
+}
+
+static void run_inner(void *context) {
+    nesting *n = context;
+    n->inner = um_guard_run(cut + n->inner_from * page, n->inner_n * page, touch_it, context, NULL);
+    n->came_back = true;
+    touch(cut + page);
+    n->ran = true;
+}
+
+static void test_nested(void) {
+    struct sigaction before = action_now(), after;
+    /* A page of the inner range ends the inner run, one of the outer range both. */
+    nesting inner = {.inner_from = 2, .inner_n = 1, .touched = 2};
+    CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &inner, &test_err));
+    CHECK(inner.inner == UM_E_IO && inner.came_back && !inner.ran);
+    nesting outer = {.inner_from = 2, .inner_n = 1, .touched = 3};
+    CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &outer, &test_err));
+    CHECK(!outer.came_back);
+    after = action_now();
+    CHECK(same_action(&before, &after));
+}
+
+static sigset_t mask_now(void) {
+    sigset_t mask;
+    REQUIRE(pthread_sigmask(SIG_SETMASK, NULL, &mask) == 0);
+    return mask;
+}
+
+static void *run_blocked(void *arg) {
+    sigset_t all;
+    sigfillset(&all);
+    REQUIRE(pthread_sigmask(SIG_SETMASK, &all, NULL) == 0);
+    for (int i = 0; i < 3; i++) {
+        CHECK(read_cut(NULL) == UM_E_IO);
+        CHECK(um_guard_copy(buffer, cut, page, NULL) == UM_OK);
+        sigset_t mask = mask_now();
+        CHECK(sigismember(&mask, SIGBUS) == 1 && sigismember(&mask, SIGINT) == 1);
+    }
+    return arg;
+}
+
+static void test_blocked(void) {
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, run_blocked, NULL) == 0);
+    pthread_join(thread, NULL);
+    sigset_t mask = mask_now();
+    CHECK(read_cut(NULL) == UM_E_IO);
+    mask = mask_now();
+    CHECK(sigismember(&mask, SIGBUS) == 0);
+}
+
+/* ---- going on to who was there before ---- */
+
+static void default_action(void) {
+    install_plain(SIG_DFL);
+}
+
+static void touch_foreign(void *context) {
+    (void)context;
+    touch(foreign + page);
+}
+
+static void fault_outside(void) {
+    um_guard_run(cut, FILE_PAGES * page, touch_foreign, NULL, NULL);
+}
+
+static void send_bus(void *context) {
+    (void)context;
+    pthread_kill(pthread_self(), SIGBUS);
+}
+
+static void queue_bus(void *context) {
+    /* What is sent has no address, whatever it says. */
+    union sigval value = {.sival_ptr = cut + page};
+    (void)context;
+    sigqueue(getpid(), SIGBUS, value);
+}
+
+static void fault_by_default(void) {
+    default_action();
+    fault_outside();
+}
+
+static void fault_of_nobody(void) {
+    default_action();
+    if (CHECK(read_cut(NULL) == UM_E_IO)) {
+        touch(cut + page);
+    }
+}
+
+static void sent_by_default(void) {
+    default_action();
+    um_guard_run(cut, page, send_bus, NULL, NULL);
+}
+
+static void queued_by_default(void) {
+    default_action();
+    um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL);
+}
+
+static void sent_and_ignored(void) {
+    install_plain(SIG_IGN);
+    CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
+    CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
+    CHECK(action_now().sa_handler == SIG_IGN);
+}
+
+static void fault_is_not_ignored(void) {
+    install_plain(SIG_IGN);
+    fault_outside();
+}
+
+static _Atomic int n_called;
+static siginfo_t seen;
+static sigset_t seen_mask;
+static int seen_number;
+
+static void count(int number) {
+    seen_number = number;
+    seen_mask = mask_now();
+    atomic_fetch_add(&n_called, 1);
+}
+
+static void note(int number, siginfo_t *info, void *context) {
+    CHECK(context != NULL);
+    seen = *info;
+    count(number);
+}
+
+/* Makes the page good, so that the instruction succeeds. */
+static void mend(int number, siginfo_t *info, void *context) {
+    note(number, info, context);
+    mmap(foreign + page, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+}
+
+static void goes_on_to_a_handler(void) {
+    struct sigaction action = {.sa_handler = count};
+    sigaddset(&action.sa_mask, SIGUSR1);
+    REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
+    CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
+    CHECK(atomic_load(&n_called) == 1 && seen_number == SIGBUS);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 1 && sigismember(&seen_mask, SIGUSR1) == 1);
+    sigset_t mask = mask_now();
+    CHECK(sigismember(&mask, SIGBUS) == 0 && sigismember(&mask, SIGUSR1) == 0);
+
+    install(mend, SA_NODEFER, NULL);
+    fault_outside();
+    CHECK(atomic_load(&n_called) == 2 && seen.si_addr == foreign + page);
+    CHECK(seen.si_code == BUS_ADRERR);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 0 && sigismember(&seen_mask, SIGUSR1) == 0);
+    CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
+    CHECK(atomic_load(&n_called) == 3 && seen.si_code == SI_QUEUE);
+    CHECK(seen.si_value.sival_ptr == cut + page && seen.si_pid == getpid());
+    CHECK(read_cut(NULL) == UM_E_IO);
+    CHECK(atomic_load(&n_called) == 3);
+}
+
+static void calls_once(void) {
+    install(note, (int)SA_RESETHAND, NULL);
+    CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
+    CHECK(atomic_load(&n_called) == 1 && action_now().sa_handler == SIG_DFL);
+    /* Installed again it is called again, and then no more. */
+    install(note, (int)SA_RESETHAND, NULL);
+    CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
+    CHECK(atomic_load(&n_called) == 2);
+    install(note, (int)SA_RESETHAND, NULL);
+    if (is_well()) {
+        fault_outside();
+    }
+}
+
+/* A signal such as the kernel sends for a page that the hardware has lost. */
+static void send_code(int code, void *address, unsigned lsb) {
+    siginfo_t info = {0};
+    info.si_signo = SIGBUS;
+    info.si_code = code;
+    info.si_addr = address;
+    info.si_addr_lsb = (short)lsb;
+    REQUIRE(syscall(SYS_rt_tgsigqueueinfo, getpid(), gettid(), SIGBUS, &info) == 0);
+}
+
+static void lose_by_hardware(void *context) {
+    (void)context;
+    send_code(BUS_MCEERR_AR, cut - 1 + page / 2, 12);
+    touch(NULL); /* never comes here */
+}
+
+static void tell_of_loss(void *context) {
+    (void)context;
+    send_code(BUS_MCEERR_AO, cut, 12);
+}
+
+static void hardware_losses(void) {
+    default_action();
+    /* The kernel tells where a page begins, wherever it was touched. */
+    CHECK(um_guard_run(cut + page - 1, 1, lose_by_hardware, NULL, NULL) == UM_E_IO);
+    /* What nobody touched is no fault of the run. */
+    install(note, 0, NULL);
+    CHECK(um_guard_run(cut, page, tell_of_loss, NULL, NULL) == UM_OK);
+    CHECK(atomic_load(&n_called) == 1 && seen.si_code == BUS_MCEERR_AO);
+    default_action();
+    if (is_well()) {
+        um_guard_run(cut, page, tell_of_loss, NULL, NULL);
+    }
+}
+
+static void test_chaining(void) {
+    CHECK(end_of(fault_by_default) == SIGBUS);
+    CHECK(end_of(fault_of_nobody) == SIGBUS);
+    CHECK(end_of(sent_by_default) == SIGBUS);
+    CHECK(end_of(queued_by_default) == SIGBUS);
+    CHECK(end_of(sent_and_ignored) == EXIT);
+    CHECK(end_of(fault_is_not_ignored) == SIGBUS);
+    CHECK(end_of(goes_on_to_a_handler) == EXIT);
+    CHECK(end_of(calls_once) == SIGBUS);
+    CHECK(end_of(hardware_losses) == SIGBUS);
+}
+
+/* ---- handlers that come while a run is under way ---- */
+
+static struct sigaction previous;
+
+/* As faulthandler does: tells, puts back what was there, and sends the signal again. */
+static void tell_and_end(int number, siginfo_t *info, void *context) {
+    note(number, info, context);
+    sigaction(SIGBUS, &previous, NULL);
+    raise(number);
+}
+
+/* As others do. */
+static void tell_and_call(int number, siginfo_t *info, void *context) {
+    note(number, info, context);
+    if ((previous.sa_flags & SA_SIGINFO) != 0) {
+        previous.sa_sigaction(number, info, context);
+    }
+}
+
+static void come_between(void *context) {
+    install(context == NULL ? tell_and_end : tell_and_call, SA_NODEFER, &previous);
+}
+
+static void check_between(bool calls) {
+    default_action();
+    CHECK(um_guard_run(cut, page, come_between, calls ? &calls : NULL, NULL) == UM_OK);
+    struct sigaction theirs = action_now(), after;
+    CHECK(theirs.sa_sigaction == (calls ? tell_and_call : tell_and_end));
+    for (int i = 0; i < 3; i++) {
+        CHECK(read_cut(NULL) == UM_E_IO);
+        after = action_now();
+        CHECK(same_action(&theirs, &after));
+    }
+    CHECK(atomic_load(&n_called) == 0);
+}
+
+static void ends_between(void) {
+    check_between(false);
+    if (is_well()) {
+        fault_outside(); /* goes from ours to theirs, to ours, to the default */
+    }
+}
+
+static void calls_between(void) {
+    check_between(true);
+    if (is_well()) {
+        fault_outside();
+    }
+}
+
+/* Theirs is given up while another of ours is on top: then nobody goes on to it any more. */
+static void put_back(void *context) {
+    (void)context;
+    REQUIRE(sigaction(SIGBUS, &previous, NULL) == 0);
+}
+
+static void is_given_up(void) {
+    check_between(false);
+    CHECK(um_guard_run(cut, page, put_back, NULL, NULL) == UM_OK);
+    CHECK(action_now().sa_handler == SIG_DFL);
+    CHECK(read_cut(NULL) == UM_E_IO);
+    /* Put back when nobody runs, ours stays, and goes on to the default. */
+    put_back(NULL);
+    CHECK(action_now().sa_handler != SIG_DFL);
+    if (is_well()) {
+        touch(foreign + page);
+    }
+}
+
+/* A fault in the run that theirs has come into is theirs first. */
+static void come_and_fault(void *context) {
+    come_between(context);
+    touch(cut + page);
+}
+
+static void hears_first(void) {
+    int calls = 1;
+    default_action();
+    CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
+    CHECK(atomic_load(&n_called) == 1 && seen.si_addr == cut + page);
+    sigset_t mask = mask_now();
+    CHECK(sigismember(&mask, SIGBUS) == 0);
+    /* One who blocks the signal in his handler is jumped over, too. */
+    install(tell_and_call, 0, NULL);
+    CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
+    mask = mask_now();
+    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(read_cut(NULL) == UM_E_IO);
+}
+
+enum { MANY = 20 };
+static int n_met;
+
+static void install_another(void *context) {
+    struct sigaction action = {.sa_handler = count};
+    (void)context;
+    for (int i = 0; i < 5; i++) { /* another mask is another action */
+        if ((n_met >> i & 1) != 0) {
+            sigaddset(&action.sa_mask, SIGRTMIN + i);
+        }
+    }
+    REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
+}
+
+static void meets_many(void) {
+    int n_at_first = action_now().sa_handler == SIG_DFL ? 1 : 2; /* a sanitizer has its own */
+    default_action();
+    um_status status = UM_OK;
+    for (n_met = 0; n_met < MANY && status == UM_OK; n_met++) {
+        status = um_guard_run(cut, page, install_another, NULL, NULL);
+    }
+    CHECK(n_met + n_at_first == 18); /* 16 there is room for, the last is refused */
+    CHECK_STATUS(UM_E_OS, um_guard_copy(buffer, cut, page, &test_err));
+    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "sigaction") == 0);
+    CHECK(action_now().sa_handler == count);
+    /* Those that were met before are as good as ever. */
+    default_action();
+    CHECK(read_cut(NULL) == UM_E_IO);
+}
+
+static void keeps_restarting(void *context) {
+    *(int *)context = action_now().sa_flags & SA_RESTART;
+}
+
+static void restarts_as_before(void) {
+    int flag = -1;
+    install(note, 0, NULL);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag == 0);
+    install(note, SA_RESTART, NULL);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+    install_plain(SIG_IGN);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+}
+
+static void test_between(void) {
+    CHECK(end_of(ends_between) == SIGBUS);
+    CHECK(end_of(calls_between) == SIGBUS);
+    CHECK(end_of(is_given_up) == SIGBUS);
+    CHECK(end_of(hears_first) == EXIT);
+    CHECK(end_of(meets_many) == EXIT);
+    CHECK(end_of(restarts_as_before) == EXIT);
+}
+
+/* ---- many threads ---- */
+
+static _Atomic bool is_over;
+
+static void *fault_often(void *arg) {
+    unsigned char *own = map_cut(), *out = malloc(page);
+    REQUIRE(out != NULL);
+    for (int i = 0; i < N_FAULTS; i++) {
+        um_error err;
+        size_t at = (size_t)(1 + i % (FILE_PAGES - 1)) * page + (size_t)i % page;
+        CHECK(um_guard_copy(out, own + at, 1, &err) == UM_E_IO && err.status == UM_E_IO);
+        CHECK(um_guard_copy(out, own, 5, &err) == UM_OK && memcmp(out, "begin", 5) == 0);
+        CHECK(um_guard_copy(out, own + page - 1, 2, &err) == UM_E_IO);
+    }
+    munmap(own, FILE_PAGES * page);
+    free(out);
+    return arg;
+}
+
+static void run_threads(void) {
+    pthread_t threads[N_THREADS];
+    for (int i = 0; i < N_THREADS; i++) {
+        REQUIRE(pthread_create(&threads[i], NULL, fault_often, NULL) == 0);
+    }
+    for (int i = 0; i < N_THREADS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+static void test_threads(void) {
+    struct sigaction before = action_now(), after;
+    run_threads();
+    after = action_now();
+    CHECK(same_action(&before, &after));
+}
+
+/* Sends signals to the process, which have to come to the handler that is installed. */
+static void *send_often(void *arg) {
+    unsigned *n = arg;
+    while (!atomic_load(&is_over)) {
+        kill(getpid(), SIGBUS);
+        (*n)++;
+        usleep(100);
+    }
+    return NULL;
+}
+
+static void others_hear_theirs(void) {
+    unsigned n_sent = 0;
+    pthread_t sender;
+    install_plain(count);
+    REQUIRE(pthread_create(&sender, NULL, send_often, &n_sent) == 0);
+    run_threads();
+    atomic_store(&is_over, true);
+    pthread_join(sender, NULL);
+    /* Signals that wait are one. */
+    CHECK(n_sent > 0 && atomic_load(&n_called) > 0 && (unsigned)atomic_load(&n_called) <= n_sent);
+    CHECK(action_now().sa_handler == count);
+}
+
+/* Whoever comes while a run is under way hears of its fault first; the run goes on when ours is on
+ * top again. */
+static void hear_one(int number) {
+    (void)number;
+}
+
+static void hear_another(int number) {
+    (void)number;
+}
+
+static void *come_often(void *arg) {
+    for (int i = 0; !atomic_load(&is_over); i++) {
+        install_plain(i % 2 == 0 ? hear_one : hear_another);
+        CHECK(read_cut(NULL) == UM_E_IO);
+    }
+    install_plain(hear_one);
+    return arg;
+}
+
+static void others_come(void) {
+    pthread_t other;
+    REQUIRE(pthread_create(&other, NULL, come_often, NULL) == 0);
+    run_threads();
+    atomic_store(&is_over, true);
+    pthread_join(other, NULL);
+    CHECK(action_now().sa_handler == hear_one);
+    CHECK(read_cut(NULL) == UM_E_IO);
+    CHECK(action_now().sa_handler == hear_one);
+}
+
+static void test_threads_between_handlers(void) {
+    CHECK(end_of(others_hear_theirs) == EXIT);
+    CHECK(end_of(others_come) == EXIT);
+}
+
+/* ---- forks ---- */
+
+static pthread_barrier_t inside, forked;
+
+static void wait_inside(void *context) {
+    (void)context;
+    pthread_barrier_wait(&inside);
+    pthread_barrier_wait(&forked);
+}
+
+static void *stay_inside(void *arg) {
+    CHECK(um_guard_run(cut, page, wait_inside, NULL, NULL) == UM_OK);
+    return arg;
+}
+
+static void child_of_a_run(void) {
+    CHECK(read_cut(NULL) == UM_E_IO);
+    CHECK(action_now().sa_handler == SIG_DFL); /* the parent's run is none of the child's */
+    if (is_well()) {
+        touch(foreign + page);
+    }
+}
+
+static void fork_while_guarded(void) {
+    pthread_t other;
+    default_action();
+    pthread_barrier_init(&inside, NULL, 2);
+    pthread_barrier_init(&forked, NULL, 2);
+    REQUIRE(pthread_create(&other, NULL, stay_inside, NULL) == 0);
+    pthread_barrier_wait(&inside);
+    CHECK(end_of(child_of_a_run) == SIGBUS);
+    CHECK(action_now().sa_handler != SIG_DFL); /* the run goes on here */
+    CHECK(read_cut(NULL) == UM_E_IO);
+    CHECK(action_now().sa_handler != SIG_DFL);
+    pthread_barrier_wait(&forked);
+    pthread_join(other, NULL);
+    CHECK(action_now().sa_handler == SIG_DFL);
+}
+
+static void *run_often(void *arg) {
+    while (!atomic_load(&is_over)) {
+        CHECK(um_guard_copy(arg, cut, 1, NULL) == UM_OK);
+    }
+    return arg;
+}
+
+static void one_run(void) {
+    CHECK(read_cut(NULL) == UM_E_IO);
+}
+
+/* A child never waits for a lock that a thread of the parent had. */
+static void fork_between(void) {
+    pthread_t other;
+    unsigned char out;
+    REQUIRE(pthread_create(&other, NULL, run_often, &out) == 0);
+    for (int i = 0; i < 100; i++) {
+        CHECK(end_of(one_run) == EXIT);
+    }
+    atomic_store(&is_over, true);
+    pthread_join(other, NULL);
+}
+
+static void test_forks(void) {
+    CHECK(end_of(fork_while_guarded) == EXIT);
+    CHECK(end_of(fork_between) == EXIT);
+}
+
+/* ---- each system call in turn ---- */
+
+static void mark(void *context) {
+    *(bool *)context = true;
+}
+
+static void test_faults(void) {
+    struct sigaction before = action_now(), after;
+    /* The mask; reading the handler, and laying ours on top. */
+    static const char *const calls[] = {"um_os_signal_mask", "um_os_bus_action",
+                                        "um_os_bus_action"};
+    for (unsigned nth = 1; nth <= 3; nth++) {
+        bool ran = false;
+        fault_os_fail_nth(nth, EPERM);
+        CHECK_STATUS(UM_E_OS, um_guard_run(cut, page, mark, &ran, &test_err));
+        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0 && test_err.os_errno == EPERM && !ran);
+        fault_os_fail_nth(0, 0);
+        after = action_now();
+        CHECK(same_action(&before, &after));
+    }
+    /* A handler that cannot be taken away goes on as before, and the next run takes it away. */
+    for (unsigned nth = 4; nth <= 5; nth++) {
+        fault_os_fail_nth(nth, EPERM);
+        CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
+        CHECK(strcmp(fault_os_failed(), "um_os_bus_action") == 0);
+        fault_os_fail_nth(0, 0);
+        after = action_now();
+        CHECK(!same_action(&before, &after));
+        CHECK_STATUS(UM_E_IO, read_cut(&test_err));
+        after = action_now();
+        CHECK(same_action(&before, &after));
+    }
+}
+
+int main(void) {
+    page = um_page_bytes();
+    REQUIRE(FILE_PAGES * page <= sizeof buffer);
+    cut = map_cut();
+    foreign = map_cut();
+    test_copy();
+    test_writing();
+    test_nested();
+    test_blocked();
+    test_chaining();
+    test_between();
+    test_threads();
+    test_threads_between_handlers();
+    test_forks();
+    test_faults();
+    return test_report();
+}
