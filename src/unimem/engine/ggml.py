@@ -108,6 +108,20 @@ class _CpuTraits(Structure):
     )
 
 
+class _Traits(Structure):
+    """`ggml_type_traits`."""
+
+    _fields_ = (
+        ("type_name", c_char_p),
+        ("blck_size", c_int64),
+        ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t),
+        ("is_quantized", c_bool),
+        ("to_float", c_void_p),
+        ("from_float_ref", c_void_p),
+    )
+
+
 def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     try:
         version = importlib.metadata.version("ggml-python")
@@ -150,6 +164,7 @@ _version = _base("version", c_char_p)
 _log_set = _base("log_set", None, _P, _P)
 _type_name = _base("type_name", c_char_p, c_int)
 _blck_size = _base("blck_size", c_int64, c_int)
+_get_type_traits = _base("get_type_traits", POINTER(_Traits), c_int)
 row_size = _base("row_size", c_size_t, c_int, c_int64)
 tensor_overhead = _base("tensor_overhead", c_size_t)
 graph_overhead_custom = _base("graph_overhead_custom", c_size_t, c_size_t, c_bool)
@@ -231,6 +246,7 @@ def _check_layout() -> None:
         or found != expected
         or ctypes.sizeof(ComputePlan) != 56
         or ctypes.sizeof(ThreadpoolParams) != 528
+        or _get_type_traits(Q8_0).contents.type_size != 34
     ):
         raise ImportError(f"this build of ggml lays its structs out in another way: {INSTALL}")
 
@@ -248,6 +264,19 @@ def _matmul_types() -> dict[int, str]:
 
 MATMUL_TYPES = _matmul_types()
 """Number and name of each type that a matrix or an embedding may have."""
+
+
+_ToFloat = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
+
+
+def to_float(number: int) -> _Function | None:
+    """Return ggml's conversion of a type's blocks to float32; None for a type that has none.
+
+    It takes the address of the blocks, that of the values, and how many values there are; the
+    interpreter's lock is released meanwhile.
+    """
+    address = _get_type_traits(number).contents.to_float
+    return _ToFloat(address) if address else None
 
 
 def facts() -> dict[str, Any]:

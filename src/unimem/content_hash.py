@@ -1,0 +1,171 @@
+r"""A hash of all that a model holds, whatever files it lies in and however it came into memory.
+
+What is hashed, so that others can compute it. Integers are unsigned, of 64 bits, little-endian; a
+text is its length in bytes and its UTF-8; hashes are XXH3 of 128 bits with the seed 0, and where
+one is hashed itself, its canonical (big-endian) 16 bytes. In this order:
+
+- the 17 bytes ``unimem content 1\n``;
+- the number of keys of the metadata, without ``split.no``, ``split.count`` and
+  ``split.tensors.count``; and for each, in the order of the keys' bytes: the key, as a text; the
+  length and the bytes of its value. A value of GGUF is the number of its type (of 32 bits), of an
+  array then that of its items (of 32 bits) and their count, and then what lies in the file, a
+  string without its length. A value of safetensors is the 4 bytes ``str\0`` and its UTF-8. Of
+  several files the first one's metadata counts;
+- the number of tensors; and for each, in the order of the names' bytes: the name and the type, as
+  texts (`Tensor.type`); the number of dimensions, and each, the contiguous one first; the bytes of
+  its data; and of each 8 MiB of it (the last ones may be fewer) the hash.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unimem import limits
+from unimem._core import guard
+from unimem.model_file import check_version
+from unimem.waiting import wait_until
+
+if TYPE_CHECKING:
+    from unimem.weights import Tensor, Weights
+
+__all__ = ["content_hash"]
+
+Progress = Callable[[int, int], object]
+
+_HEAD = b"unimem content 1\n"
+_OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})
+_CHUNK_BYTES = 8 << 20
+# What is copied of a mapped file at a time: it stays in the cache of the core that hashes it.
+_PIECE_BYTES = 1 << 20
+_TICK_SECONDS = 0.05
+
+
+def content_hash(
+    weights: Weights, *, threads: int | None = None, progress: Progress | None = None
+) -> str:
+    """Hash the metadata and all data of a model: see `Weights.content_hash`."""
+    n_threads = _n_threads(threads)
+    tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name.encode())
+    chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
+    work = _Work(chunks, mapped=weights.load == "map")
+    work.run(n_threads, progress)
+    if weights.load == "map":
+        for part in weights._parts:
+            check_version(part.file, os.stat(part.file.path))
+    total = xxhash.xxh3_128(_HEAD)
+    _add_metadata(total, weights)
+    digests = iter(work.digests)
+    total.update(_u64(len(tensors)))
+    for tensor in tensors:
+        total.update(_text(tensor.name) + _text(tensor.type))
+        total.update(_u64(len(tensor.ne), *tensor.ne, tensor.nbytes))
+        for _ in range(0, tensor.nbytes, _CHUNK_BYTES):
+            total.update(next(digests))
+    if progress is not None:
+        progress(work.nbytes, work.nbytes)
+    return total.hexdigest()
+
+
+def _add_metadata(total: xxhash.xxh3_128, weights: Weights) -> None:
+    header = weights._parts[0].file.header
+    keys = {key.encode(): index for key, index in header.keys().items() if key not in _OF_A_SPLIT}
+    total.update(_u64(len(keys)))
+    for key in sorted(keys):
+        value = header.raw_value(keys[key])
+        total.update(_u64(len(key)) + key + _u64(len(value)) + value)
+
+
+def _u64(*values: int) -> bytes:
+    return np.array(values, "<u8").tobytes()
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return _u64(len(raw)) + raw
+
+
+def _n_threads(threads: int | None) -> int:
+    if threads is None:
+        return limits.thread_count()
+    n = operator.index(threads)
+    if n < 1:
+        raise ValueError(f"threads: expected 1 or more, got {n}")
+    return n
+
+
+class _Chunk(NamedTuple):
+    data: NDArray[np.uint8]  # which keeps the memory
+    path: str
+
+
+def _chunks(tensor: Tensor) -> Iterator[_Chunk]:
+    data = tensor.as_array().reshape(-1).view(np.uint8)
+    for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
+        yield _Chunk(data[begin : begin + _CHUNK_BYTES], tensor.file)
+
+
+class _Work:
+    """Chunks that are being hashed. Its threads share it; `run` is for one."""
+
+    def __init__(self, chunks: list[_Chunk], *, mapped: bool) -> None:
+        self.nbytes = sum(chunk.data.nbytes for chunk in chunks)
+        self.digests = [b""] * len(chunks)
+        self._chunks = chunks
+        self._mapped = mapped
+        # As they lie in the files, which are read ahead. Taking the next one is one step under the
+        # interpreter's lock.
+        in_memory = sorted(range(len(chunks)), key=lambda i: chunks[i].data.ctypes.data)
+        self._next = iter(in_memory)
+        self._done: deque[int] = deque()
+        self._stopped = False
+
+    def run(self, n_threads: int, progress: Progress | None) -> None:
+        """Hash all; no thread is left when this returns or raises."""
+        n = min(n_threads, len(self._chunks))
+        if n == 0:
+            return
+        with ThreadPoolExecutor(n, "unimem-hash") as pool:
+            running = []
+            try:
+                running = [pool.submit(self._work) for _ in range(n)]
+                done = 0
+                while wait(running, _TICK_SECONDS).not_done:
+                    while self._done:
+                        done += self._done.popleft()
+                    if progress is not None and done < self.nbytes:
+                        progress(done, self.nbytes)
+                for thread in running:
+                    thread.result()
+            finally:
+                self._stopped = True
+                wait_until(lambda: all(thread.done() for thread in running))
+
+    def _work(self) -> None:
+        piece = np.empty(_PIECE_BYTES if self._mapped else 0, np.uint8)
+        try:
+            while not self._stopped and (i := next(self._next, None)) is not None:
+                chunk = self._chunks[i]
+                hasher = xxhash.xxh3_128()
+                for begin in range(0, chunk.data.nbytes, _PIECE_BYTES):
+                    if self._stopped:
+                        return
+                    data = chunk.data[begin : begin + _PIECE_BYTES]
+                    if self._mapped:
+                        # A file that is truncated meanwhile is an error here, and no signal.
+                        guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
+                        data = piece[: data.nbytes]
+                    hasher.update(data)
+                    self._done.append(data.nbytes)
+                self.digests[i] = hasher.digest()
+        except BaseException:
+            self._stopped = True
+            raise

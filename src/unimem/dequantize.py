@@ -1,0 +1,116 @@
+"""Tensors of any type as float32, by conversions that ggml, gguf-py, NumPy and ml_dtypes have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core import guard
+from unimem._core.gguf import tensor_type
+
+if TYPE_CHECKING:
+    from unimem.weights import Tensor
+
+__all__ = ["dequantize"]
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Floats: TypeAlias = NDArray[np.float32]
+Convert: TypeAlias = Callable[[Bytes, Floats], None]
+
+# What is copied and converted at a time stays in the cache of a core.
+_PIECE_BYTES = 256 << 10
+
+
+def dequantize(tensor: Tensor) -> Floats:
+    """Convert a tensor's data: see `Tensor.dequantize`."""
+    array = tensor.as_array()
+    if array.dtype != np.uint8 or tensor.type == "u8":
+        block_values, block_bytes, convert = 1, array.itemsize, _by_numpy(tensor, array.dtype)
+    else:
+        block_values, block_bytes, convert = _of_blocks(tensor)
+    data = array.reshape(-1).view(np.uint8)
+    out = np.empty(tensor.shape, np.float32)
+    values = out.reshape(-1)
+    n_blocks = data.nbytes // block_bytes
+    step = max(1, _PIECE_BYTES // block_bytes)
+    piece = np.empty(min(step, n_blocks) * block_bytes, np.uint8)
+    # What float32 cannot hold becomes infinite or NaN, as in any conversion: no reason to warn.
+    with np.errstate(all="ignore"):
+        for first in range(0, n_blocks, step):
+            end = min(first + step, n_blocks)
+            part = piece[: (end - first) * block_bytes]
+            # The file may be truncated meanwhile: an error of a copy, where converting from the
+            # mapping itself would end the process.
+            address = data.ctypes.data + first * block_bytes
+            guard.copy(part, address, part.nbytes, tensor.file)
+            convert(part, values[first * block_values : end * block_values])
+    return out
+
+
+def _by_numpy(tensor: Tensor, dtype: np.dtype[np.generic]) -> Convert:
+    if dtype.kind == "c":
+        raise NotImplementedError(
+            f"tensor '{tensor.name}' is {tensor.type}, whose complex numbers are no float32: "
+            "as_array() has them"
+        )
+
+    def convert(data: Bytes, out: Floats) -> None:
+        np.copyto(out, data.view(dtype), casting="unsafe")
+
+    return convert
+
+
+def _of_blocks(tensor: Tensor) -> tuple[int, int, Convert]:
+    """Return the values and bytes of a block, and what converts blocks."""
+    number = tensor.ggml_type
+    what = f"tensor '{tensor.name}' is {tensor.type}"
+    if number is None:
+        raise NotImplementedError(
+            f"{what}, whose values are packed as no library here reads them: as_array() has the "
+            "bytes"
+        )
+    _, block_values, block_bytes = tensor_type(number)
+    reasons = []
+    for library in (_by_ggml, _by_gguf_py):
+        found = library(number)
+        if callable(found):
+            return block_values, block_bytes, found
+        reasons.append(found)
+    raise NotImplementedError(f"{what}: {'; '.join(reasons)}")
+
+
+def _by_ggml(number: int) -> Convert | str:
+    """Return ggml's conversion, or why there is none."""
+    try:
+        from unimem.engine import ggml
+    except ImportError as error:
+        return str(error)
+    to_float = ggml.to_float(number)
+    if to_float is None:
+        return "ggml has no conversion, since no file has this type"
+
+    def convert(data: Bytes, out: Floats) -> None:
+        to_float(data.ctypes.data, out.ctypes.data, out.size)
+
+    return convert
+
+
+def _by_gguf_py(number: int) -> Convert | str:
+    """Return gguf-py's conversion, or why there is none."""
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        return "gguf-py is not installed either: pip install gguf"
+    try:
+        kind = GGMLQuantizationType(number)
+        quants.dequantize(np.zeros(tensor_type(number)[2], np.uint8), kind)
+    except (ValueError, NotImplementedError):
+        return "gguf-py has no conversion either"
+
+    def convert(data: Bytes, out: Floats) -> None:
+        out[:] = quants.dequantize(data, kind)
+
+    return convert
