@@ -7,6 +7,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Union, Unpack
@@ -53,7 +54,19 @@ _DTYPES = {
     "f8_e4m3": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2",
     "f8_e8m0": "float8_e8m0fnu",
+    "f8_e4m3fnuz": "float8_e4m3fnuz",
+    "f8_e5m2fnuz": "float8_e5m2fnuz",
 }
+
+
+@cache
+def _dtype(name: str) -> np.dtype[Any]:
+    if hasattr(np, name):
+        return np.dtype(name)
+    import ml_dtypes  # which most models never need
+
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 class Part(NamedTuple):
@@ -121,7 +134,8 @@ class Tensor:
         numpy.ndarray
             Read-only, and keeping the memory alive. Of `shape` and the type's dtype where NumPy or
             ml_dtypes has it (see docs/gguf.md and docs/safetensors.md); else uint8, with the bytes
-            of a row as the last dimension, or of one dimension where rows are no whole bytes.
+            of a row as the last dimension, or of one dimension where rows are no whole bytes. Not
+            aligned where a safetensors file puts the tensor so, which NumPy reads.
 
         Raises
         ------
@@ -129,22 +143,26 @@ class Tensor:
             The weights were closed.
         """
         dtype, shape = self._as_in_arrays()
-        array = self._memory.block.as_array(dtype, shape, self._block_offset)
+        block, at = self._memory.block, self._block_offset
+        if at % dtype.alignment == 0:
+            array = block.as_array(dtype, shape, at)
+        else:
+            array = block.as_array("uint8", (self.nbytes,), at).view(dtype).reshape(shape)
         array.flags.writeable = False  # memory of our own could be written
         return array
 
-    def _as_in_arrays(self) -> tuple[str, tuple[int, ...]]:
+    def _as_in_arrays(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
-        dtype = _DTYPES.get(self.type)
-        if dtype is not None:
-            return dtype, self.shape
+        name = _DTYPES.get(self.type)
+        if name is not None:
+            return _dtype(name), self.shape
         n_rows = prod(self.shape[:-1])
         if self.ggml_type is not None:
             _, block_values, block_bytes = tensor_type(self.ggml_type)
-            return "uint8", (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
+            return np.dtype(np.uint8), (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
         if n_rows == 0 or self.nbytes % n_rows:
-            return "uint8", (self.nbytes,)
-        return "uint8", (*self.shape[:-1], self.nbytes // n_rows)
+            return np.dtype(np.uint8), (self.nbytes,)
+        return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
 
     def dequantize(self) -> NDArray[np.float32]:
         """Convert the data to float32.
