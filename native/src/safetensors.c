@@ -551,10 +551,14 @@ static um_status check_places(const reader *r, const um_safetensors *st) {
     if (order == NULL) {
         return um_fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
     }
+    bool in_order = true; /* as writers leave them */
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         order[i] = &st->tensors[i];
+        in_order = in_order && (i == 0 || compare_places(&order[i - 1], &order[i]) < 0);
     }
-    qsort(order, st->n_tensors, sizeof(*order), compare_places);
+    if (!in_order) {
+        qsort(order, st->n_tensors, sizeof(*order), compare_places);
+    }
     um_status status = check_data_covered(r, st, order);
     um_heap_free(order);
     return status;
