@@ -33,6 +33,7 @@ __all__ = [
     "overcommit",
     "parse_list",
     "require",
+    "require_cached",
     "require_shm",
     "thread_count",
     "tightest",
@@ -241,6 +242,33 @@ def require(nbytes: int, what: str) -> None:
     least = tightest()
     if least.room_bytes < nbytes:
         raise _refusal(nbytes, what, least)
+
+
+def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
+    """Refuse to bring more of a file into the page cache than can stay there.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes that shall be there.
+    cached_bytes : int
+        What of it is there already.
+    what : str
+        As for `require`.
+
+    Raises
+    ------
+    CapacityError
+        As for `require`. What the page cache lacks room for would push out what was read before.
+    """
+    machine, *others = memory_limits()
+    # The machine's room counts what is cached and could be dropped, of this file as well.
+    if machine.room_bytes < nbytes:
+        raise _refusal(nbytes, what, machine)
+    for limit in others:
+        # File pages are not promised: the commit limit has no say.
+        if limit.name.startswith("cgroup ") and limit.room_bytes < nbytes - cached_bytes:
+            raise _refusal(nbytes - cached_bytes, what, limit)
 
 
 def require_shm(nbytes: int, what: str) -> None:

@@ -1,0 +1,348 @@
+"""What of a model is in RAM, page by page; bringing it there, keeping it there, and dropping it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem import limits
+from unimem.loading import lies_in_memory
+from unimem.model_file import reopen
+from unimem.placement import Lock, format_bytes
+
+if TYPE_CHECKING:
+    from unimem.weights import Part, Weights
+
+__all__ = ["Residency", "evict", "lock", "residency", "warm"]
+
+Progress = Callable[[int, int], object]
+
+# Of um_block_pages, in the order of the fields of Residency.
+_FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}
+_PAGE = mmap.PAGESIZE
+_SLICE = 1 << 22  # pages whose sums are held at a time
+_WARM_BYTES = 64 << 20  # between two looks at the clock
+_TICK_SECONDS = 0.05
+
+
+def _nothing() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """How much of a model, a file or a tensor is in RAM. Any number of threads may use it.
+
+    Bytes are exact: of a page that two tensors share, each has its part.
+
+    Attributes
+    ----------
+    nbytes : int
+        All bytes: of a tensor its data, of a file what of it is mapped or was loaded, header and
+        padding included.
+    resident_bytes : int
+        In RAM: of a mapped file in the page cache, whoever brought it there.
+    mapped_bytes : int
+        In RAM, and in the page tables of this process: touching them costs no fault.
+    huge_bytes : int
+        Mapped here in huge pages. Before Linux 6.7 the kernel tells only of hugetlb pages.
+    locked_bytes : int
+        Mapped here and locked by `lock`, or in hugetlb pages, which never leave RAM.
+    unknown_bytes : int
+        Not mapped here, and the kernel does not tell whether they are in RAM: of a file that this
+        process neither owns nor may write, or one in hugetlbfs. They are in no other figure.
+    nodes : mapping of int to int
+        Mapped bytes by NUMA node; empty where the kernel tells no nodes, as in many containers.
+    tensors : mapping of str to Residency
+        Of each tensor; of a part of a model, empty.
+    by_file : mapping of str to Residency
+        Of each file, by path; of a part of a model, empty.
+    """
+
+    nbytes: int
+    resident_bytes: int
+    mapped_bytes: int
+    huge_bytes: int
+    locked_bytes: int
+    unknown_bytes: int
+    nodes: Mapping[int, int]
+    tensors: Mapping[str, Residency] = field(default_factory=_nothing, repr=False)
+    by_file: Mapping[str, Residency] = field(default_factory=_nothing, repr=False)
+    _scans: Mapping[str, _Scan] = field(default_factory=_nothing, repr=False, compare=False)
+
+    def ranges(self, path: str, n: int) -> list[Residency]:
+        """Tell of a file in ranges of equal size, for a picture of it.
+
+        Parameters
+        ----------
+        path : str
+            A key of `by_file`.
+        n : int
+            How many ranges; of a file of fewer bytes, as many as it has bytes.
+
+        Returns
+        -------
+        list of Residency
+            In the order of the file; their sum is `by_file` of the path.
+
+        Raises
+        ------
+        KeyError
+            There is no such file.
+        ValueError
+            n is below 1.
+        """
+        if n < 1:
+            raise ValueError(f"n: expected at least 1 range, got {n}")
+        scan, nbytes = self._scans[path], self.by_file[path].nbytes
+        n = min(n, nbytes)
+        edges = scan.memory.file_offset + np.arange(n + 1, dtype=np.int64) * nbytes // max(n, 1)
+        nodes = sorted(self.nodes)
+        table = scan.sums(edges[:-1], np.diff(edges), nodes)
+        return [_row(row, nodes) for row in table]
+
+    def __str__(self) -> str:
+        text = f"{format_bytes(self.resident_bytes)} of {format_bytes(self.nbytes)} in RAM"
+        for name in ("mapped", "huge", "locked", "unknown"):
+            nbytes = getattr(self, f"{name}_bytes")
+            text += f", {format_bytes(nbytes)} {name}" if nbytes else ""
+        for node, nbytes in self.nodes.items():
+            text += f", {format_bytes(nbytes)} on node {node}"
+        return text
+
+
+def residency(weights: Weights) -> Residency:
+    """Look at all pages of a model once: see `Weights.residency`."""
+    parts = weights._parts
+    scans = {part.file.path: _Scan(part) for part in parts}
+    nodes = sorted(set().union(*(scan.nodes for scan in scans.values())))
+    tables, files = [], {}
+    names: dict[str, int] = {}
+    for part in parts:
+        scan, header = scans[part.file.path], part.file.header
+        indices = header.tensor_names()
+        rows = [header.tensor(i)[3:] for i in indices.values()]
+        where = np.array(rows, np.int64).reshape(-1, 2)
+        tables.append(scan.sums(where[:, 0], where[:, 1], nodes))
+        names |= {name: len(names) + i for i, name in enumerate(indices)}
+        memory = part.memory
+        whole = scan.sums(np.array([memory.file_offset]), np.array([memory.nbytes]), nodes)
+        files[part.file.path] = whole[0]
+    return _row(
+        np.sum(list(files.values()), axis=0),
+        nodes,
+        tensors=_Rows(names, np.concatenate(tables), nodes),
+        by_file={path: _row(row, nodes) for path, row in files.items()},
+        _scans=scans,
+    )
+
+
+def warm(weights: Weights, threads: int | None = None, progress: Progress | None = None) -> None:
+    """Bring a model into RAM and into the page tables: see `Weights.warm`."""
+    _require_room(weights)
+    n_threads = limits.thread_count() if threads is None else threads
+    total = sum(part.memory.nbytes for part in weights._parts)
+    done, told = 0, 0.0
+    for part, offset, nbytes in _pieces(weights._parts):
+        try:
+            part.memory.block._warm_range(offset, nbytes, n_threads)
+        except OSError as error:
+            if weights.load != "map" or error.errno is not None:
+                raise
+            raise OSError(errno.EIO, "The file has become shorter", part.file.path) from None
+        done += nbytes
+        if progress is not None and (done == total or time.monotonic() - told >= _TICK_SECONDS):
+            told = time.monotonic()
+            progress(done, total)
+
+
+def lock(weights: Weights, how: Lock = True) -> None:
+    """Keep a model in RAM, or no longer: see `Weights.lock`."""
+    if weights._tape is not None:
+        raise ValueError(
+            f"Weights '{weights.files[0]}' lie on a tape, which holds more than them: make the "
+            "tape with lock=True"
+        )
+    before: list[tuple[Any, Lock]] = []
+    try:
+        # First on fault, which reads nothing: what is refused is refused at once, and reading can
+        # be interrupted.
+        for block in weights.blocks:
+            before.append((block, block._lock("onfault" if how is True else how)))
+        if how is True:
+            warm(weights)
+            for block in weights.blocks:
+                block._lock(True)
+    except BaseException:
+        for block, was in before:
+            block._lock(was)
+        raise
+
+
+def evict(weights: Weights) -> int:
+    """Drop a model's files from the page cache: see `Weights.evict`."""
+    if weights.load != "map":
+        raise ValueError(
+            f"Weights '{weights.files[0]}' lie in memory of their own, not in the page cache "
+            f"(load='{weights.load}'): close() them to give it back, or open them with load='map'"
+        )
+    with ExitStack() as stack:
+        fds = [stack.enter_context(reopen(part.file)) for part in weights._parts]
+        before = residency(weights)
+        for part in weights._parts:
+            try:
+                part.memory.block.advise("dontneed")
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                raise ValueError(
+                    f"Weights '{weights.files[0]}' are locked in RAM: lock(False) first"
+                ) from None
+        for fd in fds:
+            # What was not yet written to the disk would stay.
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        after = residency(weights)
+    return sum(
+        max(0, was.resident_bytes - now.resident_bytes)
+        for was, now in zip(before.by_file.values(), after.by_file.values(), strict=True)
+        if now.unknown_bytes == 0
+    )
+
+
+# ---- one file -----------------------------------------------------------------------------------
+
+
+class _Scan:
+    """The pages under one file's data, as they were when they were looked at.
+
+    Attributes
+    ----------
+    memory : Memory
+        What was looked at.
+    nodes : set of int
+        The nodes that pages are on; empty where the kernel does not tell.
+    """
+
+    def __init__(self, part: Part) -> None:
+        memory = self.memory = part.memory
+        where = memory.block_offset, memory.nbytes
+        try:
+            self._flags, node_of = memory.block._pages(*where, nodes=True)
+        except OSError as error:
+            # Containers often may not ask for nodes.
+            if error.errno not in (errno.EPERM, errno.ENOSYS):
+                raise
+            self._flags, node_of = memory.block._pages(*where)
+        self._node_of = node_of
+        self.nodes: set[int] = set()
+        if node_of is not None:
+            ids = range(node_of.max(initial=-1) + 1)
+            self.nodes.update(node for node in ids if np.any(node_of == node))
+        # The offset in the file of the first page's first byte.
+        self._first = memory.file_offset - memory.block_offset % _PAGE
+
+    def sums(
+        self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], nodes: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Sum bytes of ranges of the file: a row a range, of its size, each flag and each node."""
+        low, high = self.memory.file_offset, self.memory.file_offset + self.memory.nbytes
+        begin = np.clip(offsets, low, high) - self._first
+        end = np.clip(offsets + sizes, low, high) - self._first
+        table = np.zeros((len(offsets), 1 + len(_FLAGS) + len(nodes)), np.int64)
+        table[:, 0] = end - begin
+        for first in range(0, len(self._flags), _SLICE):
+            flags = self._flags[first : first + _SLICE]
+            pages = [flags & flag != 0 for flag in _FLAGS.values()]
+            if self._node_of is not None:
+                node_of = self._node_of[first : first + _SLICE]
+                pages += [node_of == node for node in nodes]
+            where = first * _PAGE, (first + len(flags)) * _PAGE
+            a, b = np.clip(begin, *where) - where[0], np.clip(end, *where) - where[0]
+            for column, chosen in enumerate(pages, 1):
+                table[:, column] += _below(chosen, b) - _below(chosen, a)
+        return table
+
+
+def _below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes of the chosen pages below each place."""
+    n_before = np.zeros(len(chosen) + 1, np.int32)
+    np.cumsum(chosen, out=n_before[1:])
+    page, rest = np.divmod(ends, _PAGE)
+    inside = np.append(chosen, False)[page]
+    below: NDArray[np.int64] = n_before[page].astype(np.int64) * _PAGE + rest * inside
+    return below
+
+
+def _row(row: NDArray[np.int64], nodes: Sequence[int], **whole: Any) -> Residency:
+    nbytes, resident, mapped, huge, locked, unknown, *on_nodes = row.tolist()
+    return Residency(
+        nbytes,
+        resident,
+        mapped,
+        huge,
+        locked,
+        unknown,
+        dict(zip(nodes, on_nodes, strict=True)),
+        **whole,
+    )
+
+
+class _Rows(Mapping[str, Residency]):
+    """Residencies that are made when they are asked for: a model may have 100 000 tensors."""
+
+    def __init__(
+        self, names: dict[str, int], table: NDArray[np.int64], nodes: Sequence[int]
+    ) -> None:
+        self._names, self._table, self._nodes = names, table, nodes
+
+    def __getitem__(self, name: str) -> Residency:
+        return _row(self._table[self._names[name]], self._nodes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+# ---- warming ------------------------------------------------------------------------------------
+
+
+def _require_room(weights: Weights) -> None:
+    """Refuse to bring in what does not fit, before anything is read."""
+    what = f"warming '{weights.files[0]}'"
+    if weights.load != "map":
+        missing = sum(part.memory.nbytes - _resident_bytes(part) for part in weights._parts)
+        if missing:  # was swapped out
+            limits.require(missing, what)
+        return
+    # Files that lie in memory take none of what is free.
+    parts = [part for part in weights._parts if not lies_in_memory(part.file)]
+    total, cached = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
+    if cached < total:
+        limits.require_cached(total, cached, what)
+
+
+def _resident_bytes(part: Part) -> int:
+    memory = part.memory
+    flags, _ = memory.block._pages(memory.block_offset, memory.nbytes)
+    n_pages = int(np.count_nonzero(flags & _FLAGS["resident"]))
+    return min(n_pages * _PAGE, memory.nbytes)
+
+
+def _pieces(parts: Sequence[Part]) -> Iterator[tuple[Part, int, int]]:
+    for part in parts:
+        begin, end = part.memory.block_offset, part.memory.block_offset + part.memory.nbytes
+        for offset in range(begin, end, _WARM_BYTES):
+            yield part, offset, min(_WARM_BYTES, end - offset)
