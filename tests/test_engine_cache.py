@@ -306,7 +306,7 @@ def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str
         assert kv.active_bytes == 2 * SHAPE.layers * WINDOW * decoder.kv.row_bytes
         assert kv.resident_bytes == kv.nbytes
         layout = decoder.layout
-        mapped = [decoder.weights.block, layout.scratch.block, layout.history.block]
+        mapped = [*decoder.weights.blocks, layout.scratch.block, layout.history.block]
         assert report.total_bytes == kv.nbytes + sum(block.nbytes for block in mapped)
         assert report.facts["window"] == WINDOW
         assert layout.history.used_bytes == 0

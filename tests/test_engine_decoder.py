@@ -365,7 +365,7 @@ def test_generate_stops_where_the_file_says(decoder: Decoder, tmp_path: Path) ->
 def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
     layout, rows = decoder.layout, {row.category: row for row in decoder.report().rows}
-    mapped = [decoder.weights.block, layout.scratch.block, layout.history.block]
+    mapped = [*decoder.weights.blocks, layout.scratch.block, layout.history.block]
     assert decoder.report().total_bytes == sum(block.nbytes for block in mapped)
     assert rows["weights:f32"].nbytes == decoder.weights.nbytes
     assert rows["logits"].nbytes == 4 * TINY.vocab

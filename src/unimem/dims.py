@@ -172,6 +172,11 @@ class ModelDims:
         take is for the file to say.
         """
         arch = weights.metadata.get("general.architecture")
+        if arch is None:
+            raise ValueError(
+                "the model does not say its architecture, as no safetensors file does: its "
+                "dimensions are not known, and ModelDims(...) takes them"
+            )
         if not isinstance(arch, str) or arch not in ARCHITECTURES + MIXTURES:
             raise ValueError(
                 f"the dimensions of architecture {arch!r} are not known; known are "

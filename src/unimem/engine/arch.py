@@ -55,6 +55,11 @@ class Model:
             wrong shape or type, or a number out of range.
         """
         arch = weights.metadata.get("general.architecture")
+        if arch is None:
+            raise UnsupportedModel(
+                "the model does not say its architecture, as no safetensors file does; the engine "
+                f"runs GGUF files of {', '.join(ARCHITECTURES)} (Mistral is a llama)"
+            )
         if arch not in ARCHITECTURES:
             raise UnsupportedModel(
                 f"architecture {arch!r:.60} is not supported; supported are "

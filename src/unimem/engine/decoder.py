@@ -17,13 +17,15 @@ from unimem import snapshot
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine import ggml
+from unimem.engine.accounting import report_of
 from unimem.engine.arch import Model
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
 from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
 from unimem.layout import Layout
-from unimem.plan import PREFILL_BATCH, plan
-from unimem.report import Report, Row
+from unimem.loading import Load, Progress
+from unimem.plan import PREFILL_BATCH, Plan, plan
+from unimem.report import Report
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
@@ -41,16 +43,18 @@ _NO_ROWS = (0, -2)  # no row follows on these
 class Decoder:
     """Runs one model for one conversation.
 
-    All memory is taken at the start: weights are mapped, the KV cache lies on the layout's history
-    tape, or with a window in a ring of its own, placed like that tape; graphs, values, inputs and
-    logits lie on the scratch tape, kept. A step afterwards takes nothing. ggml computes with
-    threads of its own; a decoder itself is for one thread at a time, and not for use after a fork.
+    All memory is taken at the start: weights are mapped, or lie in memory of their own; the KV
+    cache lies on the layout's history tape, or with a window in a ring of its own, placed like that
+    tape; graphs, values, inputs and logits lie on the scratch tape, kept. A step afterwards takes
+    nothing. ggml computes with threads of its own; a decoder itself is for one thread at a time,
+    and not for use after a fork.
 
     Parameters
     ----------
     path_or_weights : path-like or Weights
-        A GGUF file, which is opened, read into memory and closed with the decoder; or an opened
-        one, whose pages the caller warms, or the first tokens bring in.
+        A GGUF file (of a split model, any of its files), which is opened, read into memory and
+        closed with the decoder; or an opened one, in memory as it is: of a mapping, pages that the
+        caller does not warm are read by the first tokens.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     kv_dtype : {"f16", "f32", "bf16", "q8_0"}
@@ -63,15 +67,20 @@ class Decoder:
     layout : Layout, optional
         Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
         the decoder makes its own.
+    load : {"auto", "map", "copy", "direct"}
+        How a file comes into memory, as for `open_weights`.
+    progress : callable, optional
+        Called while a file is read, with the bytes that were read and all bytes, as by
+        `open_weights`. What it raises stops the work, and nothing stays taken.
 
     Raises
     ------
     UnsupportedModel
         The engine does not run this model, or not with such a cache.
-    GGUFError, OSError
+    GGUFError, SafetensorsError, OSError
         The file cannot be used.
     ValueError
-        An option is out of range.
+        An option is out of range, or `load` is not how opened weights were loaded.
     CapacityError
         The model does not fit into available memory; `TapeFull` where `layout` is too small.
 
@@ -107,47 +116,34 @@ class Decoder:
         window: int | None = None,
         threads: int | None = None,
         layout: Layout | None = None,
+        load: Load = "auto",
+        progress: Progress | None = None,
     ) -> None:
         self._closed = True
         self._owns_weights = not isinstance(path_or_weights, Weights)
         self._owns_layout = layout is None
-        self.weights = (
-            path_or_weights
-            if isinstance(path_or_weights, Weights)
-            else open_weights(path_or_weights)
-        )
+        cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
+        asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
+        if isinstance(path_or_weights, Weights):
+            self.weights = path_or_weights
+        else:
+            # What is refused is refused before it is read.
+            with open_weights(path_or_weights, load="map") as weights:
+                _check(weights, **asked)
+            self.weights = open_weights(path_or_weights, load=load, progress=progress)
         own_layout = None
         try:
-            self._model = Model.from_weights(self.weights)
-            self._model.check_head(kv_dtype)
-            needed = plan(
-                self.weights,
-                ctx=ctx,
-                kv_dtype=kv_dtype,
-                window=window,
-                threads=threads,
-                pages="auto" if layout is None else layout.history.block.requested["pages"],
-            )
-            self._model.check_window(min(needed.ctx, window or needed.ctx))
+            opened = "auto" if self._owns_weights else load
+            self._model, needed = _check(self.weights, load=opened, **asked)
             if layout is None:
                 layout = own_layout = Layout.for_model(
-                    self.weights,
-                    ctx=needed.ctx,
-                    kv_dtype=kv_dtype,
-                    window=window,
-                    threads=needed.threads,
+                    self.weights, ctx=needed.ctx, threads=needed.threads, **cache
                 )
-            else:
-                # Past the limit of a cgroup, warming would end the process instead of failing.
-                tapes = (layout.scratch, layout.history)
-                there = sum(tape.block.verify().resident_bytes for tape in tapes)
-                available = needed.available_bytes + there
-                replace(needed, available_bytes=available).require_fits()
             self.layout = layout
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
             self._window = self.ctx if window is None else window
-            self._set_up(kv_dtype, window, needed.scratch_bytes)
+            self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
         except BaseException:
             if own_layout is not None:
                 own_layout.__exit__()
@@ -164,7 +160,9 @@ class Decoder:
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
         self._closed = False
 
-    def _set_up(self, kv_dtype: str, window: int | None, scratch_bytes: int) -> None:
+    def _set_up(
+        self, kv_dtype: str, window: int | None, scratch_bytes: int, progress: Progress | None
+    ) -> None:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(
@@ -182,8 +180,9 @@ class Decoder:
         try:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
-            if self._owns_weights:
-                self.weights.blocks[0].warm(self.threads)
+            if self._owns_weights and self.weights.load == "map":
+                for block in self.weights.blocks:
+                    block.warm(self.threads, progress)
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
@@ -224,6 +223,7 @@ class Decoder:
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self.weights.tensors.items()
+            if tensor.ggml_type is not None  # as those of a checked model are not
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
         headers = Headers(model, tensors, parts, n_rows, kv_kind, take(nbytes), nbytes)
@@ -312,51 +312,11 @@ class Decoder:
         -------
         Report
             Rows ``weights:TYPE``, ``kv``, ``scratch``, ``logits`` and ``other``, which sum up to
-            the memory of weights, scratch, history and of a ring; facts of the model and of ggml.
+            the memory of weights, scratch, history and of a ring; facts of the model, of how it
+            came into memory, and of ggml.
         """
         self._check_open()
-        block, scratch, history = self.weights.blocks[0], self.layout.scratch, self.layout.history
-        placed = block.verify()
-        resident = dict.fromkeys(self.weights.by_type(), 0)
-        for tensor in self.weights.tensors.values():
-            resident[tensor.type] += min(
-                tensor.nbytes, block._resident_range(tensor.offset, tensor.nbytes)
-            )
-        rows = [
-            Row(f"weights:{kind}", nbytes, placed, nbytes, resident[kind], nbytes)
-            for kind, nbytes in self.weights.by_type().items()
-        ]
-        kv = self.kv.capacity_bytes
-        talk = self.kv.memory_usage_bytes
-        in_ram = min(kv, self.kv.resident_bytes)
-        peak = 2 * self.dims.num_layers * self.kv.row_bytes * max(self._longest, self.kv.seq_len)
-        on_history = kv if self.kv.tape is history else 0
-        under = history.block if self.kv.block is None else self.kv.block
-        rows.append(Row("kv", kv, under.verify(), talk, in_ram, peak))
-        logits = self._logits.nbytes
-        placed = scratch.block.verify()
-        rows += [
-            Row(
-                "scratch",
-                scratch.block.nbytes - logits,
-                placed,
-                scratch.used_bytes - logits,
-                placed.resident_bytes - logits,
-                scratch.high_water_bytes - logits,
-            ),
-            Row("logits", logits, placed, logits, logits, logits),
-        ]
-        other = block.nbytes - self.weights.nbytes + history.block.nbytes - on_history
-        rows.append(Row("other", other))
-        facts = {
-            "model": ", ".join(self.weights.files),
-            "architecture": self._model.arch,
-            "ctx": self.ctx,
-            "kv_dtype": self.kv.dtype,
-            "window": self.kv.window,
-            "threads": self.threads,
-        }
-        return Report(tuple(rows), facts | ggml.facts())
+        return report_of(self)
 
     def close(self) -> None:
         """Give everything back. Closing twice is no error.
@@ -884,6 +844,36 @@ class Decoder:
             self._ids[position:end] = tokens
             self._n_ids = end
         self.kv._lowest_end = end  # before they are committed; a rollback lowers it again
+
+
+def _check(
+    weights: Weights,
+    *,
+    layout: Layout | None,
+    ctx: int | None,
+    kv_dtype: str,
+    window: int | None,
+    threads: int | None,
+    load: Load = "auto",
+) -> tuple[Model, Plan]:
+    """Check that a model can be run so, and that there is room for what it needs."""
+    model = Model.from_weights(weights)
+    model.check_head(kv_dtype)
+    needed = plan(
+        weights,
+        ctx=ctx,
+        kv_dtype=kv_dtype,
+        window=window,
+        threads=threads,
+        load=load,
+        pages="auto" if layout is None else layout.history.block.requested["pages"],
+    )
+    model.check_window(min(needed.ctx, window or needed.ctx))
+    # Past the limit of a cgroup, warming would end the process instead of failing.
+    tapes = () if layout is None else (layout.scratch, layout.history)
+    there = sum(tape.block.verify().resident_bytes for tape in tapes)
+    replace(needed, available_bytes=needed.available_bytes + there).require_fits()
+    return model, needed
 
 
 def _show(mask: NDArray[Any], first: int, last: int) -> None:
