@@ -229,7 +229,8 @@ UM_API um_status um_block_map(um_block *out, size_t nbytes, const um_block_optio
 /* Maps nbytes of the open file fd from offset (a multiple of the base page; in hugetlbfs, of the
  * file's). The fd may be closed
  * afterwards. nbytes must lie inside the file as it is now. A file that shrinks later makes
- * touching the lost pages fatal: callers that cannot trust the file use um_file_read. errors:
+ * touching the lost pages fatal: callers that cannot trust the file use um_file_read, or
+ * um_guard_run. One that grows again reads as zeros there: only a checksum notices. errors:
  * UM_E_INVALID (offset not a multiple of the page, nbytes 0, range outside the file), UM_E_NOMEM,
  * UM_E_OS. */
 UM_API um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
@@ -243,9 +244,9 @@ UM_API um_status um_block_attach(um_block *out, int fd, um_access access, um_cat
                                  um_error *err);
 
 /* Makes a sealed copy of the first nbytes of `block`: shared memory that nobody can write, grow or
- * shrink any more, mapped read-only. Its pages are in RAM. errors: as um_block_map,
- * UM_E_INVALID for options that reserve more or name a file, and where nothing is committed at the
- * base. */
+ * shrink any more, mapped read-only. Its pages are in RAM. errors: as um_block_map, UM_E_INVALID
+ * for options that reserve more or name a file, and where nothing is committed at the base, UM_E_IO
+ * where pages of a mapped file are lost. */
 UM_API um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                       const um_block_options *options, um_error *err);
 
@@ -276,15 +277,17 @@ UM_API um_status um_block_discard(um_block *block, size_t offset, size_t nbytes,
 /* Commits [offset, offset + nbytes) as a private, copy-on-write mapping of the open file fd from
  * file_offset on; the file never changes, and fd may be closed afterwards. Until it is released or
  * discarded the range is the file's: it is not placed as the block is, and um_block_warm reads it,
- * so that nothing is copied. A file that shrinks later makes touching the lost pages fatal. errors:
- * UM_E_INVALID (a block that is shared, a mapped file, of huge pages or locked; not multiples of
- * the step; outside the reserved range, or committed there; a range outside the file), UM_E_NOMEM,
- * UM_E_OS. */
+ * so that nothing is copied. A file that shrinks later takes its pages with it, those that were
+ * written as well: touching them is fatal, but under um_guard_run. errors: UM_E_INVALID (a block
+ * that is shared, a mapped file, of huge pages or locked; not multiples of the step; outside the
+ * reserved range, or committed there; a range outside the file), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
                                   size_t nbytes, um_error *err);
 
 /* Whether all of [offset, offset + nbytes) is committed. */
 UM_API int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes);
+/* Whether any of it is a file's (um_block_overlay), so that a page there may be lost. */
+UM_API int um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes);
 
 /* Locks what is committed, and from now on what will be; UM_LOCK_NONE unlocks. errors: UM_E_INVALID
  * (unknown lock), UM_E_NOMEM (also: past the memlock limit, or a page cannot be had), UM_E_OS. */

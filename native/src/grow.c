@@ -79,6 +79,16 @@ int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
     return find_step(block, offset / step, end_step, false) == end_step;
 }
 
+int um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes) {
+    size_t end = 0, step = block->step_nbytes;
+    if (block->overlaid == NULL || nbytes == 0 || !um_add(offset, nbytes, &end) ||
+        end > block->reserved_nbytes) {
+        return 0;
+    }
+    size_t end_step = (end - 1) / step + 1;
+    return find_bit(block->overlaid, offset / step, end_step, true) != end_step;
+}
+
 static void set_steps(uint64_t *words, um_run run, bool set) {
     for (size_t at = run.first; at < run.end;) {
         size_t word = at / WORD_STEPS, bit = at % WORD_STEPS, n = WORD_STEPS - bit;

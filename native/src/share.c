@@ -199,6 +199,15 @@ static um_status seal(um_block *block, um_error *err) {
     return status == UM_OK ? um_block_warm(block, 0, block->nbytes, 1, NULL, err) : status;
 }
 
+/* Of a file that others may truncate, under the guard. */
+static um_status copy_bytes(const um_block *to, const um_block *from, um_error *err) {
+    if (from->is_file || from->overlaid != NULL || from->sharing == UM_SHARING_FD) {
+        return um_guard_copy(to->base, from->base, from->nbytes, err);
+    }
+    memcpy(to->base, from->base, from->nbytes);
+    return UM_OK;
+}
+
 um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                const um_block_options *options, um_error *err) {
     if (options->sharing == UM_SHARING_FD) {
@@ -223,7 +232,9 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
     /* Where there is no memory warming says so; memcpy would end the process. */
     status = um_block_warm(&copy, 0, block->nbytes, 1, NULL, err);
     if (status == UM_OK) {
-        memcpy(copy.base, block->base, block->nbytes);
+        status = copy_bytes(&copy, block, err);
+    }
+    if (status == UM_OK) {
         status = seal(&copy, err);
     }
     if (status != UM_OK) {

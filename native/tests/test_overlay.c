@@ -87,6 +87,13 @@ static void test_contents(void) {
     for (size_t i = 2; i < 5; i++) {
         CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
     }
+    CHECK(um_block_is_overlaid(&block, 0, RESERVED * page) &&
+          um_block_is_overlaid(&block, 5 * page - 1, page) &&
+          um_block_is_overlaid(&block, 2 * page - 1, 2));
+    CHECK(!um_block_is_overlaid(&block, 0, 2 * page) &&
+          !um_block_is_overlaid(&block, 5 * page, page) &&
+          !um_block_is_overlaid(&block, 3 * page, 0) &&
+          !um_block_is_overlaid(&block, 3 * page, SIZE_MAX));
     /* What is written is the block's; the file stays as it is. */
     memset(at(&block, 3), 9, page);
     CHECK(is_filled(at(&block, 3), page, 9) && is_filled(at(&block, 4), page, 104));
@@ -104,6 +111,7 @@ static void test_contents(void) {
     /* Given back it is memory like any other. */
     size_t released = 0;
     CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
+    CHECK(!um_block_is_overlaid(&block, 2 * page, 2 * page));
     CHECK_EQ_U64(released, 2 * page);
     CHECK(strcmp(os_state_permissions(at(&block, 2)), "---p") == 0);
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));

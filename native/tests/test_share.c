@@ -398,6 +398,26 @@ static void check_refused_copy(um_status status, const char *what, const um_bloc
     CHECK(os_state_same(&before, &after));
 }
 
+/* Pages that somebody cuts off, of a mapped file, of one laid over a block, and of shared memory.
+ */
+static void test_copy_of_a_truncated_file(void) {
+    int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(3 * page)) == 0);
+    um_block file, shared = attach(fd, UM_ACCESS_READ);
+    um_block over =
+        make_block(page, &(um_block_options){.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page});
+    CHECK_OK(um_block_map_file(&file, fd, 0, 3 * page, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
+    CHECK_OK(um_block_overlay(&over, page, fd, 0, 3 * page, &test_err));
+    REQUIRE(ftruncate(fd, (off_t)(2 * page)) == 0);
+    check_refused_copy(UM_E_IO, "cannot be had", &file, of(UM_PAGES_4K));
+    check_refused_copy(UM_E_IO, "cannot be had", &shared, of(UM_PAGES_4K));
+    check_refused_copy(UM_E_IO, "cannot be had", &over, of(UM_PAGES_4K));
+    unmap_block(&file);
+    unmap_block(&shared);
+    unmap_block(&over);
+    close(fd);
+}
+
 static void test_refused_copies(void) {
     um_block block = make_block(4 * page, of(UM_PAGES_4K));
     um_block_options options = *of((um_pages)5);
@@ -533,6 +553,7 @@ int main(void) {
     test_refused_attach();
     test_copy_sealed();
     test_copy_of_a_file();
+    test_copy_of_a_truncated_file();
     test_copy_with_policy();
     test_refused_copies();
     test_hugetlb();

@@ -149,6 +149,7 @@ cdef extern from "unimem.h" nogil:
     um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
                                size_t nbytes, um_error *err)
     bint um_block_is_committed(const um_block *block, size_t offset, size_t nbytes)
+    bint um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes)
     um_status um_block_lock(um_block *block, um_lock lock, um_error *err)
     um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                             const int *cpus, um_error *err)
