@@ -24,7 +24,7 @@ from unimem.model_file import Model, ModelFile, Version, open_model, version_of
 from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
 from unimem.stage_places import BACKINGS, Backing, Folder, Memory, Mount, Place, sweep
 
-__all__ = ["Stage", "stage"]
+__all__ = ["Stage", "stage", "together"]
 
 Progress = Callable[[int, int], object]
 
@@ -89,13 +89,13 @@ class Stage:
     @property
     def path(self) -> str:
         """What to open instead of what was staged; of this process's user, and root's."""
-        return self._opened().path(self._first, self._pid)
+        return self.paths[self._names.index(self._first)]
 
     @property
     def paths(self) -> tuple[str, ...]:
         """All files, in the model's order; an index comes last."""
-        place = self._opened()
-        return tuple(place.path(name, self._pid) for name in self._names)
+        paths = map(self._opened().path, self._names)
+        return tuple(os.path.join(f"/proc/{self._pid}", path) for path in paths)
 
     @property
     def fd(self) -> int:
@@ -420,7 +420,7 @@ class _Staging:
             placements.append(block.verify())
             if not self.options.lock:
                 block.close()
-        granted = _together(placements)
+        granted = together(placements)
         huge = tmpfs.huge_page_bytes()
         whole = sum(file.nbytes // huge * huge for file in self.model.files) if huge else 0
         if self.pages == "thp" and granted.huge_bytes < whole:
@@ -442,7 +442,7 @@ def _copy_index(place: Place, name: str, path: str) -> None:
         target.write(source.read())
 
 
-def _together(placements: Sequence[Placement]) -> Placement:
+def together(placements: Sequence[Placement]) -> Placement:
     """Add up what several mappings were granted; the pages are those of most bytes."""
     most = max(placements, key=lambda placement: placement.resident_bytes)
     nodes: Counter[int] = Counter()

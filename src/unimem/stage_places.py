@@ -57,12 +57,16 @@ class Place:
         """Open a file for reading."""
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
 
-    def path(self, name: str, pid: int) -> str:
-        """Return the path of a file for others, while process `pid` keeps the place."""
-        return f"/proc/{pid}/fd/{self.fd}/{name}"
+    def path(self, name: str) -> str:
+        """Return the path of a file, below the folder in ``/proc`` of a process that has `fd`."""
+        return f"fd/{self.fd}/{name}"
 
     def close(self) -> None:
-        """Let it go."""
+        """Let it go, and with it what is this process's alone."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the descriptor, and leave the place to another process that has it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -105,7 +109,7 @@ class Mount(Place):
         """Let it go; the child, too."""
         if self._child is not None:
             self._child.close()
-        super().close()
+        self.leave()
 
 
 class _Namespace:
@@ -201,9 +205,9 @@ class Memory(Place):
         """Open it anew, since the descriptor that made it may write."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def path(self, name: str, pid: int) -> str:
+    def path(self, name: str) -> str:
         """Return its path, in which its name does not stand."""
-        return f"/proc/{pid}/fd/{self.fd}"
+        return f"fd/{self.fd}"
 
 
 class Folder(Place):
@@ -224,16 +228,16 @@ class Folder(Place):
                     return
                 os.close(self.fd)
 
-    def path(self, name: str, pid: int) -> str:
-        """Return its path, which names no process."""
+    def path(self, name: str) -> str:
+        """Return its path, which is the same for every process."""
         return f"{self.folder}/{name}"
 
     def close(self) -> None:
         """Remove the folder."""
         # A forked child has its own copy of the descriptor, and leaves the files to its parent.
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self.fd >= 0:
             _remove(self.folder, self.fd)
-        super().close()
+        self.leave()
 
 
 def sweep() -> None:

@@ -83,6 +83,7 @@ def _app() -> typer.Typer:
 
     from unimem.cli.doctor import doctor
     from unimem.cli.run import run
+    from unimem.cli.stage import stage
 
     app = typer.Typer(
         add_completion=False,
@@ -94,6 +95,7 @@ def _app() -> typer.Typer:
     app.callback()(_unimem)
     app.command()(run)
     app.command()(doctor)
+    app.command()(stage)
     return app
 
 
