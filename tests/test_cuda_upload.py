@@ -410,7 +410,7 @@ FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
     "first read": read(fails(OSError(5, "x")), "Input/output error"),
     "read": read(fails(OSError(5, "x"), 20), "Input/output error"),
     "truncated": read(lambda fd, _: os.truncate(file_of(fd), 9000), "has become shorter"),
-    "written": read(lambda fd, _: os.utime(file_of(fd), ns=(0, 0)), "after open_weights"),
+    "written": read(lambda fd, _: os.utime(file_of(fd), ns=(0, 0)), "after it was opened"),
     "no thread": (no_threads, RuntimeError, "new thread"),
     "first copy": device("copy"),
     "copy": device("copy", 20),

@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 
 from unimem import gpu
 from unimem._core.kv import KVCache
+from unimem.cuda import upload
 from unimem.cuda.block import Block, check_placement
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.tape import Tape
@@ -182,7 +183,7 @@ class Layout(Lifetimes[Tape]):
                 dims.num_layers, dims.num_kv_heads, dims.head_dim, n, batch=batch, dtype=kv_dtype
             )
 
-        weights_bytes = weights.mapped_bytes - weights._parts[0].file.header.data_offset
+        weights_bytes = upload.bytes_needed(weights)
         scratch_bytes = DecodeBuffers.bytes_needed(dims)
         free = gpu.driver(device).free_bytes()
         reserved = _RESERVE_BYTES if ctx is None else 0

@@ -1,9 +1,9 @@
 """Model files to the GPU: read into a ring of pinned memory, and copied from there meanwhile.
 
-`Weights.to_device` is the way in. Threads take pieces of the file in order. For each a thread takes
-the next slot of the ring, waits until what was in it is copied, reads the piece into it, and queues
-its copy to the device. The mapping is not touched: a file that is truncated meanwhile is an error
-of reading, where touching it would end the process.
+`Weights.to_device` is the way in. Threads take pieces of the files in order. For each a thread
+takes the next slot of the ring, waits until what was in it is copied, reads the piece into it, and
+queues its copy to the device. The weights in main memory are not touched: a file that is truncated
+meanwhile is an error of reading, where touching its mapping would end the process.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from unimem import limits
 from unimem._core.arrays import array_within
 from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.gpu import Driver
-from unimem.model_file import version_of
+from unimem.model_file import ModelFile, check_version, reopen
 from unimem.waiting import wait_until
 from unimem.weights import Tensor, Weights
 
-__all__ = ["to_device"]
+__all__ = ["bytes_needed", "to_device"]
 
 Progress = Callable[[int, int], object]
 
@@ -43,6 +43,38 @@ _ALIGN = 256
 _TICK_SECONDS = 0.05
 
 
+class _Source(NamedTuple):
+    """What of a file is brought to the device, and where it shall be in what is taken there."""
+
+    file: ModelFile
+    begin: int
+    nbytes: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends in what is taken."""
+        return self.at + self.nbytes
+
+
+def _sources(weights: Weights) -> list[_Source]:
+    """Lay the files' data out one behind the other."""
+    ends = {part.file.path: part.file.header.data_offset for part in weights._parts}
+    for tensor in weights.tensors.values():
+        ends[tensor.file] = max(ends[tensor.file], tensor.offset + tensor.nbytes)
+    sources: list[_Source] = []
+    for part in weights._parts:
+        begin = part.file.header.data_offset
+        at = -(-sources[-1].end // _ALIGN) * _ALIGN if sources else 0
+        sources.append(_Source(part.file, begin, ends[part.file.path] - begin, at))
+    return sources
+
+
+def bytes_needed(weights: Weights) -> int:
+    """Tell how much `to_device` takes of a tape that is aligned."""
+    return _sources(weights)[-1].end
+
+
 def to_device(
     weights: Weights,
     tape: Tape,
@@ -52,8 +84,8 @@ def to_device(
     staging_bytes: int | None,
     stream: Any,
 ) -> dict[str, Any]:
-    """Bring the tensors of a file to the GPU: see `Weights.to_device`."""
-    begin = weights._parts[0].file.header.data_offset
+    """Bring the tensors of a model to the GPU: see `Weights.to_device`."""
+    weights._opened()
     if not isinstance(tape, Tape):
         raise TypeError(
             f"tape: expected a unimem.cuda.Tape, got {type(tape).__name__}: make one with "
@@ -64,9 +96,10 @@ def to_device(
     slot_bytes = _slot_bytes(staging_bytes)
     driver = tape._driver
     earlier = driver.stream(stream)
-    tensors = list(weights.tensors.values())
-    nbytes = max((tensor.offset + tensor.nbytes for tensor in tensors), default=begin) - begin
-    with _opened_again(weights) as fd:
+    sources = _sources(weights)
+    nbytes = sources[-1].end
+    with ExitStack() as stack:
+        fds = [stack.enter_context(reopen(source.file)) for source in sources]
         mark = tape.mark()
         # Where the array will end, unless others take from the tape too: then it stays taken.
         end = -(-mark // _ALIGN) * _ALIGN + nbytes
@@ -76,13 +109,18 @@ def to_device(
             # Who had this memory before may still be using it.
             driver.synchronize(earlier)
             if nbytes > 0:
-                to = int(region.data.ptr)
-                upload = _Upload(driver, weights.files[0], fd, begin, nbytes, to, slot_bytes)
+                upload = _Upload(driver, sources, fds, int(region.data.ptr), slot_bytes)
                 upload.run(n_threads, progress)
-            _check_version(weights, fd)
+            for source, fd in zip(sources, fds, strict=True):
+                check_version(source.file, os.fstat(fd))
             if progress is not None:
-                progress(nbytes, nbytes)
-            return {tensor.name: _array(tape, region, tensor, begin) for tensor in tensors}
+                total = sum(source.nbytes for source in sources)
+                progress(total, total)
+            begins = {source.file.path: source.begin - source.at for source in sources}
+            return {
+                tensor.name: _array(tape, region, tensor, tensor.offset - begins[tensor.file])
+                for tensor in weights.tensors.values()
+            }
         except BaseException:
             # The traceback would keep it, and it the tape.
             region = None
@@ -91,9 +129,8 @@ def to_device(
             raise
 
 
-def _array(tape: Tape, region: Any, tensor: Tensor, begin: int) -> Any:
+def _array(tape: Tape, region: Any, tensor: Tensor, at: int) -> Any:
     dtype, shape = tensor._as_in_arrays()
-    at = tensor.offset - begin
     name = f"tensor '{tensor.name}'"
     dims, descr = array_within(name, region.data.ptr, region.nbytes, at, shape, dtype)
     memory = region.data.mem
@@ -121,26 +158,6 @@ def _slot_bytes(staging_bytes: int | None) -> int:
 
 
 @contextmanager
-def _opened_again(weights: Weights) -> Iterator[int]:
-    # Without O_NONBLOCK, opening a FIFO that has replaced the file would wait for a writer.
-    fd = os.open(weights.files[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        _check_version(weights, fd)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _check_version(weights: Weights, fd: int) -> None:
-    if version_of(os.fstat(fd)) != weights._parts[0].file.version:
-        raise OSError(
-            errno.ESTALE,
-            "The file was replaced or written to after open_weights: open it again",
-            weights.files[0],
-        )
-
-
-@contextmanager
 def _pinned(driver: Driver, nbytes: int) -> Iterator[tuple[memoryview, int]]:
     with Block(
         nbytes,
@@ -155,21 +172,39 @@ def _pinned(driver: Driver, nbytes: int) -> Iterator[tuple[memoryview, int]]:
             yield memory, block.address
 
 
+class _Piece(NamedTuple):
+    """A piece of a file, and where it goes."""
+
+    path: str
+    fd: int
+    offset: int
+    nbytes: int
+    to: int
+
+
 class _Upload:
-    """A range of a file on its way to the device. Its threads share it; `run` is for one."""
+    """Files' data on its way to the device. Its threads share it; `run` is for one."""
 
     def __init__(
-        self, driver: Driver, path: str, fd: int, begin: int, nbytes: int, to: int, slot_bytes: int
+        self, driver: Driver, sources: list[_Source], fds: list[int], to: int, slot_bytes: int
     ) -> None:
         self._driver = driver
-        self._path = path
-        self._fd = fd
-        self._begin = begin
-        self._nbytes = nbytes
-        self._to = to
+        self._nbytes = sum(source.nbytes for source in sources)
         self._slot_bytes = slot_bytes
-        # Offsets that nobody has taken. Taking one is one step under the interpreter's lock.
-        self._pieces = iter(range(0, nbytes, slot_bytes))
+        pieces = [
+            _Piece(
+                source.file.path,
+                fd,
+                source.begin + first,
+                min(slot_bytes, source.nbytes - first),
+                to + source.at + first,
+            )
+            for source, fd in zip(sources, fds, strict=True)
+            for first in range(0, source.nbytes, slot_bytes)
+        ]
+        self._n_pieces = len(pieces)
+        # Those that nobody has taken. Taking one is one step under the interpreter's lock.
+        self._pieces = iter(pieces)
         # Offsets in the ring, and an event each. The one whose copy was queued first comes first.
         self._slots: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         # Whoever works has taken a lane, and puts it back when all that he queued is done.
@@ -178,7 +213,7 @@ class _Upload:
 
     def run(self, n_threads: int, progress: Progress | None) -> None:
         """Read and copy all; no thread and no copy is under way when this returns or raises."""
-        n_slots = min(_N_SLOTS, -(-self._nbytes // self._slot_bytes))
+        n_slots = min(_N_SLOTS, self._n_pieces)
         lanes = [_Lane(self._driver.new_stream()) for _ in range(min(n_threads, n_slots))]
         for lane in lanes:
             self._lanes.put(lane)
@@ -206,17 +241,16 @@ class _Upload:
             self._driver.use()
             # Looked at with the lane in hand: nobody begins anything after the stop.
             while not self._stopped and (piece := next(self._pieces, None)) is not None:
-                nbytes = min(self._slot_bytes, self._nbytes - piece)
                 slot, copied = self._slots.get()
                 try:
                     copied.synchronize()
-                    with memory[slot : slot + nbytes] as out:
-                        self._read(out, self._begin + piece)
-                    self._driver.copy(self._to + piece, address + slot, nbytes, lane.stream.ptr)
+                    with memory[slot : slot + piece.nbytes] as out:
+                        _read(out, piece)
+                    self._driver.copy(piece.to, address + slot, piece.nbytes, lane.stream.ptr)
                     copied.record(lane.stream.ptr)
                 finally:
                     self._slots.put((slot, copied))
-                lane.done_bytes += nbytes
+                lane.done_bytes += piece.nbytes
         except BaseException:
             self._stopped = True
             raise
@@ -226,18 +260,19 @@ class _Upload:
             finally:
                 self._lanes.put(lane)
 
-    def _read(self, out: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(out):
-            with out[done:] as rest:
-                try:
-                    n = os.preadv(self._fd, [rest], offset + done)
-                except OSError as error:
-                    code = error.errno or errno.EIO
-                    raise OSError(code, os.strerror(code), self._path) from error
-            if n == 0:
-                raise OSError(errno.EIO, "The file has become shorter", self._path)
-            done += n
+
+def _read(out: memoryview, piece: _Piece) -> None:
+    done = 0
+    while done < len(out):
+        with out[done:] as rest:
+            try:
+                n = os.preadv(piece.fd, [rest], piece.offset + done)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise OSError(code, os.strerror(code), piece.path) from error
+        if n == 0:
+            raise OSError(errno.EIO, "The file has become shorter", piece.path)
+        done += n
 
 
 class _Lane:
