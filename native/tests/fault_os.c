@@ -272,9 +272,9 @@ static void read_maps(char *out, size_t nbytes) {
 }
 
 /* What changes at any time and is not the library's: the test's own stack and malloc heap, and
- * under AddressSanitizer all that is not a file. */
+ * under a sanitizer all that is not a file. */
 static bool is_of_the_test(const char *line) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     if (strchr(line, '/') == NULL) {
         return true;
     }
@@ -438,8 +438,9 @@ static const char *name_of(const char *call) {
     return "no such call";
 }
 
-static um_status status_of(const char *call, int os_errno) {
-    if (strcmp(call, "um_os_read") == 0 || strcmp(call, "um_os_pread") == 0) {
+static um_status status_of(const fault_case *c, const char *call, int os_errno) {
+    bool is_read = strcmp(call, "um_os_read") == 0 || strcmp(call, "um_os_pread") == 0;
+    if (is_read && !(c->reads_into_memory && os_errno == ENOMEM)) {
         return UM_E_IO;
     }
     return os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS;
@@ -475,7 +476,7 @@ static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_e
             c->undo(c->context);
         }
     } else {
-        good = CHECK(status == status_of(failed, os_errno)) &&
+        good = CHECK(status == status_of(c, failed, os_errno)) &&
                CHECK(memcmp(outputs, c->outputs, c->outputs_nbytes) == 0);
         if (good && with_err) {
             good = CHECK(err.status == status) && CHECK(err.os_errno == os_errno) &&

@@ -62,7 +62,8 @@ typedef struct fault_case {
     void *context;
     const void *outputs; /* what run fills, and a run that fails does not */
     size_t outputs_nbytes;
-    const char *harmless; /* the functions whose failure does not matter, " name name " */
+    bool reads_into_memory; /* which a read may find no room in: UM_E_NOMEM */
+    const char *harmless;   /* the functions whose failure does not matter, " name name " */
 } fault_case;
 
 /* Runs it with the Nth call failing, for N = 1 and so on until it runs without a fault; with an

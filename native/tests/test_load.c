@@ -1,0 +1,629 @@
+/* Loading: that memory holds what the files do, however the reads come, and that threads end. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "test.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <unistd.h>
+
+#include "blocks.h"
+#include "fault_os.h"
+
+/* What takes longest to read, a byte at a time: whoever looks in between is in the middle. */
+enum { ENDLESS = 64 << 20 };
+
+static size_t page, huge_page;
+
+/* ---- files and loads ---- */
+
+static unsigned char byte_of(uint64_t seed, uint64_t at) {
+    return (unsigned char)((at + seed * 977) * 2654435761u >> 13);
+}
+
+static void fill_file(int fd, uint64_t seed, size_t nbytes) {
+    unsigned char *bytes = malloc(nbytes + 1);
+    REQUIRE(bytes != NULL);
+    for (size_t i = 0; i < nbytes; i++) {
+        bytes[i] = byte_of(seed, i);
+    }
+    REQUIRE(pwrite(fd, bytes, nbytes, 0) == (ssize_t)nbytes);
+    free(bytes);
+}
+
+static int make_file(uint64_t seed, size_t nbytes) {
+    int fd = memfd_create("load", MFD_CLOEXEC);
+    REQUIRE(fd >= 0);
+    fill_file(fd, seed, nbytes);
+    return fd;
+}
+
+static bool holds(const void *memory, uint64_t seed, uint64_t offset, size_t nbytes) {
+    const unsigned char *bytes = memory;
+    for (size_t i = 0; i < nbytes; i++) {
+        if (bytes[i] != byte_of(seed, offset + i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Waits for the end; *out_nbytes is what was read by then. */
+static um_status load_all(const um_load_part *parts, size_t n_parts, const um_load_options *options,
+                          uint64_t *out_nbytes, size_t *out_part, um_error *err) {
+    um_load *load = NULL;
+    um_status status = um_load_start(&load, parts, n_parts, options, err);
+    if (status != UM_OK) {
+        CHECK(load == NULL);
+        return status;
+    }
+    int running = 1;
+    uint64_t before = 0;
+    while (running) {
+        um_load_wait(load, 60000, out_nbytes, &running);
+        CHECK(*out_nbytes >= before);
+        before = *out_nbytes;
+    }
+    return um_load_end(load, out_part, err);
+}
+
+static void check_load(const um_load_part *parts, size_t n_parts, const um_load_options *options) {
+    uint64_t nbytes = 0, total = 0;
+    for (size_t i = 0; i < n_parts; i++) {
+        total += parts[i].nbytes;
+    }
+    CHECK_OK(load_all(parts, n_parts, options, &nbytes, NULL, &test_err));
+    CHECK_EQ_U64(nbytes, total);
+}
+
+/* ---- what is read ---- */
+
+static void test_sizes(void) {
+    size_t border = huge_page == 0 ? page : huge_page, file_nbytes = 3 * border + 7;
+    um_block block = make_pages(6 * border, UM_PAGES_AUTO);
+    unsigned char *base = block.base;
+    int fd = make_file(1, file_nbytes);
+    size_t phases[] = {0, 1, page, border - 1};
+    size_t sizes[] = {0, 1, page - 1, border - 1, border, border + 1, 2 * border, 3 * border + 7};
+    size_t requests[] = {0, 1000, border - 1, border, border + 1, 2 * border, 64 * border};
+    for (size_t i = 0; i < 4 * 8 * 7; i++) {
+        size_t phase = phases[i % 4], nbytes = sizes[i / 4 % 8], request = requests[i / 32];
+        size_t offset = i % 3 == 0 ? file_nbytes - nbytes : 0;
+        if (request == 1000 && nbytes > border) {
+            continue; /* thousands of reads that show nothing more */
+        }
+        unsigned char *to = base + border + phase;
+        memset(base, 0xEE, block.nbytes);
+        um_load_part part = {.fd = fd, .offset = offset, .to = to, .nbytes = nbytes};
+        um_load_options options = {.n_threads = 1 + (unsigned)i % 5, .request_nbytes = request};
+        fault_os_fail_nth(0, 0);
+        check_load(&part, 1, &options);
+        CHECK(holds(to, 1, offset, nbytes));
+        CHECK(is_filled(base, (size_t)(to - base), 0xEE));
+        CHECK(is_filled(to + nbytes, block.nbytes - (size_t)(to - base) - nbytes, 0xEE));
+        unsigned n_started = fault_os_calls_of("um_os_thread_start");
+        CHECK(n_started <= options.n_threads && (n_started > 0) == (nbytes > 0));
+        CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
+    }
+    close(fd);
+    unmap_block(&block);
+}
+
+/* Pieces end where huge pages of the memory do, whatever is asked for: the number of reads shows
+ * it.
+ */
+static void test_borders(void) {
+    if (huge_page == 0) {
+        test_skip("borders of huge pages", "the kernel has no huge pages");
+        return;
+    }
+    um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
+    int fd = make_file(2, 8 * huge_page);
+    size_t phases[] = {0, page, huge_page - page};
+    size_t requests[] = {huge_page, huge_page + 1, 3 * huge_page, 16 * huge_page};
+    for (size_t i = 0; i < 3 * 4; i++) {
+        um_load_part part = {
+            .fd = fd, .to = (char *)block.base + phases[i % 3], .nbytes = 8 * huge_page};
+        um_load_options options = {.n_threads = 2, .request_nbytes = requests[i / 3]};
+        size_t piece = (requests[i / 3] + huge_page - 1) / huge_page * huge_page;
+        uintptr_t first = (uintptr_t)part.to, last = first + part.nbytes - 1;
+        fault_os_fail_nth(0, 0);
+        check_load(&part, 1, &options);
+        size_t n_pieces = last / piece - first / piece + 1;
+        size_t n_reads = 0; /* a piece above what is asked for takes several */
+        for (uintptr_t at = first / piece * piece; at <= last; at += piece) {
+            uintptr_t from = at < first ? first : at,
+                      to = at + piece <= last ? at + piece : last + 1;
+            n_reads += (to - from + requests[i / 3] - 1) / requests[i / 3];
+        }
+        CHECK(n_reads >= n_pieces);
+        CHECK_EQ_U64(fault_os_calls_of("um_os_pread"), n_reads);
+        CHECK(holds(part.to, 2, 0, part.nbytes));
+    }
+    um_load_part part = {.fd = fd, .to = block.base, .nbytes = 3 * huge_page};
+    fault_os_fail_nth(0, 0);
+    check_load(&part, 1, &(um_load_options){.n_threads = 3, .request_nbytes = huge_page / 4});
+    CHECK_EQ_U64(fault_os_calls_of("um_os_pread"), 12);
+    CHECK_EQ_U64(placement_of(&block).huge_bytes, block.nbytes);
+    close(fd);
+    unmap_block(&block);
+}
+
+static void test_parts(void) {
+    enum { N = 40 };
+    um_block block = make_pages((size_t)N * 40 * page, UM_PAGES_AUTO);
+    int fds[3] = {make_file(1, 30 * page), make_file(2, 30 * page), make_file(3, 30 * page)};
+    uint64_t seed = 11;
+    for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
+        um_load_part parts[N];
+        memset(block.base, 0xEE, block.nbytes);
+        for (size_t i = 0; i < N; i++) {
+            uint64_t r = test_random(&seed);
+            parts[i] = (um_load_part){.fd = fds[i % 3],
+                                      .offset = r % (20 * page),
+                                      .to = (char *)block.base + 40 * i * page + (r >> 20) % page,
+                                      .nbytes = i % 5 == 4 ? 0 : (r >> 32) % (10 * page)};
+        }
+        check_load(parts, N, &(um_load_options){.n_threads = n_threads});
+        for (size_t i = 0; i < N; i++) {
+            const um_load_part *part = &parts[i];
+            CHECK(holds(part->to, i % 3 + 1, part->offset, part->nbytes));
+            CHECK(is_filled((char *)part->to + part->nbytes, page, 0xEE));
+        }
+        check_load(parts, 0, &(um_load_options){.n_threads = n_threads});
+        check_load(&parts[4], 1, &(um_load_options){.n_threads = n_threads});
+    }
+    for (int i = 0; i < 3; i++) {
+        close(fds[i]);
+    }
+    unmap_block(&block);
+}
+
+/* Reads that give less than was asked for. */
+static void test_partial_reads(void) {
+    size_t nbytes = 20 * page + 77;
+    um_block block = make_pages(24 * page, UM_PAGES_4K);
+    int fd = make_file(4, nbytes);
+    um_load_part part = {.fd = fd, .to = block.base, .nbytes = nbytes};
+    size_t limits[] = {97, 999, 4096, 5000};
+    for (int i = 0; i < 8; i++) {
+        bool direct = i >= 4;
+        size_t limit = limits[i % 4];
+        memset(block.base, 0xEE, block.nbytes);
+        fault_os_limit_read(limit);
+        fault_os_fail_nth(0, 0);
+        um_load_options options = {.n_threads = 2, .direct = direct};
+        if (direct && limit < 4096) {
+            /* No file system reads so little of a direct read but at the end of the file. */
+            CHECK_STATUS(UM_E_IO, load_all(&part, 1, &options, &(uint64_t){0}, NULL, &test_err));
+            CHECK_EQ_U64(test_err.os_errno, 0);
+        } else {
+            check_load(&part, 1, &options);
+            CHECK(holds(block.base, 4, 0, nbytes));
+            unsigned n_reads = 0;
+            size_t align = direct ? 4096 : 1;
+            for (size_t left = nbytes; left > 0; n_reads++) {
+                left = left <= limit ? 0 : left - limit / align * align;
+            }
+            CHECK_EQ_U64(fault_os_calls_of("um_os_pread"), n_reads);
+        }
+        fault_os_limit_read(0);
+    }
+    close(fd);
+    unmap_block(&block);
+}
+
+/* Past the page cache, of a real file. */
+static void test_direct(void) {
+    char path[] = "/tmp/unimem-load-XXXXXX";
+    size_t border = huge_page == 0 ? page : huge_page, file_nbytes = 2 * border + 12345;
+    int plain = mkstemp(path);
+    REQUIRE(plain >= 0);
+    fill_file(plain, 5, file_nbytes);
+    REQUIRE(fsync(plain) == 0);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    unlink(path);
+    close(plain);
+    if (fd < 0) {
+        test_skip("direct reads", "the file system of /tmp refuses O_DIRECT");
+        return;
+    }
+    um_block block = make_pages(4 * border, UM_PAGES_AUTO);
+    unsigned char *base = block.base;
+    size_t offsets[] = {0, 4096, border}, phases[] = {0, 4096, border - 4096};
+    for (size_t i = 0; i < 9; i++) {
+        size_t offset = offsets[i % 3], whole = file_nbytes - offset;
+        size_t sizes[] = {whole, whole - 1, 1, 4096, border + 1};
+        for (size_t j = 0; j < 5; j++) {
+            unsigned char *to = base + 4096 + phases[i / 3];
+            um_load_part part = {.fd = fd, .offset = offset, .to = to, .nbytes = sizes[j]};
+            memset(base, 0xEE, block.nbytes);
+            check_load(&part, 1, &(um_load_options){.n_threads = 3, .direct = 1});
+            CHECK(holds(to, 5, offset, sizes[j]));
+            size_t room = (sizes[j] + 4095) / 4096 * 4096, end = (size_t)(to - base) + room;
+            CHECK(is_filled(base, (size_t)(to - base), 0xEE));
+            CHECK(is_filled(base + end, block.nbytes - end, 0xEE));
+            part.nbytes = whole + 1;
+            CHECK_STATUS(UM_E_IO,
+                         load_all(&part, 1, &(um_load_options){.n_threads = 3, .direct = 1},
+                                  &(uint64_t){0}, NULL, &test_err));
+            CHECK_EQ_U64(test_err.os_errno, 0);
+        }
+    }
+    close(fd);
+    unmap_block(&block);
+}
+
+/* ---- what fails ---- */
+
+static void test_short_files(void) {
+    um_block block = make_pages(30 * page, UM_PAGES_4K);
+    int whole = make_file(1, 10 * page), empty = make_file(2, 0);
+    for (int direct = 0; direct < 2; direct++) {
+        for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
+            um_load_options options = {.n_threads = n_threads, .direct = direct};
+            um_load_part parts[] = {{.fd = whole, .to = block.base, .nbytes = 10 * page},
+                                    {.fd = whole, .to = (char *)block.base + 10 * page},
+                                    {.fd = empty, .to = (char *)block.base + 20 * page}};
+            struct {
+                size_t part, nbytes;
+                uint64_t offset;
+            } cases[] = {{0, 10 * page + 1, 0}, {1, 1, 10 * page}, {1, page + 1, 9 * page},
+                         {1, 1, 1000 * page},   {2, 1, 0},         {2, 5 * page, page}};
+            for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+                um_load_part tried[] = {parts[0], parts[1], parts[2]};
+                tried[cases[i].part].nbytes = cases[i].nbytes;
+                tried[cases[i].part].offset = cases[i].offset;
+                uint64_t nbytes = 0;
+                size_t part = 777;
+                CHECK_STATUS(UM_E_IO, load_all(tried, 3, &options, &nbytes, &part, &test_err));
+                CHECK_EQ_U64(part, cases[i].part);
+                CHECK_EQ_U64(test_err.os_errno, 0);
+                CHECK_EQ_U64(test_err.asked, cases[i].nbytes);
+                CHECK(load_all(tried, 3, &options, &nbytes, NULL, NULL) == UM_E_IO);
+            }
+            size_t part = 777;
+            uint64_t nbytes = 0;
+            CHECK_OK(load_all(parts, 3, &options, &nbytes, &part, &test_err));
+            CHECK_EQ_U64(part, 777);
+        }
+    }
+    close(whole);
+    close(empty);
+    unmap_block(&block);
+}
+
+static void test_shorter_meanwhile(void) {
+    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
+    int fd = make_file(1, 0);
+    REQUIRE(ftruncate(fd, ENDLESS) == 0);
+    um_load_part part = {.fd = fd, .to = block.base, .nbytes = ENDLESS};
+    um_load *load = NULL;
+    fault_os_limit_read(1);
+    CHECK_OK(um_load_start(&load, &part, 1, &(um_load_options){.n_threads = 2}, &test_err));
+    uint64_t nbytes = 0;
+    int running = 1;
+    while (nbytes == 0) {
+        um_load_wait(load, 1, &nbytes, &running);
+    }
+    CHECK(running);
+    CHECK(ftruncate(fd, 0) == 0);
+    while (running) {
+        um_load_wait(load, 60000, &nbytes, &running);
+    }
+    size_t failed = 777;
+    CHECK_STATUS(UM_E_IO, um_load_end(load, &failed, &test_err));
+    CHECK(failed == 0 && test_err.os_errno == 0 && nbytes < ENDLESS);
+    fault_os_limit_read(0);
+    close(fd);
+    unmap_block(&block);
+}
+
+/* One that fails stops another that would read for long. */
+static void test_failure_stops(void) {
+    size_t border = huge_page == 0 ? page : huge_page;
+    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
+    int fd = make_file(1, 0);
+    REQUIRE(ftruncate(fd, ENDLESS) == 0);
+    /* The first thread is busy with the first part, whose one piece another takes no more of. */
+    um_load_part parts[] = {
+        {.fd = fd, .to = block.base, .nbytes = border},
+        {.fd = -1, .to = (char *)block.base + border, .nbytes = border},
+        {.fd = fd, .to = (char *)block.base + 2 * border, .nbytes = ENDLESS - 2 * border}};
+    fault_os_limit_read(1);
+    fault_os_fail_nth(0, 0);
+    uint64_t nbytes = 0;
+    size_t part = 777;
+    um_load_options options = {.n_threads = 2};
+    CHECK_STATUS(UM_E_IO, load_all(parts, 3, &options, &nbytes, &part, &test_err));
+    CHECK(part == 1 && test_err.os_errno == EBADF);
+    CHECK(nbytes <= border);
+    CHECK(is_filled((char *)block.base + border, ENDLESS - border, 0));
+    fault_os_limit_read(0);
+    close(fd);
+    unmap_block(&block);
+}
+
+/* Memory that the kernel cannot give. */
+static void test_no_memory(void) {
+    int fd = make_file(1, 20 * page);
+    for (int os_errno = 0; os_errno < 2; os_errno++) {
+        um_block block = make_pages(20 * page, UM_PAGES_4K);
+        um_load_part part = {.fd = fd, .to = block.base, .nbytes = 20 * page};
+        um_load_options options = {.n_threads = 1};
+        static const int errnos[] = {EFAULT, ENOMEM};
+        um_status status;
+        size_t failed = 777;
+        unsigned n = 1;
+        do {
+            fault_os_fail_nth(n++, errnos[os_errno]);
+            status = load_all(&part, 1, &options, &(uint64_t){0}, &failed, &test_err);
+        } while (strcmp(fault_os_failed(), "um_os_pread") != 0);
+        CHECK(status == UM_E_NOMEM);
+        fault_os_fail_nth(0, 0);
+        CHECK(failed == 0 && test_err.os_errno == ENOMEM);
+        CHECK_EQ_U64(test_err.asked, 20 * page);
+        unmap_block(&block);
+    }
+    char folder[] = "/tmp/unimem-load-XXXXXX", path[64], size[64];
+    REQUIRE(mkdtemp(folder) != NULL);
+    snprintf(size, sizeof size, "size=%zu", 4 * page);
+    if (mount("tmpfs", folder, "tmpfs", 0, size) != 0) {
+        test_skip("a full file system", "this process may not mount one");
+    } else {
+        snprintf(path, sizeof path, "%s/block", folder);
+        int full = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        REQUIRE(full >= 0);
+        um_block block = make_block(
+            20 * page,
+            &(um_block_options){.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = full});
+        um_load_part part = {.fd = fd, .to = block.base, .nbytes = 20 * page};
+        CHECK_STATUS(UM_E_NOMEM, load_all(&part, 1, &(um_load_options){.n_threads = 2},
+                                          &(uint64_t){0}, NULL, &test_err));
+        unmap_block(&block);
+        close(full);
+        CHECK(umount(folder) == 0);
+    }
+    rmdir(folder);
+    close(fd);
+}
+
+typedef struct loading {
+    um_load_part parts[3];
+    um_load_options options;
+} loading;
+
+static um_status run_load(void *context, um_error *err) {
+    const loading *l = context;
+    return load_all(l->parts, 3, &l->options, &(uint64_t){0}, NULL, err);
+}
+
+static void test_faults(void) {
+    static const int cpus[] = {0, -1, 0};
+    size_t border = huge_page == 0 ? page : huge_page;
+    um_block block = make_pages(8 * border, UM_PAGES_AUTO);
+    int fd = make_file(1, 2 * border);
+    memset(block.base, 0xEE, block.nbytes);
+    os_state_settle_threads(8);
+    loading l = {.parts = {{.fd = fd, .to = block.base, .nbytes = 2 * border},
+                           {.fd = fd, .to = (char *)block.base + 3 * border, .nbytes = 1},
+                           {.fd = fd, .to = (char *)block.base + 5 * border, .nbytes = border}}};
+    for (unsigned i = 0; i < 6; i++) {
+        l.options = (um_load_options){.n_threads = 1 + i / 2, .cpus = i % 2 ? cpus : NULL};
+        /* A thread that cannot be pinned still reads; who cannot sleep asks again. */
+        fault_os_check_each(&(fault_case){
+            .run = run_load,
+            .context = &l,
+            .outputs = "",
+            .reads_into_memory = true,
+            .harmless = " um_os_get_affinity um_os_set_affinity "
+                        " um_os_thread_join um_os_wait um_os_wake " HARMLESS_HUGE_PAGE});
+    }
+    for (unsigned n = 1; fault_os_fail_nth(n, EINTR), run_load(&l, NULL) == UM_OK; n++) {
+        if (fault_os_failed() == NULL) {
+            break;
+        }
+    }
+    /* All but a thread that cannot be started goes on after an interruption. */
+    CHECK(fault_os_failed() != NULL && strcmp(fault_os_failed(), "um_os_thread_start") == 0);
+    fault_os_fail_nth(0, 0);
+    fault_os_fail_nth_alloc(1);
+    CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
+    CHECK_EQ_U64(fault_os_allocs(), 1);
+    fault_os_fail_nth_alloc(0);
+    close(fd);
+    unmap_block(&block);
+}
+
+static void test_refused(void) {
+    um_block block = make_pages(4 * page, UM_PAGES_4K);
+    int fd = make_file(1, 4 * page);
+    size_t quarter = SIZE_MAX / 4;
+    um_load_part good = {.fd = fd, .to = block.base, .nbytes = page};
+    um_load_part large = {.fd = fd, .to = block.base, .nbytes = quarter};
+    struct {
+        um_load_part parts[5];
+        um_load_options options;
+    } cases[] = {
+        {{good}, {.n_threads = 0}},
+        {{good}, {.n_threads = 1, .cpus = (const int[]){8192}}},
+        {{good}, {.n_threads = 1, .request_nbytes = SIZE_MAX}},
+        {{good}, {.n_threads = 1, .request_nbytes = SIZE_MAX, .direct = 1}},
+        {{{.fd = fd, .to = (char *)block.base + 512, .nbytes = page}},
+         {.n_threads = 1, .direct = 1}},
+        {{{.fd = fd, .offset = 512, .to = block.base, .nbytes = page}},
+         {.n_threads = 1, .direct = 1}},
+        {{{.fd = fd, .offset = INT64_MAX, .to = block.base, .nbytes = page}}, {.n_threads = 1}},
+        {{{.fd = fd, .offset = UINT64_MAX, .to = block.base, .nbytes = page}}, {.n_threads = 1}},
+        {{{.fd = fd, .to = block.base, .nbytes = SIZE_MAX}}, {.n_threads = 1}},
+        {{{.fd = fd, .to = block.base, .nbytes = SIZE_MAX - (uintptr_t)block.base}},
+         {.n_threads = 1}},
+        {{large, large, large, large, large}, {.n_threads = 1}},
+    };
+    fault_os_fail_nth(0, 0);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        um_load *load = (um_load *)&block;
+        size_t n_parts = cases[i].parts[1].nbytes == 0 ? 1 : 5;
+        CHECK_STATUS(UM_E_INVALID,
+                     um_load_start(&load, cases[i].parts, n_parts, &cases[i].options, &test_err));
+        CHECK(um_load_start(&load, cases[i].parts, n_parts, &cases[i].options, NULL) ==
+              UM_E_INVALID);
+        CHECK(load == (um_load *)&block);
+    }
+    um_load *load = NULL;
+    CHECK_STATUS(UM_E_INVALID, um_load_start(&load, &good, SIZE_MAX / 8,
+                                             &(um_load_options){.n_threads = 1}, &test_err));
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_pread"), 0);
+    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    close(fd);
+    unmap_block(&block);
+}
+
+/* ---- threads ---- */
+
+static void test_cpus(void) {
+    size_t border = huge_page == 0 ? page : huge_page;
+    um_block block = make_pages(4 * border, UM_PAGES_AUTO);
+    int fd = make_file(1, 4 * border);
+    um_load_part part = {.fd = fd, .to = block.base, .nbytes = 4 * border};
+    cpu_set_t allowed, after;
+    REQUIRE(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    size_t piece = border;
+
+    fault_os_fail_nth(0, 0);
+    check_load(&part, 1, &(um_load_options){.n_threads = 4, .request_nbytes = piece});
+    unsigned n_pinned = 0, n_cpus = (unsigned)CPU_COUNT(&allowed);
+    for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        unsigned n = fault_os_pinned_to(cpu);
+        CHECK(n == 0 || CPU_ISSET(cpu, &allowed));
+        CHECK(n <= (4 + n_cpus - 1) / n_cpus);
+        n_pinned += n;
+    }
+    CHECK_EQ_U64(n_pinned, 4);
+
+    /* The caller's own affinity is not touched, even by one thread. */
+    int one = -1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        one = CPU_ISSET((size_t)cpu, &allowed) ? cpu : one;
+    }
+    fault_os_fail_nth(0, 0);
+    check_load(&part, 1, &(um_load_options){.n_threads = 1, .cpus = &one});
+    CHECK_EQ_U64(fault_os_pinned_to((unsigned)one), 1);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 1);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_get_affinity"), 0);
+
+    int mixed[] = {one, -1, 8191, one};
+    fault_os_fail_nth(0, 0);
+    check_load(&part, 1,
+               &(um_load_options){.n_threads = 4, .cpus = mixed, .request_nbytes = piece});
+    CHECK_EQ_U64(fault_os_pinned_to((unsigned)one), 2);
+    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 3);
+
+    check_load(&part, 1, &(um_load_options){.n_threads = UINT32_MAX});
+    REQUIRE(sched_getaffinity(0, sizeof after, &after) == 0);
+    CHECK(CPU_EQUAL(&allowed, &after));
+    close(fd);
+    unmap_block(&block);
+}
+
+static pthread_t main_thread;
+static _Atomic unsigned n_signals, n_elsewhere;
+
+static void on_signal(int number) {
+    (void)number;
+    atomic_fetch_add(&n_signals, 1);
+    if (!pthread_equal(pthread_self(), main_thread)) {
+        atomic_fetch_add(&n_elsewhere, 1);
+    }
+}
+
+/* Of this process, by the kernel. */
+static unsigned n_threads_now(void) {
+    unsigned n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    REQUIRE(tasks != NULL);
+    for (const struct dirent *task; (task = readdir(tasks)) != NULL;) {
+        n += task->d_name[0] != '.';
+    }
+    closedir(tasks);
+    return n;
+}
+
+/* Ended in the middle: nothing is read afterwards. Signals come to the caller alone, and end its
+ * waiting. */
+static void test_end_in_the_middle(void) {
+    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
+    unsigned char *base = block.base;
+    int fd = make_file(1, ENDLESS);
+    um_load_part part = {.fd = fd, .to = base, .nbytes = ENDLESS};
+    main_thread = pthread_self();
+    fault_os_limit_read(1);
+    for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
+        um_load *load = NULL;
+        unsigned n_before = n_threads_now();
+        CHECK_OK(
+            um_load_start(&load, &part, 1, &(um_load_options){.n_threads = n_threads}, &test_err));
+        uint64_t nbytes = 0, more = 0;
+        int running = 0;
+        while (nbytes == 0) {
+            um_load_wait(load, 1, &nbytes, &running);
+            CHECK(running);
+        }
+        CHECK_EQ_U64(n_threads_now(), n_before + n_threads);
+        test_interrupt(on_signal);
+        um_load_wait(load, 3600000, &more, &running); /* a signal ends it */
+        test_interrupt(NULL);
+        CHECK(running && more >= nbytes && more < ENDLESS);
+        CHECK_OK(um_load_end(load, NULL, &test_err));
+        CHECK_EQ_U64(n_threads_now(), n_before);
+        CHECK(base[0] == byte_of(1, 0) && base[ENDLESS - 1] == 0);
+    }
+    CHECK(atomic_load(&n_signals) > 0);
+    CHECK_EQ_U64(atomic_load(&n_elsewhere), 0);
+    fault_os_limit_read(0);
+    close(fd);
+    unmap_block(&block);
+}
+
+/* Who waits sleeps: as often as a thread ends it may look, and once more. */
+static void test_waiting(void) {
+    um_block block = make_pages(ENDLESS, UM_PAGES_AUTO);
+    int fd = make_file(1, ENDLESS);
+    um_load_part part = {.fd = fd, .to = block.base, .nbytes = ENDLESS};
+    for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
+        fault_os_fail_nth(0, 0);
+        check_load(&part, 1, &(um_load_options){.n_threads = n_threads});
+        CHECK(fault_os_calls_of("um_os_wait") <= n_threads + 1);
+        CHECK_EQ_U64(fault_os_calls_of("um_os_wake"), 1);
+    }
+    close(fd);
+    unmap_block(&block);
+}
+
+int main(void) {
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
+    test_sizes();
+    test_borders();
+    test_parts();
+    test_partial_reads();
+    test_direct();
+    test_short_files();
+    test_shorter_meanwhile();
+    test_failure_stops();
+    test_no_memory();
+    test_faults();
+    test_refused();
+    test_cpus();
+    test_end_in_the_middle();
+    test_waiting();
+    return test_report();
+}
