@@ -147,6 +147,22 @@ def residency(weights: Weights) -> Residency:
     )
 
 
+def map_resident(weights: Weights) -> None:
+    """Map what of the files is in RAM, and nothing else.
+
+    Only of pages that are mapped here the kernel tells their nodes, and whether they are huge.
+    """
+    for part in weights._parts:
+        memory = part.memory
+        flags, _ = memory.block._pages(memory.block_offset, memory.nbytes)
+        chosen = flags & (_FLAGS["resident"] | _FLAGS["mapped"]) == _FLAGS["resident"]
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * _PAGE
+        first = memory.block_offset // _PAGE * _PAGE
+        memory.block.advise("random")  # so that no page is read because its neighbour is touched
+        for begin, end in (edges.reshape(-1, 2) + first).tolist():
+            memory.block._warm_range(begin, min(end, memory.block.nbytes) - begin)
+
+
 def warm(weights: Weights, threads: int | None = None, progress: Progress | None = None) -> None:
     """Bring a model into RAM and into the page tables: see `Weights.warm`."""
     _require_room(weights)

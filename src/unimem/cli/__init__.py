@@ -82,6 +82,7 @@ def _app() -> typer.Typer:
     import typer
 
     from unimem.cli.doctor import doctor
+    from unimem.cli.inspect import inspect
     from unimem.cli.run import run
     from unimem.cli.stage import stage
 
@@ -94,6 +95,7 @@ def _app() -> typer.Typer:
     )
     app.callback()(_unimem)
     app.command()(run)
+    app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)
     return app

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "progress", "show"]
+from unimem.placement import format_bytes
+
+__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "progress", "show", "updates"]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
@@ -142,8 +144,36 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 @contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def updates(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show how far something long is, if standard error is a terminal and it does take long.
+
+    Parameters
+    ----------
+    what : str
+        What is going on.
+
+    Yields
+    ------
+    callable
+        To be given to the library as `progress`: it takes the bytes that are done, and all bytes.
+    """
+    started = time.monotonic()
+    shown: Callable[[int, int], None] | None = None
+    with ExitStack() as stack:
+
+        def update(done: int, total: int) -> None:
+            nonlocal shown
+            if shown is None and time.monotonic() - started > _PATIENCE_SECONDS:
+                shown = _bar(stack, what)
+            if shown is not None:
+                shown(done, total)
+
+        yield update if sys.stderr is not None and _is_terminal(sys.stderr) else lambda *_: None
+
+
+@contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the same of what says how many bytes were done since its last call.
 
     Parameters
     ----------
@@ -158,40 +188,44 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         Takes the number of bytes that were done since the last call.
     """
     done = 0
-    started = time.monotonic()
-    update: Callable[[int], None] | None = None
-    with ExitStack() as stack:
+    with updates(what) as update:
 
         def advance(nbytes: int) -> None:
-            nonlocal done, update
+            nonlocal done
             done += nbytes
-            if update is None and time.monotonic() - started > _PATIENCE_SECONDS:
-                update = _bar(stack, what, total_bytes)
-            if update is not None:
-                update(done)
+            update(done, total_bytes)
 
-        yield advance if sys.stderr is not None and _is_terminal(sys.stderr) else lambda _: None
+        yield advance
 
 
-def _bar(stack: ExitStack, what: str, total_bytes: int) -> Callable[[int], None]:
+def _bar(stack: ExitStack, what: str) -> Callable[[int, int], None]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        # rich's own writes units of 1000.
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{format_bytes(task.speed)}/s")
 
     bar = stack.enter_context(
         Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             DownloadColumn(binary_units=True),
+            Rate(),
             TimeRemainingColumn(),
             console=Console(stderr=True, no_color=True),
             transient=True,
         )
     )
-    task = bar.add_task(what, total=total_bytes)
-    return lambda done: bar.update(task, completed=done)
+    task = bar.add_task(what, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)

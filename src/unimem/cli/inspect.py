@@ -1,0 +1,418 @@
+"""`unimem inspect`: what a model file holds, and what of it is in RAM."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import unimem
+from unimem._core.gguf import Header as GGUFHeader
+from unimem.cli import terminal
+from unimem.placement import format_bytes
+from unimem.report import table
+from unimem.residency import Residency, map_resident
+from unimem.weights import Value, Weights, open_weights
+
+__all__ = ["SCHEMA", "inspect"]
+
+SCHEMA = "unimem.inspect/1"
+
+_WIDTH = 80
+_LABEL = 12
+_BAR = 24
+_PICTURE_LINES = 8  # of all files together, where they are fewer
+_CUT = " ..."
+
+
+def inspect(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF or safetensors file, any part of a split one, or the index of several.",
+            show_default=False,
+        ),
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Add a table of all tensors.")] = False,
+    residency: Annotated[
+        bool, typer.Option("--residency", help="Add a picture of what is in RAM.")
+    ] = False,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Show the whole value of this key, and nothing else; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    content_hash: Annotated[
+        bool, typer.Option("--content-hash", help="Read everything, and add a hash of it.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
+    ] = False,
+) -> None:
+    """Show what a model file holds: of any architecture, without reading its data."""
+    with open_weights(model, load="map") as weights:
+        if metadata is not None and not as_json:
+            for key, value in _chosen(weights, metadata).items():
+                terminal.show(f"{terminal.heading(terminal.printable(key))}\n{_whole(value)}\n")
+            return
+        look = _look(weights) if residency else None
+        digest = _hash(weights) if content_hash else None
+        if as_json:
+            document = _document(weights, metadata, look, digest)
+            terminal.show(json.dumps(document, allow_nan=False) + "\n")
+            return
+        _show_facts(weights, digest)
+        _show_types(weights)
+        _show_metadata(weights)
+        if tensors:
+            _show_tensors(weights, look)
+        if look is not None:
+            _show_residency(look)
+
+
+def _look(weights: Weights) -> Residency:
+    map_resident(weights)
+    return weights.residency()
+
+
+def _hash(weights: Weights) -> str:
+    with terminal.updates("hashing") as update:
+        return weights.content_hash(progress=update)
+
+
+# ---- what is known of a model -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a file says of its model; None where it does not."""
+
+    format: str
+    name: str | None
+    architecture: str | None
+    context: int | None
+    n_tensors: int
+    n_parameters: int
+
+    @classmethod
+    def of(cls, weights: Weights) -> _Facts:
+        is_gguf = isinstance(weights._parts[0].file.header, GGUFHeader)
+        name, architecture = (
+            value if isinstance(value := weights.metadata.get(key), str) else None
+            for key in ("general.name", "general.architecture")
+        )
+        context = weights.metadata.get(f"{architecture}.context_length")
+        return cls(
+            "GGUF" if is_gguf else "safetensors",
+            name,
+            architecture,
+            context if isinstance(context, int) and not isinstance(context, bool) else None,
+            len(weights.tensors),
+            sum(math.prod(tensor.ne) for tensor in weights.tensors.values()),
+        )
+
+
+def _chosen(weights: Weights, keys: Iterable[str]) -> dict[str, Value]:
+    """Values of these keys."""
+    chosen = {}
+    for key in keys:
+        if key not in weights.metadata:
+            raise ValueError(f"{weights.files[0]}: its metadata have no key '{key}'")
+        chosen[key] = weights.metadata[key]
+    return chosen
+
+
+def _counts(weights: Weights) -> dict[str, tuple[int, int]]:
+    """Tensors and bytes of each type, the most bytes first."""
+    counts: dict[str, int] = {}
+    for tensor in weights.tensors.values():
+        counts[tensor.type] = counts.get(tensor.type, 0) + 1
+    nbytes = weights.by_type()
+    return {kind: (counts[kind], nbytes[kind]) for kind in sorted(nbytes, key=lambda k: -nbytes[k])}
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def _show_facts(weights: Weights, digest: str | None) -> None:
+    facts = _Facts.of(weights)
+    sizes = [(part.file.path, format_bytes(part.file.nbytes)) for part in weights._parts]
+    rows = {
+        "model": facts.name or "unknown",
+        "architecture": facts.architecture or "unknown",
+        "parameters": f"{facts.n_parameters:,} in {_count(facts.n_tensors, 'tensor')}",
+        "context": "unknown" if facts.context is None else f"{facts.context:,} tokens",
+        "format": facts.format,
+        "files": "\n".join(f"{path} ({size})" for path, size in sizes),
+        "fingerprint": weights.fingerprint,
+    }
+    if digest is not None:
+        rows["content"] = digest
+    for name, value in rows.items():
+        # A path stays in one piece, so that it can be copied.
+        lines = terminal.printable(value).split("\n")
+        if name != "files":
+            lines = textwrap.wrap(" ".join(lines), _WIDTH - _LABEL - 1) or [""]
+        label = terminal.dim(name.ljust(_LABEL + 1))
+        terminal.show(label + ("\n" + " " * (_LABEL + 1)).join(lines) + "\n")
+    terminal.show("\n")
+
+
+def _show_types(weights: Weights) -> None:
+    total = weights.nbytes
+    full = "█" if _has_blocks() else "#"
+    rows = []
+    for kind, (n, nbytes) in _counts(weights).items():
+        share = nbytes / total if total else 0.0
+        rows.append(
+            (kind, str(n), format_bytes(nbytes), f"{share:.1%}", full * round(share * _BAR))
+        )
+    rows.append(("total", str(len(weights.tensors)), format_bytes(total), "", ""))
+    # The bars are the only column that begins at the left.
+    text = table(("type", "tensors", "size", "share"), [row[:4] for row in rows])
+    head, *lines = text.split("\n")
+    terminal.show(terminal.heading(head) + "\n")
+    width = max(map(len, (head, *lines)))
+    for line, row in zip(lines, rows, strict=True):
+        terminal.show(f"{line.ljust(width)}  {row[4]}".rstrip() + "\n")
+
+
+def _show_metadata(weights: Weights) -> None:
+    if not weights.metadata:
+        return
+    width = min(36, max(len(terminal.printable(key)) for key in weights.metadata))
+    terminal.show("\n" + terminal.heading("metadata") + "\n")
+    for key, value in weights.metadata.items():
+        shown = _one_line(key)
+        text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
+        terminal.show(f"{shown.ljust(width)}  {text}\n")
+
+
+def _show_tensors(weights: Weights, look: Residency | None) -> None:
+    several = len(weights.files) > 1
+    head = ["name", "type", "shape", "size", "offset"]
+    head += ["in RAM"] if look is not None else []
+    head += ["file"] if several else []
+    rows = []
+    for tensor in weights.tensors.values():
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        row = [_one_line(tensor.name), tensor.type, shape, format_bytes(tensor.nbytes)]
+        row.append(str(tensor.offset))
+        if look is not None:
+            row.append(_percent(look.tensors[tensor.name]))
+        if several:
+            row.append(_one_line(Path(tensor.file).name))
+        rows.append(row)
+    first, _, rest = table(head, rows).partition("\n")
+    terminal.show(f"\n{terminal.heading(first)}\n{rest}\n")
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def _brief(value: Value, width: int) -> str:
+    """Write a value in one line."""
+    if isinstance(value, (list, np.ndarray)):
+        kind = _kind(value)
+        text = f"[{_count(len(value), kind)}]"
+        for item in value[:width]:
+            one = f" {_quoted(item) if isinstance(item, str) else _brief(item, width)}"
+            if len(text) + len(one) > width - len(_CUT):
+                return text + _CUT
+            text += one
+        return text
+    text = _one_line(_text(value))
+    return text if len(text) <= width else text[: width - len(_CUT)] + _CUT
+
+
+def _whole(value: Value) -> str:
+    if isinstance(value, (list, np.ndarray)):
+        return "\n".join(_one_line(_text(item)) for item in value)
+    return terminal.printable(_text(value))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (bool, np.bool_)):
+        return "true" if value else "false"
+    if isinstance(value, (list, np.ndarray)):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return str(value)
+
+
+def _kind(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
+    if isinstance(value, np.ndarray):
+        return str(value.dtype)
+    return "string" if not value or isinstance(value[0], str) else "array"
+
+
+def _quoted(text: str) -> str:
+    return f'"{_one_line(text)}"'
+
+
+def _one_line(text: str) -> str:
+    return terminal.printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 or not what.isalpha() else f"{n:,} {what}s"
+
+
+# ---- the picture --------------------------------------------------------------------------------
+
+# What a cell of the picture shows, by how much of its range is in RAM.
+_CELLS = {
+    "huge": ("█", "#", "in RAM, in huge pages"),
+    "full": ("▓", "=", "in RAM"),
+    "part": ("▒", "-", "in part"),
+    "none": ("·", ".", "not in RAM"),
+    "unknown": ("?", "?", "not told by the kernel"),
+}
+
+
+def _cell(part: Residency) -> str:
+    if part.huge_bytes == part.nbytes:
+        return "huge"
+    if part.resident_bytes == part.nbytes:
+        return "full"
+    if part.resident_bytes:
+        return "part"
+    return "unknown" if part.unknown_bytes else "none"
+
+
+def _show_residency(look: Residency) -> None:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    n_lines = max(1, _PICTURE_LINES // len(look.by_file))
+    sign = 0 if _has_blocks() else 1
+    styles = {"huge": terminal.good, "part": terminal.bad, "none": terminal.dim}
+    used = set()
+    terminal.show(f"\n{terminal.heading('in RAM')}\n")
+    for path, whole in look.by_file.items():
+        terminal.show(f"{terminal.printable(path)}: {_in_words(whole)}\n")
+        kinds = [_cell(part) for part in look.ranges(path, n_lines * width)]
+        used.update(kinds)
+        for first in range(0, len(kinds), width):
+            line = kinds[first : first + width]
+            terminal.show(_in_runs(line, sign, styles) + "\n")
+    key = [f"{_CELLS[kind][sign]} {_CELLS[kind][2]}" for kind in _CELLS if kind in used]
+    each = max(whole.nbytes for whole in look.by_file.values()) / (n_lines * width)
+    terminal.show("; ".join(key) + f"; a place is {format_bytes(max(each, 1))}\n")
+    if len(look.by_file) > 1:
+        terminal.show(f"all files: {_in_words(look)}\n")
+
+
+def _in_runs(kinds: Sequence[str], sign: int, styles: Mapping[str, Any]) -> str:
+    """Write cells, and the style of neighbours that are alike only once."""
+    text = ""
+    first = 0
+    for i in range(1, len(kinds) + 1):
+        if i == len(kinds) or kinds[i] != kinds[first]:
+            run = _CELLS[kinds[first]][sign] * (i - first)
+            text += styles.get(kinds[first], str)(run)
+            first = i
+    return text
+
+
+def _in_words(whole: Residency) -> str:
+    text = f"{format_bytes(whole.resident_bytes)} of {format_bytes(whole.nbytes)} in RAM"
+    text += f" ({_percent(whole)})"
+    if whole.huge_bytes:
+        text += f", {format_bytes(whole.huge_bytes)} in huge pages"
+    if whole.unknown_bytes:
+        text += f", {format_bytes(whole.unknown_bytes)} not told by the kernel"
+    nodes = [f"{format_bytes(n)} on node {node}" for node, n in whole.nodes.items() if n]
+    return ", ".join([text, *nodes])
+
+
+def _percent(part: Residency) -> str:
+    if part.unknown_bytes and not part.resident_bytes:
+        return "?"
+    return f"{part.resident_bytes / part.nbytes:.0%}" if part.nbytes else "-"
+
+
+def _has_blocks() -> bool:
+    """Whether standard output can show the characters of pictures."""
+    try:
+        "█▓▒·".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+# ---- the JSON document --------------------------------------------------------------------------
+
+
+def _document(
+    weights: Weights, keys: Sequence[str] | None, look: Residency | None, digest: str | None
+) -> dict[str, Any]:
+    facts = _Facts.of(weights)
+    values = weights.metadata if keys is None else _chosen(weights, keys)
+    return {
+        "schema": SCHEMA,
+        "unimem": unimem.__version__,
+        "files": [{"path": part.file.path, "nbytes": part.file.nbytes} for part in weights._parts],
+        "format": facts.format.lower(),
+        "name": facts.name,
+        "architecture": facts.architecture,
+        "context": facts.context,
+        "parameters": facts.n_parameters,
+        "nbytes": weights.nbytes,
+        "types": [
+            {"type": kind, "count": n, "nbytes": nbytes}
+            for kind, (n, nbytes) in _counts(weights).items()
+        ],
+        "metadata": {key: _plain(value) for key, value in values.items()},
+        "tensors": [
+            {
+                "name": tensor.name,
+                "type": tensor.type,
+                "shape": list(tensor.shape),
+                "nbytes": tensor.nbytes,
+                "offset": tensor.offset,
+                "file": tensor.file,
+            }
+            for tensor in weights.tensors.values()
+        ],
+        "fingerprint": weights.fingerprint,
+        "content_hash": digest,
+        "residency": None
+        if look is None
+        else _sizes(look)
+        | {
+            "files": {path: _sizes(part) for path, part in look.by_file.items()},
+            "tensors": {name: _sizes(part) for name, part in look.tensors.items()},
+        },
+    }
+
+
+def _sizes(part: Residency) -> dict[str, Any]:
+    return {
+        "nbytes": part.nbytes,
+        "resident_bytes": part.resident_bytes,
+        "huge_bytes": part.huge_bytes,
+        "unknown_bytes": part.unknown_bytes,
+        "nodes": {str(node): nbytes for node, nbytes in part.nodes.items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Make of a value what JSON has; numbers that it lacks become texts."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
