@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ def greedy(
     Weights are used as they lie in the file (no repacking), attention is flash attention, and
     what is written to a quantized cache is not rotated before.
     """
-    out = model.with_suffix(f".{os.getpid()}.npz")
     options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
-    try:
-        _run("greedy", options | {"out": str(out)})
+    with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
+        out = f"{folder}/out.npz"
+        _run("greedy", options | {"out": out})
         with np.load(out) as data:
             return [int(token) for token in data["tokens"]], data["logits"]
-    finally:
-        out.unlink(missing_ok=True)
 
 
 def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:

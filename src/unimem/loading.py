@@ -20,6 +20,7 @@ from unimem.model_file import Model, ModelFile
 from unimem.placement import Pages, PlacementOptions, format_bytes
 
 __all__ = [
+    "MOSTLY",
     "Choice",
     "Load",
     "Loaded",
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "bring",
     "bytes_needed",
+    "cached_bytes",
     "choose",
     "lies_in_memory",
     "mapped",
@@ -43,7 +45,7 @@ _NETWORK = re.compile(r"nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|glusterfs|afs|beeg
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _PAGES_BYTES = {"4k": mmap.PAGESIZE, "2m": 2 << 20, "1g": 1 << 30}
 _ALIGN = 4096  # of files and memory, for reads past the page cache
-_MOSTLY = 0.5
+MOSTLY = 0.5  # of a file in the page cache: then it is read through it
 
 
 class Memory(NamedTuple):
@@ -163,8 +165,8 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
             limits.require(needed, f"a copy of {model.files[0].path}")
         warning = "" if network else f"load='auto' maps {model.files[0].path}: {why}"
         return Choice("map", why, warning)
-    cached, total = _cached_bytes(model), sum(file.nbytes for file in model.files)
-    if cached >= _MOSTLY * total:
+    cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
+    if cached >= MOSTLY * total:
         return Choice("copy", f"{why}; {cached / total:.0%} of the file are in the page cache")
     return Choice("direct", f"{why}; {cached / total:.0%} of the file are in the page cache")
 
@@ -194,7 +196,7 @@ def _file_system(file: ModelFile) -> str:
     return ""
 
 
-def _cached_bytes(model: Model) -> int:
+def cached_bytes(model: Model) -> int:
     """Bytes of the files that are in the page cache."""
     found = 0
     for file, fd in zip(model.files, model.fds, strict=True):

@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
-from unimem import limits, placing
-from unimem._core import load as reader
+from unimem import limits, loading, placing
 from unimem._core import tmpfs
 from unimem._core.block import Block
+from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.errors import ClosedError, PlacementError
+from unimem.errors import CapacityError, ClosedError, PlacementError
+from unimem.loading import Progress
 from unimem.model_file import Model, ModelFile, Version, open_model, version_of
 from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
 from unimem.stage_places import BACKINGS, Backing, Folder, Memory, Mount, Place, sweep
 
 __all__ = ["Stage", "stage", "together"]
-
-Progress = Callable[[int, int], object]
 
 
 class Stage:
@@ -51,7 +50,9 @@ class Stage:
     nbytes : int
         Bytes of the files.
     granted : Placement
-        What a process that maps the files gets, as the kernel says.
+        What a process gets that maps the files at a multiple of the huge page, as `open_weights`
+        does; the kernel was asked. Of tmpfs and hugetlb all others get the same, of memfd and shm
+        they get base pages, unless ``shmem_enabled`` allows more.
     """
 
     def __init__(
@@ -239,6 +240,8 @@ class _Staging:
         self.pages = options.pages
         self.progress = progress
         self.nbytes = sum(file.nbytes for file in model.files)
+        # What is not in the page cache need not come there on its way.
+        self.direct = loading.cached_bytes(model) < loading.MOSTLY * self.nbytes
         self.names = [os.path.basename(file.path) for file in model.files]
         self.versions = [(file.path, file.version) for file in model.files]
         if model.index is not None:
@@ -247,6 +250,7 @@ class _Staging:
 
     def run(self) -> Stage:
         refusals: list[str] = []
+        no_room: CapacityError | None = None
         for backing in self._candidates():
             refusal = self._refusal(backing)
             if refusal is None:
@@ -256,11 +260,19 @@ class _Staging:
                     if self.asked != "auto":
                         raise
                     refusal = error.strerror or str(error)
+                except CapacityError as error:
+                    if self.asked != "auto":
+                        raise
+                    # A pool may have what is not left of other memory.
+                    no_room = no_room or error
+                    refusal = str(error)
                 else:
                     return self._fill(place, backing, "; ".join(refusals))
             elif self.asked != "auto":
                 raise ValueError(f"backing='{backing}': {refusal}")
             refusals.append(f"not {backing}: {refusal}")
+        if no_room is not None:
+            raise no_room
         raise PlacementError(f"staging {self.source}: {'; '.join(refusals)}")
 
     def _candidates(self) -> Sequence[Backing]:
@@ -388,18 +400,36 @@ class _Staging:
             os.close(target)
 
     def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
-        progress = self.progress
-        shifted = None if progress is None else lambda n, _: progress(done + n, self.nbytes)
+        def progress(n: int, _: int) -> None:
+            if self.progress is not None:
+                self.progress(done + n, self.nbytes)
 
         def fill(block: Block) -> None:
             # What is behind the end, in its last page, is there as well until it is cut off.
-            page = mmap.PAGESIZE
-            end = -(-file.nbytes // page) * page
+            end = -(-file.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if end < block.nbytes:
                 block._warm_range(end, block.nbytes - end)
-            reader.load([(source, 0, block, 0, file.nbytes, file.path)], progress=shifted)
+            if self.direct:
+                try:
+                    return self._read_past_cache(file, source, block, progress)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.direct = False  # the file system has no such reads
+            read_parts([(source, 0, block, 0, file.nbytes, file.path)], progress=progress)
 
         return fill
+
+    def _read_past_cache(
+        self, file: ModelFile, source: int, block: Block, progress: Progress
+    ) -> None:
+        # By its descriptor, for another file may have its path by now.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+        fd = os.open(f"/proc/self/fd/{source}", flags)
+        try:
+            read_parts([(fd, 0, block, 0, file.nbytes, file.path)], direct=True, progress=progress)
+        finally:
+            os.close(fd)
 
     def _look(self, place: Place, undo: ExitStack) -> tuple[Placement, list[Block]]:
         """Map the files as others will, and ask the kernel what that gives."""

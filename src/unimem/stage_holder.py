@@ -3,7 +3,8 @@
 Run by `unimem.stage_held` as ``python -I -S FILE DESCRIPTION READY LOCK FOLDER FD...``. The
 description stands there for those who list command lines. It locks what the FDs are of, says on
 READY, a socket, that it is ready, or why not. Where it is then told to keep it, it lives until
-SIGTERM. At the end it removes the folder, if any. Little is imported, so that little memory is kept.
+SIGTERM. At the end it removes the folder, if any. Little is imported, so that little memory is
+kept.
 """
 
 from __future__ import annotations

@@ -8,21 +8,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
 
-from unimem import limits
-from unimem._core.block import Block
 from unimem.cli import terminal
-from unimem.model_file import Model, open_model
-from unimem.placement import Pages, Placement, format_bytes
+from unimem.model_file import open_model
+from unimem.placement import Pages, format_bytes
 from unimem.placing import parse_numa
 from unimem.stage import stage as make_stage
 from unimem.stage import together
 from unimem.stage_held import Held, drop, hold, hold_files, holders
 from unimem.stage_places import sweep
+from unimem.weights import open_weights
 
 __all__ = ["stage"]
 
@@ -168,37 +166,18 @@ def _read_in(source: str, asked: dict[str, Any]) -> Held:
 
 def _warm(source: str, asked: dict[str, Any]) -> Held:
     """Read the files into the page cache."""
-    with open_model(source) as model:
-        versions = [(file.path, file.version) for file in model.files]
-        granted, nbytes = _warm_files(model, lock=asked["lock"])
-        model.check_versions()
-    if asked["lock"]:
-        return hold_files(source, versions, granted, asked)
+    with open_weights(source, load="map") as weights:
+        with terminal.progress("reading", _nbytes(source)) as advance:
+            weights.warm(progress=_cumulative(advance))
+        if asked["lock"]:  # what keeps it will do so, too: here it is seen whether it may be
+            weights.lock()
+        granted = together([block.verify() for block in weights.blocks])
+        versions = [(part.file.path, part.file.version) for part in weights._parts]
+        if asked["lock"]:
+            return hold_files(source, versions, granted, asked)
     paths = tuple(path for path, _ in versions)
+    nbytes = sum(version[2] for _, version in versions)
     return Held(0, source, paths, source, tuple(versions), asked, "page-cache", nbytes, granted)
-
-
-def _warm_files(model: Model, *, lock: bool) -> tuple[Placement, int]:
-    nbytes = sum(file.nbytes for file in model.files)
-    placements = []
-    done = 0
-    with terminal.progress("reading", nbytes) as advance:
-        update = _cumulative(advance)
-        for file, fd in zip(model.files, model.fds, strict=True):
-            with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
-                missing = file.nbytes - block._resident_range(0, file.nbytes)
-                if missing > 0:
-                    limits.require(missing, f"warming {file.path}")
-                block.warm(limits.thread_count(), partial(_shifted, update, done))
-                if lock:  # what keeps it will do so, too: here it is seen whether it may be
-                    block._lock(True)
-                placements.append(block.verify())
-            done += file.nbytes
-    return together(placements), nbytes
-
-
-def _shifted(update: Update, before: int, done: int, total: int) -> None:
-    update(before + done, total)
 
 
 def _nbytes(source: str) -> int:
