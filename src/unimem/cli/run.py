@@ -7,7 +7,8 @@ import resource
 import secrets
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from unimem.atomic_file import NewFile
 from unimem.cli import terminal
 from unimem.errors import CacheFull
 from unimem.layout import Layout
+from unimem.loading import Load, Progress
 from unimem.placement import Pages, format_bytes
 from unimem.placing import parse_numa
 from unimem.plan import DEFAULT_CTX, Plan
@@ -41,7 +43,6 @@ DEFAULT_TOKENS = 256  # a whole story of the model in the package
 # Tokens before the steady state: caches fill, and Python meets each line for the first time.
 WARM_UP = 8
 
-_LOAD_BYTES = 64 << 20  # between two looks at the clock
 _WIDTH = 80
 
 KVType = Literal["f16", "f32", "bf16", "q8_0"]
@@ -74,6 +75,7 @@ class Options:
 
     embedded: bool
     ctx: int | None
+    load: Load
     pages: Pages
     numa: str | None
     chat: bool
@@ -121,7 +123,8 @@ def run(
         Path | None,
         typer.Argument(
             metavar="MODEL.gguf",
-            help="A GGUF file; without one, the small model that is in the package.",
+            help="A GGUF file, or a part of a split one; without one, the small model that is in "
+            "the package.",
             show_default=False,
         ),
     ] = None,
@@ -210,8 +213,16 @@ def run(
             show_default=False,
         ),
     ] = None,
+    load: Annotated[
+        Load,
+        typer.Option(
+            help="How the model comes into memory: mapped, copied through the page cache, or read "
+            "past it; auto maps it where that gives what --pages and --numa ask for."
+        ),
+    ] = "auto",
     pages: Annotated[
-        Pages, typer.Option(help="Pages of the KV cache and of scratch memory.")
+        Pages,
+        typer.Option(help="Pages of the KV cache, of scratch memory, and of a model that is read."),
     ] = "auto",
     numa: Annotated[
         str | None,
@@ -231,7 +242,7 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
     sampling = _sampling(temperature, top_k, top_p, seed)
-    options = Options(model is None, ctx, pages, numa, chat, resume, save_session, sampling)
+    options = Options(model is None, ctx, load, pages, numa, chat, resume, save_session, sampling)
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
@@ -248,20 +259,10 @@ def run(
     path = embedded_model() if model is None else model
     started = time.perf_counter()
     not_saved: BaseException | None = None
-    with (
-        open_weights(path) as weights,
-        Layout.for_model(
-            weights,
-            ctx=ctx,
-            kv_dtype=kv_dtype,
-            window=window,
-            threads=threads,
-            pages=pages,
-            numa=numa,
-        ) as layout,
-    ):
-        plan = layout.plan
-        assert plan is not None  # for_model made it
+    with _load(path, options, kv_dtype=kv_dtype, window=window, threads=threads) as layout:
+        weights, plan = layout.weights, layout.plan
+        assert isinstance(weights, Weights)
+        assert plan is not None  # for_model made both
         with Decoder(
             weights,
             ctx=plan.ctx,
@@ -271,7 +272,7 @@ def run(
             layout=layout,
         ) as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)
-            _load(weights, plan.threads)  # last: what is refused is refused at once
+            _warm(weights, plan.threads)  # last: what is refused is refused at once
             talk.load_seconds = time.perf_counter() - started
             if resume is not None:
                 start = time.perf_counter()
@@ -312,14 +313,43 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
     talk.n_saved = decoder.kv.seq_len
 
 
-def _load(weights: Weights, threads: int) -> None:
-    """Bring the file into the page cache and map its pages, so that no token waits for them."""
-    block = weights.blocks[0]
-    with terminal.progress("loading", block.nbytes) as advance:
-        for offset in range(0, block.nbytes, _LOAD_BYTES):
-            nbytes = min(_LOAD_BYTES, block.nbytes - offset)
-            block._warm_range(offset, nbytes, threads)
-            advance(nbytes)
+def _load(path: Path, options: Options, **cache: Any) -> Layout:
+    """Make the layout, and read the model into memory of its own, or map it."""
+    from unimem.engine.arch import Model
+
+    with open_weights(path, load="map") as weights:
+        Model.from_weights(weights)  # what cannot run is not read
+        nbytes = weights.mapped_bytes
+    with _bar(nbytes) as progress:
+        return Layout.for_model(
+            path,
+            ctx=options.ctx,
+            load=options.load,
+            progress=progress,
+            pages=options.pages,
+            numa=options.numa,
+            **cache,
+        )
+
+
+def _warm(weights: Weights, threads: int) -> None:
+    """Read a mapped model, so that no token waits for its pages."""
+    if weights.load == "map":
+        with _bar(weights.mapped_bytes) as progress:
+            weights.warm(threads, progress)
+
+
+@contextmanager
+def _bar(nbytes: int) -> Iterator[Progress]:
+    with terminal.progress("loading", nbytes) as advance:
+        before = 0
+
+        def progress(done: int, _: int) -> None:
+            nonlocal before
+            advance(done - before)
+            before = done
+
+        yield progress
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
@@ -497,6 +527,7 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "context": f"{_count(decoder.ctx)} ({why}), {used} used, {n_prompt} of them the prompt"
         + (f"; attention sees the last {kv.window}" if kv.window else ""),
         "session": ", ".join(session),
+        "load": f"{known['load']}: {known['load_reason']}",
         "model": f"{name}: {known['architecture']}, "
         f"{decoder.dims.num_layers} layers, KV {decoder.kv.dtype}, "
         f"{_count(decoder.threads, 'thread')}",
@@ -540,6 +571,8 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "name": name if isinstance(name, str) else None,
             "architecture": report.facts["architecture"],
             "fingerprint": weights.fingerprint,
+            "load": weights.load,
+            "load_reason": weights.load_reason,
             "dims": asdict(decoder.dims),
         },
         "options": {
@@ -547,6 +580,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "threads": decoder.threads,
             "kv_dtype": decoder.kv.dtype,
             "window": decoder.kv.window,
+            "load": options.load,
             "pages": options.pages,
             "numa": options.numa,
             "chat": options.chat,

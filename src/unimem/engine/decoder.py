@@ -181,8 +181,7 @@ class Decoder:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             if self._owns_weights and self.weights.load == "map":
-                for block in self.weights.blocks:
-                    block.warm(self.threads, progress)
+                self.weights.warm(self.threads, progress)
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
