@@ -7,8 +7,7 @@ import resource
 import secrets
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -23,7 +22,7 @@ from unimem.atomic_file import NewFile
 from unimem.cli import terminal
 from unimem.errors import CacheFull
 from unimem.layout import Layout
-from unimem.loading import Load, Progress
+from unimem.loading import Load
 from unimem.placement import Pages, format_bytes
 from unimem.placing import parse_numa
 from unimem.plan import DEFAULT_CTX, Plan
@@ -319,8 +318,7 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
 
     with open_weights(path, load="map") as weights:
         Model.from_weights(weights)  # what cannot run is not read
-        nbytes = weights.mapped_bytes
-    with _bar(nbytes) as progress:
+    with terminal.updates("loading") as progress:
         return Layout.for_model(
             path,
             ctx=options.ctx,
@@ -335,21 +333,8 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
 def _warm(weights: Weights, threads: int) -> None:
     """Read a mapped model, so that no token waits for its pages."""
     if weights.load == "map":
-        with _bar(weights.mapped_bytes) as progress:
+        with terminal.updates("loading") as progress:
             weights.warm(threads, progress)
-
-
-@contextmanager
-def _bar(nbytes: int) -> Iterator[Progress]:
-    with terminal.progress("loading", nbytes) as advance:
-        before = 0
-
-        def progress(done: int, _: int) -> None:
-            nonlocal before
-            advance(done - before)
-            before = done
-
-        yield progress
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
