@@ -80,7 +80,6 @@ __all__ = [
     "TapeFull",
     "Tensor",
     "Weights",
-    "@@",
     "doctor",
     "get_include",
     "get_library",
