@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, GGUFError, SafetensorsError
 
 if TYPE_CHECKING:
@@ -226,8 +227,6 @@ def _header(fd: int, nbytes: int, path: str) -> Header:
     head = os.pread(fd, 9, 0)
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
-        from unimem._core.safetensors import SafetensorsHeader
-
         return SafetensorsHeader(fd, nbytes, path)
     return GGUFHeader(fd, nbytes, path)
 
