@@ -147,3 +147,65 @@ def write_with_gguf_py(
 
 def random_bytes(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def write_split(source: Path, stem: Path, n_parts: int) -> list[Path]:
+    """Write a model in parts, by gguf-py; returns their paths."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    most = -(-len(reader.tensors) // n_parts)
+    writer = gguf.GGUFWriter(stem, "none", split_max_tensors=most)
+    writer.kv_data[0].clear()
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF."):
+            kind, *items = field.types
+            item = items[0] if items else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=item)
+    for each in reader.tensors:
+        writer.add_tensor(each.name, each.data, raw_dtype=each.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [Path(f"{stem}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
+
+
+def split(
+    path: Path, most_tensors: int, *, no_tensor_first: bool = False, stem: str | None = None
+) -> list[Path]:
+    """Split a model as llama.cpp's gguf-split does, with ``--split-max-tensors``.
+
+    The first part has all metadata, and with `no_tensor_first` no tensors; every part has the keys
+    of the split. Parts lie beside the model, or are called `stem`, and are aligned to 32 bytes.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    metadata = [
+        b"".join(part.tobytes() for part in field.parts)
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    ]
+    tensors = list(reader.tensors)
+    groups = [tensors[i : i + most_tensors] for i in range(0, len(tensors), most_tensors)]
+    if no_tensor_first:
+        groups.insert(0, [])
+    paths = []
+    for i, group in enumerate(groups):
+        name = f"{stem or path.stem}-{i + 1:05}-of-{len(groups):05}.gguf"
+        entries: list[Part] = [*(metadata if i == 0 else [])]
+        entries += [
+            kv("split.no", UINT16, values(UINT16, [i])),
+            kv("split.count", UINT16, values(UINT16, [len(groups)])),
+            kv("split.tensors.count", INT32, values(INT32, [len(tensors)])),
+        ]
+        rows, data = [], b""
+        for t in group:
+            rows.append(tensor(t.name, tuple(map(int, t.shape)), int(t.tensor_type), len(data)))
+            data += t.data.tobytes()
+            data += bytes(-len(data) % 32)
+        raw, _ = join(head(len(group), len(entries)), *entries, *rows)
+        paths.append(path.with_name(name))
+        paths[-1].write_bytes(raw + bytes(-len(raw) % 32) + data)
+    return paths

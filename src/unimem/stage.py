@@ -38,7 +38,7 @@ class Stage:
     Attributes
     ----------
     path : str
-        What to open instead of the file (or the index, or the part) that was staged.
+        What to open instead of the model that was staged: the file, the first part, or the index.
     paths : tuple of str
         All files, in the model's order; an index comes last.
     source : str
@@ -352,7 +352,7 @@ class _Staging:
                 reason or ("it was asked for" if self.asked != "auto" else "the first choice"),
                 self.source,
                 self.names,
-                self._first(),
+                self.names[0 if self.model.index is None else -1],
                 self.versions,
                 self.nbytes,
                 granted,
@@ -360,11 +360,6 @@ class _Staging:
             )
             undo.pop_all()
         return stage
-
-    def _first(self) -> str:
-        """Return the name of the file that was opened."""
-        name = os.path.basename(self.source)
-        return name if name in self.names else self.names[0]
 
     def _check_versions(self) -> None:
         self.model.check_versions()
