@@ -189,6 +189,7 @@ def _start(
                 f"keeping {description['source']}: {text or 'its process has ended'}",
             )
         ours.sendall(b"keep")
+        ours.recv(1)  # until it has closed its end, and has nothing but what it keeps
     return held
 
 
