@@ -10,11 +10,12 @@ BUILD := build
 NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
-C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] tests/shim/*.c) \
+C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
+           $(wildcard tests/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
-.PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan exhaust install \
-        bench bench-peer clean
+.PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
+        install bench bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -80,6 +81,11 @@ $(VENV)/.checkers: $(VENV)/.installed
 # The C tests, and the tests of the bindings, with AddressSanitizer and UBSan.
 asan: $(VENV)/.installed
 	tools/asan.sh
+
+# The parsers of model files, under libFuzzer: docs/fuzzing.md. clang is fetched by apt, by root only.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed
+	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # Conversions over all of their inputs.
 exhaust: $(VENV)/.installed

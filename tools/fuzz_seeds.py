@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
@@ -19,13 +20,11 @@ MAX_NBYTES = 4096
 
 def gguf_files() -> Iterator[bytes]:
     """Files that are read, in full and cut, and one for each way to break a rule."""
-    import test_gguf
-    import test_gguf_mutation
-
-    yield from test_gguf_mutation.VALID
-    for whole in test_gguf_mutation.VALID:
+    valid = import_module("test_gguf_mutation").VALID
+    yield from valid
+    for whole in valid:
         yield whole[: len(whole) // 2]
-    for _, _, (raw, _) in test_gguf.RULES:
+    for _, _, (raw, _) in import_module("test_gguf").RULES:
         yield raw
 
 

@@ -163,7 +163,7 @@ class _Work:
                         # A file that is truncated meanwhile is an error here, and no signal.
                         guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
                         data = piece[: data.nbytes]
-                    hasher.update(data)
+                    hasher.update(data.data)
                     self._done.append(data.nbytes)
                 self.digests[i] = hasher.digest()
         except BaseException:

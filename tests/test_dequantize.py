@@ -1,0 +1,287 @@
+"""Tensors as float32: to the bit what ggml and gguf-py make of them, for every type there is."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import gguf_files as gf
+import unimem.dequantize as module
+from unimem._core.gguf import tensor_type
+from unimem.errors import ClosedError
+from unimem.loading import Load
+from unimem.weights import Tensor, open_weights
+
+gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
+ggml = pytest.importorskip("ggml", reason="ggml-python (extra run) is one side of the comparison")
+
+Array = NDArray[Any]
+Kind = gguf.GGMLQuantizationType
+KINDS = [kind for kind in Kind if ggml.ggml_get_type_traits(kind).contents.to_float]
+BY_GGUF_PY = [kind for kind in KINDS if kind in gguf.quants._type_traits]
+# Of ggml's types these alone say nothing of values: ggml makes them while it computes.
+WITHOUT_VALUES = [Kind.Q8_1, Kind.Q8_K]
+
+
+def by_ggml(data: Array, number: int) -> Array:
+    """All blocks in one call of ggml's own conversion."""
+    _, block_values, block_bytes = tensor_type(number)
+    data = np.ascontiguousarray(data).view(np.uint8)
+    out = np.empty(data.nbytes // block_bytes * block_values, np.float32)
+    to_float = ggml.ggml_get_type_traits(number).contents.to_float
+    to_float(
+        data.ctypes.data, ctypes.cast(out.ctypes.data, ctypes.POINTER(ctypes.c_float)), out.size
+    )
+    return out
+
+
+# Before it quantizes to these, ggml searches its grids for seconds. All bytes are valid for them.
+SLOW = [kind for kind in KINDS if kind.name.startswith(("IQ1", "IQ2", "IQ3"))]
+
+
+def quantized(kind: Any, n_rows: int, n_values: int) -> NDArray[np.uint8]:
+    """Normal values as ggml quantizes them."""
+    values = np.random.default_rng(kind).standard_normal((n_rows, n_values), np.float32)
+    importance = np.ones(n_values, np.float32)
+    _, block_values, block_bytes = tensor_type(kind)
+    out = np.empty((n_rows, n_values // block_values * block_bytes), np.uint8)
+    pointers = [
+        ctypes.cast(a.ctypes.data, ctypes.POINTER(ctypes.c_float)) for a in (values, importance)
+    ]
+    written = ggml.ggml_quantize_chunk(
+        kind, pointers[0], out.ctypes.data, 0, n_rows, n_values, pointers[1]
+    )
+    assert written == out.nbytes
+    return out
+
+
+def same(a: Array, b: Array) -> bool:
+    """The same bits, but for NaNs, of which any is as good as another."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    assert a.dtype == b.dtype == np.float32
+    nan = np.isnan(a)
+    return bool(
+        np.array_equal(nan, np.isnan(b))
+        and np.array_equal(a.view(np.uint32)[~nan], b.view(np.uint32)[~nan])
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each type that ggml converts, of quantized values and of random bytes."""
+    path = tmp_path_factory.mktemp("dequantize") / "all.gguf"
+    tensors: dict[str, tuple[Any, Any]] = {}
+    for kind in KINDS:
+        _, block_values, block_bytes = tensor_type(kind)
+        row = 512 // block_values * block_bytes
+        data = gf.random_bytes(40 * row, kind).reshape(40, row)
+        tensors[f"{kind.name}.values"] = (
+            quantized(kind, 3, 512) if kind not in SLOW else data[:3],
+            kind,
+        )
+        tensors[f"{kind.name}.bytes"] = data, kind
+    gf.write_with_gguf_py(path, {}, tensors)
+    return path
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of several pieces, which gguf-py would take long for otherwise."""
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_blocks_are_as_ggml_and_gguf_py_read_them(files: Path, kind: Any) -> None:
+    with open_weights(files) as w:
+        for part in ("values", "bytes"):
+            tensor = w.tensors[f"{kind.name}.{part}"]
+            data = tensor.as_array().view(np.uint8)
+            found = tensor.dequantize()
+            assert found.shape == tensor.shape
+            assert found.flags.writeable
+            assert not np.may_share_memory(found, data)
+            assert same(found, by_ggml(data, kind))
+            if kind in BY_GGUF_PY:
+                with np.errstate(all="ignore"):
+                    assert same(found, gguf.quants.dequantize(data, kind))
+        if kind in SLOW:
+            return
+        values = np.random.default_rng(kind).standard_normal((3, 512), np.float32)
+        error = np.abs(w.tensors[f"{kind.name}.values"].dequantize() - values).mean()
+        assert error < 0.9 * np.abs(values).mean()
+
+
+def without_ggml(_number: int) -> str:
+    return "ggml is not here"
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", BY_GGUF_PY, ids=lambda kind: kind.name)
+def test_gguf_py_does_it_where_there_is_no_ggml(
+    files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_by_ggml", without_ggml)
+    with open_weights(files) as w:
+        for part in ("values", "bytes"):
+            tensor = w.tensors[f"{kind.name}.{part}"]
+            assert same(tensor.dequantize(), by_ggml(tensor.as_array(), kind))
+
+
+def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
+    answer = run_python(
+        """
+        import os
+        import sys
+        sys.modules["gguf"] = sys.modules["unimem.engine.ggml"] = None
+        from unimem.weights import open_weights
+        with open_weights(os.environ["MODEL"]) as w:
+            try:
+                w.tensors["Q4_K.values"].dequantize()
+            except NotImplementedError as error:
+                print(error)
+            print(w.tensors["F16.values"].dequantize().dtype)
+        """,
+        MODEL=str(files),
+    )
+    assert answer.stderr == ""
+    told, dtype = answer.stdout.splitlines()
+    assert told.startswith("tensor 'Q4_K.values' is q4_K: ")
+    assert "ggml" in told
+    assert "pip install gguf" in told
+    assert dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", WITHOUT_VALUES, ids=lambda kind: kind.name)
+def test_types_of_no_file(tmp_path: Path, kind: Any) -> None:
+    _, block_values, block_bytes = tensor_type(kind)
+    raw, _ = gf.with_data(
+        gf.head(1, 0), gf.tensor("t", (block_values,), kind, 0), nbytes=block_bytes
+    )
+    (tmp_path / "file.gguf").write_bytes(raw)
+    with open_weights(tmp_path / "file.gguf") as w:
+        with pytest.raises(NotImplementedError, match=r"'t' is q8_(1|K): .*ggml.*gguf-py") as e:
+            w.tensors["t"].dequantize()
+        assert "install" not in str(e.value)
+
+
+# ---- what NumPy and ml_dtypes convert ----
+
+SAFETENSORS: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+}
+
+
+def write_safetensors(
+    path: Path, dtype: str, shape: list[int], data: bytes, before: int = 0
+) -> Path:
+    """A file of a tensor, behind `before` bytes of another one."""
+    entries = [
+        f'"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{before},{before + len(data)}]}}'
+    ]
+    if before:
+        entries.append(f'"b":{{"dtype":"U8","shape":[{before}],"data_offsets":[0,{before}]}}')
+    header = ("{" + ",".join(entries) + "}").encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(before) + data)
+    return path
+
+
+@pytest.mark.parametrize("dtype", SAFETENSORS)
+@pytest.mark.parametrize("before", [0, 1], ids=["aligned", "at any byte"])
+def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
+    item = np.dtype(SAFETENSORS[dtype]).itemsize
+    # Each value of a byte, and enough others for more than a piece.
+    data = np.concatenate([np.arange(256, dtype=np.uint8).repeat(item), gf.random_bytes(1 << 19)])
+    if dtype == "BOOL":
+        data &= 1
+    values = data.view(SAFETENSORS[dtype]).reshape(2, -1)
+    path = write_safetensors(
+        tmp_path / "file.safetensors", dtype, list(values.shape), data.tobytes(), before
+    )
+    with open_weights(path) as w:
+        array = w.tensors["t"].as_array()
+        assert array.dtype == values.dtype
+        assert array.tobytes() == data.tobytes()
+        found = w.tensors["t"].dequantize()
+    with np.errstate(all="ignore"):
+        expected = values.astype(np.float32)
+    assert found.shape == values.shape
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "why"),
+    [
+        ("C64", 8, "complex"),
+        ("F4", 1, "packed"),
+        ("F6_E2M3", 3, "packed"),
+        ("F6_E3M2", 3, "packed"),
+    ],
+)
+def test_what_nothing_converts(tmp_path: Path, dtype: str, nbytes: int, why: str) -> None:
+    shape = {"C64": [1], "F4": [2]}.get(dtype, [4])
+    path = write_safetensors(tmp_path / "file.safetensors", dtype, shape, bytes(nbytes))
+    told = f"'t' is {dtype.lower()}.*{why}.*as_array"
+    with open_weights(path) as w, pytest.raises(NotImplementedError, match=told):
+        w.tensors["t"].dequantize()
+
+
+def test_shapes_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").write_bytes(gf.everything())
+    with open_weights(tmp_path / "file.gguf") as w:
+        assert w.tensors["scalar"].dequantize().shape == ()
+        assert w.tensors["empty"].dequantize().shape == (0, 4)
+        assert w.tensors["four"].dequantize().shape == (2, 1, 3, 2)
+
+
+# ---- modes, and files that change ----
+
+
+@pytest.mark.parametrize("mode", ["map", "copy", "direct"])
+def test_every_mode_gives_the_same(files: Path, mode: Load) -> None:
+    with open_weights(files, load=mode) as w, open_weights(files) as mapped:
+        for name in ("Q8_0.bytes", "Q6_K.bytes", "F16.bytes"):
+            assert same(w.tensors[name].dequantize(), mapped.tensors[name].dequantize())
+
+
+def test_file_that_is_truncated_raises(tmp_path: Path, files: Path) -> None:
+    path = tmp_path / "file.gguf"
+    path.write_bytes(files.read_bytes())
+    with open_weights(path, load="map") as w:
+        last: Tensor = max(w.tensors.values(), key=lambda tensor: tensor.offset)
+        os.truncate(path, last.offset)
+        with pytest.raises(OSError, match=r"file\.gguf") as caught:
+            last.dequantize()
+        assert caught.value.errno == errno.EIO
+        assert same(
+            w.tensors["F16.values"].dequantize(), w.tensors["F16.values"].as_array().astype("f4")
+        )
+    with pytest.raises(ClosedError):
+        last.dequantize()
