@@ -93,9 +93,10 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
 
         def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
             data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-            if chunk.padding or data.ctypes.data % mmap.PAGESIZE:
+            # Pages of a file that may be lost are copied first: neither hashed nor written from.
+            if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
                 piece = staging[: chunk.nbytes + chunk.padding]
-                piece[: chunk.nbytes] = data
+                kv._copy_rows(piece[: chunk.nbytes], data)
                 piece[chunk.nbytes :] = 0
                 data = piece
             snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
@@ -237,7 +238,9 @@ def restore(
             if verify:
                 _check_data(snapshot, fd)
             offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
-            kv = cls._mapped(fields, fd, offsets, snapshot.seq_len, snapshot.next_position)
+            kv = cls._mapped(
+                fields, fd, snapshot.path, offsets, snapshot.seq_len, snapshot.next_position
+            )
         else:
             kv = cls(**fields, **placement)
             try:
@@ -357,8 +360,8 @@ class _Source:
         if there < whole:
             raise SnapshotError(
                 f"the file was truncated after it was mapped: it has {there} of {whole} bytes, and "
-                "touching a page that is gone ends the process: close the cache, take another "
-                "copy of the file or save anew",
+                "the tokens in the rest are lost: close the cache, take another copy of the file "
+                "or save anew",
                 there,
                 self._snapshot.path,
             )

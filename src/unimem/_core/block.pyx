@@ -240,8 +240,8 @@ cdef class Block:
         Returns
         -------
         Block
-            Whose pages belong to the page cache. When the file is truncated by somebody, touching
-            the lost pages kills the process (SIGBUS).
+            Whose pages belong to the page cache. Pages that are lost, since somebody truncated the
+            file, are an OSError where unimem touches them, and kill others who do (SIGBUS).
 
         Raises
         ------
@@ -256,26 +256,27 @@ cdef class Block:
         try:
             if nbytes is None:
                 nbytes = max(os.fstat(fd).st_size - offset, 0)
-            return Block._map_fd(fd, offset, nbytes, mode, name or os.fsdecode(path), category)
+            return Block._map_fd(fd, offset, nbytes, mode, os.fsdecode(path), category, name)
         finally:
             os.close(fd)
 
     @staticmethod
-    def _map_fd(int fd, offset, nbytes, mode, name, category="weights"):
+    def _map_fd(int fd, offset, nbytes, mode, file, category="weights", name=None):
         cdef um.um_error err
         if mode not in _ACCESS:
             raise ValueError(f"mode: expected 'r', 'c' or 'r+', got {mode!r}")
         cdef um.um_category entered = _category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
-        cdef size_t size = size_of(nbytes, f"nbytes of {name} from byte {offset} on", 1)
+        cdef size_t size = size_of(nbytes, f"nbytes of {file} from byte {offset} on", 1)
         cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
         cdef um.um_status status
         cdef Region region = Region.__new__(Region)
         with nogil:
             status = um.um_block_map_file(&region.block, fd, start, size, access, entered, &err)
         if status != um.UM_OK:
-            raise_status(status, &err, f"mapping {name}")
-        return _new_block(region, name, category, mode == "r+")
+            raise_status(status, &err, f"mapping {file}")
+        region.file = file
+        return _new_block(region, name or file, category, mode == "r+")
 
     @staticmethod
     def attach(fd_or_path, *, bint writable=False, name=None, category="other"):
@@ -328,6 +329,7 @@ cdef class Block:
                                  "sealed or open for reading: attach it with writable=False")
         if status != um.UM_OK:
             raise_status(status, &err, f"attaching {label}")
+        region.file = label
         cdef Block block = _new_block(region, name or label, category, True)
         block.path = label if label.startswith(limits.SHM + "/") else None
         return block
@@ -349,8 +351,8 @@ cdef class Block:
 
         Raises
         ------
-        ValueError, MemoryError
-            As the class.
+        ValueError, MemoryError, OSError
+            As the class; or a mapped file has become shorter.
         """
         cdef Region source = self.region()
         cdef Block block = Block.__new__(Block)

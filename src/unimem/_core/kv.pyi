@@ -59,5 +59,11 @@ class KVCache(KVMemory):
     _snapshot: Any
     @classmethod
     def _mapped(
-        cls, fields: dict[str, Any], fd: int, offsets: list[int], n: int, next_position: int
+        cls,
+        fields: dict[str, Any],
+        fd: int,
+        path: str,
+        offsets: list[int],
+        n: int,
+        next_position: int,
     ) -> Self: ...

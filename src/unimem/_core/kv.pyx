@@ -32,6 +32,78 @@ cdef inline int _begin_append(KVMemory kv) except -1:
     return 0
 
 
+# Calls that touch rows: with `mapped`, which is a block that has pages of a file here, under the
+# guard, since these may be lost; NULL: all pages are the cache's own.
+
+cdef struct Append:
+    um.um_kv *kv
+    uint32_t layer
+    const void *k
+    const void *v
+    const Given *given
+    um.um_error *err
+    um.um_status status
+
+
+cdef void _run_append(void *context) noexcept nogil:
+    cdef Append *a = <Append *>context
+    a.status = um.um_kv_append(a.kv, a.layer, a.k, a.v, a.given.type, a.given.order, a.given.n,
+                               a.err)
+
+
+cdef void _run_append_all(void *context) noexcept nogil:
+    cdef Append *a = <Append *>context
+    a.status = um.um_kv_append_all(a.kv, a.k, a.v, a.given.type, a.err)
+
+
+cdef um.um_status _append(um.um_kv *kv, const um.um_block *mapped, uint32_t layer, const void *k,
+                          const void *v, const Given *given, um.um_error *err) noexcept nogil:
+    cdef Append job
+    cdef um.um_status status
+    if mapped == NULL:
+        return um.um_kv_append(kv, layer, k, v, given.type, given.order, given.n, err)
+    job.kv, job.layer, job.k, job.v, job.given, job.err = kv, layer, k, v, given, err
+    status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append, &job, err)
+    return status if status != um.UM_OK else job.status
+
+
+cdef um.um_status _append_all(um.um_kv *kv, const um.um_block *mapped, const void *k,
+                              const void *v, const Given *given, um.um_error *err) noexcept nogil:
+    cdef Append job
+    cdef um.um_status status
+    if mapped == NULL:
+        return um.um_kv_append_all(kv, k, v, given.type, err)
+    job.kv, job.k, job.v, job.given, job.err = kv, k, v, given, err
+    status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append_all, &job, err)
+    return status if status != um.UM_OK else job.status
+
+
+cdef struct Read:
+    const um.um_kv *kv
+    uint32_t layer
+    bint v
+    uint64_t first
+    uint64_t n
+    void *out
+    um.um_dtype type
+    um.um_error *err
+    um.um_status status
+
+
+cdef void _run_read(void *context) noexcept nogil:
+    cdef Read *r = <Read *>context
+    r.status = um.um_kv_read(r.kv, r.layer, r.v, r.first, r.n, r.out, r.type, r.err)
+
+
+cdef um.um_status _read(const um.um_block *mapped, Read *job) noexcept nogil:
+    cdef um.um_status status = um.UM_OK
+    if mapped == NULL:
+        _run_read(job)
+    else:
+        status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_read, job, job.err)
+    return status if status != um.UM_OK else job.status
+
+
 cdef class KVCache(KVMemory):
     """K and V of all layers of one stream (optionally a batch).
 
@@ -178,6 +250,8 @@ cdef class KVCache(KVMemory):
             Rows are reserved; FrozenError when memory would have to be committed.
         BufferError
             Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+        OSError
+            The rows are mapped from a file (`restore`), which has become shorter.
 
         Notes
         -----
@@ -187,6 +261,7 @@ cdef class KVCache(KVMemory):
         cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Region _held = None
+        cdef um.um_block *mapped
         cdef um.um_status status
         cdef uint32_t index
         cdef Given given
@@ -195,20 +270,21 @@ cdef class KVCache(KVMemory):
         # From here on nothing of Python's runs, and so nobody else.
         _begin_append(self)
         while True:
+            mapped = NULL
+            if self._file is not None:
+                mapped = self.mapped(self.next_row(index), given.n)
             if given.n > MANY_ROWS:
                 _held = self.open_region()  # nobody closes the cache meanwhile
                 self._n_busy += 1
                 self._writing = True
                 with nogil:
-                    status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
-                                             cnp.PyArray_DATA(va), given.type, given.order,
-                                             given.n, &err)
+                    status = _append(&self.kv, mapped, index, cnp.PyArray_DATA(ka),
+                                     cnp.PyArray_DATA(va), &given, &err)
                 self._writing = False
                 self.end_busy()
             else:
-                status = um.um_kv_append(&self.kv, index, cnp.PyArray_DATA(ka),
-                                         cnp.PyArray_DATA(va), given.type, given.order, given.n,
-                                         &err)
+                status = _append(&self.kv, mapped, index, cnp.PyArray_DATA(ka),
+                                 cnp.PyArray_DATA(va), &given, &err)
             if status == um.UM_OK:
                 return
             if not self.find_rows(&err, given.n):
@@ -224,20 +300,31 @@ cdef class KVCache(KVMemory):
 
         Raises
         ------
-        CacheFull, CapacityError, ValueError, TypeError, RuntimeError, BufferError
+        CacheFull, CapacityError, ValueError, TypeError, RuntimeError, BufferError, OSError
             As `append`; RuntimeError also when layers differ in length.
         """
         cdef um.um_error err
+        cdef um.um_block *mapped
         cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
                     "KVCache.append_all")
         _begin_append(self)
-        while um.um_kv_append_all(&self.kv, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                                  given.type, &err) != um.UM_OK:
+        while True:
+            mapped = NULL
+            if self._file is not None:
+                mapped = self.mapped(self.next_row(0), 1)
+            if _append_all(&self.kv, mapped, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va), &given,
+                           &err) == um.UM_OK:
+                return
             if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
+
+    cdef uint64_t next_row(self, uint32_t layer):
+        """The row behind the last token of a layer."""
+        cdef uint64_t first = 0, n = um.um_kv_layer_len(&self.kv, layer, &first)
+        return um.um_kv_row(&self.kv, first + n)
 
     # ---- reading ----
 
@@ -283,6 +370,8 @@ cdef class KVCache(KVMemory):
         ------
         ValueError
             A wrong layer, or an `out` of another shape or dtype.
+        OSError
+            Of copies: the rows are mapped from a file, which has become shorter.
         """
         cdef uint64_t first = 0, n
         layer = layer_number(i, self.kv.spec.n_layers)
@@ -313,18 +402,20 @@ cdef class KVCache(KVMemory):
                    cnp.ndarray out) except -1:
         cdef um.um_error err
         cdef um.um_status status
-        cdef um.um_dtype number
+        cdef um.um_block *mapped = self.mapped(um.um_kv_row(&self.kv, first), n)
+        cdef Read job
         cdef cnp.ndarray target = out
         cdef Region _held = self.open_region()  # nobody closes the cache meanwhile
         is_native = out.dtype.isnative and out.dtype.itemsize <= 4
         kind = out.dtype if is_native else dtype_of("float32")
         if kind != out.dtype or not cnp.PyArray_ISCARRAY(out):
             target = np.empty_like(out, kind, order="C", subok=False)
-        number = number_of_type(kv_type(kind))
+        job.kv, job.layer, job.v, job.first, job.n = &self.kv, layer, v, first, n
+        job.out, job.type = cnp.PyArray_DATA(target), number_of_type(kv_type(kind))
+        job.err = &err
         self._n_busy += 1
         with nogil:
-            status = um.um_kv_read(&self.kv, layer, v, first, n, cnp.PyArray_DATA(target), number,
-                                   &err)
+            status = _read(mapped, &job)
         self.end_busy()
         if status != um.UM_OK:
             self.fail(&err, "layer")
@@ -388,6 +479,8 @@ cdef class KVCache(KVMemory):
             Rows are reserved, or layers differ in length.
         CapacityError, MemoryError, PlacementError
             There is no room for it.
+        OSError
+            The rows are mapped from a file, which has become shorter.
         """
         cdef um.um_kv_spec *s = &self.kv.spec
         self.open_region()
@@ -400,7 +493,7 @@ cdef class KVCache(KVMemory):
         try:
             other._begin_restore(position, n)
             for lane in self._lanes():
-                np.copyto(other._restore_rows(*lane, n, position), self._rows(*lane))
+                self._copy_rows(other._restore_rows(*lane, n, position), self._rows(*lane))
             other._finish_restore(position, n)
         except BaseException:
             other.close()
@@ -408,15 +501,15 @@ cdef class KVCache(KVMemory):
         return other
 
     @classmethod
-    def _mapped(cls, fields, int fd, list offsets, n, next_position):
+    def _mapped(cls, fields, int fd, path, list offsets, n, next_position):
         """A growing cache whose first rows are mapped from a file, privately.
 
         Parameters
         ----------
         fields : dict
             For the class; of these `grow` and `window` are not used.
-        fd : int
-            The file, which may be closed afterwards.
+        fd, path : int, str
+            The file, which may be closed afterwards, and what errors call it.
         offsets : list of int
             Of each lane the byte in the file where its rows begin, in whole pages, and whole pages
             of rows follow.
@@ -425,7 +518,7 @@ cdef class KVCache(KVMemory):
         """
         cdef KVCache cache = cls(**(fields | {"grow": True, "window": None, "pages": "4k"}))
         try:
-            cache.overlay(fd, offsets, n)
+            cache.overlay(fd, path, offsets, n)
             cache._finish_restore(next_position, n)
         except BaseException:
             cache.close()
@@ -454,7 +547,8 @@ cdef class KVCache(KVMemory):
         ValueError
             Another number of `tokens`.
         OSError
-            It cannot be written, or is a folder or device; the file is as it was.
+            It cannot be written, or is a folder or device; or the rows are mapped from a file that
+            has become shorter. The file is as it was.
         """
         from unimem import snapshot
 

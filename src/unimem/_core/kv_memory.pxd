@@ -19,7 +19,7 @@ cdef class KVMemory(KVRows):
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1
     # Each lane of a growing cache begins with n rows of a file, at these offsets.
-    cdef int overlay(self, int fd, list offsets, uint64_t n) except -1
+    cdef int overlay(self, int fd, str path, list offsets, uint64_t n) except -1
     # A byte range of a ring's lane, which may wrap, in both of its images.
     cdef list images(self, first, end)
     # All of a lane but the rows of the last n tokens.

@@ -3,19 +3,23 @@
 import math
 import warnings
 
+import numpy as np
+
+from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memmove, strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array
 from unimem._core.block cimport Block
 from unimem._core.kv_rows cimport KVRows, is_v, round_up
 from unimem._core.region cimport Region, new_window
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
 
 cdef extern from "Python.h":
@@ -29,6 +33,26 @@ cdef enum:
     MOST_SPARE_BYTES = 2 << 20
 # No process has so much address space.
 cdef object MOST_BYTES = 1 << 47
+
+
+cdef struct Move:
+    void *to
+    const void *from_
+    size_t nbytes
+
+
+cdef void _run_move(void *context) noexcept nogil:
+    cdef Move *move = <Move *>context
+    memmove(move.to, move.from_, move.nbytes)
+
+
+cdef um.um_status _move_guarded(void *context, void *to, const void *from_,
+                                size_t nbytes) noexcept:
+    """The mover of a cache that lies, in parts, on pages of a file."""
+    cdef um.um_block *block = <um.um_block *>context
+    cdef Move move
+    move.to, move.from_, move.nbytes = to, from_, nbytes
+    return um.um_guard_run(block.base, block.reserved_nbytes, _run_move, &move, NULL)
 
 
 cdef class KVMemory(KVRows):
@@ -126,17 +150,21 @@ cdef class KVMemory(KVRows):
         storage.n_rows = storage.usable_rows = n_rows
         return self.start(spec, &storage)
 
-    cdef int overlay(self, int fd, list offsets, uint64_t n) except -1:
+    cdef int overlay(self, int fd, str path, list offsets, uint64_t n) except -1:
         """Begin each lane of a growing cache with rows of a file."""
         cdef um.um_error err
         cdef um.um_block *block = &self.open_region().block
         cdef size_t nbytes = round_up(n * self.kv.row_bytes, block.step_nbytes), lane
         if nbytes == 0:
             return 0
+        self._file = self._region.file = path
+        um.um_kv_set_mover(&self.kv, _move_guarded, block)
         for lane in range(self._n_lanes):
             if um.um_block_overlay(block, lane * self.kv.lane_stride, fd, offsets[lane], nbytes,
                                    &err) != um.UM_OK:
-                raise_status(err.status, &err, "KVCache.restore")
+                if strcmp(err.what, "the range goes beyond the end of the file") == 0:
+                    err.status = um.UM_E_IO  # it was inside when the header was read
+                raise_file_status(err.status, &err, "KVCache.restore", path)
         self._high = nbytes
         return self._set_usable()
 
@@ -183,7 +211,9 @@ cdef class KVMemory(KVRows):
         cdef size_t low = self.first_row() * row // step * step
         cdef size_t high = round_up(self.end_row() * row, step), spare
         if self.first_row() == self.end_row():
-            # Nothing is held. What is at the beginning is kept for what comes next.
+            # Nothing is held. What is at the beginning is kept for what comes next, unless it is a
+            # file's.
+            exactly = exactly or self.mapped(0, self.kv.n_rows) != NULL
             high = min(step, self._high) if self._low == 0 and not exactly else self._low
             return [(self._low, self._low), (high, self._high)]
         spare = min((high - low) // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
@@ -357,6 +387,37 @@ cdef class KVMemory(KVRows):
             return 0
         return 0
 
+    # ---- rows that are a file's ----
+
+    cdef um.um_block *mapped(self, uint64_t row, uint64_t n) noexcept:
+        # All lanes are alike.
+        if self._file is None or not um.um_block_is_overlaid(
+                &self._region.block, row * self.kv.row_bytes, n * self.kv.row_bytes):
+            return NULL
+        return &self._region.block
+
+    cdef um.um_status trim(self, uint64_t n, uint64_t keep_first, uint64_t row,
+                           um.um_error *err) except *:
+        cdef um.um_status status = um.UM_OK
+        cdef size_t nbytes = keep_first * self.kv.row_bytes, lane
+        cdef char *to = <char *>self.kv.base + row * self.kv.row_bytes
+        cdef cnp.ndarray kept
+        if self.mapped(0, self.kv.n_rows) == NULL or row == 0:
+            return um.um_kv_trim(&self.kv, n, keep_first, err)
+        # A lane may be lost when others are moved already: their tokens come back.
+        kept = np.empty((self._n_lanes, nbytes), np.uint8)
+        for lane in range(self._n_lanes):
+            status = um.um_guard_copy(cnp.PyArray_BYTES(kept) + lane * nbytes,
+                                      to + lane * self.kv.lane_stride, nbytes, err)
+            if status != um.UM_OK:
+                return status
+        status = um.um_kv_trim(&self.kv, n, keep_first, err)
+        if status != um.UM_OK:
+            for lane in range(self._n_lanes):
+                _move_guarded(&self._region.block, to + lane * self.kv.lane_stride,
+                              cnp.PyArray_BYTES(kept) + lane * nbytes, nbytes)
+        return status
+
     # ---- rows as bytes, to be copied, saved and restored ----
 
     cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n):
@@ -366,6 +427,13 @@ cdef class KVMemory(KVRows):
         data += row * self.kv.row_bytes
         window = new_window(region, data - <char *>region.block.base, nbytes)
         return new_array(data, 1, &nbytes, NULL, dtype_of("uint8"), window, True)
+
+    def _copy_rows(self, out, rows):
+        """Copy bytes that `_rows` has given, under the guard where they may be a file's."""
+        if self._file is None:
+            np.copyto(out, rows)
+        else:
+            guard.copy(out, rows.ctypes.data, rows.nbytes, self._file)
 
     def _rows(self, layer, part, stream):
         """The bytes of the tokens that all layers hold, of one lane."""

@@ -26,6 +26,8 @@ cdef class KVRows(Watcher):
     cdef uint64_t _reserved
     # Calls that use rows without the interpreter's lock.
     cdef int _n_busy
+    # The path of the file that rows may be mapped from; None: of none.
+    cdef readonly str _file
     # Whether one of them writes.
     cdef bint _writing
     cdef bint _postponed, _closed
@@ -52,6 +54,12 @@ cdef class KVRows(Watcher):
     cdef int take_rows(self, uint64_t row, uint64_t n) except -1
     # Moves the tokens to row 0, of which so many will be needed.
     cdef int start_over(self, uint64_t rows) except -1
+
+    # The block, where any of n rows from `row` on is a file's, so that it may be lost; else NULL.
+    cdef um.um_block *mapped(self, uint64_t row, uint64_t n) noexcept
+    # um_kv_trim, whose first tokens go to `row` on where any go.
+    cdef um.um_status trim(self, uint64_t n, uint64_t keep_first, uint64_t row,
+                           um.um_error *err) except *
 
     cdef object fail(self, um.um_error *err, str doing)
     cdef int move_to(self, uint64_t row) except -1

@@ -13,6 +13,7 @@ class KVRows:
     grow: bool
     n_growths: int
     # For unimem.engine.
+    _file: str | None
     _lowest_end: int
     @classmethod
     def for_dims(

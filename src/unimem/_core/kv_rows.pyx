@@ -14,7 +14,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.kv_arrays cimport kv_type, layer_number, number_of_type, numpy_type
 from unimem._core.region cimport Region
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport raise_file_status, raise_status
 
 cdef enum:
     LANE_ALIGN = 64
@@ -182,6 +182,13 @@ cdef class KVRows(Watcher):
     cdef int settle(self, bint exactly=False) except -1:
         return 0
 
+    cdef um.um_block *mapped(self, uint64_t row, uint64_t n) noexcept:
+        return NULL
+
+    cdef um.um_status trim(self, uint64_t n, uint64_t keep_first, uint64_t row,
+                           um.um_error *err) except *:
+        return um.um_kv_trim(&self.kv, n, keep_first, err)
+
     cdef int take_rows(self, uint64_t row, uint64_t n) except -1:
         cdef uint64_t first = self.first_row(), held = row - first
         if first == 0 or n > self.kv.n_rows - held:
@@ -199,6 +206,8 @@ cdef class KVRows(Watcher):
 
     @cython.final
     cdef object fail(self, um.um_error *err, str doing):
+        if err.status == um.UM_E_IO:
+            raise_file_status(err.status, err, f"KVCache.{doing}", self._file)
         raise_status(err.status, err, f"KVCache.{doing}", CacheFull, "tokens")
 
     cdef int move_to(self, uint64_t row) except -1:
@@ -437,10 +446,12 @@ cdef class KVRows(Watcher):
             Rows are reserved, or layers differ in length.
         BufferError
             Views lie over the rows that the first tokens would be copied to. Nothing was dropped.
+        OSError
+            Rows are mapped from a file that has become shorter. Nothing was dropped.
         """
         cdef um.um_error err
         cdef um.um_status status
-        cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row
+        cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row = 0
         cdef uint64_t held
         self.begin_change()
         held = um.um_kv_seq_len(&self.kv)
@@ -453,7 +464,11 @@ cdef class KVRows(Watcher):
                 raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
                                   f"{n}, where the first {keep_first} go: drop them first")
         self._writing = True  # as in move_to
-        status = um.um_kv_trim(&self.kv, last, first, &err)
+        try:
+            status = self.trim(last, first, row, &err)
+        except BaseException:
+            self._writing = False
+            raise
         self.end_move(status, &err, "trim_to")
         held -= um.um_kv_seq_len(&self.kv)
         self._dropped += held * self.kv.row_bytes
@@ -487,7 +502,7 @@ cdef class KVRows(Watcher):
         if count > most:
             raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0,
                             n)
-        if self.first_row() != 0 and self.kv.spec.window == 0:
+        if self.kv.spec.window == 0 and (self.first_row() != 0 or self.mapped(0, count) != NULL):
             raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
                               "back: drop them first")
         if self.kv.spec.window == 0 and count > self.kv.usable_rows:

@@ -16,7 +16,7 @@ from libc.string cimport memset
 
 from unimem._core cimport native as um
 from unimem._core.region cimport Region, leave_out_of_child, set_numa
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport raise_file_status, raise_status
 
 cdef dict PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP,
                    "2m": um.UM_PAGES_2M, "1g": um.UM_PAGES_1G}
@@ -87,7 +87,8 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
             "the kernel has not so many such pages for this process now: 'grep . "
             "/sys/kernel/mm/hugepages/*/*' shows the pools")
     else:
-        raise_status(status, &err, f"Block '{name}' of {size} bytes")
+        raise_file_status(status, &err, f"Block '{name}' of {size} bytes",
+                          None if source is None else source.file)
     return None
 
 
@@ -105,8 +106,8 @@ cdef object lock_region(Region region, object choice, list problems):
 
 
 cdef object lock_all(Region region, object how):
-    cdef um.um_error err
-    cdef um.um_status status
+    cdef um.um_error err, lost_err
+    cdef um.um_status status, lost
     cdef um.um_lock lock = um.UM_LOCK_NONE
     cdef um.um_lock before = region.block.lock
     if not isinstance(how, bool) and how != "onfault":
@@ -119,6 +120,12 @@ cdef object lock_all(Region region, object how):
                 raise PlacementError(errno.ENOMEM, f"locking block '{region.name}': {refusal}")
     with nogil:
         status = um.um_block_lock(&region.block, lock, &err)
+    if status != um.UM_OK and region.block.is_file:
+        # mlock2 does not say whether it is for a limit or for a page that is lost.
+        with nogil:
+            lost = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &lost_err)
+        if lost == um.UM_E_IO:
+            raise_file_status(lost, &lost_err, f"locking block '{region.name}'", region.file)
     if status != um.UM_OK:
         raise PlacementError(
             err.os_errno, f"locking block '{region.name}': lock={how!r}: {err.what.decode()}: "
@@ -204,4 +211,4 @@ cdef object explain(Region region, str path, um.um_status status, const um.um_er
     if status == um.UM_E_NOMEM and path is not None:
         raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
                           f"('df {limits.SHM}')")
-    raise_status(status, err, doing)
+    raise_file_status(status, err, doing, region.file)

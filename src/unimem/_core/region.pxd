@@ -13,6 +13,8 @@ cdef class Region:
     cdef um.um_block block
     cdef readonly bint writable
     cdef readonly str name
+    # The path of the file that it is mapped from, all or a part of it; None: of none that has one.
+    cdef str file
     # The first of the windows, a list linked both ways, and their number.
     cdef void *windows
     cdef Py_ssize_t n_windows

@@ -1,5 +1,6 @@
 # cython: language_level=3
 """Turns native failures into Python exceptions: the only place that does."""
+import errno
 import os
 
 from unimem.errors import (
@@ -27,14 +28,20 @@ cdef object raise_status(um.um_status status, const um.um_error *err, str subjec
     if status == um.UM_E_FORMAT:
         raise format(what, err.offset)
     if status == um.UM_E_IO:
-        if err.os_errno:
-            raise OSError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")
-        raise OSError(f"{subject}: {what}: the file is shorter than it was")
+        raise_file_status(status, err, subject, None)
     if status == um.UM_E_STATE:
         raise (FrozenError if what == "frozen" else RuntimeError)(f"{subject}: {what}")
     if status == um.UM_E_BUSY:
         raise BufferError(f"{subject}: {what}")
     raise SystemError(f"{subject}: unknown status {<int>status}")
+
+
+cdef object raise_file_status(um.um_status status, const um.um_error *err, str subject, str path):
+    if status != um.UM_E_IO:
+        raise_status(status, err, subject)
+    why = (os.strerror(err.os_errno) if err.os_errno else
+           "the file has become shorter, or cannot be read")
+    raise OSError(err.os_errno or errno.EIO, f"{subject}: {err.what.decode()}: {why}", path)
 
 
 def counters():
