@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import shutil
 import sys
 import textwrap
@@ -193,7 +194,7 @@ def _show_types(weights: Weights) -> None:
 def _show_metadata(weights: Weights) -> None:
     if not weights.metadata:
         return
-    width = min(36, max(len(terminal.printable(key)) for key in weights.metadata))
+    width = min(40, max(len(terminal.printable(key)) for key in weights.metadata))
     terminal.show("\n" + terminal.heading("metadata") + "\n")
     for key, value in weights.metadata.items():
         shown = _one_line(key)
@@ -234,8 +235,9 @@ def _brief(value: Value, width: int) -> str:
                 return text + _CUT
             text += one
         return text
-    text = _one_line(_text(value))
-    return text if len(text) <= width else text[: width - len(_CUT)] + _CUT
+    # What a float32 holds has 7 digits.
+    text = f"{value:.7g}" if isinstance(value, float) else _one_line(_text(value))
+    return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 
 def _whole(value: Value) -> str:
@@ -298,17 +300,20 @@ def _show_residency(look: Residency) -> None:
     sign = 0 if _has_blocks() else 1
     styles = {"huge": terminal.good, "part": terminal.bad, "none": terminal.dim}
     used = set()
+    widest = 0.0
     terminal.show(f"\n{terminal.heading('in RAM')}\n")
     for path, whole in look.by_file.items():
         terminal.show(f"{terminal.printable(path)}: {_in_words(whole)}\n")
-        kinds = [_cell(part) for part in look.ranges(path, n_lines * width)]
+        n = min(n_lines * width, -(-whole.nbytes // mmap.PAGESIZE))
+        kinds = [_cell(part) for part in look.ranges(path, max(n, 1))]
+        widest = max(widest, whole.nbytes / max(n, 1))
         used.update(kinds)
         for first in range(0, len(kinds), width):
             line = kinds[first : first + width]
             terminal.show(_in_runs(line, sign, styles) + "\n")
     key = [f"{_CELLS[kind][sign]} {_CELLS[kind][2]}" for kind in _CELLS if kind in used]
-    each = max(whole.nbytes for whole in look.by_file.values()) / (n_lines * width)
-    terminal.show("; ".join(key) + f"; a place is {format_bytes(max(each, 1))}\n")
+    key.append(f"a character is {format_bytes(widest)}")
+    terminal.show("; ".join(key) + "\n")
     if len(look.by_file) > 1:
         terminal.show(f"all files: {_in_words(look)}\n")
 

@@ -6,14 +6,13 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import typer
 
 from unimem.cli import terminal
-from unimem.model_file import open_model
 from unimem.placement import Pages, format_bytes
 from unimem.placing import parse_numa
 from unimem.stage import stage as make_stage
@@ -23,8 +22,6 @@ from unimem.stage_places import sweep
 from unimem.weights import open_weights
 
 __all__ = ["stage"]
-
-Update = Callable[[int, int], None]
 
 
 def stage(
@@ -159,16 +156,16 @@ def _reuse(source: str, asked: dict[str, Any]) -> Held | None:
 
 
 def _read_in(source: str, asked: dict[str, Any]) -> Held:
-    with terminal.progress("staging", _nbytes(source)) as advance:
-        made = make_stage(source, progress=_cumulative(advance), **asked)
+    with terminal.updates("staging") as progress:
+        made = make_stage(source, progress=progress, **asked)
     return hold(made, source, asked)
 
 
 def _warm(source: str, asked: dict[str, Any]) -> Held:
     """Read the files into the page cache."""
     with open_weights(source, load="map") as weights:
-        with terminal.progress("reading", _nbytes(source)) as advance:
-            weights.warm(progress=_cumulative(advance))
+        with terminal.updates("reading") as progress:
+            weights.warm(progress=progress)
         if asked["lock"]:  # what keeps it will do so, too: here it is seen whether it may be
             weights.lock()
         granted = together([block.verify() for block in weights.blocks])
@@ -178,23 +175,6 @@ def _warm(source: str, asked: dict[str, Any]) -> Held:
     paths = tuple(path for path, _ in versions)
     nbytes = sum(version[2] for _, version in versions)
     return Held(0, source, paths, source, tuple(versions), asked, "page-cache", nbytes, granted)
-
-
-def _nbytes(source: str) -> int:
-    with open_model(source) as model:
-        return sum(file.nbytes for file in model.files)
-
-
-def _cumulative(advance: Callable[[int], None]) -> Update:
-    """Make of what takes the bytes since its last call what takes all so far."""
-    last = 0
-
-    def update(done: int, _: int) -> None:
-        nonlocal last
-        advance(done - last)
-        last = done
-
-    return update
 
 
 # ---- what is staged -------------------------------------------------------------------------

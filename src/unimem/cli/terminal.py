@@ -13,7 +13,7 @@ from typing import TextIO
 
 from unimem.placement import format_bytes
 
-__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "progress", "show", "updates"]
+__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "show", "updates"]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
@@ -169,33 +169,6 @@ def updates(what: str) -> Iterator[Callable[[int, int], None]]:
                 shown(done, total)
 
         yield update if sys.stderr is not None and _is_terminal(sys.stderr) else lambda *_: None
-
-
-@contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the same of what says how many bytes were done since its last call.
-
-    Parameters
-    ----------
-    what : str
-        What is going on.
-    total_bytes : int
-        What there is to do.
-
-    Yields
-    ------
-    callable
-        Takes the number of bytes that were done since the last call.
-    """
-    done = 0
-    with updates(what) as update:
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            update(done, total_bytes)
-
-        yield advance
 
 
 def _bar(stack: ExitStack, what: str) -> Callable[[int, int], None]:
