@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import gguf_files as gf
+import safetensors_files as sf
 import unimem.dequantize as module
 from unimem._core.gguf import tensor_type
 from unimem.errors import ClosedError
@@ -202,14 +203,12 @@ def write_safetensors(
     path: Path, dtype: str, shape: list[int], data: bytes, before: int = 0
 ) -> Path:
     """A file of a tensor, behind `before` bytes of another one."""
-    entries = [
-        f'"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{before},{before + len(data)}]}}'
-    ]
-    if before:
-        entries.append(f'"b":{{"dtype":"U8","shape":[{before}],"data_offsets":[0,{before}]}}')
-    header = ("{" + ",".join(entries) + "}").encode()
-    header += b" " * (-len(header) % 8)
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(before) + data)
+    header = {
+        "before": {"dtype": "U8", "shape": [before], "data_offsets": [0, before]},
+        "t": {"dtype": dtype, "shape": shape, "data_offsets": [before, before + len(data)]},
+    }
+    text = json.dumps(header)
+    path.write_bytes(sf.file(text + " " * (-len(text) % 8), bytes(before) + data))
     return path
 
 

@@ -1,6 +1,6 @@
 """Writes what the tests attack the parsers with as inputs for the fuzzers: `make fuzz` runs it.
 
-    python tools/fuzz_seeds.py gguf FOLDER
+    python tools/fuzz_seeds.py {gguf,safetensors} FOLDER
 
 A file each; those of more than 4 KiB are left out, since small inputs are tried most often.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -18,17 +18,30 @@ TESTS = Path(__file__).parent.parent / "tests"
 MAX_NBYTES = 4096
 
 
-def gguf_files() -> Iterator[bytes]:
-    """Files that are read, in full and cut, and one for each way to break a rule."""
-    valid = import_module("test_gguf_mutation").VALID
-    yield from valid
-    for whole in valid:
-        yield whole[: len(whole) // 2]
-    for _, _, (raw, _) in import_module("test_gguf").RULES:
+def halved(whole: Iterable[bytes]) -> Iterator[bytes]:
+    """Files that are read, and the first half of each."""
+    for raw in whole:
         yield raw
+        yield raw[: len(raw) // 2]
 
 
-FORMATS: dict[str, Callable[[], Iterator[bytes]]] = {"gguf": gguf_files}
+def gguf_files() -> Iterator[bytes]:
+    """Files that are read, in full and cut, and those for each way to break a rule."""
+    yield from halved(import_module("test_gguf_mutation").VALID)
+    yield from (raw for _, _, (raw, _) in import_module("test_gguf").RULES)
+
+
+def safetensors_files() -> Iterator[bytes]:
+    """Files that are read, in full and cut, and those for each way to break a rule."""
+    files = import_module("safetensors_files")
+    yield from halved([files.everything(), files.everything(pad=3), files.write({})])
+    yield from (case.raw for case in import_module("test_safetensors").RULES.values())
+
+
+FORMATS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "gguf": gguf_files,
+    "safetensors": safetensors_files,
+}
 
 
 def main() -> int:
