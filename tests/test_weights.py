@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import gguf_files as gf
-from unimem._core.gguf import Header
 from unimem._core.status import ledger
 from unimem.errors import ClosedError, GGUFError
 from unimem.weights import Weights, open_weights
@@ -72,7 +71,8 @@ def test_tensor(weights: Weights, path: Path) -> None:
     assert (four.ne, four.shape) == ((2, 3, 1, 2), (2, 1, 3, 2))
     assert four.nbytes == 24
     assert four.offset % 64 == 0
-    assert four.address == weights.block.address + four.offset
+    assert four.file == str(path)
+    assert four.address == weights.blocks[0].address + four.offset
     raw = path.read_bytes()
     assert four.as_array().tobytes() == raw[four.offset : four.offset + 24]
     with pytest.raises(AttributeError):
@@ -171,7 +171,13 @@ def test_use_after_close(path: Path) -> None:
         lambda: w.tensors,
         lambda: w.nbytes,
         lambda: w.mapped_bytes,
-        lambda: w.block,
+        lambda: w.blocks,
+        w.residency,
+        w.warm,
+        w.lock,
+        w.evict,
+        w.content_hash,
+        tensor.dequantize,
         lambda: w.fingerprint,
         w.by_type,
         w.__enter__,
@@ -241,81 +247,6 @@ def test_no_file_stays_open(path: Path) -> None:
 def test_weights_do_not_pickle(weights: Weights) -> None:
     with pytest.raises(TypeError, match="open the file"):
         pickle.dumps(weights)
-
-
-# ---- files that are none ----
-
-
-def test_load(path: Path) -> None:
-    open_weights(path, load="auto").close()
-    open_weights(path, load="map").close()
-    with pytest.raises(ValueError, match="expected 'auto' or 'map', got 'copy'"):
-        open_weights(path, load="copy")  # type: ignore[arg-type]
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        open_weights(tmp_path / "no.gguf")
-    assert caught.value.filename == str(tmp_path / "no.gguf")
-
-
-def test_directory(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError) as caught:
-        open_weights(tmp_path)
-    assert caught.value.filename == str(tmp_path)
-
-
-def test_fifo_does_not_wait_for_a_writer(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    with pytest.raises(OSError, match="regular file") as caught:
-        open_weights(fifo)
-    assert caught.value.filename == str(fifo)
-
-
-def test_device() -> None:
-    with pytest.raises(OSError, match="regular file"):
-        open_weights("/dev/zero")
-
-
-def test_unreadable_file(path: Path) -> None:
-    path.chmod(0)
-    if os.access(path, os.R_OK):
-        pytest.skip("this user may read every file")
-    with pytest.raises(PermissionError):
-        open_weights(path)
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    with pytest.raises(GGUFError, match="the file ends inside its header"):
-        open_weights(tmp_path / "empty")
-
-
-def test_file_in_memory(path: Path) -> None:
-    fd = os.memfd_create("model", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, path.read_bytes())
-        with open_weights(f"/proc/self/fd/{fd}") as w:
-            assert w.tensors["four"].nbytes == 24
-    finally:
-        os.close(fd)
-
-
-def test_file_that_shrinks_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with path.open("rb") as file, pytest.raises(OSError, match="shorter") as caught:
-        Header(file.fileno(), path.stat().st_size + 1, str(path))
-    assert str(path) in str(caught.value)
-
-    def read_then_truncate(fd: int, file_nbytes: int, name: str) -> Header:
-        header = Header(fd, file_nbytes, name)
-        os.truncate(name, file_nbytes - 1)
-        return header
-
-    monkeypatch.setattr("unimem.weights.Header", read_then_truncate)
-    with pytest.raises(OSError, match="shorter") as caught:
-        open_weights(path)
-    assert caught.value.filename == str(path)
 
 
 def test_metadata_survives_a_truncation_of_the_file(path: Path) -> None:
