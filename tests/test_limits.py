@@ -268,3 +268,25 @@ def test_this_machine() -> None:
     assert 0 < limits.available_bytes() <= machine.limit_bytes
     assert 1 <= limits.thread_count() <= len(os.sched_getaffinity(0))
     assert any(node.allowed for node in limits.nodes().values())
+
+
+def test_files_that_are_cached_need_no_room_again(tree: Write) -> None:
+    tree("self", "0::/a")
+    tree("cgroup/a/memory.max", 9 << 10)
+    tree("cgroup/a/memory.current", 4 << 10)
+    limits.require_cached(5 << 10, 0, "a model")
+    limits.require_cached(9 << 10, 4 << 10, "a model")
+    with pytest.raises(CapacityError, match=r"cgroup /a has room for 5\.0 KiB") as raised:
+        limits.require_cached(9 << 10, (4 << 10) - 1, "a model")
+    assert (raised.value.used, raised.value.asked) == (4 << 10, (5 << 10) + 1)
+    # What the machine could drop may be the file itself: all of it has to fit.
+    with pytest.raises(CapacityError, match=r"memory of the machine has room for 10\.0 KiB"):
+        limits.require_cached(11 << 10, 11 << 10, "a model")
+
+
+def test_files_take_nothing_of_the_commit_limit(tree: Write) -> None:
+    tree("proc/sys/vm/overcommit_memory", 2)
+    tree("proc/meminfo", f"{MEMINFO}\nCommitLimit: 4 kB\nCommitted_AS: 4 kB")
+    limits.require_cached(10 << 10, 0, "a model")
+    with pytest.raises(CapacityError, match="commit limit"):
+        limits.require(1, "a block")
