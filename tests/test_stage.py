@@ -51,13 +51,24 @@ needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not m
 
 
 def left() -> tuple[list[str], list[str], set[str]]:
-    """Open descriptors, files in /dev/shm, children."""
+    """Open descriptors, what lies in /dev/shm and is nobody's, children."""
     fds = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             fds.append(os.readlink(f"/proc/self/fd/{fd}"))
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return sorted(fds), sorted(os.listdir("/dev/shm")), set(children)
+    return sorted(fds), sorted(stale()), set(children)
+
+
+def stale() -> Iterator[str]:
+    for folder in Path("/dev/shm").glob("unimem-stage-*"):
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                yield folder.name
+            finally:
+                os.close(fd)
 
 
 @pytest.fixture
@@ -159,6 +170,24 @@ def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path) -> None:
     with um.stage(model, backing="tmpfs", pages="4k", strict=True) as staged:
         assert (staged.granted.pages, staged.granted.huge_bytes) == ("4k", 0)
         assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+
+
+@pytest.mark.parametrize("backing", ["memfd", "shm"])
+def test_huge_pages_that_only_some_readers_get_are_told(backing: Any, model: Path) -> None:
+    """Without shmem_enabled, programs get them only where they align their mapping."""
+    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    if not huge_page_bytes() or "[never]" not in switch:
+        pytest.skip("shared memory gets huge pages here, or none")
+    if any("huge=" in mount for mount in mounts if mount.split()[1] == "/dev/shm"):
+        pytest.skip("/dev/shm is mounted with huge pages")
+    with um.stage(model, backing=backing) as staged:
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+        assert staged.granted.huge_bytes == 6 * MIB
+    with pytest.raises(PlacementError, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp", strict=True)
+    with pytest.warns(um.PlacementWarning, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp").close()
 
 
 READER = """

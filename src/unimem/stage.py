@@ -8,11 +8,13 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
+
+import numpy as np
 
 from unimem import limits, loading, placing
 from unimem._core import tmpfs
@@ -26,6 +28,12 @@ from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_by
 from unimem.stage_places import BACKINGS, Backing, Folder, Memory, Mount, Place, sweep
 
 __all__ = ["Stage", "stage", "together"]
+
+# What lets programs have huge pages that map a file wherever the kernel says.
+_ALLOW: dict[Backing, str] = {
+    "memfd": "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+    "shm": f"mount -o remount,huge=advise {limits.SHM}",
+}
 
 
 class Stage:
@@ -51,8 +59,8 @@ class Stage:
         Bytes of the files.
     granted : Placement
         What a process gets that maps the files at a multiple of the huge page, as `open_weights`
-        does; the kernel was asked. Of tmpfs and hugetlb all others get the same, of memfd and shm
-        they get base pages, unless ``shmem_enabled`` allows more.
+        does; the kernel was asked. Of tmpfs and hugetlb all others get the same. Of memfd and shm
+        they get base pages, unless ``shmem_enabled`` or the mount of ``/dev/shm`` allow more.
     """
 
     def __init__(
@@ -345,7 +353,7 @@ class _Staging:
                 _copy_index(place, self.names[-1], self.model.index)
             self._check_versions()
             place.seal()
-            granted, locked = self._look(place, undo)
+            granted, locked = self._look(place, backing, undo)
             stage = Stage(
                 place,
                 backing,
@@ -426,7 +434,9 @@ class _Staging:
         finally:
             os.close(fd)
 
-    def _look(self, place: Place, undo: ExitStack) -> tuple[Placement, list[Block]]:
+    def _look(
+        self, place: Place, backing: Backing, undo: ExitStack
+    ) -> tuple[Placement, list[Block]]:
         """Map the files as others will, and ask the kernel what that gives."""
         placements: list[Placement] = []
         locked: list[Block] = []
@@ -445,20 +455,51 @@ class _Staging:
             placements.append(block.verify())
             if not self.options.lock:
                 block.close()
-        granted = together(placements)
-        huge = tmpfs.huge_page_bytes()
-        whole = sum(file.nbytes // huge * huge for file in self.model.files) if huge else 0
-        if self.pages == "thp" and granted.huge_bytes < whole:
-            text = (
-                f"staging {self.source}: pages='thp': who maps it gets "
-                f"{format_bytes(granted.huge_bytes)} of {format_bytes(whole)} in huge pages: "
-                "'echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled' as root allows "
-                "them, and 'echo 1 > /proc/sys/vm/compact_memory' joins free memory"
-            )
-            if self.options.strict:
-                raise PlacementError(text)
-            placing.warn(text)
-        return granted, locked
+        if self.pages == "thp":
+            self._require_huge_pages(place, backing)
+        return together(placements), locked
+
+    def _require_huge_pages(self, place: Place, backing: Backing) -> None:
+        """Tell, or raise, when programs that just map the files do not get huge pages."""
+        page = tmpfs.huge_page_bytes()
+        found = whole = 0
+        for name, file in zip(self.names, self.model.files, strict=False):
+            whole += file.nbytes // page * page if page else 0
+            fd = place.open(name)
+            try:
+                found += _huge_bytes(fd, file.nbytes)
+            finally:
+                os.close(fd)
+        if found == whole:
+            return
+        allow = f"'{_ALLOW[backing]}' allows them, and " if backing in _ALLOW else ""
+        text = (
+            f"staging {self.source}: pages='thp': a program that maps it gets "
+            f"{format_bytes(found)} of {format_bytes(whole)} in huge pages: as root, {allow}"
+            "'echo 1 > /proc/sys/vm/compact_memory' joins free memory"
+        )
+        if self.options.strict:
+            raise PlacementError(text)
+        placing.warn(text)
+
+
+def _huge_bytes(fd: int, nbytes: int) -> int:
+    """Map a file as any program does, wherever the kernel says, and count what is in huge pages."""
+    with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        view[:: mmap.PAGESIZE].sum()
+        start = f"{view.ctypes.data:x}-"
+        del view
+        with open("/proc/self/smaps") as lines:
+            for line in lines:
+                if line.startswith(start):
+                    return _field(lines, "ShmemPmdMapped")
+    return 0
+
+
+def _field(lines: Iterable[str], name: str) -> int:
+    """Return a figure of the entry of smaps that begins here, in bytes."""
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def _copy_index(place: Place, name: str, path: str) -> None:

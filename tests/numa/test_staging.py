@@ -24,8 +24,10 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
-@pytest.mark.parametrize("pages", ["4k", "thp"])
+@pytest.mark.parametrize(
+    ("backing", "pages"),
+    [("tmpfs", "4k"), ("tmpfs", "thp"), ("memfd", "4k"), ("memfd", "auto"), ("shm", "auto")],
+)
 @pytest.mark.parametrize(
     ("numa", "expected"),
     [
