@@ -52,6 +52,32 @@ static void test_memory(void) {
     CHECK((pages[0] & 1) == 0 && (pages[1] & 1) == 1 && (pages[2] & 1) == 1 && (pages[3] & 1) == 0);
     CHECK(base[5 * page] == 0 && base[7 * page - 1] == 0);
 
+    /* Pages 1, 2 and 6 of the 8. */
+    int pagemap = -1;
+    size_t n_runs = 777, scanned = 777;
+    um_os_page_run runs[4];
+    CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
+    int os_errno = um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 4, &n_runs, &scanned);
+    if (os_errno == ENOTTY) {
+        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
+        CHECK(n_runs == 777 && scanned == 777);
+    } else {
+        CHECK_EQ_U64(os_errno, 0);
+        CHECK(n_runs == 2 && scanned == 8 * page);
+        CHECK_EQ_U64(runs[0].start, (uintptr_t)base + 5 * page);
+        CHECK_EQ_U64(runs[0].end, (uintptr_t)base + 7 * page);
+        CHECK_EQ_U64(runs[1].start, (uintptr_t)base + 10 * page);
+        CHECK_EQ_U64(runs[1].end, (uintptr_t)base + 11 * page);
+        CHECK(runs[0].huge == 0 && runs[1].huge == 0);
+        CHECK_CALL(
+            0, um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 1, &n_runs, &scanned));
+        CHECK(n_runs == 1 && scanned >= 3 * page && scanned <= 6 * page);
+        n_runs = 777;
+        CHECK_CALL(EBADF, um_os_scan_pages(-1, base, page, runs, 4, &n_runs, &scanned));
+        CHECK_EQ_U64(n_runs, 777);
+    }
+    CHECK_CALL(0, um_os_close(pagemap));
+
     if (um_huge_page_bytes() != 0) {
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_NO_HUGE));
