@@ -404,7 +404,8 @@ class _Staging:
 
     def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
         def progress(n: int, _: int) -> None:
-            if self.progress is not None:
+            # The end of a file is not the end of all.
+            if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
                 self.progress(done + n, self.nbytes)
 
         def fill(block: Block) -> None:
