@@ -121,8 +121,10 @@ def bring(
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
+    if load == "map":
+        _tell_what_a_mapping_lacks(model, placement)
     if choice.mode == "map":
-        return _map(model, choice, advice, placement)
+        return _map(model, choice, advice)
     try:
         return _read(model, choice, tape, threads, progress, placement)
     except OSError as error:
@@ -146,6 +148,7 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
     network = next(
         (kind for kind in map(_file_system, model.files) if _NETWORK.fullmatch(kind)), ""
     )
+    unkept = True
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
@@ -153,6 +156,7 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
     elif placement.get("numa") is not None:
         why = f"numa='{placement['numa']}' is not kept by a mapped file"
     elif network:
+        unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
         return Choice("map", "a mapping shares the page cache, and reads nothing twice")
@@ -163,7 +167,7 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if placement.get("strict"):
             limits.require(needed, f"a copy of {model.files[0].path}")
-        warning = "" if network else f"load='auto' maps {model.files[0].path}: {why}"
+        warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
         return Choice("map", why, warning)
     cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
     if cached >= MOSTLY * total:
@@ -231,13 +235,10 @@ def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pa
 
 def mapped(model: Model) -> Loaded:
     """Map a model, of which only the header will be looked at."""
-    return _map(model, Choice("map", "only its header is looked at"), None, {})
+    return _map(model, Choice("map", "only its header is looked at"), None)
 
 
-def _map(
-    model: Model, choice: Choice, advice: Advice | None, placement: PlacementOptions
-) -> Loaded:
-    _tell_what_a_mapping_lacks(model, placement)
+def _map(model: Model, choice: Choice, advice: Advice | None) -> Loaded:
     blocks: list[Block] = []
     try:
         for file, fd in zip(model.files, model.fds, strict=True):
@@ -324,6 +325,9 @@ def _read(
                 direct=direct,
                 progress=progress,
             )
+            if tape is None:  # what is left of whole pages shall be there, too
+                end = max(slot.at + slot.nbytes for slot in slots)
+                block._warm_range(end, block.nbytes - end)
             model.check_versions()
         finally:
             if fds is not model.fds:
