@@ -76,8 +76,9 @@ class Block:
         offset: int,
         nbytes: int,
         mode: Literal["r", "c", "r+"],
-        name: str,
+        file: str,
         category: str = "weights",
+        name: str | None = None,
     ) -> Block: ...
     @staticmethod
     def attach(

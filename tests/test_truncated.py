@@ -1,0 +1,585 @@
+"""Files that somebody truncates while they are mapped: an OSError that names them, and the process
+goes on. Rows of KV caches, blocks, and the tensors of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gguf_files as gf
+import unimem as um
+from conftest import Run
+from proc_maps import PAGE
+from snapshot_files import append, cache, rows
+from unimem import snapshot
+from unimem._core import guard
+from unimem._core.status import counters
+from unimem.errors import SnapshotError
+from unimem.weights import Weights
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+N = 40
+#: Rows of 2 heads of 32 float16 values.
+ROWS_A_PAGE = PAGE // 128
+DIES_OF_IT = -signal.SIGBUS
+
+
+def here(path: Path, nbytes: int) -> None:
+    os.truncate(path, nbytes)
+
+
+def elsewhere(path: Path, nbytes: int) -> None:
+    """By another process."""
+    script = "import os, sys; os.truncate(sys.argv[1], int(sys.argv[2]))"
+    subprocess.run([sys.executable, "-S", "-c", script, str(path), str(nbytes)], check=True)
+
+
+CUTS = [here, elsewhere]
+
+
+@contextlib.contextmanager
+def lost(path: Path, doing: str = "") -> Iterator[None]:
+    """What is done inside raises, and names the file."""
+    with pytest.raises(OSError, match=f"{doing}.*: the file has become shorter") as caught:
+        yield
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def bus_handler() -> bytes:
+    """What the kernel calls for SIGBUS, and for whom: its bits in /proc."""
+    lines = Path("/proc/self/status").read_bytes().splitlines()
+    return b" ".join(line for line in lines if line.startswith((b"SigIgn", b"SigCgt")))
+
+
+# ---- KV caches that are mapped from a snapshot ----
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "session"
+    with cache(N, 2 * N) as kv:
+        kv.save(path)
+    return path
+
+
+def keep_one_lane(path: Path, cut: Callable[[Path, int], None] = here) -> None:
+    """K of the first layer stays, and all others are lost."""
+    facts = snapshot.describe(path)
+    cut(path, facts.data_offset + facts.lane_stride)
+
+
+@contextlib.contextmanager
+def mapped(path: Path) -> Iterator[um.KVCache]:
+    with um.KVCache.restore(path) as kv:
+        yield kv
+
+
+def ones(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
+
+
+#: What touches rows: of a cache, and a folder to write to.
+TOUCHING: dict[str, Callable[[um.KVCache, Path], object]] = {
+    "append": lambda kv, _: kv.append(1, ones(1, 2, 32), ones(1, 2, 32)),
+    "append, converted from nothing": lambda kv, _: kv.append(
+        1, ones(1, 2, 32).astype("f2"), ones(1, 2, 32).astype("f2")
+    ),
+    "append, heads first": lambda kv, _: kv.append(1, ones(1, 2, 3, 32), ones(1, 2, 3, 32)),
+    "append, to V that is lost": lambda kv, _: kv.append(0, ones(2, 2, 32), ones(2, 2, 32)),
+    "append_all": lambda kv, _: kv.append_all(ones(2, 2, 32), ones(2, 2, 32)),
+    "layer, converted": lambda kv, _: kv.layer(1, "float32"),
+    "layer, converted to what is there": lambda kv, _: kv.layer(
+        1, "float64", (np.empty((1, 2, N, 32)), np.empty((1, 2, N, 32)))
+    ),
+    "copy": lambda kv, _: kv.copy(),
+    "save": lambda kv, folder: kv.save(folder / "another"),
+    "warm": lambda kv, _: kv.warm(),
+    "warm with threads": lambda kv, _: kv.warm(2),
+    "trim_to, whose first tokens move": lambda kv, _: kv.trim_to(20, keep_first=3),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", TOUCHING)
+def test_what_touches_lost_rows_raises_and_changes_nothing(
+    name: str, cut: Callable[[Path, int], None], file: Path, tmp_path: Path
+) -> None:
+    with mapped(file) as kv:
+        before = kv._rows(0, "k", 0).tobytes()
+        keep_one_lane(file, cut)
+        was = (kv.seq_len, kv.next_position, kv.capacity_bytes, bus_handler())
+        for _ in range(2):
+            with lost(file):
+                TOUCHING[name](kv, tmp_path)
+        assert (kv.seq_len, kv.next_position, kv.capacity_bytes, bus_handler()) == was
+        assert kv._rows(0, "k", 0).tobytes() == before
+        assert os.listdir(tmp_path) == ["session"]
+        # What is lost can be given up, once nobody views it, and the cache goes on.
+        gc.collect()
+        kv.clear()
+        append(kv, 7)
+        assert kv.seq_len == 7
+        with cache(7, 2 * N) as other:
+            assert rows(kv) == rows(other)
+
+
+def test_what_touches_no_row_goes_on(file: Path) -> None:
+    with mapped(file) as kv:
+        keep_one_lane(file)
+        assert kv.layer(1)[0].shape == (1, 2, N, 32)
+        assert kv.reserve(3) == N
+        kv.rollback()
+        assert kv.row_of(5) == 5
+        assert kv.granted.pages == "4k"
+        assert kv.resident_bytes >= 0
+        kv.crop(N - 1)
+        assert kv.trim_to(20)
+        assert kv.enforce_memory_limit(10 * 4 * kv.row_bytes)
+        assert (kv.seq_len, kv.next_position) == (10, N - 1)
+        with pytest.raises(SnapshotError, match=r"was truncated .* are lost") as caught:
+            kv.verify()
+        assert caught.value.path == str(file)
+
+
+def test_an_append_beyond_the_pages_of_the_file_needs_none_of_them(file: Path) -> None:
+    with mapped(file) as kv:
+        append(kv, ROWS_A_PAGE - N % ROWS_A_PAGE)
+        os.truncate(file, 0)
+        before = counters()["os_calls"]
+        append(kv, 1)
+        assert kv.seq_len % ROWS_A_PAGE == 1
+        # Memory for the row was committed; nothing was guarded.
+        grown = counters()["os_calls"] - before
+        append(kv, 1)
+        assert counters()["os_calls"] - before == grown
+
+
+def test_an_append_of_which_some_rows_lie_in_the_file_is_all_or_nothing(file: Path) -> None:
+    with mapped(file) as kv:
+        keep_one_lane(file)
+        capacity = kv.capacity_bytes
+        many = ones(N, 2, 32)
+        with lost(file):
+            kv.append(1, many, many)
+        assert kv.seq_len == N
+        kv.rollback()
+        assert kv.seq_len == N
+        assert kv.capacity_bytes >= capacity
+
+
+def test_more_rows_than_are_appended_with_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(300, 1000) as kv:
+        kv.save(path)
+    with mapped(path) as kv:
+        kv.crop(10)
+        keep_one_lane(path)
+        many = ones(200, 2, 32)
+        with lost(path):
+            kv.append(1, many, many)
+        assert kv.seq_len == 10
+        kv.crop(5)
+
+
+def test_rows_that_were_written_over_come_back_when_a_later_lane_is_lost(file: Path) -> None:
+    with mapped(file) as kv:
+        append(kv, N)
+        keep_one_lane(file)
+        before = kv._rows(0, "k", 0).tobytes()
+        # The first tokens are read from the file, and go to memory of the cache's own.
+        assert kv.row_of(2 * N - 10) > 2 * ROWS_A_PAGE
+        with lost(file, "trim_to: moving rows"):
+            kv.trim_to(8, keep_first=3)
+        assert (kv.seq_len, kv.next_position) == (2 * N, 2 * N)
+        assert kv._rows(0, "k", 0).tobytes() == before
+
+
+def test_tokens_that_begin_anew_at_the_first_row_stay_where_they_were(tmp_path: Path) -> None:
+    path, most = tmp_path / "session", ROWS_A_PAGE + ROWS_A_PAGE // 2
+    with cache(most, most) as kv:
+        kv.save(path)
+    with mapped(path) as kv:
+        kv.trim_to(10)
+        append(kv, most - 10)
+        kv.trim_to(most - 12)
+        append(kv, 10)
+        first = kv.next_position - kv.seq_len
+        # The last row is used, and the first tokens lie in the last page of the file.
+        assert kv.row_of(kv.next_position - 1) == 2 * most - 1
+        assert most <= kv.row_of(first) < 2 * ROWS_A_PAGE
+        before, was = kv._rows(0, "k", 0).tobytes(), kv.seq_len
+        keep_one_lane(path)
+        with lost(path, "move: moving rows"):
+            kv.append_all(ones(2, 2, 32), ones(2, 2, 32))
+        assert kv.seq_len == was
+        assert kv.row_of(kv.next_position - 1) == 2 * most - 1
+        assert kv._rows(0, "k", 0).tobytes() == before
+
+
+def test_a_snapshot_is_read_into_a_cleared_cache_that_a_lost_file_was_mapped_by(
+    file: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    with cache(N, 2 * N, seed=3) as kv:
+        kv.save(other)
+        expected = rows(kv)
+    with mapped(file) as kv:
+        os.truncate(file, 0)
+        held = kv.layer(0)
+        kv.clear()
+        with pytest.raises(BufferError, match="views hold memory"):
+            snapshot.read_into(kv, other)
+        del held
+        snapshot.read_into(kv, other)
+        assert rows(kv) == expected
+
+
+def test_a_file_that_is_truncated_before_it_is_mapped(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = snapshot._check_wanted
+
+    def cut(*args: Any) -> None:
+        checked(*args)
+        keep_one_lane(file)
+
+    monkeypatch.setattr(snapshot, "_check_wanted", cut)
+    with lost(file):
+        um.KVCache.restore(file)
+
+
+@pytest.mark.parametrize("replace", [os.replace, lambda new, old: os.unlink(old)])
+def test_a_file_that_is_replaced_or_removed_is_read_on(
+    replace: Callable[[Path, Path], None], file: Path, tmp_path: Path
+) -> None:
+    with um.KVCache.restore(file, mode="copy") as kv:
+        expected = rows(kv)
+    new = tmp_path / "new"
+    new.write_bytes(b"short")
+    with mapped(file) as kv:
+        replace(new, file)
+        assert rows(kv) == expected
+        append(kv, 3)
+        kv.verify()
+
+
+def test_a_file_that_grew_again_reads_as_zeros_and_its_checksums_tell(file: Path) -> None:
+    size = file.stat().st_size
+    with mapped(file) as kv:
+        keep_one_lane(file)
+        os.truncate(file, size)
+        assert not kv.layer(1, "float32")[0].any()
+        append(kv, 1)
+        with pytest.raises(SnapshotError, match="checksum does not match in v of layer 0"):
+            kv.verify()
+
+
+def test_a_cache_without_pages_of_a_file_pays_nothing(file: Path) -> None:
+    with cache(0, 64) as fixed, um.KVCache.restore(file, mode="copy") as copied:
+        for kv in (fixed, copied):
+            before = counters()["os_calls"]
+            append(kv, 3)
+            kv.append_all(ones(2, 2, 32), ones(2, 2, 32))
+            kv.layer(0, "float32")
+            assert kv.trim_to(kv.seq_len - 2, keep_first=1)
+            assert counters()["os_calls"] == before
+
+
+# ---- blocks ----
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(range(256)) * (8 * PAGE // 256))
+    return path
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("mode", ["r", "c", "r+"])
+def test_blocks_over_a_truncated_file(
+    mode: Any, cut: Callable[[Path, int], None], data: Path
+) -> None:
+    with um.Block.map(data, mode=mode, name="called otherwise") as block:
+        cut(data, 3 * PAGE)
+        for touch in (block.warm, lambda: block.warm(2), block.sealed_copy):
+            with lost(data):
+                touch()
+        # What the kernel does without touching goes on.
+        assert block.verify().resident_bytes <= 8 * PAGE
+        block.advise("willneed")
+        block._pages(0, 8 * PAGE)
+        assert block.as_array("uint8", 3 * PAGE).tobytes() == data.read_bytes()
+        if block._lock("onfault") is not False:
+            block._lock(False)
+        with pytest.raises(OSError, match="locking block"):
+            block._lock(True)
+
+
+def test_shared_memory_that_somebody_truncates() -> None:
+    path = f"/dev/shm/unimem-test-{os.getpid()}"
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(4 * PAGE))
+        with um.Block.attach(path) as block:
+            os.truncate(path, PAGE)
+            with lost(Path(path)):
+                block.sealed_copy()
+    finally:
+        os.unlink(path)
+
+
+# ---- guard.copy ----
+
+
+def test_copy(data: Path) -> None:
+    with um.Block.map(data) as block:
+        for nbytes in (0, 1, 100, 8 * PAGE):
+            out = bytearray(b"?" * (8 * PAGE))
+            guard.copy(out, block.address, nbytes, "what")
+            assert out == data.read_bytes()[:nbytes] + b"?" * (8 * PAGE - nbytes)
+        os.truncate(data, PAGE)
+        with lost(data):
+            guard.copy(np.empty(2 * PAGE, np.uint8), block.address, 2 * PAGE, str(data))
+        with pytest.raises(ValueError, match="out: expected at least 2 bytes, got 1"):
+            guard.copy(bytearray(1), block.address, 2, "")
+        with pytest.raises(BufferError, match="not writable"):
+            guard.copy(b"12", block.address, 2, "")  # type: ignore[arg-type]
+        with pytest.raises((ValueError, BufferError), match="contiguous"):
+            guard.copy(np.empty((4, 4), np.uint8)[:, ::2], block.address, 2, "")
+        with pytest.raises(ValueError, match="address: expected an integer from 1"):
+            guard.copy(bytearray(1), 0, 1, "")
+
+
+def test_copies_of_many_threads(data: Path, tmp_path: Path) -> None:
+    """Some of files that are there, some of files that are cut; a mebibyte without the lock."""
+    whole = tmp_path / "whole"
+    whole.write_bytes(os.urandom(1 << 20))
+    expected = whole.read_bytes()
+    failed: list[BaseException] = []
+
+    def work(good: um.Block, bad: um.Block) -> None:
+        try:
+            out = bytearray(1 << 20)
+            for _ in range(100):
+                guard.copy(out, good.address, 1 << 20, "whole")
+                assert out == expected
+                with lost(data):
+                    guard.copy(out, bad.address, 8 * PAGE, str(data))
+                with lost(data):
+                    guard.copy(out, bad.address + 7 * PAGE, 1, str(data))
+        except BaseException as error:
+            failed.append(error)
+
+    with um.Block.map(whole) as good, um.Block.map(data) as bad:
+        os.truncate(data, PAGE)
+        before = bus_handler()
+        threads = [threading.Thread(target=work, args=(good, bad)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        assert bus_handler() == before
+
+
+# ---- handlers of others ----
+
+SCRIPT = """
+import faulthandler, os, signal, sys, threading
+import numpy as np
+import unimem as um
+from unimem._core import guard
+
+path = sys.argv[1]
+with open(path, "wb") as file:
+    file.write(bytes(1 << 20))
+block = um.Block.map(path)
+array = block.as_array()
+os.truncate(path, 4096)
+out = bytearray(1 << 20)
+
+def guarded():
+    try:
+        guard.copy(out, block.address, 1 << 20, path)
+    except OSError as error:
+        assert error.filename == path
+    else:
+        raise SystemExit("nothing was lost")
+
+def end():
+    print("comes here", flush=True)
+    array[8192] + 1  # as NumPy, which nobody guards
+"""
+
+
+def run_script(run_python: Run, path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.replace("sys.argv[1]", repr(str(path))) + body
+    # A sanitizer would tell of the signal in the place of the kernel.
+    asan = os.environ.get("ASAN_OPTIONS", "") + ":handle_sigbus=0"
+    return run_python(script, PYTHONFAULTHANDLER="", ASAN_OPTIONS=asan)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_told"),
+    [
+        ("faulthandler.enable(); guarded(); end()", True),
+        ("guarded(); faulthandler.enable(); guarded(); guarded(); end()", True),
+        (
+            "for _ in range(5):\n"
+            "    guarded(); faulthandler.enable(); guarded(); faulthandler.disable()\n"
+            "guarded(); faulthandler.enable(); end()",
+            True,
+        ),
+        ("guarded(); end()", False),
+        ("faulthandler.enable(); guarded(); faulthandler.disable(); guarded(); end()", False),
+        # While a copy is under way, which the file is there for, in another thread.
+        (
+            "os.truncate(path, 1 << 20)\n"
+            "over = threading.Event()\n"
+            "def work():\n"
+            "    while not over.is_set():\n"
+            "        guard.copy(out, block.address, 1 << 20, path)\n"
+            "threads = [threading.Thread(target=work) for _ in range(3)]\n"
+            "[thread.start() for thread in threads]\n"
+            "for _ in range(300):\n"
+            "    faulthandler.enable(); faulthandler.disable(); os.sched_yield()\n"
+            "faulthandler.enable()\n"
+            "over.set()\n"
+            "[thread.join() for thread in threads]\n"
+            "os.truncate(path, 4096)\n"
+            "guarded(); guarded(); end()",
+            True,
+        ),
+    ],
+)
+def test_faulthandler_tells_of_what_is_not_ours(
+    body: str, is_told: bool, run_python: Run, tmp_path: Path
+) -> None:
+    done = run_script(run_python, tmp_path / "data", body)
+    assert done.returncode == DIES_OF_IT, done.stderr
+    assert done.stdout == "comes here\n"
+    assert done.stderr.count("Fatal Python error: Bus error") == is_told
+
+
+def test_faulthandler_is_on_here_and_stays_so(file: Path) -> None:
+    faulthandler.enable()  # as pytest has, unless it was told not to
+    with mapped(file) as kv:
+        keep_one_lane(file)
+        with lost(file):
+            kv.copy()
+    assert faulthandler.is_enabled()
+
+
+def test_a_handler_in_python_hears_what_was_sent_and_nothing_else(
+    run_python: Run, tmp_path: Path
+) -> None:
+    body = """
+heard = []
+def handler(number, frame):
+    heard.append(number)
+signal.signal(signal.SIGBUS, handler)
+guarded()
+assert heard == [] and signal.getsignal(signal.SIGBUS) is handler
+os.kill(os.getpid(), signal.SIGBUS)
+assert heard == [signal.SIGBUS]
+over = threading.Event()
+def work():
+    while not over.is_set():
+        guarded()
+threads = [threading.Thread(target=work) for _ in range(3)]
+[thread.start() for thread in threads]
+for i in range(200):
+    signal.raise_signal(signal.SIGBUS)
+    assert len(heard) == 2 + i
+over.set()
+[thread.join() for thread in threads]
+os.kill(os.getpid(), signal.SIGBUS)
+assert len(heard) == 202 and signal.getsignal(signal.SIGBUS) is handler
+signal.signal(signal.SIGBUS, signal.SIG_IGN)
+guarded()
+os.kill(os.getpid(), signal.SIGBUS)
+signal.signal(signal.SIGBUS, signal.SIG_DFL)
+guarded()
+print("well")
+os.kill(os.getpid(), signal.SIGBUS)
+"""
+    done = run_script(run_python, tmp_path / "data", body)
+    assert (done.returncode, done.stdout, done.stderr) == (DIES_OF_IT, "well\n", "")
+
+
+def test_a_forked_child_lives_on_too(file: Path, run_python: Run, tmp_path: Path) -> None:
+    body = """
+over = threading.Event()
+def work():
+    while not over.is_set():
+        guarded()
+threads = [threading.Thread(target=work) for _ in range(2)]
+[thread.start() for thread in threads]
+for _ in range(50):
+    pid = os.fork()
+    if pid == 0:
+        guarded()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+over.set()
+[thread.join() for thread in threads]
+print("well")
+"""
+    done = run_script(run_python, tmp_path / "data", body)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+
+
+# ---- a model's tensors ----
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of one tensor of 64 pages, mapped."""
+    path = tmp_path / "model.gguf"
+    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (64 * PAGE // 4,), gf.F32, 0))
+    path.write_bytes(raw + bytes(-len(raw) % 32) + bytes(64 * PAGE))
+    return path
+
+
+#: What touches tensors of a mapped model.
+OF_WEIGHTS: dict[str, Callable[[Weights], object]] = {
+    "warm": lambda w: w.warm(),
+    "lock": lambda w: w.lock(True),
+    "content_hash": lambda w: w.content_hash(),
+    "dequantize": lambda w: w.tensors["t"].dequantize(),
+    "evict": lambda w: w.evict(),
+    "sealed_copy": lambda w: w.blocks[0].sealed_copy(),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_what_touches_lost_tensors_raises(
+    name: str, cut: Callable[[Path, int], None], model: Path
+) -> None:
+    with um.open_weights(model, load="map") as w:
+        before = bus_handler()
+        cut(model, 3 * PAGE)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"become shorter|was replaced") as caught:
+                OF_WEIGHTS[name](w)
+            assert caught.value.filename == str(model)
+        assert bus_handler() == before
+        # What touches none goes on.
+        assert w.residency().nbytes > 0
+        assert w.tensors["t"].as_array().shape == (64 * PAGE // 4,)
