@@ -69,10 +69,8 @@ def blocks(name: str, n_values: int, seed: int) -> np.ndarray[Any, Any]:
 TENSOR_TYPES = [kind for kind in gguf.GGMLQuantizationType if kind.name != "Q8_1"]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_every_type(path: Path) -> None:
     """A file by gguf-py with every type of metadata and of tensor."""
-    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
     tensors: dict[str, tuple[Any, Any]] = {
         f"t.{kind.name}": (blocks(kind.name, 512, kind), kind)
         for kind in TENSOR_TYPES
@@ -83,6 +81,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[f"t.{kind.name}"] = (np.arange(30, dtype=name).reshape(5, 3, 2, 1), kind)
     tensors["scalar"] = (np.float32(7).reshape(()), gguf.GGMLQuantizationType.F32)
     gf.write_with_gguf_py(path, METADATA, tensors)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
+    write_every_type(path)
     return path
 
 

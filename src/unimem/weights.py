@@ -164,6 +164,14 @@ class Tensor:
             return np.dtype(np.uint8), (self.nbytes,)
         return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        from unimem import dlpack
+
+        return dlpack.export(self.as_array(), **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.as_array().__dlpack_device__()
+
     def dequantize(self) -> NDArray[np.float32]:
         """Convert the data to float32.
 
@@ -381,10 +389,12 @@ class Weights:
     def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
         """Bring all into RAM and into this process's page tables, so that a touch costs no fault.
 
+        Nothing is lost when it is stopped: what was brought in by then stays.
+
         Parameters
         ----------
         threads : int, optional
-            That read; by default one.
+            That read; by default the physical cores that this process may use.
         progress : callable, optional
             As for `content_hash`.
 
@@ -409,13 +419,18 @@ class Weights:
         ----------
         how : bool or "onfault"
             True: all of it, now. ``"onfault"``: each page from its first touch on. False: no more.
+            Whatever is raised, each file is locked as it was before.
 
         Raises
         ------
         PlacementError
-            The limit on locked memory, which is named, has no room; nothing stays locked then.
+            The limit on locked memory, which is named, has no room.
         CapacityError
             It does not fit into the memory that this process may have.
+        ValueError
+            The model lies on a tape, which is to be locked as a whole; an unknown lock.
+        OSError
+            As for `warm`.
         ClosedError
             The weights were closed.
         """
