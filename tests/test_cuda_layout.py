@@ -61,6 +61,20 @@ def test_a_model_arrives_with_room_for_all_that_it_needs(cuda: Any, model: Path)
     assert told[-1] == (layout.weights.total_bytes, layout.weights.total_bytes)
 
 
+def test_a_split_model_arrives(cuda: Any, model: Path) -> None:
+    import gguf_files as gf
+
+    parts = gf.split(model, 6)
+    with (
+        um.open_weights(model) as weights,
+        cuda.Layout.for_model(parts[1], ctx=32) as layout,
+    ):
+        assert list(layout.tensors) == list(weights.tensors)
+        for name, array in layout.tensors.items():
+            assert numpy_of(array).tobytes() == weights.tensors[name].as_array().tobytes()
+        assert layout.weights.available_bytes == 0
+
+
 def test_the_buffers_fit_exactly(cuda: Any, model: Path) -> None:
     with (
         um.open_weights(model) as weights,

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("gguf", reason="gguf is not installed")
 import gguf
 import gguf_files as gf
+import safetensors_files as sf
 import unimem as um
 from host_gpu import HostDriver, HostStream, numpy_of
 from models import make
@@ -162,6 +163,67 @@ def test_arrays_keep_the_memory_and_not_the_file(
     assert len(host_gpu.allocated) == 1
     del arrays
     assert host_gpu.allocated == {}
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A model of several files, whose data ends anywhere."""
+    whole = write(tmp_path / "whole.gguf", 100, 5 * PAGE + 1, 33, 1, 3 * PAGE, 7, RING + 5)
+    return gf.split(whole, 2, no_tensor_first=True)
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+@pytest.mark.parametrize("threads", [1, 7])
+def test_several_files_arrive_one_behind_the_other(
+    cuda: Any, parts: list[Path], load: Any, threads: int
+) -> None:
+    told: list[tuple[int, int]] = []
+    with um.open_weights(parts[0], load=load) as w, cuda.Tape(2 * w.mapped_bytes) as tape:
+        arrays = w.to_device(
+            tape, threads=threads, staging_bytes=RING, progress=lambda *n: told.append(n)
+        )
+        check(w, arrays)
+        base = min(array.data.ptr for array in arrays.values())
+        end = 0
+        for path in w.files:
+            here = [tensor for tensor in w.tensors.values() if tensor.file == path]
+            if not here:
+                continue
+            first = here[0]
+            # Its data begins at the next multiple of 256, and lies as in the file.
+            begin = arrays[first.name].data.ptr - base
+            assert begin == -(-end // 256) * 256
+            for tensor in here:
+                at = arrays[tensor.name].data.ptr - base
+                assert at - begin == tensor.offset - first.offset
+                end = at + tensor.nbytes
+        assert tape.used_bytes == end
+    data = sum(path.stat().st_size for path in parts)
+    total = told[-1][1]
+    assert told[-1] == (total, total)
+    assert total <= min(end, data)
+
+
+def test_safetensors_arrive(cuda: Any, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(sf.everything())
+    with um.open_weights(file) as w, cuda.Tape(w.mapped_bytes) as tape:
+        arrays = w.to_device(tape)
+        check(w, arrays)
+        assert arrays["t.F8_E4M3"].dtype.name == "float8_e4m3fn"
+        assert arrays["t.BF16"].dtype.name == "bfloat16"
+        assert arrays["t.F4"].dtype.name == "uint8"
+
+
+@pytest.mark.parametrize("i", [0, 2])
+def test_a_part_that_changed_is_named(cuda: Any, parts: list[Path], i: int) -> None:
+    with um.open_weights(parts[0]) as w, cuda.Tape(2 * w.mapped_bytes) as tape:
+        for change in (replace, write_a_byte):
+            change(parts[i])
+            with pytest.raises(OSError, match="open it again") as caught:
+                w.to_device(tape)
+            assert caught.value.filename == str(parts[i])
+            assert tape.used_bytes == 0
 
 
 # ---- how it gets there ----
