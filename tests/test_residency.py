@@ -226,6 +226,44 @@ def test_a_copy_in_reserved_huge_pages(tmp_path: Path) -> None:
             assert part == Residency(n, n, n, n, n, 0, {0: n})
 
 
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_staged_in_reserved_huge_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = limits.Limit("memory of the machine", 10 * MIB, 10 * MIB, "take less")
+    with (
+        um.stage(model, backing="hugetlb") as staged,
+        um.open_weights(staged.path, load="map") as weights,
+    ):
+        look = weights.residency()
+        nbytes = look.nbytes
+        assert look == Residency(nbytes, 0, 0, 0, 0, nbytes, {}, look.tensors, look.by_file)
+        # It lies in memory, and needs no room there once more.
+        monkeypatch.setattr(limits, "memory_limits", lambda: (full,))
+        weights.warm()
+        look = weights.residency()
+        assert look.mapped_bytes == look.huge_bytes == look.locked_bytes == nbytes
+        assert look.unknown_bytes == 0
+        weights.lock()
+        weights.lock(False)
+        # There is no place that its pages could come back from.
+        assert weights.evict() == 0
+        assert weights.residency().unknown_bytes == nbytes
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "shm", "memfd"])
+def test_staged_models_stay_in_ram(model: Path, backing: Any) -> None:
+    try:
+        staged = um.stage(model, backing=backing)
+    except um.PlacementError as error:
+        pytest.skip(f"nothing can be staged so: {error}")
+    with staged, um.open_weights(staged.path, load="map") as weights:
+        look = weights.residency()
+        assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0)
+        weights.warm()
+        assert weights.residency().mapped_bytes == look.nbytes
+        assert weights.evict() == 0
+        assert weights.residency() == look
+
+
 def test_on_a_tape(model: Path) -> None:
     with um.Tape(4 * MIB, warm=True) as tape:
         tape.take_bytes(100)
