@@ -82,7 +82,7 @@ NUMPY += ["int8", "uint8", "bool", "complex64"]
 def test_what_its_numpy_writer_writes(tmp_path: Path, reference: Any) -> None:
     from safetensors.numpy import save
 
-    arrays = {name: np.arange(30).reshape(5, 3, 2).astype(name) for name in NUMPY}
+    arrays: dict[str, Any] = {name: np.arange(30).reshape(5, 3, 2).astype(name) for name in NUMPY}
     arrays |= {
         "scalar": np.array(7, np.float32),
         "empty": np.zeros((3, 0), np.int16),
