@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+import gguf_files as gf
 import unimem as um
+from unimem._core.status import ledger
 from unimem.plan import PREFILL_BATCH
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
@@ -162,6 +164,83 @@ def test_a_file(model: Path) -> None:
     # What is mapped is the file.
     assert sum(types.values()) + rows(plan)["other"] == model.stat().st_size
     assert plan.ctx == 1024
+
+
+@pytest.fixture
+def not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the file was read")
+
+    monkeypatch.setattr("unimem.loading.read_parts", read)
+
+
+LOADS: Any = ["auto", "map", "copy", "direct"]
+
+
+@pytest.mark.parametrize("pages", ["auto", "4k", "thp"])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("split", [False, True], ids=["one file", "split"])
+def test_what_is_planned_of_a_file_is_what_it_takes(
+    model: Path, load: Any, pages: Any, split: bool
+) -> None:
+    path = gf.split(model, 7)[0] if split else model
+    before = ledger()
+    planned = um.plan(path, load=load, pages=pages)
+    assert ledger()["weights"]["mapped_bytes"] == before["weights"]["mapped_bytes"]
+    if load == "map" and pages == "thp":
+        pages = "auto"  # which a mapping has not, and says so
+    with um.open_weights(path, load=load, pages=pages) as weights:
+        nbytes = sum(n for name, n in rows(planned).items() if name.startswith("weights:"))
+        assert nbytes == weights.nbytes
+        assert nbytes + rows(planned)["other"] == weights.mapped_bytes
+        # What lies in memory already counts neither twice nor as missing.
+        again = um.plan(weights, pages=pages)
+        assert again.rows == planned.rows
+
+
+@pytest.mark.usefixtures("not_read", "available")
+def test_planning_reads_headers_only(model: Path) -> None:
+    for load in LOADS:
+        assert um.plan(model, load=load).fits
+    with pytest.raises(AssertionError, match="was read"):
+        um.open_weights(model, load="copy")
+    with pytest.raises(ValueError, match="load: expected 'auto', 'map', 'copy' or 'direct'"):
+        um.plan(model, load="mmap")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("not_read")
+def test_what_does_not_fit_is_not_read(model: Path, available: Any) -> None:
+    available(1 << 20)
+    for load in LOADS:
+        with pytest.raises(um.CapacityError):
+            um.Layout.for_model(model, load=load)
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_a_layout_has_the_weights_as_they_are_asked_for(model: Path) -> None:
+    told: list[tuple[int, int]] = []
+    for load in ("copy", "direct"):
+        with um.Layout.for_model(
+            model,
+            ctx=100,
+            load=load,
+            pages="4k",
+            progress=lambda *n: told.append(n),
+        ) as layout:
+            weights = layout.weights
+            assert isinstance(weights, um.Weights)
+            assert weights.load == load
+            assert weights.blocks[0].requested["pages"] == "4k"
+            assert layout.stat().weights_used == weights.mapped_bytes
+            assert layout.plan is not None
+            assert layout.plan.rows == um.plan(model, ctx=100, load=load, pages="4k").rows
+            assert told[-1][0] == told[-1][1] >= weights.nbytes
+        assert weights.closed
+    # Memory that a mapping cannot be is a reason to copy.
+    with um.Layout.for_model(model, ctx=100, numa="preferred:0") as layout:
+        assert isinstance(layout.weights, um.Weights)
+        assert layout.weights.load != "map"
+        assert layout.weights.blocks[0].requested["numa"] == "preferred:0"
 
 
 def test_a_layout_is_what_was_planned(model: Path) -> None:
