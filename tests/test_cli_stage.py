@@ -1,5 +1,7 @@
 """`unimem stage`: what it prints, and the small processes that keep what it has staged."""
 
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
 from __future__ import annotations
 
 import gc
@@ -103,7 +105,7 @@ def kib(pid: int, name: str) -> int:
 
 def test_only_the_path_goes_to_standard_output(
     run: Any,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> None:
     code, out, err = run(model)
@@ -115,7 +117,7 @@ def test_only_the_path_goes_to_standard_output(
     assert read_elsewhere(held.path) == model.read_bytes()
 
 
-def test_a_shell_passes_it_on(model: Path) -> None:  # noqa: F811
+def test_a_shell_passes_it_on(model: Path) -> None:
     command = f'cat "$("{sys.executable}" -c "$2" stage "$1")"'
     done = subprocess.run(
         ["sh", "-c", command, "sh", str(model), MAIN], capture_output=True, check=True
@@ -123,7 +125,7 @@ def test_a_shell_passes_it_on(model: Path) -> None:  # noqa: F811
     assert done.stdout == model.read_bytes()
 
 
-def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
     stage(model, "--backing", "memfd")
     (held,) = kept(tmp_path)
     assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
@@ -137,7 +139,7 @@ def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: P
     assert "numpy" not in maps
 
 
-def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:  # noqa: F811
+def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:
     def read_bytes() -> int:
         return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
@@ -148,7 +150,7 @@ def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:  # noq
     assert stage(os.path.relpath(model)) == path
 
 
-def test_a_changed_model_is_staged_anew(run: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_changed_model_is_staged_anew(run: Any, model: Path, tmp_path: Path) -> None:
     _, old, _ = run(model)
     reader = start_reader(old.strip())
     with model.open("r+b") as file:
@@ -164,7 +166,7 @@ def test_a_changed_model_is_staged_anew(run: Any, model: Path, tmp_path: Path) -
     stop(reader)
 
 
-def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Path) -> None:
     paths = [
         stage(model, *options)
         for options in ((), ("--pages", "4k"), ("--backing", "memfd"), ("--numa", "bind:0"))
@@ -174,7 +176,7 @@ def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Pa
     assert stage(model, "--pages", "4k") == paths[1]
 
 
-def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", MAIN, "stage", str(model)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate()[0] for process in both}
@@ -182,7 +184,7 @@ def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:  # noqa
     assert len(paths) == 1
 
 
-def test_split_models_and_indices(stage: Stage, split: list[Path], indexed: Path) -> None:  # noqa: F811
+def test_split_models_and_indices(stage: Stage, split: list[Path], indexed: Path) -> None:
     assert os.path.basename(stage(split[2])) == split[0].name
     assert os.path.basename(stage(indexed)) == indexed.name
     (of_split, of_index) = (len(held.paths) for held in kept(indexed.parent))
@@ -199,7 +201,7 @@ def test_llama_cpp_starts_from_the_printed_path(stage: Stage, tmp_path: Path) ->
     assert llama_cpp.greedy(Path(path), [1, 5, 9], 8)[0] == expected
 
 
-def test_json(run: Any, model: Path) -> None:  # noqa: F811
+def test_json(run: Any, model: Path) -> None:
     code, out, _ = run(model, "--json")
     assert code == 0
     document = json.loads(out)
@@ -218,7 +220,7 @@ def test_json(run: Any, model: Path) -> None:  # noqa: F811
 def test_the_lock_is_the_holders(
     options: tuple[str, ...],
     stage: Stage,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> None:
     if limits.memlock() is not None:
@@ -232,7 +234,7 @@ def test_the_lock_is_the_holders(
 
 def test_the_page_cache_needs_no_holder(
     stage: Stage,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> None:
     with model.open("rb") as file:
@@ -247,7 +249,7 @@ def test_the_page_cache_needs_no_holder(
 # ---- what is staged, and its end -------------------------------------------------------------
 
 
-def test_the_list(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_list(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
     path = stage(model)
     code, out, _ = run("--list")
     (held,) = kept(tmp_path)
@@ -273,7 +275,7 @@ def test_nothing_staged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drop(
     run: Any,
     stage: Stage,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,7 +298,7 @@ def test_drop(
 def test_a_holder_that_does_not_answer_is_killed(
     run: Any,
     stage: Stage,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -314,7 +316,7 @@ def test_a_holder_that_was_killed(
     backing: str,
     run: Any,
     stage: Stage,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> None:
     path = stage(model, "--backing", backing)
@@ -348,7 +350,7 @@ def test_a_holder_that_fails_at_its_start(
     said: str,
     backing: str,
     run: Any,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,7 +364,7 @@ def test_a_holder_that_fails_at_its_start(
 
 def test_a_holder_whose_command_was_interrupted_ends(
     run: Any,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -408,7 +410,7 @@ def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
 
 def test_exit_codes(
     run: Any,
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -368,11 +368,10 @@ UM_API um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes,
  * for openat and /proc/PID/fd. It goes with the last descriptor of the folder, and the memory of a
  * file with the last that has it open or mapped. huge: its files have huge pages where memory has,
  * whatever shmem_enabled says. errors: UM_E_INVALID (nbytes 0), UM_E_NOMEM, UM_E_OS (also: EPERM
- * without CAP_SYS_ADMIN in the user namespace, ENOSYS before Linux 5.2). */
+ * without CAP_SYS_ADMIN in the user namespace, ENOSYS before Linux 5.12, which cannot seal it). */
 UM_API um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err);
 /* Makes it read-only, for everybody and for good: who has the folder cannot undo it without the
- * rights that it took. errors: UM_E_OS (EBUSY: a file in it is open for writing; ENOSYS before
- * Linux 5.12). */
+ * rights that it took. errors: UM_E_OS (EBUSY: a file in it is open for writing). */
 UM_API um_status um_tmpfs_seal(int fd, um_error *err);
 
 /* ---- load ---- */

@@ -2,6 +2,7 @@
 #include "internal.h"
 #include "os.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -27,6 +28,10 @@ static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_er
 um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
     if (nbytes == 0) {
         return um_fail(err, UM_E_INVALID, "nbytes"); /* to the kernel: no limit */
+    }
+    /* What could not be sealed later is not made: this kernel has no such call. */
+    if (um_os_mount_read_only(-1) == ENOSYS) {
+        return um_fail_os(err, ENOSYS, nbytes, "mount_setattr");
     }
     int fs;
     int os_errno = um_os_fs_open("tmpfs", &fs);

@@ -130,6 +130,17 @@ static um_status run_seal(void *context, um_error *err) {
     return um_tmpfs_seal(*(int *)context, err);
 }
 
+/* What could not be sealed is not made. */
+static void test_old_kernel(void) {
+    int fd = 777;
+    fault_os_fail_nth(1, ENOSYS);
+    CHECK_STATUS(UM_E_OS, um_tmpfs_open(&fd, 1 << 20, 0, &test_err));
+    CHECK(test_err.os_errno == ENOSYS && strcmp(test_err.what, "mount_setattr") == 0);
+    CHECK_EQ_U64(fault_os_calls(), 1);
+    fault_os_fail_nth(0, 0);
+    CHECK(fd == 777);
+}
+
 static void test_every_fault(void) {
     int fd = 777;
     fault_case opening = {.run = run_open,
@@ -137,7 +148,7 @@ static void test_every_fault(void) {
                           .context = &fd,
                           .outputs = &fd,
                           .outputs_nbytes = sizeof fd,
-                          .harmless = " um_os_close "};
+                          .harmless = " um_os_close um_os_mount_read_only "};
     fault_os_check_each(&opening);
     fd = open_tmpfs(1 << 20, 0);
     fault_case sealing = {.run = run_seal, .context = &fd, .harmless = ""};
@@ -150,7 +161,7 @@ int main(void) {
     test_refused();
     um_status status = um_tmpfs_open(&fd, 1 << 20, 0, &test_err);
     if (status == UM_E_OS && (test_err.os_errno == EPERM || test_err.os_errno == ENOSYS)) {
-        test_skip("tmpfs", "this process may not mount, or the kernel is older than 5.2");
+        test_skip("tmpfs", "this process may not mount, or the kernel is older than 5.12");
         return test_report();
     }
     close(fd);
@@ -158,6 +169,7 @@ int main(void) {
     test_detached();
     test_sealed();
     test_huge();
+    test_old_kernel();
     test_every_fault();
     return test_report();
 }

@@ -20,7 +20,6 @@ from unimem.model_file import Model, ModelFile
 from unimem.placement import Pages, PlacementOptions, format_bytes
 
 __all__ = [
-    "MOSTLY",
     "Choice",
     "Load",
     "Loaded",

@@ -7,7 +7,6 @@ import mmap
 import os
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.loading import Progress
 from unimem.model_file import Model, ModelFile, Version, open_model, version_of
-from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
+from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
 from unimem.stage_places import BACKINGS, Backing, Folder, Memory, Mount, Place, sweep
 
-__all__ = ["Stage", "stage", "together"]
+__all__ = ["Stage", "stage"]
 
 # What lets programs have huge pages that map a file wherever the kernel says.
 _ALLOW: dict[Backing, str] = {
@@ -199,7 +198,7 @@ def stage(
     Examples
     --------
     >>> import unimem as um
-    >>> model = um.__path__[0] + "/models/tiny.gguf"
+    >>> model = os.path.dirname(um.__file__) + "/models/tiny.gguf"
     >>> with um.stage(model) as st, um.open_weights(st.path) as w:
     ...     len(w.tensors) > 0
     True
@@ -507,16 +506,3 @@ def _copy_index(place: Place, name: str, path: str) -> None:
     with open(path, "rb") as source, open(place.create(name), "wb") as target:
         os.fchmod(target.fileno(), 0o444)
         target.write(source.read())
-
-
-def together(placements: Sequence[Placement]) -> Placement:
-    """Add up what several mappings were granted; the pages are those of most bytes."""
-    most = max(placements, key=lambda placement: placement.resident_bytes)
-    nodes: Counter[int] = Counter()
-    for placement in placements:
-        nodes.update(placement.nodes)
-    sums = {
-        name: sum(getattr(placement, name) for placement in placements)
-        for name in ("resident_bytes", "huge_bytes", "locked_bytes", "swapped_bytes", "pss_bytes")
-    }
-    return Placement(most.pages, most.page_bytes, nodes=dict(nodes), **sums)

@@ -23,7 +23,7 @@ from unimem.placement import Lock, Placement
 from unimem.stage import Stage
 from unimem.stage_places import Folder, sweep
 
-__all__ = ["SCHEMA", "Held", "drop", "hold", "hold_files", "holders"]
+__all__ = ["Held", "drop", "hold", "hold_files", "holders"]
 
 SCHEMA = "unimem.stage/1"
 

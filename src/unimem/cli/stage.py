@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from unimem.cli import terminal
-from unimem.placement import Pages, format_bytes
+from unimem.placement import Pages, format_bytes, together
 from unimem.placing import parse_numa
 from unimem.stage import stage as make_stage
-from unimem.stage import together
 from unimem.stage_held import Held, drop, hold, hold_files, holders
 from unimem.stage_places import sweep
 from unimem.weights import open_weights
