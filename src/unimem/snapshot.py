@@ -21,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem import snapshot_format as fmt
+from unimem._core import guard
 from unimem._core.block import Block
 from unimem.atomic_file import NewFile
 from unimem.errors import CacheFull, SnapshotError
@@ -96,7 +97,10 @@ def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str |
             # Pages of a file that may be lost are copied first: neither hashed nor written from.
             if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
                 piece = staging[: chunk.nbytes + chunk.padding]
-                kv._copy_rows(piece[: chunk.nbytes], data)
+                if kv._file is None:
+                    piece[: chunk.nbytes] = data
+                else:
+                    guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
                 piece[chunk.nbytes :] = 0
                 data = piece
             snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)

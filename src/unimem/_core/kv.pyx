@@ -493,7 +493,7 @@ cdef class KVCache(KVMemory):
         try:
             other._begin_restore(position, n)
             for lane in self._lanes():
-                self._copy_rows(other._restore_rows(*lane, n, position), self._rows(*lane))
+                self.copy_rows(other._restore_rows(*lane, n, position), self._rows(*lane))
             other._finish_restore(position, n)
         except BaseException:
             other.close()

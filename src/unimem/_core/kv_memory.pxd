@@ -34,4 +34,5 @@ cdef class KVMemory(KVRows):
     cdef void _release_lanes(self, size_t first, size_t end) noexcept
     cdef int _shrink(self, list ranges) except -1
     cdef int _stay_inside(self) except -1
+    cdef int copy_rows(self, out, rows) except -1
     cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n)

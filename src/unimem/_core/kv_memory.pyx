@@ -428,12 +428,13 @@ cdef class KVMemory(KVRows):
         window = new_window(region, data - <char *>region.block.base, nbytes)
         return new_array(data, 1, &nbytes, NULL, dtype_of("uint8"), window, True)
 
-    def _copy_rows(self, out, rows):
+    cdef int copy_rows(self, out, rows) except -1:
         """Copy bytes that `_rows` has given, under the guard where they may be a file's."""
         if self._file is None:
             np.copyto(out, rows)
         else:
             guard.copy(out, rows.ctypes.data, rows.nbytes, self._file)
+        return 0
 
     def _rows(self, layer, part, stream):
         """The bytes of the tokens that all layers hold, of one lane."""
