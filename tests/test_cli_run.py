@@ -224,6 +224,26 @@ def test_huge_pages_are_granted_where_they_are_asked_for(model: Path) -> None:
     assert document["options"]["pages"] == "thp"
 
 
+def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
+    loads = ("map", "copy", "direct")
+    documents = [run_json(model, "-p", "Hello", "-n", "9", "--load", load) for load in loads]
+    for load, document in zip(loads, documents, strict=True):
+        assert document["options"]["load"] == document["model"]["load"] == load
+        assert document["model"]["load_reason"] == "it was asked for"
+        assert document["output"] == documents[0]["output"]
+    part = gf.split(model, 8)[1]
+    split = run_json(part, "-p", "Hello", "-n", "9", "--numa", "preferred:0")
+    assert split["output"] == documents[0]["output"]
+    assert len(split["model"]["files"]) > 2
+    assert (split["options"]["load"], split["model"]["load"] in ("copy", "direct")) == (
+        "auto",
+        True,
+    )
+    assert "numa='preferred:0' is not kept by a mapped file" in split["model"]["load_reason"]
+    _, out, _ = run("run", model, "-n", "1", "--load", "copy", *ONE_THREAD)
+    assert re.search(r"^load +copy: it was asked for$", out, re.M)
+
+
 def test_the_default_number_of_tokens_ends_with_the_context(model: Path) -> None:
     document = run_json(model, "-p", "Hello", "--ctx", "32")
     n_prompt = len(document["prompt"]["tokens"])
@@ -476,6 +496,7 @@ def test_when_saving_fails_what_was_made_is_shown(
         (["random.gguf", "--ctx", str(2**31)], 2, "--ctx"),
         (["random.gguf", "--threads", "0"], 2, "--threads"),
         (["random.gguf", "--kv-dtype", "q9"], 2, "--kv-dtype"),
+        (["random.gguf", "--load", "mmap"], 2, "--load"),
         (["random.gguf", "--pages", "3k"], 2, "--pages"),
         (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
         (["random.gguf", "--temperature", "-1"], 2, "temperature"),
@@ -614,6 +635,31 @@ def test_ctrl_c_saves_what_is_there(model: Path, session: Path) -> None:
     assert document["output"]["tokens"] + then == whole
 
 
+INTERRUPTED_LOAD = """
+import os, signal, sys
+from unimem import loading
+from unimem._core.status import ledger
+from unimem.cli import main
+read = loading.read_parts
+def interrupted(*arguments, progress, **options):
+    def progress_then_ctrl_c(done, total):
+        progress(done, total)
+        os.kill(os.getpid(), signal.SIGINT)
+    read(*arguments, progress=progress_then_ctrl_c, **options)
+loading.read_parts = interrupted
+n_threads = len(os.listdir("/proc/self/task"))
+code = main()
+left = [name for name, row in ledger().items() if row["mapped_bytes"]]
+print(code, left, len(os.listdir("/proc/self/task")) - n_threads)
+"""
+
+
+@pytest.mark.parametrize("load", ["copy", "direct"])
+def test_ctrl_c_while_it_is_loaded_leaves_nothing(model: Path, load: str) -> None:
+    code, out, err = run("run", model, "--load", load, *ONE_THREAD, code=INTERRUPTED_LOAD)
+    assert (code, out, err) == (0, "130 [] 0\n", "")
+
+
 INTERRUPTED_AT_ONCE = f"""
 from unimem.engine import Decoder
 def interrupted(self, tokens):
@@ -716,6 +762,8 @@ def test_a_bar_is_shown_on_a_terminal_when_loading_takes_long(model: Path) -> No
     assert code == 0
     assert "loading" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
+    assert "/s" in shown
+    assert "loading" in on_terminal(*arguments, "--load", "copy", code=IMPATIENT)[1]
     # Loading small models is quick, and elsewhere there is none at all.
     assert "loading" not in on_terminal(*arguments)[1]
     assert run(*arguments, code=IMPATIENT)[2] == ""
