@@ -235,10 +235,8 @@ def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
     split = run_json(part, "-p", "Hello", "-n", "9", "--numa", "preferred:0")
     assert split["output"] == documents[0]["output"]
     assert len(split["model"]["files"]) > 2
-    assert (split["options"]["load"], split["model"]["load"] in ("copy", "direct")) == (
-        "auto",
-        True,
-    )
+    assert split["options"]["load"] == "auto"
+    assert split["model"]["load"] in ("copy", "direct")
     assert "numa='preferred:0' is not kept by a mapped file" in split["model"]["load_reason"]
     _, out, _ = run("run", model, "-n", "1", "--load", "copy", *ONE_THREAD)
     assert re.search(r"^load +copy: it was asked for$", out, re.M)
@@ -762,7 +760,6 @@ def test_a_bar_is_shown_on_a_terminal_when_loading_takes_long(model: Path) -> No
     assert code == 0
     assert "loading" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
-    assert "/s" in shown
     assert "loading" in on_terminal(*arguments, "--load", "copy", code=IMPATIENT)[1]
     # Loading small models is quick, and elsewhere there is none at all.
     assert "loading" not in on_terminal(*arguments)[1]
