@@ -8,6 +8,8 @@ import mmap
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -380,6 +382,7 @@ def test_what_progress_raises_ends_the_warming(
 
 def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = limits.Limit("memory of the machine", 10 * MIB, 9 * MIB, "take less")
+    locked = locked_bytes()
     with open_cold(model) as weights:
         before = weights.residency().resident_bytes
         with monkeypatch.context() as patch:
@@ -388,7 +391,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
                 with pytest.raises(um.CapacityError, match="memory of the machine has room for"):
                     call()
             look = weights.residency()
-            assert (look.resident_bytes, look.locked_bytes) == (before, 0)
+            assert (look.resident_bytes, locked_bytes()) == (before, locked)
         weights.warm()
         with monkeypatch.context() as patch:
             # What is there already needs no room.
@@ -473,6 +476,17 @@ for how in (True, "onfault"):
         raise AssertionError("it was locked")
     assert locked() == 0
     assert weights.residency().resident_bytes == resident, "what is refused is refused at once"
+real, limits.memlock = limits.memlock, lambda: None
+try:
+    # What only the kernel knows it says itself.
+    weights.lock("onfault")
+except um.PlacementError as error:
+    assert "mlock2: Cannot allocate memory: 'ulimit -l'" in str(error), error
+    assert error.errno == 12
+else:
+    raise AssertionError("it was locked")
+assert locked() == 0
+limits.memlock = real
 weights.blocks[0]._lock("onfault")
 try:
     weights.lock()
@@ -504,6 +518,27 @@ def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:
         # Arrays go on: the file is read again.
         assert np.array_equal(view, data)
         assert weights.residency().resident_bytes >= view.nbytes
+
+
+def test_what_other_processes_map_stays(model: Path) -> None:
+    script = f"""
+import mmap, sys
+with open({str(model)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    sum(mapped[::{PAGE}])
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    with open_cold(model) as weights:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", script], **pipes) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            weights.warm()
+            assert weights.evict() == 0
+            look = weights.residency()
+            assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0)
+            other.communicate(timeout=60)
+        assert weights.evict() == look.nbytes
 
 
 def test_evict_writes_what_is_not_on_the_disk(model: Path) -> None:
