@@ -117,6 +117,17 @@ def test_only_the_path_goes_to_standard_output(
     assert read_elsewhere(held.path) == model.read_bytes()
 
 
+def test_a_name_that_is_no_text_is_passed_on_as_it_is(model: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
+    os.rename(model, name)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "stage", name], stdout=subprocess.PIPE, check=True
+    )
+    path = done.stdout.removesuffix(b"\n")
+    assert path.endswith(b"/caf\xe9.gguf")
+    assert subprocess.check_output(["cat", path]) == Path(os.fsdecode(name)).read_bytes()
+
+
 def test_a_shell_passes_it_on(model: Path) -> None:
     command = f'cat "$("{sys.executable}" -c "$2" stage "$1")"'
     done = subprocess.run(

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -413,6 +414,48 @@ with um.stage({str(model)!r}) as staged:
     if not backing.startswith("tmpfs"):
         pytest.skip(f"user namespaces are refused here: {backing}")
     assert (same, sealed) == ("True", "Read-only file system")
+
+
+@needs_mount
+def test_another_user_stages_and_root_may_read(model: Path) -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    python = shutil.which("python3", path="/usr/bin")
+    if python is None:
+        pytest.skip("there is no Python that other users may run")
+    with tempfile.TemporaryDirectory() as folder:
+        # What the other user reads lies where that one may read it.
+        os.chmod(folder, 0o755)
+        child = shutil.copy(stage_places._CHILD, folder)
+        library = shutil.copy(um.get_library(), folder)
+        copied = shutil.copy(model, folder)
+        script = f"""
+import ctypes, os, sys
+import unimem as um
+from unimem import limits, loading, stage_places
+sys.executable, stage_places._CHILD = {python!r}, {child!r}
+um.get_library = lambda: {library!r}
+os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
+with um.stage({copied!r}) as staged:
+    print(staged.backing, staged.path, flush=True)
+    try:
+        os.chmod(staged.path, 0o666)
+    except OSError as error:
+        print(error.strerror, flush=True)
+    input()
+"""
+        command = [sys.executable, "-c", script]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+            backing, path = process.stdout.readline().split()
+            refused = process.stdout.readline().strip()
+            same = Path(path).read_bytes() == model.read_bytes()
+            process.communicate("\n")
+    assert process.returncode == 0
+    if backing != "tmpfs":
+        pytest.skip("user namespaces are refused here")
+    assert (same, refused) == (True, "Read-only file system")
 
 
 def forbid_mounts(monkeypatch: pytest.MonkeyPatch, child: Path) -> None:

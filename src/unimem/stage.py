@@ -7,8 +7,8 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -412,27 +412,17 @@ class _Staging:
             end = -(-file.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if end < block.nbytes:
                 block._warm_range(end, block.nbytes - end)
-            if self.direct:
-                try:
-                    return self._read_past_cache(file, source, block, progress)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self.direct = False  # the file system has no such reads
+            with _open_direct(source) if self.direct else nullcontext() as fd:
+                if fd is not None:
+                    try:
+                        parts = [(fd, 0, block, 0, file.nbytes, file.path)]
+                        return read_parts(parts, direct=True, progress=progress)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL:  # the file system has no such reads
+                            raise
             read_parts([(source, 0, block, 0, file.nbytes, file.path)], progress=progress)
 
         return fill
-
-    def _read_past_cache(
-        self, file: ModelFile, source: int, block: Block, progress: Progress
-    ) -> None:
-        # By its descriptor, for another file may have its path by now.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-        fd = os.open(f"/proc/self/fd/{source}", flags)
-        try:
-            read_parts([(fd, 0, block, 0, file.nbytes, file.path)], direct=True, progress=progress)
-        finally:
-            os.close(fd)
 
     def _look(
         self, place: Place, backing: Backing, undo: ExitStack
@@ -500,6 +490,21 @@ def _huge_bytes(fd: int, nbytes: int) -> int:
 def _field(lines: Iterable[str], name: str) -> int:
     """Return a figure of the entry of smaps that begins here, in bytes."""
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+@contextmanager
+def _open_direct(fd: int) -> Iterator[int | None]:
+    """Open a file once more, for reads past the page cache; None where that cannot be."""
+    # By its descriptor, for another file may have its path by now.
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        yield None
+        return
+    try:
+        yield direct
+    finally:
+        os.close(direct)
 
 
 def _copy_index(place: Place, name: str, path: str) -> None:

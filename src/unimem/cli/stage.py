@@ -118,7 +118,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
     else:
-        terminal.show(f"{held.path}\n")
+        terminal.show_path(held.path)
     again = "was staged already" if found is not None else "is staged"
     _tell(f"{source} {again}: {_describe(held)}")
     if held.pid:

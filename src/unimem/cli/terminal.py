@@ -13,7 +13,7 @@ from typing import TextIO
 
 from unimem.placement import format_bytes
 
-__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "show", "updates"]
+__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "show", "show_path", "updates"]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
@@ -46,6 +46,22 @@ def show(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def show_path(path: str) -> None:
+    """Write a path to standard output as the system has it, for programs that will open it.
+
+    Raises
+    ------
+    OSError
+        As `show`.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+        sys.stdout.buffer.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from None
 
