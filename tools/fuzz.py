@@ -2,7 +2,8 @@
 
 Targets run side by side where there are CPUs for it. What is found by them stays in build/fuzz, and
 the next run goes on from there: `inputs` has an input for each way through a parser, `broken` those
-that broke it. --minimize takes the smallest inputs that go the same ways into native/fuzz/corpus.
+that broke it. --minimize renews native/fuzz/corpus: the seeds, which are what the tests attack the
+parsers with, and the smallest inputs that go other ways.
 
 What is missing of clang is installed by apt, by root only.
 """
@@ -134,17 +135,18 @@ def run(name: str, seconds: int) -> bool:
 
 
 def minimize(name: str) -> None:
-    """Replace the inputs of the repository by the smallest that go the same ways."""
-    with tempfile.TemporaryDirectory(dir=BUILD) as merged:
-        sources = (corpus(name), folder("seeds", name), folder("inputs", name))
-        arguments = ("-merge=1", f"-max_len={MAX_KEPT_NBYTES}", merged, *sources)
+    """Keep the seeds, and the smallest inputs that go other ways than they do."""
+    with tempfile.TemporaryDirectory(dir=BUILD) as kept:
+        shutil.copytree(folder("seeds", name), kept, dirs_exist_ok=True)
+        sources = (corpus(name), folder("inputs", name))
+        arguments = ("-merge=1", f"-max_len={MAX_KEPT_NBYTES}", kept, *sources)
         subprocess.run(target(name, *arguments), check=True, stderr=subprocess.DEVNULL)
         shutil.rmtree(corpus(name))
         corpus(name).mkdir()
-        for path in Path(merged).iterdir():
+        for path in Path(kept).iterdir():
             shutil.copyfile(path, corpus(name) / f"{path.stem}.{name}")
-    kept = [path.stat().st_size for path in corpus(name).iterdir()]
-    print(f"{name}: {len(kept)} inputs, {sum(kept)} bytes, are kept")
+    sizes = [path.stat().st_size for path in corpus(name).iterdir()]
+    print(f"{name}: {len(sizes)} inputs, {sum(sizes)} bytes, are kept")
 
 
 def main() -> int:

@@ -29,6 +29,18 @@ def gguf_files() -> Iterator[bytes]:
     """Files that are read, in full and cut, and those for each way to break a rule."""
     yield from halved(import_module("test_gguf_mutation").VALID)
     yield from (raw for _, _, (raw, _) in import_module("test_gguf").RULES)
+    # What the least slip in a bound would let pass.
+    gf = import_module("gguf_files")
+    i8, iq1_s = 24, 19
+    for kind, ne, nbytes in (
+        (i8, (256,), 255),
+        (iq1_s, (2**63,), 256),
+        (gf.F32, (1,) * 5, 256),
+    ):
+        yield gf.with_data(gf.head(1, 0), gf.tensor("t", ne, kind, 0), nbytes=nbytes)[0]
+    for key in (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80", b"a\xc3"):
+        yield gf.join(gf.head(0, 1), gf.kv(key, gf.UINT8, b"\0"))[0]
+        yield gf.join(gf.head(0, 1), gf.string(key))[0]
 
 
 def safetensors_files() -> Iterator[bytes]:
@@ -36,6 +48,21 @@ def safetensors_files() -> Iterator[bytes]:
     files = import_module("safetensors_files")
     yield from halved([files.everything(), files.everything(pad=3), files.write({})])
     yield from (case.raw for case in import_module("test_safetensors").RULES.values())
+    # What the least slip in a bound would let pass.
+    for dtype, dim in (("F4", 1), ("F6_E2M3", 1), ("F6_E3M2", 3)):
+        yield files.write({"t": (dtype, (dim,))})
+    for text in (r"\udc00\udc00", r"\ud800\ud800", r"\udbff\udfff", r"\ue000", "\x7f"):
+        yield files.file(f'{{"__metadata__":{{"{text}":"{text}"}}}}')
+    for raw in (
+        rb"\u123",
+        rb"\ud83d\ude0",
+        rb"\ud83d\u",
+        rb"\ud83d",
+        b"\\",
+        b"\xc3",
+        b"\xf0\x9f\x98",
+    ):
+        yield files.file(b'{"' + raw)
 
 
 FORMATS: dict[str, Callable[[], Iterator[bytes]]] = {
