@@ -483,7 +483,7 @@ def test_when_saving_fails_what_was_made_is_shown(
     ("arguments", "code", "said"),
     [
         (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
-        (["."], 1, "Is a directory"),
+        (["."], 1, ".: A directory: give a model file in it"),
         (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
         (["none.gguf"], 1, "'none'"),
         (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),

@@ -198,6 +198,25 @@ def test_what_is_planned_of_a_file_is_what_it_takes(
         assert again.rows == planned.rows
 
 
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"load": "copy"}, True),
+        ({"lock": True}, True),
+        ({"warm": True}, False),  # the page cache has it, and gives it back
+    ],
+)
+def test_what_is_in_memory_for_good_need_not_fit_once_more(
+    model: Path, available: Any, options: Any, counts: bool
+) -> None:
+    with um.open_weights(model, **options) as weights:
+        rest = um.plan(weights, ctx=100).total_bytes - weights.mapped_bytes
+        available(rest)
+        assert um.plan(weights, ctx=100).fits == counts
+        available(rest - 1)
+        assert not um.plan(weights, ctx=100).fits
+
+
 @pytest.mark.usefixtures("not_read", "available")
 def test_planning_reads_headers_only(model: Path) -> None:
     for load in LOADS:
