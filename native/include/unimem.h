@@ -430,7 +430,7 @@ typedef void um_guarded(void *context);
  * the handler installed, and that goes on as before.
  *
  * um_kv_append, um_kv_append_all and um_kv_read may be run so: one that is ended has changed
- * nothing. A run costs five system calls, less than a microsecond. errors: UM_E_IO (os_errno 0),
+ * nothing. A run costs five system calls, or two while others run. errors: UM_E_IO (os_errno 0),
  * UM_E_NOMEM, UM_E_OS (also EBUSY: more than 16 different actions for SIGBUS were met in this
  * process); `run` was not called then, but for UM_E_IO. */
 UM_API um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *context,
