@@ -544,8 +544,9 @@ def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None
                 if done == total:
                     write_a_byte(path)
 
+            to: Any = options
             with pytest.raises(OSError, match="replaced or written to") as caught:
-                open_weights(path, load=load, progress=at_the_end, **options)  # type: ignore[arg-type]
+                open_weights(path, load=load, progress=at_the_end, **to)
             assert caught.value.filename == str(path)
         assert tape.used_bytes == 0
 

@@ -652,7 +652,7 @@ def open_weights(
     A copy in huge pages, with nodes taking turns::
 
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
-            print(w.load, w.load_reason)
+            embedding = w.tensors["token_embd.weight"].as_array()
     """
     if tape is not None and not isinstance(tape, Tape):
         raise TypeError(

@@ -200,6 +200,7 @@ def test_what_stands_on_blocks_is_placed() -> None:
         grid = stack.enter_context(um.Grid(64 << 10, 32, **placement))
         layout = stack.enter_context(um.Layout(2 * MB, 2 * MB, 2 * MB, **placement))
         cache = stack.enter_context(um.KVCache(2, 4, 64, 1024, **placement))
+        assert isinstance(layout.weights, um.Tape)
         tapes = (tape, grid.tape, layout.weights, layout.scratch, layout.history)
         for block in (*(part.block for part in tapes), cache.block):
             assert block is not None
