@@ -538,15 +538,15 @@ def test_a_file_that_changes_while_it_is_loaded(
 @pytest.mark.parametrize("load", READS)
 def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None:
     with um.Tape(16 * MIB) as tape:
-        for options in ({}, {"tape": tape}):
+        places: list[dict[str, Any]] = [{}, {"tape": tape}]
+        for options in places:
 
             def at_the_end(done: int, total: int) -> None:
                 if done == total:
                     write_a_byte(path)
 
-            to: Any = options
             with pytest.raises(OSError, match="replaced or written to") as caught:
-                open_weights(path, load=load, progress=at_the_end, **to)
+                open_weights(path, load=load, progress=at_the_end, **options)
             assert caught.value.filename == str(path)
         assert tape.used_bytes == 0
 
