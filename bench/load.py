@@ -76,7 +76,7 @@ class InC:
 
     def scan(self, ranges: Ranges, n_threads: int, expected: int) -> None:
         """Read every byte of some ranges of memory; the caller measures."""
-        table = (Range * len(ranges))(*ranges)
+        table = (Range * len(ranges))(*(Range(*each) for each in ranges))
         found = ctypes.c_uint64()
         size = ctypes.c_size_t(len(ranges))
         self._call("scan", table, size, n_threads, self._cpus, ctypes.byref(found))
@@ -227,10 +227,9 @@ def in_huge_pages(path: Path) -> float:
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if re.match(r"[0-9a-f]+-", line):
                 ours = line.startswith(start)
-            elif ours and line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
-                if kilobytes := int(line.split()[1]):
-                    return (kilobytes << 10) / path.stat().st_size
-    return 0.0
+            elif ours and line.startswith("FilePmdMapped:"):
+                return (int(line.split()[1]) << 10) / path.stat().st_size
+    raise RuntimeError(f"the kernel does not say how {path} is mapped")
 
 
 def heat(bench: Bench, c: InC, path: Path) -> None:
@@ -256,7 +255,7 @@ def in_milliseconds(run: Callable[..., float], *arguments: Any, **options: Any) 
 
 
 def after(prepare: Callable[[], object], run: Side) -> Side:
-    """A side that is measured in a state."""
+    """Return a side that is measured in a state, which is made before."""
 
     def prepared() -> float:
         prepare()
@@ -315,7 +314,7 @@ def against_best(
 
 
 def mapped(bench: Bench, c: InC, file: File) -> None:
-    """A file in the page cache, mapped, and all of it read once."""
+    """Map a file that is in the page cache, and read all of it once."""
     for n_threads in (1, 2):
         title = f"hot, mapped and read, threads: {n_threads}"
         plain = partial(c.map_and_scan, file, n_threads=n_threads)
@@ -335,7 +334,7 @@ def mapped(bench: Bench, c: InC, file: File) -> None:
 
 
 def against_safetensors(bench: Bench, c: InC, file: File) -> None:
-    """A safetensors file in the page cache, and all of it read once."""
+    """Open a safetensors file that is in the page cache, and read all of it once."""
     load_file = importlib.import_module("safetensors.numpy").load_file
     for n_threads in (1, 2):
         title = f"hot, safetensors file, threads: {n_threads}"
@@ -355,8 +354,8 @@ def against_safetensors(bench: Bench, c: InC, file: File) -> None:
 
 
 def copied(bench: Bench, c: InC, file: File) -> None:
-    """A file in the page cache, copied to huge pages."""
-    sides = {
+    """Copy a file that is in the page cache to huge pages."""
+    sides: dict[str, Side] = {
         "unimem": partial(copy, c, file, "copy"),
         "C, read": in_milliseconds(c.load, file, "read", 8 * MB),
         "C, pread, 2 MiB": in_milliseconds(c.load, file, "pread", 2 * MB, threads=2),
@@ -380,7 +379,7 @@ def copied(bench: Bench, c: InC, file: File) -> None:
 
 
 def cold(bench: Bench, c: InC, file: File) -> None:
-    """A file that is on the disk only, brought into memory."""
+    """Bring a file into memory that is on the disk only."""
 
     def prepare() -> None:
         drop(c, file.path)
@@ -433,7 +432,7 @@ def llama_start(model: str, nbytes: int) -> float:
 
 
 def staged(bench: Bench, c: InC, folder: Path) -> None:
-    """llama.cpp's start from a file in the page cache, and from what is staged of it."""
+    """Start llama.cpp from a file in the page cache, and from what is staged of it."""
     model, download = folder / "model.gguf", folder / "download.gguf"
     make = [sys.executable, ROOT / "tests" / "models" / "make.py", model, "llama", "1.1b", "q8_0"]
     subprocess.run(list(map(str, make)), check=True)
