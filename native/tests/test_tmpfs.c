@@ -151,7 +151,11 @@ static void test_every_fault(void) {
                           .harmless = " um_os_close um_os_mount_read_only "};
     fault_os_check_each(&opening);
     fd = open_tmpfs(1 << 20, 0);
-    fault_case sealing = {.run = run_seal, .context = &fd, .harmless = ""};
+    fault_case sealing = {.run = run_seal,
+                          .context = &fd,
+                          .outputs = &fd,
+                          .outputs_nbytes = sizeof fd,
+                          .harmless = ""};
     fault_os_check_each(&sealing);
     close(fd);
 }

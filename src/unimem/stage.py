@@ -441,9 +441,9 @@ class _Staging:
                 # Where it cannot be, that was told when the file was read in.
                 with suppress(PlacementError):
                     block._lock(self.options.lock)
-                locked.append(block)
+                    locked.append(block)
             placements.append(block.verify())
-            if not self.options.lock:
+            if block not in locked:
                 block.close()
         if self.pages == "thp":
             self._require_huge_pages(place, backing)
