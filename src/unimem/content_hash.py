@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -145,9 +146,13 @@ class _Work:
                         progress(done, self.nbytes)
                 for thread in running:
                     thread.result()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+                raise
             finally:
                 self._stopped = True
                 wait_until(lambda: all(thread.done() for thread in running))
+                self._chunks.clear()
 
     def _work(self) -> None:
         piece = np.empty(_PIECE_BYTES if self._mapped else 0, np.uint8)

@@ -37,16 +37,19 @@ def dequantize(tensor: Tensor) -> Floats:
     n_blocks = data.nbytes // block_bytes
     step = max(1, _PIECE_BYTES // block_bytes)
     piece = np.empty(min(step, n_blocks) * block_bytes, np.uint8)
-    # What float32 cannot hold becomes infinite or NaN, as in any conversion: no reason to warn.
-    with np.errstate(all="ignore"):
-        for first in range(0, n_blocks, step):
-            end = min(first + step, n_blocks)
-            part = piece[: (end - first) * block_bytes]
-            # The file may be truncated meanwhile: an error of a copy, where converting from the
-            # mapping itself would end the process.
-            address = data.ctypes.data + first * block_bytes
-            guard.copy(part, address, part.nbytes, tensor.file)
-            convert(part, values[first * block_values : end * block_values])
+    try:
+        # What float32 cannot hold becomes infinite or NaN, as in any conversion: no reason to warn.
+        with np.errstate(all="ignore"):
+            for first in range(0, n_blocks, step):
+                end = min(first + step, n_blocks)
+                part = piece[: (end - first) * block_bytes]
+                # The file may be truncated meanwhile: an error of a copy, where converting from the
+                # mapping itself would end the process.
+                address = data.ctypes.data + first * block_bytes
+                guard.copy(part, address, part.nbytes, tensor.file)
+                convert(part, values[first * block_values : end * block_values])
+    finally:
+        del array, data  # the traceback would keep the memory
     return out
 
 
