@@ -16,7 +16,6 @@
 #include "os.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -45,8 +44,8 @@ typedef struct entry {
 enum { MAX_ENTRIES = 16 };
 static entry entries[MAX_ENTRIES];
 
-/* Guards what follows; no handler takes it. */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Guards what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may wait. */
+static _Atomic uint32_t lock;
 static unsigned n_entries;
 static unsigned n_users; /* threads inside of a run */
 static bool knows_forks;
@@ -229,40 +228,47 @@ static void take_away(void) {
 
 /* ---- runs ---- */
 
-static void before_fork(void) {
-    pthread_mutex_lock(&lock);
+static void take_lock(void) {
+    uint32_t is_free = 0;
+    if (!atomic_compare_exchange_strong(&lock, &is_free, 1)) {
+        while (atomic_exchange(&lock, 2) != 0) {
+            um_os_wait(&lock, 2, 1000);
+        }
+    }
 }
 
-static void in_parent(void) {
-    pthread_mutex_unlock(&lock);
+static void drop_lock(void) {
+    if (atomic_exchange(&lock, 0) == 2) {
+        um_os_wake(&lock);
+    }
 }
 
-/* Of the threads, the child has the one that forked. */
-static void in_child(void) {
+/* A child has the thread that forked, and no other. */
+static void enter_child(void) {
     n_users = innermost != NULL;
-    pthread_mutex_unlock(&lock);
+    atomic_store(&lock, 0);
 }
 
 static um_status enter(um_error *err) {
     const char *call = "pthread_atfork";
-    pthread_mutex_lock(&lock);
-    int os_errno = knows_forks ? 0 : pthread_atfork(before_fork, in_parent, in_child);
+    take_lock();
+    int os_errno = knows_forks ? 0 : um_os_at_fork(take_lock, drop_lock, enter_child);
     knows_forks = os_errno == 0;
     if (os_errno == 0) {
         call = "sigaction";
         os_errno = put_on_top();
         n_users += os_errno == 0;
     }
-    pthread_mutex_unlock(&lock);
+    drop_lock();
     return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, call);
 }
 
 static void leave(void) {
-    pthread_mutex_lock(&lock);
+    take_lock();
     if (--n_users == 0) {
         take_away();
     }
-    pthread_mutex_unlock(&lock);
+    drop_lock();
 }
 
 um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *context,

@@ -112,6 +112,8 @@ typedef struct um_os_thread {
 } um_os_thread;
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg);
 int um_os_thread_join(um_os_thread thread);
+/* pthread_atfork: what is called before a fork, and behind it in the parent and in the child. */
+int um_os_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void));
 /* Sleeps while *word is `value`, until it is woken, a signal comes, or the time is over
  * (ETIMEDOUT); EAGAIN: it is another one. And waking all of this process who sleep on it. */
 int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);

@@ -368,6 +368,11 @@ int um_os_thread_join(um_os_thread thread) {
     return pthread_join((pthread_t)thread.handle, NULL);
 }
 
+int um_os_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void)) {
+    um_count_os_call();
+    return pthread_atfork(before, in_parent, in_child);
+}
+
 int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds) {
     struct timespec most = {.tv_sec = milliseconds / 1000,
                             .tv_nsec = (long)(milliseconds % 1000) * 1000000};

@@ -147,6 +147,8 @@ WRAP(um_os_mount_read_only, (int fd), (fd))
 WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
 WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
 WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
+WRAP(um_os_at_fork, (void (*before)(void), void (*in_parent)(void), void (*in_child)(void)),
+     (before, in_parent, in_child))
 WRAP(um_os_bus_action, (const struct sigaction *action, struct sigaction *out_previous),
      (action, out_previous))
 WRAP(um_os_raise_bus, (void), ())
@@ -425,6 +427,7 @@ static const char *name_of(const char *call) {
         {"um_os_set_affinity", "sched_"},
         {"um_os_thread_start", "pthread"},
         {"um_os_thread_join", "pthread"},
+        {"um_os_at_fork", "pthread_atfork"},
         {"um_os_bus_action", "sigaction"},
         {"um_os_signal_mask", "pthread_sigmask"},
         {"um_os_wait", "futex"},

@@ -683,11 +683,24 @@ static void test_faults(void) {
     }
 }
 
+/* The first run of a process says what a fork shall do. */
+static void test_first(void) {
+    bool ran = false;
+    fault_os_fail_nth(2, ENOMEM);
+    CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK(strcmp(test_err.what, "pthread_atfork") == 0 && !ran);
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK(ran);
+    CHECK_EQ_U64(fault_os_calls_of("um_os_at_fork"), 1);
+}
+
 int main(void) {
     page = um_page_bytes();
     REQUIRE(FILE_PAGES * page <= sizeof buffer);
     cut = map_cut();
     foreign = map_cut();
+    test_first();
     test_copy();
     test_writing();
     test_nested();
