@@ -218,6 +218,20 @@ def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
         assert block.verify().locked_bytes == block.nbytes
 
 
+def test_huge_pages_of_the_page_cache(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", (20 * MIB, 100, 27 * MIB))
+    with open_cold(path) as weights:
+        weights.warm(threads=1)  # some file systems bring in huge pages by themselves
+        huge = weights.blocks[0].verify().huge_bytes
+        if huge == 0:
+            pytest.skip(f"the file system of {tmp_path} gives no huge pages")
+        look = weights.residency()
+        assert look.huge_bytes == huge
+        assert sum(part.huge_bytes for part in look.tensors.values()) <= huge
+        ranges = look.ranges(str(path), 11)
+        assert sum(part.huge_bytes for part in ranges) == huge
+
+
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_a_copy_in_reserved_huge_pages(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", (3 * MIB, 100, 5 * MIB, 4))
