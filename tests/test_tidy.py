@@ -143,7 +143,7 @@ def test_every_system_call_can_be_made_to_fail() -> None:
 
 def test_every_function_of_the_header_is_declared_for_cython() -> None:
     pattern = r"\b(um_[a-z_]+)\("
-    header = (ROOT / "native/include/unimem.h").read_text()
+    header = "".join(path.read_text() for path in sorted((ROOT / "native/include").glob("*.h")))
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     declared = set(re.findall(pattern, (ROOT / "src/unimem/_core/native.pxd").read_text()))
     assert sorted(set(re.findall(pattern, header)) - declared) == []

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "unimem.h"
+#include "unimem_formats.h"
 
 /* libFuzzer's interface: one input, which is neither kept nor changed. Returns 0. */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes);

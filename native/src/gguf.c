@@ -3,6 +3,7 @@
  * unchecked. The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
  * versions 2 and 3 (they differ in nothing here). */
 #include "internal.h"
+#include "unimem_formats.h"
 
 #include <errno.h>
 #include <stdlib.h>

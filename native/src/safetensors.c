@@ -3,6 +3,7 @@
  * is trusted: tables grow with the rows that were seen, and no sum or product is made unchecked.
  * The layout is that of https://github.com/huggingface/safetensors. */
 #include "internal.h"
+#include "unimem_formats.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -6,6 +6,7 @@
 #include <errno.h>
 
 #include "fault_os.h"
+#include "unimem_formats.h"
 
 /* ---- writing files ---- */
 

@@ -97,7 +97,7 @@ _INSTALLED = _Path(_block.__file__).parent.parent
 
 
 def get_include() -> str:
-    """Return the folder of ``unimem.h``, for C and Cython callers.
+    """Return the folder of ``unimem.h`` and ``unimem_formats.h``, for C and Cython callers.
 
     Returns
     -------

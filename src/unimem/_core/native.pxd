@@ -1,4 +1,4 @@
-# The public C API, unimem.h, for Cython. The header's comments are the manual.
+# The public C API, unimem.h and unimem_formats.h, for Cython. The headers' comments are the manual.
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
@@ -369,6 +369,7 @@ cdef extern from "unimem.h" nogil:
     um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64_t n,
                               void *out, size_t head_stride, um_dtype type, um_error *err)
 
+cdef extern from "unimem_formats.h" nogil:
     ctypedef enum um_gguf_type:
         UM_GGUF_UINT8
         UM_GGUF_INT8
