@@ -215,6 +215,16 @@ def test_safetensors_arrive(cuda: Any, tmp_path: Path) -> None:
         assert arrays["t.F4"].dtype.name == "uint8"
 
 
+def test_what_a_gpu_could_not_read_is_refused(cuda: Any, reads: Reads, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(sf.write({"three": ("U8", (3,)), "unaligned": ("F16", (2,))}))
+    with um.open_weights(file) as w, cuda.Tape(4096) as tape:
+        assert w.tensors["unaligned"].as_array().shape == (2,)
+        with pytest.raises(ValueError, match=r"'unaligned' of .* no multiple of 2 bytes.*float16"):
+            w.to_device(tape)
+        assert (reads.begun, tape.used_bytes) == ([], 0)
+
+
 @pytest.mark.parametrize("i", [0, 2])
 def test_a_part_that_changed_is_named(cuda: Any, parts: list[Path], i: int) -> None:
     with um.open_weights(parts[0]) as w, cuda.Tape(2 * w.mapped_bytes) as tape:

@@ -472,14 +472,14 @@ class Weights:
     ) -> dict[str, Any]:
         """Bring the tensors to a GPU.
 
-        Threads read the file into pinned memory, while what was read before is copied to the
-        device. The file is opened anew, and the mapping is not touched.
+        Threads read the files into pinned memory, while what was read before is copied to the
+        device. The files are opened anew, and what is in main memory is not touched.
 
         Parameters
         ----------
         tape : unimem.cuda.Tape
-            What the memory is taken from: the bytes of the file from its first tensor to its last,
-            at a multiple of 256 bytes.
+            What the memory is taken from: the bytes of each file from its first tensor to its last,
+            at a multiple of 256 bytes, one file behind the other.
         progress : callable, optional
             Called with the bytes that are on their way and all bytes, in this thread, at most 20
             times a second; when all are there, once with both the same.
@@ -494,7 +494,7 @@ class Weights:
         Returns
         -------
         dict of str to cupy.ndarray
-            The tensors by name, in the order of the file, of the dtypes and shapes that
+            The tensors by name, in the order of the files, of the dtypes and shapes that
             `Tensor.as_array` has. They are there when this returns: any stream may use them.
 
         Raises
@@ -502,9 +502,10 @@ class Weights:
         TapeFull
             The tape has no room; nothing was read.
         OSError
-            The file cannot be read, or was replaced or written to since it was opened.
+            A file cannot be read, or was replaced or written to since it was opened.
         TypeError, ValueError
-            No tape of a GPU, no stream, fewer than 1 thread, too little pinned memory.
+            No tape of a GPU, no stream, fewer than 1 thread, too little pinned memory; or a tensor
+            that a safetensors file puts where a GPU cannot read it.
         MemoryError, PlacementError
             There is no pinned memory.
         ImportError

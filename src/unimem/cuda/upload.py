@@ -70,6 +70,21 @@ def _sources(weights: Weights) -> list[_Source]:
     return sources
 
 
+def _places(weights: Weights, sources: list[_Source]) -> list[tuple[Tensor, int]]:
+    """Tell where each tensor will be in what is taken."""
+    moved = {source.file.path: source.at - source.begin for source in sources}
+    places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
+    for tensor, at in places:
+        dtype, _ = tensor._as_in_arrays()
+        if at % dtype.alignment:
+            raise ValueError(
+                f"tensor '{tensor.name}' of {tensor.file} would lie at no multiple of "
+                f"{dtype.alignment} bytes, and a GPU reads no {dtype.name} there: write the file "
+                "again with the library safetensors, which aligns tensors"
+            )
+    return places
+
+
 def bytes_needed(weights: Weights) -> int:
     """Tell how much `to_device` takes of a tape that is aligned."""
     return _sources(weights)[-1].end
@@ -98,6 +113,7 @@ def to_device(
     earlier = driver.stream(stream)
     sources = _sources(weights)
     nbytes = sources[-1].end
+    places = _places(weights, sources)
     with ExitStack() as stack:
         fds = [stack.enter_context(reopen(source.file)) for source in sources]
         mark = tape.mark()
@@ -116,11 +132,7 @@ def to_device(
             if progress is not None:
                 total = sum(source.nbytes for source in sources)
                 progress(total, total)
-            begins = {source.file.path: source.begin - source.at for source in sources}
-            return {
-                tensor.name: _array(tape, region, tensor, tensor.offset - begins[tensor.file])
-                for tensor in weights.tensors.values()
-            }
+            return {tensor.name: _array(tape, region, tensor, at) for tensor, at in places}
         except BaseException:
             # The traceback would keep it, and it the tape.
             region = None
