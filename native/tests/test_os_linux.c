@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -391,6 +392,57 @@ static void *run_on_cpu(void *arg) {
     return NULL;
 }
 
+static void *read_mask(void *arg) {
+    pthread_sigmask(SIG_BLOCK, NULL, arg);
+    return NULL;
+}
+
+/* No signals come to a thread, but for faults of its own; those of who began it are as they were.
+ */
+static void test_signals_of_threads(void) {
+    sigset_t before, after, seen;
+    um_os_thread thread;
+    sigemptyset(&seen);
+    pthread_sigmask(SIG_BLOCK, NULL, &before);
+    CHECK_EQ_U64(um_os_thread_start(&thread, read_mask, &seen), 0);
+    CHECK_EQ_U64(um_os_thread_join(thread), 0);
+    pthread_sigmask(SIG_BLOCK, NULL, &after);
+    for (int i = 1; i < SIGRTMIN; i++) {
+        CHECK(sigismember(&after, i) == sigismember(&before, i));
+    }
+    int blocked[] = {SIGINT, SIGTERM, SIGALRM, SIGCHLD, SIGUSR1, SIGRTMIN, SIGRTMAX};
+    for (size_t i = 0; i < sizeof blocked / sizeof blocked[0]; i++) {
+        CHECK(sigismember(&seen, blocked[i]) == 1);
+    }
+    int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT};
+    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+        CHECK(sigismember(&seen, faults[i]) == 0);
+    }
+}
+
+static void *set_and_wake(void *arg) {
+    _Atomic uint32_t *word = arg;
+    atomic_store(word, 1);
+    um_os_wake(word);
+    return NULL;
+}
+
+static void test_waiting(void) {
+    _Atomic uint32_t word = 5;
+    CHECK_CALL(EAGAIN, um_os_wait(&word, 4, 60000));
+    CHECK_CALL(ETIMEDOUT, um_os_wait(&word, 5, 1));
+    CHECK_CALL(ETIMEDOUT, um_os_wait(&word, 5, 0));
+    CHECK_CALL(0, um_os_wake(&word));
+    um_os_thread thread;
+    atomic_store(&word, 0);
+    CHECK_EQ_U64(um_os_thread_start(&thread, set_and_wake, &word), 0);
+    while (atomic_load(&word) == 0) {
+        int os_errno = um_os_wait(&word, 0, 3600000);
+        CHECK(os_errno == 0 || os_errno == EAGAIN);
+    }
+    CHECK_EQ_U64(um_os_thread_join(thread), 0);
+}
+
 static void test_file_systems(void) {
     int fs = 777, mount = 777;
     if (um_os_fs_open("no such file system", &fs) != ENODEV) {
@@ -461,5 +513,7 @@ int main(void) {
     test_hugetlb();
     test_file_systems();
     test_threads();
+    test_signals_of_threads();
+    test_waiting();
     return test_report();
 }

@@ -1,0 +1,91 @@
+/* Which CPU each thread of a call is pinned to. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "cpus.h"
+
+#include <errno.h>
+#include <sched.h>
+
+#include "fault_os.h"
+#include "os.h"
+#include "test.h"
+
+static void test_init(void) {
+    um_cpus cpus, before;
+    memset(&cpus, 0x5A, sizeof cpus);
+    before = cpus;
+    int chosen[UM_MAX_THREADS + 1] = {[1] = -1, [2] = 8191, [UM_MAX_THREADS] = 8192};
+    CHECK_STATUS(UM_E_INVALID, um_cpus_init(&cpus, 0, NULL, &test_err));
+    CHECK_STATUS(UM_E_INVALID, um_cpus_init(&cpus, 1, chosen + UM_MAX_THREADS, &test_err));
+    CHECK(memcmp(&cpus, &before, sizeof cpus) == 0);
+
+    CHECK_OK(um_cpus_init(&cpus, UINT32_MAX, chosen, &test_err));
+    CHECK_EQ_U64(cpus.n_threads, UM_MAX_THREADS);
+    CHECK(um_cpus_at(&cpus, 0) == 0 && um_cpus_at(&cpus, 1) == -1 && um_cpus_at(&cpus, 2) == 8191);
+    fault_os_fail_nth(0, 0);
+    um_cpus_allow(&cpus); /* those that were chosen are not asked after */
+    CHECK_EQ_U64(fault_os_calls(), 0);
+}
+
+static void test_in_turn(void) {
+    static const int numbers[] = {0, 5, 63, 64, 127, 4096, 8191};
+    enum { N = sizeof numbers / sizeof numbers[0] };
+    um_cpus cpus;
+    CHECK_OK(um_cpus_init(&cpus, 3, NULL, &test_err));
+    CHECK_EQ_U64(cpus.n_threads, 3);
+    CHECK(um_cpus_at(&cpus, 0) == -1 && um_cpus_at(&cpus, 2) == -1);
+    for (unsigned i = 0; i < N; i++) {
+        cpus.allowed[numbers[i] / 64] |= UINT64_C(1) << numbers[i] % 64;
+    }
+    for (unsigned i = 0; i < 3 * N; i++) {
+        CHECK(um_cpus_at(&cpus, i) == numbers[i % N]);
+    }
+}
+
+static void test_allowed(void) {
+    cpu_set_t mine;
+    um_cpus cpus;
+    REQUIRE(sched_getaffinity(0, sizeof mine, &mine) == 0);
+    CHECK_OK(um_cpus_init(&cpus, 4, NULL, &test_err));
+    um_cpus_allow(&cpus);
+    unsigned n_allowed = 0;
+    for (size_t cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        bool allowed = (cpus.allowed[cpu / 64] >> (cpu % 64) & 1) != 0;
+        CHECK(allowed == (CPU_ISSET(cpu, &mine) != 0));
+        n_allowed += allowed;
+    }
+    CHECK_EQ_U64(n_allowed, CPU_COUNT(&mine));
+    /* Who cannot be told pins nothing. */
+    fault_os_fail_nth(1, EINVAL);
+    um_cpus_allow(&cpus);
+    fault_os_fail_nth(0, 0);
+    CHECK(um_cpus_at(&cpus, 0) == -1);
+}
+
+static void test_pin(void) {
+    cpu_set_t mine, now;
+    REQUIRE(sched_getaffinity(0, sizeof mine, &mine) == 0);
+    fault_os_fail_nth(0, 0);
+    um_cpus_pin(-1);
+    CHECK_EQ_U64(fault_os_calls(), 0);
+    um_cpus_pin(8191); /* which there is not */
+    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
+    REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (CPU_ISSET((size_t)cpu, &mine)) {
+            um_cpus_pin(cpu);
+            REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
+            CHECK(CPU_COUNT(&now) == 1 && CPU_ISSET((size_t)cpu, &now));
+        }
+    }
+    REQUIRE(sched_setaffinity(0, sizeof mine, &mine) == 0);
+}
+
+int main(void) {
+    test_init();
+    test_in_turn();
+    test_allowed();
+    test_pin();
+    return test_report();
+}
