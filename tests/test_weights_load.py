@@ -285,16 +285,19 @@ def test_files_that_lie_in_memory(path: Path) -> None:
     try:
         os.write(fd, path.read_bytes())
         with open_weights(f"/proc/self/fd/{fd}") as weights:
-            assert loading.lies_in_memory(weights._parts[0].file)
+            assert weights._parts[0].file.in_memory
     finally:
         os.close(fd)
+    with open_weights(path) as weights:
+        kind = loading._file_system(weights._parts[0].file)
+        assert weights._parts[0].file.in_memory == (kind == "tmpfs")
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no mount here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         copy = shutil.copy(path, folder)
         with open_weights(copy) as weights:
             assert loading._file_system(weights._parts[0].file) == "tmpfs"
-            assert loading.lies_in_memory(weights._parts[0].file)
+            assert weights._parts[0].file.in_memory
 
 
 def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ __all__ = [
     "bytes_needed",
     "cached_bytes",
     "choose",
-    "lies_in_memory",
     "mapped",
 ]
 
@@ -40,8 +39,6 @@ Progress = Callable[[int, int], object]
 # A mapping of a file on one of these waits for a network with every fault, and a server that is
 # gone is a signal instead of an error.
 _NETWORK = re.compile(r"nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|glusterfs|afs|beegfs|fuse\..+")
-# Files on these are in RAM, which is no page cache that could be dropped.
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _PAGES_BYTES = {"4k": mmap.PAGESIZE, "2m": 2 << 20, "1g": 1 << 30}
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
@@ -206,13 +203,6 @@ def cached_bytes(model: Model) -> int:
         with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
             found += min(block._resident_range(0, file.nbytes), file.nbytes)
     return found
-
-
-def lies_in_memory(file: ModelFile) -> bool:
-    """Whether a file is in RAM, which does not count as available then."""
-    kind = _file_system(file)
-    # What has no device and is mounted nowhere is a memfd, or a file of a detached mount.
-    return kind in _IN_MEMORY or (kind == "" and os.major(file.version[0]) == 0)
 
 
 def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pages) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -77,12 +78,15 @@ class ModelFile:
         Size of the file.
     header : Header
         Of either format.
+    in_memory : bool
+        Whether its pages are shared memory or hugetlb, and no cache that could be dropped.
     """
 
     path: str
     version: Version
     nbytes: int
     header: Header = field(repr=False)
+    in_memory: bool
 
 
 class Model:
@@ -108,7 +112,9 @@ class Model:
         fd, info = _open_regular(path)
         self.fds.append(fd)
         header = _header(fd, info.st_size, path)
-        self.files.append(ModelFile(path, version_of(info), info.st_size, header))
+        self.files.append(
+            ModelFile(path, version_of(info), info.st_size, header, _is_in_memory(fd))
+        )
         return self.files[-1]
 
     def check_versions(self) -> None:
@@ -186,6 +192,16 @@ def check_version(file: ModelFile, info: os.stat_result) -> None:
             "The file was replaced or written to after it was opened: open it again",
             file.path,
         )
+
+
+def _is_in_memory(fd: int) -> bool:
+    # Files in shared memory and hugetlbfs, memfds among them, have seals, and no others have. File
+    # systems cannot be told by their devices: those of btrfs and overlayfs may be mounted nowhere.
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

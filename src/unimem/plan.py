@@ -213,7 +213,7 @@ def _taken(weights: Weights) -> int:
     taken = 0
     for part in weights._parts:
         block, nbytes = part.memory.block, part.file.nbytes
-        if loading.lies_in_memory(part.file):
+        if part.file.in_memory:
             taken += min(block._resident_range(0, nbytes), nbytes)
         else:
             taken += min(block.verify().locked_bytes, nbytes)

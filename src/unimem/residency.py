@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem import limits
-from unimem.loading import lies_in_memory
 from unimem.model_file import reopen
 from unimem.placement import Lock, format_bytes
 
@@ -344,7 +343,7 @@ def _require_room(weights: Weights) -> None:
             limits.require(missing, what)
         return
     # Files that lie in memory take none of what is free.
-    parts = [part for part in weights._parts if not lies_in_memory(part.file)]
+    parts = [part for part in weights._parts if not part.file.in_memory]
     total, cached = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
     if cached < total:
         limits.require_cached(total, cached, what)
