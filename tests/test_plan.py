@@ -287,6 +287,7 @@ def test_for_model_refuses_what_does_not_fit(model: Path, available: Any) -> Non
         {"batch": 0},
         {"threads": 0},
         {"threads": True},
+        {"load": "mmap"},
         {"kv_dtype": "q9"},
         {"window": 0},
         {"window": True},

@@ -27,6 +27,7 @@ __all__ = [
     "Progress",
     "bring",
     "bytes_needed",
+    "check_load",
     "cached_bytes",
     "choose",
     "mapped",
@@ -133,10 +134,15 @@ def bring(
 # ---- the choice -------------------------------------------------------------------------------
 
 
-def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
-    """Choose how a model is brought into memory; nothing of it is read."""
+def check_load(load: object) -> None:
+    """Raise ValueError for what is no `Load`."""
     if load not in ("auto", "map", "copy", "direct"):
         raise ValueError(f"load: expected 'auto', 'map', 'copy' or 'direct', got {load!r}")
+
+
+def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
+    """Choose how a model is brought into memory; nothing of it is read."""
+    check_load(load)
     if tape is not None and load == "map":
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if load != "auto":

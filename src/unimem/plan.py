@@ -165,6 +165,7 @@ def plan(
     >>> p.ctx, [row.category for row in p.rows]
     (512, ['weights:f16', 'kv', 'scratch', 'logits'])
     """
+    loading.check_load(load)
     if isinstance(path_or_dims, ModelDims):
         cache = _Cache(path_or_dims, batch, kv_dtype, window, pages)
         return _plan(_estimate(path_or_dims), path_or_dims.max_seq_len, cache, ctx, threads)
