@@ -28,7 +28,7 @@ cdef enum:
     WAIT_MILLISECONDS = 50
     DIRECT_ALIGN = 4096
     # Reads past the page cache sleep: there are more of them than there are CPUs.
-    DIRECT_THREADS = 8
+    DIRECT_THREADS = 16
 
 
 cdef class _Parts:
@@ -90,8 +90,8 @@ def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=Non
         ``(fd, file_offset, block, block_offset, nbytes, path)``: which bytes of an open file go
         where, and the file's name for errors. They are read in this order.
     threads : int, optional
-        How many reads are under way at once. `limits.thread_count()` by default, and 8 for a direct
-        load.
+        How many reads are under way at once: `limits.thread_count()` by default, and 16 of a
+        direct load.
     cpus : sequence of int, optional
         The threads are pinned to these CPUs, in turn; by default to those of the nodes that the
         first block is placed on, or all that the process may use.
