@@ -11,7 +11,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
           $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
-           $(wildcard tests/shim/*.c) \
+           $(wildcard tests/shim/*.c bench/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
@@ -98,6 +98,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m bench.calls
 	$(BIN)/python -m bench.gguf
 	$(BIN)/python -m bench.first_touch
+	$(BIN)/python -m bench.load
 	$(BIN)/python -m bench.verify
 	$(BIN)/python -m bench.buffer_plan
 	$(BIN)/python -m bench.kv

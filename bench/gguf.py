@@ -1,13 +1,14 @@
-"""Opening a GGUF file with a large vocabulary: unimem against ggml and gguf-py.
+"""Opening a GGUF file with a large vocabulary: unimem against ggml, gguf-py, and reading it.
 
 The file has the header of a model with 150 thousand tokens, 280 thousand merges and 400 tensors,
-and next to no data. Opening it alone is compared with ggml's ``gguf_init_from_file`` (which decodes
-all strings), and opening it with all tokens and merges as Python strings with gguf-py's
-``GGUFReader``. The file is in the page cache.
+and next to no data. Opening it alone is compared with reading its bytes to new memory and with
+ggml's ``gguf_init_from_file`` (which decodes all strings), and opening it with all tokens and
+merges as Python strings with gguf-py's ``GGUFReader``. The file is in the page cache.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 import tempfile
 import time
@@ -89,6 +90,15 @@ def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Call
     return run
 
 
+def read_to_new_pages(path: Path) -> mmap.mmap:
+    """Read a file to memory that the process did not have, as at its start."""
+    with open(path, "rb", buffering=0) as file:
+        room = mmap.mmap(-1, path.stat().st_size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        room.madvise(mmap.MADV_HUGEPAGE)
+        file.readinto(room)
+    return room
+
+
 def main() -> int:
     bench = Bench("gguf", __doc__)
     bench.parse()
@@ -130,9 +140,15 @@ def main() -> int:
             {
                 "unimem": timed(lambda: um.open_weights(path), lambda opened: opened.close()),
                 "ggml": timed(open_with_ggml, ggml.gguf_free),
+                "reading it to new huge pages": timed(
+                    lambda: read_to_new_pages(path), mmap.mmap.close
+                ),
+                "reading it to warm memory": timed(path.read_bytes, len),
             },
             unit="ms",
         )
+        slower = ratios(samples["unimem"], samples["reading it to new huge pages"])
+        bench.at_most(title, "unimem / reading it to new huge pages", slower, 3.0)
         bench.at_least(title, "ggml / unimem", ratios(samples["ggml"], samples["unimem"]), 5.0)
 
         title = "open, with all tokens and merges decoded"

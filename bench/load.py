@@ -326,7 +326,7 @@ def mapped(bench: Bench, c: InC, file: File) -> None:
                 "C, MAP_POPULATE": in_milliseconds(plain, populate=True),
             },
             unit="ms",
-            rounds=41,
+            rounds=31,
             warmup=2,
         )
         faster = ratios(samples["C, mmap"], samples["unimem"])
@@ -372,7 +372,7 @@ def copied(bench: Bench, c: InC, file: File) -> None:
         title,
         {name: after(prepare, side) for name, side in sides.items()},
         unit="ms",
-        rounds=15,
+        rounds=11,
         warmup=1,
     )
     against_best(bench, title, samples, 0.9)
@@ -395,16 +395,16 @@ def cold(bench: Bench, c: InC, file: File) -> None:
         "unimem": direct,
         "C, mmap, touched": in_milliseconds(c.load, file, "touch", 1 << 40),
         "C, read": in_milliseconds(c.load, file, "read", 8 * MB),
-        "C, O_DIRECT, 4 threads": in_milliseconds(
-            c.load, file, "pread", 8 * MB, threads=4, direct=True
-        ),
         "C, O_DIRECT, 8 threads": in_milliseconds(
             c.load, file, "pread", 4 * MB, threads=8, direct=True
         ),
-        "C, io_uring, 16 under way": in_milliseconds(
+        "C, O_DIRECT, 16 threads": in_milliseconds(
+            c.load, file, "pread", 4 * MB, threads=16, direct=True
+        ),
+        "C, io_uring, 16 x 4 MiB": in_milliseconds(
             c.load, file, "io_uring", 4 * MB, depth=16, direct=True
         ),
-        "C, io_uring, 32 under way": in_milliseconds(
+        "C, io_uring, 32 x 1 MiB": in_milliseconds(
             c.load, file, "io_uring", 1 * MB, depth=32, direct=True
         ),
     }
@@ -464,7 +464,7 @@ def staged(bench: Bench, c: InC, folder: Path) -> None:
             sides[f"staged, {backing}"] = partial(llama_start, stage.path, nbytes)
         bench.facts["staged"] = {"backing": chosen.backing, "granted": str(chosen.granted)}
         title = f"llama.cpp's start, {nbytes / 1e9:.3g} GB"
-        samples = bench.compare(title, sides, unit="ms", rounds=21, warmup=1)
+        samples = bench.compare(title, sides, unit="ms", rounds=13, warmup=1)
     faster = ratios(samples[staged_as], samples["file, as it was written"])
     bench.at_most(title, f"{staged_as} / file, as it was written", faster, 0.6)
 
