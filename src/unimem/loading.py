@@ -27,8 +27,8 @@ __all__ = [
     "Progress",
     "bring",
     "bytes_needed",
-    "check_load",
     "cached_bytes",
+    "check_load",
     "choose",
     "mapped",
 ]
