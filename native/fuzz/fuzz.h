@@ -1,5 +1,5 @@
 /* What the fuzz targets share. A target parses an input as the library's users do, and aborts when
- * an answer breaks a promise of unimem.h; the sanitizers see what touches memory of others. A
+ * an answer breaks a promise of the header; the sanitizers see what touches memory of others. A
  * process runs one target in one thread. */
 #ifndef UM_FUZZ_H
 #define UM_FUZZ_H
