@@ -447,7 +447,11 @@ with um.stage({copied!r}) as staged:
 """
         command = [sys.executable, "-c", script]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        with subprocess.Popen(
+            command,
+            text=True,
+            **pipes,  # type: ignore[call-overload]
+        ) as process:
             backing, path = process.stdout.readline().split()
             refused = process.stdout.readline().strip()
             same = Path(path).read_bytes() == model.read_bytes()

@@ -111,7 +111,10 @@ class Model:
         """Open a file, and read and check its header."""
         fd, info = _open_regular(path)
         self.fds.append(fd)
+        # What the kernel would read ahead is data, of which it is not known yet how it will come.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = _header(fd, info.st_size, path)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         self.files.append(
             ModelFile(path, version_of(info), info.st_size, header, _is_in_memory(fd))
         )
