@@ -59,7 +59,16 @@ class InC:
     def __init__(self, cpus: list[int]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             module = Path(folder, "load.so")
-            run = ["cc", "-std=gnu17", "-O3", "-fPIC", "-shared", "-o", str(module)]
+            run = [
+                "cc",
+                "-std=gnu17",
+                "-O3",
+                "-march=native",
+                "-fPIC",
+                "-shared",
+                "-o",
+                str(module),
+            ]
             subprocess.run([*run, str(ROOT / "bench" / "load.c"), "-lpthread"], check=True)
             self._library = ctypes.CDLL(str(module), use_errno=True)
         self._cpus = (ctypes.c_int * len(cpus))(*cpus)
