@@ -422,7 +422,7 @@ def cold(bench: Bench, c: InC, file: File) -> None:
         title,
         {name: after(prepare, side) for name, side in sides.items()},
         unit="ms",
-        rounds=7,
+        rounds=13,
         warmup=0,
     )
     against_best(bench, title, samples, 0.95)
