@@ -323,7 +323,8 @@ UM_API um_status um_block_verify(const um_block *block, um_placement *out, um_er
 UM_API um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err);
 
 /* How many bytes of [offset, offset + nbytes) are in RAM, in whole pages: for memory that shares
- * its block with other things. errors: UM_E_INVALID, UM_E_OS. */
+ * its block with other things. Of a file whose page cache is hidden from this user, those that are
+ * mapped here are counted. errors: UM_E_INVALID, UM_E_OS. */
 UM_API um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                    uint64_t *out_bytes, um_error *err);
 
@@ -368,9 +369,9 @@ UM_API um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes,
  * for openat and /proc/PID/fd. It goes with the last descriptor of the folder, and the memory of a
  * file with the last that has it open or mapped. huge: its files have huge pages where memory has,
  * whatever shmem_enabled says. errors: UM_E_INVALID (nbytes 0), UM_E_NOMEM, UM_E_OS (also: EPERM
- * without CAP_SYS_ADMIN in the user namespace, ENOSYS before Linux 5.12, which cannot seal it). */
+ * without CAP_SYS_ADMIN in the user namespace, ENOSYS before Linux 5.2). */
 UM_API um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err);
-/* Makes it read-only, for everybody and for good: who has the folder cannot undo it without the
+/* Makes the file system read-only, in all its mounts: who has the folder cannot undo it without the
  * rights that it took. errors: UM_E_OS (EBUSY: a file in it is open for writing). */
 UM_API um_status um_tmpfs_seal(int fd, um_error *err);
 

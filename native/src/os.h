@@ -92,13 +92,15 @@ int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
 
 /* A file system that is not made yet, by its type; its options; making it, and mounting it nowhere:
  * the result is its folder, and the file system goes with the last descriptor of that and the last
- * file in it. pre: of all but the first, a descriptor that the first has made. */
+ * file in it. An option without a value is a flag. pre: of all but the first, a descriptor that the
+ * first has made. */
 int um_os_fs_open(const char *type, int *out_fd);
 int um_os_fs_set(int fd, const char *key, const char *value);
 int um_os_fs_create(int fd);
 int um_os_fs_mount(int fd, int *out_fd);
-/* Nobody can write through a mount from now on. */
-int um_os_mount_read_only(int fd);
+/* The file system of a folder that um_os_fs_mount gave, for new options; giving it these. */
+int um_os_fs_pick(int mount, int *out_fd);
+int um_os_fs_reconfigure(int fd);
 
 /* ---- threads ---- */
 

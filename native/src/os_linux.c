@@ -57,9 +57,11 @@ enum {
 enum { MPOL_MF_MOVE = 1 << 1 };
 #define HUGETLBFS_MAGIC 0x958458f6
 /* Newer calls have the same number on every architecture. */
-enum { SYS_FSOPEN = 430, SYS_FSCONFIG = 431, SYS_FSMOUNT = 432, SYS_MOUNT_SETATTR = 442 };
-enum { FSOPEN_CLOEXEC = 1, FSMOUNT_CLOEXEC = 1, FSCONFIG_SET_STRING = 1, FSCONFIG_CMD_CREATE = 6 };
-enum { MOUNT_ATTR_RDONLY = 1, MOUNT_ATTR_NOSUID = 2, MOUNT_ATTR_NODEV = 4, MOUNT_ATTR_NOEXEC = 8 };
+enum { SYS_FSOPEN = 430, SYS_FSCONFIG = 431, SYS_FSMOUNT = 432, SYS_FSPICK = 433 };
+enum { FSOPEN_CLOEXEC = 1, FSMOUNT_CLOEXEC = 1, FSPICK_CLOEXEC = 1, FSPICK_EMPTY_PATH = 8 };
+enum { FSCONFIG_SET_FLAG = 0, FSCONFIG_SET_STRING = 1 };
+enum { FSCONFIG_CMD_CREATE = 6, FSCONFIG_CMD_RECONFIGURE = 7 };
+enum { MOUNT_ATTR_NOSUID = 2, MOUNT_ATTR_NODEV = 4, MOUNT_ATTR_NOEXEC = 8 };
 
 static int result_of_map(void *mapped, void **out) {
     if (mapped == MAP_FAILED) {
@@ -306,7 +308,8 @@ int um_os_fs_open(const char *type, int *out_fd) {
 
 int um_os_fs_set(int fd, const char *key, const char *value) {
     um_count_os_call();
-    return syscall(SYS_FSCONFIG, fd, FSCONFIG_SET_STRING, key, value, 0) == 0 ? 0 : errno;
+    int command = value == NULL ? FSCONFIG_SET_FLAG : FSCONFIG_SET_STRING;
+    return syscall(SYS_FSCONFIG, fd, command, key, value, 0) == 0 ? 0 : errno;
 }
 
 int um_os_fs_create(int fd) {
@@ -325,13 +328,19 @@ int um_os_fs_mount(int fd, int *out_fd) {
     return 0;
 }
 
-int um_os_mount_read_only(int fd) {
-    /* Of uapi/linux/mount.h: what is set, cleared, how it propagates, and a user namespace. */
-    uint64_t attributes[4] = {MOUNT_ATTR_RDONLY};
+int um_os_fs_pick(int mount, int *out_fd) {
     um_count_os_call();
-    return syscall(SYS_MOUNT_SETATTR, fd, "", AT_EMPTY_PATH, attributes, sizeof attributes) == 0
-               ? 0
-               : errno;
+    long fd = syscall(SYS_FSPICK, mount, "", FSPICK_EMPTY_PATH | FSPICK_CLOEXEC);
+    if (fd < 0) {
+        return errno;
+    }
+    *out_fd = (int)fd;
+    return 0;
+}
+
+int um_os_fs_reconfigure(int fd) {
+    um_count_os_call();
+    return syscall(SYS_FSCONFIG, fd, FSCONFIG_CMD_RECONFIGURE, NULL, NULL, 0) == 0 ? 0 : errno;
 }
 
 int um_os_get_affinity(void *mask, size_t mask_nbytes) {

@@ -2,7 +2,6 @@
 #include "internal.h"
 #include "os.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -29,10 +28,6 @@ um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
     if (nbytes == 0) {
         return um_fail(err, UM_E_INVALID, "nbytes"); /* to the kernel: no limit */
     }
-    /* What could not be sealed later is not made: this kernel has no such call. */
-    if (um_os_mount_read_only(-1) == ENOSYS) {
-        return um_fail_os(err, ENOSYS, nbytes, "mount_setattr");
-    }
     int fs;
     int os_errno = um_os_fs_open("tmpfs", &fs);
     if (os_errno != 0) {
@@ -44,6 +39,16 @@ um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
 }
 
 um_status um_tmpfs_seal(int fd, um_error *err) {
-    int os_errno = um_os_mount_read_only(fd);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "mount_setattr");
+    int fs;
+    int os_errno = um_os_fs_pick(fd, &fs);
+    if (os_errno != 0) {
+        return um_fail_os(err, os_errno, 0, "fspick");
+    }
+    /* The file system, not the mount, of which there may be clones. */
+    os_errno = um_os_fs_set(fs, "ro", NULL);
+    if (os_errno == 0) {
+        os_errno = um_os_fs_reconfigure(fs);
+    }
+    um_os_close(fs);
+    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "fsconfig");
 }

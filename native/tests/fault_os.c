@@ -143,7 +143,8 @@ WRAP(um_os_fs_open, (const char *type, int *out_fd), (type, out_fd))
 WRAP(um_os_fs_set, (int fd, const char *key, const char *value), (fd, key, value))
 WRAP(um_os_fs_create, (int fd), (fd))
 WRAP(um_os_fs_mount, (int fd, int *out_fd), (fd, out_fd))
-WRAP(um_os_mount_read_only, (int fd), (fd))
+WRAP(um_os_fs_pick, (int mount, int *out_fd), (mount, out_fd))
+WRAP(um_os_fs_reconfigure, (int fd), (fd))
 WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
 WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
 WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
@@ -417,7 +418,8 @@ static const char *name_of(const char *call) {
         {"um_os_fs_set", "fsconfig"},
         {"um_os_fs_create", "fsconfig"},
         {"um_os_fs_mount", "fsmount"},
-        {"um_os_mount_read_only", "mount_setattr"},
+        {"um_os_fs_pick", "fspick"},
+        {"um_os_fs_reconfigure", "fsconfig"},
         {"um_os_pread", "pread"},
         {"um_os_read", "read"},
         {"um_os_file_nbytes", "fstat"},

@@ -452,7 +452,8 @@ static void test_file_systems(void) {
     CHECK_CALL(EINVAL, um_os_fs_set(-1, "size", "1"));
     CHECK_CALL(EINVAL, um_os_fs_create(-1));
     CHECK_CALL(EBADF, um_os_fs_mount(-1, &mount));
-    CHECK_CALL(EBADF, um_os_mount_read_only(-1));
+    CHECK_CALL(EBADF, um_os_fs_pick(-1, &fs));
+    CHECK_CALL(EINVAL, um_os_fs_reconfigure(-1));
     CHECK(fs == 777 && mount == 777);
     CHECK_CALL(0, um_os_fs_open("tmpfs", &fs));
     CHECK((fcntl(fs, F_GETFD) & FD_CLOEXEC) != 0);
@@ -462,7 +463,13 @@ static void test_file_systems(void) {
     CHECK_CALL(0, um_os_fs_mount(fs, &mount));
     CHECK((fcntl(mount, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK_CALL(0, um_os_close(fs));
-    CHECK_CALL(0, um_os_mount_read_only(mount));
+    CHECK_CALL(0, um_os_fs_pick(mount, &fs));
+    CHECK((fcntl(fs, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK_CALL(EINVAL, um_os_fs_set(fs, "no such option", NULL));
+    CHECK_CALL(0, um_os_fs_set(fs, "ro", NULL));
+    CHECK_CALL(0, um_os_fs_reconfigure(fs));
+    CHECK_CALL(0, um_os_close(fs));
+    CHECK(mkdirat(mount, "a", 0700) == -1 && errno == EROFS);
     CHECK_CALL(0, um_os_close(mount));
 }
 
