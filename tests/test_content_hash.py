@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import struct
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 import xxhash
 
 import gguf_files as gf
+import interrupts
+from conftest import Run
+from unimem import content_hash
 from unimem.engine import embedded_model
 from unimem.errors import ClosedError
 from unimem.loading import Load
@@ -69,7 +73,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def leaves_no_thread() -> Iterator[None]:
     yield
-    assert [t.name for t in threading.enumerate() if t.name.startswith("unimem-hash")] == []
+    assert interrupts.others_in(content_hash) == []
 
 
 def test_hash_is_as_defined(tmp_path: Path, large: Path) -> None:
@@ -231,11 +235,13 @@ def test_progress_of_nothing(tmp_path: Path) -> None:
 class Slow:
     """A hasher that takes so long that progress is told in between."""
 
+    SECONDS = 0.02
+
     def __init__(self, *_: Any) -> None:
         self.hasher = HASHER(*_)
 
     def update(self, data: Any) -> None:
-        threading.Event().wait(0.02)
+        time.sleep(self.SECONDS)
         self.hasher.update(data)
 
     def __getattr__(self, name: str) -> Any:
@@ -270,6 +276,55 @@ def test_interrupt_stops(large: Path) -> None:
             w.content_hash(threads=2, progress=progress)
         w.close()  # nobody uses it any more
         assert caught.traceback
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_interrupt_at_any_moment_leaves_no_thread(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "SECONDS", 0.002)
+    with open_weights(large) as w:
+        files = ("unimem/", "threading.py", "concurrent/")
+        call = functools.partial(w.content_hash, threads=2)
+        for _ in interrupts.at_each_line(call, *files):
+            assert interrupts.others_in(content_hash) == []
+            w._check_unused()
+
+
+def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> None:
+    script = f"""
+        import os, time
+        import unimem as um
+        import xxhash
+
+        class Slow:
+            def __init__(self, *of):
+                self.hasher = hasher(*of)
+            def update(self, data):
+                time.sleep(0.02)
+                self.hasher.update(data)
+            def __getattr__(self, name):
+                return getattr(self.hasher, name)
+
+        hasher, xxhash.xxh3_128 = xxhash.xxh3_128, Slow
+        child = None
+        def progress(done, total):
+            global child
+            if child is None:
+                child = os.fork()
+            if child == 0:
+                import signal
+                signal.alarm(30)
+        weights = um.open_weights({str(large)!r})
+        try:
+            weights.content_hash(threads=2, progress=progress)
+        except um.ClosedError as error:
+            assert child == 0 and "forked child" in str(error)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """
+    done = run_python(script, "-W", "ignore")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("slow")

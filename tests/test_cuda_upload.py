@@ -19,11 +19,12 @@ import pytest
 pytest.importorskip("gguf", reason="gguf is not installed")
 import gguf
 import gguf_files as gf
+import interrupts
 import safetensors_files as sf
 import unimem as um
 from host_gpu import HostDriver, HostStream, numpy_of
 from models import make
-from unimem import gpu
+from unimem import gpu, threads
 from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -59,8 +60,10 @@ def staging() -> tuple[int, int]:
     return row["n_mappings"], row["mapped_bytes"]
 
 
-def uploaders() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("unimem-upload")]
+def uploaders() -> list[int]:
+    from unimem.cuda import upload
+
+    return interrupts.others_in(upload)
 
 
 def check(weights: um.Weights, arrays: dict[str, Any]) -> None:
@@ -475,7 +478,7 @@ def read(before: Callable[..., object], message: str) -> tuple[Break, type[BaseE
 
 def no_threads(patch: pytest.MonkeyPatch, _: HostDriver, reads: Reads) -> None:
     error = RuntimeError("can't start new thread")
-    patch.setattr(threading.Thread, "start", fails(error, 1, threading.Thread.start))
+    patch.setattr(threads, "start_new_thread", fails(error, 1, threads.start_new_thread))
 
 
 FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
@@ -604,6 +607,23 @@ def test_interrupts_leave_nothing_under_way(
             assert len(late.copied) == n_copied
     finally:
         signal.signal(signal.SIGINT, true)
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing_under_way(
+    cuda: Any, host_gpu: HostDriver, reads: Reads, path: Path
+) -> None:
+    reads.before = lambda *_: time.sleep(0.001)
+    held = staging()
+    with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
+
+        def upload() -> None:
+            w.to_device(tape, threads=3, staging_bytes=RING)
+
+        files = ("unimem/threads.py", "unimem/waiting.py", "threading.py", "concurrent/")
+        for _ in interrupts.at_each_line(upload, *files):
+            assert uploaders() == []
+            assert (staging(), host_gpu.registered, tape.used_bytes) == (held, {}, 0)
+            assert len(reads.begun) == reads.n_ended
 
 
 def test_what_others_took_meanwhile_stays_taken(cuda: Any, path: Path) -> None:

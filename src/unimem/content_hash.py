@@ -23,7 +23,6 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 from unimem import limits
 from unimem._core import guard
 from unimem.model_file import check_version
-from unimem.waiting import wait_until
+from unimem.threads import run_in_threads
 
 if TYPE_CHECKING:
     from unimem.weights import Tensor, Weights
@@ -47,7 +46,6 @@ _OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})
 _CHUNK_BYTES = 8 << 20
 # What is copied of a mapped file at a time: it stays in the cache of the core that hashes it.
 _PIECE_BYTES = 1 << 20
-_TICK_SECONDS = 0.05
 
 
 def content_hash(
@@ -134,43 +132,39 @@ class _Work:
         n = min(n_threads, len(self._chunks))
         if n == 0:
             return
-        with ThreadPoolExecutor(n, "unimem-hash") as pool:
-            running = []
-            try:
-                running = [pool.submit(self._work) for _ in range(n)]
-                done = 0
-                while wait(running, _TICK_SECONDS).not_done:
-                    while self._done:
-                        done += self._done.popleft()
-                    if progress is not None and done < self.nbytes:
-                        progress(done, self.nbytes)
-                for thread in running:
-                    thread.result()
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
-                raise
-            finally:
-                self._stopped = True
-                wait_until(lambda: all(thread.done() for thread in running))
-                self._chunks.clear()
+        done = 0
+
+        def tick() -> None:
+            nonlocal done
+            while self._done:
+                done += self._done.popleft()
+            if progress is not None and done < self.nbytes:
+                progress(done, self.nbytes)
+
+        try:
+            run_in_threads(n, self._work, stop=self._stop, tick=tick)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+            raise
+        finally:
+            self._chunks.clear()
+
+    def _stop(self) -> None:
+        self._stopped = True
 
     def _work(self) -> None:
         piece = np.empty(_PIECE_BYTES if self._mapped else 0, np.uint8)
-        try:
-            while not self._stopped and (i := next(self._next, None)) is not None:
-                chunk = self._chunks[i]
-                hasher = xxhash.xxh3_128()
-                for begin in range(0, chunk.data.nbytes, _PIECE_BYTES):
-                    if self._stopped:
-                        return
-                    data = chunk.data[begin : begin + _PIECE_BYTES]
-                    if self._mapped:
-                        # A file that is truncated meanwhile is an error here, and no signal.
-                        guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
-                        data = piece[: data.nbytes]
-                    hasher.update(data.data)
-                    self._done.append(data.nbytes)
-                self.digests[i] = hasher.digest()
-        except BaseException:
-            self._stopped = True
-            raise
+        while not self._stopped and (i := next(self._next, None)) is not None:
+            chunk = self._chunks[i]
+            hasher = xxhash.xxh3_128()
+            for begin in range(0, chunk.data.nbytes, _PIECE_BYTES):
+                if self._stopped:
+                    return
+                data = chunk.data[begin : begin + _PIECE_BYTES]
+                if self._mapped:
+                    # A file that is truncated meanwhile is an error here, and no signal.
+                    guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
+                    data = piece[: data.nbytes]
+                hasher.update(data.data)
+                self._done.append(data.nbytes)
+            self.digests[i] = hasher.digest()

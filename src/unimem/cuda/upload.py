@@ -13,7 +13,6 @@ import mmap
 import operator
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.gpu import Driver
 from unimem.model_file import ModelFile, check_version, reopen
-from unimem.waiting import wait_until
+from unimem.threads import run_in_threads
 from unimem.weights import Tensor, Weights
 
 __all__ = ["bytes_needed", "to_device"]
@@ -40,7 +39,6 @@ _STAGING_BYTES = _N_SLOTS * (2 << 20)
 # so that there are always some on their way.
 _THREADS = 12
 _ALIGN = 256
-_TICK_SECONDS = 0.05
 
 
 class _Source(NamedTuple):
@@ -219,7 +217,7 @@ class _Upload:
         self._pieces = iter(pieces)
         # Offsets in the ring, and an event each. The one whose copy was queued first comes first.
         self._slots: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        # Whoever works has taken a lane, and puts it back when all that he queued is done.
+        # Each thread takes one.
         self._lanes: SimpleQueue[_Lane] = SimpleQueue()
         self._stopped = False
 
@@ -231,27 +229,24 @@ class _Upload:
             self._lanes.put(lane)
         for i in range(n_slots):
             self._slots.put((i * self._slot_bytes, self._driver.new_event()))
-        with (
-            _pinned(self._driver, n_slots * self._slot_bytes) as (memory, address),
-            ThreadPoolExecutor(len(lanes), "unimem-upload") as pool,
-        ):
-            try:
-                running = [pool.submit(self._work, memory, address) for _ in lanes]
-                while wait(running, _TICK_SECONDS).not_done:
-                    done = sum(lane.done_bytes for lane in lanes)
-                    if progress is not None and done < self._nbytes:
-                        progress(done, self._nbytes)
-                for thread in running:
-                    thread.result()
-            finally:
-                self._stopped = True
-                wait_until(lambda: self._lanes.qsize() == len(lanes))
+
+        def tick() -> None:
+            done = sum(lane.done_bytes for lane in lanes)
+            if progress is not None and done < self._nbytes:
+                progress(done, self._nbytes)
+
+        with _pinned(self._driver, n_slots * self._slot_bytes) as (memory, address):
+            run_in_threads(
+                len(lanes), lambda: self._work(memory, address), stop=self._stop, tick=tick
+            )
+
+    def _stop(self) -> None:
+        self._stopped = True
 
     def _work(self, memory: memoryview, address: int) -> None:
         lane = self._lanes.get()
         try:
             self._driver.use()
-            # Looked at with the lane in hand: nobody begins anything after the stop.
             while not self._stopped and (piece := next(self._pieces, None)) is not None:
                 slot, copied = self._slots.get()
                 try:
@@ -264,13 +259,10 @@ class _Upload:
                     self._slots.put((slot, copied))
                 lane.done_bytes += piece.nbytes
         except BaseException:
-            self._stopped = True
+            self._stopped = True  # before this thread waits for its copies
             raise
         finally:
-            try:
-                self._driver.synchronize(lane.stream.ptr)
-            finally:
-                self._lanes.put(lane)
+            self._driver.synchronize(lane.stream.ptr)
 
 
 def _read(out: memoryview, piece: _Piece) -> None:

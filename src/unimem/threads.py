@@ -1,0 +1,84 @@
+"""One piece of work in several threads, of which none is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from _thread import start_new_thread
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from queue import Empty, SimpleQueue
+
+from unimem.errors import ClosedError
+from unimem.waiting import wait_until
+
+__all__ = ["run_in_threads"]
+
+_TICK_SECONDS = 0.05
+
+
+def run_in_threads(
+    n: int, work: Callable[[], object], *, stop: Callable[[], object], tick: Callable[[], object]
+) -> None:
+    """Do a piece of work in several threads; all have ended when this returns or raises.
+
+    Parameters
+    ----------
+    n : int
+        Threads, at least 1.
+    work : callable
+        Called in each, once.
+    stop : callable
+        Makes `work` return soon. Called at the end, and before that once something was raised, in
+        any of the threads or here.
+    tick : callable
+        Called in this thread, 20 times a second.
+
+    Raises
+    ------
+    BaseException
+        What the first of the threads raised, or `tick`, or an interrupt.
+    ClosedError
+        In the child of a fork (one that `tick` makes), which has none of the threads.
+    """
+    pid = os.getpid()
+    started: list[int] = []
+    failed: list[BaseException] = []
+    ended: deque[None] = deque()
+    all_ended: SimpleQueue[None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+            stop()
+        finally:
+            ended.append(None)
+            if len(ended) == n:
+                all_ended.put(None)
+
+    def is_forked() -> bool:
+        return os.getpid() != pid
+
+    try:
+        # A single call, of C: an interrupt comes before or after it, and then `started` has exactly
+        # the threads that there are. Starting a `threading.Thread` is many steps between which one
+        # may come.
+        started.extend(map(start_new_thread, repeat(run, n), repeat(())))
+        next_tick = time.monotonic() + _TICK_SECONDS
+        while len(ended) < n:
+            try:
+                all_ended.get(timeout=max(0.0, next_tick - time.monotonic()))
+            except Empty:
+                tick()
+                next_tick = time.monotonic() + _TICK_SECONDS
+            if is_forked():
+                raise ClosedError("a forked child has none of the threads that worked here")
+        if failed:
+            raise failed[0]
+    finally:
+        stop()
+        wait_until(lambda: len(ended) == len(started) or is_forked())
+        failed.clear()  # whose traceback leads back here

@@ -1,0 +1,60 @@
+"""Interrupts before every line that some code runs, and which threads still run some code."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+
+class Interrupt(KeyboardInterrupt):
+    """What a signal's handler might raise."""
+
+
+def at_each_line(call: Callable[[], object], *files: str) -> Iterator[None]:
+    """Call again and again, each time interrupted one line later, until no line is left.
+
+    Of the lines in files whose paths have one of these in them.
+    """
+    for n in itertools.count(1):
+        if not _is_interrupted(call, n, files):
+            return
+        yield
+
+
+def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) -> bool:
+    n_lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal n_lines
+        if not any(file in frame.f_code.co_filename for file in files):
+            return None
+        n_lines += event == "line"
+        if n_lines == n and event == "line":
+            raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def others_in(module: ModuleType) -> list[int]:
+    """Other threads that run code of a module."""
+    found = []
+    for ident, frame in sys._current_frames().items():
+        here: FrameType | None = frame
+        while here is not None and here.f_code.co_filename != module.__file__:
+            here = here.f_back
+        if here is not None and ident != threading.get_ident():
+            found.append(ident)
+    return found
