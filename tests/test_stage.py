@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -110,6 +111,19 @@ def indexed(tmp_path: Path) -> Path:
     return index
 
 
+def cached_bytes(path: Path) -> int:
+    with um.Block.map(path) as block:
+        return block._resident_range(0, path.stat().st_size)
+
+
+def evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path):
+        pytest.skip("this file system keeps its files in RAM")
+
+
 def read_elsewhere(path: str) -> bytes:
     """What another process reads there."""
     return subprocess.run(["cat", path], capture_output=True, check=True).stdout
@@ -127,12 +141,28 @@ def test_others_read_the_same_bytes(backing: Any, model: Path) -> None:
         assert staged.reason == "it was asked for"
         assert staged.nbytes == os.path.getsize(staged.path) == model.stat().st_size
         assert read_elsewhere(staged.path) == model.read_bytes()
-        assert os.stat(staged.path).st_mode & 0o777 == 0o444
         assert staged.granted.resident_bytes >= staged.nbytes
         assert staged.paths == (staged.path,)
         assert staged.source == str(model)
         path = staged.path
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_nobody_else_may_read_what_lay_in_a_private_folder(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    model.chmod(0o644)
+    with um.stage(model, backing=backing) as staged:
+        assert os.stat(staged.path).st_mode & 0o777 == 0o400
+        if backing == "shm":
+            assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
+
+
+@needs_mount
+def test_an_index_is_as_private_as_its_files(indexed: Path) -> None:
+    with um.stage(indexed) as staged:
+        assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
 
 
 @needs_mount
@@ -377,6 +407,57 @@ def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
             assert caught.value.errno == errno.EROFS
 
 
+@needs_mount
+def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
+    attributes = (ctypes.c_uint64 * 4)(0, 1)  # to be cleared: MOUNT_ATTR_RDONLY
+    with um.stage(model, backing="tmpfs") as staged:
+        libc = ctypes.CDLL(None, use_errno=True)
+        at_empty_path, number = 0x1000, 442
+        if libc.syscall(number, staged.fd, b"", at_empty_path, attributes, 32):
+            pytest.skip(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(staged.path, os.O_RDWR)
+
+
+# ---- in namespaces ----
+
+
+def test_the_path_is_of_the_proc_that_is_there(model: Path) -> None:
+    """In a PID namespace without a /proc of its own, others find it under the outer PID."""
+    unshare = ("unshare", "--pid", "--fork")
+    if (
+        os.geteuid()
+        or subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("a PID namespace needs root and unshare")
+    script = f"""
+import os, unimem as um
+with um.stage({str(model)!r}) as staged:
+    print(os.getpid(), staged.path, flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [*unshare, sys.executable, "-c", script],
+        text=True,
+        **pipes,  # type: ignore[call-overload]
+    ) as process:
+        pid, path = process.stdout.readline().split()
+        assert pid == "1"
+        assert read_elsewhere(path) == model.read_bytes()
+        process.communicate("\n")
+    assert process.returncode == 0
+
+
+def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    with pytest.raises(PlacementError, match=r"/proc/self: No such file.*mount -t proc"):
+        um.stage(model, progress=lambda *now: pytest.fail("it was read"))
+
+
 # ---- where it cannot be ----
 
 
@@ -522,6 +603,31 @@ for backing in ("auto", "tmpfs", "memfd", "shm"):
     assert said.count(f"{cgroup_512mb.name} has room for") == 4
 
 
+@pytest.mark.usefixtures("no_huge_pages")
+def test_without_dev_shm(
+    monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
+) -> None:
+    for module in (limits, stage_places):
+        monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
+    um.stage(model).close()
+    forbid_mounts(monkeypatch, tmp_path / "child.py")
+    with um.stage(model) as staged:
+        assert staged.backing == "memfd"
+    with pytest.raises(PlacementError, match=r"there is no .*none"):
+        um.stage(model, backing="shm")
+    with pytest.raises(PlacementError, match=r"not shm: there is no .*none"):
+        um.stage(split[0])
+
+
+def test_a_dev_shm_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str, mode: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
+        um.stage(model, backing="shm")
+
+
 def test_a_full_shm_is_told(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     def require(nbytes: int, what: str) -> None:
         assert nbytes == model.stat().st_size
@@ -558,6 +664,21 @@ def test_a_model_that_is_written_to_meanwhile(backing: Any, model: Path) -> None
     with pytest.raises(OSError, match="written to") as caught:
         um.stage(model, backing=backing, progress=write)
     assert caught.value.errno == errno.ESTALE
+
+
+def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
+    """Not even where it looks as if the file system had no reads past the page cache."""
+    evict(model)
+    seen = []
+
+    def fail_once(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 1:
+            raise OSError(errno.EINVAL, "mine")
+
+    with pytest.raises(OSError, match="mine"):
+        um.stage(model, progress=fail_once)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("backing", PLAIN)
@@ -668,6 +789,27 @@ time.sleep(1000)
     assert not os.path.exists(path)
 
 
+def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
+    folder = Path("/dev/shm/unimem-stage-test")
+    (folder / "a" / "deeper").mkdir(parents=True)
+    (folder / "a" / "file").touch()
+    (folder / "z").touch()
+    stage_places.sweep()
+    assert not folder.exists()
+
+
+def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(model: Path) -> None:
+    script = f"""
+import os, signal, unimem as um
+um.stage({str(model)!r}, backing="shm", progress=lambda *now: os.kill(os.getpid(), signal.SIGTERM))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert list(stale())
+    stage_places.sweep()
+    assert not list(stale())
+
+
 def test_a_folder_that_somebody_keeps_is_not_stale(model: Path) -> None:
     with um.stage(model, backing="shm") as staged:
         script = "from unimem.stage_places import sweep; sweep()"
@@ -734,17 +876,8 @@ def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
         um.stage(model, backing=backing, numa="bind:1000", strict=True)
 
 
-def cached_bytes(path: Path) -> int:
-    with um.Block.map(path) as block:
-        return block._resident_range(0, path.stat().st_size)
-
-
 def test_what_is_not_in_the_page_cache_does_not_come_there(model: Path) -> None:
-    with model.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if cached_bytes(model):
-        pytest.skip("this file system keeps its files in RAM")
+    evict(model)
     with um.stage(model) as staged:
         assert cached_bytes(model) < 2 * MIB, "the header, and what was read ahead"
         assert read_elsewhere(staged.path) == model.read_bytes()

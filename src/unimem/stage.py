@@ -24,7 +24,17 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.loading import Progress
 from unimem.model_file import Model, ModelFile, Version, open_model, version_of
 from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
-from unimem.stage_places import BACKINGS, Backing, Folder, Memory, Mount, Place, sweep
+from unimem.stage_places import (
+    BACKINGS,
+    MODE,
+    Backing,
+    Folder,
+    Memory,
+    Mount,
+    Place,
+    proc_folder,
+    sweep,
+)
 
 __all__ = ["Stage", "stage"]
 
@@ -80,7 +90,7 @@ class Stage:
         self._first = first
         self._versions = tuple(versions)
         self._locked = tuple(locked)
-        self._pid = os.getpid()
+        self._proc = proc_folder()
         self.backing = backing
         self.reason = reason
         self.source = source
@@ -103,7 +113,7 @@ class Stage:
     def paths(self) -> tuple[str, ...]:
         """All files, in the model's order; an index comes last."""
         paths = map(self._opened().path, self._names)
-        return tuple(os.path.join(f"/proc/{self._pid}", path) for path in paths)
+        return tuple(os.path.join(self._proc, path) for path in paths)
 
     @property
     def fd(self) -> int:
@@ -206,6 +216,7 @@ def stage(
     if backing != "auto" and backing not in BACKINGS:
         raise ValueError(f"backing: expected 'auto', {', '.join(BACKINGS)}, got {backing!r}")
     options = _Options(**placement)
+    proc_folder()  # without it, nobody could open what would be read in
     sweep()
     with open_model(path) as model:
         return _Staging(model, os.fspath(path), backing, options, progress).run()
@@ -334,6 +345,8 @@ class _Staging:
         if backing == "memfd":
             return Memory()
         if backing == "shm":
+            if not os.path.isdir(limits.SHM):
+                raise PlacementError(errno.ENOENT, f"there is no {limits.SHM}")
             limits.require_shm(self.nbytes, what)
             return Folder()
         # While a file is read in, it ends with a whole huge page.
@@ -397,15 +410,22 @@ class _Staging:
                 pass
             if backing != "hugetlb":
                 os.ftruncate(target, file.nbytes)
-            os.fchmod(target, 0o444)
+            os.fchmod(target, MODE)
         finally:
             os.close(target)
 
     def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
+        raised: OSError | None = None
+
         def progress(n: int, _: int) -> None:
+            nonlocal raised
             # The end of a file is not the end of all.
             if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
-                self.progress(done + n, self.nbytes)
+                try:
+                    self.progress(done + n, self.nbytes)
+                except OSError as error:
+                    raised = error
+                    raise
 
         def fill(block: Block) -> None:
             # What is behind the end, in its last page, is there as well until it is cut off.
@@ -418,7 +438,8 @@ class _Staging:
                         parts = [(fd, 0, block, 0, file.nbytes, file.path)]
                         return read_parts(parts, direct=True, progress=progress)
                     except OSError as error:
-                        if error.errno != errno.EINVAL:  # the file system has no such reads
+                        # Some file systems have no such reads.
+                        if error is raised or error.errno != errno.EINVAL:
                             raise
             read_parts([(source, 0, block, 0, file.nbytes, file.path)], progress=progress)
 
@@ -509,5 +530,5 @@ def _open_direct(fd: int) -> Iterator[int | None]:
 
 def _copy_index(place: Place, name: str, path: str) -> None:
     with open(path, "rb") as source, open(place.create(name), "wb") as target:
-        os.fchmod(target.fileno(), 0o444)
+        os.fchmod(target.fileno(), MODE)
         target.write(source.read())

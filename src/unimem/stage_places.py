@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,10 +21,23 @@ from unimem._core import tmpfs
 from unimem.errors import PlacementError
 from unimem.limits import SHM
 
-__all__ = ["BACKINGS", "Backing", "Folder", "Memory", "Mount", "Place", "sweep"]
+__all__ = [
+    "BACKINGS",
+    "MODE",
+    "Backing",
+    "Folder",
+    "Memory",
+    "Mount",
+    "Place",
+    "proc_folder",
+    "sweep",
+]
 
 Backing = Literal["tmpfs", "hugetlb", "memfd", "shm"]
 BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
+
+# Of staged files. Where the model lies, folders may keep other users from what its own mode allows.
+MODE = 0o400
 
 _PREFIX = "unimem-stage-"
 # The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
@@ -194,7 +208,7 @@ class Memory(Place):
             if error.errno != errno.EINVAL:  # before Linux 6.3
                 raise
             self.fd = os.memfd_create(label, flags)
-        os.fchmod(self.fd, 0o444)
+        os.fchmod(self.fd, MODE)
         return os.dup(self.fd)
 
     def seal(self) -> None:
@@ -214,13 +228,21 @@ class Folder(Place):
     """A folder in ``/dev/shm``, which whoever keeps it has locked: one that nobody has is stale.
 
     It has no seal: who owns the files could make them writable again.
+
+    Raises
+    ------
+    PlacementError
+        This process may not write to ``/dev/shm``.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         while True:
             self.folder = f"{SHM}/{_PREFIX}{secrets.token_hex(8)}"
-            os.mkdir(self.folder, 0o755)
+            try:
+                os.mkdir(self.folder, 0o700)
+            except OSError as error:
+                raise PlacementError(error.errno, f"{SHM}: {error.strerror}") from None
             # Until it is locked, another process may take it for stale.
             with suppress(FileNotFoundError):
                 self.fd = os.open(self.folder, _FOLDER)
@@ -240,9 +262,33 @@ class Folder(Place):
         self.leave()
 
 
+def proc_folder() -> str:
+    """Return this process's folder in ``/proc``.
+
+    Its name is the PID in the namespace that ``/proc`` was mounted in, which may be an outer one.
+
+    Raises
+    ------
+    PlacementError
+        It is not there: ``/proc`` is not mounted, or not of a namespace that this process is in.
+    """
+    try:
+        return f"/proc/{os.readlink('/proc/self')}"
+    except OSError as error:
+        raise PlacementError(
+            error.errno,
+            f"/proc/self: {error.strerror}: others would open a staged model there; "
+            "'mount -t proc proc /proc' helps",
+        ) from None
+
+
 def sweep() -> None:
     """Remove the folders in ``/dev/shm`` that nobody keeps any more, as after a crash."""
-    for name in os.listdir(SHM):
+    try:
+        names = os.listdir(SHM)
+    except OSError:  # where there is none, nothing lies in it
+        return
+    for name in names:
         folder = f"{SHM}/{name}"
         if not name.startswith(_PREFIX):
             continue
@@ -267,6 +313,9 @@ def _lock(folder: str, fd: int) -> bool:
 def _remove(folder: str, fd: int) -> None:
     for name in os.listdir(fd):
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=fd)
+            try:
+                os.unlink(name, dir_fd=fd)
+            except IsADirectoryError:  # which the user has put there
+                shutil.rmtree(name, dir_fd=fd)
     with suppress(FileNotFoundError):
         os.rmdir(folder)
