@@ -269,12 +269,20 @@ um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
     size_t last = (end + page - 1) / page * page;
     for (size_t at = offset / page * page; at < last && nbytes != 0;) {
         size_t step = last - at < sizeof pages * page ? last - at : sizeof pages * page;
-        int os_errno = um_os_residency((char *)block->base + at, step, pages);
-        if (os_errno != 0) {
-            return um_fail_os(err, os_errno, nbytes, "mincore");
+        if (block->is_cache_hidden != 0) {
+            /* What is mapped here is known; where the kernel tells not even that, nothing is. */
+            size_t inside = limit - at < step ? limit - at : step;
+            if (um_block_pages(block, at, inside, pages, NULL, NULL) != UM_OK) {
+                memset(pages, UM_PAGE_UNKNOWN, step / page);
+            }
+        } else {
+            int os_errno = um_os_residency((char *)block->base + at, step, pages);
+            if (os_errno != 0) {
+                return um_fail_os(err, os_errno, nbytes, "mincore");
+            }
         }
         for (size_t i = 0; i < step / page; i++) {
-            n_resident += pages[i] & 1;
+            n_resident += pages[i] & UM_PAGE_IN_RAM; /* as mincore has it: the lowest bit */
         }
         at += step;
     }

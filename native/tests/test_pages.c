@@ -229,6 +229,9 @@ static bool look_as_nobody(void *arg) {
     CHECK_EQ_U64(n_with(10, UM_PAGE_UNKNOWN) + n_with(10, MAPPED), 10);
     CHECK_EQ_U64(n_with(10, UM_PAGE_UNKNOWN | IN_RAM), 0);
     CHECK(nodes_agree(10));
+    uint64_t resident = 0;
+    CHECK_OK(um_block_resident(&block, 0, 10 * page, &resident, &test_err));
+    CHECK_EQ_U64(resident, n_with(10, MAPPED) * page);
     return atomic_load(&test_n_failures) == 0;
 }
 
