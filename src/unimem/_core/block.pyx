@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 
 from unimem import limits, placing
-from unimem.errors import CapacityError, ClosedError, PlacementError
+from unimem.errors import ClosedError, PlacementError
 from unimem.placement import format_bytes
 
 from cpython.ref cimport PyObject
@@ -20,7 +20,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.mapping cimport (
     MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, explain, lock_all, lock_region, map_request,
-    memory_bytes, pages_of, placement_of, warm_region,
+    memory_bytes, pages_of, placement_of, require_room, resident_bytes, warm_region,
 )
 from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
@@ -504,21 +504,13 @@ cdef class Block:
         cdef unsigned n_threads = self.check_threads(threads)
         cdef size_t done = 0
         total = sum([nbytes for _, nbytes in runs])
-        cdef size_t needed = memory_bytes(region, total), resident
-        if not (region.block.is_file or region.is_hugetlb()):
-            # What is in RAM already is asked only where it decides.
-            try:
-                placing.require_room(self.name, needed, self._choice, limits)
-            except (CapacityError, PlacementError):
-                resident = memory_bytes(
-                    region, sum([self._resident_range(first, nbytes) for first, nbytes in runs]))
-                if resident == 0:
-                    raise
-                placing.require_room(self.name, needed - min(needed, resident), self._choice,
-                                     limits)
+        self._require_room(runs)
         for first, nbytes in runs:
             self.populate(region, first, nbytes, n_threads, progress, done, total)
             done += <size_t>nbytes
+
+    def _require_room(self, list runs):
+        require_room(self.region(), self.name, self._choice, runs)
 
     cdef unsigned check_threads(self, object threads) except 0:
         # No block has more parts to warm.
@@ -809,16 +801,12 @@ cdef class Block:
 
     def _resident_range(self, offset, nbytes):
         """How many bytes of a range are in RAM, in whole pages."""
-        cdef Region region = self.region()
-        cdef um.um_error err
-        cdef size_t start = offset, size = nbytes
-        cdef uint64_t resident
-        cdef um.um_status status
-        with nogil:
-            status = um.um_block_resident(&region.block, start, size, &resident, &err)
-        if status != um.UM_OK:
-            raise_status(status, &err, f"block '{self.name}'")
-        return resident
+        return resident_bytes(self.region(), offset, nbytes)
+
+    @property
+    def _is_cache_hidden(self):
+        """Whether the kernel does not tell what of the mapped file is in the page cache."""
+        return bool(self.region().block.is_cache_hidden)
 
     def _pages(self, offset, nbytes, nodes=False):
         """Flags (UM_PAGE_*) of each base page of a range, uint8, and its node, int16, or None."""

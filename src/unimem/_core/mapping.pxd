@@ -26,5 +26,10 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
 cdef object placement_of(Region region)
 # The bytes of memory under so much of its address space.
 cdef size_t memory_bytes(Region region, size_t nbytes)
+# How many bytes of a part are in RAM, in whole pages.
+cdef object resident_bytes(Region region, size_t offset, size_t nbytes)
+# Raises CapacityError or PlacementError where what is not in RAM of parts, (offset, nbytes), has no
+# room there.
+cdef object require_room(Region region, str name, object choice, list runs)
 # Raises what a failure means, where the status alone does not tell what to do.
 cdef object explain(Region region, str path, um.um_status status, const um.um_error *err, str doing)

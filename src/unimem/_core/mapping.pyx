@@ -7,11 +7,11 @@ import os
 import numpy as np
 
 from unimem import limits, placing
-from unimem.errors import PlacementError
+from unimem.errors import CapacityError, PlacementError
 from unimem.placement import Placement
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int16_t, uint8_t, uintptr_t
+from libc.stdint cimport int16_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
@@ -200,6 +200,32 @@ cdef object placement_of(Region region):
 
 cdef size_t memory_bytes(Region region, size_t nbytes):
     return nbytes if region.block.mirror_nbytes == 0 else nbytes // 2
+
+
+cdef object resident_bytes(Region region, size_t offset, size_t nbytes):
+    cdef um.um_error err
+    cdef uint64_t resident
+    cdef um.um_status status
+    with nogil:
+        status = um.um_block_resident(&region.block, offset, nbytes, &resident, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, f"block '{region.name}'")
+    return resident
+
+
+cdef object require_room(Region region, str name, object choice, list runs):
+    cdef size_t needed = memory_bytes(region, sum([nbytes for _, nbytes in runs])), resident
+    if region.block.is_file or region.is_hugetlb():
+        return None
+    # What is in RAM already is asked only where it decides.
+    try:
+        placing.require_room(name, needed, choice, limits)
+    except (CapacityError, PlacementError):
+        resident = memory_bytes(
+            region, sum([resident_bytes(region, first, nbytes) for first, nbytes in runs]))
+        if resident == 0:
+            raise
+        placing.require_room(name, needed - min(needed, resident), choice, limits)
 
 
 cdef object explain(Region region, str path, um.um_status status, const um.um_error *err,

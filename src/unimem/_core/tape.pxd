@@ -14,6 +14,8 @@ cdef class Bump:
     cdef str _left_out
     cdef readonly str name
     cdef object __weakref__
+    # None, or who is told when what they lie on is taken back, and the bytes used behind it.
+    cdef object _tenants
 
     # Uninitialised memory, valid until clear or rewind; never NULL: raises TapeFull, FrozenError,
     # ClosedError or ValueError.
@@ -23,6 +25,7 @@ cdef class Bump:
     cdef object fail(self, um.um_error *err)
     cdef object check_open(self)
     cdef object poison_down_to(self, size_t floor)
+    cdef object give_notice(self, size_t floor)
     # Closed: for good, and in a forked child that lacks the memory.
     cdef object let_go(self)
     cdef object lose(self)

@@ -125,6 +125,8 @@ cdef class Bump:
     def clear(self):
         """Take everything back but what is kept: O(1), and nothing is zeroed."""
         self.check_open()
+        if self._tenants is not None:
+            self.give_notice(0)
         self.poison_down_to(0)
         um.um_tape_clear(&self.tape)
 
@@ -150,6 +152,8 @@ cdef class Bump:
         self.check_open()
         cdef size_t floor = size_of(mark, "mark")
         if floor < um.um_tape_used(&self.tape):
+            if self._tenants is not None:
+                self.give_notice(floor)
             self.poison_down_to(floor)
         if um.um_tape_rewind(&self.tape, floor, &err) != um.UM_OK:
             self.fail(&err)
@@ -162,6 +166,19 @@ cdef class Bump:
             floor = max(floor, kept)
             if used > floor:
                 self._overwrite(<uintptr_t>self.tape.base + floor, used - floor)
+
+    def _tell(self, tenant, end):
+        """Call ``tenant.end(reason)`` once bytes below `end` are taken back, while it is alive."""
+        if self._tenants is None:
+            self._tenants = weakref.WeakKeyDictionary()
+        self._tenants[tenant] = end
+
+    cdef object give_notice(self, size_t floor):
+        floor = max(floor, um.um_tape_kept(&self.tape))
+        for tenant, end in list(self._tenants.items()):
+            if end > floor:
+                del self._tenants[tenant]
+                tenant.end(f"lay on Tape '{self.name}', which took the memory back")
 
     @contextmanager
     def frame(self):
