@@ -114,7 +114,7 @@ def _sentence(error: BaseException) -> str:
 
 def _fail(sentence: str, code: int) -> int:
     if sys.stderr is not None:
-        print(f"unimem: {terminal.printable(sentence)}", file=sys.stderr)
+        print(f"unimem: {terminal.one_line(sentence)}", file=sys.stderr)
     return code
 
 

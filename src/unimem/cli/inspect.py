@@ -19,6 +19,7 @@ import typer
 import unimem
 from unimem._core.gguf import Header as GGUFHeader
 from unimem.cli import terminal
+from unimem.cli.terminal import one_line
 from unimem.placement import format_bytes
 from unimem.report import table
 from unimem.residency import Residency, map_resident
@@ -67,7 +68,7 @@ def inspect(
     with open_weights(model, load="map") as weights:
         if metadata is not None and not as_json:
             for key, value in _chosen(weights, metadata).items():
-                terminal.show(f"{terminal.heading(terminal.printable(key))}\n{_whole(value)}\n")
+                terminal.show(f"{terminal.heading(one_line(key))}\n{_whole(value)}\n")
             return
         look = _look(weights) if residency else None
         digest = _hash(weights) if content_hash else None
@@ -157,7 +158,7 @@ def _show_facts(weights: Weights, digest: str | None) -> None:
         "parameters": f"{facts.n_parameters:,} in {_count(facts.n_tensors, 'tensor')}",
         "context": "unknown" if facts.context is None else f"{facts.context:,} tokens",
         "format": facts.format,
-        "files": "\n".join(f"{path} ({size})" for path, size in sizes),
+        "files": "\n".join(f"{one_line(path)} ({size})" for path, size in sizes),
         "fingerprint": weights.fingerprint,
     }
     if digest is not None:
@@ -194,10 +195,10 @@ def _show_types(weights: Weights) -> None:
 def _show_metadata(weights: Weights) -> None:
     if not weights.metadata:
         return
-    width = min(40, max(len(terminal.printable(key)) for key in weights.metadata))
+    width = min(40, max(len(one_line(key)) for key in weights.metadata))
     terminal.show("\n" + terminal.heading("metadata") + "\n")
     for key, value in weights.metadata.items():
-        shown = _one_line(key)
+        shown = one_line(key)
         text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
         terminal.show(f"{shown.ljust(width)}  {text}\n")
 
@@ -210,12 +211,12 @@ def _show_tensors(weights: Weights, look: Residency | None) -> None:
     rows = []
     for tensor in weights.tensors.values():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        row = [_one_line(tensor.name), tensor.type, shape, format_bytes(tensor.nbytes)]
+        row = [one_line(tensor.name), tensor.type, shape, format_bytes(tensor.nbytes)]
         row.append(str(tensor.offset))
         if look is not None:
             row.append(_percent(look.tensors[tensor.name]))
         if several:
-            row.append(_one_line(Path(tensor.file).name))
+            row.append(one_line(Path(tensor.file).name))
         rows.append(row)
     first, _, rest = table(head, rows).partition("\n")
     terminal.show(f"\n{terminal.heading(first)}\n{rest}\n")
@@ -236,13 +237,13 @@ def _brief(value: Value, width: int) -> str:
             text += one
         return text
     # What a float32 holds has 7 digits.
-    text = f"{value:.7g}" if isinstance(value, float) else _one_line(_text(value))
+    text = f"{value:.7g}" if isinstance(value, float) else one_line(_text(value))
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 
 def _whole(value: Value) -> str:
     if isinstance(value, (list, np.ndarray)):
-        return "\n".join(_one_line(_text(item)) for item in value)
+        return "\n".join(one_line(_text(item)) for item in value)
     return terminal.printable(_text(value))
 
 
@@ -261,11 +262,7 @@ def _kind(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return f'"{_one_line(text)}"'
-
-
-def _one_line(text: str) -> str:
-    return terminal.printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return f'"{one_line(text)}"'
 
 
 def _count(n: int, what: str) -> str:
@@ -303,7 +300,7 @@ def _show_residency(look: Residency) -> None:
     widest = 0.0
     terminal.show(f"\n{terminal.heading('in RAM')}\n")
     for path, whole in look.by_file.items():
-        terminal.show(f"{terminal.printable(path)}: {_in_words(whole)}\n")
+        terminal.show(f"{one_line(path)}: {_in_words(whole)}\n")
         n = min(n_lines * width, -(-whole.nbytes // mmap.PAGESIZE))
         kinds = [_cell(part) for part in look.ranges(path, max(n, 1))]
         widest = max(widest, whole.nbytes / max(n, 1))

@@ -464,7 +464,7 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
         _print_table((f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all"), steady)
     for name, value in _facts(decoder, report, talk, options).items():
         lines = textwrap.wrap(
-            terminal.printable(value),
+            terminal.one_line(value),
             _WIDTH - 10,
             break_long_words=False,  # such as paths
             break_on_hyphens=False,

@@ -185,8 +185,8 @@ def _list(found: list[Held], *, as_json: bool) -> None:
         return
     for held in found:
         stale = "" if held.is_current() else "; the model was written to or replaced since"
-        text = f"{held.path}\n    {held.source}: {_describe(held)}; process {held.pid}{stale}\n"
-        terminal.show(terminal.printable(text))
+        path, source = map(terminal.one_line, (held.path, held.source))
+        terminal.show(f"{path}\n    {source}: {_describe(held)}; process {held.pid}{stale}\n")
     if not found:
         _tell("nothing is staged")
 
@@ -217,4 +217,4 @@ def _describe(held: Held) -> str:
 
 def _tell(text: str) -> None:
     if sys.stderr is not None:
-        print(f"unimem: {terminal.printable(text)}", file=sys.stderr)
+        print(f"unimem: {terminal.one_line(text)}", file=sys.stderr)

@@ -13,15 +13,32 @@ from typing import TextIO
 
 from unimem.placement import format_bytes
 
-__all__ = ["Flow", "bad", "dim", "good", "heading", "printable", "show", "show_path", "updates"]
+__all__ = [
+    "Flow",
+    "bad",
+    "dim",
+    "good",
+    "heading",
+    "one_line",
+    "printable",
+    "show",
+    "show_path",
+    "updates",
+]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
 
-# A model may write anything, and a terminal would obey control characters; these show instead.
-_VISIBLE = {
-    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+# A model may write anything, and a terminal would obey control characters, and those that turn the
+# direction of what follows (Unicode's bidirectional embeddings, overrides and isolates) or end a
+# line; these show instead.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_VISIBLE |= {
+    code: f"\\u{code:04x}"
+    for code in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 }
+_VISIBLE |= {ord("\n"): "\\n", ord("\t"): "\\t"}
+_VISIBLE_IN_LINES = {code: shown for code, shown in _VISIBLE.items() if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
@@ -31,6 +48,17 @@ def printable(text: str) -> str:
     --------
     >>> print(printable("one\x1b[2J"))
     one\x1b[2J
+    """
+    return text.translate(_VISIBLE_IN_LINES)
+
+
+def one_line(text: str) -> str:
+    r"""Write all control characters so, as of names and paths, which cannot fake another line then.
+
+    Examples
+    --------
+    >>> print(one_line("one\ntwo"))
+    one\ntwo
     """
     return text.translate(_VISIBLE)
 
