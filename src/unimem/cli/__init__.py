@@ -6,9 +6,12 @@ A command raises the errors of the library, and `main` makes a sentence and an e
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from unimem.cli import terminal
@@ -36,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         The exit code: 0, 1 for a bad file or a failure, 2 for wrong usage, 3 for a model that does
-        not fit, 130 for an interrupt. What went wrong was written to standard error.
+        not fit, 130 for an interrupt, 129 and 143 for SIGHUP and SIGTERM. What went wrong was
+        written to standard error.
     """
     try:
         import rich  # noqa: F401 - commands need both later: what is missing is named at once
@@ -47,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("standard output is closed: there is nowhere to write to", FAILED)
     # A terminal that lacks a character shows a question mark for it.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _signals_as_interrupts() as received:
         warnings.showwarning = _show_warning
         code = _run(arguments)
+    if code == INTERRUPTED and received:
+        code = 128 + received[0]
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -60,6 +66,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(f"standard output: {error.strerror}", FAILED)
         code = code or FAILED
     return code
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[list[int]]:
+    """Make an interrupt of SIGHUP and SIGTERM, which leaves nothing behind; give which came."""
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)  # another one would end the cleaning up
+        received.append(number)
+        raise KeyboardInterrupt
+
+    # Those that somebody ignores (nohup) or handles are left alone.
+    ours = [
+        number
+        for number in (signal.SIGHUP, signal.SIGTERM)
+        if signal.getsignal(number) == signal.SIG_DFL
+        and threading.current_thread() is threading.main_thread()
+    ]
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
