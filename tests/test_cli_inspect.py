@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,6 +23,8 @@ import pytest
 
 import gguf_files as g
 import unimem as um
+from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.safetensors import SafetensorsHeader
 from unimem.cli import inspect as command
 from unimem.cli import terminal
 
@@ -379,6 +383,45 @@ def test_failures(tmp_path: Path, model: Path) -> None:
     assert code == 0
     for option in ("--tensors", "--residency", "--metadata", "--content-hash", "--json"):
         assert option in out
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    code, out, err = run("/proc/self/mem")
+    assert (code, out) == (1, "")
+    assert err == "unimem: /proc/self/mem: Input/output error\n"
+
+
+@pytest.mark.parametrize("header", [GGUFHeader, SafetensorsHeader])
+def test_a_header_that_cannot_be_read_is_of_a_file(header: Any) -> None:
+    with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="header") as caught:
+        header(file.fileno(), 100, "the path")
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, "the path")
+
+
+# ---- what a terminal shows ----------------------------------------------------------------------
+
+
+def test_names_cannot_fake_lines() -> None:
+    assert terminal.one_line("a\nb\tc\x1b") == r"a\nb\tc\x1b"
+    assert terminal.printable("a\nb\tc\x1b") == "a\nb\tc\\x1b"
+    for turn in ("\u202a", "\u202e", "\u2066", "\u2069", "\u2028", "\u2029"):
+        assert terminal.printable(turn) == terminal.one_line(turn) == f"\\u{ord(turn):04x}"
+    # Arabic, and emoji that are joined of several, are shown as they are.
+    for text in ("\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f680"):
+        assert terminal.one_line(text) == text
+
+
+def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "x\nfiles  good.gguf (1 GiB)\u202e"
+    folder.mkdir()
+    path = shutil.copy(model, folder)
+    shown = str(path).replace("\n", r"\n").replace("\u202e", r"\u202e")
+    _, out, _ = run(path, "--residency")
+    assert out.count(shown) == 2
+    assert "\nfiles  good" not in out
+    _, _, err = run(folder)
+    assert err.count("\n") == 1
+    assert "\u202e" not in err
 
 
 # ---- the bar ------------------------------------------------------------------------------------

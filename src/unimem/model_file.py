@@ -243,7 +243,10 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
 
 def _header(fd: int, nbytes: int, path: str) -> Header:
     # By what it begins with: names may be of descriptors, as in /proc/self/fd/3.
-    head = os.pread(fd, 9, 0)
+    try:
+        head = os.pread(fd, 9, 0)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
         return SafetensorsHeader(fd, nbytes, path)

@@ -15,7 +15,7 @@ from libc.string cimport memcpy, memset
 
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport raise_file_status, raise_status
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -71,11 +71,13 @@ cdef class Header:
                 self._region.name = path
                 with nogil:
                     status = um.um_block_map(&self._region.block, nbytes, &options, &err)
-                    if status == um.UM_OK:
-                        self._bytes = <const unsigned char *>self._region.block.base
-                        status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
                 if status != um.UM_OK:
                     raise_status(status, &err, path)
+                self._bytes = <const unsigned char *>self._region.block.base
+                with nogil:
+                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
+                if status != um.UM_OK:
+                    raise_file_status(status, &err, "reading the header", path)
             with nogil:
                 status = um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, &err)
             if status == um.UM_OK:
