@@ -20,12 +20,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build/fuzz"
 FORMATS = ("gguf", "safetensors")
 PACKAGES = ("clang", "libclang-rt-dev")
+# What the tests import that write the seeds.
+MODULES = ("gguf", "numpy", "pytest", "unimem")
 # A larger input than the tests', and a smaller one than a vocabulary.
 MAX_NBYTES = 4096
 # Kept in the repository: small ones, which are also replayed in each test run.
@@ -52,6 +55,16 @@ def has_fuzzer() -> bool:
         command = ["clang", *options, "-o", f"{folder}/target"]
         answer = subprocess.run(command, input=target, text=True, capture_output=True, check=False)
     return answer.returncode == 0
+
+
+def require_modules() -> None:
+    """Refuse a Python that cannot write the seeds."""
+    missing = [name for name in MODULES if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f"{sys.executable} has no {', '.join(missing)}, which the seeds need: 'make fuzz' runs "
+            "one that has"
+        )
 
 
 def install_clang() -> None:
@@ -159,6 +172,7 @@ def main() -> int:
     parser.add_argument("--minimize", action="store_true", help="afterwards, what is kept")
     arguments = parser.parse_args()
     try:
+        require_modules()
         install_clang()
     except UnavailableError as error:
         print(f"fuzz.py: no fuzzing: {error}", file=sys.stderr)
