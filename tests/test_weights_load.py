@@ -4,8 +4,11 @@ that fails.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -16,10 +19,14 @@ import numpy as np
 import pytest
 
 import gguf_files as gf
+import safetensors_files as st
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem import loading
 from unimem._core.status import ledger
+from unimem.limits import HugePool
+from unimem.model_file import open_model
+from unimem.placing import check_options
 from unimem.weights import open_weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
@@ -52,6 +59,14 @@ def write(path: Path, *nbytes: int) -> Path:
     raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
     raw += bytes(-len(raw) % 32)
     path.write_bytes(raw + bytes(gf.random_bytes(offset, seed=offset)))
+    return path
+
+
+def write_hole(path: Path, nbytes: int) -> Path:
+    """A file of one tensor, which takes no room on the disk."""
+    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), I8, 0))
+    path.write_bytes(raw)
+    os.truncate(path, len(raw) + -len(raw) % 32 + nbytes)
     return path
 
 
@@ -249,6 +264,11 @@ def assert_matches(text: str, pattern: str) -> None:
         ("ceph", "direct"),
         ("lustre", "direct"),
         ("fuse.sshfs", "direct"),
+        ("fuse", "direct"),
+        ("virtiofs", "direct"),
+        ("orangefs", "direct"),
+        ("smbfs", "direct"),
+        ("vboxsf", "direct"),
         ("fuseblk", "map"),  # a disk
         ("ext4", "map"),
         ("xfs", "map"),
@@ -318,6 +338,54 @@ def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch
         assert "does not fit" in weights.load_reason
 
 
+def test_auto_maps_what_fits_neither_memory_nor_the_pool(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unimem.limits.available_bytes", lambda: MIB)
+    monkeypatch.setattr("unimem.limits.huge_pools", lambda: {"2m": pool(free=0)})
+    with (
+        pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit"),
+        open_weights(path, pages="2m") as weights,
+    ):
+        assert weights.load == "map"
+    # What a pool holds is not of that room.
+    monkeypatch.setattr("unimem.limits.huge_pools", lambda: {"2m": pool(free=4)})
+    with open_model(path) as model:
+        for placement in ({"pages": "2m"}, {"pages": "auto", "numa": "preferred:0"}):
+            choice = loading.choose(model, "auto", None, placement)  # type: ignore[arg-type]
+            assert choice.mode in READS
+
+
+def pool(*, free: int) -> HugePool:
+    return HugePool(2 * MIB, free, free, 0, 0, {0: (free, free)})
+
+
+AS_NOBODY = """
+import ctypes, os, sys, warnings
+from unimem.weights import open_weights
+warnings.simplefilter("ignore")
+path, other = sys.argv[1:]
+open_weights(other, numa="preferred:0").close()  # so that all is imported
+os.seteuid(65534)
+assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE: /proc/self is ours
+with open_weights(path, numa="preferred:0") as weights:
+    print(weights.load, weights.load_reason)
+"""
+
+
+def test_auto_believes_nothing_of_a_page_cache_that_is_hidden(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a file of another user needs root")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        copy = Path(shutil.copy(path, folder))
+        copy.chmod(0o644)
+        command = [sys.executable, "-c", AS_NOBODY, str(copy), str(path)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    assert_matches(told.stdout, r"^(direct|copy) .*; 0% .*as far as the kernel tells this user")
+
+
 def test_a_mapping_tells_what_it_lacks(path: Path) -> None:
     for placement in ({"pages": "thp"}, {"numa": "interleave"}, {"pages": "2m"}):
         text = r"page cache's: load='copy' or 'direct'"
@@ -347,20 +415,39 @@ def test_advice(path: Path, advice: Any) -> None:
             open_weights(path, load=load, advice=advice)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("load", ["auto", *LOADS])
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "kind", "text"),
     [
-        ({"load": "mmap"}, "load: expected 'auto', 'map', 'copy' or 'direct', got 'mmap'"),
-        ({"load": None}, "load: expected"),
-        ({"load": "map", "advice": "soon"}, "advice: expected one of"),
-        ({"load": "copy", "threads": 0}, "threads"),
-        ({"load": "copy", "pages": "3k"}, "pages: expected"),
-        ({"load": "copy", "numa": "bind:x"}, "bind:NODES"),
+        ({"page": "thp"}, TypeError, "page: no such option; placement is pages, numa"),
+        ({"fd": 3}, TypeError, "fd: no such option"),
+        ({"name": "x"}, TypeError, "name: no such option"),
+        ({"category": "other"}, TypeError, "category: no such option"),
+        ({"pages": "7m"}, ValueError, "pages: expected one of"),
+        ({"numa": "zzz"}, ValueError, "numa: expected 'bind:NODES'"),
+        ({"numa": 0}, TypeError, "numa"),
+        ({"lock": "x"}, ValueError, "lock: expected"),
+        ({"warm": "zzz"}, ValueError, "warm: expected"),
+        ({"warm": -3}, ValueError, "warm: expected"),
+        ({"strict": "x"}, ValueError, "strict: expected"),
+        ({"threads": 0}, ValueError, "threads: expected 1 or more"),
+        ({"threads": "a"}, ValueError, "threads: expected 1 or more"),
+        ({"progress": 3}, TypeError, "progress: expected a function"),
+        ({"advice": "soon"}, ValueError, "advice: expected one of"),
     ],
 )
-def test_options_that_are_none(path: Path, options: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        open_weights(path, **options)
+def test_options_that_are_none(path: Path, load: Any, options: Any, kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        open_weights(path, load=load, **options)
+    if "threads" not in options and "advice" not in options and "progress" not in options:
+        with pytest.raises(kind, match=text):
+            check_options(options)
+
+
+@pytest.mark.parametrize("load", ["mmap", None, True])
+def test_loads_that_are_none(path: Path, load: Any) -> None:
+    with pytest.raises(ValueError, match="load: expected 'auto', 'map', 'copy' or 'direct'"):
+        open_weights(path, load=load)
 
 
 # ---- on a tape ---------------------------------------------------------------------------------
@@ -400,6 +487,71 @@ def test_a_tape_that_goes_closes_the_weights(path: Path) -> None:
     with pytest.raises(um.ClosedError):
         _ = weights.tensors
     weights.close()
+
+
+def clear_and_take(tape: um.Tape, mark: int) -> None:
+    tape.clear()
+    tape.take_bytes(15 * MIB)
+
+
+TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
+    "clear": lambda tape, mark: tape.clear(),
+    "rewind": lambda tape, mark: tape.rewind(mark + 1),
+    "clear, and others take it": clear_and_take,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BACK)
+def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: str) -> None:
+    with um.Tape(16 * MIB) as tape:
+        tape.take_bytes(100)
+        tape.keep()
+        mark = tape.mark()
+        weights = open_weights(path, tape=tape)
+        tensor = weights.tensors["t0"]
+        tape.rewind(tape.used_bytes)  # nothing of it
+        check(weights)
+        TAKEN_BACK[name](tape, mark)
+        assert weights.closed
+        uses: list[Callable[[], object]] = [
+            lambda: weights.tensors,
+            weights.content_hash,
+            weights.residency,
+            lambda: tensor.address,
+            *uses_of(tensor),
+        ]
+        for use in uses:
+            with pytest.raises(um.ClosedError, match="Tape 'tape', which took the memory back"):
+                use()
+        weights.close()
+
+
+def uses_of(tensor: um.Tensor) -> list[Callable[[], object]]:
+    return [lambda: tensor.address, tensor.as_array, tensor.dequantize, tensor.__dlpack__]
+
+
+def test_what_a_tape_keeps_stays_open(path: Path) -> None:
+    with um.Tape(32 * MIB) as tape, open_weights(path, tape=tape) as weights:
+        tape.keep()
+        with tape.frame():
+            open_weights(path, tape=tape)  # collected, and not told
+            other = open_weights(path, tape=tape)
+        assert other.closed
+        tape.clear()
+        check(weights)
+
+
+@pytest.mark.parametrize("on_a_tape", [False, True])
+@pytest.mark.parametrize("leave", [um.Weights.close, lambda w: w.__exit__(None, None, None)])
+def test_tensors_of_closed_weights(path: Path, leave: Any, on_a_tape: bool) -> None:
+    with um.Tape(16 * MIB) as tape:
+        weights = open_weights(path, tape=tape if on_a_tape else None)
+        tensor = weights.tensors["t0"]
+        assert len(uses_of(tensor)[1]()) == tensor.nbytes  # type: ignore[arg-type]
+        leave(weights)
+        for use in uses_of(tensor):
+            with pytest.raises(um.ClosedError, match="are closed"):
+                use()
 
 
 def test_what_a_tape_refuses(path: Path) -> None:
@@ -481,6 +633,83 @@ def test_a_tape_is_as_it_was(path: Path) -> None:
         tape.clear()
 
 
+def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
+    with um.Tape(16 * MIB) as tape:
+        with pytest.raises(um.ClosedError, match="took the memory back"):
+            open_weights(path, tape=tape, progress=lambda *n: tape.clear())
+        assert tape.used_bytes == 0
+        with pytest.raises(um.ClosedError):
+            open_weights(path, tape=tape, progress=lambda *n: tape.__exit__())
+
+
+@pytest.mark.parametrize("load", READS)
+def test_an_error_of_the_callback_is_not_the_file_systems(path: Path, load: Any) -> None:
+    told = []
+
+    def progress(done: int, total: int) -> None:
+        told.append(done)
+        if len(told) == 1:
+            raise OSError(errno.EINVAL, "mine")
+
+    with pytest.raises(OSError, match="mine"):
+        open_weights(path, load=load, progress=progress)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("load", [*LOADS, "tape"])
+def test_an_interrupt_behind_the_last_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, load: Any
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("unimem.weights.Weights.__init__", "unimem.loading.Loaded"):
+        with um.Tape(16 * MIB) as tape, monkeypatch.context() as patch:
+            tape.take_bytes(100)
+            before = ledger()
+            patch.setattr(name, interrupted)
+            options: Any = {"tape": tape} if load == "tape" else {"load": load}
+            with pytest.raises(KeyboardInterrupt):
+                open_weights(path, **options)
+            assert tape.used_bytes == 100
+            assert ledger() == before
+            tape.close()
+
+
+def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
+    def interrupt_at(n: int) -> bool:
+        """Whether the nth line of the loading was reached, and interrupted."""
+        left = n
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code not in reading:
+                return None
+            left -= event == "line"
+            if left == 0 and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            open_weights(path, tape=tape)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    before = sys.gettrace()
+    reading = {f.__code__ for f in (loading.bring, loading._read, loading._take)}
+    with um.Tape(16 * MIB) as tape:
+        n = 1
+        while interrupt_at(n):
+            assert tape.used_bytes == 0, n
+            n += 1
+        assert n > 20
+        assert tape.used_bytes > 5 * MIB
+
+
 def test_ctrl_c_stops_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -551,6 +780,23 @@ def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None
         assert tape.used_bytes == 0
 
 
+# ---- arrays ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_nothing_of_an_array_can_be_written(tmp_path: Path, load: Any) -> None:
+    file = tmp_path / "model.safetensors"
+    # The second tensor is not aligned.
+    file.write_bytes(st.write({"a": ("U8", (1,)), "b": ("F32", (2,))}))
+    with open_weights(file, load=load) as weights:
+        for tensor in weights.tensors.values():
+            array: Any = tensor.as_array()
+            while isinstance(array, np.ndarray):
+                assert not array.flags.writeable
+                array = array.base
+        del array
+
+
 # ---- what does not fit -------------------------------------------------------------------------
 
 IN_512_MB = """
@@ -598,9 +844,34 @@ def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
     tmp_path: Path,
     cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
 ) -> None:
-    file = tmp_path / "large.gguf"
-    nbytes = 640 * MIB
-    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), I8, 0))
-    file.write_bytes(raw)
-    os.truncate(file, len(raw) + -len(raw) % 32 + nbytes)  # a hole
+    file = write_hole(tmp_path / "large.gguf", 640 * MIB)
     assert cgroup_512mb.run(IN_512_MB.format(path=str(file))) == "refused\n"
+
+
+ON_TAPES = """
+import unimem as um
+path = {path!r}
+with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as tape:
+    tape.take_bytes(100)
+    other.warm()
+    try:
+        um.open_weights(path, tape=tape, load="direct")
+    except um.CapacityError as error:
+        assert "cgroup" in str(error), error
+    else:
+        raise SystemExit("it was not refused")
+    assert tape.used_bytes == 100
+    other.close()
+    cold.warm()
+    # What is in RAM already needs no room.
+    with um.Block(150 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
+        print(weights.load)
+"""
+
+
+def test_a_tape_without_room_for_its_pages(
+    tmp_path: Path,
+    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
+) -> None:
+    file = write_hole(tmp_path / "large.gguf", 280 * MIB)
+    assert cgroup_512mb.run(ON_TAPES.format(path=str(file))) == "direct\n"

@@ -6,21 +6,23 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from unimem import limits, placing
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.errors import PlacementError
+from unimem.errors import ClosedError, PlacementError
 from unimem.model_file import Model, ModelFile
 from unimem.placement import Pages, PlacementOptions, format_bytes
 
 __all__ = [
     "Choice",
+    "Lifetime",
     "Load",
     "Loaded",
     "Memory",
@@ -29,6 +31,7 @@ __all__ = [
     "bytes_needed",
     "cached_bytes",
     "check_load",
+    "check_request",
     "choose",
     "mapped",
 ]
@@ -39,10 +42,52 @@ Progress = Callable[[int, int], object]
 
 # A mapping of a file on one of these waits for a network with every fault, and a server that is
 # gone is a signal instead of an error.
-_NETWORK = re.compile(r"nfs\d?|cifs|smb3?|9p|ceph|lustre|gpfs|glusterfs|afs|beegfs|fuse\..+")
+_NETWORK = re.compile(
+    r"nfs\d?|cifs|smb3?|smbfs|9p|virtiofs|vboxsf|ceph|lustre|gpfs|glusterfs|orangefs|pvfs2|afs|"
+    r"coda|beegfs|fuse(\..+)?"
+)
 _PAGES_BYTES = {"4k": mmap.PAGESIZE, "2m": 2 << 20, "1g": 1 << 30}
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
+
+
+class Lifetime:
+    """How long what was loaded is there: of one `Weights`, its tensors, and the tape they lie on.
+
+    Any number of threads may ask; ending it is for one. A forked child has its own.
+
+    Parameters
+    ----------
+    name : str
+        What was loaded, for messages.
+
+    Attributes
+    ----------
+    taken : object
+        What was taken of a tape, which keeps the tape's memory as long; else None.
+    """
+
+    __slots__ = ("__weakref__", "_ended", "name", "taken")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.taken: Any = None
+        self._ended = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self._ended != ""
+
+    def end(self, how: str) -> None:
+        """End it; how, as in "are closed", is told from then on. What ends it first counts."""
+        self._ended = self._ended or how
+        self.taken = None
+
+    def check(self) -> None:
+        """Raise ClosedError when it is over."""
+        if self._ended:
+            raise ClosedError(f"Weights '{self.name}' {self._ended}")
 
 
 class Memory(NamedTuple):
@@ -56,12 +101,15 @@ class Memory(NamedTuple):
         What of the file is there.
     block_offset : int
         Where in the block it begins.
+    lifetime : Lifetime
+        How long it lies there.
     """
 
     block: Block
     file_offset: int
     block_offset: int
     nbytes: int
+    lifetime: Lifetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +133,8 @@ class Loaded:
         The blocks they lie in, each once.
     choice : Choice
         What was done.
-    taken : object
-        What was taken of a tape, which keeps the tape's memory alive; else None.
+    lifetime : Lifetime
+        How long it is there.
     mapped_bytes : int
         Bytes of the blocks, or what was taken of a tape.
     """
@@ -94,12 +142,30 @@ class Loaded:
     memory: tuple[Memory, ...]
     blocks: tuple[Block, ...]
     choice: Choice
-    taken: Any
+    lifetime: Lifetime
     mapped_bytes: int
 
 
-def bring(
-    model: Model,
+class _NoDirectReadsError(Exception):
+    """A file cannot be read past the page cache."""
+
+
+class _Told:
+    """A progress callback, and whether it raised: its errors are not the file system's."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.raised = False
+
+    def __call__(self, done: int, total: int) -> None:
+        try:
+            self._progress(done, total)
+        except BaseException:
+            self.raised = True
+            raise
+
+
+def check_request(
     load: Load,
     *,
     tape: Tape | None,
@@ -107,28 +173,65 @@ def bring(
     advice: Advice | None,
     progress: Progress | None,
     placement: PlacementOptions,
-) -> Loaded:
-    """Bring the data of a model into memory: see `unimem.open_weights`.
+) -> None:
+    """Check what `bring` takes, the same for each mode, before a file is opened.
 
-    Whatever is raised, nothing is left: no block, no thread, and a tape is as it was.
+    Raises
+    ------
+    TypeError, ValueError
+        An option that is none, or does not go with another; the message names it.
+    """
+    check_load(load)
+    if tape is not None and not isinstance(tape, Tape):
+        raise TypeError(
+            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
+            "a model to a GPU"
+        )
+    placing.check_options(placement)
+    if tape is not None and placement:
+        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
+    if tape is not None and load == "map":
+        raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
+    if threads is not None and (not hasattr(threads, "__index__") or int(threads) < 1):
+        raise ValueError(f"threads: expected 1 or more, got {threads!r}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function of two integers, got {progress!r:.60}")
+    if advice is not None and advice not in get_args(Advice):
+        raise ValueError(f"advice: expected one of {', '.join(get_args(Advice))}, got {advice!r}")
+    # An option that holds for mappings alone was meant for one, whatever `auto` takes.
+    if advice is not None and load in ("copy", "direct"):
+        raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
+
+
+def bring(
+    model: Model,
+    load: Load,
+    undo: ExitStack,
+    *,
+    tape: Tape | None,
+    threads: int | None,
+    advice: Advice | None,
+    progress: Progress | None,
+    placement: PlacementOptions,
+) -> Loaded:
+    """Bring the data of a model into memory: see `unimem.open_weights`, and `check_request` first.
+
+    What gives it back is on `undo` before it is taken: until the caller empties that, whatever is
+    raised leaves no block, and a tape as it was.
     """
     choice = choose(model, load, tape, placement)
     if choice.warning:
         placing.warn(choice.warning)
-    # An option that holds for mappings alone was meant for one, whatever `auto` takes.
-    if advice is not None and load in ("copy", "direct"):
-        raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
     if load == "map":
         _tell_what_a_mapping_lacks(model, placement)
     if choice.mode == "map":
-        return _map(model, choice, advice)
+        return _map(model, choice, undo, advice)
     try:
-        return _read(model, choice, tape, threads, progress, placement)
-    except OSError as error:
-        if choice.mode != "direct" or error.errno != errno.EINVAL:
-            raise
-        choice = _without_direct(model, choice, load, placement)
-        return _read(model, choice, tape, threads, progress, placement)
+        return _read(model, choice, undo, tape, threads, progress, placement)
+    except _NoDirectReadsError:
+        undo.close()
+    choice = _without_direct(model, choice, load, placement)
+    return _read(model, choice, undo, tape, threads, progress, placement)
 
 
 # ---- the choice -------------------------------------------------------------------------------
@@ -142,9 +245,6 @@ def check_load(load: object) -> None:
 
 def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
     """Choose how a model is brought into memory; nothing of it is read."""
-    check_load(load)
-    if tape is not None and load == "map":
-        raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if load != "auto":
         return Choice(load, "it was asked for")
     network = next(
@@ -162,19 +262,27 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
         return Choice("map", "a mapping shares the page cache, and reads nothing twice")
-    # Where it does not fit, a mapping still does: the kernel drops its pages when it must. hugetlb
-    # pages are not of this room.
+    # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], limits.available_bytes()
-    if tape is None and placement.get("pages") not in placing.HUGETLB and needed > room:
+    if tape is None and needed > room and not _is_in_a_pool(needed, placement):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if placement.get("strict"):
             limits.require(needed, f"a copy of {model.files[0].path}")
         warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
         return Choice("map", why, warning)
     cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
-    if cached >= MOSTLY * total:
-        return Choice("copy", f"{why}; {cached / total:.0%} of the file are in the page cache")
-    return Choice("direct", f"{why}; {cached / total:.0%} of the file are in the page cache")
+    why += f"; {cached / total:.0%} of the file are in the page cache"
+    if cached < total and _is_cache_hidden(model):
+        why += ", as far as the kernel tells this user, who neither owns nor may write it"
+    return Choice("copy" if cached >= MOSTLY * total else "direct", why)
+
+
+def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
+    """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
+    request = placing.Request(
+        nbytes, placement.get("pages", "auto"), placing.parse_numa(placement.get("numa"))
+    )
+    return placing.decide(request, limits).pages in placing.HUGETLB
 
 
 def _without_direct(
@@ -203,12 +311,21 @@ def _file_system(file: ModelFile) -> str:
 
 
 def cached_bytes(model: Model) -> int:
-    """Bytes of the files that are in the page cache."""
+    """Bytes of the files that are in the page cache, as far as the kernel tells this user."""
     found = 0
+    for block in _looked_at(model):
+        found += min(block._resident_range(0, block.nbytes), block.nbytes)
+    return found
+
+
+def _is_cache_hidden(model: Model) -> bool:
+    return any(block._is_cache_hidden for block in _looked_at(model))
+
+
+def _looked_at(model: Model) -> Iterator[Block]:
     for file, fd in zip(model.files, model.fds, strict=True):
         with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
-            found += min(block._resident_range(0, file.nbytes), file.nbytes)
-    return found
+            yield block
 
 
 def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pages) -> int:
@@ -230,27 +347,26 @@ def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pa
 
 def mapped(model: Model) -> Loaded:
     """Map a model, of which only the header will be looked at."""
-    return _map(model, Choice("map", "only its header is looked at"), None)
+    with ExitStack() as undo:
+        loaded = _map(model, Choice("map", "only its header is looked at"), undo, None)
+        undo.pop_all()
+        return loaded
 
 
-def _map(model: Model, choice: Choice, advice: Advice | None) -> Loaded:
+def _map(model: Model, choice: Choice, undo: ExitStack, advice: Advice | None) -> Loaded:
+    lifetime = Lifetime(model.files[0].path)
     blocks: list[Block] = []
-    try:
-        for file, fd in zip(model.files, model.fds, strict=True):
-            try:
-                blocks.append(Block._map_fd(fd, 0, file.nbytes, "r", file.path))
-            except ValueError:  # the range was inside the file when its header was read
-                raise OSError(errno.EIO, "The file has become shorter", file.path) from None
-            if advice is not None:
-                blocks[-1].advise(advice)
-        model.check_versions()
-    except BaseException:
-        for block in blocks:
-            block.__exit__()
-        raise
-    memory = tuple(Memory(block, 0, 0, block.nbytes) for block in blocks)
+    for file, fd in zip(model.files, model.fds, strict=True):
+        try:
+            blocks.append(undo.enter_context(Block._map_fd(fd, 0, file.nbytes, "r", file.path)))
+        except ValueError:  # the range was inside the file when its header was read
+            raise OSError(errno.EIO, "The file has become shorter", file.path) from None
+        if advice is not None:
+            blocks[-1].advise(advice)
+    model.check_versions()
+    memory = tuple(Memory(block, 0, 0, block.nbytes, lifetime) for block in blocks)
     nbytes = sum(file.nbytes for file in model.files)
-    return Loaded(memory, tuple(blocks), choice, None, nbytes)
+    return Loaded(memory, tuple(blocks), choice, lifetime, nbytes)
 
 
 def _tell_what_a_mapping_lacks(model: Model, placement: PlacementOptions) -> None:
@@ -300,17 +416,21 @@ def _data_end(file: ModelFile) -> int:
 def _read(
     model: Model,
     choice: Choice,
+    undo: ExitStack,
     tape: Tape | None,
     threads: int | None,
     progress: Progress | None,
     placement: PlacementOptions,
 ) -> Loaded:
     slots, nbytes = _layout_of(model)
+    direct = choice.mode == "direct"
+    told = None if progress is None else _Told(progress)
 
     def fill(block: Block, base: int = 0) -> None:
-        direct = choice.mode == "direct"
-        fds = _direct_fds(model) if direct else model.fds
+        fds = model.fds
         try:
+            if direct:
+                fds = _direct_fds(model)
             read_parts(
                 [
                     (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
@@ -318,54 +438,65 @@ def _read(
                 ],
                 threads=threads,
                 direct=direct,
-                progress=progress,
+                progress=told,
             )
-            if tape is None:  # what is left of whole pages shall be there, too
-                end = max(slot.at + slot.nbytes for slot in slots)
-                block._warm_range(end, block.nbytes - end)
-            model.check_versions()
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL and not (told and told.raised):
+                raise _NoDirectReadsError from error
+            raise
         finally:
             if fds is not model.fds:
                 for fd in fds:
                     os.close(fd)
+        if tape is None:  # what is left of whole pages shall be there, too
+            end = max(slot.at + slot.nbytes for slot in slots)
+            block._warm_range(end, block.nbytes - end)
+        model.check_versions()
 
+    lifetime = Lifetime(model.files[0].path)
     if tape is not None:
-        return _read_to_tape(tape, slots, nbytes, choice, fill)
-    options = {key: value for key, value in placement.items() if key != "warm"}  # all is touched
-    block = Block._filled(
-        nbytes,
-        fill,
-        name=model.files[0].path,
-        category="weights",
-        **options,  # type: ignore[arg-type]
+        block, base = tape.block, _take(tape, nbytes, lifetime, undo)
+        block._require_room([(base, nbytes)])
+        fill(block, base)
+        if block.closed:
+            lifetime.end("lay on a tape that was closed")
+        lifetime.check()
+    else:
+        options = {key: value for key, value in placement.items() if key != "warm"}  # it is anyway
+        base = 0
+        block = undo.enter_context(
+            Block._filled(
+                nbytes,
+                fill,
+                name=model.files[0].path,
+                category="weights",
+                **options,  # type: ignore[arg-type]
+            )
+        )
+        nbytes = block.nbytes
+    memory = tuple(
+        Memory(block, slot.file_offset, base + slot.at, slot.nbytes, lifetime) for slot in slots
     )
-    memory = tuple(Memory(block, slot.file_offset, slot.at, slot.nbytes) for slot in slots)
-    return Loaded(memory, (block,), choice, None, block.nbytes)
+    return Loaded(memory, (block,), choice, lifetime, nbytes)
 
 
-def _read_to_tape(
-    tape: Tape,
-    slots: list[_Slot],
-    nbytes: int,
-    choice: Choice,
-    fill: Callable[[Block, int], None],
-) -> Loaded:
+def _take(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
+    """Take memory of a tape, and tell where in its block it is."""
     mark = tape.mark()
-    taken: Any = tape.take_bytes(nbytes, align=_ALIGN)
-    base = taken.ctypes.data - tape.block.address
-    try:
-        fill(tape.block, base)
-    except BaseException:
-        # The traceback would keep it, and it the tape.
-        taken = None
-        # Where others took from the tape meanwhile, it stays taken.
+    # The block begins with a page, and the tape with the block. Where others take something at this
+    # moment, it is not so, and all stays taken.
+    base = -(-mark // _ALIGN) * _ALIGN
+
+    def give_back() -> None:
+        lifetime.end("were not loaded")
         if not tape.closed and tape.used_bytes == base + nbytes:
             tape.rewind(mark)
-        raise
-    memory = tuple(
-        Memory(tape.block, slot.file_offset, base + slot.at, slot.nbytes) for slot in slots
-    )
-    return Loaded(memory, (tape.block,), choice, taken, nbytes)
+
+    undo.callback(give_back)
+    lifetime.taken = tape.take_bytes(nbytes, align=_ALIGN)
+    at = int(lifetime.taken.ctypes.data) - tape.block.address
+    tape._tell(lifetime, at + nbytes)
+    return at
 
 
 def _direct_fds(model: Model) -> list[int]:

@@ -6,6 +6,7 @@ Pure functions of a request and of facts, so that tests can invent machines. The
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import sys
@@ -13,11 +14,11 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
 from unimem.limits import SHM
-from unimem.placement import Lock, Pages, Placement, format_bytes
+from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
 
 if TYPE_CHECKING:
     from unimem.limits import HugePool, Limit, Node
@@ -28,6 +29,7 @@ __all__ = [
     "NumaPolicy",
     "Request",
     "at_once",
+    "check_options",
     "comparison",
     "decide",
     "elsewhere",
@@ -140,7 +142,36 @@ def show_nodes(nodes: Iterable[int]) -> str:
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def parse_numa(text: str | None) -> NumaPolicy | None:
+def check_options(placement: Mapping[str, object]) -> None:
+    """Check what a function takes as ``**placement``, before it does anything.
+
+    Raises
+    ------
+    TypeError
+        An option that `PlacementOptions` has not.
+    TypeError, ValueError
+        A value that no block takes; the message names the option.
+    """
+    names = PlacementOptions.__annotations__
+    for name in placement:
+        if name not in names:
+            raise TypeError(f"{name}: no such option; placement is {', '.join(names)}")
+    pages = placement.get("pages", "auto")
+    if pages not in PAGES:
+        raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
+    parse_numa(placement.get("numa"))
+    lock = placement.get("lock", False)
+    if not isinstance(lock, bool) and lock != "onfault":
+        raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
+    warm = placement.get("warm", False)
+    if not isinstance(warm, SupportsIndex) or operator.index(warm) < 0:
+        raise ValueError(f"warm: expected False, True or a number of threads, got {warm!r}")
+    strict = placement.get("strict", False)
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict: expected False or True, got {strict!r}")
+
+
+def parse_numa(text: object) -> NumaPolicy | None:
     """Read a NUMA policy.
 
     Raises

@@ -6,6 +6,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -20,7 +21,7 @@ from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
-from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring
+from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring, check_request
 from unimem.model_file import Header, ModelFile, open_model
 from unimem.placement import Lock, PlacementOptions
 
@@ -118,8 +119,9 @@ class Tensor:
         Raises
         ------
         ClosedError
-            The weights were closed.
+            The weights were closed, or the tape that they lie on took the memory back.
         """
+        self._memory.lifetime.check()
         return self._memory.block.address + self._block_offset
 
     @property
@@ -140,16 +142,18 @@ class Tensor:
         Raises
         ------
         ClosedError
-            The weights were closed.
+            The weights were closed, or the tape that they lie on took the memory back.
         """
+        self._memory.lifetime.check()
         dtype, shape = self._as_in_arrays()
         block, at = self._memory.block, self._block_offset
         if at % dtype.alignment == 0:
             array = block.as_array(dtype, shape, at)
-        else:
-            array = block.as_array("uint8", (self.nbytes,), at).view(dtype).reshape(shape)
-        array.flags.writeable = False  # memory of our own could be written
-        return array
+            array.flags.writeable = False  # memory of our own could be written
+            return array
+        raw = block.as_array("uint8", (self.nbytes,), at)
+        raw.flags.writeable = False  # and so is what looks at it
+        return raw.view(dtype).reshape(shape)
 
     def _as_in_arrays(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
@@ -268,7 +272,9 @@ class Weights:
         self._tensors = _Tensors(self._parts)
 
     def _opened(self) -> Loaded:
-        if self._loaded is None or any(block.closed for block in self._loaded.blocks):
+        if self._loaded is not None:
+            self._loaded.lifetime.check()
+        if self._loaded is None or self.closed:
             raise ClosedError(f"Weights '{self.files[0]}' are closed")
         return self._loaded
 
@@ -538,8 +544,12 @@ class Weights:
 
     @property
     def closed(self) -> bool:
-        """Whether the weights were closed."""
-        return self._loaded is None or any(block.closed for block in self._loaded.blocks)
+        """Whether the weights were closed, or have lost their memory: a tape took it back."""
+        return (
+            self._loaded is None
+            or self._loaded.lifetime.ended
+            or any(block.closed for block in self._loaded.blocks)
+        )
 
     def close(self) -> None:
         """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
@@ -555,6 +565,7 @@ class Weights:
             self._check_unused()
             for block in self._loaded.blocks:
                 block.close()
+        self._loaded.lifetime.end("are closed")
         self._loaded = None
 
     def _check_unused(self) -> None:
@@ -571,9 +582,12 @@ class Weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._loaded is not None and self._tape is None:
+        if self._loaded is None:
+            return
+        if self._tape is None:
             for block in self._loaded.blocks:
                 block.__exit__(kind, error, trace)
+        self._loaded.lifetime.end("are closed")
         self._loaded = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -655,31 +669,26 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
-    if tape is not None and not isinstance(tape, Tape):
-        raise TypeError(
-            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
-            "a model to a GPU"
-        )
-    if tape is not None and placement:
-        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
-    with open_model(path) as model:
-        loaded = bring(
-            model,
-            load,
-            tape=tape,
-            threads=threads,
-            advice=advice,
-            progress=progress,
-            placement=placement,
-        )
-        weights = Weights(model.files, loaded, tape)
-    if weights.load == "map":
-        try:
+    check_request(
+        load, tape=tape, threads=threads, advice=advice, progress=progress, placement=placement
+    )
+    with ExitStack() as undo:
+        with open_model(path) as model:
+            loaded = bring(
+                model,
+                load,
+                undo,
+                tape=tape,
+                threads=threads,
+                advice=advice,
+                progress=progress,
+                placement=placement,
+            )
+            weights = Weights(model.files, loaded, tape)
+        if weights.load == "map":
             _warm_and_lock(weights, threads, progress, placement)
-        except BaseException:
-            weights.__exit__(None, None, None)
-            raise
-    return weights
+        undo.pop_all()
+        return weights
 
 
 def _warm_and_lock(
