@@ -28,7 +28,7 @@ BUILD = ROOT / "build/fuzz"
 FORMATS = ("gguf", "safetensors")
 PACKAGES = ("clang", "libclang-rt-dev")
 # What the tests import that write the seeds.
-MODULES = ("gguf", "numpy", "pytest", "unimem")
+MODULES = ("gguf", "hypothesis", "numpy", "pytest", "unimem")
 # A larger input than the tests', and a smaller one than a vocabulary.
 MAX_NBYTES = 4096
 # Kept in the repository: small ones, which are also replayed in each test run.
