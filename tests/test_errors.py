@@ -26,6 +26,7 @@ ERRORS: list[tuple[BaseException, str, dict[str, Any]]] = [
         {"rule": "bad magic", "offset": 5, "path": "a.gguf"},
     ),
     (um.FormatError("r", 7), "r (at byte 7)", {"rule": "r", "offset": 7, "path": None}),
+    (um.FormatError("r", path="a"), "a: r", {"rule": "r", "offset": None, "path": "a"}),
     (um.FormatError("r", 2**64 - 1), f"r (at byte {2**64 - 1})", {"offset": 2**64 - 1}),
     (
         um.PlacementError(errno.EPERM, "Block 'b': mlock: Operation not permitted"),

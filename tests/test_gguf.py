@@ -502,6 +502,7 @@ def test_file_cut_anywhere(tmp_path: Path) -> None:
     for n in range(header_nbytes - 64):
         with pytest.raises(GGUFError) as caught:
             opened(tmp_path, raw[:n])
+        assert caught.value.offset is not None
         assert caught.value.offset <= n
     for n in range(header_nbytes, len(raw) - 256 + 216, 7):
         with pytest.raises(GGUFError, match="a tensor passes the end of the file"):

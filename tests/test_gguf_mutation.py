@@ -114,6 +114,7 @@ def check_read_or_refused(raw: bytes) -> None:
         refused = error
     if refused is not None:
         assert refused.rule
+        assert refused.offset is not None
         assert 0 <= refused.offset <= len(raw)
 
 

@@ -502,6 +502,7 @@ def test_file_cut_anywhere() -> None:
         with pytest.raises(SafetensorsError) as caught:
             header_of(raw[:n])
         assert caught.value.rule == (TRUNCATED if n < data_offset else PASSES)
+        assert caught.value.offset is not None
         assert caught.value.offset <= n
 
 

@@ -136,6 +136,7 @@ def check_as_the_library(raw: bytes) -> None:
     except SafetensorsError as error:
         refused = error
     if refused is not None:
+        assert refused.offset is not None
         assert 0 <= refused.offset <= len(raw)
         if refused.rule in STRICTER:
             return

@@ -443,6 +443,7 @@ def test_another_model_is_refused(file: Path) -> None:
 def test_tokens_that_do_not_begin_alike_are_refused(file: Path, tokens: list[int], at: int) -> None:
     rule = rf"its 40 tokens are no prefix of the {len(tokens)} given, from token {at} on"
     error = refused(file, rule, tokens=tokens)
+    assert error.offset is not None
     assert np.frombuffer(file.read_bytes(), "<i4", 1, error.offset) == at
 
 

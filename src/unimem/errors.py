@@ -66,13 +66,13 @@ class FormatError(ValueError):
     ----------
     rule : str
         The rule, in a few words.
-    offset : int
-        The byte of the file where it is broken.
+    offset : int or None
+        The byte of the file where it is broken; None where it is broken at no single place.
     path : str or None
         The file, where one is known.
     """
 
-    def __init__(self, rule: str, offset: int = 0, path: str | None = None) -> None:
+    def __init__(self, rule: str, offset: int | None = None, path: str | None = None) -> None:
         super().__init__(rule, offset, path)
         self.rule = rule
         self.offset = offset
@@ -80,7 +80,8 @@ class FormatError(ValueError):
 
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
-        return f"{where}{self.rule} (at byte {self.offset})"
+        at = "" if self.offset is None else f" (at byte {self.offset})"
+        return f"{where}{self.rule}{at}"
 
 
 class GGUFError(FormatError):
