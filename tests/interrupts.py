@@ -30,7 +30,7 @@ def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) 
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal n_lines
-        if not any(file in frame.f_code.co_filename for file in files):
+        if not any(file in frame.f_code.co_filename for file in files) or _is_of_an_end(frame):
             return None
         n_lines += event == "line"
         if n_lines == n and event == "line":
@@ -46,6 +46,13 @@ def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) 
     finally:
         sys.settrace(before)
     return False
+
+
+def _is_of_an_end(frame: FrameType | None) -> bool:
+    """Whether an object is going, in which nothing can be raised."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def others_in(module: ModuleType) -> list[int]:

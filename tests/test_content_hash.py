@@ -8,7 +8,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,32 @@ def test_any_change_shows(tmp_path: Path) -> None:
 # ---- files that change ----
 
 
-def test_mapped_file_that_is_truncated_raises(tmp_path: Path, large: Path) -> None:
+def when_it_runs(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> list[None]:
+    """Change something when the data is about to be hashed; returns an item for each time."""
+    ran: list[None] = []
+    hash_all = content_hash._Work.run
+
+    def run(*arguments: Any) -> None:
+        ran.append(None)
+        change()
+        hash_all(*arguments)
+
+    monkeypatch.setattr(content_hash._Work, "run", run)
+    return ran
+
+
+def test_mapped_file_that_is_truncated_raises(
+    tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file.gguf"
     path.write_bytes(large.read_bytes())
+    ran = when_it_runs(monkeypatch, lambda: os.truncate(path, 9 * MIB))
     with open_weights(path, load="map") as w:
-        os.truncate(path, 9 * MIB)
-        with pytest.raises(OSError, match=r"file\.gguf") as caught:
-            w.content_hash()
-        assert caught.value.errno == errno.EIO
+        for code in (errno.EIO, errno.ESTALE):  # the second time it is seen at once
+            with pytest.raises(OSError, match=r"file\.gguf") as caught:
+                w.content_hash()
+            assert caught.value.errno == code
+            assert len(ran) == 1
         w.close()  # the error keeps nothing
 
 
@@ -198,16 +216,40 @@ def test_memory_of_our_own_does_not_need_the_file(tmp_path: Path, mode: Load) ->
         assert w.content_hash() == expected
 
 
-def test_mapped_file_that_is_replaced_or_written_to_raises(tmp_path: Path) -> None:
+def test_mapped_file_that_is_replaced_or_written_to_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = model(tmp_path / "file.gguf", SMALL)
+    other = model(tmp_path / "other.gguf", SMALL)
+    ran = when_it_runs(monkeypatch, lambda: os.replace(other, path))
     with open_weights(path, load="map") as w:
-        os.replace(model(tmp_path / "other.gguf", SMALL), path)
-        with pytest.raises(OSError, match="replaced or written to") as caught:
-            w.content_hash()
-        assert caught.value.errno == errno.ESTALE
+        for _ in range(2):  # while it is hashed, and before
+            with pytest.raises(OSError, match="replaced or written to") as caught:
+                w.content_hash()
+            assert caught.value.errno == errno.ESTALE
+            assert len(ran) == 1
+
+
+def test_an_intact_mapping_is_hashed_wherever_its_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    monkeypatch.chdir(tmp_path)
+    with open_weights(path.name, load="map") as w:
+        assert w.files == (path.name,)
+        expected = w.content_hash()
+        monkeypatch.chdir("/")
+        assert w.content_hash() == expected
         path.unlink()
-        with pytest.raises(FileNotFoundError):
-            w.content_hash()
+        assert w.content_hash() == expected
+
+
+def test_a_mapping_of_a_descriptor_outlives_it(tmp_path: Path) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    with path.open("rb") as file:
+        w = open_weights(f"/proc/self/fd/{file.fileno()}", load="map")
+    with w, open_weights(path) as same:
+        assert w.content_hash() == same.content_hash()
 
 
 # ---- progress, and stopping ----

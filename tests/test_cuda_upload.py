@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import itertools
 import os
@@ -478,7 +479,8 @@ def read(before: Callable[..., object], message: str) -> tuple[Break, type[BaseE
 
 def no_threads(patch: pytest.MonkeyPatch, _: HostDriver, reads: Reads) -> None:
     error = RuntimeError("can't start new thread")
-    patch.setattr(threads, "start_new_thread", fails(error, 1, threads.start_new_thread))
+    start = _thread.start_new_thread
+    patch.setattr(threads, "start_new_thread", fails(error, 1, start))
 
 
 FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
@@ -682,6 +684,19 @@ CHANGES: dict[str, tuple[Callable[[Path], object], type[OSError]]] = {
     "written to": (write_a_byte, OSError),
     "removed": (Path.unlink, FileNotFoundError),
 }
+
+
+def test_a_relative_path_leads_where_it_did(
+    cuda: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with um.open_weights(path.name) as w, cuda.Tape(w.mapped_bytes) as tape:
+        monkeypatch.chdir("/")
+        check(w, w.to_device(tape))
+        path.unlink()
+        with pytest.raises(FileNotFoundError) as caught:
+            w.to_device(tape)
+        assert caught.value.filename == path.name == w.files[0]
 
 
 @pytest.mark.parametrize("name", CHANGES)

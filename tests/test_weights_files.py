@@ -18,11 +18,14 @@ import pytest
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
 import gguf_files as gf
+import interrupts
 import safetensors_files as sf
+from conftest import Run
 from models.make import TINY, write_model
 from unimem._core.gguf import Header
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, GGUFError, SafetensorsError
+from unimem.model_file import open_model, reopen
 from unimem.weights import open_weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
@@ -195,6 +198,15 @@ def test_keys_of_a_split_that_are_no_numbers(tmp_path: Path, entry: gf.Part) -> 
     assert caught.value.path == str(file)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_count_of_one_needs_no_number(tmp_path: Path, count: int) -> None:
+    entry = gf.kv("split.count", gf.UINT16, gf.values(gf.UINT16, [count]))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(gf.with_data(gf.head(0, 1), entry)[0])
+    with open_weights(file) as weights:
+        assert weights.files == (str(file),)
+
+
 def test_a_model_that_was_split_in_one_stays_alone(model: Path, tmp_path: Path) -> None:
     (part,) = gf.split(model, 1000)
     renamed = part.rename(tmp_path / "renamed.gguf")
@@ -267,6 +279,7 @@ def test_one_file_of_an_index_is_a_model_too(index: Path) -> None:
         ('{"weight_map": {"a": ".."}}', "not the name of a file"),
         ('{"weight_map": {"a": ""}}', "not the name of a file"),
         ('{"weight_map": {"a": "x\\u0000"}}', "not the name of a file"),
+        ('{"weight_map": {"a": "x\\ud800"}}', "not the name of a file"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
     ],
     ids=lambda value: value[:30],
@@ -277,14 +290,33 @@ def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SafetensorsError, match=said) as caught:
         open_weights(index)
     assert caught.value.path == str(index)
+    # An index is wrong as a whole.
+    assert caught.value.offset is None
+    assert "at byte" not in str(caught.value)
 
 
 def test_an_index_that_is_too_long(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.touch()
-    os.truncate(index, (64 << 20) + 1)
-    with pytest.raises(SafetensorsError, match="longer than 64 MiB"):
+    os.truncate(index, (32 << 20) + 1)
+    with pytest.raises(SafetensorsError, match="longer than 32 MiB"):
         open_weights(index)
+
+
+def test_an_index_that_names_itself(tmp_path: Path) -> None:
+    name = "model.safetensors.index.json"
+    index = write_index(tmp_path, {"a": name}, name)
+    with pytest.raises(SafetensorsError, match="is not safetensors") as caught:
+        open_weights(index)
+    assert caught.value.path == str(index)
+
+
+def test_a_tensor_whose_name_is_no_text(index: Path) -> None:
+    where = json.loads(index.read_text())["weight_map"]
+    write_index(index.parent, where | {"\ud800": "model-00002-of-00002.safetensors"})
+    with pytest.raises(SafetensorsError, match="does not have the tensor") as caught:
+        open_weights(index)
+    assert str(caught.value).isprintable()
 
 
 def test_files_that_do_not_belong_to_the_index(index: Path) -> None:
@@ -308,6 +340,48 @@ def test_files_that_do_not_belong_to_the_index(index: Path) -> None:
         open_weights(index)
 
 
+# ---- descriptors ------------------------------------------------------------------------------
+
+
+def test_too_few_descriptors_for_all_files(model: Path, run_python: Run) -> None:
+    parts = gf.split(model, 1)
+    script = f"""
+        import errno, os, resource
+        import unimem as um
+        um.open_weights({str(model)!r}).close()  # so that all is imported
+        held = len(os.listdir("/proc/self/fd"))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 4, most))
+        try:
+            um.open_weights({str(parts[0])!r})
+        except OSError as error:
+            assert error.errno == errno.EMFILE
+            assert "ulimit -n" in str(error) and {str(model.parent)!r} in error.filename, error
+        else:
+            raise AssertionError("they were opened")
+        assert len(os.listdir("/proc/self/fd")) == held
+    """
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kind", ["split", "index"])
+def test_an_interrupt_at_any_moment_leaves_no_descriptor(
+    model: Path, index: Path, kind: str
+) -> None:
+    path = gf.split(model, 20)[0] if kind == "split" else index
+    held = len(os.listdir("/proc/self/fd"))
+
+    def call() -> None:
+        with open_model(path) as opened:
+            for file in opened.files:
+                with reopen(file):
+                    pass
+
+    for _ in interrupts.at_each_line(call, "unimem/model_file.py"):
+        assert len(os.listdir("/proc/self/fd")) == held
+
+
 # ---- what is no model --------------------------------------------------------------------------
 
 
@@ -315,6 +389,13 @@ def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         open_weights(tmp_path / "no.gguf")
     assert caught.value.filename == str(tmp_path / "no.gguf")
+
+
+def test_a_path_that_no_file_has(tmp_path: Path) -> None:
+    for wrong in ("\ud800", str(tmp_path / "\ud800.index.json")):
+        with pytest.raises(ValueError, match="cannot be the path of a file") as caught:
+            open_weights(wrong)
+        assert str(caught.value).isprintable()
 
 
 def test_a_link_that_leads_nowhere_says_where(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,13 +54,12 @@ def content_hash(
 ) -> str:
     """Hash the metadata and all data of a model: see `Weights.content_hash`."""
     n_threads = _n_threads(threads)
+    _check_versions(weights)
     tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name.encode())
     chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
     work = _Work(chunks, mapped=weights.load == "map")
     work.run(n_threads, progress)
-    if weights.load == "map":
-        for part in weights._parts:
-            check_version(part.file, os.stat(part.file.path))
+    _check_versions(weights)
     total = xxhash.xxh3_128(_HEAD)
     _add_metadata(total, weights)
     digests = iter(work.digests)
@@ -72,6 +72,14 @@ def content_hash(
     if progress is not None:
         progress(work.nbytes, work.nbytes)
     return total.hexdigest()
+
+
+def _check_versions(weights: Weights) -> None:
+    """Raise OSError (ESTALE) when a mapped file was replaced or written to."""
+    for part in weights._parts if weights.load == "map" else ():
+        # A file that was removed is still what is mapped. It has no path to look at it by.
+        with suppress(FileNotFoundError):
+            check_version(part.file, os.stat(part.file.absolute_path))
 
 
 def _add_metadata(total: xxhash.xxh3_128, weights: Weights) -> None:

@@ -427,7 +427,7 @@ def _read(
     told = None if progress is None else _Told(progress)
 
     def fill(block: Block, base: int = 0) -> None:
-        fds = model.fds
+        fds: list[int] = model.fds
         try:
             if direct:
                 fds = _direct_fds(model)

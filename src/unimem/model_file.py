@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.errors import FormatError, GGUFError, SafetensorsError
+from unimem.errors import GGUFError, SafetensorsError
 
 if TYPE_CHECKING:
     from unimem.weights import Value
@@ -26,7 +26,8 @@ __all__ = ["Header", "Model", "ModelFile", "check_version", "open_model", "reope
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
-_INDEX_BYTES_MAX = 64 << 20  # the longest known have 10 MB
+# The longest known have about 20 MB. JSON may take 25 times its length when it is read.
+_INDEX_BYTES_MAX = 32 << 20
 
 Version = tuple[int, ...]
 
@@ -72,6 +73,8 @@ class ModelFile:
     ----------
     path : str
         As it was given, or beside the one that was.
+    absolute_path : str
+        The same, wherever this process goes: what is opened and looked at later.
     version : tuple of int
         See `version_of`.
     nbytes : int
@@ -83,14 +86,44 @@ class ModelFile:
     """
 
     path: str
+    absolute_path: str
     version: Version
     nbytes: int
     header: Header = field(repr=False)
     in_memory: bool
 
 
+class _Descriptors(list[int]):
+    """Open descriptors: those that an interrupt keeps from being closed are closed with the list.
+
+    Opening and closing are a single call of C each, before or after which an interrupt comes.
+    """
+
+    def open(self, path: str, flags: int = 0) -> int:
+        """Open a file for reading."""
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self.extend(map(os.open, (path,), (flags,)))
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                text = "Too many open files: all files of a model are open at once; 'ulimit -n'"
+                raise OSError(errno.EMFILE, f"{text} raises the limit", path) from None
+            raise
+        return self[-1]
+
+    def close(self) -> None:
+        """Close them."""
+        any(map(os.close, map(self.pop, [-1] * len(self))))
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Model:
     """The opened files of a model, in their order. Leaving the ``with`` closes their descriptors.
+
+    It is for one thread. A forked child has the descriptors, too, and closes its own.
 
     Attributes
     ----------
@@ -104,19 +137,21 @@ class Model:
 
     def __init__(self) -> None:
         self.files: list[ModelFile] = []
-        self.fds: list[int] = []
+        self.fds = _Descriptors()
         self.index: str | None = None
 
     def add(self, path: str) -> ModelFile:
         """Open a file, and read and check its header."""
-        fd, info = _open_regular(path)
-        self.fds.append(fd)
+        absolute_path = os.path.abspath(path)
+        fd, info = _open_regular(path, self.fds)
         # What the kernel would read ahead is data, of which it is not known yet how it will come.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = _header(fd, info.st_size, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         self.files.append(
-            ModelFile(path, version_of(info), info.st_size, header, _is_in_memory(fd))
+            ModelFile(
+                path, absolute_path, version_of(info), info.st_size, header, _is_in_memory(fd)
+            )
         )
         return self.files[-1]
 
@@ -124,12 +159,11 @@ class Model:
         """Raise OSError (ESTALE) when a file was replaced or written to since it was opened."""
         for file, fd in zip(self.files, self.fds, strict=True):
             check_version(file, os.fstat(fd))
-            check_version(file, os.stat(file.path))
+            check_version(file, os.stat(file.absolute_path))
 
     def close(self) -> None:
         """Close the descriptors."""
-        while self.fds:
-            os.close(self.fds.pop())
+        self.fds.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +198,12 @@ def open_model(path: str | os.PathLike[str]) -> Model:
         A file is missing, cannot be read, or is no regular file.
     """
     name = os.fspath(path)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"path: {name!r} cannot be the path of a file: it has a lone half of a character"
+        ) from None
     model = Model()
     try:
         if name.endswith(".index.json"):
@@ -210,34 +250,34 @@ def _is_in_memory(fd: int) -> bool:
 @contextmanager
 def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
     """Open a model's file anew, for reading, as long as it is what it was."""
-    # Without O_NONBLOCK, opening a FIFO that has replaced the file would wait for a writer.
-    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    fds = _Descriptors()
     try:
+        try:
+            fd = fds.open(file.absolute_path, flags)
+        except OSError as error:
+            error.filename = file.path
+            raise
         check_version(file, os.fstat(fd))
         yield fd
     finally:
-        os.close(fd)
+        fds.close()
 
 
-def _open_regular(path: str) -> tuple[int, os.stat_result]:
+def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = fds.open(path)
     except FileNotFoundError as error:
         if os.path.islink(path):
             text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
             raise FileNotFoundError(errno.ENOENT, text, path) from None
         raise error
-    try:
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise IsADirectoryError(
-                errno.EISDIR, "A directory: give a model file in it, or its index", path
-            )
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Expected a regular file", path)
-    except BaseException:
-        os.close(fd)
-        raise
+    info = os.fstat(fd)
+    if stat.S_ISDIR(info.st_mode):
+        raise IsADirectoryError(
+            errno.EISDIR, "A directory: give a model file in it, or its index", path
+        )
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "Expected a regular file", path)
     return fd, info
 
 
@@ -259,7 +299,7 @@ def _header(fd: int, nbytes: int, path: str) -> Header:
 def _add_parts(model: Model, first: ModelFile) -> None:
     """Open the parts beside a part; a file that is whole stays alone."""
     count, number = _split(first)
-    if count <= 1:
+    if count == 1:
         return
     folder, name = os.path.split(first.path)
     match = _SPLIT_NAME.fullmatch(name)
@@ -267,8 +307,7 @@ def _add_parts(model: Model, first: ModelFile) -> None:
         raise GGUFError(
             f"split.no is {number} and split.count {count}, so that its name has to end with "
             f"-{number + 1:05}-of-{count:05}.gguf",
-            0,
-            first.path,
+            path=first.path,
         )
     model.close()
     model.files.clear()
@@ -300,22 +339,22 @@ def _check_part(model: Model, part: ModelFile, i: int, count: int) -> None:
 
 
 def _split(file: ModelFile) -> tuple[int, int]:
-    """Return split.count and split.no."""
-    if "split.count" not in file.header.keys():  # noqa: SIM118 - it is no mapping
-        return 0, 0
-    return _integer(file, "split.count"), _integer(file, "split.no")
+    """Return split.count and split.no; of a file that is whole, 1 and 0."""
+    has_count = "split.count" in file.header.keys()  # noqa: SIM118 - it is no mapping
+    count = _integer(file, "split.count") if has_count else 1
+    return (count, _integer(file, "split.no")) if count > 1 else (1, 0)
 
 
 def _integer(file: ModelFile, key: str) -> int:
     index = file.header.keys().get(key)
     value = None if index is None else file.header.value(index)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise GGUFError(f"a part of a split model needs an integer {key}", 0, file.path)
+        raise GGUFError(f"a part of a split model needs an integer {key}", path=file.path)
     return value
 
 
 def _of_another(part: ModelFile, why: str) -> NoReturn:
-    raise GGUFError(f"a part of another model: {why}", 0, part.path)
+    raise GGUFError(f"a part of another model: {why}", path=part.path)
 
 
 # ---- several safetensors ----------------------------------------------------------------------
@@ -334,36 +373,55 @@ def _add_indexed(model: Model, path: str) -> None:
                 f"{path} names this file, which is missing",
                 os.path.join(folder, name),
             ) from None
+        except GGUFError:
+            _not_safetensors(os.path.join(folder, name))
         if isinstance(file.header, GGUFHeader):
-            raise SafetensorsError("a file of the index is not safetensors", 0, file.path)
+            _not_safetensors(file.path)
         has = set(file.header.tensor_names())
         wanted = {tensor for tensor, place in where.items() if place == name}
         for tensor in sorted(wanted ^ has)[:1]:
             side = "does not have" if tensor in wanted else "is not said to have"
             raise SafetensorsError(
-                f"a file of another model: by {path}, it {side} the tensor '{tensor}'", 0, file.path
+                f"a file of another model: by {path}, it {side} the tensor {tensor!r}",
+                path=file.path,
             )
+
+
+def _not_safetensors(path: str) -> NoReturn:
+    raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 
 def _read_index(path: str) -> dict[str, str]:
     """Return the file's name of each tensor."""
-    fd, info = _open_regular(path)
-    with open(fd, "rb") as file:
+    fds = _Descriptors()
+    try:
+        fd, info = _open_regular(path, fds)
         if info.st_size > _INDEX_BYTES_MAX:
-            raise SafetensorsError("the index is longer than 64 MiB", 0, path)
-        text = file.read(_INDEX_BYTES_MAX + 1)
+            raise SafetensorsError("the index is longer than 32 MiB", path=path)
+        with open(fd, "rb", closefd=False) as file:
+            text = file.read(_INDEX_BYTES_MAX)
+    finally:
+        fds.close()
     try:
         index = json.loads(text.decode(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise SafetensorsError(f"the index is not JSON: {error}", 0, path) from None
+        raise SafetensorsError(f"the index is not JSON: {error}", path=path) from None
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not where:
-        raise SafetensorsError("the index has no weight_map from tensors to files", 0, path)
+        raise SafetensorsError("the index has no weight_map from tensors to files", path=path)
     for name in where.values():
         # A name from the internet must not lead elsewhere.
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise SafetensorsError(f"{name!r} is not the name of a file beside the index", 0, path)
+        if not isinstance(name, str) or not _is_name(name):
+            raise SafetensorsError(
+                f"{name!r} is not the name of a file beside the index", path=path
+            )
     return where
+
+
+def _is_name(name: str) -> bool:
+    # JSON can have lone halves of characters, and no file has them.
+    is_text = not any("\ud800" <= char <= "\udfff" for char in name)
+    return is_text and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -381,10 +439,5 @@ def _check_names_differ(model: Model) -> None:
         kind = GGUFError if isinstance(file.header, GGUFHeader) else SafetensorsError
         for name in file.header.tensor_names():
             if name in seen:
-                rule = f"the tensor '{name}' is in {seen[name]} already"
-                raise _error(kind, rule, file.path)
+                raise kind(f"the tensor '{name}' is in {seen[name]} already", path=file.path)
             seen[name] = file.path
-
-
-def _error(kind: type[FormatError], rule: str, path: str) -> FormatError:
-    return kind(rule, 0, path)
