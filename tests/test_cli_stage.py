@@ -4,20 +4,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import glob
+import hashlib
 import importlib
 import json
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import unimem as um
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
@@ -33,7 +43,7 @@ from test_stage import (
     start_reader,
     stop,
 )
-from unimem import limits, stage_held
+from unimem import limits, placing, stage_held
 from unimem.cli import main
 from unimem.errors import CapacityError
 from unimem.stage_held import SCHEMA, Held, drop, holders
@@ -96,6 +106,13 @@ def status(pid: int, name: str) -> str:
     return text.split(f"{name}:")[1].splitlines()[0].strip()
 
 
+def open_sockets(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError):
+        return [fd for fd in os.listdir(folder) if "socket" in os.readlink(f"{folder}/{fd}")]
+    return ["one that was just closed"]
+
+
 def kib(pid: int, name: str) -> int:
     return int(status(pid, name).split()[0])
 
@@ -142,12 +159,17 @@ def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: P
     assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
     assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
     assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
-    files = {os.readlink(f"/proc/{held.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{held.pid}/fd")}
-    assert files == {"/dev/null", "/memfd:model.gguf (deleted)"}
+    folder = f"/proc/{held.pid}/fd"
+    while open_sockets(held.pid):  # until it has read that it shall keep it
+        time.sleep(0.01)
+    files = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+    memfds = {"/memfd:model.gguf (deleted)", "/memfd:unimem-stage (deleted)"}
+    assert files == {"/dev/null", *memfds}
     assert kib(held.pid, "VmRSS") < 20 << 10
     maps = Path(f"/proc/{held.pid}/maps").read_text()
-    assert "unimem" not in maps
-    assert "numpy" not in maps
+    for module in (um, np):
+        assert f"{os.path.dirname(str(module.__file__))}/" not in maps
+    assert um.get_library() not in maps
 
 
 def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:
@@ -271,7 +293,7 @@ def test_the_list(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
     (document,) = [each for each in documents if each["pid"] == held.pid]
     assert document["current"]
     os.utime(model)
-    assert "the model was written to or replaced since" in run("--list")[1]
+    assert f"; {model} was written to or replaced\n" in run("--list")[1]
     documents = json.loads(run("--list", "--json")[1])
     assert [each["current"] for each in documents if each["pid"] == held.pid] == [False]
 
@@ -381,13 +403,15 @@ def test_a_holder_whose_command_was_interrupted_ends(
 ) -> None:
     seen: list[int] = []
 
-    def interrupted(pid: int) -> None:
-        seen.append(os.pidfd_open(pid))
+    def interrupted(path: str) -> None:
+        (held,) = kept(tmp_path)
+        assert path == held.path
+        assert os.path.exists(path)
+        seen.append(os.pidfd_open(held.pid))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage_held, "_read", interrupted)
-        patch.setattr(cli_stage, "holders", list)
+        patch.setattr(cli_stage.terminal, "show_path", interrupted)
         code, out, _ = run(model, "--backing", "shm")
     assert (code, out) == (130, "")
     select.select(seen, [], [], 10)
@@ -407,7 +431,17 @@ def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
             "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         )
         command = [
-            *(sys.executable, "-c", script, holder, "{}", str(its), "True", "", str(file.fileno()))
+            *(
+                sys.executable,
+                "-c",
+                script,
+                holder,
+                "-1",
+                str(its),
+                "True",
+                "-1",
+                str(file.fileno()),
+            )
         ]
         if shutil.which("setpriv") and os.geteuid() == 0:
             command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
@@ -452,6 +486,7 @@ def test_exit_codes(
         ("model.gguf", "--backing", "disk"),
         ("model.gguf", "--page-cache", "--backing", "shm"),
         ("model.gguf", "--page-cache", "--numa", "bind:0"),
+        ("model.gguf", "--page-cache", "--pages", "2m"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], run: Any) -> None:
@@ -460,18 +495,298 @@ def test_wrong_usage(arguments: tuple[str, ...], run: Any) -> None:
     assert "Usage: unimem stage" in err
 
 
+def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
+    """Make a note such as a holder has, of a model that is this test's own file."""
+    source = f"{__file__}.gguf"
+    keeps: dict[str, Any] = {
+        "schema": SCHEMA,
+        "path": __file__,
+        "paths": [__file__],
+        "source": source,
+        "versions": [],
+        "asked": {},
+        "backing": "memfd",
+        "nbytes": 0,
+        "granted": asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0)),
+        "warnings": [],
+    }
+    fd = os.memfd_create("note", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.write(fd, json.dumps(keeps | changed).encode())
+    if owner is not None:
+        os.fchown(fd, owner, owner)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@contextmanager
+def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterator[int]:
+    """A process with the command line of a holder."""
+    script = folder / "stage_holder.py"
+    script.write_text("print('ready', flush=True); input()")
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), *arguments],
+        pass_fds=fds,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid
+        process.communicate("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ({}, True),
+        ({"owner": 65534}, False),
+        ({"seals": fcntl.F_SEAL_GROW}, False),
+        ({"schema": "other"}, False),
+        ({"granted": []}, False),
+        ({"more": 1}, False),
+    ],
+)
+def test_only_a_sealed_note_of_this_user_is_believed(
+    options: dict[str, Any], listed: bool, tmp_path: Path
+) -> None:
+    """A setuid program runs as root with descriptors and command line of whoever started it."""
+    if "owner" in options and os.geteuid() != 0:
+        pytest.skip("only root may give a file to another user")
+    fd = note(**options)
+    with pretender(tmp_path, str(fd), fds=[fd]) as pid:
+        assert (pid in {held.pid for held in holders()}) is listed
+    os.close(fd)
+
+
 def test_command_lines_of_others_are_no_holders(tmp_path: Path) -> None:
-    description: dict[str, Any] = {"schema": SCHEMA, "granted": {"nodes": {}}}
-    for text in ("{", "[]", "{}", json.dumps(description), json.dumps({"schema": "other"})):
-        script = tmp_path / "stage_holder.py"
-        script.write_text("print('ready', flush=True); input()")
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script), text],
+    for arguments in ((), ("{}",), ("-1",), ("0",), ("99",)):
+        with pretender(tmp_path, *arguments) as pid:
+            assert pid not in {held.pid for held in holders()}
+
+
+def test_a_setuid_program_of_another_user_is_no_holder(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("su"):
+        pytest.skip("needs root, setpriv and su")
+    text = json.dumps({"schema": SCHEMA, "path": "/tmp/evil.gguf", "paths": [], "source": "/m"})
+    found = json.loads(text) | {"versions": [], "asked": {}, "backing": "memfd", "nbytes": 0}
+    found["granted"] = asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0))
+    with subprocess.Popen(
+        [
+            *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+            *("su", "-", "root", "stage_holder.py", json.dumps(found)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    ) as process:
+        cmdline = Path(f"/proc/{process.pid}/cmdline")
+        while not cmdline.read_bytes().startswith(b"su\0"):
+            assert process.poll() is None
+        assert process.pid not in {held.pid for held in holders()}
+        process.kill()
+
+
+# ---- whatever happens, no good copy is lost and none is kept that nobody knows of -------------
+
+
+def test_what_is_gone_is_staged_anew(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
+    path = stage(model, "--backing", "shm")
+    shutil.rmtree(os.path.dirname(path))
+    assert f"; {path}: No such file or directory\n" in run("--list")[1]
+    code, out, err = run(model, "--backing", "shm")
+    assert code == 0
+    assert f"{path}: No such file or directory: what was staged of it is dropped" in err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_the_only_copy_stays_when_the_model_is_gone(run: Any, stage: Stage, model: Path) -> None:
+    path = stage(model)
+    expected = model.read_bytes()
+    model.unlink()
+    code, out, err = run(model)
+    assert (code, out) == (1, "")
+    assert f"{model}: No such file" in err
+    model.write_bytes(b"GGUF" + bytes(100))
+    assert run(model)[0] == 1
+    assert read_elsewhere(path) == expected
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+def test_what_was_not_granted_is_told_each_time(
+    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "pool_shortfall", lambda *_: "the pool has no room")
+        code, _, first = run(model, "--pages", "2m")
+    assert code == 0
+    code, _, second = run(model, "--pages", "2m")
+    assert code == 0
+    warning = f"unimem: warning: staging {model}: the pool has no room\n"
+    assert warning in first
+    assert warning in second
+    assert "was staged already" in second
+    assert json.loads(run(model, "--pages", "2m", "--json")[1])["warnings"] == [
+        f"staging {model}: the pool has no room"
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_reads_leaves_nothing(
+    number: int, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+
+    def signalled(*_: Any, **__: Any) -> None:
+        assert glob.glob("/dev/shm/unimem-stage-*")
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(importlib.import_module("unimem.stage")._Staging, "_look", signalled)
+    assert run(model, "--backing", "shm")[:2] == (128 + number, "")
+    assert signal.getsignal(number) == before
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-c", MAIN, "stage", *map(str, arguments)]
+
+
+def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(model, "--backing", "shm"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert "standard output" in done.stderr
+    for held in kept(tmp_path):  # which may be about to end
+        select.select([os.pidfd_open(held.pid)], [], [], 10)
+    assert kept(tmp_path) == []
+
+
+def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(model), stdout=subprocess.PIPE, stderr=full, check=False, text=True
+        )
+    assert done.returncode == 0
+    assert [f"{held.path}\n" for held in kept(tmp_path)] == [done.stdout]
+
+
+@pytest.mark.parametrize("closed", ["<&- 2>&-", "<&-", "2>&-"])
+def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Path) -> None:
+    options = [] if limits.memlock() is not None else ["--lock"]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *command(model, "--backing", "memfd", *options)],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert read_elsewhere(done.stdout.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_a_note_may_be_long(run: Any, model: Path) -> None:
+    """Longer than an argument of a command line may be, as of an index with hundreds of files."""
+    with cli_stage.make_stage(model) as staged:
+        versions = staged._versions * 3000
+        staged._versions = versions
+        staged._names *= 3000
+        with stage_held.hold(staged, str(model), {"lock": False}, []) as held:
+            assert len(held.to_dict()["paths"]) == 3000
+            assert held in holders()
+        drop(held)
+
+
+# ---- one at a time ---------------------------------------------------------------------------
+
+
+def name_of(model: Path) -> str:
+    key = hashlib.sha256(os.fsencode(model)).hexdigest()[:32]
+    return f"\0unimem-stage-{os.geteuid()}-{key}"
+
+
+def test_who_waits_says_for_whom(model: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(name_of(model))
+        other.listen()
+        waiting = subprocess.Popen(
+            command(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline() == f"unimem: process {os.getpid()} stages it: waiting\n"
+        assert waiting.poll() is None
+    out, err = waiting.communicate()
+    assert waiting.returncode == 0, err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+
+
+def test_another_user_keeps_nobody_waiting(run: Any, model: Path) -> None:
+    """Neither with a lock of the model file, nor with the name that commands of this user take."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv")
+    script = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); "
+        "s.bind('\\0' + sys.argv[1]); s.listen(); print('ready', flush=True); input()"
+    )
+    with (
+        model.open() as file,
+        subprocess.Popen(
+            [
+                *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+                *("/usr/bin/env", "python3", "-c", script, name_of(model)[1:]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.pid not in {held.pid for held in holders()}
-        process.communicate("\n")
+        ) as other,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, err = run(model)
+        assert code == 0
+        assert "waiting" not in err
+        other.communicate("\n")
+
+
+# ---- the holder ------------------------------------------------------------------------------
+
+
+def test_a_holder_removes_its_own_folder_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
+    folder = os.path.dirname(stage(model, "--backing", "shm"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    os.rename(folder, f"{folder}-moved")
+    os.symlink(other, folder)
+    try:
+        (held,) = kept(tmp_path)
+        drop(held)
+        assert (other / "precious").exists()
+        assert not os.path.exists(f"{folder}-moved")
+    finally:
+        os.unlink(folder)
+
+
+def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
+    """What is printed is the path in that /proc, and a drop ends the process that it is of."""
+    script = f'path=$("$0" -c "{MAIN}" stage "$1") && cat "$path" | cmp - "$1" && ' + (
+        f'"$0" -c "{MAIN}" stage --drop "$1" && ! test -e "$path"'
+    )
+    unshare = ["unshare", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this process may not make a PID namespace")
+    done = subprocess.run(
+        [*unshare, "sh", "-c", script, sys.executable, str(model)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert kept(tmp_path) == []

@@ -1,34 +1,41 @@
 """Staged models that small processes keep, for commands that end.
 
-There is no registry that could be wrong: a holder's own command line says what it keeps.
+There is no registry that could be wrong: each holder has a note of what it keeps, a sealed memfd.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import select
 import signal
 import socket
+import stat
+import struct
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from unimem.errors import PlacementError
 from unimem.model_file import Version, version_of
-from unimem.placement import Lock, Placement
+from unimem.placement import Placement
 from unimem.stage import Stage
-from unimem.stage_places import Folder, sweep
+from unimem.stage_places import Folder, Memory, proc_folder, sweep
 
-__all__ = ["Held", "drop", "hold", "hold_files", "holders"]
+__all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
 
 SCHEMA = "unimem.stage/1"
 
 _HOLDER = os.path.join(os.path.dirname(__file__), "stage_holder.py")
 _PATIENCE_SECONDS = 10
+# Of a name that nobody listens under: a moment for one that is about to, and no more.
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class Held:
         Bytes of the files.
     granted : Placement
         Of `Stage`.
+    warnings : tuple of str
+        What was said of it then: what it was not given.
     """
 
     pid: int
@@ -66,13 +75,20 @@ class Held:
     backing: str
     nbytes: int
     granted: Placement
+    warnings: tuple[str, ...]
 
-    def is_current(self) -> bool:
-        """Whether the files are still what was read."""
-        try:
-            return all(version_of(os.stat(path)) == version for path, version in self.versions)
-        except OSError:
-            return False
+    def staleness(self) -> str | None:
+        """Say why it can no longer stand for the model; None while it can."""
+        for path, (original, version) in zip(self.paths, self.versions, strict=True):
+            try:
+                if version_of(os.stat(original)) != version:
+                    return f"{original} was written to or replaced"
+                # A file of hugetlb pages ends with a whole page.
+                if os.stat(path).st_size < version[2]:
+                    return f"{path} was cut off"
+            except OSError as error:
+                return f"{error.filename}: {error.strerror}"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON document shows of it."""
@@ -82,13 +98,24 @@ class Held:
 
 
 def holders() -> list[Held]:
-    """Find the models that processes of this user keep, the oldest first."""
+    """Find the models that processes of this user keep, the oldest first.
+
+    Raises
+    ------
+    PlacementError
+        The ``/proc`` that is mounted here is of processes that this one has nothing to do with.
+    """
+    proc_folder()
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
     return [held for pid in pids if (held := _read(pid)) is not None]
 
 
-def hold(stage: Stage, source: str, asked: dict[str, Any]) -> Held:
-    """Give a staged model to a process of its own. The stage is closed then, whatever happens.
+@contextmanager
+def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) -> Iterator[Held]:
+    """Give a staged model to a process of its own.
+
+    The process keeps it from the end of the ``with`` on. Whatever goes wrong until then, it ends,
+    and nothing is left; the stage is closed either way.
 
     Parameters
     ----------
@@ -98,99 +125,109 @@ def hold(stage: Stage, source: str, asked: dict[str, Any]) -> Held:
         The model, as an absolute path.
     asked : dict
         The options that it was staged with, for those who look for it.
+    told : sequence of str
+        The warnings that this gave.
 
     Raises
     ------
     PlacementError
         The process could not lock it.
     OSError
-        The process could not be started. Nothing is left then.
+        The process could not be started.
     """
     with stage:
         place = stage._opened()
         fds = [place.open(name) for name in stage._names] if stage.granted.locked_bytes else []
-        try:
-            held = _start(
-                {
-                    "path": place.path(stage._first),
-                    "paths": [place.path(name) for name in stage._names],
-                    "source": source,
-                    "versions": stage._versions,
-                    "asked": asked,
-                    "backing": stage.backing,
-                    "nbytes": stage.nbytes,
-                    "granted": asdict(stage.granted),
-                },
-                asked["lock"],
-                place.folder if isinstance(place, Folder) else "",
-                fds,
-                [place.fd],
-            )
-        finally:
-            for fd in fds:
-                os.close(fd)
-        place.leave()
-    return held
+        note = {
+            "path": place.path(stage._first),
+            "paths": [place.path(name) for name in stage._names],
+            "source": source,
+            "versions": stage._versions,
+            "asked": asked,
+            "backing": stage.backing,
+            "nbytes": stage.nbytes,
+            "granted": asdict(stage.granted),
+            "warnings": list(told),
+        }
+        with _started(note, fds, place.fd, is_folder=isinstance(place, Folder)) as held:
+            place.leave()
+            yield held
 
 
+@contextmanager
 def hold_files(
     source: str,
     versions: Sequence[tuple[str, Version]],
     granted: Placement,
     asked: dict[str, Any],
-) -> Held:
-    """Have a process lock files in the page cache. Raises as `hold`."""
+) -> Iterator[Held]:
+    """Have a process lock files in the page cache, as `hold`."""
+    note = {
+        "path": source,
+        "paths": [path for path, _ in versions],
+        "source": source,
+        "versions": versions,
+        "asked": asked,
+        "backing": "page-cache",
+        "nbytes": sum(version[2] for _, version in versions),
+        "granted": asdict(granted),
+        "warnings": [],
+    }
     fds: list[int] = []
     try:
         for path, _ in versions:
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        description = {
-            "path": source,
-            "paths": [path for path, _ in versions],
-            "source": source,
-            "versions": versions,
-            "asked": asked,
-            "backing": "page-cache",
-            "nbytes": sum(os.fstat(fd).st_size for fd in fds),
-            "granted": asdict(granted),
-        }
-        return _start(description, asked["lock"], "", fds, [])
-    finally:
-        for fd in fds:
-            os.close(fd)
+    except OSError:
+        _close(fds)
+        raise
+    with _started(note, fds) as held:
+        yield held
 
 
-def _start(
-    description: dict[str, Any], lock: Lock, folder: str, lock_fds: list[int], kept: list[int]
-) -> Held:
+@contextmanager
+def _started(
+    note: dict[str, Any], lock_fds: list[int], kept: int = -1, *, is_folder: bool = False
+) -> Iterator[Held]:
+    """Start a process that keeps `kept` and locks `lock_fds`, which are closed here."""
+    text = json.dumps({"schema": SCHEMA, **note})
     ours, its = socket.socketpair()
     with ours:
-        with its:
-            command = [
-                *(sys.executable, "-I", "-S", _HOLDER),
-                json.dumps({"schema": SCHEMA, **description}),
-                *(str(its.fileno()), str(lock), folder, *map(str, lock_fds)),
-            ]
-            process = subprocess.Popen(
-                command,
-                pass_fds=[its.fileno(), *lock_fds, *kept],
+        memory = Memory()
+        try:
+            with open(memory.create("unimem-stage"), "w") as file:
+                file.write(text)
+            memory.seal()
+            passed = [memory.fd, its.fileno(), *lock_fds, *([kept] if kept >= 0 else [])]
+            # It leaves the work to a child, whose end the socket tells.
+            subprocess.run(
+                [
+                    *(sys.executable, "-I", "-S", _HOLDER, str(memory.fd), str(its.fileno())),
+                    *(str(note["asked"]["lock"]), str(kept if is_folder else -1)),
+                    *map(str, lock_fds),
+                ],
+                pass_fds=passed,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                check=False,
             )
-        # It leaves the work to a child, whose end this socket tells.
-        process.wait()
-        code, _, text = ours.recv(256).decode().partition(" ")
-        held = _read(int(text)) if code == "0" else None
-        if held is None:
+        finally:
+            its.close()
+            memory.leave()
+            _close(lock_fds)
+        code, _, said = ours.recv(256).decode().partition(" ")
+        if code != "0":
             raise PlacementError(
-                int(code or 0),
-                f"keeping {description['source']}: {text or 'its process has ended'}",
+                int(code or 0), f"keeping {note['source']}: {said or 'its process has ended'}"
             )
+        yield _held(int(said), json.loads(text))
         ours.sendall(b"keep")
-        ours.recv(1)  # until it has closed its end, and has nothing but what it keeps
-    return held
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def drop(held: Held) -> None:
@@ -198,8 +235,8 @@ def drop(held: Held) -> None:
 
     Who has the model open or mapped keeps what it has.
     """
-    with suppress(ProcessLookupError):
-        fd = os.pidfd_open(held.pid)
+    with suppress(ProcessLookupError, FileNotFoundError):
+        fd = os.pidfd_open(_number_here(held.pid))
         try:
             # Another process may have its number by now.
             if _read(held.pid) == held:
@@ -212,23 +249,96 @@ def drop(held: Held) -> None:
     sweep()
 
 
+def _number_here(pid: int) -> int:
+    """Return the number of a process in this namespace; /proc may be of an outer one."""
+    depth = len(_numbers("self"))
+    return _numbers(str(pid))[depth - 1]
+
+
+def _numbers(pid: str) -> list[int]:
+    with open(f"/proc/{pid}/status") as lines:
+        line = next(line for line in lines if line.startswith("NSpid:"))
+    return [int(number) for number in line.split()[1:]]
+
+
+@contextmanager
+def alone(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
+    """Wait until no other command of this user stages this model.
+
+    Parameters
+    ----------
+    source : str
+        The model, as an absolute path.
+    waiting : callable
+        Called with the process that it has to wait for.
+    """
+    # Not a lock of the model file: whoever may read that could hold it for ever. The name of a
+    # socket goes with its process, and who listens there can be asked for the user.
+    key = hashlib.sha256(os.fsencode(source)).hexdigest()[:32]
+    name = f"\0unimem-stage-{os.geteuid()}-{key}"
+    with socket.socket(socket.AF_UNIX) as mine:
+        for _ in range(_TRIES):
+            with suppress(OSError):
+                mine.bind(name)
+                mine.listen()
+                break
+            if not _wait_for(name, waiting):
+                break
+        yield
+
+
+def _wait_for(name: str, waiting: Callable[[int], None]) -> bool:
+    """Wait until a socket is closed; False where it is another user's."""
+    with socket.socket(socket.AF_UNIX) as theirs:
+        try:
+            theirs.connect(name)
+        except OSError:  # gone already, or not listening yet
+            time.sleep(0.01)
+            return True
+        credentials = theirs.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, uid, _ = struct.unpack("iII", credentials)
+        if uid != os.geteuid():
+            return False
+        waiting(pid)
+        with suppress(ConnectionResetError):
+            theirs.recv(1)
+        return True
+
+
 def _read(pid: int) -> Held | None:
-    """Read what a process keeps; None for one that keeps nothing, or is not this user's."""
+    """Read what a process keeps; None for one that keeps nothing, or nothing of this user."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             arguments = os.fsdecode(file.read()).split("\0")
-        if os.stat(f"/proc/{pid}").st_uid != os.geteuid() or len(arguments) < 5:
-            return None
         if os.path.basename(arguments[3]) != os.path.basename(_HOLDER):
             return None
-        return _held(pid, json.loads(arguments[4]))
+        return _held(pid, json.loads(_note(f"/proc/{pid}/fd/{int(arguments[4])}")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _held(pid: int, found: dict[str, Any]) -> Held | None:
+def _note(path: str) -> str:
+    """Read a sealed memfd that this user has made.
+
+    That is the proof. Of a process it can be none: a setuid program runs as its owner, with the
+    command line and the descriptors of whoever started it.
+    """
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
+            raise ValueError("not a file of this user")
+        with open(f"/proc/self/fd/{fd}") as file:
+            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+                raise ValueError("not sealed")
+            return file.read()
+    finally:
+        os.close(fd)
+
+
+def _held(pid: int, found: dict[str, Any]) -> Held:
     if found.pop("schema") != SCHEMA:
-        return None
+        raise ValueError("another schema")
     granted = found.pop("granted")
     nodes = {int(node): nbytes for node, nbytes in granted.pop("nodes").items()}
     folder = f"/proc/{pid}"
@@ -238,5 +348,6 @@ def _held(pid: int, found: dict[str, Any]) -> Held | None:
         paths=tuple(os.path.join(folder, path) for path in found.pop("paths")),
         versions=tuple((path, tuple(version)) for path, version in found.pop("versions")),
         granted=Placement(nodes=nodes, **granted),
+        warnings=tuple(found.pop("warnings")),
         **found,
     )

@@ -1,10 +1,10 @@
 """A small process that keeps a staged model: it has the descriptors, and sleeps.
 
-Run by `unimem.stage_held` as ``python -I -S FILE DESCRIPTION READY LOCK FOLDER FD...``. The
-description stands there for those who list command lines. It locks what the FDs are of, says on
-READY, a socket, that it is ready, or why not. Where it is then told to keep it, it lives until
-SIGTERM. At the end it removes the folder, if any. Little is imported, so that little memory is
-kept.
+Run by `unimem.stage_held` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It locks what the
+FDs are of, and says on READY, a socket, that it is ready, or why not. Where it is then told to keep
+it, it lives until SIGTERM. At the end it removes FOLDER, where that is a descriptor and not -1.
+NOTE, the descriptor of what it keeps in words, is for those who look for it. Little is imported,
+so that little memory is kept.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 
 __all__ = ["main"]
 
 _PROT_READ = _MAP_SHARED = _MLOCK_ONFAULT = 1
 
 
-def main(ready: int, lock: str, folder: str, fds: list[int]) -> None:
+def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
     """Keep the descriptors that this process was given, until SIGTERM."""
     # Who started it need not stay to see its end, and no terminal ends it.
     if os.fork():
@@ -27,21 +28,35 @@ def main(ready: int, lock: str, folder: str, fds: list[int]) -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     try:
+        _keep(ready, lock, fds)
+    finally:
+        if folder >= 0:
+            _remove(folder)
+
+
+def _keep(ready: int, lock: str, fds: list[int]) -> None:
+    try:
         for fd in fds:
             _lock(fd, lock)
             os.close(fd)
     except OSError as error:
         os.write(ready, f"{error.errno} {error.strerror}".encode())
-        os._exit(1)
-    os.write(ready, f"0 {os.getpid()}".encode())
-    # Whoever started it may have been interrupted meanwhile.
+        return
+    # Its number where /proc was mounted, which may be in an outer namespace.
+    os.write(ready, f"0 {os.readlink('/proc/self')}".encode())
+    # Whoever started it may end otherwise, and then nobody knows of it.
     if os.read(ready, 16) == b"keep":
         os.close(ready)
         signal.sigwait({signal.SIGTERM})
-    if folder:
-        for name in os.listdir(folder):
-            os.unlink(f"{folder}/{name}")
-        os.rmdir(folder)
+
+
+def _remove(folder: int) -> None:
+    """Remove a folder by its descriptor: what has its path by now may be another."""
+    for name in os.listdir(folder):
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+    with suppress(OSError):
+        os.rmdir(os.readlink(f"/proc/self/fd/{folder}"))
 
 
 def _lock(fd: int, lock: str) -> None:
@@ -60,4 +75,4 @@ def _lock(fd: int, lock: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), sys.argv[3], sys.argv[4], [int(fd) for fd in sys.argv[5:]])
+    main(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])

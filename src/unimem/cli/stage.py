@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Annotated, Any, Literal
 
 import typer
 
 from unimem.cli import terminal
+from unimem.model_file import open_model
 from unimem.placement import Pages, format_bytes, together
 from unimem.placing import parse_numa
 from unimem.stage import stage as make_stage
-from unimem.stage_held import Held, drop, hold, hold_files, holders
+from unimem.stage_held import Held, alone, drop, hold, hold_files, holders
 from unimem.stage_places import sweep
 from unimem.weights import open_weights
 
@@ -67,7 +69,9 @@ def stage(
     ] = False,
 ) -> None:
     """Put a model into shared memory once, and print the path that other programs open."""
-    _check_usage(model, numa, show=show, drop_what=drop_what, page_cache=page_cache, other=backing)
+    asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
+    _check_usage(model, asked, show=show, drop_what=drop_what, page_cache=page_cache)
+    _fill_standard_streams()
     sweep()
     if show:
         _list(holders(), as_json=as_json)
@@ -75,31 +79,56 @@ def stage(
         _drop(drop_what, as_json=as_json)
     else:
         assert model is not None
-        asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
         if page_cache:
             asked["backing"] = "page-cache"
-        _stage(model, asked, as_json=as_json)
+        with _signals_raise():
+            _stage(model, asked, as_json=as_json)
 
 
 def _check_usage(
     model: str | None,
-    numa: str | None,
+    asked: dict[str, Any],
     *,
     show: bool,
     drop_what: str | None,
     page_cache: bool,
-    other: str,
 ) -> None:
     if (model is not None) + show + (drop_what is not None) != 1:
         raise typer.BadParameter("expected one of MODEL, --list and --drop")
-    if page_cache and (other != "auto" or numa is not None):
+    others = (asked["backing"], asked["pages"], asked["numa"])
+    if page_cache and others != ("auto", "auto", None):
         raise typer.BadParameter(
-            "--page-cache has pages and nodes of its own: no --backing, --numa"
+            "--page-cache has pages and nodes of its own: no --backing, --pages, --numa"
         )
     try:
-        parse_numa(numa)
+        parse_numa(asked["numa"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _fill_standard_streams() -> None:
+    """Open those that are closed: their numbers must not go to files that a child shall have."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let what ends a process end it in order, so that nothing is left in ``/dev/shm``."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+                signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- staging --------------------------------------------------------------------------------
@@ -107,60 +136,48 @@ def _check_usage(
 
 def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     source = os.path.abspath(model)
-    with _alone(source):
+    with ExitStack() as stack:
+        stack.enter_context(alone(source, lambda pid: _tell(f"process {pid} stages it: waiting")))
         found = _reuse(source, asked)
-        if found is None and asked["backing"] == "page-cache":
-            held = _warm(source, asked)
-        elif found is None:
-            held = _read_in(source, asked)
-        else:
+        if found is not None:
             held = found
-    if as_json:
-        terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
-    else:
-        terminal.show_path(held.path)
-    again = "was staged already" if found is not None else "is staged"
-    _tell(f"{source} {again}: {_describe(held)}")
-    if held.pid:
-        _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
-
-
-@contextmanager
-def _alone(source: str) -> Iterator[None]:
-    """Wait until no other command stages this model."""
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer. What is wrong with the file is
-    # told by who reads it.
-    try:
-        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        yield
-        return
-    try:
-        # Some network file systems lock only what may be written: there, two may stage it twice.
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        elif asked["backing"] == "page-cache":
+            held = stack.enter_context(_warm(source, asked))
+        else:
+            held = stack.enter_context(_read_in(source, asked))
+        # What cannot be told is not kept: nobody would know of it.
+        if as_json:
+            terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
+        else:
+            terminal.show_path(held.path)
+        for warning in held.warnings:
+            _tell(f"warning: {warning}")
+        again = "was staged already" if found is not None else "is staged"
+        _tell(f"{source} {again}: {_describe(held)}")
+        if held.pid:
+            _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
 
 
 def _reuse(source: str, asked: dict[str, Any]) -> Held | None:
-    """Find the same model, staged in the same way; what was made of older files is dropped."""
-    of_model = [held for held in holders() if held.source == source]
-    for held in of_model:
-        if not held.is_current():
-            _tell(f"{source} was written to or replaced: what was staged of it is dropped")
+    """Find the same model, staged in the same way; what no longer stands for it is dropped."""
+    of_model = [(held, held.staleness()) for held in holders() if held.source == source]
+    if any(why is not None for _, why in of_model):
+        # It may be the only copy: it stays where there is nothing to take its place.
+        open_model(source).close()
+    for held, why in of_model:
+        if why is not None:
+            _tell(f"{why}: what was staged of it is dropped")
             drop(held)
-    return next((h for h in of_model if h.asked == asked and h.is_current()), None)
+    return next((held for held, why in of_model if why is None and held.asked == asked), None)
 
 
-def _read_in(source: str, asked: dict[str, Any]) -> Held:
-    with terminal.updates("staging") as progress:
+def _read_in(source: str, asked: dict[str, Any]) -> AbstractContextManager[Held]:
+    with terminal.updates("staging") as progress, warnings.catch_warnings(record=True) as told:
         made = make_stage(source, progress=progress, **asked)
-    return hold(made, source, asked)
+    return hold(made, source, asked, [str(each.message) for each in told])
 
 
-def _warm(source: str, asked: dict[str, Any]) -> Held:
+def _warm(source: str, asked: dict[str, Any]) -> AbstractContextManager[Held]:
     """Read the files into the page cache."""
     with open_weights(source, load="map") as weights:
         with terminal.updates("reading") as progress:
@@ -169,11 +186,13 @@ def _warm(source: str, asked: dict[str, Any]) -> Held:
             weights.lock()
         granted = together([block.verify() for block in weights.blocks])
         versions = [(part.file.path, part.file.version) for part in weights._parts]
-        if asked["lock"]:
-            return hold_files(source, versions, granted, asked)
+    if asked["lock"]:
+        return hold_files(source, versions, granted, asked)
     paths = tuple(path for path, _ in versions)
     nbytes = sum(version[2] for _, version in versions)
-    return Held(0, source, paths, source, tuple(versions), asked, "page-cache", nbytes, granted)
+    return nullcontext(
+        Held(0, source, paths, source, tuple(versions), asked, "page-cache", nbytes, granted, ())
+    )
 
 
 # ---- what is staged -------------------------------------------------------------------------
@@ -184,9 +203,10 @@ def _list(found: list[Held], *, as_json: bool) -> None:
         terminal.show(json.dumps([_document(held) for held in found]) + "\n")
         return
     for held in found:
-        stale = "" if held.is_current() else "; the model was written to or replaced since"
-        path, source = map(terminal.one_line, (held.path, held.source))
-        terminal.show(f"{path}\n    {source}: {_describe(held)}; process {held.pid}{stale}\n")
+        why = held.staleness()
+        stale = "" if why is None else f"; {why}"
+        text = f"{held.source}: {_describe(held)}; process {held.pid}{stale}"
+        terminal.show(f"{terminal.one_line(held.path)}\n    {terminal.one_line(text)}\n")
     if not found:
         _tell("nothing is staged")
 
@@ -208,7 +228,7 @@ def _drop(what: str, *, as_json: bool) -> None:
 
 
 def _document(held: Held) -> dict[str, Any]:
-    return held.to_dict() | {"current": held.is_current()}
+    return held.to_dict() | {"current": held.staleness() is None}
 
 
 def _describe(held: Held) -> str:
@@ -216,5 +236,11 @@ def _describe(held: Held) -> str:
 
 
 def _tell(text: str) -> None:
-    if sys.stderr is not None:
+    if sys.stderr is None:
+        return
+    try:
         print(f"unimem: {terminal.one_line(text)}", file=sys.stderr)
+    except OSError:
+        # Nobody reads it, and what was asked for is done. Python would try once more when it ends.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stderr.fileno())
