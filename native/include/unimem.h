@@ -342,7 +342,9 @@ enum {
  * UNKNOWN are, since Linux 5.2, pages of a file that this process neither owns nor may write, and
  * pages of a file in hugetlbfs. Before Linux 6.7, of all huge pages only those of hugetlb memory
  * are HUGE. Memory that was read and never written is the kernel's page of zeros, which counts as
- * any other. errors: UM_E_INVALID (outside the block, or not committed), UM_E_NOMEM, UM_E_OS. */
+ * any other. A process that may not read its own /proc/self/pagemap, as after a change of its user,
+ * is told of no page that it is MAPPED, nor what goes with that.
+ * errors: UM_E_INVALID (outside the block, or not committed), UM_E_NOMEM, UM_E_OS. */
 UM_API um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                                 uint8_t *out_pages, int16_t *out_nodes, um_error *err);
 

@@ -70,6 +70,11 @@ static int mark_read(const view *v, int pagemap) {
 
 static um_status mark_mapped(const view *v, um_error *err) {
     int pagemap, os_errno = um_os_open_read("/proc/self/pagemap", &pagemap);
+    if (os_errno == EACCES) {
+        /* Of hugetlb memory, mincore has not been asked. */
+        memset(v->pages, UM_PAGE_UNKNOWN, v->hugetlb_page != 0 ? v->n_pages : 0);
+        return UM_OK;
+    }
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "open /proc/self/pagemap");
     }

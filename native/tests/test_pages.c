@@ -257,6 +257,23 @@ static void test_hidden_cache(void) {
     close(fd);
 }
 
+/* A process that has changed its user may not look at its own page tables. */
+static void test_without_pagemap(void) {
+    um_block block = make_pages(10 * page, UM_PAGES_4K);
+    ((unsigned char *)block.base)[3 * page] = 1;
+    fault_os_fail_nth(2, EACCES); /* mincore, open */
+    CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
+    CHECK(strcmp(fault_os_failed(), "um_os_open_read") == 0);
+    for (size_t i = 0; i < 10; i++) {
+        CHECK(pages[i] == (i == 3 ? IN_RAM : 0) && nodes[i] == -1);
+    }
+    /* What else opening may fail with is an error. */
+    fault_os_fail_nth(2, EMFILE);
+    CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
+    fault_os_fail_nth(0, 0);
+    unmap_block(&block);
+}
+
 /* ---- other kernels ---- */
 
 /* Before Linux 6.7 there is no PAGEMAP_SCAN. */
@@ -382,6 +399,7 @@ int main(void) {
     test_shared();
     test_files();
     test_hidden_cache();
+    test_without_pagemap();
     test_old_kernel();
     test_several_nodes();
     test_faults();
