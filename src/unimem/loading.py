@@ -427,27 +427,22 @@ def _read(
     told = None if progress is None else _Told(progress)
 
     def fill(block: Block, base: int = 0) -> None:
-        fds: list[int] = model.fds
-        try:
-            if direct:
-                fds = _direct_fds(model)
-            read_parts(
-                [
-                    (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
-                    for file, fd, slot in zip(model.files, fds, slots, strict=True)
-                ],
-                threads=threads,
-                direct=direct,
-                progress=told,
-            )
-        except OSError as error:
-            if direct and error.errno == errno.EINVAL and not (told and told.raised):
-                raise _NoDirectReadsError from error
-            raise
-        finally:
-            if fds is not model.fds:
-                for fd in fds:
-                    os.close(fd)
+        with ExitStack() as opened:
+            try:
+                fds = _direct_fds(model, opened) if direct else model.fds
+                read_parts(
+                    [
+                        (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
+                        for file, fd, slot in zip(model.files, fds, slots, strict=True)
+                    ],
+                    threads=threads,
+                    direct=direct,
+                    progress=told,
+                )
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL and not (told and told.raised):
+                    raise _NoDirectReadsError from error
+                raise
         if tape is None:  # what is left of whole pages shall be there, too
             end = max(slot.at + slot.nbytes for slot in slots)
             block._warm_range(end, block.nbytes - end)
@@ -499,14 +494,14 @@ def _take(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
     return at
 
 
-def _direct_fds(model: Model) -> list[int]:
+def _direct_fds(model: Model, opened: ExitStack) -> list[int]:
     """Open the files once more; by their descriptors, for another may have their paths by now."""
-    fds: list[int] = []
-    try:
-        for fd in model.fds:
-            fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return fds
+
+    def direct(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_DIRECT)
+
+    # Python's files are closed even where an interrupt comes before they are kept.
+    return [
+        opened.enter_context(open(f"/proc/self/fd/{fd}", "rb", buffering=0, opener=direct)).fileno()
+        for fd in model.fds
+    ]
