@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import glob
 import hashlib
 import importlib
 import json
@@ -631,21 +630,6 @@ def test_what_was_not_granted_is_told_each_time(
     assert json.loads(run(model, "--pages", "2m", "--json")[1])["warnings"] == [
         f"staging {model}: the pool has no room"
     ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_it_reads_leaves_nothing(
-    number: int, run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(number)
-
-    def signalled(*_: Any, **__: Any) -> None:
-        assert glob.glob("/dev/shm/unimem-stage-*")
-        signal.raise_signal(number)
-
-    monkeypatch.setattr(importlib.import_module("unimem.stage")._Staging, "_look", signalled)
-    assert run(model, "--backing", "shm")[:2] == (128 + number, "")
-    assert signal.getsignal(number) == before
 
 
 def command(*arguments: str | Path) -> list[str]:

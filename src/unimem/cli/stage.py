@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Annotated, Any, Literal
 
 import typer
@@ -81,8 +79,7 @@ def stage(
         assert model is not None
         if page_cache:
             asked["backing"] = "page-cache"
-        with _signals_raise():
-            _stage(model, asked, as_json=as_json)
+        _stage(model, asked, as_json=as_json)
 
 
 def _check_usage(
@@ -111,24 +108,6 @@ def _fill_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let what ends a process end it in order, so that nothing is left in ``/dev/shm``."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for number, handler in before.items():
-            if handler == signal.SIG_DFL:  # under nohup, SIGHUP is ignored
-                signal.signal(number, end)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- staging --------------------------------------------------------------------------------
