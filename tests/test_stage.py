@@ -810,41 +810,6 @@ um.stage({str(model)!r}, backing="shm", progress=lambda *now: os.kill(os.getpid(
     assert not list(stale())
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_interrupts_a_command_which_leaves_nothing(
-    number: signal.Signals, model: Path
-) -> None:
-    pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
-    script = f"""
-import os, sys
-from contextlib import contextmanager
-from unimem.cli import main, terminal
-@contextmanager
-def updates(what):
-    yield lambda *now: os.kill(os.getpid(), {number})
-terminal.updates = updates
-sys.exit(main(["stage", "--backing", "shm", {str(model)!r}]))
-"""
-    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, b"", b"")
-    assert not list(stale())
-
-
-def test_a_command_leaves_alone_what_somebody_ignores(model: Path) -> None:
-    """As with nohup."""
-    pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
-    script = f"""
-import os, signal, sys
-from unimem.cli import main, terminal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-show = terminal.show
-terminal.show = lambda text: [os.kill(os.getpid(), signal.SIGHUP), show(text)]
-sys.exit(main(["inspect", {str(model)!r}]))
-"""
-    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert b"fingerprint" in ended.stdout
-
-
 def test_a_folder_that_somebody_keeps_is_not_stale(model: Path) -> None:
     with um.stage(model, backing="shm") as staged:
         script = "from unimem.stage_places import sweep; sweep()"

@@ -1,0 +1,51 @@
+"""Signals that end a command."""
+
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from test_stage import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_interrupts_a_command_which_leaves_nothing(
+    number: signal.Signals, model: Path
+) -> None:
+    script = f"""
+import os, sys
+from contextlib import contextmanager
+from unimem.cli import main, terminal
+@contextmanager
+def updates(what):
+    yield lambda *now: os.kill(os.getpid(), {number})
+terminal.updates = updates
+sys.exit(main(["stage", "--backing", "shm", {str(model)!r}]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, b"", b"")
+    assert not list(stale())
+
+
+def test_a_command_leaves_alone_what_somebody_ignores(model: Path) -> None:
+    """As with nohup."""
+    script = f"""
+import os, signal, sys
+from unimem.cli import main, terminal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+show = terminal.show
+terminal.show = lambda text: [os.kill(os.getpid(), signal.SIGHUP), show(text)]
+sys.exit(main(["inspect", {str(model)!r}]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert b"fingerprint" in ended.stdout
