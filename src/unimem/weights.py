@@ -451,7 +451,8 @@ class Weights:
         Returns
         -------
         int
-            Bytes that left it: pages that other processes map stay.
+            Bytes that left it: pages that are mapped elsewhere stay, by other processes or by other
+            weights of this one.
 
         Raises
         ------
@@ -635,6 +636,7 @@ def open_weights(
         stays taken, and no thread is left. A mapping that is not warmed reads nothing.
     tape : Tape, optional
         What the memory is taken from, instead of a block of its own: then placement is the tape's.
+        When the tape takes it back, the weights are closed.
     threads : int, optional
         That read: by default as many as there are cores, and more for reads past the page cache.
     advice : {"willneed", "sequential", "random"}, optional
@@ -657,10 +659,10 @@ def open_weights(
         replaced or written to meanwhile.
     CapacityError, PlacementError, MemoryError
         It does not fit, or not as it was asked for; nothing was taken.
-    TapeFull, FrozenError
-        The tape has no room, or is frozen.
+    TapeFull, FrozenError, ClosedError
+        The tape has no room, or is frozen, or was cleared or closed meanwhile.
     TypeError, ValueError
-        An option that is unknown, or that does not go with another.
+        An option that is unknown, or that does not go with another; no file was opened.
 
     Examples
     --------
@@ -704,4 +706,4 @@ def _warm_and_lock(
         except PlacementError as error:
             if placement.get("strict"):
                 raise
-            placing.warn(str(error))
+            placing.warn(error.strerror or str(error))
