@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import mmap
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +188,27 @@ def test_ranges_are_the_file(model: Path) -> None:
                 assert sum(getattr(part, name) for part in ranges) == getattr(whole, name)
         with pytest.raises(ValueError, match="at least 1 range, got 0"):
             look.ranges(str(model), 0)
+        with pytest.raises(TypeError):
+            look.ranges(str(model), 2.5)  # type: ignore[arg-type]
         with pytest.raises(KeyError):
             look.ranges("another", 3)
     small = write_model(model.with_name("small.gguf"), (32,))
     with um.open_weights(small, load="map") as weights:
         look = weights.residency()
         assert len(look.ranges(str(small), look.nbytes + 5)) == look.nbytes
+
+
+@pytest.mark.parametrize("passed_on", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy])
+def test_it_pickles_and_copies(split: list[Path], passed_on: Callable[[Any], Any]) -> None:
+    with open_cold(split[0]) as weights:
+        warm_pages(weights, 40)
+        look = weights.residency()
+        again = passed_on(look)
+        assert again == look
+        for path in weights.files:
+            assert again.ranges(path, 9) == look.ranges(path, 9)
+        one = look.tensors["part 1, tensor 2"]
+        assert passed_on(one) == one
 
 
 def test_it_says_itself_in_a_line(model: Path) -> None:
@@ -327,6 +344,44 @@ def test_what_the_kernel_keeps_from_other_users(readable_by_all: Path, run_pytho
     assert run.returncode == 0, run.stderr
 
 
+def test_a_process_that_may_not_read_its_own_page_tables(
+    readable_by_all: Path, run_python: Run
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("to change the user needs root")
+    path = write_model(readable_by_all / "model.gguf")
+    path.chmod(0o644)
+    os.chown(path, 65534, 65534)
+    drop_from_cache(path)
+    script = f"""
+        import os
+        import unimem as um
+        from unimem import residency  # while it may be read
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            open("/proc/self/pagemap", "rb")
+        except PermissionError:
+            pass
+        else:
+            raise AssertionError("it may be read")
+        with um.open_weights({str(path)!r}, load="map") as weights:
+            weights.evict()  # what reading the header has brought
+            weights.warm()
+            look = weights.residency()
+            assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0), look
+            assert (look.nodes, look.unknown_bytes) == ({{}}, 0)
+            assert weights.evict() == look.nbytes
+            assert weights.residency().resident_bytes == 0
+        with um.open_weights({str(path)!r}, load="copy") as weights:
+            weights.warm()
+            look = weights.residency()
+            assert look.resident_bytes == look.nbytes
+    """
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
+
+
 def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.open_weights(model, load="map", warm=True) as weights:
         (part,) = weights._parts
@@ -377,6 +432,17 @@ def test_warm_brings_all_files_in_and_tells_how_far_it_is(
         assert calls[-1] == (look.nbytes, look.nbytes)
         with pytest.raises(ValueError, match="threads"):
             weights.warm(threads=0)
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> None:
+    path = write_model(tmp_path / "empty.gguf", ())
+    told = []
+    with um.open_weights(path, load=load) as weights:
+        weights.warm(progress=lambda *figures: told.append(figures))
+        total = sum(part.memory.nbytes for part in weights._parts)
+        assert (total == 0) is (load == "copy")
+        assert told == [(total, total)]
 
 
 def test_what_progress_raises_ends_the_warming(
@@ -485,6 +551,7 @@ for how in (True, "onfault"):
     except um.PlacementError as error:
         assert "locked memory (memlock) has room for" in str(error), error
         assert "ulimit -l" in str(error), error
+        assert f"lock={{how!r}} needs" in str(error), error
         assert {str(split[1])!r} in str(error), error
     else:
         raise AssertionError("it was locked")
@@ -501,6 +568,10 @@ else:
     raise AssertionError("it was locked")
 assert locked() == 0
 limits.memlock = real
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    um.open_weights({str(split[0])!r}, load="map", lock=True).close()
+assert [str(w.message)[:7] for w in caught] == ["locking"], caught
 weights.blocks[0]._lock("onfault")
 try:
     weights.lock()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import mmap
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,10 +34,6 @@ _WARM_BYTES = 64 << 20  # between two looks at the clock
 _TICK_SECONDS = 0.05
 
 
-def _nothing() -> Mapping[Any, Any]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class Residency:
     """How much of a model, a file or a tensor is in RAM. Any number of threads may use it.
@@ -52,7 +48,9 @@ class Residency:
     resident_bytes : int
         In RAM: of a mapped file in the page cache, whoever brought it there.
     mapped_bytes : int
-        In RAM, and in the page tables of this process: touching them costs no fault.
+        In RAM, and in the page tables of this process: touching them costs no fault. A process
+        that may not look at its own, as after a change of its user (``/proc/self/pagemap``), is
+        told of none; nor of what is in huge pages, locked, or on which nodes.
     huge_bytes : int
         Mapped here in huge pages. Before Linux 6.7 the kernel tells only of hugetlb pages.
     locked_bytes : int
@@ -75,9 +73,9 @@ class Residency:
     locked_bytes: int
     unknown_bytes: int
     nodes: Mapping[int, int]
-    tensors: Mapping[str, Residency] = field(default_factory=_nothing, repr=False)
-    by_file: Mapping[str, Residency] = field(default_factory=_nothing, repr=False)
-    _scans: Mapping[str, _Scan] = field(default_factory=_nothing, repr=False, compare=False)
+    tensors: Mapping[str, Residency] = field(default_factory=dict, repr=False)
+    by_file: Mapping[str, Residency] = field(default_factory=dict, repr=False)
+    _scans: Mapping[str, _Scan] = field(default_factory=dict, repr=False, compare=False)
 
     def ranges(self, path: str, n: int) -> list[Residency]:
         """Tell of a file in ranges of equal size, for a picture of it.
@@ -98,14 +96,15 @@ class Residency:
         ------
         KeyError
             There is no such file.
-        ValueError
-            n is below 1.
+        TypeError, ValueError
+            n is no integer, or below 1.
         """
+        n = operator.index(n)
         if n < 1:
             raise ValueError(f"n: expected at least 1 range, got {n}")
         scan, nbytes = self._scans[path], self.by_file[path].nbytes
         n = min(n, nbytes)
-        edges = scan.memory.file_offset + np.arange(n + 1, dtype=np.int64) * nbytes // max(n, 1)
+        edges = scan.file_offset + np.arange(n + 1, dtype=np.int64) * nbytes // max(n, 1)
         nodes = sorted(self.nodes)
         table = scan.sums(edges[:-1], np.diff(edges), nodes)
         return [_row(row, nodes) for row in table]
@@ -176,9 +175,12 @@ def warm(weights: Weights, threads: int | None = None, progress: Progress | None
                 raise
             raise OSError(errno.EIO, "The file has become shorter", part.file.path) from None
         done += nbytes
-        if progress is not None and (done == total or time.monotonic() - told >= _TICK_SECONDS):
-            told = time.monotonic()
+        now = time.monotonic()
+        if progress is not None and done < total and now - told >= _TICK_SECONDS:
+            told = now
             progress(done, total)
+    if progress is not None:
+        progress(total, total)
 
 
 def lock(weights: Weights, how: Lock = True) -> None:
@@ -193,7 +195,8 @@ def lock(weights: Weights, how: Lock = True) -> None:
         # First on fault, which reads nothing: what is refused is refused at once, and reading can
         # be interrupted.
         for block in weights.blocks:
-            before.append((block, block._lock("onfault" if how is True else how)))
+            at_first: Lock = "onfault" if how is True else how
+            before.append((block, block._lock(at_first, asked=how)))
         if how is True:
             warm(weights)
             for block in weights.blocks:
@@ -205,7 +208,10 @@ def lock(weights: Weights, how: Lock = True) -> None:
 
 
 def evict(weights: Weights) -> int:
-    """Drop a model's files from the page cache: see `Weights.evict`."""
+    """Drop a model's files from the page cache: see `Weights.evict`.
+
+    Pages that are mapped elsewhere stay, by other processes or other weights of this one.
+    """
     if weights.load != "map":
         raise ValueError(
             f"Weights '{weights.files[0]}' lie in memory of their own, not in the page cache "
@@ -243,14 +249,15 @@ class _Scan:
 
     Attributes
     ----------
-    memory : Memory
-        What was looked at.
+    file_offset, nbytes : int
+        What of the file was looked at.
     nodes : set of int
         The nodes that pages are on; empty where the kernel does not tell.
     """
 
     def __init__(self, part: Part) -> None:
-        memory = self.memory = part.memory
+        memory = part.memory
+        self.file_offset, self.nbytes = memory.file_offset, memory.nbytes
         where = memory.block_offset, memory.nbytes
         try:
             self._flags, node_of = memory.block._pages(*where, nodes=True)
@@ -271,7 +278,7 @@ class _Scan:
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], nodes: Sequence[int]
     ) -> NDArray[np.int64]:
         """Sum bytes of ranges of the file: a row a range, of its size, each flag and each node."""
-        low, high = self.memory.file_offset, self.memory.file_offset + self.memory.nbytes
+        low, high = self.file_offset, self.file_offset + self.nbytes
         begin = np.clip(offsets, low, high) - self._first
         end = np.clip(offsets + sizes, low, high) - self._first
         table = np.zeros((len(offsets), 1 + len(_FLAGS) + len(nodes)), np.int64)
@@ -351,9 +358,7 @@ def _require_room(weights: Weights) -> None:
 
 def _resident_bytes(part: Part) -> int:
     memory = part.memory
-    flags, _ = memory.block._pages(memory.block_offset, memory.nbytes)
-    n_pages = int(np.count_nonzero(flags & _FLAGS["resident"]))
-    return min(n_pages * _PAGE, memory.nbytes)
+    return min(memory.block._resident_range(memory.block_offset, memory.nbytes), memory.nbytes)
 
 
 def _pieces(parts: Sequence[Part]) -> Iterator[tuple[Part, int, int]]:

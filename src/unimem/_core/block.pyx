@@ -812,12 +812,13 @@ cdef class Block:
         """Flags (UM_PAGE_*) of each base page of a range, uint8, and its node, int16, or None."""
         return pages_of(self.region(), size_of(offset, "offset"), size_of(nbytes, "nbytes"), nodes)
 
-    def _lock(self, how):
+    def _lock(self, how, *, asked=None):
         """Lock all of it (True, "onfault") or unlock it (False); returns what it was.
 
-        Raises PlacementError, which names the limit; the lock is as it was then."""
+        Raises PlacementError, which names the limit, and what was asked for if that is not what is
+        done first; the lock is as it was then."""
         self._granted = None
-        return lock_all(self.region(), how)
+        return lock_all(self.region(), how, how if asked is None else asked)
 
     def close(self):
         """Give the memory back. Closing twice is no error.

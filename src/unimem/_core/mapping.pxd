@@ -15,7 +15,8 @@ cdef tuple map_request(str name, object request, um.um_category category, int fd
 # Locks it as was chosen. Returns the choice as it turned out, and says in `problems` what failed.
 cdef object lock_region(Region region, object choice, list problems)
 # Locks all of it (True, "onfault") or unlocks it (False). Returns what it was.
-cdef object lock_all(Region region, object how)
+# Messages name what was asked for.
+cdef object lock_all(Region region, object how, object asked)
 # What um_block_pages says: flags and, if they are asked for, nodes (else None) of base pages.
 cdef tuple pages_of(Region region, size_t offset, size_t nbytes, bint with_nodes)
 # Brings a part into RAM, `before` of `total` bytes being there already; with a path in /dev/shm,

@@ -105,7 +105,7 @@ cdef object lock_region(Region region, object choice, list problems):
     return dataclasses.replace(choice, lock=False)
 
 
-cdef object lock_all(Region region, object how):
+cdef object lock_all(Region region, object how, object asked):
     cdef um.um_error err, lost_err
     cdef um.um_status status, lost
     cdef um.um_lock lock = um.UM_LOCK_NONE
@@ -115,7 +115,7 @@ cdef object lock_all(Region region, object how):
     if how:
         lock = um.UM_LOCK_NOW if how is True else um.UM_LOCK_ONFAULT
         if before == um.UM_LOCK_NONE and not region.is_hugetlb():
-            refusal = placing.lock_refusal(how, region.block.committed_nbytes, limits)
+            refusal = placing.lock_refusal(asked, region.block.committed_nbytes, limits)
             if refusal is not None:
                 raise PlacementError(errno.ENOMEM, f"locking block '{region.name}': {refusal}")
     with nogil:
@@ -128,7 +128,7 @@ cdef object lock_all(Region region, object how):
             raise_file_status(lost, &lost_err, f"locking block '{region.name}'", region.file)
     if status != um.UM_OK:
         raise PlacementError(
-            err.os_errno, f"locking block '{region.name}': lock={how!r}: {err.what.decode()}: "
+            err.os_errno, f"locking block '{region.name}': lock={asked!r}: {err.what.decode()}: "
             f"{os.strerror(err.os_errno)}: 'ulimit -l' shows the limit")
     return {um.UM_LOCK_NONE: False, um.UM_LOCK_NOW: True}.get(before, "onfault")
 
