@@ -113,7 +113,7 @@ class Mount(Place):
             self.fd = self._child.fd
 
     def seal(self) -> None:
-        """Make the mount read-only."""
+        """Make the file system read-only."""
         if self._child is None:
             tmpfs.seal_mount(self.fd)
         else:

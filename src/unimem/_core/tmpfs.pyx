@@ -34,7 +34,7 @@ def open_mount(uint64_t nbytes, bint huge):
 
 
 def seal_mount(int fd):
-    """Make it read-only, for everybody and for good.
+    """Make it read-only, in all its mounts.
 
     Raises
     ------
