@@ -703,20 +703,29 @@ def test_who_waits_says_for_whom(model: Path) -> None:
             command(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert waiting.stderr is not None
-        assert waiting.stderr.readline() == f"unimem: process {os.getpid()} stages it: waiting\n"
+        said = f"unimem: {model}: waiting for a process that stages it, {os.getpid()}\n"
+        assert waiting.stderr.readline() == said
         assert waiting.poll() is None
     out, err = waiting.communicate()
     assert waiting.returncode == 0, err
     assert read_elsewhere(out.strip()) == model.read_bytes()
 
 
-def test_another_user_keeps_nobody_waiting(run: Any, model: Path) -> None:
+@pytest.mark.parametrize(
+    "listens",
+    [
+        "pass",
+        "s.listen()",
+        "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
+    ],
+)
+def test_another_user_keeps_nobody_waiting(listens: str, run: Any, model: Path) -> None:
     """Neither with a lock of the model file, nor with the name that commands of this user take."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
     script = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX); "
-        "s.bind('\\0' + sys.argv[1]); s.listen(); print('ready', flush=True); input()"
+        "import socket, sys; n = '\\0' + sys.argv[1]; s = socket.socket(socket.AF_UNIX); "
+        f"s.bind(n); {listens}; print('ready', flush=True); input()"
     )
     with (
         model.open() as file,

@@ -34,7 +34,7 @@ SCHEMA = "unimem.stage/1"
 
 _HOLDER = os.path.join(os.path.dirname(__file__), "stage_holder.py")
 _PATIENCE_SECONDS = 10
-# Of a name that nobody listens under: a moment for one that is about to, and no more.
+# A second for one that is about to listen, and no more: it may be another user's that never does.
 _TRIES = 100
 
 
@@ -290,11 +290,13 @@ def alone(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
 def _wait_for(name: str, waiting: Callable[[int], None]) -> bool:
     """Wait until a socket is closed; False where it is another user's."""
     with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.setblocking(False)
         try:
             theirs.connect(name)
-        except OSError:  # gone already, or not listening yet
+        except OSError:  # gone already, not listening yet, or its queue is full
             time.sleep(0.01)
             return True
+        theirs.setblocking(True)
         credentials = theirs.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, uid, _ = struct.unpack("iII", credentials)
         if uid != os.geteuid():

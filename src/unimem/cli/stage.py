@@ -116,7 +116,8 @@ def _fill_standard_streams() -> None:
 def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     source = os.path.abspath(model)
     with ExitStack() as stack:
-        stack.enter_context(alone(source, lambda pid: _tell(f"process {pid} stages it: waiting")))
+        waits = f"{source}: waiting for a process that stages it, "
+        stack.enter_context(alone(source, lambda pid: _tell(f"{waits}{pid}")))
         found = _reuse(source, asked)
         if found is not None:
             held = found
