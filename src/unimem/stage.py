@@ -25,8 +25,8 @@ from unimem.loading import Progress
 from unimem.model_file import Model, ModelFile, Version, open_model, version_of
 from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
 from unimem.stage_places import (
+    ACCESS_MODE,
     BACKINGS,
-    MODE,
     Backing,
     Folder,
     Memory,
@@ -410,7 +410,7 @@ class _Staging:
                 pass
             if backing != "hugetlb":
                 os.ftruncate(target, file.nbytes)
-            os.fchmod(target, MODE)
+            os.fchmod(target, ACCESS_MODE)
         finally:
             os.close(target)
 
@@ -530,5 +530,5 @@ def _open_direct(fd: int) -> Iterator[int | None]:
 
 def _copy_index(place: Place, name: str, path: str) -> None:
     with open(path, "rb") as source, open(place.create(name), "wb") as target:
-        os.fchmod(target.fileno(), MODE)
+        os.fchmod(target.fileno(), ACCESS_MODE)
         target.write(source.read())

@@ -22,8 +22,8 @@ from unimem.errors import PlacementError
 from unimem.limits import SHM
 
 __all__ = [
+    "ACCESS_MODE",
     "BACKINGS",
-    "MODE",
     "Backing",
     "Folder",
     "Memory",
@@ -37,7 +37,7 @@ Backing = Literal["tmpfs", "hugetlb", "memfd", "shm"]
 BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
 
 # Of staged files. Where the model lies, folders may keep other users from what its own mode allows.
-MODE = 0o400
+ACCESS_MODE = 0o400
 
 _PREFIX = "unimem-stage-"
 # The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
@@ -208,7 +208,7 @@ class Memory(Place):
             if error.errno != errno.EINVAL:  # before Linux 6.3
                 raise
             self.fd = os.memfd_create(label, flags)
-        os.fchmod(self.fd, MODE)
+        os.fchmod(self.fd, ACCESS_MODE)
         return os.dup(self.fd)
 
     def seal(self) -> None:
