@@ -215,7 +215,7 @@ def test_file_shorter_than_it_was(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with (
         path.open("rb") as file,
-        pytest.raises(OSError, match=r"model\.safetensors: .*shorter"),
+        pytest.raises(OSError, match=r"shorter.*model\.safetensors"),
     ):
         SafetensorsHeader(file.fileno(), len(raw) + 1, str(path))
 
