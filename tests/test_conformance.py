@@ -152,14 +152,15 @@ class KVKind(HostKind):
             return Path(folder, "session").read_bytes()
 
     def mapped(self) -> um.KVCache:
-        """Make an empty cache, whose first rows are pages of a file."""
+        """Make an empty cache whose rows were pages of a file, which it has let go of."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "session")
             path.write_bytes(self.saved)
             kv = um.KVCache.restore(path, mode="map")
-        kv.clear()
         page = memory(kv.address(0, "k"), proc_maps.PAGE).tobytes()
         assert page in self.saved
+        kv.clear()
+        assert kv.memory_usage_bytes == kv.resident_bytes == 0
         return kv
 
     @contextmanager
