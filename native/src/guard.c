@@ -88,6 +88,10 @@ static void die_of(const siginfo_t *info) {
     }
 }
 
+/* The entry that this thread is going on from, and how deep in its stack. */
+static _Thread_local const entry *volatile going_on WITH_THREAD;
+static _Thread_local volatile uintptr_t going_on_at WITH_THREAD;
+
 /* Does as the kernel would have done with the action below. */
 static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     const struct sigaction *below = &from->below;
@@ -101,6 +105,19 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
         die_of(info);
         return;
     }
+    /* Who installs a handler in the moment between our looking what is on top and our being there
+     * can keep the very entry that goes on to him. When he hands on what he was called for, as
+     * faulthandler does by restoring his previous and sending the signal, it comes back here:
+     * nobody is left to hear of it. */
+    const entry *outer = going_on;
+    uintptr_t outer_at = going_on_at, here = (uintptr_t)__builtin_frame_address(0);
+    if (!is_repeated(info) && outer == from && here < outer_at) {
+        going_on = NULL;
+        die_of(info);
+        return;
+    }
+    going_on = from;
+    going_on_at = here;
     sigset_t blocked = below->sa_mask, before;
     if ((below->sa_flags & SA_NODEFER) == 0) {
         sigaddset(&blocked, number);
@@ -114,6 +131,8 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     if (is_masked) {
         um_os_signal_mask(SIG_SETMASK, &before, NULL);
     }
+    going_on = outer;
+    going_on_at = outer_at;
 }
 
 static void handle(entry *of, int number, siginfo_t *info, void *context) {

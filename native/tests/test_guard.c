@@ -12,7 +12,7 @@
 #include "fault_os.h"
 #include "test.h"
 
-enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000 };
+enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
 static size_t page;
 
 /* A mapped file whose first page is there, and whose others were cut off. */
@@ -478,7 +478,35 @@ static void restarts_as_before(void) {
     CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
 }
 
+/* faulthandler's way: puts back what was there before him, and sends the signal to that. */
+static struct sigaction kept_by_him;
+static volatile int n_handed_on;
+
+static void hands_on(int number, siginfo_t *info, void *context) {
+    (void)info, (void)context;
+    n_handed_on++;
+    if (n_handed_on > 2) {
+        _exit(EXIT_STATUS_OF_A_LOOP);
+    }
+    sigaction(number, &kept_by_him, NULL);
+    raise(number);
+}
+
+static void keeps_on_top(void *context) {
+    (void)context;
+    kept_by_him = action_now();
+}
+
+/* He is below an entry that he keeps as his previous: as when he came in the moment between our
+ * looking what is on top and our being there. */
+static void keeps_what_goes_on_to_him(void) {
+    install(hands_on, SA_NODEFER, NULL);
+    REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
+    touch(foreign + page);
+}
+
 static void test_between(void) {
+    CHECK(end_of(keeps_what_goes_on_to_him) == SIGBUS);
     CHECK(end_of(ends_between) == SIGBUS);
     CHECK(end_of(calls_between) == SIGBUS);
     CHECK(end_of(is_given_up) == SIGBUS);
