@@ -105,34 +105,33 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
         die_of(info);
         return;
     }
-    /* Who installs a handler in the moment between our looking what is on top and our being there
-     * can keep the very entry that goes on to him. When he hands on what he was called for, as
-     * faulthandler does by restoring his previous and sending the signal, it comes back here:
-     * nobody is left to hear of it. */
-    const entry *outer = going_on;
-    uintptr_t outer_at = going_on_at, here = (uintptr_t)__builtin_frame_address(0);
-    if (!is_repeated(info) && outer == from && here < outer_at) {
-        going_on = NULL;
-        die_of(info);
-        return;
-    }
-    going_on = from;
-    going_on_at = here;
     sigset_t blocked = below->sa_mask, before;
     if ((below->sa_flags & SA_NODEFER) == 0) {
         sigaddset(&blocked, number);
     }
     bool is_masked = um_os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
+    /* Who installs a handler in the moment between our looking what is on top and our being there
+     * can keep the very entry that goes on to him. When he hands on what he was called for, as
+     * faulthandler does by restoring his previous and raising the signal, it comes back here:
+     * nobody is left to hear of it. */
+    const entry *outer = going_on;
+    uintptr_t outer_at = going_on_at, here = (uintptr_t)__builtin_frame_address(0);
+    if (info->si_code == SI_TKILL && outer == from && here < outer_at) {
+        die_of(info);
+        return;
+    }
+    going_on = from;
+    going_on_at = here;
     if ((below->sa_flags & SA_SIGINFO) != 0) {
         below->sa_sigaction(number, info, context);
     } else {
         below->sa_handler(number);
     }
+    going_on = outer; /* before the next signal may come */
+    going_on_at = outer_at;
     if (is_masked) {
         um_os_signal_mask(SIG_SETMASK, &before, NULL);
     }
-    going_on = outer;
-    going_on_at = outer_at;
 }
 
 static void handle(entry *of, int number, siginfo_t *info, void *context) {
