@@ -22,7 +22,7 @@ import operator
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from unimem import limits
 from unimem._core import guard
+from unimem.loading import Progress
 from unimem.model_file import check_version
 from unimem.threads import run_in_threads
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from unimem.weights import Tensor, Weights
 
 __all__ = ["content_hash"]
-
-Progress = Callable[[int, int], object]
 
 _HEAD = b"unimem content 1\n"
 _OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,6 +26,7 @@ __all__ = [
     "Load",
     "Loaded",
     "Memory",
+    "NoDirectReadsError",
     "Progress",
     "bring",
     "bytes_needed",
@@ -34,11 +35,14 @@ __all__ = [
     "check_request",
     "choose",
     "mapped",
+    "read_direct",
 ]
 
 Load = Literal["auto", "map", "copy", "direct"]
 Advice = Literal["willneed", "sequential", "random"]
 Progress = Callable[[int, int], object]
+# As `unimem._core.load.load` takes them.
+Range = tuple[int, int, Block, int, int, str]
 
 # A mapping of a file on one of these waits for a network with every fault, and a server that is
 # gone is a signal instead of an error.
@@ -146,8 +150,8 @@ class Loaded:
     mapped_bytes: int
 
 
-class _NoDirectReadsError(Exception):
-    """A file cannot be read past the page cache."""
+class NoDirectReadsError(Exception):
+    """A file system has no reads past the page cache."""
 
 
 class _Told:
@@ -228,7 +232,7 @@ def bring(
         return _map(model, choice, undo, advice)
     try:
         return _read(model, choice, undo, tape, threads, progress, placement)
-    except _NoDirectReadsError:
+    except NoDirectReadsError:
         undo.close()
     choice = _without_direct(model, choice, load, placement)
     return _read(model, choice, undo, tape, threads, progress, placement)
@@ -423,26 +427,14 @@ def _read(
     placement: PlacementOptions,
 ) -> Loaded:
     slots, nbytes = _layout_of(model)
-    direct = choice.mode == "direct"
-    told = None if progress is None else _Told(progress)
 
     def fill(block: Block, base: int = 0) -> None:
-        with ExitStack() as opened:
-            try:
-                fds = _direct_fds(model, opened) if direct else model.fds
-                read_parts(
-                    [
-                        (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
-                        for file, fd, slot in zip(model.files, fds, slots, strict=True)
-                    ],
-                    threads=threads,
-                    direct=direct,
-                    progress=told,
-                )
-            except OSError as error:
-                if direct and error.errno == errno.EINVAL and not (told and told.raised):
-                    raise _NoDirectReadsError from error
-                raise
+        parts = [
+            (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
+            for file, fd, slot in zip(model.files, model.fds, slots, strict=True)
+        ]
+        read = read_direct if choice.mode == "direct" else read_parts
+        read(parts, threads=threads, progress=progress)
         if tape is None:  # what is left of whole pages shall be there, too
             end = max(slot.at + slot.nbytes for slot in slots)
             block._warm_range(end, block.nbytes - end)
@@ -494,14 +486,38 @@ def _take(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
     return at
 
 
-def _direct_fds(model: Model, opened: ExitStack) -> list[int]:
-    """Open the files once more; by their descriptors, for another may have their paths by now."""
+def read_direct(
+    parts: Sequence[Range], *, threads: int | None = None, progress: Progress | None = None
+) -> None:
+    """Read ranges of files past the page cache: see `unimem._core.load.load`.
+
+    Raises
+    ------
+    NoDirectReadsError
+        A file system has no such reads; what was read by then may be read anew.
+    """
 
     def direct(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT)
 
-    # Python's files are closed even where an interrupt comes before they are kept.
-    return [
-        opened.enter_context(open(f"/proc/self/fd/{fd}", "rb", buffering=0, opener=direct)).fileno()
-        for fd in model.fds
-    ]
+    told = None if progress is None else _Told(progress)
+    with ExitStack() as opened:
+        try:
+            # By their descriptors, for others may have their paths by now. Python's files are
+            # closed even where an interrupt comes before they are kept.
+            files = [
+                opened.enter_context(
+                    open(f"/proc/self/fd/{part[0]}", "rb", buffering=0, opener=direct)
+                )
+                for part in parts
+            ]
+            read_parts(
+                [(file.fileno(), *part[1:]) for file, part in zip(files, parts, strict=True)],
+                threads=threads,
+                direct=True,
+                progress=told,
+            )
+        except OSError as error:
+            if error.errno != errno.EINVAL or (told is not None and told.raised):
+                raise
+            raise NoDirectReadsError from error

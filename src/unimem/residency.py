@@ -7,7 +7,7 @@ import mmap
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem import limits
+from unimem.loading import Progress
 from unimem.model_file import reopen
 from unimem.placement import Lock, format_bytes
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from unimem.weights import Part, Weights
 
 __all__ = ["Residency", "evict", "lock", "residency", "warm"]
-
-Progress = Callable[[int, int], object]
 
 # Of um_block_pages, in the order of the fields of Residency.
 _FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}

@@ -7,8 +7,8 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -215,6 +215,7 @@ def stage(
     """
     if backing != "auto" and backing not in BACKINGS:
         raise ValueError(f"backing: expected 'auto', {', '.join(BACKINGS)}, got {backing!r}")
+    placing.check_options(placement)
     options = _Options(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
@@ -224,20 +225,13 @@ def stage(
 
 @dataclass(frozen=True)
 class _Options:
-    """`PlacementOptions`, with their defaults; what is wrong with them a Block says."""
+    """`PlacementOptions`, with their defaults."""
 
     pages: Pages = "auto"
     numa: str | None = None
     lock: Lock = False
     warm: bool | int = True
     strict: bool = False
-
-    def __post_init__(self) -> None:
-        if self.pages not in placing.PAGES:
-            raise ValueError(
-                f"pages: expected one of {', '.join(placing.PAGES)}, got {self.pages!r}"
-            )
-        placing.parse_numa(self.numa)
 
 
 class _Staging:
@@ -415,33 +409,23 @@ class _Staging:
             os.close(target)
 
     def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
-        raised: OSError | None = None
-
         def progress(n: int, _: int) -> None:
-            nonlocal raised
             # The end of a file is not the end of all.
             if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
-                try:
-                    self.progress(done + n, self.nbytes)
-                except OSError as error:
-                    raised = error
-                    raise
+                self.progress(done + n, self.nbytes)
 
         def fill(block: Block) -> None:
             # What is behind the end, in its last page, is there as well until it is cut off.
             end = -(-file.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if end < block.nbytes:
                 block._warm_range(end, block.nbytes - end)
-            with _open_direct(source) if self.direct else nullcontext() as fd:
-                if fd is not None:
-                    try:
-                        parts = [(fd, 0, block, 0, file.nbytes, file.path)]
-                        return read_parts(parts, direct=True, progress=progress)
-                    except OSError as error:
-                        # Some file systems have no such reads.
-                        if error is raised or error.errno != errno.EINVAL:
-                            raise
-            read_parts([(source, 0, block, 0, file.nbytes, file.path)], progress=progress)
+            parts = [(source, 0, block, 0, file.nbytes, file.path)]
+            if self.direct:
+                try:
+                    return loading.read_direct(parts, progress=progress)
+                except loading.NoDirectReadsError:
+                    self.direct = False
+            read_parts(parts, progress=progress)
 
         return fill
 
@@ -511,21 +495,6 @@ def _huge_bytes(fd: int, nbytes: int) -> int:
 def _field(lines: Iterable[str], name: str) -> int:
     """Return a figure of the entry of smaps that begins here, in bytes."""
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
-
-
-@contextmanager
-def _open_direct(fd: int) -> Iterator[int | None]:
-    """Open a file once more, for reads past the page cache; None where that cannot be."""
-    # By its descriptor, for another file may have its path by now.
-    try:
-        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:
-        yield None
-        return
-    try:
-        yield direct
-    finally:
-        os.close(direct)
 
 
 def _copy_index(place: Place, name: str, path: str) -> None:

@@ -12,7 +12,7 @@ import errno
 import mmap
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -22,13 +22,12 @@ from unimem._core.arrays import array_within
 from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.gpu import Driver
+from unimem.loading import Progress
 from unimem.model_file import ModelFile, check_version, reopen
 from unimem.threads import run_in_threads
 from unimem.weights import Tensor, Weights
 
 __all__ = ["bytes_needed", "to_device"]
-
-Progress = Callable[[int, int], object]
 
 # By estimate (bench.gpu measures the whole): a slot of 2 MiB is 40 us of PCIe 5, and looking after
 # it about 10 us of Python and CUDA. The ring is pinned anew at each call, for 0.1 to 0.2 ms a MiB,
