@@ -157,8 +157,8 @@ MODULES = sorted(
     if info.name not in ("cli", "cuda", "engine", "models")
 )
 CORE = [
-    *("block", "gguf", "grid", "kv", "kv_device", "kv_rows", "paged", "safetensors", "scratchpad"),
-    *("status", "tape"),
+    *("block", "gguf", "grid", "header_bytes", "kv", "kv_device", "kv_rows", "paged"),
+    *("safetensors", "scratchpad", "status", "tape"),
 ]
 
 

@@ -435,19 +435,21 @@ def run_script(run_python: Run, path: Path, body: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("body", "is_told"),
+    ("body", "times"),
     [
-        ("faulthandler.enable(); guarded(); end()", True),
-        ("guarded(); faulthandler.enable(); guarded(); guarded(); end()", True),
+        ("faulthandler.enable(); guarded(); end()", [1]),
+        ("guarded(); faulthandler.enable(); guarded(); guarded(); end()", [1]),
         (
             "for _ in range(5):\n"
             "    guarded(); faulthandler.enable(); guarded(); faulthandler.disable()\n"
             "guarded(); faulthandler.enable(); end()",
-            True,
+            [1],
         ),
-        ("guarded(); end()", False),
-        ("faulthandler.enable(); guarded(); faulthandler.disable(); guarded(); end()", False),
-        # While a copy is under way, which the file is there for, in another thread.
+        ("guarded(); end()", [0]),
+        ("faulthandler.enable(); guarded(); faulthandler.disable(); guarded(); end()", [0]),
+        # While a copy is under way, which the file is there for, in another thread. Installed at
+        # the very moment of a run, faulthandler can keep the guard's entry over himself as his
+        # previous (native/src/guard.c): then he hears of the signal that he raises, too.
         (
             "os.truncate(path, 1 << 20)\n"
             "over = threading.Event()\n"
@@ -463,17 +465,17 @@ def run_script(run_python: Run, path: Path, body: str) -> subprocess.CompletedPr
             "[thread.join() for thread in threads]\n"
             "os.truncate(path, 4096)\n"
             "guarded(); guarded(); end()",
-            True,
+            [1, 2],
         ),
     ],
 )
 def test_faulthandler_tells_of_what_is_not_ours(
-    body: str, is_told: bool, run_python: Run, tmp_path: Path
+    body: str, times: list[int], run_python: Run, tmp_path: Path
 ) -> None:
     done = run_script(run_python, tmp_path / "data", body)
     assert done.returncode == DIES_OF_IT, done.stderr
     assert done.stdout == "comes here\n"
-    assert done.stderr.count("Fatal Python error: Bus error") == is_told
+    assert done.stderr.count("Fatal Python error: Bus error") in times
 
 
 def test_faulthandler_is_on_here_and_stays_so(file: Path) -> None:

@@ -11,14 +11,6 @@
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");
 
-#define TRY(call)                                                                                  \
-    do {                                                                                           \
-        um_status status_ = (call);                                                                \
-        if (status_ != UM_OK) {                                                                    \
-            return status_;                                                                        \
-        }                                                                                          \
-    } while (0)
-
 enum {
     HEADER_NBYTES_MAX = 256 << 20, /* the longest known has 20 MB */
     NAME_NBYTES_MAX = 65535,
@@ -125,14 +117,14 @@ static uint64_t load_u64(const unsigned char *p) {
 }
 
 static um_status read_u32(reader *r, uint32_t *out) {
-    TRY(need(r, sizeof(*out), truncated, r->at));
+    UM_TRY(need(r, sizeof(*out), truncated, r->at));
     *out = load_u32(r->bytes + r->at);
     r->at += sizeof(*out);
     return UM_OK;
 }
 
 static um_status read_u64(reader *r, uint64_t *out) {
-    TRY(need(r, sizeof(*out), truncated, r->at));
+    UM_TRY(need(r, sizeof(*out), truncated, r->at));
     *out = load_u64(r->bytes + r->at);
     r->at += sizeof(*out);
     return UM_OK;
@@ -142,11 +134,11 @@ static um_status read_u64(reader *r, uint64_t *out) {
 static um_status read_string(reader *r, uint64_t most, const char *too_long, uint64_t *out_offset,
                              uint64_t *out_nbytes) {
     uint64_t field = r->at;
-    TRY(read_u64(r, out_nbytes));
+    UM_TRY(read_u64(r, out_nbytes));
     if (*out_nbytes > most) {
         return um_fail_format(r->err, too_long, field);
     }
-    TRY(need(r, *out_nbytes, string_too_long, field));
+    UM_TRY(need(r, *out_nbytes, string_too_long, field));
     *out_offset = r->at;
     r->at += *out_nbytes;
     return UM_OK;
@@ -166,7 +158,7 @@ static const name_rules tensor_name_rules = {"a tensor's name is longer than 655
 
 static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_offset,
                            uint64_t *out_nbytes) {
-    TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
+    UM_TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
     if (um_utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes) {
         return um_fail_format(r->err, rules->not_utf8, *out_offset);
     }
@@ -226,7 +218,7 @@ static uint64_t value_nbytes(um_gguf_type type) {
 static um_status read_type(reader *r, um_gguf_type *out) {
     uint64_t field = r->at;
     uint32_t type;
-    TRY(read_u32(r, &type));
+    UM_TRY(read_u32(r, &type));
     if (type >= UM_GGUF_TYPE_COUNT) {
         return um_fail_format(r->err, "unknown type of metadata", field);
     }
@@ -240,7 +232,7 @@ static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t f
     if (__builtin_mul_overflow(n, value_nbytes(type), &nbytes)) {
         return um_fail_format(r->err, array_too_long, field);
     }
-    TRY(need(r, nbytes, array_too_long, field));
+    UM_TRY(need(r, nbytes, array_too_long, field));
     if (type == UM_GGUF_BOOL) {
         for (uint64_t i = r->at; i < r->at + nbytes; i++) {
             if (r->bytes[i] > 1) {
@@ -258,7 +250,7 @@ static um_status check_fits(const reader *r, uint64_t n, uint64_t nbytes_min, co
 }
 
 static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
-    TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
+    UM_TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
     uint64_t offset, nbytes;
     for (uint64_t i = 0; i < n; i++) {
         /* Vocabularies have hundreds of thousands: those that are in hand as a whole pass with one
@@ -268,7 +260,7 @@ static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
             (nbytes = load_u64(r->bytes + r->at)) <= left - sizeof(nbytes)) {
             r->at += sizeof(nbytes) + nbytes;
         } else {
-            TRY(read_string(r, UINT64_MAX, string_too_long, &offset, &nbytes));
+            UM_TRY(read_string(r, UINT64_MAX, string_too_long, &offset, &nbytes));
         }
     }
     return UM_OK;
@@ -282,12 +274,12 @@ typedef struct array_head {
 /* Passes a whole array; `depth` counts the arrays around it. */
 static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
-    TRY(read_type(r, &out->item_type));
+    UM_TRY(read_type(r, &out->item_type));
     if (depth == ARRAY_DEPTH_MAX) {
         return um_fail_format(r->err, "arrays are nested deeper than 16", field);
     }
     field = r->at;
-    TRY(read_u64(r, &out->n));
+    UM_TRY(read_u64(r, &out->n));
     out->first = r->at;
     if (out->item_type == UM_GGUF_STRING) {
         return pass_strings(r, out->n, field);
@@ -295,17 +287,17 @@ static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     if (out->item_type != UM_GGUF_ARRAY) {
         return pass_fixed(r, out->item_type, out->n, field);
     }
-    TRY(check_fits(r, out->n, ARRAY_NBYTES_MIN, array_too_long, field));
+    UM_TRY(check_fits(r, out->n, ARRAY_NBYTES_MIN, array_too_long, field));
     for (uint64_t i = 0; i < out->n; i++) {
         array_head inner;
-        TRY(pass_array(r, depth + 1, &inner));
+        UM_TRY(pass_array(r, depth + 1, &inner));
     }
     return UM_OK;
 }
 
 static um_status read_kv(reader *r, um_gguf_kv *out) {
-    TRY(read_name(r, &key_rules, &out->key_offset, &out->key_nbytes));
-    TRY(read_type(r, &out->type));
+    UM_TRY(read_name(r, &key_rules, &out->key_offset, &out->key_nbytes));
+    UM_TRY(read_type(r, &out->type));
     out->n_items = 1;
     out->item_type = UM_GGUF_TYPE_COUNT;
     out->value_offset = r->at;
@@ -314,14 +306,14 @@ static um_status read_kv(reader *r, um_gguf_kv *out) {
     }
     if (out->type == UM_GGUF_ARRAY) {
         array_head head;
-        TRY(pass_array(r, 0, &head));
+        UM_TRY(pass_array(r, 0, &head));
         out->item_type = head.item_type;
         out->n_items = head.n;
         out->value_offset = head.first;
     } else {
         out->value_nbytes = value_nbytes(out->type);
-        TRY(need(r, out->value_nbytes, truncated, r->at));
-        TRY(pass_fixed(r, out->type, 1, r->at));
+        UM_TRY(need(r, out->value_nbytes, truncated, r->at));
+        UM_TRY(pass_fixed(r, out->type, 1, r->at));
     }
     out->value_nbytes = r->at - out->value_offset;
     return UM_OK;
@@ -354,8 +346,8 @@ static um_status read_metadata(reader *r, um_gguf *gguf) {
     }
     for (uint64_t i = 0; i < gguf->n_kv; i++) {
         um_gguf_kv kv;
-        TRY(read_kv(r, &kv));
-        TRY(read_alignment(r, &kv, &gguf->alignment));
+        UM_TRY(read_kv(r, &kv));
+        UM_TRY(read_alignment(r, &kv, &gguf->alignment));
         gguf->kv[i] = kv;
     }
     return check_names_differ(r, gguf->kv, sizeof(*gguf->kv), gguf->n_kv, key_rules.twice);
@@ -380,14 +372,14 @@ static uint64_t offset_field(const um_gguf_tensor *t) {
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
     /* A dimension of 0 makes an empty tensor, but may not hide that the others overflow. */
     uint64_t n_values = 1;
-    TRY(read_u32(r, &out->n_dims));
+    UM_TRY(read_u32(r, &out->n_dims));
     if (out->n_dims > UM_GGUF_MAX_DIMS) {
         return um_fail_format(r->err, "a tensor has more than 4 dimensions", dims_field(out));
     }
     for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
         out->ne[i] = 1;
         if (i < out->n_dims) {
-            TRY(read_u64(r, &out->ne[i]));
+            UM_TRY(read_u64(r, &out->ne[i]));
         }
         if (__builtin_mul_overflow(n_values, out->ne[i] == 0 ? 1 : out->ne[i], &n_values) ||
             n_values > INT64_MAX) {
@@ -419,10 +411,10 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
 }
 
 static um_status read_tensor(reader *r, um_gguf_tensor *out) {
-    TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
-    TRY(read_dims(r, out));
-    TRY(read_u32(r, &out->type));
-    TRY(check_type(r, out));
+    UM_TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
+    UM_TRY(read_dims(r, out));
+    UM_TRY(read_u32(r, &out->type));
+    UM_TRY(check_type(r, out));
     return read_u64(r, &out->offset);
 }
 
@@ -491,16 +483,16 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
     }
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         um_gguf_tensor tensor;
-        TRY(read_tensor(r, &tensor));
+        UM_TRY(read_tensor(r, &tensor));
         gguf->tensors[i] = tensor;
     }
     gguf->header_nbytes = r->at;
     /* Cannot overflow: the header is in memory, and the alignment has 32 bits. */
     gguf->data_offset = (r->at + gguf->alignment - 1) & ~(gguf->alignment - 1);
-    TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
-                           tensor_name_rules.twice));
+    UM_TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
+                              tensor_name_rules.twice));
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
-        TRY(place_tensor(r, gguf, &gguf->tensors[i]));
+        UM_TRY(place_tensor(r, gguf, &gguf->tensors[i]));
     }
     return check_tensors_apart(r, gguf);
 }
@@ -509,12 +501,12 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
 
 static um_status read_head(reader *r, um_gguf *gguf) {
     uint32_t magic;
-    TRY(read_u32(r, &magic));
+    UM_TRY(read_u32(r, &magic));
     if (memcmp(&magic, "GGUF", sizeof(magic)) != 0) {
         return um_fail_format(r->err, "the file does not begin with GGUF", 0);
     }
     uint64_t version_field = r->at;
-    TRY(read_u32(r, &gguf->version));
+    UM_TRY(read_u32(r, &gguf->version));
     if (gguf->version != 0 && (gguf->version & 0xffff) == 0) {
         return um_fail_format(r->err, "the file is big-endian; only little-endian files are read",
                               version_field);
@@ -523,11 +515,11 @@ static um_status read_head(reader *r, um_gguf *gguf) {
         return um_fail_format(r->err, "the version is not 2 or 3", version_field);
     }
     uint64_t n_tensors_field = r->at;
-    TRY(read_u64(r, &gguf->n_tensors));
+    UM_TRY(read_u64(r, &gguf->n_tensors));
     uint64_t n_kv_field = r->at;
-    TRY(read_u64(r, &gguf->n_kv));
-    TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
-                   n_tensors_field));
+    UM_TRY(read_u64(r, &gguf->n_kv));
+    UM_TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
+                      n_tensors_field));
     return check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",
                       n_kv_field);
 }

@@ -16,6 +16,15 @@ um_status um_fail_full(um_error *err, uint64_t limit, uint64_t used, uint64_t as
 um_status um_fail_os(um_error *err, int os_errno, uint64_t asked, const char *call);
 um_status um_fail_format(um_error *err, const char *rule, uint64_t offset);
 
+/* Returns from a function whose call has failed, with its status. */
+#define UM_TRY(call)                                                                               \
+    do {                                                                                           \
+        um_status status_ = (call);                                                                \
+        if (status_ != UM_OK) {                                                                    \
+            return status_;                                                                        \
+        }                                                                                          \
+    } while (0)
+
 /* Heap memory, counted. um_heap_alloc returns zeroed memory, or NULL. */
 void *um_heap_alloc(size_t n, size_t item_bytes);
 void um_heap_free(void *p);

@@ -11,14 +11,6 @@
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");
 
-#define TRY(call)                                                                                  \
-    do {                                                                                           \
-        um_status status_ = (call);                                                                \
-        if (status_ != UM_OK) {                                                                    \
-            return status_;                                                                        \
-        }                                                                                          \
-    } while (0)
-
 enum {
     LENGTH_NBYTES = 8,
     JSON_NBYTES_MAX = 100000000, /* as the format has it */
@@ -264,8 +256,8 @@ static bool text_is(const reader *r, um_safetensors_text text, const char *expec
 }
 
 static um_status read_key(reader *r, um_safetensors_text *out) {
-    TRY(pass(r, '"'));
-    TRY(read_string(r, out));
+    UM_TRY(pass(r, '"'));
+    UM_TRY(read_string(r, out));
     return pass(r, ':');
 }
 
@@ -323,16 +315,16 @@ static um_status check_texts_differ(const reader *r, const void *rows, size_t st
 
 static um_status read_metadata(reader *r, um_safetensors *st) {
     uint64_t field;
-    TRY(begin(r, '{', "__metadata__ is not an object", &field));
+    UM_TRY(begin(r, '{', "__metadata__ is not an object", &field));
     for (bool more;;) {
         um_safetensors_kv kv;
-        TRY(next_item(r, st->n_kv, '}', &more));
+        UM_TRY(next_item(r, st->n_kv, '}', &more));
         if (!more) {
             break;
         }
-        TRY(read_key(r, &kv.key));
-        TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
-        TRY(read_string(r, &kv.value));
+        UM_TRY(read_key(r, &kv.key));
+        UM_TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
+        UM_TRY(read_string(r, &kv.value));
         void *rows = grow(r, st->kv, st->n_kv, sizeof(*st->kv));
         if (rows == NULL) {
             return UM_E_NOMEM;
@@ -380,8 +372,8 @@ static um_status read_integer(reader *r, uint64_t *out) {
 static um_status read_dtype(reader *r, um_safetensors_tensor *t) {
     uint64_t field;
     um_safetensors_text text;
-    TRY(begin(r, '"', "a tensor's dtype is not a string", &field));
-    TRY(read_string(r, &text));
+    UM_TRY(begin(r, '"', "a tensor's dtype is not a string", &field));
+    UM_TRY(read_string(r, &text));
     for (t->type = 0; t->type < UM_ST_TYPE_COUNT; t->type++) {
         if (text_is(r, text, types[t->type].name)) {
             return UM_OK;
@@ -392,18 +384,18 @@ static um_status read_dtype(reader *r, um_safetensors_tensor *t) {
 
 static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor *t) {
     uint64_t field;
-    TRY(begin(r, '[', "a tensor's shape is not an array", &field));
+    UM_TRY(begin(r, '[', "a tensor's shape is not an array", &field));
     t->first_dim = (uint32_t)st->n_dims;
     t->n_dims = 0;
     for (bool more;; t->n_dims++) {
         uint64_t dim;
-        TRY(next_item(r, t->n_dims, ']', &more));
+        UM_TRY(next_item(r, t->n_dims, ']', &more));
         if (!more) {
             return UM_OK;
         }
         peek(r);
         field = r->at;
-        TRY(read_integer(r, &dim));
+        UM_TRY(read_integer(r, &dim));
         if (t->n_dims == UM_SAFETENSORS_MAX_DIMS) {
             return fail(r, "a tensor has more than 64 dimensions", field);
         }
@@ -419,16 +411,16 @@ static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor
 static um_status read_data_offsets(reader *r, entry *e) {
     static const char rule[] = "a tensor's data_offsets are not an array of two";
     uint64_t field, numbers[2] = {0}, n = 0;
-    TRY(begin(r, '[', rule, &field));
+    UM_TRY(begin(r, '[', rule, &field));
     for (bool more;; n++) {
-        TRY(next_item(r, n, ']', &more));
+        UM_TRY(next_item(r, n, ']', &more));
         if (!more) {
             break;
         }
         if (n == 2) {
             return fail(r, rule, field);
         }
-        TRY(read_integer(r, &numbers[n]));
+        UM_TRY(read_integer(r, &numbers[n]));
     }
     e->begin = numbers[0];
     e->end = numbers[1];
@@ -474,15 +466,15 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
     um_safetensors_tensor t = {.name = name};
     entry e = {{0}, 0, 0};
     uint64_t field;
-    TRY(begin(r, '{', "a tensor is not an object", &field));
+    UM_TRY(begin(r, '{', "a tensor is not an object", &field));
     bool more;
     for (uint64_t n = 0;; n++) {
         um_safetensors_text key;
-        TRY(next_item(r, n, '}', &more));
+        UM_TRY(next_item(r, n, '}', &more));
         if (!more) {
             break;
         }
-        TRY(read_key(r, &key));
+        UM_TRY(read_key(r, &key));
         int which = 0;
         while (which < N_FIELDS && !text_is(r, key, names[which])) {
             which++;
@@ -495,16 +487,16 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
         }
         peek(r);
         e.fields[which] = r->at;
-        TRY(which == DTYPE   ? read_dtype(r, &t)
-            : which == SHAPE ? read_shape(r, st, &t)
-                             : read_data_offsets(r, &e));
+        UM_TRY(which == DTYPE   ? read_dtype(r, &t)
+               : which == SHAPE ? read_shape(r, st, &t)
+                                : read_data_offsets(r, &e));
     }
     for (int i = 0; i < N_FIELDS; i++) {
         if (e.fields[i] == 0) {
             return fail(r, missing[i], field);
         }
     }
-    TRY(place_tensor(r, st, &e, &t));
+    UM_TRY(place_tensor(r, st, &e, &t));
     void *rows = grow(r, st->tensors, st->n_tensors, sizeof(*st->tensors));
     if (rows == NULL) {
         return UM_E_NOMEM;
@@ -606,18 +598,18 @@ static um_status read_entries(reader *r, um_safetensors *st) {
     bool more, has_metadata = false;
     for (uint64_t n = 0;; n++) {
         um_safetensors_text key;
-        TRY(next_item(r, n, '}', &more));
+        UM_TRY(next_item(r, n, '}', &more));
         if (!more) {
             break;
         }
-        TRY(read_key(r, &key));
+        UM_TRY(read_key(r, &key));
         if (!text_is(r, key, "__metadata__")) {
-            TRY(read_tensor(r, st, key));
+            UM_TRY(read_tensor(r, st, key));
         } else if (has_metadata) {
             return fail(r, "__metadata__ occurs twice", quote_of(key));
         } else {
             has_metadata = true;
-            TRY(read_metadata(r, st));
+            UM_TRY(read_metadata(r, st));
         }
     }
     return peek(r) == 0 && r->at == r->end ? UM_OK
@@ -625,10 +617,10 @@ static um_status read_entries(reader *r, um_safetensors *st) {
 }
 
 static um_status read_all(reader *r, um_safetensors *st) {
-    TRY(read_head(r, st));
-    TRY(read_entries(r, st));
-    TRY(check_texts_differ(r, st->tensors, sizeof(*st->tensors), st->n_tensors,
-                           "a tensor's name occurs twice"));
+    UM_TRY(read_head(r, st));
+    UM_TRY(read_entries(r, st));
+    UM_TRY(check_texts_differ(r, st->tensors, sizeof(*st->tensors), st->n_tensors,
+                              "a tensor's name occurs twice"));
     return check_places(r, st);
 }
 

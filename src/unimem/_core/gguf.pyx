@@ -1,7 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The header of a GGUF file: metadata decoded when it is asked for, and the tensor table."""
-import hashlib
-
 import numpy as np
 
 from unimem.errors import GGUFError
@@ -11,11 +9,10 @@ from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem._core.region cimport Region
-from unimem._core.status cimport raise_file_status, raise_status
+from unimem._core.header_bytes cimport HeaderBytes
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -27,7 +24,7 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
     "uint64", "int64", "float64")]
 
 
-cdef class Header:
+cdef class Header(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
     Parameters
@@ -51,40 +48,13 @@ cdef class Header:
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
         self._file_nbytes = file_nbytes
-        try:
-            self._read(fd, path)
-        except GGUFError as error:
-            raise GGUFError(error.rule, error.offset, path) from None
+        self.read(fd, path, FIRST_READ_NBYTES, GGUFError)
 
     def __dealloc__(self):
         um.um_gguf_free(&self._gguf)
 
-    cdef int _read(self, int fd, str path) except -1:
-        cdef um.um_error err
-        cdef um.um_status status = um.UM_OK
-        cdef uint64_t nbytes = min(self._file_nbytes, <uint64_t>FIRST_READ_NBYTES)
-        cdef um.um_block_options options
-        memset(&options, 0, sizeof(options))
-        while True:
-            if nbytes > 0:
-                self._region = Region.__new__(Region)
-                self._region.name = path
-                with nogil:
-                    status = um.um_block_map(&self._region.block, nbytes, &options, &err)
-                if status != um.UM_OK:
-                    raise_status(status, &err, path)
-                self._bytes = <const unsigned char *>self._region.block.base
-                with nogil:
-                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
-                if status != um.UM_OK:
-                    raise_file_status(status, &err, "reading the header", path)
-            with nogil:
-                status = um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, &err)
-            if status == um.UM_OK:
-                return 0
-            if status != um.UM_E_FULL:
-                raise_status(status, &err, path)
-            nbytes = err.asked
+    cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
+        return um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, err)
 
     @property
     def version(self):
@@ -244,13 +214,6 @@ cdef class Header:
             name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
             totals[name] = totals.get(name, 0) + tensor.nbytes
         return totals
-
-    def fingerprint(self):
-        """A hash of the header and the size of the file, in hexadecimal."""
-        digest = hashlib.blake2b(memoryview(self._region)[:self._gguf.header_nbytes],
-                                 digest_size=16)
-        digest.update(int(self._file_nbytes).to_bytes(8, "little"))
-        return digest.hexdigest()
 
 
 def tensor_type(uint32_t number):

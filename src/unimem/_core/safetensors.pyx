@@ -1,30 +1,27 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The header of a safetensors file: metadata and the tensor table."""
-import hashlib
-
-from unimem.errors import CapacityError, SafetensorsError
+from unimem.errors import SafetensorsError
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint64_t
-from libc.string cimport memchr, memset
+from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem._core.region cimport Region
-from unimem._core.status cimport raise_file_status, raise_status
+from unimem._core.header_bytes cimport HeaderBytes
 
 # Headers of some 500 tensors fit into the first read. A longer one is read anew, from its start.
 cdef enum:
     FIRST_READ_NBYTES = 1 << 16
 
 # ggml's number of the types that it has too; its names are the same in lower case.
-cdef dict _GGML_TYPES = {"f32": 0, "f16": 1, "i8": 24, "i16": 25, "i32": 26, "i64": 27, "f64": 28,
-                         "bf16": 30}
+cdef dict _GGML_TYPES = {um.um_gguf_type_of_tensor(i).name.decode(): i for i in range(256)
+                         if um.um_gguf_type_of_tensor(i) != NULL}
 cdef list _NAMES = [um.um_safetensors_type_name(<um.um_safetensors_type>i).decode().lower()
                     for i in range(<int>um.UM_ST_TYPE_COUNT)]
 
 
-cdef class SafetensorsHeader:
+cdef class SafetensorsHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
     Parameters
@@ -48,41 +45,14 @@ cdef class SafetensorsHeader:
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
         self._file_nbytes = file_nbytes
-        try:
-            self._read(fd, path)
-        except SafetensorsError as error:
-            raise SafetensorsError(error.rule, error.offset, path) from None
+        self.read(fd, path, FIRST_READ_NBYTES, SafetensorsError)
 
     def __dealloc__(self):
         um.um_safetensors_free(&self._safetensors)
 
-    cdef int _read(self, int fd, str path) except -1:
-        cdef um.um_error err
-        cdef um.um_status status = um.UM_OK
-        cdef uint64_t nbytes = min(self._file_nbytes, <uint64_t>FIRST_READ_NBYTES)
-        cdef um.um_block_options options
-        memset(&options, 0, sizeof(options))
-        while True:
-            if nbytes > 0:
-                self._region = Region.__new__(Region)
-                self._region.name = path
-                with nogil:
-                    status = um.um_block_map(&self._region.block, nbytes, &options, &err)
-                if status != um.UM_OK:
-                    raise_status(status, &err, path)
-                self._bytes = <const unsigned char *>self._region.block.base
-                with nogil:
-                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
-                if status != um.UM_OK:
-                    raise_file_status(status, &err, "reading the header", path)
-            with nogil:
-                status = um.um_safetensors_parse(&self._safetensors, self._bytes, nbytes,
-                                                 self._file_nbytes, &err)
-            if status == um.UM_OK:
-                return 0
-            if status != um.UM_E_FULL:
-                raise_status(status, &err, path, CapacityError, "bytes", SafetensorsError)
-            nbytes = err.asked
+    cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
+        return um.um_safetensors_parse(&self._safetensors, self._bytes, nbytes,
+                                       self._file_nbytes, err)
 
     @property
     def nbytes(self):
@@ -183,10 +153,3 @@ cdef class SafetensorsHeader:
             name = _NAMES[<int>tensor.type]
             totals[name] = totals.get(name, 0) + tensor.nbytes
         return totals
-
-    def fingerprint(self):
-        """A hash of the header and the size of the file, in hexadecimal."""
-        digest = hashlib.blake2b(memoryview(self._region)[:self._safetensors.header_nbytes],
-                                 digest_size=16)
-        digest.update(int(self._file_nbytes).to_bytes(8, "little"))
-        return digest.hexdigest()

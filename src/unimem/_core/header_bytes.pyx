@@ -1,0 +1,55 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The first bytes of a model file, read for a parser that says how many it needs."""
+import hashlib
+
+from unimem.errors import CapacityError, FormatError
+
+from libc.stdint cimport uint64_t
+from libc.string cimport memset
+
+from unimem._core cimport native as um
+from unimem._core.region cimport Region
+from unimem._core.status cimport raise_file_status, raise_status
+
+
+cdef class HeaderBytes:
+    """What the headers of all formats are made of."""
+
+    cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
+        return um.UM_E_STATE  # of a format, which this class is not
+
+    cdef int read(self, int fd, str path, uint64_t first_nbytes, type format) except -1:
+        cdef um.um_error err
+        cdef um.um_status status = um.UM_OK
+        cdef uint64_t nbytes = min(self._file_nbytes, first_nbytes)
+        cdef um.um_block_options options
+        memset(&options, 0, sizeof(options))
+        while True:
+            if nbytes > 0:
+                self._region = Region.__new__(Region)
+                self._region.name = path
+                with nogil:
+                    status = um.um_block_map(&self._region.block, nbytes, &options, &err)
+                if status != um.UM_OK:
+                    raise_status(status, &err, path)
+                self._bytes = <const unsigned char *>self._region.block.base
+                with nogil:
+                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
+                if status != um.UM_OK:
+                    raise_file_status(status, &err, "reading the header", path)
+            with nogil:
+                status = self.parse(nbytes, &err)
+            if status == um.UM_OK:
+                return 0
+            if status != um.UM_E_FULL:
+                try:
+                    raise_status(status, &err, path, CapacityError, "bytes", format)
+                except FormatError as error:
+                    raise format(error.rule, error.offset, path) from None
+            nbytes = err.asked
+
+    def fingerprint(self):
+        """A hash of the header and the size of the file, in hexadecimal."""
+        digest = hashlib.blake2b(memoryview(self._region)[:self.nbytes], digest_size=16)
+        digest.update(int(self._file_nbytes).to_bytes(8, "little"))
+        return digest.hexdigest()
