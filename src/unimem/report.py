@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unimem._core.status import device_ledger, ledger
 from unimem.placement import Placement, format_bytes
 
-__all__ = ["Report", "Row", "report", "table"]
+__all__ = ["Mapping", "Report", "Row", "report", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Row:
         The most that was in use, or mapped.
     device : str or None
         Whose memory it is: None is the main memory, ``"cuda:0"`` a GPU's.
+    requested_bytes : int or None
+        What was asked for, before it was rounded to pages.
     """
 
     category: str
@@ -42,6 +44,39 @@ class Row:
     resident_bytes: int | None = None
     high_water_bytes: int | None = None
     device: str | None = None
+    requested_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One range of addresses with one purpose at most a part; of unimem's, one region.
+
+    Attributes
+    ----------
+    category : str
+        Of what no part has.
+    name : str
+        What the block is called, or the kernel calls it; may be empty.
+    address, nbytes : int
+        Where it begins, and its backing memory, each byte once.
+    granted : Placement
+        How it is placed, as the kernel says.
+    requested : dict or None
+        What the block was asked to be; None where it is none of unimem's.
+    path : str or None
+        The file that is mapped.
+    parts : dict of str to int
+        Bytes of each category in it.
+    """
+
+    category: str
+    name: str
+    address: int
+    nbytes: int
+    granted: Placement
+    requested: dict[str, Any] | None = None
+    path: str | None = None
+    parts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +89,13 @@ class Report:
         One a category.
     facts : mapping
         Names to numbers, texts or lists.
+    mappings : tuple of Mapping
+        What the rows of main memory are the sums of, by address.
     """
 
     rows: tuple[Row, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    mappings: tuple[Mapping, ...] = ()
 
     @property
     def total_bytes(self) -> int:
