@@ -19,6 +19,7 @@ import typer
 import unimem
 from unimem._core.gguf import Header as GGUFHeader
 from unimem.cli import terminal
+from unimem.cli.options import AsJson
 from unimem.cli.terminal import one_line
 from unimem.placement import format_bytes
 from unimem.report import table
@@ -60,9 +61,7 @@ def inspect(
     content_hash: Annotated[
         bool, typer.Option("--content-hash", help="Read everything, and add a hash of it.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a model file holds: of any architecture, without reading its data."""
     with open_weights(model, load="map") as weights:

@@ -20,11 +20,21 @@ import unimem
 from unimem._core.status import counters
 from unimem.atomic_file import NewFile
 from unimem.cli import terminal
+from unimem.cli.options import (
+    AsJson,
+    Ctx,
+    KVType,
+    LoadMode,
+    NumaNodes,
+    PageSize,
+    Threads,
+    Window,
+    check_numa,
+)
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.loading import Load
 from unimem.placement import Pages, format_bytes
-from unimem.placing import parse_numa
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report, table
 from unimem.weights import Weights, open_weights
@@ -44,7 +54,6 @@ WARM_UP = 8
 
 _WIDTH = 80
 
-KVType = Literal["f16", "f32", "bf16", "q8_0"]
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {
     "length": "the limit",
@@ -148,38 +157,10 @@ def run(
             show_default=False,
         ),
     ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2**31 - 1,
-            metavar="N",
-            help="Tokens of context. [default: the smallest of the model's, "
-            f"{DEFAULT_CTX}, and what fits]",
-            show_default=False,
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=512,
-            metavar="N",
-            help="Threads that compute. [default: the physical cores that it may use]",
-            show_default=False,
-        ),
-    ] = None,
-    kv_dtype: Annotated[KVType, typer.Option(help="Type of the KV cache.")] = "f16",
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=2**31 - 1,
-            metavar="N",
-            help="Tokens that attention sees; the KV cache is a ring of these. [default: all]",
-            show_default=False,
-        ),
-    ] = None,
+    ctx: Ctx = None,
+    threads: Threads = None,
+    kv_dtype: KVType = "f16",
+    window: Window = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -212,34 +193,13 @@ def run(
             show_default=False,
         ),
     ] = None,
-    load: Annotated[
-        Load,
-        typer.Option(
-            help="How the model comes into memory: mapped, copied through the page cache, or read "
-            "past it; auto maps it where that gives what --pages and --numa ask for."
-        ),
-    ] = "auto",
-    pages: Annotated[
-        Pages,
-        typer.Option(help="Pages of the KV cache, of scratch memory, and of a model that is read."),
-    ] = "auto",
-    numa: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODE[:NODES]",
-            help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
-    ] = False,
+    load: LoadMode = "auto",
+    pages: PageSize = "auto",
+    numa: NumaNodes = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make text, and show what every byte is for and what a token costs."""
-    try:
-        parse_numa(numa)
-    except ValueError as error:
-        raise typer.BadParameter(f"--{error}") from None
+    check_numa(numa)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(model is None, ctx, load, pages, numa, chat, resume, save_session, sampling)
     if prompt is None and model is None and resume is None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from unimem.cli import terminal
+from unimem.cli.options import AsJson
 from unimem.model_file import open_model
 from unimem.placement import Pages, format_bytes, together
 from unimem.placing import parse_numa
@@ -62,9 +63,7 @@ def stage(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put a model into shared memory once, and print the path that other programs open."""
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}

@@ -1,0 +1,95 @@
+"""Options that mean the same in every command that has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from unimem.loading import Load
+from unimem.placement import Pages
+from unimem.placing import parse_numa
+from unimem.plan import DEFAULT_CTX
+
+__all__ = [
+    "AsJson",
+    "Ctx",
+    "KVType",
+    "LoadMode",
+    "NumaNodes",
+    "PageSize",
+    "Threads",
+    "Window",
+    "check_numa",
+]
+
+Ctx = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=2**31 - 1,
+        metavar="N",
+        help=f"Tokens of context. [default: the smallest of the model's, {DEFAULT_CTX}, and what "
+        "fits]",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=512,
+        metavar="N",
+        help="Threads that compute. [default: the physical cores that it may use]",
+        show_default=False,
+    ),
+]
+KVType = Annotated[
+    Literal["f16", "f32", "bf16", "q8_0"], typer.Option(help="Type of the KV cache.")
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=2**31 - 1,
+        metavar="N",
+        help="Tokens that attention sees; the KV cache is a ring of these. [default: all]",
+        show_default=False,
+    ),
+]
+LoadMode = Annotated[
+    Load,
+    typer.Option(
+        help="How the model comes into memory: mapped, copied through the page cache, or read "
+        "past it; auto maps it where that gives what --pages and --numa ask for."
+    ),
+]
+PageSize = Annotated[
+    Pages,
+    typer.Option(help="Pages of the KV cache, of scratch memory, and of a model that is read."),
+]
+NumaNodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE[:NODES]",
+        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
+]
+
+
+def check_numa(numa: str | None) -> None:
+    """Refuse what `NumaNodes` takes none of, as wrong usage.
+
+    Raises
+    ------
+    typer.BadParameter
+        With what was expected.
+    """
+    try:
+        parse_numa(numa)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
