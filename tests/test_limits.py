@@ -72,6 +72,17 @@ def test_version_2_takes_the_least_room_above(tree: Write) -> None:
     assert limits.available_bytes() == 0
 
 
+def test_limits_of_another_process(tree: Write) -> None:
+    tree("self", "0::/a")
+    tree("proc/7/cgroup", "0::/b")
+    for name, room in (("a", 3000), ("b", 2000)):
+        tree(f"cgroup/{name}/memory.max", room)
+        tree(f"cgroup/{name}/memory.current", 0)
+    assert [limit.name for limit in limits.memory_limits()[1:]] == ["cgroup /a"]
+    assert [limit.name for limit in limits.memory_limits(7)[1:]] == ["cgroup /b"]
+    assert len(limits.memory_limits(8)) == 1  # it has ended
+
+
 def test_version_1(tree: Write) -> None:
     tree("self", "7:memory:/a\n3:cpu,cpuacct:/c\n0::/")
     tree("cgroup/memory/a/memory.limit_in_bytes", 4000)

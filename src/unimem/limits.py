@@ -181,8 +181,13 @@ class CpuQuota:
     path: str
 
 
-def memory_limits() -> tuple[Limit, ...]:
-    """Tell every limit on the memory of this process.
+def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
+    """Tell every limit on the memory of a process.
+
+    Parameters
+    ----------
+    pid : int, optional
+        Its number; by default this process.
 
     Returns
     -------
@@ -195,7 +200,7 @@ def memory_limits() -> tuple[Limit, ...]:
     `memory.high` counts as a limit like `memory.max`: passing it does not kill, but the kernel
     then puts the process to sleep at each new page, and memory of a block cannot be reclaimed.
     """
-    return tuple(limit() for _, limit in _memory())
+    return tuple(limit() for _, limit in _memory(pid))
 
 
 def tightest() -> Limit:
@@ -511,7 +516,7 @@ def core_of(cpu: int) -> tuple[str, str]:
     return (package or "", core) if core else ("cpu", str(cpu))
 
 
-def _memory() -> Iterator[tuple[int, Callable[[], Limit]]]:
+def _memory(pid: int | None = None) -> Iterator[tuple[int, Callable[[], Limit]]]:
     """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
     memory = _fields("/proc/meminfo")
     total = _kib(memory.get("MemTotal", "0"))
@@ -522,7 +527,7 @@ def _memory() -> Iterator[tuple[int, Callable[[], Limit]]]:
     remedy = "end other processes, or take less"
     machine = Limit("memory of the machine", total, total - available, remedy)
     yield machine.room_bytes, lambda: machine
-    for folder, name, version in _cgroups("memory"):
+    for folder, name, version in _cgroups("memory", pid):
         yield from _memory_cgroup(folder, name, version)
     if overcommit() == 2:
         commit = Limit(
@@ -573,9 +578,9 @@ def _hugetlb(page_bytes: int) -> Iterator[Limit]:
             yield Limit(f"hugetlb cgroup {name}", limit, used, f"echo {none} > {file}")
 
 
-def _cgroups(controller: str) -> Iterator[tuple[str, str, int]]:
-    """Folder, name and version of the cgroups above this process, from its own up."""
-    for line in (_read("/proc/self/cgroup") or "").splitlines():
+def _cgroups(controller: str, pid: int | None = None) -> Iterator[tuple[str, str, int]]:
+    """Folder, name and version of the cgroups above a process, by default this, from its own up."""
+    for line in (_read(f"/proc/{pid or 'self'}/cgroup") or "").splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
             continue

@@ -1,0 +1,78 @@
+"""How short of memory a machine is: what the kernel counts of waiting and of reading pages."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from unimem import limits
+
+__all__ = ["Pressure", "memory_pressure", "paged_in_bytes"]
+
+_MACHINE = "/proc/pressure/memory"
+
+
+class Pressure(NamedTuple):
+    """Shares of the last 10 seconds in which work waited for memory (the kernel's PSI).
+
+    Attributes
+    ----------
+    source : str
+        Whose: "machine", or "cgroup /a/b".
+    some_percent, full_percent : float
+        In which at least one thread waited, and in which all that had work did.
+    """
+
+    source: str
+    some_percent: float
+    full_percent: float
+
+
+def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
+    """Tell the memory pressure on a process.
+
+    Parameters
+    ----------
+    pid : int, optional
+        Its number; by default this process.
+
+    Returns
+    -------
+    tuple of Pressure
+        Of the machine, and of the process's own cgroup where it is in one of version 2. Empty
+        where the kernel counts none: without CONFIG_PSI, or started with psi=0.
+
+    Examples
+    --------
+    >>> all(pressure.full_percent <= 100 for pressure in memory_pressure())
+    True
+    """
+    found = [_pressure("machine", _MACHINE)]
+    for folder, name, version in limits._cgroups("", pid):
+        if version == 2:
+            # The first is the own one. That of the root is the machine's once more.
+            if name != "/":
+                found.append(_pressure(f"cgroup {name}", f"{folder}/memory.pressure"))
+            break
+    return tuple(pressure for pressure in found if pressure is not None)
+
+
+def _pressure(source: str, path: str) -> Pressure | None:
+    shares = dict(re.findall(r"^(some|full) avg10=([\d.]+)", limits._read(path) or "", re.M))
+    if len(shares) < 2:
+        return None
+    return Pressure(source, float(shares["some"]), float(shares["full"]))
+
+
+def paged_in_bytes() -> int | None:
+    """Bytes that this machine has read from disks since it was started; None where not counted.
+
+    Examples
+    --------
+    >>> before = paged_in_bytes() or 0
+    >>> (paged_in_bytes() or 0) >= before
+    True
+    """
+    # The kernel counts sectors, and writes KiB.
+    found = re.search(r"^pgpgin (\d+)$", limits._read("/proc/vmstat") or "", re.M)
+    return int(found[1]) << 10 if found else None
