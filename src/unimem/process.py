@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import errno
+import mmap
+import os
+import pwd
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-__all__ = ["Area", "Process"]
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem import limits
+from unimem.integers import integer
+
+__all__ = ["Area", "Counters", "Process", "counters", "read_process"]
+
+_PAGE = mmap.PAGESIZE
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_SMAPS_BYTES = 1 << 20  # of more than a thousand areas
+_PAGEMAP_ENTRIES = 1 << 17  # read at a time
+
+_HEAD = re.compile(
+    rb"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)", re.DOTALL
+)
+_NODE = re.compile(rb" N(\d+)=(\d+)")
+_KERNEL_PAGE = re.compile(rb" kernelpagesize_kB=(\d+)")
+# Lines of smaps, and what of an area they are added to.
+_FIELDS = {
+    b"Rss": "rss_bytes",
+    b"Pss": "pss_bytes",
+    b"Shared_Hugetlb": "hugetlb_bytes",
+    b"Private_Hugetlb": "hugetlb_bytes",
+    b"AnonHugePages": "huge_bytes",
+    b"ShmemPmdMapped": "huge_bytes",
+    b"FilePmdMapped": "huge_bytes",
+    b"Swap": "swapped_bytes",
+    b"KernelPageSize": "page_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
     """One entry of smaps: a range of addresses with one access and one backing.
+
+    It never changes, so that threads and forked children may use it.
 
     Attributes
     ----------
@@ -72,7 +111,9 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process and its areas.
+    """A process and its areas, as they were when they were read; any number of threads may use it.
+
+    A forked child has a copy, and `in_ram` there asks of the same process.
 
     Attributes
     ----------
@@ -98,3 +139,430 @@ class Process:
     minor_faults: int
     major_faults: int
     n_threads: int
+
+    @property
+    def rss_bytes(self) -> int:
+        """What of its areas is in RAM, hugetlb pages included."""
+        return sum(area.resident_bytes for area in self.areas)
+
+    @property
+    def pss_bytes(self) -> int:
+        """The same, where a page that n processes map counts 1/n; hugetlb pages count whole.
+
+        The kernel rounds down to KiB for each area, so that this may be a little below what
+        ``smaps_rollup`` says.
+        """
+        return sum(area.pss_bytes + area.hugetlb_bytes for area in self.areas)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """What of its areas is swapped out."""
+        return sum(area.swapped_bytes for area in self.areas)
+
+    def in_ram(self, start: int, end: int) -> int:
+        """Count what of a range of addresses is in RAM now, and in the process's page tables.
+
+        Parameters
+        ----------
+        start, end : int
+            The range. Of pages that lie in it partly, only that part counts.
+
+        Returns
+        -------
+        int
+            Bytes. What is no longer mapped, or never was, is not in RAM.
+
+        Raises
+        ------
+        ProcessLookupError
+            The process has ended.
+        PermissionError
+            ``/proc/PID/pagemap`` is not ours to read.
+        ValueError
+            The range is none.
+        """
+        pages = self.pages_in_ram(start, end)
+        total = int(np.count_nonzero(pages)) * _PAGE
+        if total and pages[0]:
+            total -= start % _PAGE
+        if total and pages[-1]:
+            total -= -end % _PAGE
+        return total
+
+    def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Tell of each base page of a range of addresses whether it is in RAM: see `in_ram`.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of bool, one for each page that has a byte in the range. Pages of any size are told as
+            the base pages that they are made of.
+        """
+        if not 0 <= start <= end:
+            raise ValueError(f"expected a range of addresses, got {start:#x} to {end:#x}")
+        first, last = start // _PAGE, -(-end // _PAGE) if end > start else start // _PAGE
+        present = np.zeros(last - first, np.bool_)
+        with _opened(self.pid) as folder:
+            if _stat(folder).started != self.started:
+                raise _ended(self.pid)
+            with _file(folder, "pagemap") as fd:
+                at = first
+                while at < last:
+                    raw = os.pread(fd, 8 * min(last - at, _PAGEMAP_ENTRIES), 8 * at)
+                    if not raw:  # addresses that no process has, or this one has no memory now
+                        break
+                    entries = np.frombuffer(raw, np.uint64)
+                    present[at - first : at - first + len(entries)] = entries >> np.uint64(63)
+                    at += len(entries)
+            if _stat(folder).state in "ZX":
+                raise _ended(self.pid)
+        return present
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a process has done so far; two of them show what it does now.
+
+    It never changes, so that threads and forked children may use it.
+
+    Attributes
+    ----------
+    pid, started : int
+        As of a `Process`: counters of another process that has come to the number differ in it.
+    minor_faults, major_faults : int
+        Page faults, without and with waiting for a disk.
+    read_bytes : int or None
+        What it has caused to be read from disks; None where the kernel does not tell it, or not
+        us.
+    cpu_seconds : float
+        Time on CPUs, its own and the kernel's for it.
+    n_threads : int
+        Its threads.
+    """
+
+    pid: int
+    started: int
+    minor_faults: int
+    major_faults: int
+    read_bytes: int | None
+    cpu_seconds: float
+    n_threads: int
+
+
+def read_process(pid: int | None = None) -> Process:
+    """Read what the kernel says of a process and its memory.
+
+    Parameters
+    ----------
+    pid : int, optional
+        Its number; by default this process.
+
+    Returns
+    -------
+    Process
+
+    Raises
+    ------
+    ProcessLookupError
+        There is no such process, or it has ended, or become another program, meanwhile.
+    PermissionError
+        It is not ours to read: the message says who may.
+    ValueError, TypeError
+        The number is none of a process, or the process has no memory of its own: it is a thread of
+        the kernel, or has ended and waits for its parent.
+    OSError
+        The kernel does not tell (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or ``/proc``
+        is not mounted.
+
+    Notes
+    -----
+    The kernel is asked for one area after another. Areas that change meanwhile, as those of a
+    process that runs do, are told as they were when it was their turn.
+
+    Examples
+    --------
+    >>> from unimem.process import read_process
+    >>> process = read_process()
+    >>> process.rss_bytes == sum(area.resident_bytes for area in process.areas)
+    True
+    """
+    pid = _number(pid)
+    with _opened(pid) as folder:
+        before = _stat(folder)
+        if before.state in "ZX":
+            raise ValueError(
+                f"process {pid} ({before.name}) has ended and waits for its parent: it has no "
+                "memory of its own"
+            )
+        # An open smaps is one of this program: when that ends, or executes another one, it is
+        # empty, and no other process that has come to the number is read.
+        with _file(folder, "smaps") as fd:
+            command = _read(folder, "cmdline").replace(b"\0", b" ").strip()
+            areas = _areas(_read_smaps(fd))
+            if not areas and not command and _stat(folder).state not in "ZX":
+                raise ValueError(
+                    f"process {pid} ({before.name}) is a thread of the kernel: it has no memory "
+                    "of its own"
+                )
+            areas = _with_nodes(areas, folder)
+            after = _stat(folder)
+            if not areas or not os.pread(fd, 1, 0):
+                raise _ended(pid)
+    return Process(
+        pid=pid,
+        name=after.name,
+        command=os.fsdecode(command),
+        started=after.started,
+        areas=tuple(areas),
+        minor_faults=after.minor_faults,
+        major_faults=after.major_faults,
+        n_threads=after.n_threads,
+    )
+
+
+def counters(pid: int | None = None) -> Counters:
+    """Read what a process has done so far, without looking at its memory.
+
+    Parameters
+    ----------
+    pid : int, optional
+        Its number; by default this process. Of one that is not ours, `read_bytes` is None.
+
+    Returns
+    -------
+    Counters
+
+    Raises
+    ------
+    ProcessLookupError
+        There is no such process, or it has ended.
+    ValueError, TypeError
+        The number is none of a process.
+
+    Examples
+    --------
+    >>> from unimem.process import counters
+    >>> before = counters()
+    >>> touched = bytes(10_000_000)
+    >>> counters().minor_faults > before.minor_faults
+    True
+    """
+    pid = _number(pid)
+    with _opened(pid) as folder:
+        stat = _stat(folder)
+        if stat.state in "ZX":
+            raise _ended(pid)
+        read_bytes = None
+        with suppress(PermissionError, FileNotFoundError):
+            for line in _read(folder, "io").splitlines():
+                if line.startswith(b"read_bytes:"):
+                    read_bytes = int(line.split()[1])
+    return Counters(
+        pid=pid,
+        started=stat.started,
+        minor_faults=stat.minor_faults,
+        major_faults=stat.major_faults,
+        read_bytes=read_bytes,
+        cpu_seconds=stat.cpu_ticks / _TICKS_PER_SECOND,
+        n_threads=stat.n_threads,
+    )
+
+
+# ---- smaps and numa_maps ------------------------------------------------------------------------
+
+
+def _read_smaps(fd: int) -> bytes:
+    # Into one buffer: memory that is taken between two reads would show in our own areas.
+    buffer = bytearray(_SMAPS_BYTES)
+    nbytes = 0
+    while n := os.preadv(fd, [memoryview(buffer)[nbytes:]], nbytes):
+        nbytes += n
+        if nbytes == len(buffer):
+            buffer += bytes(len(buffer))
+    return bytes(memoryview(buffer)[:nbytes])
+
+
+def _areas(smaps: bytes) -> list[Area]:
+    """Parse smaps. Lines of a name that is not known are left out."""
+    areas: list[Area] = []
+    head: re.Match[bytes] | None = None
+    sums: dict[str, int] = {}
+    flags: frozenset[str] = frozenset()
+    for line in smaps.split(b"\n"):
+        name, _, value = line.partition(b":")
+        if (field_name := _FIELDS.get(name)) is not None:
+            sums[field_name] = sums.get(field_name, 0) + _kib(value)
+        elif name == b"VmFlags":
+            flags = frozenset(value.decode().split())
+        elif begins := _HEAD.fullmatch(line):
+            if head is not None:
+                _add(areas, head, sums, flags)
+            head, sums, flags = begins, {}, frozenset()
+    if head is not None:
+        _add(areas, head, sums, flags)
+    return areas
+
+
+def _kib(value: bytes) -> int:
+    """Bytes of a figure like "  123 kB"."""
+    return int(value.split(maxsplit=1)[0]) << 10
+
+
+def _add(
+    areas: list[Area], head: re.Match[bytes], sums: dict[str, int], flags: frozenset[str]
+) -> None:
+    start, end, offset, major, minor = (int(head[i], 16) for i in (1, 2, 4, 5, 6))
+    # Between two reads, areas may be joined: the kernel then tells of the whole after its part.
+    while areas and areas[-1].end > start:
+        areas.pop()
+    rss, hugetlb = sums.get("rss_bytes", 0), sums.get("hugetlb_bytes", 0)
+    areas.append(
+        Area(
+            start=start,
+            end=end,
+            access=head[3].decode(),
+            offset=offset,
+            device=(major, minor),
+            inode=int(head[7]),
+            path=os.fsdecode(head[8]),
+            rss_bytes=rss,
+            pss_bytes=sums.get("pss_bytes", 0),
+            hugetlb_bytes=hugetlb,
+            huge_bytes=sums.get("huge_bytes", 0),
+            # Not the line "Locked", which counts a page that n processes map as 1/n.
+            locked_bytes=(rss if "lo" in flags else 0) + hugetlb,
+            swapped_bytes=sums.get("swapped_bytes", 0),
+            page_bytes=sums.get("page_bytes", _PAGE),
+            flags=flags,
+        )
+    )
+
+
+def _with_nodes(areas: list[Area], folder: int) -> list[Area]:
+    """Tell the areas' nodes: where one node alone has memory, no page is on another."""
+    nodes = [node.id for node in limits.nodes().values() if node.total_bytes]
+    if len(nodes) == 1:
+        return [
+            replace(area, nodes={nodes[0]: area.resident_bytes}) if area.resident_bytes else area
+            for area in areas
+        ]
+    with _file(folder, "numa_maps") as fd, open(fd, "rb", closefd=False) as file:
+        nodes_at = dict(map(_nodes, file))
+    return [replace(area, nodes=nodes_at.get(area.start, {})) for area in areas]
+
+
+def _nodes(line: bytes) -> tuple[int, dict[int, int]]:
+    """Parse a line such as "7f0000000000 bind:1 anon=3 N0=1 N1=2 kernelpagesize_kB=4"."""
+    # Blanks in paths are escaped: a blank is always the beginning of a word.
+    size = _KERNEL_PAGE.search(line)
+    page_bytes = int(size[1]) << 10 if size else _PAGE
+    found = {int(node): int(n) * page_bytes for node, n in _NODE.findall(line)}
+    return int(line.split(maxsplit=1)[0], 16), found
+
+
+# ---- /proc/PID ----------------------------------------------------------------------------------
+
+
+class _Stat(NamedTuple):
+    name: str
+    state: str
+    minor_faults: int
+    major_faults: int
+    cpu_ticks: int
+    n_threads: int
+    started: int
+
+
+def _number(pid: int | None) -> int:
+    if pid is None:
+        return os.getpid()
+    try:
+        pid = integer(pid)
+    except TypeError as error:
+        raise TypeError(f"pid: {error}") from None
+    if pid <= 0:
+        raise ValueError(f"pid: expected the number of a process, from 1 on, got {pid}")
+    return pid
+
+
+@contextmanager
+def _opened(pid: int) -> Iterator[int]:
+    """Open the folder of a process, for `_file`: of this one only, whoever has its number later.
+
+    What goes wrong inside is told as an error of the process.
+    """
+    name = "self" if pid == os.getpid() else str(pid)
+    try:
+        folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not os.path.exists("/proc/self"):
+            text = "/proc is not mounted here, and nothing else tells of processes"
+            raise FileNotFoundError(errno.ENOENT, text, "/proc") from None
+        raise ProcessLookupError(
+            errno.ESRCH, f"There is no process {pid} here: 'ps -e' lists those that are"
+        ) from None
+    try:
+        yield folder
+    except PermissionError:
+        raise PermissionError(errno.EACCES, _who_may(pid, folder)) from None
+    except ProcessLookupError:
+        raise _ended(pid) from None
+    except FileNotFoundError as error:
+        if not os.path.exists(f"/proc/self/fd/{folder}/stat"):
+            raise _ended(pid) from None
+        text = f"This kernel does not tell of a process's memory: it has no {error.filename}"
+        raise FileNotFoundError(errno.ENOENT, text) from None
+    finally:
+        os.close(folder)
+
+
+def _ended(pid: int) -> ProcessLookupError:
+    text = f"Process {pid} has ended, or has become another program, since it was found"
+    return ProcessLookupError(errno.ESRCH, text)
+
+
+def _who_may(pid: int, folder: int) -> str:
+    fields = dict(line.split(b":", 1) for line in _read(folder, "status").splitlines())
+    uid = int(fields[b"Uid"].split()[0])
+    try:
+        user = repr(pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        user = str(uid)
+    who = f"Process {pid} ({_stat(folder).name}) is of user {user}"
+    if os.geteuid() == 0:
+        return f"{who}: reading it takes the capability CAP_SYS_PTRACE, which root lacks here"
+    if uid != os.geteuid():
+        return f"{who}: run this as that user, or as root"
+    return (
+        f"{who}, as we are, but lets nobody read it, as after a change of users: run this as root"
+    )
+
+
+@contextmanager
+def _file(folder: int, name: str) -> Iterator[int]:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(folder: int, name: str) -> bytes:
+    with _file(folder, name) as fd, open(fd, "rb", closefd=False, buffering=0) as file:
+        return file.readall()
+
+
+def _stat(folder: int) -> _Stat:
+    # The name may have blanks and parentheses.
+    _, _, rest = _read(folder, "stat").partition(b"(")
+    name, _, rest = rest.rpartition(b")")
+    fields = rest.split()  # from the third one on
+    return _Stat(
+        name=os.fsdecode(name),
+        state=fields[0].decode(),
+        minor_faults=int(fields[7]),
+        major_faults=int(fields[9]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        n_threads=int(fields[17]),
+        started=int(fields[19]),
+    )
