@@ -103,6 +103,19 @@ UM_API void um_counters_read(um_counters *out);
 /* "weights", "scratch", ...; NULL for an unknown category. */
 UM_API const char *um_category_name(um_category category);
 
+/* The most that is mapped in each category between two moments. Any threads may have such marks at
+ * the same time, one within another or not; each costs a mapping that comes or grows one comparison
+ * more, and nothing else anything. */
+#define UM_MAX_MARKS 64
+
+/* Begins with what is mapped now. *out is its number. errors: UM_E_FULL (UM_MAX_MARKS are there).
+ */
+UM_API um_status um_marks_begin(unsigned *out, um_error *err);
+/* The most in each category so far. pre: the number is of marks that have begun. */
+UM_API void um_marks_read(unsigned marks, uint64_t out[UM_CAT_COUNT]);
+/* The number may come again. pre: as above. */
+UM_API void um_marks_end(unsigned marks);
+
 /* ---- block ---- */
 
 typedef enum um_pages {

@@ -47,16 +47,71 @@ void um_counters_read(um_counters *out) {
                          .allocated_bytes = atomic_load(&allocated_bytes)};
 }
 
-static void add_bytes(category_totals *row, uint64_t nbytes) {
+/* ---- marks ---- */
+
+/* A bit of each set that are taken, and of those among them that are kept up to date. */
+static _Atomic uint64_t marks_taken, marks_open;
+static _Atomic uint64_t marks_bytes[UM_MAX_MARKS][UM_CAT_COUNT];
+static_assert(UM_MAX_MARKS == 64, "a set is a bit of a word");
+
+static void raise_to(_Atomic uint64_t *high, uint64_t now) {
+    uint64_t seen = atomic_load(high);
+    while (now > seen && !atomic_compare_exchange_weak(high, &seen, now)) {
+    }
+}
+
+um_status um_marks_begin(unsigned *out, um_error *err) {
+    uint64_t taken = atomic_load(&marks_taken);
+    unsigned marks;
+    do {
+        if (taken == UINT64_MAX) {
+            return um_fail_full(err, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
+        }
+        marks = 0;
+        while (taken >> marks & 1) {
+            marks++;
+        }
+    } while (!atomic_compare_exchange_weak(&marks_taken, &taken, taken | (uint64_t)1 << marks));
+    for (int i = 0; i < UM_CAT_COUNT; i++) {
+        atomic_store(&marks_bytes[marks][i], 0);
+    }
+    /* What comes from here on raises them; what came before is read afterwards. */
+    atomic_fetch_or(&marks_open, (uint64_t)1 << marks);
+    for (int i = 0; i < UM_CAT_COUNT; i++) {
+        raise_to(&marks_bytes[marks][i], atomic_load(&totals[i].mapped_bytes));
+    }
+    *out = marks;
+    return UM_OK;
+}
+
+void um_marks_read(unsigned marks, uint64_t out[UM_CAT_COUNT]) {
+    for (int i = 0; i < UM_CAT_COUNT; i++) {
+        out[i] = atomic_load(&marks_bytes[marks][i]);
+    }
+}
+
+void um_marks_end(unsigned marks) {
+    atomic_fetch_and(&marks_open, ~((uint64_t)1 << marks));
+    atomic_fetch_and(&marks_taken, ~((uint64_t)1 << marks));
+}
+
+/* ---- what is mapped ---- */
+
+static void add_bytes(um_category category, uint64_t nbytes) {
+    category_totals *row = &totals[category];
     uint64_t now = atomic_fetch_add(&row->mapped_bytes, nbytes) + nbytes;
-    uint64_t high = atomic_load(&row->high_water_bytes);
-    while (now > high && !atomic_compare_exchange_weak(&row->high_water_bytes, &high, now)) {
+    raise_to(&row->high_water_bytes, now);
+    uint64_t open = atomic_load(&marks_open);
+    for (unsigned marks = 0; open != 0; marks++, open >>= 1) {
+        if (open & 1) {
+            raise_to(&marks_bytes[marks][category], now);
+        }
     }
 }
 
 void um_ledger_enter(um_category category, uint64_t nbytes) {
     atomic_fetch_add(&totals[category].n_mappings, 1);
-    add_bytes(&totals[category], nbytes);
+    add_bytes(category, nbytes);
 }
 
 void um_ledger_leave(um_category category, uint64_t nbytes) {
@@ -68,7 +123,7 @@ void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nb
     if (to_nbytes < from_nbytes) {
         atomic_fetch_sub(&totals[category].mapped_bytes, from_nbytes - to_nbytes);
     } else {
-        add_bytes(&totals[category], to_nbytes - from_nbytes);
+        add_bytes(category, to_nbytes - from_nbytes);
     }
 }
 

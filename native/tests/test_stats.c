@@ -69,6 +69,59 @@ static void test_ledger_resize(void) {
     CHECK(row.n_mappings == 0 && row.mapped_bytes == 0 && row.high_water_bytes == 12388);
 }
 
+static void test_marks(void) {
+    unsigned outer, inner, last;
+    uint64_t most[UM_CAT_COUNT], most_inner[UM_CAT_COUNT];
+    um_ledger_enter(UM_CAT_STAGING, 100); /* there before */
+    CHECK_OK(um_marks_begin(&outer, &test_err));
+    um_ledger_enter(UM_CAT_STAGING, 1000);
+    um_ledger_leave(UM_CAT_STAGING, 1000);
+    CHECK_OK(um_marks_begin(&inner, &test_err));
+    CHECK(inner != outer);
+    um_ledger_resize(UM_CAT_STAGING, 100, 300);
+    um_ledger_resize(UM_CAT_STAGING, 300, 100);
+    um_marks_read(outer, most);
+    um_marks_read(inner, most_inner);
+    CHECK_EQ_U64(most[UM_CAT_STAGING], 1100);
+    CHECK_EQ_U64(most_inner[UM_CAT_STAGING], 300);
+    CHECK_EQ_U64(most[UM_CAT_WEIGHTS], 0);
+
+    /* They need not end in the order of their beginnings; an end leaves the others alone. */
+    um_marks_end(outer);
+    um_ledger_enter(UM_CAT_STAGING, 5000);
+    um_marks_read(inner, most_inner);
+    CHECK_EQ_U64(most_inner[UM_CAT_STAGING], 5100);
+    CHECK_OK(um_marks_begin(&last, &test_err));
+    CHECK_EQ_U64(last, outer); /* the number comes again, and knows nothing of before */
+    um_ledger_leave(UM_CAT_STAGING, 5000);
+    um_marks_end(last);
+    CHECK_OK(um_marks_begin(&last, &test_err));
+    um_marks_read(last, most);
+    CHECK_EQ_U64(most[UM_CAT_STAGING], 100);
+    um_marks_end(last);
+    um_marks_end(inner);
+    um_ledger_leave(UM_CAT_STAGING, 100);
+}
+
+static void test_marks_are_bounded(void) {
+    unsigned marks, more = 99;
+    uint64_t seen = 0;
+    for (int i = 0; i < UM_MAX_MARKS; i++) {
+        CHECK_OK(um_marks_begin(&marks, &test_err));
+        seen |= (uint64_t)1 << marks;
+    }
+    CHECK_EQ_U64(seen, UINT64_MAX);
+    CHECK_STATUS(UM_E_FULL, um_marks_begin(&more, &test_err));
+    CHECK_EQ_U64(test_err.limit, UM_MAX_MARKS);
+    CHECK_EQ_U64(more, 99);
+    um_marks_end(17);
+    CHECK_OK(um_marks_begin(&marks, &test_err));
+    CHECK_EQ_U64(marks, 17);
+    for (unsigned i = 0; i < UM_MAX_MARKS; i++) {
+        um_marks_end(i);
+    }
+}
+
 static void test_counters(void) {
     um_counters before, after;
     um_counters_read(&before);
@@ -101,6 +154,7 @@ static void test_counters(void) {
 }
 
 enum { N_THREADS = 4, N_ROUNDS = 500000 };
+enum { MOST_BYTES = 4096 * (N_THREADS * (N_THREADS + 1) / 2) };
 
 static pthread_barrier_t all_run;
 
@@ -111,6 +165,15 @@ static void *enter_and_leave(void *arg) {
         um_ledger_enter(UM_CAT_SCRATCH, nbytes / 2);
         um_ledger_resize(UM_CAT_SCRATCH, nbytes / 2, nbytes);
         um_count_os_call();
+        if (i % 16 == 0) {
+            uint64_t most[UM_CAT_COUNT];
+            unsigned marks;
+            CHECK(um_marks_begin(&marks, NULL) == UM_OK);
+            um_marks_read(marks, most);
+            um_marks_end(marks);
+            /* What this thread has mapped is there. */
+            CHECK(most[UM_CAT_SCRATCH] >= nbytes && most[UM_CAT_SCRATCH] <= MOST_BYTES);
+        }
         um_ledger_leave(UM_CAT_SCRATCH, nbytes);
     }
     return NULL;
@@ -135,13 +198,15 @@ static void test_threads(void) {
     um_ledger_row row = row_of(UM_CAT_SCRATCH);
     CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
     CHECK(row.high_water_bytes >= 4096 * N_THREADS);
-    CHECK(row.high_water_bytes <= 4096 * (N_THREADS * (N_THREADS + 1) / 2));
+    CHECK(row.high_water_bytes <= MOST_BYTES);
 }
 
 int main(void) {
     test_categories();
     test_ledger();
     test_ledger_resize();
+    test_marks();
+    test_marks_are_bounded();
     test_counters();
     test_threads();
     return test_report();

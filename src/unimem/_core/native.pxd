@@ -47,6 +47,13 @@ cdef extern from "unimem.h" nogil:
     void um_counters_read(um_counters *out)
     const char *um_category_name(um_category category)
 
+    enum:
+        UM_MAX_MARKS
+
+    um_status um_marks_begin(unsigned *out, um_error *err)
+    void um_marks_read(unsigned marks, uint64_t *out)
+    void um_marks_end(unsigned marks)
+
     ctypedef enum um_pages:
         UM_PAGES_AUTO
         UM_PAGES_4K

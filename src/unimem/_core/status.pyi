@@ -15,6 +15,9 @@ class DeviceRow(TypedDict):
     nbytes: int
     high_water_bytes: int
 
+class Marks:
+    def read(self) -> list[int]: ...
+
 class DeviceEntry:
     def __init__(self, device: str, category: str, nbytes: int) -> None: ...
 

@@ -9,6 +9,8 @@ from unimem.errors import (
 
 cimport cython
 
+from libc.stdint cimport uint64_t
+
 from unimem._core cimport native as um
 
 
@@ -76,6 +78,44 @@ def ledger():
             "n_mappings": row.n_mappings, "mapped_bytes": row.mapped_bytes,
             "high_water_bytes": row.high_water_bytes}
     return rows
+
+
+@cython.no_gc
+cdef class Marks:
+    """The most that is mapped in each category from now on, until this object goes.
+
+    Any thread may read it. In a forked child it goes on with what the child maps.
+
+    Raises
+    ------
+    CapacityError
+        There are 64 of them already.
+    """
+
+    cdef unsigned _number
+    cdef bint _begun
+
+    def __cinit__(self):
+        cdef um.um_error err
+        if um.um_marks_begin(&self._number, &err) != um.UM_OK:
+            raise_status(err.status, &err, "Marks", unit="sets of marks")
+        self._begun = True
+
+    def __dealloc__(self):
+        if self._begun:
+            um.um_marks_end(self._number)
+
+    def read(self):
+        """The most so far.
+
+        Returns
+        -------
+        list of int
+            Bytes by category, in the order of `ledger`.
+        """
+        cdef uint64_t most[um.UM_CAT_COUNT]
+        um.um_marks_read(self._number, most)
+        return [most[i] for i in range(um.UM_CAT_COUNT)]
 
 
 cdef class _DeviceRow:
