@@ -98,7 +98,7 @@ cdef class Marks:
     def __cinit__(self):
         cdef um.um_error err
         if um.um_marks_begin(&self._number, &err) != um.UM_OK:
-            raise_status(err.status, &err, "Marks", unit="sets of marks")
+            raise_status(err.status, &err, "Marks", CapacityError, "sets")
         self._begun = True
 
     def __dealloc__(self):
@@ -114,6 +114,7 @@ cdef class Marks:
             Bytes by category, in the order of `ledger`.
         """
         cdef uint64_t most[um.UM_CAT_COUNT]
+        cdef int i
         um.um_marks_read(self._number, most)
         return [most[i] for i in range(um.UM_CAT_COUNT)]
 
