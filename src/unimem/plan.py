@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from unimem import limits, loading
 from unimem._core.kv import KVCache
+from unimem.advice import Advice
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.loading import Load
@@ -15,7 +18,10 @@ from unimem.placement import Pages, format_bytes
 from unimem.report import Row, table
 from unimem.weights import Weights
 
-__all__ = ["PREFILL_BATCH", "Plan", "nodes_bound", "plan", "scratch_parts"]
+__all__ = ["PREFILL_BATCH", "Advice", "Check", "Plan", "nodes_bound", "plan", "scratch_parts"]
+
+SCHEMA = "unimem.plan/1"
+Mode = Literal["map", "copy", "direct"]
 
 PREFILL_BATCH = 128
 """Tokens that the engine computes at once while it reads a prompt."""
@@ -30,80 +36,191 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """A limit, and what a plan needs of it. Any number of threads may use it.
+
+    Attributes
+    ----------
+    name : str
+        What limits, as `Limit.name`: "memory of the machine", "cgroup /a/b", "commit limit
+        (overcommit_memory=2)", "locked memory (memlock)", "hugetlb pool of 2m pages"; "node 0",
+        "cuda:0".
+    needed_bytes, available_bytes, limit_bytes : int
+        What is needed of it in all, what this process may have of it, with what of the plan has
+        been taken already, and the limit itself.
+    remedy : str
+        A command or a setting that raises it.
+    is_hard : bool
+        Whether memory beyond it is refused, or ends the process. Beyond any other limit a block
+        takes what it can have instead, and says so, unless it is asked to be `strict`.
+    """
+
+    name: str
+    needed_bytes: int
+    available_bytes: int
+    limit_bytes: int
+    remedy: str
+    is_hard: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room."""
+        return self.needed_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory that a model needs, by category.
+    """The memory that a model needs, by category. Any number of threads may use it.
 
     Attributes
     ----------
     rows : tuple of Row
-        Of each, `category` and `nbytes` are known.
-    ctx : int
-        Tokens of context.
-    threads : int
-        Threads that compute.
-    max_ctx : int
-        The longest context that fits, up to the model's own; 0 where none does.
+        Of each, `category`, `nbytes` (in whole pages) and `device` are known.
+    checks : tuple of Check
+        Of each limit that applies.
+    advice : tuple of Advice
+        What to do, in the order of what it costs; empty where all fits and nothing spills.
+    unknown : tuple of str
+        Sentences: what could not be planned, and why.
+    facts : dict
+        ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
+        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known.
+    ctx : int or None
+        Tokens of context; None where it is not given, and what a token takes is not known.
+    batch : int
+        Streams of the KV cache.
+    kv_dtype : str
+        Type of the KV cache.
+    window : int or None
+        Tokens that attention sees; None for all.
+    threads, sessions : int
+        Threads that compute; decoders over the same weights.
+    load : {"map", "copy", "direct"}
+        How a file comes into memory.
+    load_reason : str
+        Why so.
+    pages : str
+        Pages that were asked for.
+    numa : str or None
+        The NUMA policy that was asked for.
+    max_ctx : int or None
+        The longest context, up to the model's own, with which nothing spills; of a file that
+        spills anyway, the longest that fits. 0 where none does, None where it is not known.
+    required_bytes : int
+        Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked.
+    spilled_bytes : int
+        Bytes of a mapped file that cannot stay in main memory beside the rest.
     available_bytes : int
-        What this process may take now, with what of the weights has been taken already.
+        Main memory that this process may take now, with what of the weights has been taken already:
+        the least of the checks.
     scratch_bytes, history_bytes : int
-        Sizes of the two tapes. With a window the KV cache lies in memory of its own, and the
-        history tape is one page, among ``other``.
+        Sizes of the two tapes of one session. With a window the KV cache lies in memory of its own,
+        and the history tape is one page.
     """
 
     rows: tuple[Row, ...]
-    ctx: int
+    checks: tuple[Check, ...]
+    advice: tuple[Advice, ...]
+    unknown: tuple[str, ...]
+    facts: dict[str, Any]
+    ctx: int | None
+    batch: int
+    kv_dtype: str
+    window: int | None
     threads: int
-    max_ctx: int
+    sessions: int
+    load: Mode
+    load_reason: str
+    pages: Pages
+    numa: str | None
+    max_ctx: int | None
+    required_bytes: int
+    spilled_bytes: int
     available_bytes: int
     scratch_bytes: int
     history_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(row.nbytes for row in self.rows)
+        """Bytes of all rows of main memory."""
+        return sum(row.nbytes for row in self.rows if row.device is None)
 
     @property
     def fits(self) -> bool:
-        """Whether all of it is available now."""
-        return self.total_bytes <= self.available_bytes
+        """Whether every limit has room; pages of a mapped file can be dropped (`spilled_bytes`)."""
+        return all(check.fits for check in self.checks)
 
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What to do about a plan that does not fit; empty when it fits."""
-        if self.fits:
-            return ()
-        if self.max_ctx:
-            return (f"take a context of at most {self.max_ctx} tokens",)
-        return ("take a smaller model, or more memory: the weights alone do not fit",)
-
-    def require_fits(self) -> None:
+    def require_fits(self, *, strict: bool = True) -> None:
         """Raise when it does not fit.
+
+        Parameters
+        ----------
+        strict : bool, default True
+            False: only for limits that are hard.
 
         Raises
         ------
         CapacityError
-            With the figures, and the limit that has the least room.
+            With the limit that has the least room for what it is to hold, its figures, and advice.
         """
-        if not self.fits:
-            least = limits.tightest()
-            raise CapacityError(
-                f"the model needs {format_bytes(self.total_bytes)} with a context of {self.ctx} "
-                f"tokens, but {format_bytes(self.available_bytes)} are available (the least room "
-                f"is in {least.name}, limit {format_bytes(least.limit_bytes)}): "
-                f"{'; '.join(self.advice)}",
-                self.available_bytes,
-                0,
-                self.total_bytes,
-            )
+        lacking = [c for c in self.checks if not c.fits and (strict or c.is_hard)]
+        if not lacking:
+            return
+        worst = max(lacking, key=lambda check: check.needed_bytes - check.available_bytes)
+        context = "" if self.ctx is None else f" with a context of {self.ctx} tokens"
+        hints = "; ".join([item.text for item in self.advice[:2]] or [worst.remedy])
+        raise CapacityError(
+            f"the model needs {format_bytes(worst.needed_bytes)}{context}, but "
+            f"{format_bytes(worst.available_bytes)} are available: the least room is in "
+            f"{worst.name} (limit {format_bytes(worst.limit_bytes)}): {hints}",
+            worst.available_bytes,
+            0,
+            worst.needed_bytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""
+        return {
+            "schema": SCHEMA,
+            "fits": self.fits,
+            "total_bytes": self.total_bytes,
+            **{
+                item.name: getattr(self, item.name)
+                for item in fields(self)
+                if item.name not in ("rows", "checks", "advice")
+            },
+            "unknown": list(self.unknown),
+            "rows": [
+                {"category": row.category, "nbytes": row.nbytes, "device": row.device}
+                for row in self.rows
+            ],
+            "checks": [asdict(check) | {"fits": check.fits} for check in self.checks],
+            "advice": [asdict(item) for item in self.advice],
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        lines = [(row.category, format_bytes(row.nbytes)) for row in self.rows]
+        lines = [(_label(row), format_bytes(row.nbytes)) for row in self.rows]
         lines.append(("total", format_bytes(self.total_bytes)))
         lines.append(("available", format_bytes(self.available_bytes)))
-        longest = f"the longest that fits: {self.max_ctx}" if self.max_ctx else "none fits"
-        text = table(("category", "size"), lines)
-        return "\n".join([text, f"context: {self.ctx} tokens ({longest})", *self.advice])
+        if self.max_ctx is None:
+            longest = "the longest that fits is not known"
+        elif self.max_ctx:
+            longest = f"the longest that fits: {self.max_ctx}"
+        else:
+            longest = "none fits"
+        tokens = "not known" if self.ctx is None else f"{self.ctx} tokens"
+        told = [f"context: {tokens} ({longest})"]
+        told += [f"not known: {text}" for text in self.unknown]
+        told += [item.text for item in self.advice]
+        return "\n".join([table(("category", "size"), lines), *told])
+
+
+def _label(row: Row) -> str:
+    return row.category if row.device is None else f"{row.category} on {row.device}"
 
 
 def plan(
@@ -293,11 +410,37 @@ def _plan(
     kv, scratch = anonymous(ctx)
     logits = 4 * dims.vocab_size
     rows = {**weights, "kv": kv, "scratch": scratch - logits, "logits": logits}
+    total = mapped + kv + scratch
+    checks = tuple(
+        Check(one.name, total, one.room_bytes + taken, one.limit_bytes, one.remedy)
+        for one in limits.memory_limits()
+    )
+    checks = tuple(replace(c, available_bytes=min(c.available_bytes, available)) for c in checks)
+    hints: tuple[Advice, ...] = ()
+    if total > available and low:
+        hints = (Advice(f"take a context of at most {low} tokens", 0, {"ctx": low}, True),)
+    elif total > available:
+        text = "take a smaller model, or more memory: the weights alone do not fit"
+        hints = (Advice(text, 0, {}, False),)
     return Plan(
         rows=tuple(Row(name, nbytes) for name, nbytes in rows.items()),
+        checks=checks,
+        advice=hints,
+        unknown=(),
+        facts={},
         ctx=ctx,
+        batch=cache.batch,
+        kv_dtype=cache.dtype,
+        window=window,
         threads=threads,
+        sessions=1,
+        load="map",
+        load_reason="",
+        pages=cache.pages,
+        numa=None,
         max_ctx=low,
+        required_bytes=total,
+        spilled_bytes=0,
         available_bytes=available,
         scratch_bytes=scratch,
         history_bytes=kv if window is None else _PAGE,
