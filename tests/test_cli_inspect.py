@@ -157,7 +157,7 @@ def test_the_page(model: Path) -> None:
         rf"files +{re.escape(str(model))} \(3\.0 MiB\)",
         rf"fingerprint +{fingerprint}",
         r"type +tensors +size +share",
-        r"f32 +2  3\.0 MiB  100\.0%  █{24}",
+        r"f32 +2  3\.0 MiB  100\.0%  █{47}",
         r"q8_0 +1     68 B    0\.0%",
         r"total +3  3\.0 MiB",
         r'tokens +\[3 strings\] "<s>" "a\\nb" "ö"',

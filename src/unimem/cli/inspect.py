@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import unimem
 from unimem._core.gguf import Header as GGUFHeader
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
+from unimem.cli.tables import Bar, can_show, room, table_lines
 from unimem.cli.terminal import one_line
 from unimem.placement import format_bytes
 from unimem.report import table
@@ -32,7 +31,6 @@ SCHEMA = "unimem.inspect/1"
 
 _WIDTH = 80
 _LABEL = 12
-_BAR = 24
 _PICTURE_LINES = 8  # of all files together, where they are fewer
 _CUT = " ..."
 
@@ -174,21 +172,14 @@ def _show_facts(weights: Weights, digest: str | None) -> None:
 
 def _show_types(weights: Weights) -> None:
     total = weights.nbytes
-    full = "█" if _has_blocks() else "#"
-    rows = []
+    rows, bars = [], []
     for kind, (n, nbytes) in _counts(weights).items():
         share = nbytes / total if total else 0.0
-        rows.append(
-            (kind, str(n), format_bytes(nbytes), f"{share:.1%}", full * round(share * _BAR))
-        )
-    rows.append(("total", str(len(weights.tensors)), format_bytes(total), "", ""))
-    # The bars are the only column that begins at the left.
-    text = table(("type", "tensors", "size", "share"), [row[:4] for row in rows])
-    head, *lines = text.split("\n")
-    terminal.show(terminal.heading(head) + "\n")
-    width = max(map(len, (head, *lines)))
-    for line, row in zip(lines, rows, strict=True):
-        terminal.show(f"{line.ljust(width)}  {row[4]}".rstrip() + "\n")
+        rows.append((kind, str(n), format_bytes(nbytes), f"{share:.1%}"))
+        bars.append(Bar(share))
+    rows.append(("total", str(len(weights.tensors)), format_bytes(total), ""))
+    lines = table_lines(("type", "tensors", "size", "share"), rows, bars=[*bars, None])
+    terminal.show("\n".join(lines) + "\n")
 
 
 def _show_metadata(weights: Weights) -> None:
@@ -291,9 +282,9 @@ def _cell(part: Residency) -> str:
 
 
 def _show_residency(look: Residency) -> None:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    width = room()
     n_lines = max(1, _PICTURE_LINES // len(look.by_file))
-    sign = 0 if _has_blocks() else 1
+    sign = 0 if can_show("█▓▒·") else 1
     styles = {"huge": terminal.good, "part": terminal.bad, "none": terminal.dim}
     used = set()
     widest = 0.0
@@ -341,15 +332,6 @@ def _percent(part: Residency) -> str:
     if part.unknown_bytes and not part.resident_bytes:
         return "?"
     return f"{part.resident_bytes / part.nbytes:.0%}" if part.nbytes else "-"
-
-
-def _has_blocks() -> bool:
-    """Whether standard output can show the characters of pictures."""
-    try:
-        "█▓▒·".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 # ---- the JSON document --------------------------------------------------------------------------

@@ -31,12 +31,13 @@ from unimem.cli.options import (
     Window,
     check_numa,
 )
+from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.loading import Load
 from unimem.placement import Pages, format_bytes
 from unimem.plan import DEFAULT_CTX, Plan
-from unimem.report import Report, table
+from unimem.report import Report
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
@@ -433,8 +434,7 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
 
 
 def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    first, rest = table(head, rows).split("\n", 1)
-    terminal.show(f"{terminal.heading(first)}\n{rest}\n\n")
+    terminal.show("\n".join(table_lines(head, rows)) + "\n\n")
 
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:

@@ -23,6 +23,7 @@ __all__ = [
     "printable",
     "show",
     "show_path",
+    "tint",
     "updates",
 ]
 
@@ -172,6 +173,11 @@ def good(text: str) -> str:
 def bad(text: str) -> str:
     """Make text yellow, where standard output shows colours: it is worth a look, and no error."""
     return _styled(text, "\x1b[33m")
+
+
+def tint(text: str) -> str:
+    """Give text the colour of bars, where standard output shows colours."""
+    return _styled(text, "\x1b[36m")
 
 
 def _styled(text: str, code: str) -> str:

@@ -1,0 +1,200 @@
+"""Tables, bars and facts in lines that the terminal has room for, or elsewhere of 80 columns."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len, chop_cells
+
+from unimem.cli import terminal
+
+__all__ = ["Bar", "can_show", "fact_lines", "fit", "room", "table_lines", "wrap"]
+
+WIDTH = 80
+LABEL = 10  # columns of the names of facts
+
+_GAP = "  "
+_CUT = "..."
+_NARROWEST_BAR = 6
+_NARROWEST_TEXT = 8
+
+
+class Bar(NamedTuple):
+    """A bar at the end of a row of a table.
+
+    Attributes
+    ----------
+    share : float
+        What of its column is full, from 0 to 1.
+    has_rest : bool
+        Whether the rest of the column is shown, too.
+    style : callable
+        How the full part looks.
+    """
+
+    share: float
+    has_rest: bool = False
+    style: Callable[[str], str] = terminal.tint
+
+
+def room() -> int:
+    """Count the columns of a line: the terminal's, and where there is none always the same."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+
+
+def can_show(text: str) -> bool:
+    """Whether standard output's encoding has these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def fit(text: str, columns: int) -> str:
+    """Cut a text in its middle, where names and paths say the least.
+
+    Examples
+    --------
+    >>> fit("/models/a-very-long-name-Q4_K_M.gguf", 20)
+    '/models/..._K_M.gguf'
+    """
+    if cell_len(text) <= columns:
+        return text
+    kept = columns - len(_CUT)
+    if kept < 2:
+        return _head(text, columns)
+    return _head(text, kept // 2) + _CUT + _head(text[::-1], kept - kept // 2)[::-1]
+
+
+def _head(text: str, columns: int) -> str:
+    """Give the most of its beginning that is no wider."""
+    return chop_cells(text, columns)[0] if columns > 0 else ""
+
+
+def wrap(text: str, columns: int) -> list[str]:
+    """Break a text between words; a word that no line has room for is cut.
+
+    Examples
+    --------
+    >>> wrap("One day, Maya", 8)
+    ['One day,', 'Maya']
+    """
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines[-1] else fit(word, columns)
+        if cell_len(longer) <= columns:
+            lines[-1] = longer
+        else:
+            lines.append(fit(word, columns))
+    return lines
+
+
+def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> Iterator[str]:
+    """Write names, and beside each its text in as many lines as it needs.
+
+    Parameters
+    ----------
+    facts : mapping of str to str
+        Control characters in a text are shown, and not obeyed.
+    columns : int, optional
+        Of a line; by default all that there are.
+    """
+    columns = room() if columns is None else columns
+    for name, text in facts.items():
+        start = terminal.dim(name.ljust(LABEL))
+        for line in wrap(terminal.one_line(text), max(columns - LABEL, _NARROWEST_TEXT)):
+            yield start + line
+            start = " " * LABEL
+
+
+def table_lines(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    align: str | None = None,
+    bars: Sequence[Bar | None] = (),
+    columns: int | None = None,
+) -> Iterator[str]:
+    """Lay out texts in columns, and bars in what is left of the line.
+
+    Parameters
+    ----------
+    head : sequence of str
+        Names of the columns.
+    rows : sequence of sequences of str
+        Texts of each row. Control characters are shown, and not obeyed.
+    align : str, optional
+        ``<`` for a column to the left and ``>`` for one to the right; by default the first is to
+        the left. Where the line is too short, those to the left are cut, the widest first.
+    bars : sequence of Bar or None
+        One a row.
+    columns : int, optional
+        Of a line; by default all that there are.
+
+    Yields
+    ------
+    str
+        The head, which stands out, and the rows.
+
+    Examples
+    --------
+    Where the output's encoding lacks blocks:
+
+    >>> rows = [("kv", "512.0 MiB"), ("total", "1.0 GiB")]
+    >>> bars = [Bar(0.5), None]
+    >>> for line in table_lines(("memory", "size"), rows, bars=bars, columns=31):
+    ...     print(line)
+    memory       size
+    kv      512.0 MiB  ######
+    total     1.0 GiB
+    """
+    columns = room() if columns is None else columns
+    align = "<" + ">" * (len(head) - 1) if align is None else align
+    texts = [[terminal.one_line(text) for text in row] for row in (head, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    gaps = len(_GAP) * (len(widths) - 1)
+    _narrow(widths, align, columns - gaps)
+    n_bar = columns - sum(widths) - gaps - len(_GAP)
+    for i, row in enumerate(texts):
+        line = _GAP.join(
+            _pad(fit(text, width), width, side)
+            for text, width, side in zip(row, widths, align, strict=True)
+        )
+        if i == 0:
+            yield terminal.heading(line.rstrip())
+            continue
+        bar = bars[i - 1] if bars else None
+        if bar is not None and n_bar >= _NARROWEST_BAR:
+            line += _GAP + _drawn(bar, n_bar)
+        yield line.rstrip()
+
+
+def _narrow(widths: list[int], align: str, columns: int) -> None:
+    """Take from columns to the left what lines are too long by."""
+    flexible = [i for i, side in enumerate(align) if side == "<"]
+    while sum(widths) > columns and flexible:
+        widest = max(flexible, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST_TEXT:
+            break
+        widths[widest] -= 1
+
+
+def _pad(text: str, width: int, side: str) -> str:
+    spaces = " " * (width - cell_len(text))
+    return text + spaces if side == "<" else spaces + text
+
+
+def _drawn(bar: Bar, columns: int) -> str:
+    """Draw to the half of a character, which fonts and code pages have had for long."""
+    halves = round(min(max(bar.share, 0.0), 1.0) * columns * 2)
+    whole, has_half = divmod(halves, 2)
+    if can_show("█▌░"):
+        text, rest = "█" * whole + "▌" * has_half, "░"
+    else:
+        text, rest = "#" * (whole + has_half), "."
+    drawn = bar.style(text) if text else ""
+    return drawn + terminal.dim(rest * (columns - len(text))) if bar.has_rest else drawn
