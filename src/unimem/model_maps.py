@@ -1,0 +1,356 @@
+"""Model files among what any process maps, and what of each area is tensors of which type."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.safetensors import SafetensorsHeader
+from unimem.errors import FormatError, PlacementError
+from unimem.ledger import Part
+from unimem.model_file import Header, version_of
+from unimem.process import Area, Process
+from unimem.stage_held import Held, holders
+
+__all__ = ["MappedModel", "library_files", "models"]
+
+State = Literal["file", "staged", "unnamed", "replaced", "deleted"]
+FileKey = tuple[tuple[int, int], int]
+"""Device and inode, as smaps has them."""
+
+_NAMES = (".gguf", ".safetensors")
+_DELETED = " (deleted)"
+_UNNAMED_BYTES_MIN = 1 << 20
+_LAYOUTS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MappedModel:
+    """A model file that a process maps: one part, of a model that has several.
+
+    It never changes, so that threads and forked children may use it.
+
+    Attributes
+    ----------
+    path : str
+        Where it is, or was, in the process's own view of the files; of a staged model, what opens
+        it; of one without a name, what the kernel calls it.
+    source : str or None
+        What was staged.
+    state : {"file", "staged", "unnamed", "replaced", "deleted"}
+        Whether `path` leads to it: to a file, or to what `unimem stage` keeps. Memory without a
+        name never had a path. In the place of one that was replaced is another file now.
+    format : {"GGUF", "safetensors"} or None
+        None where the header is not known.
+    architecture, name : str or None
+        As the file says.
+    problem : str or None
+        Why the header is not known.
+    areas : tuple of Area
+        Those that map it.
+    """
+
+    path: str
+    source: str | None
+    state: State
+    format: str | None
+    architecture: str | None
+    name: str | None
+    problem: str | None
+    areas: tuple[Area, ...]
+    _layout: _Layout = field(repr=False, compare=False)
+
+    def parts(self, area: Area) -> list[Part]:
+        """Say what one of the areas holds.
+
+        Parameters
+        ----------
+        area : Area
+            One of `areas`.
+
+        Returns
+        -------
+        list of Part
+            By address, and without gaps: ``weights:TYPE`` for each run of tensors of a type,
+            ``weights:padding`` for all between them and behind the last; of a file whose header is
+            not known, ``weights`` for all.
+
+        Examples
+        --------
+        >>> import os
+        >>> from unimem.model_maps import models
+        >>> from unimem.process import read_process
+        >>> process = read_process(os.getpid())
+        >>> for model in models(process):
+        ...     for area in model.areas:
+        ...         assert sum(part.nbytes for part in model.parts(area)) == area.nbytes
+        """
+        layout, low, high = self._layout, area.offset, area.offset + area.nbytes
+        first = int(np.searchsorted(layout.starts, low, "right")) - 1
+        last = int(np.searchsorted(layout.starts, high, "left"))
+        begins = np.maximum(layout.starts[first:last], low)
+        sizes = np.diff(begins, append=high)
+        addresses = begins - low + area.start
+        return [
+            Part(layout.categories[kind], address, nbytes)
+            for kind, address, nbytes in zip(
+                layout.kinds[first:last].tolist(), addresses.tolist(), sizes.tolist(), strict=True
+            )
+        ]
+
+
+def models(process: Process, areas: Iterable[Area] | None = None) -> list[MappedModel]:
+    """Find the model files that a process maps.
+
+    Parameters
+    ----------
+    process : Process
+        Of any kind.
+    areas : iterable of Area, optional
+        Those to look at; by default all that the process has.
+
+    Returns
+    -------
+    list of MappedModel
+        By address: files with the name of a model, and all of at least 1 MiB that begin as one,
+        as do the blobs of ollama and staged models. Of each only the header is read, once for as
+        long as the file stays the same. What cannot be opened here, as another user's files, is
+        known by its name alone.
+    """
+    groups: dict[FileKey, list[Area]] = {}
+    for area in process.areas if areas is None else areas:
+        if area.inode and area.path.startswith("/"):
+            groups.setdefault((area.device, area.inode), []).append(area)
+    libraries = library_files(process.areas)
+    staged = _Staged()
+    found = []
+    for key, group in groups.items():
+        is_named = _plain(group[0].path).endswith(_NAMES)
+        nbytes = sum(area.nbytes for area in group)
+        if key in libraries or not (is_named or nbytes >= _UNNAMED_BYTES_MIN):
+            continue
+        with _found(process.pid, group, staged) as file:
+            layout = _layout(file, is_named=is_named)
+        if layout is not None:
+            found.append(
+                MappedModel(
+                    path=file.path,
+                    source=file.source,
+                    state=file.state,
+                    format=layout.format,
+                    architecture=layout.architecture,
+                    name=layout.name,
+                    problem=layout.problem,
+                    areas=tuple(group),
+                    _layout=layout,
+                )
+            )
+    return found
+
+
+def library_files(areas: Iterable[Area]) -> frozenset[FileKey]:
+    """Return device and inode of the files that hold code: those with an executable area."""
+    return frozenset(
+        (area.device, area.inode) for area in areas if area.inode and area.access[2] == "x"
+    )
+
+
+# ---- the file -----------------------------------------------------------------------------------
+
+
+class _File(NamedTuple):
+    """A mapped file: `fd` only says which it is (O_PATH), and is -1 where nothing leads to it."""
+
+    fd: int
+    path: str
+    state: State
+    source: str | None = None
+
+
+class _Staged:
+    """The models that processes of this user keep, looked up when they are asked for."""
+
+    def __init__(self) -> None:
+        self._held: list[Held] | None = None
+
+    def __iter__(self) -> Iterator[Held]:
+        if self._held is None:
+            try:
+                self._held = holders()
+            except PlacementError:  # no holder can be seen here
+                self._held = []
+        return iter(self._held)
+
+
+@contextmanager
+def _found(pid: int, areas: Sequence[Area], staged: Iterable[Held]) -> Iterator[_File]:
+    file = _find(pid, areas[0], staged)
+    try:
+        yield file
+    finally:
+        if file.fd >= 0:
+            os.close(file.fd)
+
+
+def _find(pid: int, area: Area, staged: Iterable[Held]) -> _File:
+    # The process may see other files under its paths than this one, as in a container.
+    root = f"/proc/{pid}/root"
+    # Of names, the kernel escapes newlines only, so that a backslash may be one as well.
+    for name in dict.fromkeys((area.path, area.path.replace("\\012", "\n"))):
+        for path in (root + name, name):
+            if (fd := _open_same(path, area)) >= 0:
+                return _File(fd, name, "file")
+    for held in staged:
+        for path, (original, _) in zip(held.paths, held.versions, strict=True):
+            if (fd := _open_same(path, area)) >= 0:
+                return _File(fd, path, "staged", original)
+    name = _plain(area.path)
+    state: State = "unnamed"
+    if name != area.path and not name.startswith("/memfd:"):
+        state = "replaced" if os.path.lexists(root + name) else "deleted"
+    # What no path leads to, the area itself does; to root alone.
+    return _File(
+        _open_same(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", area), name, state
+    )
+
+
+def _plain(path: str) -> str:
+    return path.removesuffix(_DELETED)
+
+
+def _open_same(path: str, area: Area) -> int:
+    """Open what is mapped, if it is a regular file and the path leads to it; else return -1."""
+    try:
+        # Nothing happens to a device or a FIFO that is opened so.
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return -1
+    info = os.fstat(fd)
+    device = os.major(info.st_dev), os.minor(info.st_dev)
+    # Of btrfs, stat tells the device of a subvolume, and smaps that of the whole; both are made up
+    # and have the major number 0.
+    is_same_device = device == area.device or device[0] == area.device[0] == 0
+    if stat.S_ISREG(info.st_mode) and info.st_ino == area.inode and is_same_device:
+        return fd
+    os.close(fd)
+    return -1
+
+
+# ---- what is in it ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a file's header says; `problem` is why it does not.
+
+    From ``starts[i]`` up to the next, bytes of the file are of the category
+    ``categories[kinds[i]]``; those behind the last start, too, up to the end of the last page.
+    """
+
+    format: str | None
+    architecture: str | None
+    name: str | None
+    problem: str | None
+    starts: NDArray[np.int64]
+    kinds: NDArray[np.intp]
+    categories: tuple[str, ...]
+
+
+# By the version of the file; None is one that is no model.
+_layouts: dict[tuple[int, ...], _Layout | None] = {}
+
+
+def _layout(file: _File, *, is_named: bool) -> _Layout | None:
+    """Return what is in a file; None for one that is no model."""
+    if file.fd < 0:
+        why = f"the file is {file.state}, and only root may read what is mapped of it"
+        return _unknown(why) if is_named else None
+    version = version_of(os.fstat(file.fd))
+    key = (*version, is_named)
+    if key not in _layouts:
+        try:
+            layout = _read(file, version[2], is_named=is_named)
+        except (OSError, MemoryError) as error:
+            return _unknown(str(error)) if is_named else None
+        while len(_layouts) >= _LAYOUTS_MAX:
+            _layouts.pop(next(iter(_layouts)), None)
+        _layouts[key] = layout
+    return _layouts[key]
+
+
+def _unknown(problem: str) -> _Layout:
+    return _Layout(
+        format=None,
+        architecture=None,
+        name=None,
+        problem=problem,
+        starts=np.zeros(1, np.int64),
+        kinds=np.zeros(1, np.intp),
+        categories=("weights",),
+    )
+
+
+def _read(file: _File, nbytes: int, *, is_named: bool) -> _Layout | None:
+    if not is_named and nbytes < _UNNAMED_BYTES_MIN:
+        return None
+    fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        head = os.pread(fd, 9, 0)
+        is_gguf = head[:4] == b"GGUF"
+        # The length of the header, and an object.
+        is_safetensors = (
+            not is_gguf and head[8:] == b"{" and int.from_bytes(head[:8], "little") < nbytes
+        )
+        try:
+            if is_safetensors or (file.path.endswith(".safetensors") and not is_gguf):
+                return _parsed("safetensors", SafetensorsHeader(fd, nbytes, file.path))
+            if is_gguf or is_named:
+                return _parsed("GGUF", GGUFHeader(fd, nbytes, file.path))
+        except FormatError as error:
+            # Many other files begin as safetensors do.
+            return _unknown(error.rule) if is_gguf or is_named else None
+    finally:
+        os.close(fd)
+    return None
+
+
+def _parsed(kind: str, header: Header) -> _Layout:
+    keys = header.keys()
+
+    def text(key: str) -> str | None:
+        value = header.value(keys[key]) if kind == "GGUF" and key in keys else None
+        return value if isinstance(value, str) else None
+
+    # Padding is the first category; tensors lie apart, each behind what is before it.
+    categories = {"weights:padding": 0}
+    rows = []
+    for i in range(len(header.tensor_names())):
+        _, tensor_type, _, offset, size = header.tensor(i)
+        if size:
+            category = categories.setdefault(f"weights:{tensor_type}", len(categories))
+            rows.append((offset, offset + size, category))
+    table = np.array(sorted(rows), np.int64).reshape(-1, 3)
+    starts = np.concatenate([[0], table[:, :2].ravel()])
+    kinds = np.zeros(len(starts), np.intp)
+    kinds[1::2] = table[:, 2]
+    # Nothing lies between most tensors; and neighbours of a type are one run.
+    keep = np.diff(starts, append=starts[-1] + 1) > 0
+    starts, kinds = starts[keep], kinds[keep]
+    keep = np.diff(kinds, prepend=-1) != 0
+    return _Layout(
+        format=kind,
+        architecture=text("general.architecture"),
+        name=text("general.name"),
+        problem=None,
+        starts=starts[keep],
+        kinds=kinds[keep],
+        categories=tuple(categories),
+    )
