@@ -116,6 +116,7 @@ def _app() -> typer.Typer:
 
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
+    from unimem.cli.plan import plan
     from unimem.cli.run import run
     from unimem.cli.stage import stage
 
@@ -128,6 +129,7 @@ def _app() -> typer.Typer:
     )
     app.callback()(_unimem)
     app.command()(run)
+    app.command()(plan)
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)
