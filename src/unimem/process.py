@@ -249,13 +249,16 @@ class Counters:
     n_threads: int
 
 
-def read_process(pid: int | None = None) -> Process:
+def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     """Read what the kernel says of a process and its memory.
 
     Parameters
     ----------
     pid : int, optional
         Its number; by default this process.
+    usage : bool, default True
+        False: only which areas there are, for which the kernel walks through no page tables. All
+        that is in RAM, locked or swapped out is 0 then.
 
     Returns
     -------
@@ -296,7 +299,7 @@ def read_process(pid: int | None = None) -> Process:
             )
         # An open smaps is one of this program: when that ends, or executes another one, it is
         # empty, and no other process that has come to the number is read.
-        with _file(folder, "smaps") as fd:
+        with _file(folder, "smaps" if usage else "maps") as fd:
             command = _read(folder, "cmdline").replace(b"\0", b" ").strip()
             areas = _areas(_read_smaps(fd))
             if not areas and not command and _stat(folder).state not in "ZX":
@@ -304,7 +307,8 @@ def read_process(pid: int | None = None) -> Process:
                     f"process {pid} ({before.name}) is a thread of the kernel: it has no memory "
                     "of its own"
                 )
-            areas = _with_nodes(areas, folder)
+            if usage:
+                areas = _with_nodes(areas, folder)
             after = _stat(folder)
             if not areas or not os.pread(fd, 1, 0):
                 raise _ended(pid)
