@@ -31,11 +31,11 @@ class Mapping:
     flags: set[str] = field(default_factory=set)
 
 
-def mappings(address: int, nbytes: int = 1) -> list[Mapping]:
-    """Every mapping with a byte in the range."""
+def mappings(address: int, nbytes: int = 1, pid: int | str = "self") -> list[Mapping]:
+    """Every mapping with a byte in the range, of this process or another."""
     found: list[Mapping] = []
     inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if head := _HEAD.match(line):
             start, end = int(head[1], 16), int(head[2], 16)
             inside = start < address + nbytes and end > address
