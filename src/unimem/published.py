@@ -1,0 +1,460 @@
+"""What a process shows others of its ledger: memory with a name, which they find and read.
+
+It is a memfd of a fixed size: a header; rows of counters, one an engine, which the engine writes as
+it computes; and the entries of the ledger as JSON, which are written when engines come and go. No
+signal is sent and no file is left, and who shows it pays nothing for those who look.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import itertools
+import json
+import os
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from unimem import ledger, process
+from unimem._core.block import Block
+from unimem._core.status import counters as native_counters
+from unimem.ledger import Entry, Part
+
+__all__ = [
+    "COUNTERS",
+    "NAME",
+    "NBYTES",
+    "Published",
+    "Tally",
+    "failure",
+    "publish",
+    "published",
+    "refresh",
+]
+
+NAME = "unimem-ledger"
+NBYTES = 256 << 10
+# The columns of a row. The first two only grow.
+COUNTERS = ("n_prompt_tokens", "n_generated_tokens", "kv_active_bytes", "kv_tokens")
+
+_MAGIC = b"unimem\0L"
+_VERSION = 1
+# Magic, version, pid, start of the process in ticks, counters in a row, rows, bytes of the text and
+# its checksum, which is that of no text that is half written.
+_HEAD = struct.Struct("=8sIIQIIII")
+_ROWS_AT = 64
+_TEXT_AT = 4096
+_ROW_BYTES = 8 * len(COUNTERS)
+_N_ROWS = (_TEXT_AT - _ROWS_AT) // _ROW_BYTES
+_ROOM = NBYTES - _TEXT_AT
+_ENVELOPE = 256  # of the text around the entries
+
+# The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
+_MFD_NOEXEC_SEAL = 8
+_F_SEAL_FUTURE_WRITE = 16
+
+_LINK = f"/memfd:{NAME} (deleted)"
+_MOST_DESCRIPTORS = 1 << 16  # of a process are looked at
+_TRIES = 50
+_PATIENCE_SECONDS = 0.001
+_MOST_ADDRESS = 1 << 64
+
+
+class Published(NamedTuple):
+    """What another process shows.
+
+    Attributes
+    ----------
+    entries : tuple of Entry
+        Of its ledger, when it last wrote them: what was unmapped since has no area any more.
+    counters : dict of str to int
+        As in `COUNTERS`, the sums over its engines, now.
+    truncated : int
+        Entries that found no room: the smallest.
+    """
+
+    entries: tuple[Entry, ...]
+    counters: dict[str, int]
+    truncated: int = 0
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+class Tally:
+    """What one engine counts, for others to see: a row of counters, or nothing where none is free.
+
+    For one thread at a time. A row that was given back goes on where it ended, so that nothing that
+    was counted is lost. After a fork the child's counts for nobody.
+    """
+
+    __slots__ = ("__weakref__", "_cells")
+
+    def __init__(self) -> None:
+        self._cells = _nowhere()
+        publish()
+        with _lock:
+            if _shown is not None and _shown.free_rows:
+                self._cells = _shown.free_rows.pop()
+            _tallies.add(self)
+
+    def count(self, n_prompt: int, n_generated: int) -> None:
+        """Count tokens that were computed, or chosen."""
+        cells = self._cells
+        cells[0] += n_prompt
+        cells[1] += n_generated
+
+    def hold(self, nbytes: int, n_tokens: int) -> None:
+        """Note what the KV cache holds now."""
+        cells = self._cells
+        cells[2] = nbytes
+        cells[3] = n_tokens
+
+    def end(self) -> None:
+        """Give the row back. Ending twice is no error."""
+        with _lock:
+            if self in _tallies:
+                _tallies.discard(self)
+                self.hold(0, 0)
+                cells, self._cells = self._cells, _nowhere()
+                if _shown is not None and cells.obj is _shown.memory.obj:
+                    _shown.free_rows.append(cells)
+                    _shown.write()
+
+
+class _Shown:
+    """The memory that is shown, and its rows that no engine has."""
+
+    def __init__(self) -> None:
+        fd = _new_memfd()
+        try:
+            os.ftruncate(fd, NBYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.block = Block.attach(fd, writable=True, name=NAME, category="diagnostics")
+            # Whoever else opens it may not write from here on.
+            with suppress(OSError):  # before Linux 5.1
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        finally:
+            os.close(fd)
+        self.memory = memoryview(self.block)
+        self.memory[:] = bytes(NBYTES)  # an engine's step finds its page
+        ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)
+        self.free_rows = [self.memory[at : at + _ROW_BYTES].cast("Q") for at in reversed(ends)]
+        self.started = process.counters().started
+        self.n_os_calls = 0
+
+    def write(self) -> None:
+        """Write the entries as they are."""
+        self.n_os_calls = native_counters()["os_calls"]
+        text = _text_of(ledger.entries())
+        self.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
+        head = (_MAGIC, _VERSION, os.getpid(), self.started, len(COUNTERS), _N_ROWS)
+        _HEAD.pack_into(self.memory, 0, *head, len(text), zlib.crc32(text))
+
+
+_lock = threading.RLock()  # a collection may close an engine while it is held
+_shown: _Shown | None = None
+_failure: str | None = None
+_tallies: weakref.WeakSet[Tally] = weakref.WeakSet()
+
+
+def publish() -> None:
+    """Show the ledger of this process as it is now.
+
+    Engines of unimem call it when they come and go; others do so when their memory has changed, and
+    have a `Tally` for what they count. Where the system gives no memory for it, nothing is shown,
+    and `failure` says why. Any thread may call it; a forked child shows nothing until it does, too.
+
+    Examples
+    --------
+    >>> import os
+    >>> import unimem as um
+    >>> from unimem.published import publish, published
+    >>> with um.Block(1 << 20, name="mine", category="scratch"):
+    ...     publish()
+    ...     [entry.nbytes for entry in published(os.getpid()).entries if entry.name == "mine"]
+    [1048576]
+    """
+    global _failure, _shown  # noqa: PLW0603 -- a process shows itself once
+    with _lock:
+        if _shown is None:
+            try:
+                _shown = _Shown()
+            except (OSError, MemoryError) as error:
+                _failure = f"this process shows its ledger to no other: {error}"
+                return
+            _failure = None
+        _shown.write()
+
+
+def refresh() -> None:
+    """Show the ledger again where memory may have changed: unimem has made system calls since."""
+    shown = _shown
+    if shown is not None and shown.n_os_calls != native_counters()["os_calls"]:
+        publish()
+
+
+def failure() -> str | None:
+    """Say why this process shows nothing, though it was asked to; None where all is well."""
+    return _failure
+
+
+def _new_memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(NAME, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 6.3
+            raise
+        return os.memfd_create(NAME, flags)
+
+
+def _nowhere() -> memoryview:
+    return memoryview(bytearray(_ROW_BYTES)).cast("Q")
+
+
+def _text_of(entries: Sequence[Entry]) -> bytes:
+    """Write the largest entries that have room."""
+    texts, room = {}, _ROOM - _ENVELOPE
+    for entry in sorted(entries, key=lambda entry: entry.nbytes, reverse=True):
+        text = json.dumps(entry, separators=(",", ":"), default=str)
+        if len(text) + 1 <= room:
+            texts[entry.address] = text
+            room -= len(text) + 1
+    listed = ",".join(texts[address] for address in sorted(texts))
+    names = json.dumps(COUNTERS)
+    n_missing = len(entries) - len(texts)
+    return f'{{"counters":{names},"truncated":{n_missing},"entries":[{listed}]}}'.encode()
+
+
+def _show_nothing() -> None:
+    """Take back what is shown, at the end of the process and in a forked child."""
+    global _shown
+    for tally in list(_tallies):
+        tally._cells = _nowhere()
+    shown, _shown = _shown, None
+    if shown is not None:
+        shown.block.__exit__()
+
+
+def _begin_child() -> None:
+    global _lock  # noqa: PLW0603 -- a thread that is not in the child may hold it
+    _lock = threading.RLock()
+    _show_nothing()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+atexit.register(_show_nothing)
+
+
+# ---- looking ------------------------------------------------------------------------------------
+
+
+class _BrokenError(ValueError):
+    """What another process shows is not what unimem writes."""
+
+
+def published(pid: int, told: list[str] | None = None) -> Published | None:
+    """Read what a process shows of its ledger.
+
+    Parameters
+    ----------
+    pid : int
+        Its number.
+    told : list of str, optional
+        Where to say what it shows that cannot be used: any process may have memory of this name.
+
+    Returns
+    -------
+    Published or None
+        None where it shows nothing, is not ours to read, or has ended.
+
+    Notes
+    -----
+    What is read is somebody else's: never more than `NBYTES`, from nothing but a memfd, and each
+    field is checked. No process waits for another one.
+    """
+    try:
+        folder = os.open(f"/proc/{int(pid)}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        owner = _number_of(folder), process.counters(pid).started
+        for fd in _memfds(folder):
+            try:
+                found = _read(fd, *owner)
+            except _BrokenError as problem:
+                if told is not None:
+                    told.append(f"process {pid} shows a ledger that cannot be used: {problem}")
+                found = None
+            finally:
+                os.close(fd)
+            if found is not None:
+                return found
+    except OSError:
+        pass  # it has ended, or may not be read
+    finally:
+        os.close(folder)
+    return None
+
+
+def _lines(path: str, folder: int | None = None) -> dict[str, str]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    with open(fd, errors="replace") as file:
+        return {name: value for name, _, value in (line.partition(":") for line in file)}
+
+
+def _number_of(folder: int) -> int:
+    """Return the number of a process as itself knows it, in a container."""
+    return int(_lines("status", folder)["NSpid"].split()[-1])
+
+
+def _memfds(folder: int) -> Iterator[int]:
+    """Open those of a process's descriptors that are memfds of the name."""
+    descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        with os.scandir(descriptors) as listed:
+            for entry in itertools.islice(listed, _MOST_DESCRIPTORS):
+                with suppress(OSError):  # it was closed, or may not be opened
+                    if os.readlink(entry.name, dir_fd=descriptors) == _LINK:
+                        yield _open_memfd(entry.name, descriptors)
+    finally:
+        os.close(descriptors)
+
+
+def _open_memfd(name: str, descriptors: int) -> int:
+    """Open a memfd for reading, and nothing else: a file system of somebody's may never answer."""
+    # This opens nothing yet, and what it stands for stays the same.
+    found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
+    try:
+        ours = os.memfd_create("unimem", os.MFD_CLOEXEC)
+        try:
+            # All memfds lie in one mount, which nobody else can mount.
+            if _mount_of(found) != _mount_of(ours):
+                raise PermissionError(errno.EACCES, "no memfd")
+        finally:
+            os.close(ours)
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+
+
+def _mount_of(fd: int) -> str:
+    return _lines(f"/proc/self/fdinfo/{fd}")["mnt_id"].strip()
+
+
+def _read(fd: int, pid: int, started: int) -> Published | None:
+    """Read what is shown; None: it is a parent's, or is only being begun."""
+    for _ in range(_TRIES):
+        data = os.pread(fd, NBYTES, 0)
+        if len(data) < NBYTES:
+            raise _BrokenError(f"it has {len(data)} bytes, not {NBYTES}")
+        magic, version, its_pid, its_start, n_columns, n_rows, size, sum_ = _HEAD.unpack_from(data)
+        is_its_own = (its_pid, its_start) == (pid, started)
+        if magic == bytes(len(_MAGIC)) or (magic == _MAGIC and not is_its_own):
+            return None
+        if magic != _MAGIC:
+            raise _BrokenError("it does not begin as one")
+        if version != _VERSION:
+            raise _BrokenError(
+                f"its version is {version}, and this unimem reads version {_VERSION}"
+            )
+        if n_columns * n_rows * 8 > _TEXT_AT - _ROWS_AT or size > _ROOM:
+            raise _BrokenError("its header names more than there is room for")
+        text = data[_TEXT_AT : _TEXT_AT + size]
+        if zlib.crc32(text) == sum_:
+            values = struct.unpack_from(f"={n_columns * n_rows}Q", data, _ROWS_AT)
+            return _parse(text, n_columns, values)
+        time.sleep(_PATIENCE_SECONDS)  # it is being written
+    raise _BrokenError("its checksum is not that of its text")
+
+
+def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _BrokenError(f"its text is no JSON ({type(error).__name__})") from None
+    if not isinstance(document, dict):
+        raise _BrokenError(f"expected an object, got {type(document).__name__}")
+    names = [_word(name) for name in _list(document.get("counters"), n_columns)]
+    sums = {name: sum(values[i::n_columns]) for i, name in enumerate(names)}
+    entries = [_entry(fields) for fields in _list(document.get("entries"))]
+    entries.sort(key=lambda entry: entry.address)
+    for before, entry in itertools.pairwise(entries):
+        if before.address + before.reserved_bytes > entry.address:
+            raise _BrokenError(f"entries overlap at address {entry.address}")
+    return Published(tuple(entries), sums, _integer(document.get("truncated"), len(text) << 32))
+
+
+def _entry(fields: Any) -> Entry:
+    category, name, address, nbytes, reserved, requested, path, parts = _list(fields, 8)
+    _integer(address, _MOST_ADDRESS)
+    _integer(reserved, _MOST_ADDRESS - address)
+    if requested is not None:
+        if not isinstance(requested, dict):
+            raise _BrokenError(f"expected what was requested, got {type(requested).__name__}")
+        requested = {_word(key): _option(value) for key, value in requested.items()}
+    return Entry(
+        _word(category),
+        _shown_text(name),
+        address,
+        _integer(nbytes, reserved),
+        reserved,
+        requested,
+        None if path is None else _shown_text(path),
+        tuple(_part(fields, address, address + reserved) for fields in _list(parts)),
+    )
+
+
+def _part(fields: Any, start: int, end: int) -> Part:
+    category, address, nbytes, active, high_water = _list(fields, 5)
+    if _integer(address, end) < start:
+        raise _BrokenError(f"a part at address {address} lies outside of its entry")
+    _integer(nbytes, end - address)
+    known = [None if value is None else _integer(value, nbytes) for value in (active, high_water)]
+    return Part(_word(category), address, nbytes, *known)
+
+
+def _list(value: Any, n: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or n not in (None, len(value)):
+        raise _BrokenError(f"expected a list{'' if n is None else f' of {n}'}, got {_brief(value)}")
+    return value
+
+
+def _integer(value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise _BrokenError(f"expected an integer from 0 to {most}, got {_brief(value)}")
+    return value
+
+
+def _word(value: Any) -> str:
+    """Check a name of ours: nothing that a terminal would obey."""
+    if not isinstance(value, str) or not 0 < len(value) <= 64 or not value.isprintable():
+        raise _BrokenError(f"expected a name, got {_brief(value)}")
+    return value
+
+
+def _shown_text(value: Any) -> str:
+    """Replace in a name of somebody's what a terminal would obey."""
+    if not isinstance(value, str):
+        raise _BrokenError(f"expected a text, got {_brief(value)}")
+    return "".join(letter if letter.isprintable() else "?" for letter in value)
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, str):
+        return _shown_text(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise _BrokenError(f"expected an option, got {_brief(value)}")
+
+
+def _brief(value: Any) -> str:
+    return ascii(value)[:40] if isinstance(value, (str, int, float)) else type(value).__name__
