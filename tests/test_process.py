@@ -1,0 +1,566 @@
+"""What is read of processes, against a second reading of smaps and against what children did."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Run
+from huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
+from proc_maps import PAGE, hugetlb_bytes, mappings
+from unimem import limits, process
+from unimem.process import Area, counters, read_process
+
+MIB = 1 << 20
+EVERYTHING = 1 << 64
+HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
+
+Child = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    """Start a script that says what it likes in one line of JSON; it is killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        code = "import json, mmap, os, sys\n" + textwrap.dedent(script) + "\nsys.stdin.read()"
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                **options,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for each in started:
+        with each:
+            each.kill()
+
+
+def said(one: subprocess.Popen[str]) -> Any:
+    assert one.stdout is not None
+    return json.loads(one.stdout.readline())
+
+
+IDLE = "print('[]', flush=True)"
+
+
+@pytest.fixture
+def idle(child: Child) -> subprocess.Popen[str]:
+    one = child(IDLE)
+    said(one)
+    return one
+
+
+def area_at(pid: int, address: int) -> Area:
+    (found,) = [area for area in read_process(pid).areas if area.start <= address < area.end]
+    return found
+
+
+# ---- smaps --------------------------------------------------------------------------------------
+
+
+def test_every_area_is_what_smaps_says(idle: subprocess.Popen[str]) -> None:
+    # Pss of a library changes with every process that starts or ends.
+    for _ in range(50):
+        before = mappings(0, EVERYTHING, idle.pid)
+        found = read_process(idle.pid)
+        if before == mappings(0, EVERYTHING, idle.pid):
+            break
+    assert len(found.areas) == len(before) > 10
+    for area, entry in zip(found.areas, before, strict=True):
+        figures = entry.fields
+        assert (area.start, area.end, area.access) == (entry.start, entry.end, entry.access)
+        assert area.nbytes == figures["Size"]
+        assert area.rss_bytes == figures["Rss"]
+        assert area.pss_bytes == figures["Pss"]
+        assert area.hugetlb_bytes == hugetlb_bytes(entry)
+        assert area.huge_bytes == sum(figures[name] for name in HUGE)
+        assert area.swapped_bytes == figures["Swap"]
+        assert area.page_bytes == figures["KernelPageSize"]
+        assert area.flags == entry.flags
+        assert area.locked_bytes == (figures["Rss"] if "lo" in entry.flags else 0)
+        assert sum(area.nodes.values()) == area.resident_bytes
+        assert area.is_accessible == (entry.access != "---p")
+    assert found.rss_bytes == sum(entry.fields["Rss"] for entry in before)
+    assert found.pss_bytes == sum(entry.fields["Pss"] for entry in before)
+    assert found.swapped_bytes == 0
+
+
+def test_the_sums_are_those_of_the_rollup(idle: subprocess.Popen[str]) -> None:
+    lines = Path(f"/proc/{idle.pid}/smaps_rollup").read_text().splitlines()[1:]
+    figures = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    found = read_process(idle.pid)
+    assert found.rss_bytes == figures["Rss"]
+    assert found.rss_bytes >= found.pss_bytes > 0
+
+
+def test_the_own_process_is_the_default() -> None:
+    mine = read_process()
+    assert mine.pid == os.getpid()
+    assert mine.command.split(" ")[0] == Path("/proc/self/cmdline").read_text().split("\0")[0]
+    assert mine.name == Path("/proc/self/comm").read_text().rstrip("\n")
+    assert mine.n_threads == len(os.listdir("/proc/self/task"))
+    assert pickle.loads(pickle.dumps(mine)) == mine
+    assert any(area.path == "[stack]" for area in mine.areas)
+    for before, after in zip(mine.areas, mine.areas[1:], strict=False):
+        assert before.end <= after.start
+
+
+def test_what_children_map_is_found(child: Child, tmp_path: Path) -> None:
+    """A file whose name has blanks and a line of its own, a memfd, locked memory, and a gap."""
+    path = tmp_path / "a model (deleted)\nof mine: 1"
+    path.write_bytes(bytes(16 * PAGE))
+    one = child(
+        """
+        import ctypes
+        def address(m):
+            return ctypes.addressof(ctypes.c_char.from_buffer(m))
+        libc = ctypes.CDLL(None)
+        file = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)
+        fd = os.memfd_create("of a child")
+        os.ftruncate(fd, 1 << 20)
+        memory = mmap.mmap(fd, 1 << 20)
+        memory[:8192] = b"1" * 8192
+        locked = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        assert libc.mlock(ctypes.c_void_p(address(locked)), ctypes.c_size_t(65536)) == 0
+        gap = mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        libc.mprotect(ctypes.c_void_p(address(gap)), ctypes.c_size_t(1 << 20), 0)
+        print(json.dumps([*map(address, (file, memory, locked, gap))]), flush=True)
+        """,
+        str(path),
+    )
+    file, memory, locked, gap = (area_at(one.pid, address) for address in said(one))
+    info = path.stat()
+    assert file.path == str(path).replace("\n", "\\012")
+    assert file.inode == info.st_ino
+    assert file.device == (os.major(info.st_dev), os.minor(info.st_dev))
+    assert (file.offset, file.nbytes, file.access) == (0, 16 * PAGE, "rw-s")
+    assert memory.path == "/memfd:of a child (deleted)"
+    assert memory.rss_bytes == memory.pss_bytes == 8192
+    assert locked.nbytes == locked.rss_bytes == locked.locked_bytes == 65536
+    assert "lo" in locked.flags
+    assert not gap.is_accessible
+    assert gap.resident_bytes == 0
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_hugetlb_pages_count_in_whole(child: Child) -> None:
+    one = child(
+        """
+        import ctypes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000 | 21 << 26
+        memory = mmap.mmap(-1, 4 << 21, flags)
+        memory[0] = memory[3 << 21] = 1
+        print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
+        """
+    )
+    found = area_at(one.pid, said(one))
+    assert found.page_bytes == PAGE_BYTES
+    assert found.hugetlb_bytes == found.resident_bytes == found.locked_bytes == 2 * PAGE_BYTES
+    assert found.rss_bytes == found.pss_bytes == found.huge_bytes == 0
+    whole = read_process(one.pid)
+    assert whole.rss_bytes == sum(area.rss_bytes for area in whole.areas) + 2 * PAGE_BYTES
+    assert whole.pss_bytes == sum(area.pss_bytes for area in whole.areas) + 2 * PAGE_BYTES
+    assert whole.in_ram(found.start, found.end) == 2 * PAGE_BYTES
+    assert whole.in_ram(found.start + 1, found.start + PAGE_BYTES + 1) == PAGE_BYTES - 1
+
+
+def test_forked_children_share(child: Child) -> None:
+    one = child(
+        """
+        import ctypes
+        memory = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory[:] = bytes(8 << 20)
+        other = os.fork()
+        if other:
+            where = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            print(json.dumps([where, other]), flush=True)
+        """
+    )
+    address, other = said(one)
+    for pid in (one.pid, other):
+        found = area_at(pid, address)
+        assert found.rss_bytes == 2 * found.pss_bytes == 8 * MIB
+
+
+# ---- parsing ------------------------------------------------------------------------------------
+
+TEXT = b"""\
+10000-20000 r--p 00001000 fe:0a 77                         /a/b c\\012d (deleted)
+Size:                 64 kB
+KernelPageSize:        4 kB
+Rss:                   8 kB
+Pss:                   3 kB
+Locked:                1 kB
+SomethingNew:         99 kB
+A line of a kernel to come
+Shared_Hugetlb:        0 kB
+ProtectionKey:         0
+VmFlags: rd mr lo xx
+20000-30000 rw-p 00000000 00:00 0                          [anon:of me]
+Rss:                  12 kB
+30000-40000 rw-s 00000000 00:01 5 //anon
+Swap:                  4 kB
+VmFlags:
+7fff0000-7fff1000 --xp 00000000 00:00 0                    [vsyscall]
+"""
+
+
+def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
+    file, named, shared, last = process._areas(TEXT)
+    assert (file.offset, file.device, file.inode) == (0x1000, (0xFE, 0x0A), 77)
+    assert file.path == "/a/b c\\012d (deleted)"
+    assert (file.rss_bytes, file.pss_bytes, file.locked_bytes) == (8192, 3072, 8192)
+    assert file.flags == {"rd", "mr", "lo", "xx"}
+    assert (named.path, named.rss_bytes, named.pss_bytes) == ("[anon:of me]", 12288, 0)
+    assert (named.flags, named.page_bytes) == (frozenset(), PAGE)
+    assert (shared.path, shared.swapped_bytes, shared.access) == ("//anon", 4096, "rw-s")
+    assert last.path == "[vsyscall]"
+    assert last.is_accessible
+    assert process._areas(b"") == []
+
+
+def test_an_area_that_was_joined_between_two_reads_counts_once() -> None:
+    joined = TEXT + b"30000-80000000 rw-p 00000000 00:00 0 \nRss:  4 kB\n"
+    assert [(area.start, area.rss_bytes) for area in process._areas(joined)] == [
+        (0x10000, 8192),
+        (0x20000, 12288),
+        (0x30000, 4096),
+    ]
+
+
+def test_smaps_may_be_longer_than_the_first_buffer(
+    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_process(idle.pid)
+    monkeypatch.setattr(process, "_SMAPS_BYTES", 100)
+    assert [area.end for area in read_process(idle.pid).areas] == [a.end for a in whole.areas]
+
+
+def test_nodes_are_those_of_numa_maps_where_there_are_several(
+    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel knows no nodes (CONFIG_NUMA)")
+    (first, *_) = limits.nodes().values()
+    monkeypatch.setattr(limits, "nodes", lambda: {0: first, 7: replace(first, id=7)})
+    found = read_process(idle.pid)
+    witness: dict[int, int] = {}
+    for line in Path(f"/proc/{idle.pid}/numa_maps").read_text().splitlines():
+        for word in line.split():
+            if word[0] == "N" and word[1].isdigit():
+                node, n_pages = map(int, word[1:].split("="))
+                witness[node] = witness.get(node, 0) + n_pages * PAGE
+    sums: dict[int, int] = {}
+    for area in found.areas:
+        for node, nbytes in area.nodes.items():
+            sums[node] = sums.get(node, 0) + nbytes
+    assert sums == witness
+    # Of a page of the kernel's own no node is told.
+    kernels = sum(area.rss_bytes for area in found.areas if area.path == "[vdso]")
+    assert sum(sums.values()) == found.rss_bytes - kernels
+
+
+def test_a_line_of_numa_maps_is_counted_in_its_own_pages() -> None:
+    line = b"7f00 bind:1 file=/N3=4\\040N5=6 huge anon=3 N0=1 N12=2 kernelpagesize_kB=2048\n"
+    assert process._nodes(line) == (0x7F00, {0: 2 * MIB, 12: 4 * MIB})
+    assert process._nodes(b"7f00 default\n") == (0x7F00, {})
+    assert process._nodes(b"7f00 default N1=2") == (0x7F00, {1: 2 * PAGE})
+
+
+# ---- pagemap ------------------------------------------------------------------------------------
+
+
+def test_pages_in_ram_are_those_that_were_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+
+    monkeypatch.setattr(process, "_PAGEMAP_ENTRIES", 16)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, 64 * PAGE, flags) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        end = start + 64 * PAGE
+        touched = {0, 1, 30, 33, 63}
+        for page in touched:
+            memory[page * PAGE] = 1
+        mine = read_process()
+        assert mine.in_ram(start, end) == len(touched) * PAGE
+        assert set(mine.pages_in_ram(start, end).nonzero()[0]) == touched
+        assert mine.in_ram(start, start) == 0
+        assert mine.in_ram(start + 5, start + 5) == 0
+        assert mine.in_ram(start + 5, start + 9) == 4
+        assert mine.in_ram(start + 5, start + PAGE + 9) == PAGE + 4
+        assert mine.in_ram(start + 5, start + 3 * PAGE + 9) == 2 * PAGE - 5
+        assert mine.in_ram(start + 2 * PAGE, end - 1) == 3 * PAGE - 1
+        assert mine.in_ram(start + PAGE - 1, start + 2 * PAGE + 9) == PAGE + 1
+        # What of it is given back is not counted, whatever smaps said before.
+        memory.madvise(mmap.MADV_DONTNEED)
+        assert mine.in_ram(start, end) == 0
+    assert mine.in_ram(0, 16 * PAGE) == 0
+    assert mine.in_ram((1 << 64) - 2 * PAGE, 1 << 64) == 0
+
+
+@pytest.mark.parametrize(("start", "end"), [(PAGE, 0), (-PAGE, PAGE)])
+def test_a_range_has_to_be_one(start: int, end: int) -> None:
+    with pytest.raises(ValueError, match="expected a range of addresses"):
+        read_process().in_ram(start, end)
+
+
+def test_pages_of_a_process_that_ended(child: Child) -> None:
+    one = child(IDLE)
+    said(one)
+    found = read_process(one.pid)
+    area = found.areas[0]
+    # Another process that has come to the number is not asked.
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        replace(found, started=found.started + 1).in_ram(area.start, area.end)
+    one.kill()
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        found.in_ram(area.start, area.end)
+    one.wait()
+    with pytest.raises(ProcessLookupError, match="There is no process"):
+        found.in_ram(area.start, area.end)
+
+
+# ---- counters -----------------------------------------------------------------------------------
+
+
+def test_counters_count_faults() -> None:
+    before = counters()
+    n_pages = 500
+    with mmap.mmap(-1, n_pages * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(n_pages):
+            memory[page * PAGE] = 1
+        after = counters(os.getpid())
+    assert after.minor_faults - before.minor_faults >= n_pages
+    assert (after.pid, after.started) == (before.pid, before.started)
+    assert after.cpu_seconds >= before.cpu_seconds > 0
+    assert after.n_threads == len(os.listdir("/proc/self/task"))
+    assert after.read_bytes is not None
+    found = read_process()
+    assert found.minor_faults >= after.minor_faults
+    assert found.started == after.started
+
+
+def test_counters_are_as_the_kernel_names_them(
+    idle: subprocess.Popen[str],
+) -> None:
+    found = counters(idle.pid)
+    lines = Path(f"/proc/{idle.pid}/io").read_text().splitlines()
+    assert f"read_bytes: {found.read_bytes}" in lines
+    stat = Path(f"/proc/{idle.pid}/stat").read_text().split()
+    assert [found.minor_faults, found.major_faults] == [int(stat[9]), int(stat[11])]
+    assert (found.n_threads, found.started) == (int(stat[19]), int(stat[21]))
+    ticks = int(stat[13]) + int(stat[14])
+    assert found.cpu_seconds == ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_counters_without_the_right_to_read_io(
+    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = process._read
+
+    def refuse(folder: int, name: str) -> bytes:
+        if name == "io":
+            raise PermissionError(errno.EACCES, "no", name)
+        return plain(folder, name)
+
+    whole = counters(idle.pid)
+    monkeypatch.setattr(process, "_read", refuse)
+    assert counters(idle.pid) == replace(whole, read_bytes=None)
+
+
+def test_a_name_may_have_parentheses(child: Child) -> None:
+    one = child("""
+        open("/proc/self/comm", "w").write(") S 1 (x y")
+        print("[]", flush=True)
+        """)
+    said(one)
+    assert read_process(one.pid).name == ") S 1 (x y"
+    assert counters(one.pid).n_threads == 1
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [read_process, counters])
+@pytest.mark.parametrize(
+    ("pid", "kind", "text"),
+    [
+        (0, ValueError, "expected the number of a process, from 1 on, got 0"),
+        (-3, ValueError, "got -3"),
+        (True, TypeError, "pid: expected an integer, got True"),
+        ("1", TypeError, "pid: expected an integer, got '1'"),
+        (1.0, TypeError, "pid: expected an integer, got 1.0"),
+        (1 << 30, ProcessLookupError, "There is no process 1073741824 here: 'ps -e' lists"),
+        (1 << 90, ProcessLookupError, "There is no process"),
+    ],
+)
+def test_numbers_of_no_process(
+    read: Callable[[Any], Any], pid: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        read(pid)
+
+
+def test_a_zombie_has_no_memory(child: Child) -> None:
+    one = child("")
+    one.kill()
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ValueError, match=rf"{one.pid} \(python.*has ended and waits for its par"):
+        read_process(one.pid)
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        counters(one.pid)
+
+
+def test_a_thread_of_the_kernel_has_no_memory() -> None:
+    if not Path("/proc/2/comm").exists() or Path("/proc/2/cmdline").read_bytes():
+        pytest.skip("no thread of the kernel is visible here")
+    try:
+        with pytest.raises(ValueError, match=r"2 \(kthreadd\) is a thread of the kernel"):
+            read_process(2)
+    except PermissionError:
+        pytest.skip("threads of the kernel are root's alone here")
+    assert counters(2).n_threads == 1
+
+
+def test_a_process_of_another_user(run_python: Run, idle: subprocess.Popen[str]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    script = f"""
+        import os
+        from unimem.process import counters, read_process
+        os.setresuid(65534, 65534, 65534)
+        whole = counters({idle.pid})
+        assert whole.read_bytes is None and whole.minor_faults > 0
+        for pid in ({idle.pid}, None):
+            try:
+                found = read_process(pid)
+                print(found.in_ram(found.areas[0].start, found.areas[0].end))
+            except PermissionError as error:
+                print(error.strerror)
+        """
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr
+    of_root, own = ended.stdout.splitlines()
+    assert of_root.startswith(f"Process {idle.pid} (python")
+    assert of_root.endswith("is of user 'root': run this as that user, or as root")
+    # Its own memory it may read, but not its page tables: the kernel gave them to root then.
+    assert own.endswith("lets nobody read it, as after a change of users: run this as root")
+
+
+def test_root_may_lack_a_capability(
+    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    monkeypatch.setattr(process, "_read_smaps", _raising(PermissionError(errno.EACCES, "no")))
+    with pytest.raises(PermissionError, match="CAP_SYS_PTRACE, which root lacks here"):
+        read_process(idle.pid)
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def act(*_: Any) -> Any:
+        raise error
+
+    return act
+
+
+def test_a_kernel_without_smaps(
+    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = FileNotFoundError(errno.ENOENT, "no", "smaps")
+    monkeypatch.setattr(process, "_read_smaps", _raising(error))
+    with pytest.raises(FileNotFoundError, match=r"This kernel does not tell .*: it has no smaps"):
+        read_process(idle.pid)
+
+
+def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    with pytest.raises(FileNotFoundError, match="/proc is not mounted here"):
+        read_process(1 << 30)
+
+
+# ---- meanwhile ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+@pytest.mark.parametrize("when", ["_stat", "_read", "_read_smaps", "_with_nodes"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_process_that_ends_while_it_is_read(
+    child: Child, monkeypatch: pytest.MonkeyPatch, when: str, first: bool, reaped: bool
+) -> None:
+    one = child(IDLE)
+    said(one)
+    plain = getattr(process, when)
+
+    def end() -> None:
+        one.kill()
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+        if reaped:
+            one.wait()
+        monkeypatch.undo()
+
+    def act(*arguments: Any) -> Any:
+        if first:
+            end()
+            return plain(*arguments)
+        result = plain(*arguments)
+        end()
+        return result
+
+    n_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(process, when, act)
+    # One that was a zombie from the start says so.
+    zombie = first and not reaped and when in ("_stat", "_read")
+    with pytest.raises(ValueError if zombie else ProcessLookupError, match=r"has ended"):
+        read_process(one.pid)
+    assert len(os.listdir("/proc/self/fd")) == n_open
+
+
+def test_a_process_that_becomes_another_program_while_it_is_read(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = child("""
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: os.execv("/bin/sh", ["sh", "-c", "read x"]))
+        print("[]", flush=True)
+        """)
+    said(one)
+    plain = process._read_smaps
+
+    def become(fd: int) -> bytes:
+        smaps = plain(fd)
+        one.send_signal(signal.SIGUSR1)
+        comm = Path(f"/proc/{one.pid}/comm")
+        while comm.read_text().strip() != "sh":
+            time.sleep(0.001)
+        return smaps
+
+    monkeypatch.setattr(process, "_read_smaps", become)
+    with pytest.raises(ProcessLookupError, match="has become another program"):
+        read_process(one.pid)
+    monkeypatch.undo()
+    assert read_process(one.pid).command == "sh -c read x"
