@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Choice",
+    "Extent",
     "Facts",
     "NumaPolicy",
     "Request",
@@ -33,6 +34,7 @@ __all__ = [
     "comparison",
     "decide",
     "elsewhere",
+    "extent",
     "few_huge_pages",
     "left_elsewhere",
     "parse_numa",
@@ -123,6 +125,19 @@ class Choice:
     numa: NumaPolicy | None
     lock: Lock
     shortfalls: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a block will be: its bytes in whole pages, and what the kernel will be asked for."""
+
+    nbytes: int
+    choice: Choice
+
+    @property
+    def is_hugetlb(self) -> bool:
+        """Whether it is of a pool that was set aside, and takes nothing of other memory."""
+        return self.choice.pages in HUGETLB
 
 
 def show_nodes(nodes: Iterable[int]) -> str:
@@ -264,6 +279,42 @@ def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = N
             shortfalls.append(refusal)
             lock = False
     return Choice(pages, numa, lock, tuple(shortfalls))
+
+
+def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
+    """Say what a block will map.
+
+    Parameters
+    ----------
+    request : Request
+        What it is asked to be.
+    facts : Facts
+        What there is.
+    strict : bool, default False
+        Whether it is what was asked for, or not at all.
+
+    Returns
+    -------
+    Extent
+
+    Notes
+    -----
+    As `um_block_map` rounds: to hugetlb pages where these are chosen; to transparent huge pages
+    where they are asked for, or a block of free choice is at least one of them; else to base pages.
+    Pieces that are mapped twice are whole pages already.
+    """
+    choice = decide(request, facts)
+    if strict and choice.shortfalls:
+        choice = Choice(request.pages, request.numa, request.lock, choice.shortfalls)
+    page = request.page_bytes
+    if choice.pages in HUGETLB:
+        page = _BYTES[choice.pages]
+    elif choice.pages == "thp" or (
+        choice.pages == "auto" and max(request.nbytes, request.reserve) >= request.thp_bytes
+    ):
+        page = max(page, request.thp_bytes)
+    nbytes = request.nbytes if request.mirror else -(-request.nbytes // page) * page
+    return Extent(nbytes, choice)
 
 
 def lock_refusal(lock: Lock, nbytes: int, facts: Facts) -> str | None:
