@@ -82,6 +82,8 @@ typedef enum um_category {
     UM_CAT_HISTORY,
     UM_CAT_STAGING,
     UM_CAT_DIAGNOSTICS,
+    UM_CAT_LOGITS,
+    UM_CAT_TOKENS, /* ids, positions and row numbers: what an engine reads for each token */
     UM_CAT_COUNT
 } um_category;
 

@@ -20,6 +20,7 @@ static const char *const category_names[UM_CAT_COUNT] = {
     [UM_CAT_OTHER] = "other",     [UM_CAT_WEIGHTS] = "weights",
     [UM_CAT_SCRATCH] = "scratch", [UM_CAT_HISTORY] = "history",
     [UM_CAT_STAGING] = "staging", [UM_CAT_DIAGNOSTICS] = "diagnostics",
+    [UM_CAT_LOGITS] = "logits",   [UM_CAT_TOKENS] = "tokens",
 };
 
 static bool is_category(um_category category) {

@@ -12,7 +12,8 @@ static um_ledger_row row_of(um_category category) {
 }
 
 static void test_categories(void) {
-    const char *names[] = {"other", "weights", "scratch", "history", "staging", "diagnostics"};
+    const char *names[] = {"other",   "weights",     "scratch", "history",
+                           "staging", "diagnostics", "logits",  "tokens"};
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         CHECK(strcmp(um_category_name((um_category)i), names[i]) == 0);
         um_ledger_row row = row_of((um_category)i);

@@ -67,7 +67,7 @@ cdef class Block:
         Stands in messages.
     category : str, default "other"
         The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
-        ``"diagnostics"`` or ``"other"``.
+        ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
 
     Attributes
     ----------
@@ -196,6 +196,7 @@ cdef class Block:
         """Map, warm or fill, lock, and look whether it is as it was asked for."""
         self._region, self._choice = map_request(self.name, request, category, fd, strict, None)
         cdef Region region = self._region
+        region.requested = self._requested
         choice, problems = self._choice, list(self._choice.shortfalls)
         if fill is not None:
             fill(self)
@@ -364,7 +365,7 @@ cdef class Block:
         block._region, block._choice = map_request(block.name, request, source.block.category, -1,
                                                    False, source)
         cdef Region region = block._region
-        block._requested = _requested_of(region, True) | {"pages": pages}
+        block._requested = region.requested = _requested_of(region, True) | {"pages": pages}
         if block._choice.pages in ("auto", "thp"):
             block._collapse(region, None)
         problems = list(block._choice.shortfalls)
@@ -878,7 +879,9 @@ cdef Block _new_block(Region region, name, category, bint shared):
         leave_out_of_child(region)
     block.category = category
     block._region = region
-    block._requested = _requested_of(region, shared or region.block.sharing != um.UM_SHARING_NONE)
+    block._requested = region.requested = _requested_of(
+        region, shared or region.block.sharing != um.UM_SHARING_NONE)
+    region.enter()
     return block
 
 

@@ -32,6 +32,7 @@ cdef class HeaderBytes:
                     status = um.um_block_map(&self._region.block, nbytes, &options, &err)
                 if status != um.UM_OK:
                     raise_status(status, &err, path)
+                self._region.enter()
                 self._bytes = <const unsigned char *>self._region.block.base
                 with nogil:
                     status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)

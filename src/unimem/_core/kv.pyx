@@ -454,6 +454,7 @@ cdef class KVCache(KVMemory):
         cdef um.um_error err
         cdef uint64_t n, held
         self.begin_change()
+        self._most_bytes = self.most_bytes()
         held = um.um_kv_seq_len(&self.kv)
         n = min(held, most // (self._n_lanes * row))
         if self.memory_usage_bytes <= most:

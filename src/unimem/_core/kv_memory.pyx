@@ -7,6 +7,7 @@ import numpy as np
 
 from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
+from unimem.ledger import Part
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
@@ -18,7 +19,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array
 from unimem._core.block cimport Block
 from unimem._core.kv_rows cimport KVRows, is_v, round_up
-from unimem._core.region cimport Region, new_window
+from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
 
@@ -169,6 +170,23 @@ cdef class KVMemory(KVRows):
         return self._set_usable()
 
     # ---- what is there ----
+
+    cdef int start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1:
+        KVRows.start(self, spec, storage)
+        enter_holder(self)
+        return 0
+
+    def _ledger_parts(self):
+        cdef Region region = self._region if self.tape is None else self.tape._region
+        cdef size_t nbytes = self._storage_bytes
+        if region is None or self._closed:
+            return ()
+        if self.tape is None:
+            nbytes = region.memory_bytes()
+        elif not self.tape.holds(self._begin + nbytes):
+            return ()
+        return (Part("kv", <uintptr_t>region.block.base + self._begin, nbytes, self.used_bytes(),
+                     self.most_bytes()),)
 
     cdef Region open_region(self):
         cdef Region region = self._region if self.tape is None else self.tape._region

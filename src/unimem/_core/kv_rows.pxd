@@ -21,6 +21,8 @@ cdef class KVRows(Watcher):
     # The first byte of the storage in the region that its views are windows of.
     cdef size_t _begin
     cdef size_t _n_lanes, _storage_bytes
+    # The most bytes of tokens that there were when some were last dropped.
+    cdef uint64_t _most_bytes
     # Bytes of a lane that were dropped since memory was last given back.
     cdef size_t _dropped
     cdef uint64_t _reserved
@@ -83,6 +85,9 @@ cdef class KVRows(Watcher):
     cdef bint has_views(self, list ranges) except -1
     cdef int check_whole(self, str doing) except -1
     cdef void note_end(self) noexcept
+    # Bytes of the tokens that are there, and the most that there ever were.
+    cdef uint64_t used_bytes(self) noexcept
+    cdef uint64_t most_bytes(self) noexcept
 
 # Whether "k" or "v" is the latter.
 cdef bint is_v(object part) except -1

@@ -384,6 +384,7 @@ cdef class KVRows(Watcher):
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold."""
         self.begin_change()
+        self._most_bytes = self.most_bytes()
         um.um_kv_rollback(&self.kv)
         self._reserved = 0
         self.note_end()
@@ -412,6 +413,7 @@ cdef class KVRows(Watcher):
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n")
         self.begin_change()
+        self._most_bytes = self.most_bytes()
         if um.um_kv_crop(&self.kv, count, &err) != um.UM_OK:
             if strcmp(err.what, "overwritten") == 0:
                 raise ValueError(
@@ -454,6 +456,7 @@ cdef class KVRows(Watcher):
         cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), row = 0
         cdef uint64_t held
         self.begin_change()
+        self._most_bytes = self.most_bytes()
         held = um.um_kv_seq_len(&self.kv)
         if self.window is not None and first:
             raise ValueError(f"keep_first: expected 0 for a ring, in which a token's row follows "
@@ -481,6 +484,7 @@ cdef class KVRows(Watcher):
         The memory stays, but for that of a growing cache.
         """
         self.begin_change()
+        self._most_bytes = self.most_bytes()
         um.um_kv_clear(&self.kv)
         self.note_end()
         self._reserved = 0
@@ -533,15 +537,23 @@ cdef class KVRows(Watcher):
         """Whether there is no token."""
         return self.seq_len == 0
 
-    @property
-    def memory_usage_bytes(self):
-        """Bytes of the tokens that are there, over all layers, K and V."""
+    @cython.final
+    cdef uint64_t used_bytes(self) noexcept:
         cdef uint64_t rows = 0
         cdef uint32_t layer
-        self.open_region()
         for layer in range(self.kv.spec.n_layers):
             rows += um.um_kv_layer_len(&self.kv, layer, NULL)
         return 2 * rows * self.kv.spec.batch * self.kv.row_bytes
+
+    @cython.final
+    cdef uint64_t most_bytes(self) noexcept:
+        return max(self._most_bytes, self.used_bytes())
+
+    @property
+    def memory_usage_bytes(self):
+        """Bytes of the tokens that are there, over all layers, K and V."""
+        self.open_region()
+        return self.used_bytes()
 
     @property
     def n_layers(self):

@@ -74,6 +74,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
         region.writable = source is None
         if request.shared and region.writable:
             leave_out_of_child(region)
+        region.enter()
         return region
     if err.what == b"mbind":
         if choice.numa.mode == "weighted" and err.os_errno == errno.EINVAL:

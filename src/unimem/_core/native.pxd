@@ -31,6 +31,8 @@ cdef extern from "unimem.h" nogil:
         UM_CAT_HISTORY
         UM_CAT_STAGING
         UM_CAT_DIAGNOSTICS
+        UM_CAT_LOGITS
+        UM_CAT_TOKENS
         UM_CAT_COUNT
 
     ctypedef struct um_ledger_row:

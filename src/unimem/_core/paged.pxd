@@ -17,7 +17,11 @@ cdef class PagedKVCache:
     cdef object _index
     cdef Region _region
     cdef object __weakref__
+    # The most blocks that sequences held when some were last given back.
+    cdef uint32_t _most_in_use
     cdef object fail(self, um.um_error *err)
+    # The most blocks that sequences ever held.
+    cdef uint32_t most_in_use(self) noexcept
     # Raises ClosedError where there is none any more.
     cdef Region open_region(self)
     cdef object _view(self, Region region, uint32_t layer, bint v)
@@ -37,6 +41,8 @@ cdef class Sequence:
     cdef object __weakref__
     cdef Region open_region(self)
     cdef int check_idle(self) except -1
+    # Before blocks are given back.
+    cdef void note_use(self) noexcept
     cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1
     cdef int index_blocks(self) except -1
     cdef int check_out(self, object out, uint64_t n) except -1

@@ -5,13 +5,14 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
+from unimem.ledger import Part
 from unimem.placement import format_bytes
 from unimem.prefix import PrefixIndex
 
 cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
@@ -21,7 +22,7 @@ from unimem._core.kv_arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
     numpy_type, shape_of,
 )
-from unimem._core.region cimport Region, new_window
+from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
@@ -137,6 +138,7 @@ cdef class PagedKVCache:
         if um.um_paged_init(&self.paged, &spec, region.block.base, &err) != um.UM_OK:
             self.fail(&err)
         self.block, self._region, self._index = block, region, index
+        enter_holder(self)
 
     def __dealloc__(self):
         # Sequences hold the cache, and go before it.
@@ -144,6 +146,18 @@ cdef class PagedKVCache:
 
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"PagedKVCache '{self.name}'", CacheFull, "blocks")
+
+    @cython.final
+    cdef uint32_t most_in_use(self) noexcept:
+        return max(self._most_in_use, um.um_paged_n_in_use(&self.paged))
+
+    def _ledger_parts(self):
+        cdef Region region = self._region
+        cdef size_t size = self.paged.block_bytes
+        if region is None:
+            return ()
+        return (Part("kv", <uintptr_t>region.block.base, region.memory_bytes(),
+                     um.um_paged_n_in_use(&self.paged) * size, self.most_in_use() * size),)
 
     cdef Region open_region(self):
         if self._region is None:
@@ -386,7 +400,12 @@ cdef class Sequence:
         raise TypeError("a Sequence is made by PagedKVCache.sequence()")
 
     def __dealloc__(self):
+        self.note_use()
         um.um_paged_seq_free(&self.seq)
+
+    cdef void note_use(self) noexcept:
+        if self.cache is not None:
+            self.cache._most_in_use = self.cache.most_in_use()
 
     cdef Region open_region(self):
         if self._closed:
@@ -577,6 +596,7 @@ cdef class Sequence:
         cdef uint64_t kept = size_of(n, "n")
         self.open_region()
         self.check_idle()
+        self.note_use()
         if um.um_paged_crop(&self.seq, kept, &err) != um.UM_OK:
             if err.status == um.UM_E_INVALID:
                 raise ValueError(f"Sequence.crop: expected n of at most {len(self)}, the tokens "
@@ -598,6 +618,7 @@ cdef class Sequence:
         """
         self.open_region()
         self.check_idle()
+        self.note_use()
         um.um_paged_rollback(&self.seq)
 
     def gather(self, layer, out=None):
@@ -700,6 +721,7 @@ cdef class Sequence:
         if not self._closed and self.cache is not None:
             self.check_idle()
             self._closed = True
+            self.note_use()
             um.um_paged_seq_clear(&self.seq)
             self._ids = self._node = None
 

@@ -22,7 +22,19 @@ cdef class Region:
     cdef Py_ssize_t n_buffers
     # Weak references to those who wait for windows to go; None while nobody does.
     cdef list watchers
+    # What its block was asked to be; None: it is no block's.
+    cdef dict requested
+    # The neighbours in the list of all regions that are mapped, and whether it is there.
+    cdef void *older
+    cdef void *newer
+    cdef bint is_entered
     cdef object __weakref__
+    # Enters it in that list, once it is mapped, and takes it out. Nothing of Python's runs.
+    cdef void enter(self) noexcept
+    cdef void leave(self) noexcept
+    # The row of a report that its category is, and the bytes of memory that it is made of.
+    cdef str row(self)
+    cdef size_t memory_bytes(self) noexcept
     # An array over a part of it, which counts as a user of that part.
     cdef object array(self, size_t offset, object shape, object dtype)
     # Offset and size of each run below `end`, in whole steps, that is committed, or is not.
@@ -42,5 +54,8 @@ cdef object new_window(Region region, size_t first, size_t nbytes)
 
 # A fork leaves this memory out of the child: there it is forgotten.
 cdef object leave_out_of_child(Region region)
+# Notes, weakly, who tells what parts of regions are for: its `_ledger_parts` does. Nothing of
+# Python's runs.
+cpdef object enter_holder(object holder)
 # Fills a native policy from a placing.NumaPolicy, or None.
 cdef int set_numa(um.um_numa *out, object policy) except -1

@@ -5,6 +5,8 @@ import weakref
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.ref cimport PyObject
+from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
@@ -15,11 +17,21 @@ cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTER
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
 # What a fork leaves out of the child.
 cdef object _left_out = weakref.WeakSet()
+# The ledger: the newest of the regions that are mapped, and weak references, by their addresses, to
+# those who know what parts of regions are for. Nothing of Python's runs while either changes.
+cdef void *_newest = NULL
+cdef dict _holders = {}
+# The categories as rows of a report call them.
+cdef list _ROWS = [(<bytes>um.um_category_name(<um.um_category>i)).decode()
+                   for i in range(um.UM_CAT_COUNT)]
+_ROWS[<int>um.UM_CAT_HISTORY] = "kv"
 
 
 def _forget_left_out():
+    cdef Region region
     for region in list(_left_out):
-        um.um_block_forget(&(<Region>region).block)
+        region.leave()
+        um.um_block_forget(&region.block)
 
 
 os.register_at_fork(after_in_child=_forget_left_out)
@@ -83,8 +95,37 @@ cdef class Region:
             self.tell_watchers()
 
     def __dealloc__(self):
+        self.leave()
         # A destructor never raises; the kernel refuses only what was never mapped.
         um.um_block_unmap(&self.block, NULL)
+
+    cdef void enter(self) noexcept:
+        global _newest
+        self.older = _newest
+        if _newest != NULL:
+            (<Region>_newest).newer = <void *>self
+        _newest = <void *>self
+        self.is_entered = True
+
+    cdef void leave(self) noexcept:
+        global _newest
+        if not self.is_entered:
+            return
+        if self.newer != NULL:
+            (<Region>self.newer).older = self.older
+        else:
+            _newest = self.older
+        if self.older != NULL:
+            (<Region>self.older).newer = self.newer
+        self.older = self.newer = NULL
+        self.is_entered = False
+
+    cdef str row(self):
+        return _ROWS[<int>self.block.category]
+
+    cdef size_t memory_bytes(self) noexcept:
+        cdef um.um_block *b = &self.block
+        return b.committed_nbytes if b.mirror_nbytes == 0 else b.committed_nbytes // 2
 
     cdef object array(self, size_t offset, object shape, object dtype):
         cdef size_t most = self.block.nbytes, size
@@ -168,6 +209,43 @@ cdef class Region:
 
     cdef bint is_hugetlb(self):
         return self.block.requested_pages in (um.UM_PAGES_2M, um.UM_PAGES_1G)
+
+
+def regions():
+    """What is mapped now, the newest first.
+
+    Returns
+    -------
+    list of tuple
+        Of each region the row of a report that its category is, its name, its address, the bytes of
+        its memory and of its address space, what its block was requested to be, and the path of the
+        file that it maps; the last two or None.
+    """
+    cdef list found = []
+    # Held while it is looked at, so that the next one can be asked for: what is made here may
+    # collect others.
+    cdef Region region = <Region>_newest if _newest != NULL else None
+    while region is not None:
+        found.append((region.row(), region.name, <uintptr_t>region.block.base,
+                      region.memory_bytes(), region.block.reserved_nbytes, region.requested,
+                      region.file))
+        region = <Region>region.older if region.older != NULL else None
+    return found
+
+
+def _forget_holder(reference):
+    _holders.pop(<uintptr_t><PyObject *>reference, None)
+
+
+cpdef object enter_holder(object holder):
+    """Note, weakly, who tells what parts of regions are for: its `_ledger_parts` does."""
+    reference = PyWeakref_NewRef(holder, _forget_holder)
+    _holders[<uintptr_t><PyObject *>reference] = reference
+
+
+def holders():
+    """Weak references to those who were noted, the first of them first."""
+    return list(_holders.values())
 
 
 cdef int set_numa(um.um_numa *out, object policy) except -1:

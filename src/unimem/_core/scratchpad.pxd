@@ -14,6 +14,8 @@ cdef class _Rows:
     cdef readonly Py_ssize_t dim
     cdef readonly object dtype
     cdef Py_ssize_t n_tokens
+    # The most tokens that there were when some were last cut off.
+    cdef Py_ssize_t most_tokens
     cdef size_t row_bytes
     # A native type, or one of the module's own.
     cdef int type
@@ -41,6 +43,10 @@ cdef class _Rows:
 cdef class _HostRows(_Rows):
     # None when the tape is closed.
     cdef Region region(self)
+    # Where the rows lie, in so many bytes, and what so many tokens use of them.
+    cdef uintptr_t address(self) noexcept
+    cdef size_t nbytes(self) noexcept
+    cdef size_t bytes_of(self, Py_ssize_t n) noexcept
     cdef object append_rows(self, cnp.ndarray rows, Py_ssize_t n)
     # Writes n rows behind the last one; there is room.
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err)

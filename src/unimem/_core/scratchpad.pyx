@@ -3,6 +3,7 @@
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
+from unimem.ledger import Part
 
 cimport cython
 cimport numpy as cnp
@@ -13,7 +14,7 @@ from libc.string cimport memcpy, memmove
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
 from unimem._core.kv_arrays cimport Bytes, find_bytes
-from unimem._core.region cimport Region
+from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Bump, Tape
 
@@ -152,6 +153,7 @@ cdef class _Rows:
         self.check_idle()
         if not 0 <= kept <= self.n_tokens:
             raise ValueError(f"{type(self).__name__}.crop: expected 0 to {self.n_tokens}, got {n}")
+        self.most_tokens = max(self.most_tokens, self.n_tokens)
         self.n_tokens = kept
         if self.give_back(&err) != um.UM_OK:
             self.fail(&err)
@@ -218,6 +220,26 @@ cdef class _HostRows(_Rows):
 
     cdef Region region(self):
         return (<Tape>self.tape)._region
+
+    cdef uintptr_t address(self) noexcept:
+        return 0
+
+    cdef size_t nbytes(self) noexcept:
+        return 0
+
+    cdef size_t bytes_of(self, Py_ssize_t n) noexcept:
+        return 0
+
+    def _ledger_parts(self):
+        cdef Tape tape = self.tape
+        cdef size_t begin
+        if not self._open or tape._region is None:
+            return ()
+        begin = self.address() - <uintptr_t>tape.tape.base
+        if not tape.holds(begin + self.nbytes()):
+            return ()
+        return (Part("kv", self.address(), self.nbytes(), self.bytes_of(self.n_tokens),
+                     self.bytes_of(max(self.most_tokens, self.n_tokens))),)
 
     def append(self, vec):
         """Append one token.
@@ -359,6 +381,16 @@ cdef class Scratchpad(_HostRows):
         self.base = <char *>place.take_raw(nbytes)
         self.tape, self._owns_tape = place, tape is None
         self._open = True
+        enter_holder(self)
+
+    cdef uintptr_t address(self) noexcept:
+        return <uintptr_t>self.base
+
+    cdef size_t nbytes(self) noexcept:
+        return self.bytes_of(self.capacity)
+
+    cdef size_t bytes_of(self, Py_ssize_t n) noexcept:
+        return <size_t>n * self.row_bytes
 
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
         cdef um.um_status status
@@ -592,6 +624,16 @@ cdef class PagedScratchpad(_HostRows):
         self.table = <int32_t *>place.take_raw(table_bytes)
         self.tape, self._owns_tape = place, True
         self._open = True
+        enter_holder(self)
+
+    cdef uintptr_t address(self) noexcept:
+        return <uintptr_t>(<Tape>self.tape).tape.base
+
+    cdef size_t nbytes(self) noexcept:
+        return um.um_tape_used(&(<Tape>self.tape).tape)
+
+    cdef size_t bytes_of(self, Py_ssize_t n) noexcept:
+        return <size_t>self.blocks_for(n) * self.grid.cell_bytes
 
     @cython.final
     cdef Py_ssize_t blocks_for(self, Py_ssize_t n):

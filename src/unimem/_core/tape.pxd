@@ -34,6 +34,8 @@ cdef class Bump:
 cdef class Tape(Bump):
     cdef Region _region
 
+    # Whether the first `end` bytes are taken.
+    cdef bint holds(self, size_t end)
     # `take_raw` as a typed memoryview of n float32.
     cdef float[::1] take_floats(self, size_t n)
 

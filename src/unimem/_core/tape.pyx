@@ -9,6 +9,7 @@ import numpy as np
 
 from unimem import placing
 from unimem.errors import ClosedError, TapeFull
+from unimem.ledger import Part
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
@@ -22,7 +23,7 @@ from unimem._core.arrays cimport (
     array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.block cimport Block
-from unimem._core.region cimport Region
+from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport raise_status
 
 cdef extern from "Python.h":
@@ -372,6 +373,17 @@ cdef class Tape(Bump):
         self._region = region
         if region.block.access == um.UM_ACCESS_SHARED:
             _absent_in_child[self] = placing.LEFT_OUT
+        enter_holder(self)
+
+    cdef bint holds(self, size_t end):
+        return end <= um.um_tape_used(&self.tape)
+
+    def _ledger_parts(self):
+        cdef Region region = self._region
+        if region is None:
+            return ()
+        return (Part(region.row(), <uintptr_t>region.block.base, region.memory_bytes(),
+                     um.um_tape_used(&self.tape), um.um_tape_high_water(&self.tape)),)
 
     cdef object let_go(self):
         self._open = False

@@ -180,7 +180,7 @@ class Block:
         Stands in messages.
     category : str, default "other"
         The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
-        ``"diagnostics"`` or ``"other"``.
+        ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
     **placement
         See `PlacementOptions`; only of pinned blocks.
 
