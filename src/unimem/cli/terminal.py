@@ -19,6 +19,8 @@ __all__ = [
     "dim",
     "good",
     "heading",
+    "is_colored",
+    "is_terminal",
     "one_line",
     "printable",
     "show",
@@ -114,7 +116,7 @@ class Flow:
 
     def __init__(self, width: int | None = None) -> None:
         if width is None:
-            width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else 0
+            width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 0
         self._width = width
         self._column = 0
         self._word = ""
@@ -181,15 +183,17 @@ def tint(text: str) -> str:
 
 
 def _styled(text: str, code: str) -> str:
-    return f"{code}{text}\x1b[0m" if _is_colored(sys.stdout) else text
+    return f"{code}{text}\x1b[0m" if is_colored(sys.stdout) else text
 
 
-def _is_colored(stream: TextIO) -> bool:
+def is_colored(stream: TextIO) -> bool:
+    """Whether a stream shows colours."""
     # https://no-color.org: any value but an empty one counts.
-    return _is_terminal(stream) and not os.environ.get("NO_COLOR")
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that more than lines can be written to."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -218,7 +222,7 @@ def updates(what: str) -> Iterator[Callable[[int, int], None]]:
             if shown is not None:
                 shown(done, total)
 
-        yield update if sys.stderr is not None and _is_terminal(sys.stderr) else lambda *_: None
+        yield update if sys.stderr is not None and is_terminal(sys.stderr) else lambda *_: None
 
 
 def _bar(stack: ExitStack, what: str) -> Callable[[int, int], None]:
