@@ -117,6 +117,7 @@ def _app() -> typer.Typer:
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
+    from unimem.cli.report import report
     from unimem.cli.run import run
     from unimem.cli.stage import stage
 
@@ -130,6 +131,7 @@ def _app() -> typer.Typer:
     app.callback()(_unimem)
     app.command()(run)
     app.command()(plan)
+    app.command()(report)
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)

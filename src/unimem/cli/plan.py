@@ -103,7 +103,7 @@ def plan(
 
 
 def _page(plan: Plan, model: Path) -> Iterator[str]:
-    yield from fact_lines(_facts(plan, model))
+    yield from fact_lines(_facts(plan, model).items())
     yield ""
     yield from _rows(plan)
     yield ""

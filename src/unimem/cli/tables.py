@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
@@ -93,18 +93,18 @@ def wrap(text: str, columns: int) -> list[str]:
     return lines
 
 
-def fact_lines(facts: Mapping[str, str], columns: int | None = None) -> Iterator[str]:
+def fact_lines(facts: Iterable[tuple[str, str]], columns: int | None = None) -> Iterator[str]:
     """Write names, and beside each its text in as many lines as it needs.
 
     Parameters
     ----------
-    facts : mapping of str to str
-        Control characters in a text are shown, and not obeyed.
+    facts : iterable of (str, str)
+        Names and texts. Control characters in a text are shown, and not obeyed.
     columns : int, optional
         Of a line; by default all that there are.
     """
     columns = room() if columns is None else columns
-    for name, text in facts.items():
+    for name, text in facts:
         start = terminal.dim(name.ljust(LABEL))
         for line in wrap(terminal.one_line(text), max(columns - LABEL, _NARROWEST_TEXT)):
             yield start + line

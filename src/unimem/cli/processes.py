@@ -1,0 +1,143 @@
+"""Processes of this machine that a report can say most of: those with a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from unimem.model_maps import models
+from unimem.process import read_process
+from unimem.published import published
+from unimem.report import Report
+
+__all__ = ["SCHEMA", "Model", "ModelProcess", "Processes", "find", "mapped_models"]
+
+SCHEMA = "unimem.processes/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProcess:
+    """A process that maps model files, or shows its ledger. Any number of threads may use it.
+
+    Attributes
+    ----------
+    pid, name, command : int, str, str
+        As of a `Process`.
+    models : tuple of str
+        Paths of the model files that it maps, by address.
+    has_ledger : bool
+        Whether it shows what unimem has in it.
+    rss_bytes, pss_bytes : int
+        What of it is in RAM; and there by share, where a page that n processes share counts 1/n.
+    """
+
+    pid: int
+    name: str
+    command: str
+    models: tuple[str, ...]
+    has_ledger: bool
+    rss_bytes: int
+    pss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """What was found.
+
+    Attributes
+    ----------
+    found : tuple of ModelProcess
+        The one with most in RAM, by share, first.
+    n_hidden : int
+        Processes that are not ours to look at.
+    """
+
+    found: tuple[ModelProcess, ...]
+    n_hidden: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and texts, as in JSON."""
+        return {
+            "schema": SCHEMA,
+            "processes": [
+                asdict(process) | {"models": [*process.models]} for process in self.found
+            ],
+            "n_hidden": self.n_hidden,
+        }
+
+
+def find() -> Processes:
+    """Look at all processes but this one.
+
+    What of a process is in RAM is only asked for those that have a model: of the others, the kernel
+    need not walk through the page tables.
+    """
+    found, n_hidden = [], 0
+    for pid in _others():
+        # Processes end while others are looked at, and threads of the kernel have no memory.
+        with suppress(ProcessLookupError, ValueError):
+            try:
+                areas = read_process(pid, usage=False)
+                paths = tuple(dict.fromkeys(model.path for model in models(areas)))
+                has_ledger = published(pid) is not None
+                if not (paths or has_ledger):
+                    continue
+                process = read_process(pid)
+            except PermissionError:
+                n_hidden += 1
+                continue
+            found.append(
+                ModelProcess(
+                    pid=pid,
+                    name=process.name,
+                    command=process.command,
+                    models=paths,
+                    has_ledger=has_ledger,
+                    rss_bytes=process.rss_bytes,
+                    pss_bytes=process.pss_bytes,
+                )
+            )
+    found.sort(key=lambda process: -process.pss_bytes)
+    return Processes(tuple(found), n_hidden)
+
+
+def _others() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            yield int(name)
+
+
+class Model(NamedTuple):
+    """A model file that a process maps.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    nbytes, resident_bytes : int
+        What is mapped of it, and what of that is in RAM.
+    pages : str
+        The pages of its largest mapping.
+    """
+
+    path: str
+    nbytes: int
+    resident_bytes: int
+    pages: str
+
+
+def mapped_models(report: Report) -> list[Model]:
+    """Give the model files that a process maps, the largest first."""
+    found: dict[str, Model] = {}
+    for mapping in sorted(report.mappings, key=lambda mapping: -mapping.nbytes):
+        if mapping.path is None or not mapping.category.startswith("weights"):
+            continue
+        granted = mapping.granted
+        _, nbytes, resident, pages = found.get(mapping.path, ("", 0, 0, granted.pages))
+        found[mapping.path] = Model(
+            mapping.path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages
+        )
+    return sorted(found.values(), key=lambda model: -model.nbytes)

@@ -1,0 +1,229 @@
+"""`unimem report`: where the memory of a process is, of any program."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from unimem.cli import terminal
+from unimem.cli.options import AsJson
+from unimem.cli.processes import ModelProcess, Processes, find, mapped_models
+from unimem.cli.tables import Bar, fact_lines, room, table_lines, wrap
+from unimem.placement import Placement, format_bytes, together
+from unimem.report import Mapping, Report
+from unimem.report import report as make_report
+
+__all__ = ["report"]
+
+_MODELS = 4  # named in the page
+_WIDE = 110  # columns, from which on there is room for paths
+
+
+def report(
+    pid: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PID]",
+            help="The number of a process; without one, all that have a model are listed.",
+            show_default=False,
+        ),
+    ] = None,
+    mappings: Annotated[
+        bool, typer.Option("--mappings", help="Add a line a mapping, what is in RAM first.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until q is pressed.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="How often, with --watch.")
+    ] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the memory of a process is: of any program, as the kernel says."""
+    if pid is None:
+        if watch or mappings:
+            raise typer.BadParameter(
+                "--watch and --mappings need the PID of a process: 'unimem report' lists those "
+                "that have a model"
+            )
+        _show_processes(find(), as_json=as_json)
+        return
+    number = _number(pid)
+    if watch:
+        from unimem.cli.watch import watch as keep_showing
+
+        keep_showing(number, interval)
+        return
+    made = make_report(number)
+    text = made.to_json() if as_json else "\n".join(_page(made, mappings=mappings))
+    terminal.show(text + "\n")
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise typer.BadParameter(
+            f"expected PID, the number of a process, got {text!r}: 'unimem report' lists those "
+            "that have a model, 'ps -e' all"
+        )
+    return int(text)
+
+
+# ---- which process ------------------------------------------------------------------------------
+
+
+def _show_processes(seen: Processes, *, as_json: bool) -> None:
+    if as_json:
+        terminal.show(json.dumps(seen.to_dict()) + "\n")
+        return
+    terminal.show("\n".join(_list(seen)) + "\n")
+
+
+def _list(seen: Processes) -> Iterator[str]:
+    rows = [
+        (
+            str(each.pid),
+            format_bytes(each.rss_bytes),
+            format_bytes(each.pss_bytes),
+            _short_command(each),
+            _names(each.models) or "read into its own memory",
+        )
+        for each in seen.found
+    ]
+    if rows:
+        yield from table_lines(("pid", "RSS", "PSS", "command", "model"), rows, align=">>><<")
+        text = "unimem report PID shows where the memory of one of them is."
+    else:
+        text = (
+            "No process has a model file mapped. One that has read a model into memory of its own "
+            "is not found so: unimem report PID takes any, and ps -e lists all."
+        )
+    if seen.n_hidden:
+        n = "1 process is" if seen.n_hidden == 1 else f"{seen.n_hidden} processes are"
+        text += f" {n} not ours to look at."
+    yield from ["", *wrap(text, room())]
+
+
+def _short_command(process: ModelProcess) -> str:
+    program, _, arguments = process.command.partition(" ")
+    return f"{os.path.basename(program) or process.name} {arguments}".rstrip()
+
+
+def _names(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{_named(paths[0])}{more}" if paths else ""
+
+
+def _named(path: str) -> str:
+    """Give a path, or where lines are short the name of the file."""
+    return path if room() >= _WIDE else os.path.basename(path)
+
+
+# ---- one process --------------------------------------------------------------------------------
+
+
+def _page(report: Report, *, mappings: bool) -> Iterator[str]:
+    yield from fact_lines(_heading(report))
+    yield ""
+    yield from _rows(report)
+    yield ""
+    yield from fact_lines(_sums(report))
+    if mappings:
+        yield ""
+        yield from _mappings(report.mappings)
+
+
+def _heading(report: Report) -> Iterator[tuple[str, str]]:
+    known = report.facts
+    yield "process", f"{known['pid']} {known.get('command') or known['name']}"
+    models = mapped_models(report)
+    for model in models[:_MODELS]:
+        yield "model", f"{model.path} {_in_ram(model.resident_bytes, model.nbytes)}"
+    if len(models) > _MODELS:
+        yield "", f"and {len(models) - _MODELS} more files: --json has all"
+
+
+def _in_ram(resident: int, nbytes: int) -> str:
+    if resident >= nbytes:
+        return f"({format_bytes(nbytes)}, all in RAM)"
+    return f"({format_bytes(resident)} of {format_bytes(nbytes)} in RAM)"
+
+
+def _rows(report: Report) -> Iterator[str]:
+    host = [row for row in report.rows if row.device is None]
+    total = sum(row.resident_bytes or 0 for row in host)
+    columns: dict[str, list[int | None]] = {
+        "size": [row.nbytes for row in report.rows],
+        "in RAM": [row.resident_bytes for row in report.rows],
+        "active": [row.active_bytes for row in report.rows],
+    }
+    if room() >= _WIDE:
+        columns["most"] = [row.high_water_bytes for row in report.rows]
+    # What is known of none is not shown.
+    columns = {name: sizes for name, sizes in columns.items() if any(sizes)}
+    known = columns.values()
+    sums = {"size": report.total_bytes, "in RAM": total}
+    rows = [
+        [
+            row.category if row.device is None else f"{row.category} on {row.device}",
+            *("-" if sizes[i] is None else format_bytes(sizes[i] or 0) for sizes in known),
+            _pages(row.granted),
+        ]
+        for i, row in enumerate(report.rows)
+    ]
+    rows.append(["total", *(format_bytes(sums[c]) if c in sums else "" for c in columns), ""])
+    for device, nbytes in report.device_bytes.items():
+        rows.append([f"total on {device}", format_bytes(nbytes), *[""] * len(columns)])
+    shares = [(row.resident_bytes or 0) / total if total else 0.0 for row in report.rows]
+    bars = [Bar(share) for share in shares] + [None] * (len(rows) - len(shares))
+    yield from table_lines(("memory", *columns, "pages"), rows, bars=bars)
+
+
+def _pages(granted: Placement | None) -> str:
+    if granted is None:
+        return "-"
+    # What is of several mappings has the pages of that with the smallest.
+    if granted.pages == "4k" and granted.huge_bytes:
+        return f"{granted.huge_bytes / granted.resident_bytes:.0%} huge"
+    return granted.pages
+
+
+def _sums(report: Report) -> Iterator[tuple[str, str]]:
+    placed = [row.granted for row in report.rows if row.granted and row.device is None]
+    known, size = report.facts, format_bytes
+    if placed:
+        all_ = together(placed)
+        rss, huge = all_.resident_bytes, all_.huge_bytes
+        yield "in RAM", f"{size(all_.pss_bytes)} (Pss), {size(rss)} with all that is shared (Rss)"
+        yield "huge", f"{size(huge)} in huge pages ({huge / rss if rss else 0:.0%} of Rss)"
+        nodes = [f"{size(nbytes)} on node {node}" for node, nbytes in sorted(all_.nodes.items())]
+        yield "nodes", ", ".join(nodes) or "nothing in RAM"
+        yield "locked", f"{size(all_.locked_bytes)}, swapped out {size(all_.swapped_bytes)}"
+    if "minor_faults" in known:
+        yield "faults", f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
+
+
+def _mappings(mappings: Sequence[Mapping]) -> Iterator[str]:
+    rows = [
+        (
+            f"{each.address:x}",
+            format_bytes(each.nbytes),
+            format_bytes(each.granted.pss_bytes),
+            each.granted.pages,
+            _kind(each),
+            _named(each.path) if each.path else each.name,
+        )
+        for each in sorted(mappings, key=lambda each: (-each.granted.pss_bytes, -each.nbytes))
+    ]
+    head = ("address", "size", "in RAM", "pages", "memory", "name")
+    yield from table_lines(head, rows, align=">>>><<")
+
+
+def _kind(mapping: Mapping) -> str:
+    """Name the category that most of a mapping is, and how many others there are."""
+    parts = sorted(mapping.parts, key=lambda category: -mapping.parts[category])
+    first, *others = parts or [mapping.category]
+    return f"{first} +{len(others)}" if others else first
