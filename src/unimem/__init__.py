@@ -37,6 +37,7 @@ from unimem.errors import (
     TapeFull,
 )
 from unimem.layout import Layout, Stat
+from unimem.measure import Measured, measure
 from unimem.placement import Placement, PlacementOptions
 from unimem.plan import Plan, plan
 from unimem.report import Report, report
@@ -61,6 +62,7 @@ __all__ = [
     "KVCache",
     "Layout",
     "Machine",
+    "Measured",
     "ModelDims",
     "PagedKVCache",
     "PagedScratchpad",
@@ -83,6 +85,7 @@ __all__ = [
     "doctor",
     "get_include",
     "get_library",
+    "measure",
     "open_weights",
     "plan",
     "report",
