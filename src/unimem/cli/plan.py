@@ -74,7 +74,7 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model will need, and whether it fits: of any architecture, from its header."""
+    """Say what a model will need, and whether it fits."""
     check_numa(numa)
     if device is not None and not re.fullmatch(r"cuda:\d+", device):
         raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r}")

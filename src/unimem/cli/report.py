@@ -39,27 +39,39 @@ def report(
         bool, typer.Option("--watch", help="Show it again and again, until q is pressed.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="How often, with --watch.")
+        float,
+        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two, with --watch."),
     ] = 1.0,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Show it so many times, with --watch. [default: without end]",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the memory of a process is: of any program, as the kernel says."""
-    if pid is None:
-        if watch or mappings:
-            raise typer.BadParameter(
-                "--watch and --mappings need the PID of a process: 'unimem report' lists those "
-                "that have a model"
-            )
-        _show_processes(find(), as_json=as_json)
-        return
-    number = _number(pid)
+    """Show where the memory of any process is."""
+    number = None if pid is None else _number(pid)
     if watch:
+        if mappings:
+            raise typer.BadParameter("--mappings is not for --watch: press m there")
         from unimem.cli.watch import watch as keep_showing
 
-        keep_showing(number, interval)
+        keep_showing(_only() if number is None else number, interval, count, as_json)
         return
-    made = make_report(number)
-    text = made.to_json() if as_json else "\n".join(_page(made, mappings=mappings))
+    if count is not None:
+        raise typer.BadParameter("--count is for --watch")
+    if number is None:
+        if mappings:
+            raise typer.BadParameter("--mappings needs PID: 'unimem report' lists processes")
+        seen = find()
+        text = json.dumps(seen.to_dict()) if as_json else "\n".join(_list(seen))
+    else:
+        made = make_report(number)
+        text = made.to_json() if as_json else "\n".join(_page(made, mappings=mappings))
     terminal.show(text + "\n")
 
 
@@ -72,14 +84,17 @@ def _number(text: str) -> int:
     return int(text)
 
 
+def _only() -> int:
+    """Return the process that is meant where none is named."""
+    seen = find().found
+    if len(seen) != 1:
+        raise ValueError(
+            f"{len(seen)} processes have a model: name one, which 'unimem report' or 'ps -e' lists"
+        )
+    return seen[0].pid
+
+
 # ---- which process ------------------------------------------------------------------------------
-
-
-def _show_processes(seen: Processes, *, as_json: bool) -> None:
-    if as_json:
-        terminal.show(json.dumps(seen.to_dict()) + "\n")
-        return
-    terminal.show("\n".join(_list(seen)) + "\n")
 
 
 def _list(seen: Processes) -> Iterator[str]:
