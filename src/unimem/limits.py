@@ -10,7 +10,7 @@ import io
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import compress
@@ -29,12 +29,14 @@ __all__ = [
     "huge_pools",
     "memlock",
     "memory_limits",
+    "node_weights",
     "nodes",
     "overcommit",
     "parse_list",
     "require",
     "require_cached",
     "require_shm",
+    "room_for_files",
     "thread_count",
     "tightest",
 ]
@@ -43,6 +45,7 @@ SHM = "/dev/shm"  # where shared memory has a name
 _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
+_WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 _CAP_IPC_LOCK = 1 << 14
 _MOST_LISTED = 1 << 16  # more than any kernel has of nodes or CPUs
@@ -61,12 +64,18 @@ class Limit:
         What there is, and what is taken of it. File pages that can be dropped are not taken.
     remedy : str
         A command or a setting that raises it.
+    file_bytes : int
+        Of a cgroup, file pages that are charged to it, whether they can be dropped at once or not.
+    busy_file_bytes : int
+        Of a cgroup, those among `used_bytes`: they were used lately, and make room for files only.
     """
 
     name: str
     limit_bytes: int
     used_bytes: int
     remedy: str
+    file_bytes: int = 0
+    busy_file_bytes: int = 0
 
     @property
     def room_bytes(self) -> int:
@@ -266,14 +275,43 @@ def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
     CapacityError
         As for `require`. What the page cache lacks room for would push out what was read before.
     """
-    machine, *others = memory_limits()
-    # The machine's room counts what is cached and could be dropped, of this file as well.
-    if machine.room_bytes < nbytes:
-        raise _refusal(nbytes, what, machine)
-    for limit in others:
-        # File pages are not promised: the commit limit has no say.
-        if limit.name.startswith("cgroup ") and limit.room_bytes < nbytes - cached_bytes:
-            raise _refusal(nbytes - cached_bytes, what, limit)
+    for limit, needed, room in room_for_files(memory_limits(), nbytes, lambda: cached_bytes):
+        if room < needed:
+            raise _refusal(needed, what, limit)
+
+
+def room_for_files(
+    found: Iterable[Limit], nbytes: int, cached_bytes: Callable[[], int]
+) -> Iterator[tuple[Limit, int, int]]:
+    """Tell what each limit has to hold of files whose pages shall stay in RAM, and its room.
+
+    Parameters
+    ----------
+    found : iterable of Limit
+        `memory_limits()`.
+    nbytes : int
+        Bytes of the files.
+    cached_bytes : callable
+        Tells what of them is in the page cache; called only where it decides.
+
+    Yields
+    ------
+    limit : Limit
+        The machine, or a cgroup: file pages are not promised, and the commit limit has no say.
+    needed_bytes, room_bytes : int
+        What it has to hold, and what it has for that.
+    """
+    for limit in found:
+        room = limit.room_bytes
+        if not limit.name.startswith("cgroup "):
+            if not limit.name.startswith("commit "):
+                # Its room counts what is cached and could be dropped, of these files as well.
+                yield limit, nbytes, room
+            continue
+        room += limit.busy_file_bytes
+        # What is cached beyond what the cgroup has of files is charged to another one.
+        elsewhere = max(0, cached_bytes() - limit.file_bytes) if room < nbytes else 0
+        yield limit, nbytes - elsewhere, room
 
 
 def require_shm(nbytes: int, what: str) -> None:
@@ -419,6 +457,22 @@ def _with_all_memory(node: Node) -> Node:
     return replace(node, total_bytes=total, free_bytes=free, available_bytes=available)
 
 
+def node_weights(nodes: Iterable[int]) -> dict[int, int]:
+    """Tell the weights of nodes among which pages are interleaved by weight.
+
+    Parameters
+    ----------
+    nodes : iterable of int
+        Their ids.
+
+    Returns
+    -------
+    dict
+        Ids to weights; 1 where the kernel tells none.
+    """
+    return {node: _number(f"{_WEIGHTS}/node{node}") or 1 for node in nodes}
+
+
 def overcommit() -> int:
     """Tell how the kernel promises memory.
 
@@ -553,12 +607,14 @@ def _memory_cgroup(
 
     def whole() -> Limit:
         stat = _read(f"{folder}/memory.stat") or ""
-        droppable = "inactive_file" if version == 2 else "total_inactive_file"
-        match = re.search(rf"^{droppable} (\d+)$", stat, re.MULTILINE)
-        taken = max(0, used - int(match[1])) if match else used
+        total = "" if version == 2 else "total_"
+        pages = dict(re.findall(rf"^{total}((?:in)?active_file) (\d+)$", stat, re.MULTILINE))
+        idle, busy = (int(pages.get(name, 0)) for name in ("inactive_file", "active_file"))
         # Version 1 writes "no limit" as -1.
         none = "max" if version == 2 else "-1"
-        return Limit(f"cgroup {name}", limit, taken, f"echo {none} > {folder}/{file}")
+        remedy = f"echo {none} > {folder}/{file}"
+        taken = max(0, used - idle)
+        return Limit(f"cgroup {name}", limit, taken, remedy, idle + busy, min(busy, taken))
 
     yield limit - used, whole
 

@@ -1,0 +1,428 @@
+"""What a model needs, as a function of its options: every block that will be made, to the byte."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from unimem import limits, placing
+from unimem._core.kv import KVCache
+from unimem._core.tmpfs import huge_page_bytes
+from unimem.limits import HugePool, Limit, Node
+from unimem.placement import Lock, Pages
+
+if TYPE_CHECKING:
+    from unimem.dims import ModelDims
+    from unimem.placing import Extent, NumaPolicy, Request
+    from unimem.shapes import Shape
+
+__all__ = [
+    "PREFILL_BATCH",
+    "Budget",
+    "Machine",
+    "Mode",
+    "Need",
+    "Session",
+    "Storage",
+    "nodes_bound",
+    "scratch_parts",
+    "token_bytes",
+]
+
+Mode = Literal["map", "copy", "direct"]
+"""How a file comes into memory."""
+
+PREFILL_BATCH = 128
+"""Tokens that the engine computes at once while it reads a prompt."""
+
+# What ggml needs for one tensor's header, and for a node of a graph: two pointers in lists, and up
+# to four slots of a hash table with a pointer, a count and a bit each.
+_HEADER_BYTES = 368
+_NODE_BYTES = 2 * 8 + 4 * (8 + 4 + 1)
+_ALIGN = 64  # of what is taken of a tape, and of a lane of the KV cache
+_LEAST_BYTES = 4096  # of a history tape that a ring leaves empty
+_PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
+
+
+# ---- what there is ------------------------------------------------------------------------------
+
+
+class Machine:
+    """What this process may have, each figure read once. For one thread."""
+
+    def __init__(self) -> None:
+        self.memory = limits.memory_limits()
+        self._pools: Mapping[str, HugePool] | None = None
+        self._nodes: Mapping[int, Node] | None = None
+        self._memlock: tuple[Limit | None] | None = None
+
+    @property
+    def pools(self) -> Mapping[str, HugePool]:
+        """The pools of hugetlb pages."""
+        if self._pools is None:
+            self._pools = limits.huge_pools()
+        return self._pools
+
+    @property
+    def nodes(self) -> Mapping[int, Node]:
+        """The NUMA nodes."""
+        if self._nodes is None:
+            self._nodes = limits.nodes()
+        return self._nodes
+
+    @property
+    def memlock(self) -> Limit | None:
+        """The limit on locked memory."""
+        if self._memlock is None:
+            self._memlock = (limits.memlock(),)
+        return self._memlock[0]
+
+
+class Budget:
+    """A machine less what a plan has promised so far: the `placing.Facts` of the next block.
+
+    For one thread.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._pages: dict[str, int] = {}
+        self._on_nodes: dict[int, int] = {}
+        self._locked_bytes = 0
+
+    def copy(self) -> Budget:
+        """Make another with the same promises."""
+        other = Budget(self._machine)
+        other._pages, other._on_nodes = dict(self._pages), dict(self._on_nodes)
+        other._locked_bytes = self._locked_bytes
+        return other
+
+    def huge_pools(self) -> Mapping[str, HugePool]:
+        """Tell the pools with what is left of them."""
+        if not self._pages:
+            return self._machine.pools
+        return {
+            size: self._less(pool, self._pages.get(size, 0))
+            for size, pool in self._machine.pools.items()
+        }
+
+    def _less(self, pool: HugePool, n_pages: int) -> HugePool:
+        taken = n_pages * pool.page_bytes
+        groups = tuple(replace(one, used_bytes=one.used_bytes + taken) for one in pool.cgroups)
+        return replace(pool, reserved=pool.reserved + n_pages, cgroups=groups)
+
+    def nodes(self) -> Mapping[int, Node]:
+        """Tell the nodes with what is left of them."""
+        return {
+            n: replace(node, available_bytes=node.available_bytes - self._on_nodes.get(n, 0))
+            for n, node in self._machine.nodes.items()
+        }
+
+    def memlock(self) -> Limit | None:
+        """Tell what is left of the limit on locked memory."""
+        limit = self._machine.memlock
+        if limit is None:
+            return None
+        return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Refuse nothing: a plan says what does not fit."""
+
+    def take(self, request: Request, *, strict: bool) -> Extent:
+        """Say what a block will map, and promise it that."""
+        found = placing.extent(request, self, strict=strict)
+        choice = found.choice
+        if found.is_hugetlb:
+            n_pages = found.nbytes // _PAGE_BYTES[choice.pages]
+            self._pages[choice.pages] = self._pages.get(choice.pages, 0) + n_pages
+        else:
+            self._locked_bytes += locked_bytes(found.nbytes, choice.lock, request)
+            for node, share in node_shares(choice.numa, found.nbytes).items():
+                self._on_nodes[node] = self._on_nodes.get(node, 0) + share
+        return found
+
+
+def locked_bytes(nbytes: int, lock: Lock, request: Request) -> int:
+    """Tell what of the limit on locked memory a block takes: what is mapped twice counts twice."""
+    return nbytes * (2 if request.mirror else 1) if lock else 0
+
+
+def node_shares(numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
+    """Tell how many bytes a policy puts on each of its nodes, rounded up; {} where it does not say.
+
+    Of nodes that are bound to, the kernel fills one after the other: each has its part of the room.
+    """
+    if numa is None or numa.mode == "preferred" or not numa.nodes:
+        return {}
+    weights = dict.fromkeys(numa.nodes, 1)
+    if numa.mode == "weighted":
+        weights = limits.node_weights(numa.nodes)
+    total = sum(weights.values())
+    return {node: -(-nbytes * weight // total) for node, weight in weights.items()}
+
+
+# ---- what will be made --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One block that a plan has, or files that it maps. Immutable.
+
+    Attributes
+    ----------
+    rows : dict of str to int
+        Its bytes by category.
+    ram_bytes : int
+        What of it has to be in RAM, beside reserved huge pages.
+    file_bytes : int
+        What of it is a file's, and can be dropped.
+    asked_bytes : dict of str to int
+        What was asked for of pools of hugetlb pages, by their size.
+    lock_bytes : int
+        What was asked to be locked.
+    numa : NumaPolicy or None
+        Where it was asked to be.
+    taken_bytes : int
+        What of `ram_bytes` is there already.
+    """
+
+    rows: dict[str, int]
+    ram_bytes: int = 0
+    file_bytes: int = 0
+    asked_bytes: dict[str, int] = field(default_factory=dict)
+    lock_bytes: int = 0
+    numa: NumaPolicy | None = None
+    taken_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.rows.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How blocks are placed: what `PlacementOptions` say, checked. Immutable."""
+
+    pages: Pages = "auto"
+    numa: NumaPolicy | None = None
+    lock: Lock = False
+    strict: bool = False
+
+    @classmethod
+    def of(cls, placement: Mapping[str, Any]) -> Storage:
+        """Read the options; `placing.check_options` has checked them."""
+        return cls(
+            placement.get("pages", "auto"),
+            placing.parse_numa(placement.get("numa")),
+            placement.get("lock", False),
+            placement.get("strict", False),
+        )
+
+    def block(
+        self,
+        nbytes: int,
+        category: str,
+        budget: Budget,
+        parts: Mapping[str, int] | None = None,
+        mirror: int = 0,
+    ) -> Need:
+        """Say what a block of `nbytes` takes.
+
+        Parameters
+        ----------
+        nbytes : int
+            What is asked for.
+        category : str
+            Of all of it that is no part.
+        budget : Budget
+            What is left, of which the block takes.
+        parts : mapping of str to int, optional
+            Bytes in it of other categories.
+        mirror : int, default 0
+            Size of pieces that are mapped twice.
+
+        Returns
+        -------
+        Need
+        """
+        parts = parts or {}
+        request = placing.Request(
+            nbytes=nbytes,
+            pages=self.pages,
+            numa=self.numa,
+            lock=self.lock,
+            shared=mirror > 0,
+            mirror=mirror,
+            page_bytes=mmap.PAGESIZE,
+            thp_bytes=huge_page_bytes(),
+        )
+        found = budget.take(request, strict=self.strict)
+        rest = found.nbytes - sum(parts.values())
+        asked = {}
+        if self.pages in placing.HUGETLB:
+            page = _PAGE_BYTES[self.pages]
+            asked[self.pages] = -(-nbytes // page) * page
+        return Need(
+            rows={**({category: rest} if rest else {}), **parts},
+            ram_bytes=0 if found.is_hugetlb else found.nbytes,
+            asked_bytes=asked,
+            lock_bytes=0 if asked else locked_bytes(found.nbytes, self.lock, request),
+            numa=self.numa,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one conversation takes beside the weights, by its context. Immutable.
+
+    Attributes
+    ----------
+    shape : Shape
+        The model's.
+    batch, kv_dtype, window, threads
+        As for `plan`, checked.
+    storage : Storage
+        How its blocks are placed.
+    """
+
+    shape: Shape
+    batch: int
+    kv_dtype: str
+    window: int | None
+    threads: int
+    storage: Storage
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what a token takes."""
+        return self.shape.cache is not None
+
+    def history_bytes(self, ctx: int) -> int:
+        """Bytes that are asked for of the history tape."""
+        if self.window is not None:
+            return _LEAST_BYTES
+        return self._cache_bytes(lambda _: ctx)
+
+    def scratch_bytes(self, ctx: int) -> int:
+        """Bytes that are asked for of the scratch tape; 0 where they are not known."""
+        dims = self.shape.dims
+        if dims is None:
+            return 0
+        n_rows = ctx
+        if self.window is not None:
+            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim))
+        parts = scratch_parts(dims, ctx, self.threads, n_rows)
+        return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
+
+    def needs(self, ctx: int, budget: Budget) -> list[Need]:
+        """Say what it takes with a context, in the order in which it is taken."""
+        found = []
+        vocab, batch = self.shape.vocab_size, min(PREFILL_BATCH, ctx)
+        outputs = {} if vocab is None else {"logits": 4 * vocab}
+        scratch = self.scratch_bytes(ctx)
+        if scratch:
+            parts = outputs | {"tokens": token_bytes(ctx, batch)}
+            found.append(self.storage.block(scratch, "scratch", budget, parts))
+        elif outputs:
+            found.append(Need(outputs, ram_bytes=sum(outputs.values())))
+        history = self.history_bytes(ctx) if self.shape.cache else 0
+        if history:
+            found.append(self.storage.block(history, "kv", budget))
+        if self.window is not None and self.shape.cache:
+            ring = self._cache_bytes(self._ring_rows(ctx))
+            found.append(self.storage.block(ring, "kv", budget, mirror=ring))
+        return found
+
+    def _ring_rows(self, ctx: int) -> Callable[[int], int]:
+        """Rows of a lane by the bytes of one: a ring has room for a batch beside the window."""
+        assert self.window is not None
+        least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
+        return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
+
+    def _row_bytes(self, n_heads: int, size: int) -> int:
+        # So many rows need no padding.
+        nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=self.kv_dtype)
+        return int(nbytes) // (2 * _ALIGN)
+
+    def _cache_bytes(self, n_rows: Callable[[int], int]) -> int:
+        total = 0
+        for n_layers, n_heads, *sizes in self.shape.cache or ():
+            for size in sizes:
+                row = self._row_bytes(n_heads, size)
+                total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
+        return total
+
+
+def token_bytes(ctx: int, batch: int | None = None) -> int:
+    """Tell the bytes of the engine's input vectors.
+
+    Parameters
+    ----------
+    ctx : int
+        Tokens of context, of each of which the id is kept.
+    batch : int, optional
+        Tokens that are computed at once; by default those of a prompt.
+
+    Returns
+    -------
+    int
+        Of ids, positions (4 bytes each) and rows (8 bytes) of a batch, which of them the logits are
+        of (4 bytes), and the ids of the conversation.
+    """
+    n = min(PREFILL_BATCH, ctx) if batch is None else batch
+    return n * (4 + 4 + 8) + 4 + 4 * ctx
+
+
+def nodes_bound(n_layers: int) -> int:
+    """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
+
+    A layer has 28, and up to three more for biases and four for norms of queries and keys.
+    """
+    return 36 * n_layers + 16
+
+
+def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[str, int]:
+    """Bound what the engine takes from the scratch tape.
+
+    Parameters
+    ----------
+    dims : ModelDims
+        The model.
+    ctx : int
+        Tokens of context.
+    threads : int
+        Threads that compute.
+    n_rows : int
+        Rows of a lane of the KV cache.
+
+    Returns
+    -------
+    dict
+        ``headers`` (of weights and of the nodes of two graphs), ``inputs`` (tokens, positions,
+        rows, attention masks and the ids of the conversation), ``values`` (of a batch, after
+        sharing memory), ``work`` (ggml's own, for quantized inputs and attention tiles) and
+        ``logits``, in bytes. Only ``logits`` is exact; the others are upper bounds.
+    """
+    n = min(PREFILL_BATCH, ctx)
+    hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
+    nodes = nodes_bound(dims.num_layers)
+    headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
+    graph = nodes * (_HEADER_BYTES + _NODE_BYTES) + 4096
+    # The residual, the normed input, three wide values at once, and a gap that is too narrow.
+    values = 4 * n * (3 * hidden + 3 * max(inner, q)) + 64 * _ALIGN
+    # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
+    # results of attention over all heads.
+    heads, size = dims.num_attention_heads, dims.head_dim
+    batch_work = 2 * n * max(hidden, q, inner)
+    tiles = 4 * threads * (256 * size + 2 * 64 * 64)
+    partials = 4 * threads * (heads * (2 + size) + 3 * size)
+    return {
+        "headers": headers + 2 * graph,
+        "inputs": n * (4 + 4 + 8 + 2 * n_rows) + 2 * n_rows + 4 * ctx + 9 * _ALIGN,
+        "values": values,
+        "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),
+        "logits": 4 * dims.vocab_size,
+    }
