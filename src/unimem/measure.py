@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
     major_faults: int
     thread_minor_faults: int
     thread_major_faults: int
-    mapped: tuple[int, ...]
+    mapped: list[int]
     n_os_calls: int
     n_allocations: int
     allocated_bytes: int
@@ -75,7 +75,7 @@ def _reading() -> _Reading:
         process.ru_majflt,
         thread.ru_minflt,
         thread.ru_majflt,
-        tuple(row["mapped_bytes"] for row in ledger().values()),
+        [row["mapped_bytes"] for row in ledger().values()],
         native["os_calls"],
         native["allocations"],
         native["allocated_bytes"],

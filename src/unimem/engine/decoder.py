@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import snapshot
+from unimem import published, snapshot
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine import ggml
@@ -158,7 +158,9 @@ class Decoder:
         self._longest = 0  # the most tokens that the cache held
         self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
+        self._tally = published.Tally()
         self._closed = False
+        published.publish()
 
     def _set_up(
         self, kv_dtype: str, window: int | None, scratch_bytes: int, progress: Progress | None
@@ -347,6 +349,7 @@ class Decoder:
         self.kv.__exit__()
         if self._owns_weights:
             self.weights.__exit__(None, None, None)
+        self._tally.end()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -364,6 +367,7 @@ class Decoder:
         if self._owns_layout:
             # Views that are still alive keep the memory; it goes with the last of them.
             self.layout.__exit__(kind, error, trace)
+            published.refresh()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -553,6 +557,8 @@ class Decoder:
         self._n_ids = 0
         self._logits_end = 0
         self._rng = None
+        self._tally.hold(0, 0)
+        published.refresh()
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
         """Compute tokens, continuing where the KV cache ends.
@@ -584,6 +590,7 @@ class Decoder:
         checked = self._checked(tokens)
         self._require_room(len(checked))
         self._compute(checked)
+        self._tally.count(len(checked), 0)
         return self.logits
 
     def generate_next_token(
@@ -624,6 +631,7 @@ class Decoder:
         self._require_room(1)
         token = self._choose(options)
         self._step(token)
+        self._tally.count(0, 1)
         return token
 
     def generate(
@@ -694,11 +702,13 @@ class Decoder:
         self.reset()
         talk = self._talk
         self._compute(tokens)
+        self._tally.count(len(tokens), 0)
         stream = self.tokenizer.stream()
         for i in range(n):
             token = self._choose(options)
             if token in stop:
                 break
+            self._tally.count(0, 1)
             if text := stream.push(token):
                 yield text
             self._check_open()
@@ -769,6 +779,7 @@ class Decoder:
             kv.rollback()
             raise
         self._longest = max(self._longest, kv.seq_len)
+        self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
         """Compute tokens from a position and a row on, before which `held` tokens are."""
@@ -805,6 +816,7 @@ class Decoder:
             kv.rollback()
             raise
         self._longest = max(self._longest, kv.seq_len)
+        self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _first_row(self, held: int, row: int) -> int:
         """First row that the token in `row` sees; below 0, rows are counted back round the ring."""
