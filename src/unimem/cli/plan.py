@@ -183,17 +183,18 @@ def _advice(plan: Plan) -> Iterator[str]:
         return
     yield terminal.heading("What helps, that costs the least first:")
     for number, advice in enumerate(plan.advice, 1):
-        yield from _item(f"{number}.", f"{advice.text} {_worth(advice)}")
+        yield from _item(f"{number}.", advice.text + _worth(advice))
     for number, check in enumerate(lacking, len(plan.advice) + 1):
         yield from _item(f"{number}.", f"More of {check.name}: {check.remedy}")
     yield ""
 
 
 def _worth(advice: Advice) -> str:
-    saves = f"saves {format_bytes(advice.saves_bytes)}"
-    enough = ", and it fits" if advice.fits else ""
-    option = _as_options(advice.options)
-    return f"({saves}{enough}{': ' if option else ''}{option})"
+    """Say what it is worth in figures, and which option does it."""
+    worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes else []
+    worth += ["then it fits"] if advice.fits else []
+    worth += [_as_options(advice.options)] if advice.options else []
+    return f" ({', '.join(worth)})" if worth else ""
 
 
 def _as_options(options: dict[str, Any]) -> str:

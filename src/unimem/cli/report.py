@@ -27,7 +27,7 @@ def report(
     pid: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PID]",
+            metavar="PID",
             help="The number of a process; without one, all that have a model are listed.",
             show_default=False,
         ),
@@ -40,7 +40,7 @@ def report(
     ] = False,
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two, with --watch."),
+        typer.Option(min=0.1, max=86400, metavar="SECONDS", help="Time between two, with --watch."),
     ] = 1.0,
     count: Annotated[
         int | None,
