@@ -1,7 +1,7 @@
 """llama.cpp as the peer, through the cyllama wheel, in a process of its own.
 
 Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/llama_cpp.py greedy|quantize JSON``.
+``python tests/llama_cpp.py greedy|quantize|hold JSON``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,24 @@ def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
     """Quantize a model with llama.cpp's own quantizer."""
     _run("quantize", {"source": str(source), "target": str(target), "ftype": ftype})
     return target
+
+
+@contextmanager
+def holding(model: Path | str) -> Iterator[int]:
+    """A process that has the model loaded, as it lies in the file; gives its number."""
+    with subprocess.Popen(
+        [sys.executable, __file__, "hold", json.dumps({"model": str(model)})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"loaded\n":
+                raise RuntimeError("llama.cpp could not load the model")
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def _run(command: str, options: dict[str, Any]) -> None:
@@ -96,5 +116,17 @@ def _quantize(options: dict[str, Any]) -> None:
         raise RuntimeError("quantizing failed")
 
 
+def _hold(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    params = llama_cpp.LlamaModelParams()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    model = llama_cpp.LlamaModel(options["model"], params)
+    print("loaded", flush=True)
+    sys.stdin.read()
+    model.close()
+
+
 if __name__ == "__main__":
-    {"greedy": _greedy, "quantize": _quantize}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"greedy": _greedy, "quantize": _quantize, "hold": _hold}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -82,16 +82,6 @@ class MappedModel:
             By address, and without gaps: ``weights:TYPE`` for each run of tensors of a type,
             ``weights:padding`` for all between them and behind the last; of a file whose header is
             not known, ``weights`` for all.
-
-        Examples
-        --------
-        >>> import os
-        >>> from unimem.model_maps import models
-        >>> from unimem.process import read_process
-        >>> process = read_process(os.getpid())
-        >>> for model in models(process):
-        ...     for area in model.areas:
-        ...         assert sum(part.nbytes for part in model.parts(area)) == area.nbytes
         """
         layout, low, high = self._layout, area.offset, area.offset + area.nbytes
         first = int(np.searchsorted(layout.starts, low, "right")) - 1
@@ -99,12 +89,8 @@ class MappedModel:
         begins = np.maximum(layout.starts[first:last], low)
         sizes = np.diff(begins, append=high)
         addresses = begins - low + area.start
-        return [
-            Part(layout.categories[kind], address, nbytes)
-            for kind, address, nbytes in zip(
-                layout.kinds[first:last].tolist(), addresses.tolist(), sizes.tolist(), strict=True
-            )
-        ]
+        names = map(layout.categories.__getitem__, layout.kinds[first:last].tolist())
+        return list(map(Part, names, addresses.tolist(), sizes.tolist()))
 
 
 def models(process: Process, areas: Iterable[Area] | None = None) -> list[MappedModel]:
@@ -124,6 +110,17 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
         as do the blobs of ollama and staged models. Of each only the header is read, once for as
         long as the file stays the same. What cannot be opened here, as another user's files, is
         known by its name alone.
+
+    Examples
+    --------
+    >>> import mmap
+    >>> from importlib.resources import files
+    >>> from unimem.process import read_process
+    >>> path = files("unimem") / "models" / "tiny.gguf"
+    >>> with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+    ...     found = [each for each in models(read_process()) if each.path == str(path)]
+    >>> sorted({part.category for part in found[0].parts(found[0].areas[0])})
+    ['weights:f32', 'weights:padding', 'weights:q8_0']
     """
     groups: dict[FileKey, list[Area]] = {}
     for area in process.areas if areas is None else areas:
