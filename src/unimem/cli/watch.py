@@ -41,7 +41,7 @@ SCHEMA = "unimem.watch/1"
 _SHARE = 0.03
 _LONGEST_WAIT = 1.0  # how long a picture stays while a sample does not come
 _SHORTEST, _LONGEST = 0.1, 86400.0
-_BLOCKS = "▼█░▁"
+_BLOCKS = "▼░▏█▁"
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -296,7 +296,7 @@ class _Screen:
             self._give_back()
         if self._seen is not None and self._seen.now is not None:
             self._seen.shows_help = False
-            *lines, _ = self._picture(self._seen)
+            lines = self._picture(self._seen)[:-1]
             while not lines[-1]:
                 lines.pop()
             for line in lines:

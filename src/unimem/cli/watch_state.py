@@ -13,7 +13,7 @@ from unimem.pressure import Pressure
 from unimem.process import Counters
 from unimem.report import Report
 
-__all__ = ["INTERVALS", "SORTS", "Line", "Model", "Rates", "Sample", "Sort", "State", "rates"]
+__all__ = ["INTERVALS", "SORTS", "Line", "Rates", "Sample", "Sort", "State", "rates"]
 
 Sort = Literal["category", "size", "resident", "growth"]
 SORTS: tuple[Sort, ...] = ("category", "size", "resident", "growth")
@@ -75,7 +75,7 @@ class Rates(NamedTuple):
         What the process had read from disks.
     paged_in_bytes : float or None
         What the machine has read from disks.
-    cores : float or None
+    cpu_seconds : float or None
         How many cores were busy with the process.
     prompt_tokens, generated_tokens : float or None
         What its decoders have read and made.
@@ -85,7 +85,7 @@ class Rates(NamedTuple):
     major_faults: float | None = None
     read_bytes: float | None = None
     paged_in_bytes: float | None = None
-    cores: float | None = None
+    cpu_seconds: float | None = None
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
 
@@ -118,7 +118,7 @@ def rates(before: Sample | None, now: Sample) -> Rates:
         major_faults=rate(lambda sample: sample.counters.major_faults),
         read_bytes=rate(lambda sample: sample.counters.read_bytes),
         paged_in_bytes=rate(lambda sample: sample.paged_in_bytes),
-        cores=rate(lambda sample: sample.counters.cpu_seconds),
+        cpu_seconds=rate(lambda sample: sample.counters.cpu_seconds),
         prompt_tokens=rate(lambda sample: sample.published.get("n_prompt_tokens")),
         generated_tokens=rate(lambda sample: sample.published.get("n_generated_tokens")),
     )
@@ -132,7 +132,7 @@ class Line(NamedTuple):
     key : tuple
         What it is the same by in another report.
     category, name : str
-        Of a mapping, `name` is what is mapped; of a row it is empty.
+        Of a mapping, what most of it is, and what is mapped; the name of a row is empty.
     nbytes : int
         Its size.
     resident_bytes : int or None
@@ -157,25 +157,6 @@ class Line(NamedTuple):
     granted: Placement | None
     active_bytes: int | None = None
     address: int = 0
-
-
-class Model(NamedTuple):
-    """A model file that is mapped.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    nbytes, resident_bytes : int
-        What is mapped of it, and what of that is in RAM.
-    pages : str
-        The pages of its largest mapping.
-    """
-
-    path: str
-    nbytes: int
-    resident_bytes: int
-    pages: str
 
 
 @dataclass(slots=True)
@@ -322,27 +303,6 @@ class State:
             None,
         )
 
-    def models(self) -> list[Model]:
-        """Give the model files that the process maps, the largest first."""
-        found: dict[str, Model] = {}
-        largest: dict[str, int] = {}
-        for mapping in self.now.report.mappings if self.now is not None else ():
-            if mapping.path is None or not mapping.category.startswith("weights"):
-                continue
-            path, granted = mapping.path, mapping.granted
-            model = Model(path, mapping.nbytes, granted.resident_bytes, granted.pages)
-            if path in found:
-                other = found[path]
-                model = Model(
-                    path,
-                    model.nbytes + other.nbytes,
-                    model.resident_bytes + other.resident_bytes,
-                    model.pages if mapping.nbytes > largest[path] else other.pages,
-                )
-            found[path] = model
-            largest[path] = max(largest.get(path, 0), mapping.nbytes)
-        return sorted(found.values(), key=lambda model: -model.nbytes)
-
     def document(self) -> dict[str, Any]:
         """Give the last sample and its rates, as for JSON."""
         now, counted = self.now, self.rates()
@@ -382,7 +342,7 @@ def _mappings(report: Report) -> list[Line]:
     return [
         Line(
             (mapping.address,),
-            mapping.category,
+            max(mapping.parts, key=lambda part: mapping.parts[part], default=mapping.category),
             mapping.path or mapping.name,
             mapping.nbytes,
             mapping.granted.pss_bytes,

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
+from unimem.cli.processes import mapped_models
 from unimem.cli.tables import fit
 from unimem.cli.terminal import one_line
-from unimem.cli.watch_state import Line, Rates, Sample, State
+from unimem.cli.watch_state import Line, Rates, Sample, Sort, State
 from unimem.limits import Limit
 from unimem.placement import format_bytes
 
@@ -24,18 +25,28 @@ LEAST_WIDTH, LEAST_HEIGHT = 60, 12
 _LABEL = 10
 _GAP = "  "
 _SIZE, _GROWTH = 10, 11
+_USUAL = 80  # below, some words are left out
 _WIDE = 100  # from here on there are pictures over time
 _NARROWEST_BAR = 6
 _NARROWEST_NAME = 12
 _LATE_SECONDS = 2.0
 _SCARCE = 0.1  # of a limit: less room than this is worth a look
-_BARS = " ▁▂▃▄▅▆▇█"
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
+_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 _DIM, _BOLD, _BAR, _NOTICE = "dim", "bold", "cyan", "yellow"
 
+# Columns by what they sort by.
+_TITLES: dict[Sort, str] = {
+    "category": "memory",
+    "size": "size",
+    "resident": "in RAM",
+    "growth": "growth",
+}
+
 _HELP = (
     ("q", "leave; the last figures stay on the screen. So does Ctrl-C."),
-    ("s", "sort: by category, size, resident or growth since the start"),
+    ("s", "sort: by category, size, what is in RAM, or growth"),
     ("m", "show single mappings, or their sums by category"),
     ("p", "pause: nothing is read until p is pressed again"),
     ("+ -", "refresh less, or more often"),
@@ -44,8 +55,9 @@ _HELP = (
 )
 _TERMS = (
     ("size", "what is mapped, each byte once"),
-    ("resident", "what of it is in RAM; a page that n processes share counts 1/n"),
-    ("change", "what has come to be in RAM since the last refresh"),
+    ("in RAM", "what of it is; a page that n processes share counts 1/n (Pss)"),
+    ("change", "what came to be in RAM, or left it, since the last refresh"),
+    ("growth", "the same since the watch was started"),
     ("minor", "page faults without a disk; none in the steady state of a decoder"),
     ("major", "page faults that waited for a disk: weights that do not stay in RAM"),
     ("page-ins", "bytes read from disks by the process, and by the whole machine"),
@@ -121,49 +133,118 @@ def whole(state: State, width: int, *, blocks: bool = True) -> list[Text]:
 # ---- above the table -----------------------------------------------------------------------------
 
 
+class _Figure(NamedTuple):
+    name: str
+    value: str
+    style: str = ""
+
+
+class _Figures(NamedTuple):
+    """A line of figures.
+
+    Attributes
+    ----------
+    label : str
+        What they are of.
+    first, second : _Figure
+        Each always in the same columns.
+    rest : sequence of str
+        What more there is to say, as far as there is room.
+    rest_style : str
+        How that looks.
+    picture : callable, optional
+        The rate whose picture over time is drawn where there is room.
+    """
+
+    label: str
+    first: _Figure
+    second: _Figure
+    rest: Sequence[str] = ()
+    rest_style: str = ""
+    picture: Callable[[Rates], float | None] | None = None
+
+
 def _head(state: State, width: int, blocks: bool, most_models: int) -> list[Text]:
     now = state.now
     assert now is not None
-    counted = state.rates()
-    lines = [_title(state, now, width)]
-    lines += _models(state, width, most_models)
-    if now.published:
-        lines.append(
-            _figures(
-                "tokens/s",
-                ("made", _number(counted.generated_tokens), ""),
-                ("prompt", _number(counted.prompt_tokens), ""),
-                _kv(now),
-            )
-        )
-        _add_picture(lines, state, lambda rate: rate.generated_tokens, width, blocks)
-    n = now.counters.n_threads
-    cpu = "-" if counted.cores is None else f"{counted.cores:.0%}"
-    lines.append(
-        _figures(
-            "faults/s",
-            ("minor", _number(counted.minor_faults), ""),
-            ("major", _number(counted.major_faults), _NOTICE if counted.major_faults else ""),
-            f"CPU {cpu}, {n} thread{'' if n == 1 else 's'}",
-        )
-    )
-    _add_picture(lines, state, lambda rate: rate.minor_faults, width, blocks)
-    swapped = sum(row.granted.swapped_bytes for row in now.report.rows if row.granted is not None)
-    lines.append(
-        _figures(
-            "page-ins",
-            ("own", _speed(counted.read_bytes), ""),
-            ("machine", _speed(counted.paged_in_bytes), ""),
-            f"swapped out {format_bytes(swapped)}",
-            _NOTICE if swapped else "",
-        )
-    )
-    _add_picture(lines, state, lambda rate: rate.paged_in_bytes, width, blocks)
-    lines.append(_pressure(now))
+    lines = [_title(state, now, width), *_models(now, width, most_models)]
+    lines += [_drawn(figures, state.history, width, blocks) for figures in _figures(state, now)]
+    if not now.pressure:
+        text = "not available: this kernel does not count it (PSI)"
+        lines.append(_labelled("pressure").append(text))
     lines.append(_room(now, width))
     for line in lines:
         line.truncate(width)
     return lines
+
+
+def _figures(state: State, now: Sample) -> Iterator[_Figures]:
+    counted, shown = state.rates(), now.published
+    if shown:
+        n = shown.get("kv_tokens", 0)
+        yield _Figures(
+            "tokens/s",
+            _Figure("made", _number(counted.generated_tokens)),
+            _Figure("prompt", _number(counted.prompt_tokens)),
+            (f"KV {_plural(n, 'token')}", format_bytes(shown.get("kv_active_bytes", 0))),
+            picture=lambda rates: rates.generated_tokens,
+        )
+    cpu = "-" if counted.cpu_seconds is None else f"{counted.cpu_seconds:.0%}"
+    yield _Figures(
+        "faults/s",
+        _Figure("minor", _number(counted.minor_faults)),
+        _Figure("major", _number(counted.major_faults), _NOTICE if counted.major_faults else ""),
+        (f"CPU {cpu}", _plural(now.counters.n_threads, "thread")),
+        picture=lambda rates: rates.minor_faults,
+    )
+    swapped = sum(row.granted.swapped_bytes for row in now.report.rows if row.granted is not None)
+    yield _Figures(
+        "page-ins",
+        _Figure("own", _speed(counted.read_bytes)),
+        _Figure("machine", _speed(counted.paged_in_bytes)),
+        (f"swapped out {format_bytes(swapped)}",),
+        _NOTICE if swapped else "",
+        picture=lambda rates: rates.paged_in_bytes,
+    )
+    if now.pressure:
+        machine, *own = now.pressure
+        yield _Figures(
+            "pressure",
+            _stalled("some", machine.some_percent),
+            _stalled("full", machine.full_percent),
+            [f"cgroup {each.some_percent:.2f}%, {each.full_percent:.2f}%" for each in own],
+            _NOTICE if any(each.some_percent for each in own) else "",
+        )
+
+
+def _stalled(name: str, share: float) -> _Figure:
+    return _Figure(name, f"{share:.2f}%", _NOTICE if share else "")
+
+
+def _drawn(figures: _Figures, history: Sequence[Rates], width: int, blocks: bool) -> Text:
+    line = _labelled(figures.label)
+    is_narrow = width < _USUAL
+    for figure, n in ((figures.first, 6), (figures.second, 8)):
+        line.append(figure.name.ljust(n), _DIM)
+        line.append(figure.value.rjust(8 if is_narrow else 11), figure.style)
+        line.append("  " if is_narrow else "   ")
+    n_picture = min(width - _USUAL - 4, 60) if width >= _WIDE and blocks else 0
+    left = width - n_picture - line.cell_len
+    rest = list(figures.rest)
+    while rest and cell_len(", ".join(rest)) > left:
+        rest.pop()
+    line.append(", ".join(rest), figures.rest_style)
+    if n_picture > 0 and figures.picture is not None:
+        line.append(" " * (width - n_picture - line.cell_len))
+        line.append(_picture([figures.picture(rates) for rates in history], n_picture), _BAR)
+    return line
+
+
+def _picture(values: Sequence[float | None], width: int) -> str:
+    """Draw how a rate was, the newest to the right, beside the most that is in the picture."""
+    shown = [value or 0.0 for value in values[-width:]]
+    most = max(shown, default=0.0) or 1.0
+    return "".join(_HEIGHTS[math.ceil(value / most * 8)] for value in shown).rjust(width)
 
 
 def _title(state: State, now: Sample, width: int) -> Text:
@@ -186,8 +267,8 @@ def _title(state: State, now: Sample, width: int) -> Text:
     return _between(left, right, width)
 
 
-def _models(state: State, width: int, most: int) -> Iterator[Text]:
-    models = state.models()
+def _models(now: Sample, width: int, most: int) -> Iterator[Text]:
+    models = mapped_models(now.report)
     for i, model in enumerate(models[:most]):
         share = f"{format_bytes(model.resident_bytes)} of {format_bytes(model.nbytes)} in RAM"
         share += f", {model.pages}" if model.pages != "4k" else ""
@@ -198,39 +279,18 @@ def _models(state: State, width: int, most: int) -> Iterator[Text]:
         yield _labelled("model").append(f"{name}  ").append(share, style)
 
 
-def _kv(now: Sample) -> str:
-    n, nbytes = now.published.get("kv_tokens", 0), now.published.get("kv_active_bytes", 0)
-    return f"KV {n:,} token{'' if n == 1 else 's'}, {format_bytes(nbytes)}"
-
-
-def _pressure(now: Sample) -> Text:
-    if not now.pressure:
-        return _labelled("pressure").append("not available: this kernel does not count it (PSI)")
-    machine, *own = now.pressure
-    text = " and ".join(f"{share:.2f}%" for share in own[0][1:]) if own else ""
-    return _figures(
-        "pressure",
-        ("some", f"{machine.some_percent:.2f}%", _NOTICE if machine.some_percent else ""),
-        ("full", f"{machine.full_percent:.2f}%", _NOTICE if machine.full_percent else ""),
-        f"cgroup {text}" if own else "",
-        _NOTICE if own and own[0].some_percent else "",
-    )
-
-
 def _room(now: Sample, width: int) -> Text:
     """Write the free memory of the machine, and of the limit with the least room."""
-    line = _labelled("memory")
+    line = _labelled("free")
     if not now.limits:
         return line.append("-")
-    machine, *others = now.limits
+    machine = now.limits[0]
     least = min(now.limits, key=lambda limit: limit.room_bytes)
-    line.append(f"{_free(machine)} free", _scarce(machine))
+    line.append(_free(machine), _scarce(machine))
     if least is not machine:
         room = f"{_free(least)} in "
         name = fit(one_line(least.name), width - cell_len(line.plain) - len(room) - 2)
         line.append("; ").append(f"{room}{name}", _scarce(least))
-    elif others:
-        line.append("; no cgroup has less", _DIM)
     return line
 
 
@@ -246,20 +306,6 @@ def _labelled(label: str) -> Text:
     return Text(no_wrap=True).append(label.ljust(_LABEL), _DIM)
 
 
-def _figures(
-    label: str,
-    first: tuple[str, str, str],
-    second: tuple[str, str, str],
-    rest: str,
-    rest_style: str = "",
-) -> Text:
-    """Write two figures, each where it always is, and a text."""
-    line = _labelled(label)
-    for (name, figure, style), name_width, width in ((first, 6, 11), (second, 8, 11)):
-        line.append(name.ljust(name_width), _DIM).append(figure.rjust(width), style).append("   ")
-    return line.append(rest, rest_style)
-
-
 def _number(rate: float | None) -> str:
     if rate is None:
         return "-"
@@ -270,21 +316,8 @@ def _speed(rate: float | None) -> str:
     return "-" if rate is None else f"{format_bytes(rate)}/s"
 
 
-def _add_picture(
-    lines: list[Text], state: State, of: Callable[[Rates], float | None], width: int, blocks: bool
-) -> None:
-    """Draw at the end of the last line how a rate was, the newest to the right."""
-    line = lines[-1]
-    n = min(width - 84, 60)
-    if width < _WIDE or not blocks or cell_len(line.plain) > width - n - 2:
-        return
-    values = [of(rate) for rate in state.history][-n:]
-    most = max((value for value in values if value is not None), default=0.0)
-    picture = "".join(
-        " " if not value else _BARS[max(1, math.ceil(value / most * 8))] for value in values
-    )
-    line.append(" " * (width - n - cell_len(line.plain)))
-    line.append(picture.rjust(n), _BAR)
+def _plural(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -328,11 +361,11 @@ def _columns(state: State, lines: Sequence[Line], width: int, blocks: bool) -> l
     """Choose the columns that there is room for; what the lines are for comes last, or a bar."""
     is_wide = width >= _WIDE
     longest = max((cell_len(line.category) for line in lines), default=0)
-    n = max(len("category v"), min(longest, 24 if is_wide else 18))
-    category = _Column("category", n, lambda line: fit(line.category, n), is_left=True)
+    n = max(_SIZE, min(longest, 24 if is_wide else 18))
+    category = _Column(_TITLES["category"], n, lambda line: fit(line.category, n), is_left=True)
     sizes = [
         _Column("size", _SIZE, lambda line: format_bytes(line.nbytes)),
-        _Column("resident", _SIZE, lambda line: _size(line.resident_bytes)),
+        _Column(_TITLES["resident"], _SIZE, lambda line: _size(line.resident_bytes)),
     ]
     growth = [
         _Column("change", _GROWTH, lambda line: _signed(line.change_bytes), _change_style),
@@ -356,7 +389,9 @@ def _columns(state: State, lines: Sequence[Line], width: int, blocks: bool) -> l
         columns.insert(3, _bar(lines, left, blocks))
     mark = " ▼" if blocks else " v"
     return [
-        column._replace(title=column.title + mark) if column.title == state.sort else column
+        column._replace(title=column.title + mark)
+        if column.title == _TITLES[state.sort]
+        else column
         for column in columns
     ]
 
@@ -366,7 +401,7 @@ def _more(shows_mappings: bool) -> Iterator[_Column]:
     if shows_mappings:
         yield _Column("address", 12, lambda line: f"{line.address:x}" if line.key else "")
     else:
-        yield _Column("active", _SIZE, lambda line: _size(line.active_bytes))
+        yield _Column("active", _SIZE, lambda line: _size(line.active_bytes) if line.key else "")
     yield _Column("pages", 6, lambda line: line.granted.pages if line.granted else "")
     for name in ("huge", "locked", "swapped"):
         yield _placed(name)
@@ -385,16 +420,19 @@ def _placed(name: str) -> _Column:
 def _bar(lines: Sequence[Line], width: int, blocks: bool) -> _Column:
     """Draw sizes beside the largest, full as far as they are in RAM."""
     largest = max((line.nbytes for line in lines), default=0) or 1
-    full, rest = ("█", "░") if blocks else ("#", ".")
 
     def text(line: Line) -> str:
         if not line.key:
             return ""
         held = line.nbytes if line.resident_bytes is None else line.resident_bytes
+        n = min(width, math.ceil(line.nbytes / largest * width))
         # What is there shows, however little it is.
-        n_held = math.ceil(held / largest * width)
-        n = max(n_held, math.ceil(line.nbytes / largest * width))
-        return (full * n_held + rest * (n - n_held))[:width]
+        if blocks:
+            eighths = min(8 * n, math.ceil(held / largest * width * 8))
+            full = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+            return full + "░" * (n - len(full))
+        n_held = min(n, math.ceil(held / largest * width))
+        return "#" * n_held + "." * (n - n_held)
 
     return _Column("", width, text, lambda _: _BAR, is_left=True)
 
@@ -433,13 +471,15 @@ def _keys(state: State, width: int) -> Text:
     other = "categories" if state.shows_mappings else "mappings"
     for key, does in (
         ("q", "quit"),
-        ("s", f"sort: {state.sort}"),
-        ("m", other),
+        ("s", f"sort: {'category' if state.sort == 'category' else _TITLES[state.sort]}"),
+        ("m", other if width >= _USUAL else ""),
         ("p", "go on" if state.is_paused else "pause"),
-        ("+ -", f"{state.interval:g} s"),
+        ("+ -", f"{state.interval:g} s" if width >= _USUAL else ""),
         ("h", "help"),
     ):
-        keys.append(_GAP if keys else "").append(key, _BOLD).append(f" {does}", _DIM)
+        keys.append(_GAP if keys else "").append(key, _BOLD).append(
+            f" {does}" if does else "", _DIM
+        )
     keys.truncate(width)
     return keys
 
@@ -448,7 +488,7 @@ def _help(width: int) -> Iterator[Text]:
     for title, entries in (("Keys", _HELP), ("Figures", _TERMS)):
         yield Text(title, _BOLD)
         for name, says in entries:
-            line = _labelled(f"  {name}").append(says)
+            line = Text(f"  {name:10}", _BOLD).append(says, "default")
             line.truncate(width)
             yield line
         yield Text()
