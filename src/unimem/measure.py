@@ -203,6 +203,13 @@ class Measured:
         return dict(zip(_CATEGORIES, most, strict=True))
 
     @property
+    def taken(self) -> dict[str, int]:
+        """By category, the peak less the bytes that were mapped at the beginning."""
+        first, _ = self._span()
+        at_first = zip(self.peaks.items(), first.mapped, strict=True)
+        return {name: peak - before for (name, peak), before in at_first}
+
+    @property
     def growth(self) -> dict[str, int]:
         """By category, the bytes that are mapped at the end less those at the beginning."""
         first, last = self._span()
