@@ -326,22 +326,17 @@ def _parsed(kind: str, header: Header) -> _Layout:
         value = header.value(keys[key]) if kind == "GGUF" and key in keys else None
         return value if isinstance(value, str) else None
 
-    # Padding is the first category; tensors lie apart, each behind what is before it.
+    runs = header.runs()
     categories = {"weights:padding": 0}
-    rows = []
-    for i in range(len(header.tensor_names())):
-        _, tensor_type, _, offset, size = header.tensor(i)
-        if size:
-            category = categories.setdefault(f"weights:{tensor_type}", len(categories))
-            rows.append((offset, offset + size, category))
-    table = np.array(sorted(rows), np.int64).reshape(-1, 3)
-    starts = np.concatenate([[0], table[:, :2].ravel()])
+    for _, _, tensor_type in runs:
+        categories.setdefault(f"weights:{tensor_type}", len(categories))
+    # Each run behind what is before it, which between most is nothing; padding is behind the last.
+    starts = np.zeros(2 * len(runs) + 1, np.int64)
+    starts[1::2] = [offset for offset, _, _ in runs]
+    starts[2::2] = [offset + nbytes for offset, nbytes, _ in runs]
     kinds = np.zeros(len(starts), np.intp)
-    kinds[1::2] = table[:, 2]
-    # Nothing lies between most tensors; and neighbours of a type are one run.
+    kinds[1::2] = [categories[f"weights:{tensor_type}"] for _, _, tensor_type in runs]
     keep = np.diff(starts, append=starts[-1] + 1) > 0
-    starts, kinds = starts[keep], kinds[keep]
-    keep = np.diff(kinds, prepend=-1) != 0
     return _Layout(
         format=kind,
         architecture=text("general.architecture"),
