@@ -7,7 +7,7 @@ the same over device memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import (
@@ -25,6 +25,7 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
+from unimem import ledger
 from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.dims import MAX_SPLITS, ModelDims
@@ -42,6 +43,10 @@ ALIGN = 256
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_BYTES = 2**63 - 1
+# What is neither of the two is scratch.
+_CATEGORIES = {"logits": "logits"} | dict.fromkeys(
+    ("batched_k_ptrs", "batched_v_ptrs", "batched_kv_lens", "batched_positions"), "tokens"
+)
 # What each of the two names stands for after an odd number of swaps.
 _SWAPPED = {"residual": "post_norm_residual", "post_norm_residual": "residual"}
 
@@ -217,6 +222,17 @@ class BufferSet(_Arrays):
     @staticmethod
     def _address_of(array: Any) -> int:
         return int(array.ctypes.data)
+
+    def _ledger_parts(self) -> Iterator[ledger.Part]:
+        buffers = self._range
+        if buffers is None or buffers.is_closed:
+            return
+        first, nbytes = buffers.address, buffers.nbytes
+        if self.tape._holds(first, nbytes):
+            yield ledger.Part("scratch", first, nbytes, nbytes, nbytes)
+            for name in _CATEGORIES.keys() & buffers.specs.keys():
+                at, size = first + buffers.offsets[name], buffers.specs[name].nbytes
+                yield ledger.Part(_CATEGORIES[name], at, size, size, size)
 
     def _check_open(self) -> _Range:
         opened = self._opened()
@@ -632,6 +648,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
             return Tape(nbytes, name=self.name, category="scratch", **placement)
 
         self._make(dims, dtype, name, tape, new_tape)
+        ledger.enter(self)
 
 
 class ForwardScratch(BufferSet):
@@ -734,6 +751,7 @@ class ForwardScratch(BufferSet):
         Tape._require(tape)
         specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
         self._take(tape, specs, offsets, self.peak_scratch_bytes + specs["logits"].nbytes)
+        ledger.enter(self)
 
     @classmethod
     def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:

@@ -61,6 +61,9 @@ class Header(Protocol):
     def bytes_by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of a type."""
 
+    def runs(self) -> list[tuple[int, int, str]]:
+        """Return offset, bytes and type of each run of tensors of a type, by offset."""
+
     def fingerprint(self) -> str:
         """Return a hash of the header and the file's size."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Uni
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import placing
+from unimem import ledger, placing
 from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape
@@ -270,6 +270,19 @@ class Weights:
         # The first part of a split model has the metadata of all.
         self._metadata = _Metadata(files[0].header)
         self._tensors = _Tensors(self._parts)
+        self._ledger: tuple[ledger.Part, ...] = ()
+        ledger.enter(self)
+
+    def _ledger_parts(self) -> tuple[ledger.Part, ...]:
+        loaded = self._loaded
+        if loaded is None or self.closed:
+            return ()
+        if not self._ledger:  # which takes a while where there are very many tensors
+            try:
+                self._ledger = tuple(_parts_of(self._parts, loaded, self._tape))
+            except ClosedError:  # just now
+                return ()
+        return self._ledger
 
     def _opened(self) -> Loaded:
         if self._loaded is not None:
@@ -602,6 +615,21 @@ class Weights:
             return f"{name}, closed)"
         types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_type().items())
         return f"{name}, {self.load}, {len(self._tensors)} tensors, bytes: {types or 0})"
+
+
+def _parts_of(
+    parts: tuple[Part, ...], loaded: Loaded, tape: Tape | None
+) -> Iterator[ledger.Part]:
+    """Say what the memory of a model is for: tensors of a type, and what they do not fill."""
+    for block in loaded.blocks:
+        first, nbytes = block.address, block.committed_bytes
+        if tape is not None:  # where it has the range of all files
+            first, nbytes = first + parts[0].memory.block_offset, loaded.mapped_bytes
+        yield ledger.Part("weights:padding", first, nbytes)
+    for file, memory in parts:
+        first = memory.block.address + memory.block_offset - memory.file_offset
+        for offset, nbytes, kind in file.header.runs():
+            yield ledger.Part(f"weights:{kind}", first + offset, nbytes, nbytes, nbytes)
 
 
 def open_weights(

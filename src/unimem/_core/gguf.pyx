@@ -12,7 +12,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes
+from unimem._core.header_bytes cimport HeaderBytes, join_runs
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -214,6 +214,23 @@ cdef class Header(HeaderBytes):
             name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
             totals[name] = totals.get(name, 0) + tensor.nbytes
         return totals
+
+    def runs(self):
+        """Where the tensors of one type lie, one behind the other without a gap.
+
+        Returns
+        -------
+        list of (int, int, str)
+            Offset in the file, bytes and type of each run, by offset.
+        """
+        cdef um.um_gguf_tensor *tensor
+        cdef uint64_t i
+        rows = []
+        for i in range(self._gguf.n_tensors):
+            tensor = &self._gguf.tensors[i]
+            rows.append((tensor.offset, tensor.nbytes,
+                         um.um_gguf_type_of_tensor(tensor.type).name.decode()))
+        return join_runs(rows)
 
 
 def tensor_type(uint32_t number):

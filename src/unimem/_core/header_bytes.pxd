@@ -2,6 +2,9 @@
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
+# Sorts tensors, as (offset, nbytes, type), and joins those of a type that follow on each other.
+cdef list join_runs(list rows)
+
 cdef class HeaderBytes:
     # The private copy of the file's first bytes. Nothing is read from the mapping of the file, so
     # that somebody who truncates it cannot end this process.

@@ -12,6 +12,22 @@ from unimem._core.region cimport Region
 from unimem._core.status cimport raise_file_status, raise_status
 
 
+cdef list join_runs(list rows):
+    cdef list runs = []
+    cdef uint64_t offset, nbytes, end = 0
+    last = None
+    for offset, nbytes, kind in sorted(rows):
+        if nbytes == 0:
+            continue
+        if kind == last and offset == end:
+            first, before, _ = runs.pop()
+            runs.append((first, before + nbytes, kind))
+        else:
+            runs.append((offset, nbytes, kind))
+        last, end = kind, offset + nbytes
+    return runs
+
+
 cdef class HeaderBytes:
     """What the headers of all formats are made of."""
 

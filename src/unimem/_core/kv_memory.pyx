@@ -178,15 +178,16 @@ cdef class KVMemory(KVRows):
 
     def _ledger_parts(self):
         cdef Region region = self._region if self.tape is None else self.tape._region
+        cdef uintptr_t address
         cdef size_t nbytes = self._storage_bytes
         if region is None or self._closed:
             return ()
+        address = <uintptr_t>region.block.base + self._begin
         if self.tape is None:
             nbytes = region.memory_bytes()
-        elif not self.tape.holds(self._begin + nbytes):
+        elif not self.tape._holds(address, nbytes):
             return ()
-        return (Part("kv", <uintptr_t>region.block.base + self._begin, nbytes, self.used_bytes(),
-                     self.most_bytes()),)
+        return (Part("kv", address, nbytes, self.used_bytes(), self.most_bytes()),)
 
     cdef Region open_region(self):
         cdef Region region = self._region if self.tape is None else self.tape._region

@@ -8,7 +8,7 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes
+from unimem._core.header_bytes cimport HeaderBytes, join_runs
 
 # Headers of some 500 tensors fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -153,3 +153,19 @@ cdef class SafetensorsHeader(HeaderBytes):
             name = _NAMES[<int>tensor.type]
             totals[name] = totals.get(name, 0) + tensor.nbytes
         return totals
+
+    def runs(self):
+        """Where the tensors of one type lie, one behind the other without a gap.
+
+        Returns
+        -------
+        list of (int, int, str)
+            Offset in the file, bytes and type of each run, by offset.
+        """
+        cdef um.um_safetensors_tensor *tensor
+        cdef uint64_t i
+        rows = []
+        for i in range(self._safetensors.n_tensors):
+            tensor = &self._safetensors.tensors[i]
+            rows.append((tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]))
+        return join_runs(rows)

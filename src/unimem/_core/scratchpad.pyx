@@ -231,12 +231,7 @@ cdef class _HostRows(_Rows):
         return 0
 
     def _ledger_parts(self):
-        cdef Tape tape = self.tape
-        cdef size_t begin
-        if not self._open or tape._region is None:
-            return ()
-        begin = self.address() - <uintptr_t>tape.tape.base
-        if not tape.holds(begin + self.nbytes()):
+        if not self._open or not self.tape._holds(self.address(), self.nbytes()):
             return ()
         return (Part("kv", self.address(), self.nbytes(), self.bytes_of(self.n_tokens),
                      self.bytes_of(max(self.most_tokens, self.n_tokens))),)

@@ -1,4 +1,6 @@
 # Tapes for Cython callers: `from unimem._core.tape cimport Tape`.
+from libc.stdint cimport uintptr_t
+
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
@@ -22,6 +24,8 @@ cdef class Bump:
     cdef void *take_raw(self, size_t nbytes, size_t align=*) except NULL
     # Of any number of bytes, whether an empty tape had room for it; raises TapeFull.
     cdef size_t check_fits(self, object nbytes) except? 0
+    # Whether these bytes are taken from it.
+    cpdef bint _holds(self, uintptr_t address, size_t nbytes)
     cdef object fail(self, um.um_error *err)
     cdef object check_open(self)
     cdef object poison_down_to(self, size_t floor)
@@ -34,8 +38,6 @@ cdef class Bump:
 cdef class Tape(Bump):
     cdef Region _region
 
-    # Whether the first `end` bytes are taken.
-    cdef bint holds(self, size_t end)
     # `take_raw` as a typed memoryview of n float32.
     cdef float[::1] take_floats(self, size_t n)
 

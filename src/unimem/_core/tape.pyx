@@ -117,6 +117,11 @@ cdef class Bump:
                 f"{self.tape.total} are used", self.tape.total, self.used_bytes, nbytes)
         return nbytes
 
+    cpdef bint _holds(self, uintptr_t address, size_t nbytes):
+        cdef uintptr_t base = <uintptr_t>self.tape.base
+        return (self._open and address >= base
+                and address - base + nbytes <= um.um_tape_used(&self.tape))
+
     def take_address(self, Py_ssize_t nbytes, Py_ssize_t align=64):
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
         if nbytes < 0:
@@ -374,9 +379,6 @@ cdef class Tape(Bump):
         if region.block.access == um.UM_ACCESS_SHARED:
             _absent_in_child[self] = placing.LEFT_OUT
         enter_holder(self)
-
-    cdef bint holds(self, size_t end):
-        return end <= um.um_tape_used(&self.tape)
 
     def _ledger_parts(self):
         cdef Region region = self._region
