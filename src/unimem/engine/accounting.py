@@ -2,59 +2,60 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
+
+from unimem.attribution import attribute
 from unimem.engine import ggml
-from unimem.placement import together
-from unimem.report import Report, Row
+from unimem.ledger import Part, entries
+from unimem.process import read_process
+from unimem.report import Report
 
 if TYPE_CHECKING:
     from unimem.engine.decoder import Decoder
 
-__all__ = ["report_of"]
+__all__ = ["parts_of", "report_of"]
+
+
+def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
+    """Say where a decoder's own vectors lie; all else that it takes is scratch.
+
+    Parameters
+    ----------
+    tokens : iterable of ndarray
+        What a graph reads for each token, and the ids of the conversation.
+    logits : ndarray
+        What it writes.
+    """
+    vectors = [("tokens", array) for array in tokens] + [("logits", logits)]
+    return [
+        Part(category, array.ctypes.data, array.nbytes, array.nbytes, array.nbytes)
+        for category, array in vectors
+    ]
 
 
 def report_of(decoder: Decoder) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
-    weights, kv = decoder.weights, decoder.kv
-    scratch, history = decoder.layout.scratch, decoder.layout.history
-    placed = together([block.verify() for block in weights.blocks])
-    resident = dict.fromkeys(weights.by_type(), 0)
-    for tensor in weights.tensors.values():
-        in_ram = tensor._memory.block._resident_range(tensor._block_offset, tensor.nbytes)
-        resident[tensor.type] += min(tensor.nbytes, in_ram)
-    rows = [
-        Row(f"weights:{kind}", nbytes, placed, nbytes, resident[kind], nbytes)
-        for kind, nbytes in weights.by_type().items()
-    ]
-    size = kv.capacity_bytes
-    longest = max(decoder._longest, kv.seq_len)
-    rows.append(
-        Row(
-            "kv",
-            size,
-            (history.block if kv.block is None else kv.block).verify(),
-            kv.memory_usage_bytes,
-            min(size, kv.resident_bytes),
-            2 * decoder.dims.num_layers * kv.row_bytes * longest,
-        )
+    weights, kv, layout = decoder.weights, decoder.kv, decoder.layout
+    blocks = [*weights.blocks, layout.scratch.block, layout.history.block]
+    if kv.block is not None:
+        blocks.append(kv.block)
+    addresses = {block.address for block in blocks}
+    own = [entry for entry in entries() if entry.address in addresses]
+    process = read_process()
+    areas = tuple(
+        area
+        for area in process.areas
+        if any(e.address <= area.start < e.address + e.reserved_bytes for e in own)
     )
-    logits = 4 * decoder.dims.vocab_size
-    placed = scratch.block.verify()
-    rows += [
-        Row(
-            "scratch",
-            scratch.block.nbytes - logits,
-            placed,
-            scratch.used_bytes - logits,
-            placed.resident_bytes - logits,
-            scratch.high_water_bytes - logits,
-        ),
-        Row("logits", logits, placed, logits, logits, logits),
-    ]
-    on_history = size if kv.tape is history else 0
-    other = weights.mapped_bytes - weights.nbytes + history.block.nbytes - on_history
-    rows.append(Row("other", other))
+    mappings, rows = attribute(replace(process, areas=areas), own)
+    most: dict[str, int] = {}
+    for part in (part for entry in own for part in entry.parts):
+        if part.high_water_bytes is not None:
+            most[part.category] = most.get(part.category, 0) + part.high_water_bytes
     facts = {
         "model": ", ".join(weights.files),
         "load": weights.load,
@@ -65,4 +66,5 @@ def report_of(decoder: Decoder) -> Report:
         "window": kv.window,
         "threads": decoder.threads,
     }
-    return Report(tuple(rows), facts | ggml.facts())
+    rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
+    return Report(rows, facts | ggml.facts(), mappings)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import published, snapshot
+from unimem import ledger, published, snapshot
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine import ggml
-from unimem.engine.accounting import report_of
+from unimem.engine.accounting import parts_of, report_of
 from unimem.engine.arch import Model
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
@@ -155,11 +155,11 @@ class Decoder:
         self._seed: int | None = None
         self._talk = 0  # counts conversations, so that an old generator notices a new one
         self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
-        self._longest = 0  # the most tokens that the cache held
         self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
         self._tally = published.Tally()
         self._closed = False
+        ledger.enter(self)
         published.publish()
 
     def _set_up(
@@ -244,6 +244,8 @@ class Decoder:
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
         self._ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
+        vectors = [self._tokens, self._positions, self._rows, self._last, self._ids]
+        self._parts = parts_of(vectors, self._logits)
         nbytes = Graph.bytes_needed(dims.num_layers)
         graphs = []
         for n in (1, batch):
@@ -272,6 +274,9 @@ class Decoder:
         if self._threadpool:
             ggml.threadpool_free(self._threadpool)
             self._threadpool = 0
+
+    def _ledger_parts(self) -> list[ledger.Part]:
+        return [] if self._closed else self._parts
 
     def _check_open(self) -> None:
         if self._closed:
@@ -312,9 +317,9 @@ class Decoder:
         Returns
         -------
         Report
-            Rows ``weights:TYPE``, ``kv``, ``scratch``, ``logits`` and ``other``, which sum up to
-            the memory of weights, scratch, history and of a ring; facts of the model, of how it
-            came into memory, and of ggml.
+            Rows ``weights:TYPE``, ``weights:padding``, ``kv``, ``scratch``, ``logits`` and
+            ``tokens``, which sum up to the memory of weights, scratch, history and of a ring, as
+            the kernel has mapped it; facts of the model, of how it came into memory, and of ggml.
         """
         self._check_open()
         return report_of(self)
@@ -551,7 +556,6 @@ class Decoder:
     def reset(self) -> None:
         """Begin a new conversation. The memory stays."""
         self._check_open()
-        self._longest = max(self._longest, self.kv.seq_len)
         self.kv.clear()
         self._talk += 1
         self._n_ids = 0
@@ -778,7 +782,6 @@ class Decoder:
         except BaseException:
             kv.rollback()
             raise
-        self._longest = max(self._longest, kv.seq_len)
         self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
@@ -815,7 +818,6 @@ class Decoder:
         except BaseException:
             kv.rollback()
             raise
-        self._longest = max(self._longest, kv.seq_len)
         self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _first_row(self, held: int, row: int) -> int:
