@@ -288,20 +288,10 @@ class State:
         """Sum up the rows of main memory, and what has come and gone."""
         assert self.now is not None
         assert self.first is not None
-        sums = [
-            sum(row.resident_bytes or 0 for row in report.rows if row.device is None)
-            for report in (self.first.report, self.reports[0], self.now.report)
-        ]
-        return Line(
-            (),
-            "total",
-            "",
-            self.now.report.total_bytes,
-            sums[2],
-            sums[2] - sums[1],
-            sums[2] - sums[0],
-            None,
-        )
+        reports = (self.first.report, self.reports[0], self.now.report)
+        first, before, now = (report.resident_bytes for report in reports)
+        nbytes = self.now.report.total_bytes
+        return Line((), "total", "", nbytes, now, now - before, now - first, None)
 
     def document(self) -> dict[str, Any]:
         """Give the last sample and its rates, as for JSON."""

@@ -54,6 +54,7 @@ _HELP = (
     ("h ?", "this page; any key leaves it"),
 )
 _TERMS = (
+    ("ledger", "what unimem in the process says of its blocks; the kernel knows mappings"),
     ("size", "what is mapped, each byte once"),
     ("in RAM", "what of it is; a page that n processes share counts 1/n (Pss)"),
     ("change", "what came to be in RAM, or left it, since the last refresh"),
@@ -167,7 +168,11 @@ class _Figures(NamedTuple):
 def _head(state: State, width: int, blocks: bool, most_models: int) -> list[Text]:
     now = state.now
     assert now is not None
-    lines = [_title(state, now, width), *_models(now, width, most_models)]
+    lines = [_title(state, now, width)]
+    if "problem" in now.report.facts:
+        problem = one_line(str(now.report.facts["problem"]))
+        lines.append(_labelled("ledger").append(fit(problem, width - _LABEL), _NOTICE))
+    lines += _models(now, width, most_models)
     lines += [_drawn(figures, state.history, width, blocks) for figures in _figures(state, now)]
     if not now.pressure:
         text = "not available: this kernel does not count it (PSI)"
@@ -248,7 +253,9 @@ def _picture(values: Sequence[float | None], width: int) -> str:
 
 
 def _title(state: State, now: Sample, width: int) -> Text:
+    facts = now.report.facts
     age = now.seconds - now.report_seconds
+    how, style = f"every {state.interval:g} s", _DIM
     if state.ended:
         how, style = state.ended, _NOTICE
     elif state.is_paused:
@@ -256,14 +263,15 @@ def _title(state: State, now: Sample, width: int) -> Text:
     elif state.late_seconds >= _LATE_SECONDS:
         how, style = f"waiting for {state.late_seconds:.0f} s", _NOTICE
     elif age > 0:
-        how, style = f"every {state.interval:g} s, memory {age:.0f} s ago", _DIM
-    else:
-        how, style = f"every {state.interval:g} s", _DIM
-    right = Text.assemble((f"up {timedelta(seconds=int(now.up_seconds))}, ", _DIM), (how, style))
-    facts = now.report.facts
+        how += f", memory {age:.0f} s ago"
+    right = Text(f"up {timedelta(seconds=int(now.up_seconds))}, ", _DIM)
+    if width >= _USUAL:
+        whose = "the kernel" if facts.get("source") == "kernel" else "its ledger"
+        right.append(f"from {whose}, ", _DIM)
+    right.append(how, style)
+    left = Text(no_wrap=True).append(f"{state.pid} ", _BOLD)
     command = one_line(str(facts.get("command") or facts.get("name") or ""))
-    left = Text(f"{state.pid} ", _BOLD)
-    left.append(fit(command, max(0, width - cell_len(left.plain) - cell_len(right.plain) - 3)))
+    left.append(fit(command, width - left.cell_len - right.cell_len - 2))
     return _between(left, right, width)
 
 
@@ -360,9 +368,11 @@ def _row(columns: Sequence[_Column], texts: Sequence[str], styles: Sequence[str]
 def _columns(state: State, lines: Sequence[Line], width: int, blocks: bool) -> list[_Column]:
     """Choose the columns that there is room for; what the lines are for comes last, or a bar."""
     is_wide = width >= _WIDE
-    longest = max((cell_len(line.category) for line in lines), default=0)
+    longest = max((cell_len(one_line(line.category)) for line in lines), default=0)
     n = max(_SIZE, min(longest, 24 if is_wide else 18))
-    category = _Column(_TITLES["category"], n, lambda line: fit(line.category, n), is_left=True)
+    category = _Column(
+        _TITLES["category"], n, lambda line: fit(one_line(line.category), n), is_left=True
+    )
     sizes = [
         _Column("size", _SIZE, lambda line: format_bytes(line.nbytes)),
         _Column(_TITLES["resident"], _SIZE, lambda line: _size(line.resident_bytes)),
@@ -488,7 +498,7 @@ def _help(width: int) -> Iterator[Text]:
     for title, entries in (("Keys", _HELP), ("Figures", _TERMS)):
         yield Text(title, _BOLD)
         for name, says in entries:
-            line = Text(f"  {name:10}", _BOLD).append(says, "default")
+            line = Text(no_wrap=True).append(f"  {name:10}", _BOLD).append(says)
             line.truncate(width)
             yield line
         yield Text()
