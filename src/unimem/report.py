@@ -3,85 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unimem._core.status import device_ledger, ledger
-from unimem.placement import Placement, format_bytes
+from unimem import ledger
+from unimem._core.status import device_ledger
+from unimem.attribution import attribute
+from unimem.ledger import Entry
+from unimem.malloc import malloc_bytes
+from unimem.model_maps import MappedModel, models
+from unimem.placement import format_bytes
+from unimem.process import Process, counters, read_process
+from unimem.published import published
+from unimem.rows import Mapping, Row, in_order, plain, table
 
-__all__ = ["Mapping", "Report", "Row", "report", "table"]
+__all__ = ["SCHEMA", "Mapping", "Report", "Row", "report", "table"]
 
+SCHEMA = "unimem.report/1"
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The memory of one category, in bytes. What is None is not known, or does not apply.
-
-    Attributes
-    ----------
-    category : str
-        ``"weights:q8_0"``, ``"kv"``, ``"scratch"``, ``"logits"``, ``"other"``, ...
-    nbytes : int
-        What is mapped, or planned.
-    granted : Placement or None
-        How the mapping that it lies in was placed, as the kernel says.
-    active_bytes : int or None
-        What is in use now.
-    resident_bytes : int or None
-        What is in RAM.
-    high_water_bytes : int or None
-        The most that was in use, or mapped.
-    device : str or None
-        Whose memory it is: None is the main memory, ``"cuda:0"`` a GPU's.
-    requested_bytes : int or None
-        What was asked for, before it was rounded to pages.
-    """
-
-    category: str
-    nbytes: int
-    granted: Placement | None = None
-    active_bytes: int | None = None
-    resident_bytes: int | None = None
-    high_water_bytes: int | None = None
-    device: str | None = None
-    requested_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """One range of addresses with one purpose at most a part; of unimem's, one region.
-
-    Attributes
-    ----------
-    category : str
-        Of what no part has.
-    name : str
-        What the block is called, or the kernel calls it; may be empty.
-    address, nbytes : int
-        Where it begins, and its backing memory, each byte once.
-    granted : Placement
-        How it is placed, as the kernel says.
-    requested : dict or None
-        What the block was asked to be; None where it is none of unimem's.
-    path : str or None
-        The file that is mapped.
-    parts : dict of str to int
-        Bytes of each category in it.
-    """
-
-    category: str
-    name: str
-    address: int
-    nbytes: int
-    granted: Placement
-    requested: dict[str, Any] | None = None
-    path: str | None = None
-    parts: dict[str, int] = field(default_factory=dict)
+_WIDTH = 80
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Rows of memory, and facts about where they were measured.
+
+    It never changes, so that any number of threads, and forked children, may use it.
 
     Attributes
     ----------
@@ -99,8 +50,13 @@ class Report:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows of main memory."""
+        """Bytes of all rows of main memory: of a process, all that it has mapped."""
         return sum(row.nbytes for row in self.rows if row.device is None)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What of the rows of main memory is in RAM, as far as it is known: a process's Pss."""
+        return sum(row.resident_bytes or 0 for row in self.rows if row.device is None)
 
     @property
     def device_bytes(self) -> dict[str, int]:
@@ -112,12 +68,18 @@ class Report:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts, as in JSON: a node's key is a text."""
+        """Return plain dicts, lists, numbers and texts, as in JSON: a node's key is a text.
+
+        The schema of the document, with its units, is ``docs/schemas/report-1.json``.
+        """
         return {
+            "schema": SCHEMA,
             "total_bytes": self.total_bytes,
+            "resident_bytes": self.resident_bytes,
             "device_bytes": self.device_bytes,
-            "rows": [_plain(row) for row in self.rows],
+            "rows": [plain(row) for row in self.rows],
             "facts": dict(self.facts),
+            "mappings": [plain(mapping) for mapping in self.mappings],
         }
 
     def to_json(self) -> str:
@@ -128,6 +90,7 @@ class Report:
         def size(nbytes: int | None) -> str:
             return "-" if nbytes is None else format_bytes(nbytes)
 
+        head = ("category", "size", "pages", "active", "resident", "high water")
         lines: list[tuple[str, ...]] = [
             (
                 row.category if row.device is None else f"{row.category} on {row.device}",
@@ -139,70 +102,186 @@ class Report:
             )
             for row in self.rows
         ]
-        lines.append(("total", size(self.total_bytes), "", "", "", ""))
+        # What is known of none is not shown.
+        kept = [i for i in range(len(head)) if i < 2 or any(line[i] != "-" for line in lines)]
+        is_resident_known = all(
+            row.resident_bytes is not None for row in self.rows if row.device is None
+        )
+        resident = size(self.resident_bytes) if is_resident_known else ""
+        lines.append(("total", size(self.total_bytes), "", "", resident, ""))
         for device, nbytes in self.device_bytes.items():
             lines.append((f"total on {device}", size(nbytes), "", "", "", ""))
-        head = ("category", "size", "pages", "active", "resident", "high water")
-        facts = [f"{name}: {_fact(value)}" for name, value in self.facts.items()]
-        return "\n".join([table(head, lines), *facts])
+        shown = table([head[i] for i in kept], [[line[i] for i in kept] for line in lines])
+        facts = [line for name, value in self.facts.items() for line in _fact(name, value)]
+        return "\n".join([shown, *facts])
 
 
-def _plain(row: Row) -> dict[str, Any]:
-    plain = asdict(row)
-    if row.granted is not None:
-        nodes = row.granted.nodes.items()
-        plain["granted"]["nodes"] = {str(node): nbytes for node, nbytes in nodes}
-    return plain
-
-
-def _fact(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lay out texts in columns: the first to the left, the others to the right.
-
-    Examples
-    --------
-    >>> print(table(("category", "size"), [("kv", "1 B"), ("scratch", "20 B")]))
-    category  size
-    kv         1 B
-    scratch   20 B
-    """
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (head, *lines)
+def _fact(name: str, value: Any) -> Iterator[str]:
+    """Write a fact in lines: sizes in their units, models and sets of sizes by their names."""
+    if name == "models":
+        for model in value:
+            yield _shortened("model: ", model["path"], f" ({_of_model(model)})")
+        return
+    if name == "command":
+        yield _shortened("command: ", value, "")
+        return
+    is_size = name.endswith("_bytes")
+    if isinstance(value, dict):
+        value = [f"{key} {_figure(number, is_size)}" for key, number in value.items()]
+    is_list = isinstance(value, (list, tuple))
+    text = ", ".join(map(str, value)) if is_list else _figure(value, is_size)
+    label = name.removesuffix("_bytes")
+    yield from textwrap.wrap(
+        f"{label}: {text}",
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
-def report() -> Report:
-    """Report what unimem has mapped in this process, from its ledger.
+def _figure(value: Any, is_size: bool) -> str:
+    return format_bytes(value) if is_size and isinstance(value, int) else str(value)
+
+
+def _of_model(model: dict[str, Any]) -> str:
+    what = [model["format"] or "unknown header", model["architecture"] or ""]
+    return f"{' '.join(filter(None, what))}, {format_bytes(model['pss_bytes'])} resident"
+
+
+def _shortened(before: str, text: str, after: str) -> str:
+    """Put texts together, the middle one without its middle where the line would be too long."""
+    room = _WIDTH - len(before) - len(after)
+    if len(text) > room:
+        text = f"{text[: (room - 3) // 2]}...{text[-((room - 2) // 2) :]}"
+    return f"{before}{text}{after}"
+
+
+# ---- of a process -------------------------------------------------------------------------------
+
+
+def report(pid: int | None = None) -> Report:
+    """Report what memory a process has, and what it is for.
+
+    The areas are the kernel's (``/proc/PID/smaps``, ``numa_maps``, ``pagemap``); what is unimem's
+    is told by its ledger, in other processes by what engines show of theirs; model files that are
+    mapped are known by their headers. Of every field of the rows' placements, the sum is what the
+    kernel says of the process.
+
+    Parameters
+    ----------
+    pid : int, optional
+        Of any program; by default this process.
 
     Returns
     -------
     Report
-        A row for each category that has, or had, a mapping, and for each of a GPU; `nbytes` counts
-        whole pages in main memory.
+        A row for each category: of unimem's memory and of model files ``weights:TYPE``,
+        ``weights:padding``, ``kv``, ``scratch``, ``logits``, ``tokens``, ``staging``,
+        ``diagnostics`` and ``other``; of the rest ``allocator``, ``libraries``, ``stacks``,
+        ``files``, ``shared``, ``anonymous`` and ``kernel``. In this process also of each category
+        that had memory, and of that of GPUs. What the facts are is said in ``docs/accounting.md``.
+
+    Raises
+    ------
+    ProcessLookupError
+        There is no such process, or it has ended meanwhile.
+    PermissionError
+        It is not ours to read: the message says who may.
+    ValueError, TypeError
+        The number is none of a process that has memory.
 
     Examples
     --------
     >>> import unimem as um
     >>> with um.Block(1 << 20, category="staging"):
-    ...     host = [row for row in um.report().rows if row.device is None]
-    ...     [row.nbytes for row in host if row.category == "staging"]
+    ...     report = um.report()
+    >>> [row.nbytes for row in report.rows if row.category == "staging" and row.device is None]
     [1048576]
+    >>> report.resident_bytes == report.facts["pss_bytes"]
+    True
     """
-    host = [
-        Row(name, row["mapped_bytes"], high_water_bytes=row["high_water_bytes"])
-        for name, row in ledger().items()
-        if row["high_water_bytes"]
-    ]
-    devices = [
-        Row(name, row["nbytes"], high_water_bytes=row["high_water_bytes"], device=device)
-        for (device, name), row in device_ledger().items()
-    ]
-    return Report((*host, *devices))
+    number = counters(pid).pid
+    process, entries, known = _read(number)
+    mapped = models(process)
+    mappings, rows = attribute(process, entries, mapped)
+    facts = {
+        "pid": process.pid,
+        "name": process.name,
+        "command": process.command,
+        **known,
+        "rss_bytes": process.rss_bytes,
+        "pss_bytes": process.pss_bytes,
+        "swapped_bytes": process.swapped_bytes,
+        "minor_faults": process.minor_faults,
+        "major_faults": process.major_faults,
+        "n_threads": process.n_threads,
+        "models": [_model(model) for model in mapped],
+    }
+    if number != os.getpid():
+        return Report(rows, facts, mappings)
+    malloc = malloc_bytes()
+    if malloc is not None:
+        facts["malloc_bytes"] = malloc._asdict()
+    return Report((*_with_marks(rows), *_device_rows()), facts, mappings)
+
+
+def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
+    """Read the areas of a process, the entries that it had all the time meanwhile, and facts."""
+    before, _ = _known(pid)
+    for _ in range(_TRIES):
+        process = read_process(pid)
+        entries, facts = _known(pid)
+        were, are = ({(e.address, e.reserved_bytes) for e in those} for those in (before, entries))
+        if were == are:
+            break
+        before = entries
+    lasting = were & are
+    return process, [e for e in entries if (e.address, e.reserved_bytes) in lasting], facts
+
+
+def _known(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
+    """Ask unimem in a process what it has there; and who says so."""
+    if pid == os.getpid():
+        return ledger.entries(), {"source": "ledger"}
+    told: list[str] = []
+    shown = published(pid, told)
+    problem = {"problem": told[0]} if told else {}
+    if shown is None:
+        return (), {"source": "kernel", **problem}
+    facts: dict[str, Any] = {"source": "published ledger", "counters": shown.counters, **problem}
+    if shown.truncated:
+        facts["n_entries_left_out"] = shown.truncated
+    return shown.entries, facts
+
+
+def _model(model: MappedModel) -> dict[str, Any]:
+    areas = [area for area in model.areas if area.is_accessible]
+    return {
+        "path": model.path,
+        "staged_from": model.source,
+        "state": model.state,
+        "format": model.format,
+        "architecture": model.architecture,
+        "name": model.name,
+        "problem": model.problem,
+        "nbytes": sum(area.nbytes for area in areas),
+        "rss_bytes": sum(area.resident_bytes for area in areas),
+        "pss_bytes": sum(area.pss_bytes + area.hugetlb_bytes for area in areas),
+    }
+
+
+def _with_marks(rows: Sequence[Row]) -> list[Row]:
+    """Add the most that each category ever had, and those that have nothing any more."""
+    marks = ledger.high_water()
+    found = {row.category: row for row in rows}
+    for category, mark in marks.items():
+        row = found.get(category) or Row(category, 0, active_bytes=0, resident_bytes=0)
+        found[category] = replace(row, high_water_bytes=max(mark, row.nbytes))
+    return sorted(found.values(), key=in_order)
+
+
+def _device_rows() -> Iterator[Row]:
+    for (device, category), row in device_ledger().items():
+        name = "kv" if category == "history" else category
+        yield Row(name, row["nbytes"], high_water_bytes=row["high_water_bytes"], device=device)
