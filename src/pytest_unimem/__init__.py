@@ -89,7 +89,10 @@ class SteadyState:
         return self
 
     def begin(self) -> None:
-        """Begin the steady state here: it lasts to the end of the test. Again: here, after all."""
+        """Begin the steady state here: it lasts to the end of the test, with what the test closes.
+
+        Called again, it begins anew.
+        """
         import unimem as um
 
         self._stop()
