@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
-from unimem.cli.processes import ModelProcess, Processes, find, mapped_models
+from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.cli.tables import Bar, fact_lines, room, table_lines, wrap
 from unimem.placement import Placement, format_bytes, together
 from unimem.report import Mapping, Report
@@ -20,6 +20,16 @@ from unimem.report import report as make_report
 __all__ = ["report"]
 
 _MODELS = 4  # named in the page
+_STATES = {
+    "unnamed": "memory without a path",
+    "replaced": "another file is at this path now",
+    "deleted": "no file is at this path any more",
+}
+_COUNTERS = {
+    "n_prompt_tokens": "tokens read",
+    "n_generated_tokens": "made",
+    "kv_tokens": "in the KV cache",
+}
 _WIDE = 110  # columns, from which on there is room for paths
 
 
@@ -153,23 +163,39 @@ def _page(report: Report, *, mappings: bool) -> Iterator[str]:
 
 def _heading(report: Report) -> Iterator[tuple[str, str]]:
     known = report.facts
-    yield "process", f"{known['pid']} {known.get('command') or known['name']}"
-    models = mapped_models(report)
+    yield "process", f"{known['pid']} {known['command'] or known['name']}"
+    models = sorted(known["models"], key=lambda model: -model["nbytes"])
     for model in models[:_MODELS]:
-        yield "model", f"{model.path} {_in_ram(model.resident_bytes, model.nbytes)}"
+        yield "model", f"{model['path']} ({'; '.join(_about(model))})"
     if len(models) > _MODELS:
-        yield "", f"and {len(models) - _MODELS} more files: --json has all"
+        yield "", f"and {len(models) - _MODELS} more files, which --json names"
+    if counters := known.get("counters"):
+        yield "engine", ", ".join(_counted(counters))
+    if problem := known.get("problem"):
+        yield "problem", problem
 
 
-def _in_ram(resident: int, nbytes: int) -> str:
-    if resident >= nbytes:
-        return f"({format_bytes(nbytes)}, all in RAM)"
-    return f"({format_bytes(resident)} of {format_bytes(nbytes)} in RAM)"
+def _about(model: dict[str, Any]) -> Iterator[str]:
+    size, in_ram = format_bytes(model["nbytes"]), format_bytes(model["rss_bytes"])
+    is_all = model["rss_bytes"] >= model["nbytes"]
+    yield f"{size}, all in RAM" if is_all else f"{in_ram} of {size} in RAM"
+    if model["staged_from"] is not None:
+        yield f"staged from {model['staged_from']}"
+    if (state := _STATES.get(model["state"])) is not None:
+        yield state
+    if model["problem"] is not None:
+        yield model["problem"]
+
+
+def _counted(counters: dict[str, int]) -> Iterator[str]:
+    # Of another version of unimem there may be others.
+    for name, text in _COUNTERS.items():
+        if name in counters:
+            yield f"{counters[name]:,} {text}"
 
 
 def _rows(report: Report) -> Iterator[str]:
-    host = [row for row in report.rows if row.device is None]
-    total = sum(row.resident_bytes or 0 for row in host)
+    total = report.resident_bytes
     columns: dict[str, list[int | None]] = {
         "size": [row.nbytes for row in report.rows],
         "in RAM": [row.resident_bytes for row in report.rows],
@@ -217,8 +243,7 @@ def _sums(report: Report) -> Iterator[tuple[str, str]]:
         nodes = [f"{size(nbytes)} on node {node}" for node, nbytes in sorted(all_.nodes.items())]
         yield "nodes", ", ".join(nodes) or "nothing in RAM"
         yield "locked", f"{size(all_.locked_bytes)}, swapped out {size(all_.swapped_bytes)}"
-    if "minor_faults" in known:
-        yield "faults", f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
+    yield "faults", f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
 
 
 def _mappings(mappings: Sequence[Mapping]) -> Iterator[str]:

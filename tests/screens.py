@@ -1,0 +1,72 @@
+"""What a command writes, to a terminal of so many columns or to a pipe, in this process."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+from rich.cells import cell_len
+
+from unimem.cli import main
+
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+class Screen(NamedTuple):
+    """The exit code, and what was written."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def plain(self) -> str:
+        """The output without colours."""
+        return COLOUR.sub("", self.out)
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of `plain`."""
+        return self.plain.splitlines()
+
+    @property
+    def widest(self) -> int:
+        """The columns of the longest line."""
+        return max(map(cell_len, self.lines))
+
+
+class _Stream(io.TextIOWrapper):
+    def __init__(self, encoding: str, *, is_terminal: bool) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def text(self) -> str:
+        self.flush()
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode(self.encoding)
+
+
+def show(
+    *arguments: object, columns: int | None = None, encoding: str = "utf-8", **environment: str
+) -> Screen:
+    """Run a command; with columns, on a terminal that has so many."""
+    out, err = (_Stream(encoding, is_terminal=columns is not None) for _ in range(2))
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    env |= {"TERM": "xterm"} | environment
+    env |= {"COLUMNS": str(columns)} if columns else {}
+    with (
+        mock.patch.dict(os.environ, env, clear=True),
+        mock.patch.object(sys, "stdout", out),
+        mock.patch.object(sys, "stderr", err),
+    ):
+        code = main([os.fsdecode(str(word)) for word in arguments])
+    return Screen(code, out.text(), err.text())
