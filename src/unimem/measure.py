@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import os
@@ -16,32 +15,15 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from unimem._core.status import Marks, counters, ledger
 from unimem.errors import ClosedError
+from unimem.malloc import malloc_bytes
 from unimem.placement import format_bytes
-from unimem.report import table
+from unimem.rows import table
 
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 
 _T_co = TypeVar("_T_co", covariant=True)
 # As the rows of a report are called.
 _CATEGORIES = tuple("kv" if name == "history" else name for name in ledger())
-
-
-class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-# glibc has it from 2.33 on, other C libraries have none.
-_mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-if _mallinfo2 is not None:
-    _mallinfo2.restype = _MallInfo
 
 
 class _Reading(NamedTuple):
@@ -64,11 +46,7 @@ def _reading() -> _Reading:
     process = resource.getrusage(resource.RUSAGE_SELF)
     thread = resource.getrusage(resource.RUSAGE_THREAD)
     native = counters()
-    malloc = None
-    if _mallinfo2 is not None:
-        info = _mallinfo2()
-        # Large pieces are mappings of their own, which the first figure leaves out.
-        malloc = info.uordblks + info.hblkhd
+    malloc = malloc_bytes()
     return _Reading(
         threading.get_native_id(),
         process.ru_minflt,
@@ -79,7 +57,7 @@ def _reading() -> _Reading:
         native["os_calls"],
         native["allocations"],
         native["allocated_bytes"],
-        malloc,
+        None if malloc is None else malloc.in_use,
         time.perf_counter(),
     )
 
