@@ -236,7 +236,7 @@ def test_a_real_process(holder: tuple[int, Path]) -> None:
     for category in ("weights:q8_0", "weights:padding", "libraries", "total"):
         assert re.search(rf"^{category} +\d+\.\d [KMG]iB", page, re.M), page
     lines = show("report", pid, "--mappings").plain
-    assert re.search(r"^[0-9a-f]+ .* 4k  weights:q8_0 \+2 +held\.gguf$", lines, re.M)
+    assert re.search(r"^ *[0-9a-f]+ .* 4k  weights:q8_0 \+2 +held\.gguf$", lines, re.M)
 
 
 def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
