@@ -133,6 +133,7 @@ class _Shown:
     """The memory that is shown, and its rows that no engine has."""
 
     def __init__(self) -> None:
+        self.started = process.counters().started
         fd = _new_memfd()
         try:
             os.ftruncate(fd, NBYTES)
@@ -147,7 +148,6 @@ class _Shown:
         self.memory[:] = bytes(NBYTES)  # an engine's step finds its page
         ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)
         self.free_rows = [self.memory[at : at + _ROW_BYTES].cast("Q") for at in reversed(ends)]
-        self.started = process.counters().started
         self.n_os_calls = 0
 
     def write(self) -> None:
