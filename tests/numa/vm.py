@@ -27,6 +27,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where this is run as a program
+from apt_packages import UnavailableError, apt, install, update_lists
+
 CACHE = Path(__file__).parent.parent.parent / "build/numa"
 # The first one that apt knows is taken; linux-image-amd64 is 6.12 in Debian 13. No -cloud kernel:
 # those lack 9p. Weighted interleave came with 6.9.
@@ -49,32 +52,7 @@ NO_ANSWER = 70
 TIMED_OUT = 124
 
 
-class UnavailableError(Exception):
-    """The machine cannot be set up here; the text says what to do."""
-
-
 # ---- set-up ----
-
-
-def apt(*arguments: str) -> None:
-    """Run apt-get."""
-    command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    answer = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    if answer.returncode != 0:
-        raise UnavailableError(f"apt-get {shlex.join(arguments)} failed:\n{answer.stderr.strip()}")
-
-
-def update_lists() -> None:
-    """Fetch apt's lists, since a mirror drops what old ones name. Root only.
-
-    Packages may be had although one of the sources does not answer, so a failure is no error here.
-    """
-    if os.geteuid() == 0:
-        with contextlib.suppress(UnavailableError):
-            apt("update")
 
 
 def check_host() -> None:
@@ -86,20 +64,6 @@ def check_host() -> None:
         )
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise UnavailableError("it takes its kernel from Debian's packages, and here is no apt-get")
-
-
-def install_tools() -> None:
-    """Install what is missing, which only root may do."""
-    missing = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
-    if not missing:
-        return
-    install = ("install", "-y", "--no-install-recommends", *missing)
-    if os.geteuid() != 0:
-        raise UnavailableError(
-            f"{' and '.join(missing)} must be installed, by root: apt-get {shlex.join(install)}"
-        )
-    print(f"installing {' and '.join(missing)}", file=sys.stderr)
-    apt(*install)
 
 
 def unpack(package: str, folder: Path) -> Path:
@@ -176,7 +140,7 @@ def set_up() -> None:
         if (CACHE / "ready").exists() and shutil.which(QEMU) is not None:
             return
         update_lists()
-        install_tools()
+        install(TOOLS)
         package = kernel_package()
         print(f"unpacking {package} and busybox-static to {CACHE}", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
