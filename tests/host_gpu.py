@@ -107,6 +107,9 @@ class HostDriver(gpu.Driver):
     def free_bytes(self) -> int:
         return self.total_bytes - sum(map(self._on_device, self.allocated.values()))
 
+    def mem_info(self) -> tuple[int, int]:
+        return self.free_bytes(), self.total_bytes
+
     def _on_device(self, nbytes: int) -> int:
         return -(-nbytes // self.page_bytes) * self.page_bytes
 

@@ -20,7 +20,7 @@ import unimem as um
 from models.make import TINY, Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel, ggml
 from unimem.engine.graph import Graph, Headers
-from unimem.plan import PREFILL_BATCH, scratch_parts
+from unimem.needs import PREFILL_BATCH, scratch_parts
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -1,11 +1,28 @@
-"""What to do about a plan that does not fit, in the order of what it costs the user."""
+"""What to do about a plan that does not fit, in the order of what it costs the user.
+
+Every figure is of a plan that was made again with the option changed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Advice"]
+from unimem._core.gguf import tensor_type
+from unimem.placement import format_bytes
+
+if TYPE_CHECKING:
+    from unimem.plan import Check, Plan
+
+__all__ = ["Advice", "advise", "lacking", "saved_bytes"]
+
+_LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
+_N_TYPES = 64  # more numbers than ggml has types
+# What a file of few bits is likely to be of, and its bytes for so many values.
+_SMALL_TYPE, _SMALL_VALUES, _SMALL_BYTES = "q4_K", 256, 144
+_KV_TYPES = ("f32", "bf16", "f16", "q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +34,10 @@ class Advice:
     text : str
         A sentence.
     saves_bytes : int
-        How much less of what lacks room is needed then.
+        How much less is needed then of what cannot be dropped: `Plan.required_bytes`, or the rows
+        of a GPU in a plan for one. Of a smaller file, an estimate.
     options : dict
-        Keyword arguments of `plan` that change; empty where none does.
+        Keyword arguments of `plan` that change; empty where it is another file or limit.
     fits : bool
         Whether the plan fits with this alone, and nothing spills.
     """
@@ -28,3 +46,195 @@ class Advice:
     saves_bytes: int
     options: dict[str, Any]
     fits: bool
+
+
+Again = Callable[[Mapping[str, Any]], "Plan"]
+"""Makes a plan again with these options changed."""
+
+
+def lacking(plan: Plan, *, strict: bool = True) -> Check | None:
+    """Return the limit that lacks the most; None where all have room.
+
+    Parameters
+    ----------
+    plan : Plan
+        Which.
+    strict : bool, default True
+        False: only of limits that are hard.
+    """
+    found = [one for one in plan.checks if not one.fits and (strict or one.is_hard)]
+    return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
+
+
+def saved_bytes(before: Plan, after: Plan) -> int:
+    """Tell what one plan needs less than another, of what cannot be dropped."""
+    return _counted(before) - _counted(after)
+
+
+def _counted(plan: Plan) -> int:
+    return _on_device(plan) or plan.required_bytes
+
+
+def _on_device(plan: Plan) -> int:
+    return sum(row.nbytes for row in plan.rows if row.device is not None)
+
+
+def advise(plan: Plan, again: Again, types: Mapping[str, int]) -> tuple[Advice, ...]:
+    """Say what to do about a plan that does not fit, or of which something spills.
+
+    Parameters
+    ----------
+    plan : Plan
+        Which.
+    again : callable
+        Makes it again with options changed; ValueError where they cannot be.
+    types : mapping of str to int
+        Bytes of the model's tensors by type.
+
+    Returns
+    -------
+    tuple of Advice
+    """
+    found = []
+    together: dict[str, Any] = {}
+    for text, options in _changes(plan, again):
+        with suppress(ValueError):
+            other = again(options)
+            if _helps(plan, other):
+                found.append(Advice(text, saved_bytes(plan, other), options, _is_good(other)))
+                together |= options
+    if not any(item.fits for item in found):
+        found += _combined(plan, again, together)
+    return (*found, *_other_files(plan, types), *_more(plan))
+
+
+def _is_good(plan: Plan) -> bool:
+    return plan.fits and plan.spilled_bytes == 0
+
+
+def _helps(plan: Plan, other: Plan) -> bool:
+    if _is_good(other) or saved_bytes(plan, other) > 0:
+        return True
+    return len([c for c in other.checks if not c.fits]) < len(
+        [c for c in plan.checks if not c.fits]
+    )
+
+
+def _changes(plan: Plan, again: Again) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options to change one by one, what costs nothing first."""
+    failing = {check.name for check in plan.checks if not check.fits}
+    if plan.load != "map":
+        yield (
+            "map the file instead of copying it: its pages are the page cache's, and are dropped "
+            "where memory is needed",
+            {"load": "map"},
+        )
+    if plan.pages in ("2m", "1g"):
+        yield "transparent huge pages, which need no pool", {"pages": "thp"}
+    if plan.numa is not None and any(name.startswith("node") for name in failing):
+        where = plan.numa.partition(":")[2]
+        policy = f"preferred:{where}" if where else None
+        yield "let memory come from other nodes, too, where one is full", {"numa": policy}
+    if any("memlock" in name for name in failing):
+        yield "do not lock it: the kernel may swap it out then", {"lock": False}
+    for name, n, what in (
+        ("sessions", plan.sessions, "conversation at a time"),
+        ("batch", plan.batch, "stream"),
+    ):
+        if n > 1:
+            most = _most(n, lambda k, name=name: _is_good(again({name: k})))  # type: ignore[misc]
+            yield f"{most} {what}{'s' * (most > 1)} instead of {n}", {name: most}
+    for kind in _KV_TYPES[1 + _KV_TYPES.index(plan.kv_dtype) :]:
+        if kind != "bf16" and (plan.kv_dtype, kind) != ("bf16", "f16"):
+            yield f"a KV cache of {kind} instead of {plan.kv_dtype}", {"kv_dtype": kind}
+    if plan.max_ctx and plan.ctx is not None and plan.max_ctx < plan.ctx:
+        yield (
+            f"a context of {plan.max_ctx} tokens, the longest that fits",
+            {"ctx": plan.max_ctx},
+        )
+    if plan.window is None and plan.ctx is not None and not _on_device(plan):
+        window = _window(plan.ctx, again)
+        if window:
+            yield f"attention that sees the last {window} tokens only", {"window": window}
+
+
+def _most(n: int, is_good: Callable[[int], bool]) -> int:
+    """Return the largest number below n that is good; 1 where none is."""
+    low, high = 1, n - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_good(middle) else (low, middle - 1)
+    return low
+
+
+def _window(ctx: int, again: Again) -> int:
+    """Return the largest of a half, a quarter, ... of the context that fits; else the smallest."""
+    window = ctx // 2
+    while window >= 2 * _LEAST_WINDOW and not _is_good(again({"window": window})):
+        window //= 2
+    return window if window >= _LEAST_WINDOW else 0
+
+
+def _combined(plan: Plan, again: Again, options: dict[str, Any]) -> list[Advice]:
+    """Return the first combination that fits, of changes in their order; [] for none."""
+    tried: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "ctx":
+            continue  # a longer one may fit with the rest
+        tried[name] = value
+        for shorter in (False, True):
+            if shorter and plan.ctx is None:
+                continue
+            changed = tried | ({"ctx": None} if shorter else {})
+            with suppress(ValueError):
+                other = again(changed)
+                if _is_good(other) and len(changed) > 1:
+                    if shorter:
+                        changed["ctx"] = other.ctx
+                    text = "together: " + ", ".join(f"{k} {v}" for k, v in changed.items())
+                    return [Advice(text, saved_bytes(plan, other), changed, True)]
+    return []
+
+
+def _other_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
+    if plan.load != "map" and "model" in plan.facts:
+        yield Advice(
+            "for several processes, stage the file once ('unimem stage FILE'): each maps it then "
+            "from the path that this prints, and has no copy of its own",
+            0,
+            {},
+            False,
+        )
+    sizes = {}
+    for number in range(_N_TYPES):
+        with suppress(ValueError):
+            name, values, nbytes = tensor_type(number)
+            sizes[name] = values, nbytes
+    now = small = 0
+    for name, nbytes in types.items():
+        values, block = sizes.get(name, (1, 0))
+        # Vectors stay float32, and so does what would not become smaller.
+        shrinks = name != "f32" and block * _SMALL_VALUES > _SMALL_BYTES * values
+        now += nbytes
+        small += nbytes // block * values * _SMALL_BYTES // _SMALL_VALUES if shrinks else nbytes
+    if small * 10 < now * 9:
+        yield Advice(
+            f"a file of fewer bits: in {_SMALL_TYPE}, the tensors would take about "
+            f"{format_bytes(small)} instead of {format_bytes(now)}",
+            now - small,
+            {},
+            False,
+        )
+
+
+def _more(plan: Plan) -> Iterator[Advice]:
+    """Say which limit to raise, and how."""
+    worst = lacking(plan)
+    if worst is not None:
+        missing = worst.needed_bytes - worst.available_bytes
+        yield Advice(f"{format_bytes(missing)} more in {worst.name}: {worst.remedy}", 0, {}, False)
+    elif plan.spilled_bytes:
+        least = min((one for one in plan.checks if one.is_hard), key=lambda c: c.available_bytes)
+        yield Advice(
+            f"{format_bytes(plan.spilled_bytes)} more in {least.name}: {least.remedy}", 0, {}, False
+        )

@@ -177,7 +177,7 @@ class Driver:
         except self._error as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
-            free, total = self._mem_info()
+            free, total = self.mem_info()
             raise CapacityError(
                 f"{self.name}: asked for {format_bytes(nbytes)}, but {format_bytes(free)} of "
                 f"{format_bytes(total)} are free: a smaller size, or free what others hold "
@@ -189,9 +189,10 @@ class Driver:
 
     def free_bytes(self) -> int:
         """Bytes of device memory that are free now."""
-        return self._mem_info()[0]
+        return self.mem_info()[0]
 
-    def _mem_info(self) -> tuple[int, int]:
+    def mem_info(self) -> tuple[int, int]:
+        """Bytes of device memory that are free now, and all that there are."""
         with self._device:
             free, total = self._runtime.memGetInfo()
         return int(free), int(total)

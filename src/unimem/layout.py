@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
+from unimem.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.loading import Load, Progress
 from unimem.plan import Plan, plan
@@ -348,19 +349,21 @@ class Layout(Lifetimes[Tape]):
             "kv_dtype": kv_dtype,
             "window": window,
             "threads": threads,
-            "pages": placement.get("pages", "auto"),
+            **placement,
         }
+        strict = bool(placement.get("strict"))
         given = isinstance(path_or_weights, Weights)
         if isinstance(path_or_weights, Weights):
             weights = path_or_weights
             needed = plan(weights, load=load, **options)
         else:
-            plan(path_or_weights, load=load, **options).require_fits()
+            plan(path_or_weights, load=load, **options).require_fits(strict=strict)
             weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
         try:
             if not given:
                 needed = plan(weights, **options)  # the file may be another one by now
-            needed.require_fits()
+            ModelDims.from_weights(weights)  # what is not known of them cannot be made
+            needed.require_fits(strict=strict)
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
         except BaseException:
             if not given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,9 @@ from unimem import limits, placing
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
-from unimem._core.tmpfs import huge_page_bytes
 from unimem.errors import ClosedError, PlacementError
 from unimem.model_file import Model, ModelFile
-from unimem.placement import Pages, PlacementOptions, format_bytes
+from unimem.placement import PlacementOptions, format_bytes
 
 __all__ = [
     "Choice",
@@ -29,11 +27,11 @@ __all__ = [
     "NoDirectReadsError",
     "Progress",
     "bring",
-    "bytes_needed",
     "cached_bytes",
     "check_load",
     "check_request",
     "choose",
+    "copy_bytes",
     "mapped",
     "read_direct",
 ]
@@ -50,7 +48,6 @@ _NETWORK = re.compile(
     r"nfs\d?|cifs|smb3?|smbfs|9p|virtiofs|vboxsf|ceph|lustre|gpfs|glusterfs|orangefs|pvfs2|afs|"
     r"coda|beegfs|fuse(\..+)?"
 )
-_PAGES_BYTES = {"4k": mmap.PAGESIZE, "2m": 2 << 20, "1g": 1 << 30}
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
 
@@ -332,18 +329,9 @@ def _looked_at(model: Model) -> Iterator[Block]:
             yield block
 
 
-def bytes_needed(model: Model, mode: Literal["map", "copy", "direct"], pages: Pages) -> int:
-    """Tell what `Loaded.mapped_bytes` will be, before anything is taken.
-
-    Of a copy they are whole pages of those that are asked for; ``"auto"`` may get larger ones.
-    """
-    if mode == "map":
-        return sum(file.nbytes for file in model.files)
-    nbytes, huge = _layout_of(model)[1], huge_page_bytes()
-    page = _PAGES_BYTES.get(pages, huge)
-    if page == 0 or (pages == "auto" and nbytes < huge):
-        page = mmap.PAGESIZE
-    return -(-nbytes // page) * page
+def copy_bytes(model: Model) -> int:
+    """Tell what a copy asks for, before it is rounded to pages."""
+    return _layout_of(model)[1]
 
 
 # ---- mapped -----------------------------------------------------------------------------------

@@ -130,6 +130,10 @@ class Budget:
     def require(self, nbytes: int, what: str) -> None:
         """Refuse nothing: a plan says what does not fit."""
 
+    def lock(self, nbytes: int) -> None:
+        """Promise memory that will be locked."""
+        self._locked_bytes += nbytes
+
     def take(self, request: Request, *, strict: bool) -> Extent:
         """Say what a block will map, and promise it that."""
         found = placing.extent(request, self, strict=strict)
@@ -138,7 +142,7 @@ class Budget:
             n_pages = found.nbytes // _PAGE_BYTES[choice.pages]
             self._pages[choice.pages] = self._pages.get(choice.pages, 0) + n_pages
         else:
-            self._locked_bytes += locked_bytes(found.nbytes, choice.lock, request)
+            self.lock(locked_bytes(found.nbytes, choice.lock, request))
             for node, share in node_shares(choice.numa, found.nbytes).items():
                 self._on_nodes[node] = self._on_nodes.get(node, 0) + share
         return found
@@ -261,7 +265,7 @@ class Storage:
         )
         found = budget.take(request, strict=self.strict)
         rest = found.nbytes - sum(parts.values())
-        asked = {}
+        asked: dict[str, int] = {}
         if self.pages in placing.HUGETLB:
             page = _PAGE_BYTES[self.pages]
             asked[self.pages] = -(-nbytes // page) * page

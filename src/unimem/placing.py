@@ -38,6 +38,7 @@ __all__ = [
     "few_huge_pages",
     "left_elsewhere",
     "parse_numa",
+    "pool_room",
     "pool_shortfall",
     "remove_named",
     "require_growth",
@@ -384,7 +385,7 @@ def _choose_pages(
             if size == "1g" and wasted * 8 > request.nbytes:
                 continue
             pool = facts.huge_pools().get(size)
-            if pool is not None and -(-most // page) * page <= _pool_room(pool, numa):
+            if pool is not None and -(-most // page) * page <= pool_room(pool, numa):
                 return "1g" if size == "1g" else "2m"
         return "auto"
     if request.pages not in HUGETLB:
@@ -404,7 +405,7 @@ def _choose_pages(
     return "auto" if request.shared and not request.mirror else "thp"
 
 
-def _pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
+def pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
     """Bytes that the pool has for a policy."""
     room = pool.available_bytes
     if numa is not None and numa.mode == "bind":
@@ -427,7 +428,7 @@ def pool_shortfall(
         )
     page = pool.page_bytes
     needed = -(-nbytes // page)
-    room = _pool_room(pool, numa) // page
+    room = pool_room(pool, numa) // page
     if needed <= room:
         return None
     limit = pool.limit(nbytes)

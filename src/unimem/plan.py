@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Unpack
 
-from unimem import limits, loading
+from unimem import limits, loading, placing
 from unimem._core.kv import KVCache
-from unimem.advice import Advice
+from unimem.advice import Advice, advise, lacking
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.loading import Load
 from unimem.model_file import open_model
-from unimem.placement import Pages, format_bytes
-from unimem.report import Row, table
+from unimem.needs import PREFILL_BATCH, Budget, Machine, Mode, Need, Session, Storage, node_shares
+from unimem.placement import Pages, PlacementOptions, format_bytes
+from unimem.placing import NumaPolicy, show_nodes
+from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
+from unimem.rows import Row, in_order, table
 from unimem.weights import Weights
 
-__all__ = ["PREFILL_BATCH", "Advice", "Check", "Plan", "nodes_bound", "plan", "scratch_parts"]
+__all__ = ["DEFAULT_CTX", "PREFILL_BATCH", "Advice", "Check", "Plan", "plan"]
 
 SCHEMA = "unimem.plan/1"
-Mode = Literal["map", "copy", "direct"]
-
-PREFILL_BATCH = 128
-"""Tokens that the engine computes at once while it reads a prompt."""
-
 DEFAULT_CTX = 4096
-_PAGE = 4096
-# What ggml needs for one tensor's header, and for a node of a graph: two pointers in lists, and up
-# to four slots of a hash table with a pointer, a count and a bit each.
-_HEADER_BYTES = 368
-_NODE_BYTES = 2 * 8 + 4 * (8 + 4 + 1)
-_ALIGN = 64
+_MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
+_MOST_SESSIONS = 4096
+_KV_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +148,31 @@ class Plan:
         """Whether every limit has room; pages of a mapped file can be dropped (`spilled_bytes`)."""
         return all(check.fits for check in self.checks)
 
-    def require_fits(self, *, strict: bool = True) -> None:
+    def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
         """Raise when it does not fit.
 
         Parameters
         ----------
         strict : bool, default True
             False: only for limits that are hard.
+        taken_bytes : int, default 0
+            What of it is in main memory already, beside weights.
 
         Raises
         ------
         CapacityError
             With the limit that has the least room for what it is to hold, its figures, and advice.
         """
-        lacking = [c for c in self.checks if not c.fits and (strict or c.is_hard)]
-        if not lacking:
+        worst = lacking(self, strict=strict)
+        if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
             return
-        worst = max(lacking, key=lambda check: check.needed_bytes - check.available_bytes)
         context = "" if self.ctx is None else f" with a context of {self.ctx} tokens"
         hints = "; ".join([item.text for item in self.advice[:2]] or [worst.remedy])
         raise CapacityError(
             f"the model needs {format_bytes(worst.needed_bytes)}{context}, but "
-            f"{format_bytes(worst.available_bytes)} are available: the least room is in "
-            f"{worst.name} (limit {format_bytes(worst.limit_bytes)}): {hints}",
-            worst.available_bytes,
+            f"{format_bytes(worst.available_bytes + taken_bytes)} are available: the least room is "
+            f"in {worst.name} (limit {format_bytes(worst.limit_bytes)}): {hints}",
+            worst.available_bytes + taken_bytes,
             0,
             worst.needed_bytes,
         )
@@ -232,15 +231,19 @@ def plan(
     window: int | None = None,
     threads: int | None = None,
     load: Load = "auto",
-    pages: Pages = "auto",
+    sessions: int = 1,
+    device: str | None = None,
+    **placement: Unpack[PlacementOptions],
 ) -> Plan:
-    """Say what a model will need. Of a file only the header is read.
+    """Say what a model will need. Of a file only the header is read, and nothing is taken.
 
     Parameters
     ----------
     path_or_dims : path-like, Weights or ModelDims
-        A model file, an opened one, or dimensions; of these the weights are estimated, those of a
-        dense model, at two bytes a value, or 34 bytes for 32 values where they are quantized.
+        A model file of any architecture, of which all parts of a split one and ``config.json``
+        beside safetensors are looked at; an opened one; or dimensions: of these the weights are
+        estimated, those of a dense model, at two bytes a value, or 34 bytes for 32 values where
+        they are quantized.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
@@ -253,8 +256,14 @@ def plan(
         Threads that compute; by default the physical cores that this process may use.
     load : {"auto", "map", "copy", "direct"}
         How a file's data will come into memory, as for `open_weights`.
-    pages : {"auto", "4k", "thp", "2m", "1g"}
-        Pages of the memory: a ring, and a copy of the weights, are whole ones.
+    sessions : int, default 1
+        Conversations at the same time: decoders over the same weights, each with a KV cache and
+        scratch of its own.
+    device : str, optional
+        ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model` takes it.
+    **placement
+        See `PlacementOptions`. Without `strict`, the rows are of what a block falls back to where
+        it cannot have what it is asked to be, and the checks say what is missing.
 
     Returns
     -------
@@ -264,187 +273,96 @@ def plan(
     ------
     GGUFError, SafetensorsError, OSError
         The file cannot be used.
-    ValueError
-        An option is out of range, the model's dimensions are not known, or weights that are opened
-        have come into memory otherwise.
+    TypeError, ValueError
+        An option is unknown or out of range, or weights that are opened have come into memory
+        otherwise.
+    ImportError
+        `device` is given, and there is no CuPy or no GPU.
 
     Notes
     -----
-    Of a file, the weights and the KV cache are exact, and ``scratch`` bounds what the engine takes.
-    The engine runs no mixture of experts: of one, ``scratch`` is that of a dense model with its
-    `ModelDims`, which leaves out the experts' outputs and the router. A runtime for it counts those
-    itself.
+    Of the architectures that the engine runs, each row is what it takes, to the byte. Of others the
+    KV cache follows from the metadata, where these give it. What does not is in `Plan.unknown`, and
+    in no row.
 
     Examples
     --------
     >>> import unimem as um
     >>> p = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512))
     >>> p.ctx, [row.category for row in p.rows]
-    (512, ['weights:f16', 'kv', 'scratch', 'logits'])
+    (512, ['weights:f16', 'weights:padding', 'kv', 'scratch', 'logits', 'tokens'])
     """
-    loading.check_load(load)
-    if isinstance(path_or_dims, ModelDims):
-        cache = _Cache(path_or_dims, batch, kv_dtype, window, pages)
-        return _plan(_estimate(path_or_dims), path_or_dims.max_seq_len, cache, ctx, threads)
-    if isinstance(path_or_dims, Weights):
-        weights = path_or_dims
-        if load not in ("auto", weights.load):
-            raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
-        cache, rows, longest = _needs(weights, weights.mapped_bytes, batch, kv_dtype, window, pages)
-        return _plan(rows, longest, cache, ctx, threads, _taken(weights))
-    with open_model(path_or_dims) as model:
-        mode = loading.choose(model, load, None, {"pages": pages}).mode
-        nbytes = loading.bytes_needed(model, mode, pages)
-        with Weights(model.files, loading.mapped(model), None) as weights:
-            cache, rows, longest = _needs(weights, nbytes, batch, kv_dtype, window, pages)
-            taken = _taken(weights) if mode == "map" else 0
-    return _plan(rows, longest, cache, ctx, threads, taken)
-
-
-def _needs(
-    weights: Weights,
-    nbytes: int,
-    batch: int,
-    kv_dtype: str,
-    window: int | None,
-    pages: Pages,
-) -> tuple[_Cache, dict[str, int], int]:
-    """Return what a model's KV cache takes, its weights by type, and its longest context."""
-    rows = {f"weights:{kind}": n for kind, n in weights.by_type().items()}
-    rows["other"] = nbytes - weights.nbytes  # headers, and padding between tensors and to pages
-    dims = ModelDims.from_weights(weights)
-    arch = weights.metadata["general.architecture"]
-    longest = dims.max_seq_len
-    slides = weights.metadata.get(f"{arch}.attention.sliding_window")
-    if isinstance(slides, int) and 0 < slides < (window or longest):
-        longest = slides  # the engine shows attention all of a context, or the window
-    return _Cache(dims, batch, kv_dtype, window, pages), rows, longest
-
-
-def _taken(weights: Weights) -> int:
-    """Count what weights have taken of the memory that would be available without them.
-
-    What is cached of a file could be dropped, unless it is locked, or there is nothing behind it.
-    """
-    if weights.load != "map":
-        return weights.mapped_bytes
-    taken = 0
-    for part in weights._parts:
-        block, nbytes = part.memory.block, part.file.nbytes
-        if part.file.in_memory:
-            taken += min(block._resident_range(0, nbytes), nbytes)
-        else:
-            taken += min(block.verify().locked_bytes, nbytes)
-    return taken
-
-
-class _Cache:
-    """What a KV cache takes, by its context."""
-
-    def __init__(
-        self, dims: ModelDims, batch: int, dtype: str, window: int | None, pages: Pages
-    ) -> None:
-        self.dims = dims
-        self.batch = _count("batch", batch, 2**20)
-        self.dtype = dtype
-        self.window = None if window is None else _count("window", window, 2**31 - 1)
-        self.pages = pages
-
-    def _storage_bytes(self, n_rows: int) -> int:
-        dims = self.dims
-        return KVCache.storage_bytes(
-            dims.num_layers,
-            dims.num_kv_heads,
-            dims.head_dim,
-            n_rows,
-            batch=self.batch,
-            dtype=self.dtype,
-        )
-
-    def n_rows(self, ctx: int) -> int:
-        """Rows of a lane: a ring has room for a batch beside the window."""
-        if self.window is None:
-            return ctx
-        lanes = 2 * self.dims.num_layers * self.batch
-        row_bytes = self._storage_bytes(_ALIGN) // (_ALIGN * lanes)  # so many need no padding
-        return KVCache._ring_rows(row_bytes, self.window + min(PREFILL_BATCH, ctx), self.pages)
-
-    def nbytes(self, ctx: int) -> int:
-        """Bytes of the storage."""
-        return self._storage_bytes(self.n_rows(ctx))
-
-
-def _plan(
-    weights: dict[str, int],
-    longest: int,
-    cache: _Cache,
-    ctx: int | None,
-    threads: int | None,
-    taken: int = 0,
-) -> Plan:
-    """Plan with weights of these sizes, for which so many bytes are taken already."""
-    threads = limits.thread_count() if threads is None else _count("threads", threads, 512)
-    available = limits.available_bytes() + taken
-    dims, window = cache.dims, cache.window
-
-    def anonymous(n: int) -> tuple[int, int]:
-        scratch = sum(scratch_parts(dims, n, threads, cache.n_rows(n)).values())
-        return cache.nbytes(n), -(-scratch // _PAGE) * _PAGE
-
-    if window is not None:
-        weights["other"] = weights.get("other", 0) + _PAGE
-    mapped = sum(weights.values())
-    low, high = 0, longest
-    while low < high:
-        middle = (low + high + 1) // 2
-        if mapped + sum(anonymous(middle)) <= available:
-            low = middle
-        else:
-            high = middle - 1
-    if ctx is None:
-        # Where nothing fits, the plan is for one token, and says so.
-        ctx = max(1, min(DEFAULT_CTX, low))
-    ctx = _count("ctx", ctx, 2**31 - 1)
-    if window is not None and window > ctx:
-        raise ValueError(f"window: expected at most the context, {ctx}, got {window}")
-    kv, scratch = anonymous(ctx)
-    logits = 4 * dims.vocab_size
-    rows = {**weights, "kv": kv, "scratch": scratch - logits, "logits": logits}
-    total = mapped + kv + scratch
-    checks = tuple(
-        Check(one.name, total, one.room_bytes + taken, one.limit_bytes, one.remedy)
-        for one in limits.memory_limits()
-    )
-    checks = tuple(replace(c, available_bytes=min(c.available_bytes, available)) for c in checks)
-    hints: tuple[Advice, ...] = ()
-    if total > available and low:
-        hints = (Advice(f"take a context of at most {low} tokens", 0, {"ctx": low}, True),)
-    elif total > available:
-        text = "take a smaller model, or more memory: the weights alone do not fit"
-        hints = (Advice(text, 0, {}, False),)
-    return Plan(
-        rows=tuple(Row(name, nbytes) for name, nbytes in rows.items()),
-        checks=checks,
-        advice=hints,
-        unknown=(),
-        facts={},
+    options = _Options.checked(
         ctx=ctx,
-        batch=cache.batch,
-        kv_dtype=cache.dtype,
+        batch=batch,
+        kv_dtype=kv_dtype,
         window=window,
         threads=threads,
-        sessions=1,
-        load="map",
-        load_reason="",
-        pages=cache.pages,
-        numa=None,
-        max_ctx=low,
-        required_bytes=total,
-        spilled_bytes=0,
-        available_bytes=available,
-        scratch_bytes=scratch,
-        history_bytes=kv if window is None else _PAGE,
+        load=load,
+        sessions=sessions,
+        device=device,
+        placement=placement,
     )
+    if isinstance(path_or_dims, ModelDims):
+        return _Planner(OfDims(path_or_dims)).plan(options)
+    if isinstance(path_or_dims, Weights):
+        return _Planner(OfWeights(path_or_dims)).plan(options)
+    with (
+        open_model(path_or_dims) as model,
+        Weights(model.files, loading.mapped(model), None) as weights,
+    ):
+        return _Planner(OfFile(model, weights)).plan(options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of `plan`, checked."""
+
+    ctx: int | None
+    batch: int
+    kv_dtype: str
+    window: int | None
+    threads: int
+    load: Load
+    sessions: int
+    device: int | None
+    placement: PlacementOptions
+
+    @classmethod
+    def checked(cls, **given: Any) -> _Options:
+        """Check them; the message of an error names the option."""
+        loading.check_load(given["load"])
+        placing.check_options(given["placement"])
+        KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
+        threads, window, ctx = given["threads"], given["window"], given["ctx"]
+        device = given["device"]
+        if device is not None:
+            found = re.fullmatch(r"cuda:([0-9]{1,3})", device) if isinstance(device, str) else None
+            if found is None:
+                raise ValueError(f"device: expected 'cuda:N', as in 'cuda:0', got {device!r}")
+            if window is not None:
+                raise ValueError(f"window={window}: a GPU has no ring, which is mapped twice")
+            device = int(found[1])
+        return cls(
+            None if ctx is None else _count("ctx", ctx, _MOST),
+            _count("batch", given["batch"], 2**20),
+            _KV_NAMES.get(given["kv_dtype"], given["kv_dtype"]),
+            None if window is None else _count("window", window, _MOST),
+            limits.thread_count() if threads is None else _count("threads", threads, 512),
+            given["load"],
+            _count("sessions", given["sessions"], _MOST_SESSIONS),
+            device,
+            given["placement"],
+        )
+
+    def changed(self, changes: Mapping[str, Any]) -> _Options:
+        """Return them with some changed, of which each is one of `plan`."""
+        own = {name: value for name, value in changes.items() if name in _OWN_OPTIONS}
+        rest: Any = {name: value for name, value in changes.items() if name not in _OWN_OPTIONS}
+        return replace(self, **own, placement=self.placement | rest)
+
+
+_OWN_OPTIONS = {item.name for item in fields(_Options)} - {"placement"}
 
 
 def _count(name: str, value: int, most: int) -> int:
@@ -453,63 +371,263 @@ def _count(name: str, value: int, most: int) -> int:
     return value
 
 
-def _estimate(dims: ModelDims) -> dict[str, int]:
-    """Weights of a model with these dimensions, without norms and biases."""
-    hidden = dims.hidden_size
-    layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
-    values = 2 * hidden * dims.vocab_size + dims.num_layers * layer
-    if dims.quantized:
-        return {"weights:q8_0": -(-values // 32) * 34}
-    return {"weights:f16": 2 * values}
+class _Planner:
+    """Makes plans of one model on one machine, whose figures are read once. For one thread."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._machine = Machine()
+
+    def plan(self, options: _Options) -> Plan:
+        """Make a plan, with advice where it does not fit."""
+        made = self._made(options)
+        if made.fits and not made.spilled_bytes:
+            return made
+
+        def again(changes: Mapping[str, Any]) -> Plan:
+            # With the context that the plan is for, so that they differ by nothing else.
+            return self._made(options.changed({"ctx": made.ctx} | dict(changes)))
+
+        return replace(made, advice=advise(made, again, self._source.by_type()))
+
+    def _made(self, options: _Options) -> Plan:
+        if options.device is not None:
+            return self._on_device(options, options.device)
+        mode, reason = self._source.mode(options.load, options.placement)
+        storage = Storage.of(options.placement)
+        session = self._session(options, storage)
+        budget = Budget(self._machine)
+        weights = self._source.weights(mode, storage, budget)
+
+        def needs(ctx: int) -> list[Need]:
+            return weights + _times(session, ctx, options.sessions, budget.copy())
+
+        max_ctx = None
+        if session.is_known:
+            max_ctx = self._longest(needs, storage)
+        ctx = options.ctx
+        if ctx is None and max_ctx is not None:
+            # Where nothing fits, the plan is for one token, and says so.
+            ctx = max(1, min(DEFAULT_CTX, max_ctx))
+        if options.window is not None and ctx is not None and options.window > ctx:
+            raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
+        found = needs(ctx or 1)
+        checks = self._checks(found, storage)
+        has_cache = bool(session.shape.cache)
+        return self._described(
+            options,
+            rows=_rows(found),
+            checks=checks,
+            ctx=ctx,
+            load=mode,
+            load_reason=reason,
+            max_ctx=max_ctx,
+            required_bytes=sum(need.nbytes - need.file_bytes for need in found),
+            spilled_bytes=self._spilled(found),
+            scratch_bytes=session.scratch_bytes(ctx or 1),
+            history_bytes=session.history_bytes(ctx) if has_cache and ctx is not None else 0,
+        )
+
+    def _session(self, options: _Options, storage: Storage) -> Session:
+        return Session(
+            self._source.shape,
+            options.batch,
+            options.kv_dtype,
+            options.window,
+            options.threads,
+            storage,
+        )
+
+    def _described(self, options: _Options, **figures: Any) -> Plan:
+        numa = options.placement.get("numa")
+        checks = figures["checks"]
+        return Plan(
+            advice=(),
+            unknown=self._source.shape.unknown,
+            facts=dict(self._source.facts),
+            batch=options.batch,
+            kv_dtype=options.kv_dtype,
+            window=options.window,
+            threads=options.threads,
+            sessions=options.sessions,
+            pages=options.placement.get("pages", "auto"),
+            numa=numa,
+            available_bytes=min(one.available_bytes for one in checks if one.is_hard),
+            **figures,
+        )
+
+    def _longest(self, needs: Callable[[int], list[Need]], storage: Storage) -> int:
+        """Search for the longest context with which all fits, and nothing spills that need not."""
+        spills_anyway = self._spilled(needs(1)) > 0
+
+        def is_good(ctx: int) -> bool:
+            found = needs(ctx)
+            if not all(check.fits for check in self._checks(found, storage)):
+                return False
+            return spills_anyway or self._spilled(found) == 0
+
+        return _largest(self._source.shape.max_ctx or _MOST, is_good)
+
+    def _spilled(self, needs: list[Need]) -> int:
+        """Bytes of files that cannot stay in RAM beside the rest."""
+        nbytes = sum(need.file_bytes for need in needs)
+        rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
+        most = 0
+        found = limits.room_for_files(
+            self._machine.memory, nbytes + max(0, rest), self._source.cached_bytes
+        )
+        for _, needed, room in found:
+            most = max(most, needed - room)
+        return min(nbytes, most)
+
+    # ---- limits ---------------------------------------------------------------------------------
+
+    def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
+        needed = sum(need.ram_bytes for need in needs)
+        taken = sum(need.taken_bytes for need in needs)
+        checks = [
+            Check(one.name, needed, one.room_bytes + taken, one.limit_bytes, one.remedy)
+            for one in self._machine.memory
+        ]
+        locked = sum(need.lock_bytes for need in needs)
+        limit = self._machine.memlock if locked else None
+        if limit is not None:
+            checks.append(
+                Check(
+                    limit.name,
+                    locked,
+                    limit.room_bytes,
+                    limit.limit_bytes,
+                    limit.remedy,
+                    storage.strict,
+                )
+            )
+        for size in placing.HUGETLB:
+            asked = sum(need.asked_bytes.get(size, 0) for need in needs)
+            if asked:
+                checks.append(self._pool_check(size, asked, storage))
+        if storage.numa is not None:
+            on_nodes = sum(need.ram_bytes for need in needs if need.numa is not None)
+            checks += self._node_checks(storage.numa, on_nodes, storage.strict)
+        return tuple(checks)
+
+    def _pool_check(self, size: str, asked: int, storage: Storage) -> Check:
+        pool = self._machine.pools.get(size)
+        name = f"hugetlb pool of {size} pages"
+        if pool is None:
+            remedy = f"'hugepagesz={size.upper()}' on the kernel's command line, if the CPU has it"
+            return Check(name, asked, 0, 0, remedy, storage.strict)
+        limit = pool.limit(asked)
+        room = placing.pool_room(pool, storage.numa)
+        return Check(limit.name, asked, room, limit.limit_bytes, limit.remedy, storage.strict)
+
+    def _node_checks(self, numa: NumaPolicy, nbytes: int, strict: bool) -> list[Check]:
+        nodes = self._machine.nodes
+        usable = {n for n, node in nodes.items() if node.allowed and node.total_bytes}
+        wanted = numa.nodes or tuple(sorted(usable))
+        remedy = "free memory there, or name other nodes ('numactl --hardware' shows them)"
+
+        def check(chosen: tuple[int, ...], needed: int) -> Check:
+            there = [nodes[n] for n in chosen if n in usable]
+            return Check(
+                f"node{'s' * (len(chosen) > 1)} {show_nodes(chosen)}",
+                needed,
+                sum(node.available_bytes for node in there),
+                sum(node.total_bytes for node in there),
+                remedy,
+                strict,
+            )
+
+        if numa.mode == "bind":
+            return [check(wanted, nbytes)]
+        shares = node_shares(replace(numa, nodes=wanted), nbytes)
+        return [check((node,), share) for node, share in shares.items()]
+
+    # ---- a GPU ----------------------------------------------------------------------------------
+
+    def _on_device(self, options: _Options, device: int) -> Plan:
+        from unimem import gpu
+        from unimem.cuda.buffers import DecodeBuffers
+        from unimem.cuda.layout import RESERVE_BYTES, on_device
+        from unimem.cuda.upload import STAGING_BYTES
+
+        driver = gpu.driver(device)
+        free, total = driver.mem_info()
+        shape, n = self._source.shape, options.sessions
+        types = {f"weights:{kind}": size for kind, size in self._source.by_type().items() if size}
+        tensors = self._source.device_bytes()
+        padding = on_device(tensors) - sum(types.values())
+        dims = shape.dims and replace(shape.dims, max_batch_size=options.batch)
+        scratch = 0 if dims is None else DecodeBuffers.bytes_needed(dims)
+        session = self._session(options, Storage())
+        fixed = on_device(tensors) + n * on_device(scratch)
+
+        def history(ctx: int) -> int:
+            return session.history_bytes(ctx) if shape.cache else 0
+
+        def needed(ctx: int) -> int:
+            return fixed + n * on_device(history(ctx))
+
+        ctx, max_ctx, kept = options.ctx, None, 0
+        if session.is_known:
+            kept = RESERVE_BYTES if ctx is None else 0
+            longest = range(1, (shape.max_ctx or _MOST) + 1)
+            max_ctx = bisect_right(longest, free - kept, key=needed)
+            ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
+        rows = types | {"weights:padding": padding}
+        if ctx is not None:
+            rows["kv"] = n * on_device(history(ctx))
+        rows["scratch"] = n * on_device(scratch)
+        staging = Storage().block(STAGING_BYTES, "staging", Budget(self._machine))
+        name = driver.name
+        remedy = "free what others hold there, or take a smaller ctx, batch or model"
+        return self._described(
+            options,
+            rows=(
+                *(Row(kind, size, device=name) for kind, size in rows.items() if size),
+                *_rows([staging]),
+            ),
+            checks=(
+                *self._checks([staging], Storage()),
+                Check(name, needed(ctx or 1) + kept, free, total, remedy),
+            ),
+            ctx=ctx,
+            load="map",
+            load_reason="the files are read into pinned memory, and copied from there",
+            max_ctx=max_ctx,
+            required_bytes=staging.nbytes,
+            spilled_bytes=0,
+            scratch_bytes=scratch,
+            history_bytes=0 if ctx is None else history(ctx),
+        )
 
 
-def nodes_bound(n_layers: int) -> int:
-    """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
+def _largest(most: int, is_good: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that is good; 0 for none."""
+    if is_good(most):
+        return most
+    low, high = 0, most - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_good(middle) else (low, middle - 1)
+    return low
 
-    A layer has 28, and up to three more for biases and four for norms of queries and keys.
-    """
-    return 36 * n_layers + 16
+
+def _times(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
+    """Say what n conversations take, one after the other."""
+    found = session.needs(ctx, budget)
+    alike = session.storage.numa is None and not session.storage.lock
+    if alike and all(need.ram_bytes == need.nbytes for need in found):
+        return found * n  # without a pool, no block changes what the next one may be
+    for _ in range(n - 1):
+        found += session.needs(ctx, budget)
+    return found
 
 
-def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[str, int]:
-    """Bound what the engine takes from the scratch tape.
-
-    Parameters
-    ----------
-    dims : ModelDims
-        The model.
-    ctx : int
-        Tokens of context.
-    threads : int
-        Threads that compute.
-    n_rows : int
-        Rows of a lane of the KV cache.
-
-    Returns
-    -------
-    dict
-        ``headers`` (of weights and of the nodes of two graphs), ``inputs`` (tokens, positions,
-        rows, attention masks and the ids of the conversation), ``values`` (of a batch, after
-        sharing memory), ``work`` (ggml's own, for quantized inputs and attention tiles) and
-        ``logits``, in bytes. Only ``logits`` is exact; the others are upper bounds.
-    """
-    n = min(PREFILL_BATCH, ctx)
-    hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
-    nodes = nodes_bound(dims.num_layers)
-    headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
-    graph = nodes * (_HEADER_BYTES + _NODE_BYTES) + 4096
-    # The residual, the normed input, three wide values at once, and a gap that is too narrow.
-    values = 4 * n * (3 * hidden + 3 * max(inner, q)) + 64 * _ALIGN
-    # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
-    # results of attention over all heads.
-    heads, size = dims.num_attention_heads, dims.head_dim
-    batch_work = 2 * n * max(hidden, q, inner)
-    tiles = 4 * threads * (256 * size + 2 * 64 * 64)
-    partials = 4 * threads * (heads * (2 + size) + 3 * size)
-    return {
-        "headers": headers + 2 * graph,
-        "inputs": n * (4 + 4 + 8 + 2 * n_rows) + 2 * n_rows + 4 * ctx + 9 * _ALIGN,
-        "values": values,
-        "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),
-        "logits": 4 * dims.vocab_size,
-    }
+def _rows(needs: list[Need]) -> tuple[Row, ...]:
+    totals: dict[str, int] = {}
+    for need in needs:
+        for category, nbytes in need.rows.items():
+            totals[category] = totals.get(category, 0) + nbytes
+    rows = (Row(category, nbytes) for category, nbytes in totals.items())
+    return tuple(sorted(rows, key=in_order))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import limits
+from unimem import limits, placing
+from unimem.errors import CapacityError
 from unimem.loading import Progress
 from unimem.model_file import reopen
 from unimem.placement import Lock, format_bytes
@@ -23,7 +24,7 @@ from unimem.placement import Lock, format_bytes
 if TYPE_CHECKING:
     from unimem.weights import Part, Weights
 
-__all__ = ["Residency", "evict", "lock", "residency", "warm"]
+__all__ = ["Residency", "evict", "lock", "residency", "warm", "warm_where_it_fits"]
 
 # Of um_block_pages, in the order of the fields of Residency.
 _FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}
@@ -180,6 +181,14 @@ def warm(weights: Weights, threads: int | None = None, progress: Progress | None
             progress(done, total)
     if progress is not None:
         progress(total, total)
+
+
+def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:
+    """Bring a mapped model into RAM, unless it cannot stay there: then a warning says so."""
+    try:
+        warm(weights, threads, progress)
+    except CapacityError as error:
+        placing.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")
 
 
 def lock(weights: Weights, how: Lock = True) -> None:

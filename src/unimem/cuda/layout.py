@@ -23,7 +23,7 @@ from unimem.placement import PlacementOptions, format_bytes
 from unimem.plan import DEFAULT_CTX
 from unimem.weights import Weights, open_weights
 
-__all__ = ["Layout"]
+__all__ = ["RESERVE_BYTES", "Layout", "on_device"]
 
 # What an allocation takes of the device's memory is a multiple of this: cudaMalloc maps pages of
 # 2 MiB.
@@ -31,10 +31,11 @@ _PAGE_BYTES = 2 << 20
 # What a context that is chosen leaves free: CUDA loads kernels when they are first launched, cuBLAS
 # takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and CuPy's
 # pool has what a step makes beside the layout.
-_RESERVE_BYTES = 512 << 20
+RESERVE_BYTES = 512 << 20
 
 
-def _on_device(nbytes: int) -> int:
+def on_device(nbytes: int) -> int:
+    """Tell what an allocation takes of the device's memory."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -186,14 +187,14 @@ class Layout(Lifetimes[Tape]):
         weights_bytes = upload.bytes_needed(weights)
         scratch_bytes = DecodeBuffers.bytes_needed(dims)
         free = gpu.driver(device).free_bytes()
-        reserved = _RESERVE_BYTES if ctx is None else 0
+        reserved = RESERVE_BYTES if ctx is None else 0
         if ctx is None:
             most = range(1, min(dims.max_seq_len, DEFAULT_CTX) + 1)
-            room = free - reserved - _on_device(weights_bytes) - _on_device(scratch_bytes)
+            room = free - reserved - on_device(weights_bytes) - on_device(scratch_bytes)
             # Where nothing fits, what is said below is for one token.
-            ctx = max(1, bisect_right(most, room, key=lambda n: _on_device(history_bytes(n))))
+            ctx = max(1, bisect_right(most, room, key=lambda n: on_device(history_bytes(n))))
         sizes = (weights_bytes, scratch_bytes, history_bytes(int(ctx)))
-        needed = sum(map(_on_device, sizes)) + reserved
+        needed = sum(map(on_device, sizes)) + reserved
         if needed > free:
             kept = f" and {format_bytes(reserved)} for kernels" if reserved else ""
             raise CapacityError(

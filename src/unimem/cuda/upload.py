@@ -27,13 +27,13 @@ from unimem.model_file import ModelFile, check_version, reopen
 from unimem.threads import run_in_threads
 from unimem.weights import Tensor, Weights
 
-__all__ = ["bytes_needed", "to_device"]
+__all__ = ["STAGING_BYTES", "bytes_needed", "to_device"]
 
 # By estimate (bench.gpu measures the whole): a slot of 2 MiB is 40 us of PCIe 5, and looking after
 # it about 10 us of Python and CUDA. The ring is pinned anew at each call, for 0.1 to 0.2 ms a MiB,
 # where 4 GB are copied in 75 ms: it is no larger than it must be.
 _N_SLOTS = 16
-_STAGING_BYTES = _N_SLOTS * (2 << 20)
+STAGING_BYTES = _N_SLOTS * (2 << 20)
 # Each reads 5 to 10 GB/s from the page cache, and PCIe 5 takes 55. They are fewer than the slots,
 # so that there are always some on their way.
 _THREADS = 12
@@ -156,7 +156,7 @@ def _n_threads(threads: int | None) -> int:
 
 
 def _slot_bytes(staging_bytes: int | None) -> int:
-    asked = _STAGING_BYTES if staging_bytes is None else operator.index(staging_bytes)
+    asked = STAGING_BYTES if staging_bytes is None else operator.index(staging_bytes)
     slot = asked // _N_SLOTS // mmap.PAGESIZE * mmap.PAGESIZE
     if slot < 1:
         raise ValueError(

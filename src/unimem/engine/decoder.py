@@ -6,7 +6,6 @@ import ctypes
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,8 +23,10 @@ from unimem.engine.sampling import Sampling, sample
 from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
 from unimem.layout import Layout
 from unimem.loading import Load, Progress
-from unimem.plan import PREFILL_BATCH, Plan, plan
+from unimem.needs import PREFILL_BATCH
+from unimem.plan import Plan, plan
 from unimem.report import Report
+from unimem.residency import warm_where_it_fits
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
@@ -129,12 +130,13 @@ class Decoder:
         else:
             # What is refused is refused before it is read.
             with open_weights(path_or_weights, load="map") as weights:
-                _check(weights, **asked)
+                _check(weights, path_or_weights, load=load, **asked)
             self.weights = open_weights(path_or_weights, load=load, progress=progress)
         own_layout = None
         try:
             opened = "auto" if self._owns_weights else load
-            self._model, needed = _check(self.weights, load=opened, **asked)
+            self._model, needed = _check(self.weights, self.weights, load=opened, **asked)
+            assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(
                     self.weights, ctx=needed.ctx, threads=needed.threads, **cache
@@ -183,7 +185,7 @@ class Decoder:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             if self._owns_weights and self.weights.load == "map":
-                self.weights.warm(self.threads, progress)
+                warm_where_it_fits(self.weights, self.threads, progress)
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
@@ -861,19 +863,20 @@ class Decoder:
 
 def _check(
     weights: Weights,
+    planned: str | os.PathLike[str] | Weights,
     *,
     layout: Layout | None,
     ctx: int | None,
     kv_dtype: str,
     window: int | None,
     threads: int | None,
-    load: Load = "auto",
+    load: Load,
 ) -> tuple[Model, Plan]:
-    """Check that a model can be run so, and that there is room for what it needs."""
+    """Check that a model can be run so, and that there is room for what is planned of it."""
     model = Model.from_weights(weights)
     model.check_head(kv_dtype)
     needed = plan(
-        weights,
+        planned,
         ctx=ctx,
         kv_dtype=kv_dtype,
         window=window,
@@ -881,11 +884,12 @@ def _check(
         load=load,
         pages="auto" if layout is None else layout.history.block.requested["pages"],
     )
+    assert needed.ctx is not None  # of a model that the engine runs
     model.check_window(min(needed.ctx, window or needed.ctx))
     # Past the limit of a cgroup, warming would end the process instead of failing.
     tapes = () if layout is None else (layout.scratch, layout.history)
     there = sum(tape.block.verify().resident_bytes for tape in tapes)
-    replace(needed, available_bytes=needed.available_bytes + there).require_fits()
+    needed.require_fits(strict=False, taken_bytes=there)
     return model, needed
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.engine import ggml
 from unimem.engine.arch import Model
-from unimem.plan import nodes_bound
+from unimem.needs import nodes_bound
 
 __all__ = ["Arrays", "Graph", "Headers", "view"]
 
