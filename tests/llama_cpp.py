@@ -46,7 +46,7 @@ def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
 
 @contextmanager
 def holding(model: Path | str) -> Iterator[int]:
-    """A process that has the model loaded, as it lies in the file; gives its number."""
+    """A process that has generated a token of the model, from its file; gives its number."""
     with subprocess.Popen(
         [sys.executable, __file__, "hold", json.dumps({"model": str(model)})],
         stdin=subprocess.PIPE,
@@ -55,7 +55,7 @@ def holding(model: Path | str) -> Iterator[int]:
     ) as process:
         try:
             assert process.stdout is not None
-            if process.stdout.readline() != b"loaded\n":
+            if process.stdout.readline() != b"ready %d\n" % process.pid:
                 raise RuntimeError("llama.cpp could not load the model")
             yield process.pid
         finally:
@@ -75,7 +75,8 @@ def _run(command: str, options: dict[str, Any]) -> None:
         raise RuntimeError(f"llama.cpp failed ({done.returncode}): {done.stderr[-2000:]}")
 
 
-def _greedy(options: dict[str, Any]) -> None:
+def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
+    """A model, as it lies in its file, and a context of it."""
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
@@ -86,13 +87,19 @@ def _greedy(options: dict[str, Any]) -> None:
     params = llama_cpp.LlamaModelParams()
     params.n_gpu_layers = 0
     params.use_extra_bufts = False
-    model = Model(options["model"], params)
+    opened = Model(model, params)
     params = llama_cpp.LlamaContextParams()
-    params.n_ctx, params.n_batch = options["ctx"], options["ctx"]
+    params.n_ctx = params.n_batch = ctx
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = 1
-    params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[options["kv"]]
-    context = llama_cpp.LlamaContext(model, params)
+    params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[kv_dtype]
+    return opened, llama_cpp.LlamaContext(opened, params)
+
+
+def _greedy(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    _model, context = _open(options["model"], options["ctx"], options["kv"])
     batch, past = options["prompt"], 0
     tokens: list[int] = []
     rows = []
@@ -119,13 +126,11 @@ def _quantize(options: dict[str, Any]) -> None:
 def _hold(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = False
-    model = llama_cpp.LlamaModel(options["model"], params)
-    print("loaded", flush=True)
+    _model, context = _open(options["model"], 256, "f16")
+    if context.decode(llama_cpp.llama_batch_get_one([1], 0)):
+        raise RuntimeError("decode failed")
+    print("ready", os.getpid(), flush=True)
     sys.stdin.read()
-    model.close()
 
 
 if __name__ == "__main__":
