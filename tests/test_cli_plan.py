@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import pty
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from screens import CONTROL, show
+import gguf_files as g
+import unimem as um
+from screens import COLOUR, CONTROL, show
 from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.plan import Advice, Check, Plan
@@ -32,8 +41,8 @@ PLAN = Plan(
         Row("logits", 125 << 10),
     ),
     checks=(
-        Check("memory of the machine", 4 * GIB + 128 * MIB, 22 * GIB, 24 * GIB, "more memory"),
-        Check("cgroup /llm", 4 * GIB + 128 * MIB, 15 * GIB, 16 * GIB, "raise memory.max"),
+        Check("memory of the machine", 640 * MIB, 22 * GIB, 24 * GIB, "more memory"),
+        Check("cgroup /llm", 640 * MIB, 15 * GIB, 16 * GIB, "raise memory.max"),
     ),
     advice=(),
     unknown=(),
@@ -65,7 +74,7 @@ TOO_LARGE = replace(
     advice=(
         Advice("Map the file instead of copying it.", 3 * GIB, {"load": "map"}, True),
         Advice("Take a KV cache of q8_0.", 240 * MIB, {"kv_dtype": "q8_0", "ctx": 512}, False),
-        Advice("Take a smaller model.", 0, {}, False),
+        Advice("take a smaller model.", -5, {}, False),
     ),
     unknown=("the KV cache: 'mamba' has none that unimem knows",),
     load="copy",
@@ -85,18 +94,19 @@ context   4,096 tokens (the longest that fits: 22,528), KV f16, 4 threads
 load      map: a mapping shares the page cache
 ggml      3 MiB more
 
-memory                size
-weights:q4_k       3.0 GiB  ██████████████████████████████████████
-weights:q6_k     512.0 MiB  ██████▌
-weights:padding   12.0 KiB
-kv               512.0 MiB  ██████▌
-scratch          128.0 MiB  █▌
-logits           125.0 KiB
-total              4.1 GiB
+memory                 size
+weights:q4_k        3.0 GiB  █████████████████████████████████████
+weights:q6_k      512.0 MiB  ██████
+weights:padding    12.0 KiB
+kv                512.0 MiB  ██████
+scratch           128.0 MiB  █▌
+logits            125.0 KiB
+total               4.1 GiB
+must stay in RAM  640.0 MiB
 
-limit                   needed  available  fits
-memory of the machine  4.1 GiB   22.0 GiB   yes  ██████░░░░░░░░░░░░░░░░░░░░░░░░░
-cgroup /llm            4.1 GiB   15.0 GiB   yes  ████████▌░░░░░░░░░░░░░░░░░░░░░░
+limit                     needed  available  fits
+memory of the machine  640.0 MiB   22.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+cgroup /llm            640.0 MiB   15.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
 
 Fits: 4.1 of 15.0 GiB. Largest context 22k.
 """
@@ -166,8 +176,6 @@ def test_what_does_not_fit(planned: Planned) -> None:
         r"1\. Map the file instead of copying it\. \(saves 3\.0 GiB, then it fits, --load map\)",
         r"2\. Take a KV cache of q8_0\. \(saves 240\.0 MiB, --kv-dtype q8_0 --ctx 512\)",
         r"3\. Take a smaller model\.",
-        r"4\. More of cgroup /llm: echo max > memory\.max",
-        r"5\. More of locked memory \(memlock\): ulimit -l unlimited",
         # What would end the process comes before what is only asked for.
         r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
     ):
@@ -306,3 +314,84 @@ def test_the_document_is_that_of_the_library(planned: Planned) -> None:
         screen = show("plan", "m.gguf", "--json", columns=80)
         assert (screen.code, screen.err) == (0 if made.fits else 3, "")
         assert screen.out == made.to_json() + "\n"
+
+
+# ---- real plans ---------------------------------------------------------------------------------
+
+
+def test_the_model_in_the_package() -> None:
+    screen = show("plan", "--json")
+    assert (screen.code, screen.err) == (0, "")
+    assert json.loads(screen.out) == um.plan(embedded_model()).to_dict() | {
+        # These change from moment to moment.
+        name: json.loads(screen.out)[name]
+        for name in ("checks", "available_bytes")
+    }
+    page = show("plan").plain
+    assert page.startswith("model     unimem-tiny: llama, GGUF\n")
+    assert re.search(r"^Fits: 2\.\d MiB of .*iB\. Largest context 512\.$", page, re.M)
+
+
+def test_of_any_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    kvs = [g.kv("general.architecture", g.STRING, g.string("no\x1b[2Jne"))]
+    tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
+    path.write_bytes(g.with_data(g.head(1, 1), *kvs, *tensors, nbytes=96)[0])
+    screen = show("plan", path)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.lines[0] == r"model     odd: no\x1b[2Jne, GGUF"
+    assert "Not known:" in screen.lines
+    assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
+    assert screen.lines[-1].endswith(" Largest context unknown.")
+
+
+def test_what_cannot_fit_ends_with_3() -> None:
+    screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
+    assert (screen.code, screen.err) == (3, "")
+    assert "What helps, that costs the least first:" in screen.lines
+    assert screen.lines[-1].startswith("Does not fit: ")
+    assert screen.widest <= 80
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\3")
+    for name in ("broken.gguf", "none.gguf"):
+        screen = show("plan", tmp_path / name, "--json")
+        assert (screen.code, screen.out) == (1, "")
+        assert screen.err.startswith("unimem: ")
+        assert name in screen.err
+        assert screen.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_path_that_is_no_text(tmp_path: Path, encoding: str) -> None:
+    """In a process of its own: its words are bytes."""
+    path = os.fsencode(tmp_path) + b"/m\xff\n.gguf"
+    shutil.copy(embedded_model(), path)
+    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    made = subprocess.run([*words, "plan", path], capture_output=True, env=env, check=True)
+    lines = made.stdout.decode(encoding).splitlines()
+    assert lines[1].startswith("file ")
+    assert lines[1].endswith("/m?\\n.gguf")
+    assert lines[-1].startswith("Fits: ")
+    assert made.stderr == b""
+
+
+def test_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    env.pop("NO_COLOR", None)
+    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
+    shown = b""
+    with subprocess.Popen([*words, "plan"], stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        with suppress(OSError):  # EIO: the other side was closed
+            while part := os.read(ours, 4096):
+                shown += part
+        os.close(ours)
+    assert process.returncode == 0
+    assert b"\x1b[1mmemory" in shown
+    lines = COLOUR.sub("", shown.decode()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 24

@@ -148,7 +148,8 @@ def _facts(plan: Plan, model: Path) -> dict[str, str]:
 
 
 def _rows(plan: Plan) -> Iterator[str]:
-    rows, bars = [], []
+    rows: list[tuple[str, str]] = []
+    bars: list[Bar | None] = []
     totals: dict[str | None, int] = {None: plan.total_bytes}
     for row in plan.rows:
         if row.device is not None:
@@ -158,7 +159,10 @@ def _rows(plan: Plan) -> Iterator[str]:
         bars.append(Bar(row.nbytes / totals[row.device] if row.nbytes else 0.0))
     for device, nbytes in totals.items():
         rows.append((_on("total", device), format_bytes(nbytes)))
-    yield from table_lines(("memory", "size"), rows, bars=[*bars, *[None] * len(totals)])
+        if device is None and plan.required_bytes < nbytes:
+            rows.append(("must stay in RAM", format_bytes(plan.required_bytes)))
+    bars += [None] * (len(rows) - len(bars))
+    yield from table_lines(("memory", "size"), rows, bars=bars)
 
 
 def _on(what: str, device: str | None) -> str:
@@ -178,20 +182,18 @@ def _checks(plan: Plan) -> Iterator[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    lacking = [check for check in plan.checks if not check.fits]
-    if not (plan.advice or lacking):
+    if not plan.advice:
         return
     yield terminal.heading("What helps, that costs the least first:")
     for number, advice in enumerate(plan.advice, 1):
-        yield from _item(f"{number}.", advice.text + _worth(advice))
-    for number, check in enumerate(lacking, len(plan.advice) + 1):
-        yield from _item(f"{number}.", f"More of {check.name}: {check.remedy}")
+        text = advice.text[:1].upper() + advice.text[1:]
+        yield from _item(f"{number}.", text + _worth(advice))
     yield ""
 
 
 def _worth(advice: Advice) -> str:
     """Say what it is worth in figures, and which option does it."""
-    worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes else []
+    worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
     worth += ["then it fits"] if advice.fits else []
     worth += [_as_options(advice.options)] if advice.options else []
     return f" ({', '.join(worth)})" if worth else ""
