@@ -617,9 +617,7 @@ class Weights:
         return f"{name}, {self.load}, {len(self._tensors)} tensors, bytes: {types or 0})"
 
 
-def _parts_of(
-    parts: tuple[Part, ...], loaded: Loaded, tape: Tape | None
-) -> Iterator[ledger.Part]:
+def _parts_of(parts: tuple[Part, ...], loaded: Loaded, tape: Tape | None) -> Iterator[ledger.Part]:
     """Say what the memory of a model is for: tensors of a type, and what they do not fill."""
     for block in loaded.blocks:
         first, nbytes = block.address, block.committed_bytes

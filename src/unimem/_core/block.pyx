@@ -196,7 +196,7 @@ cdef class Block:
         """Map, warm or fill, lock, and look whether it is as it was asked for."""
         self._region, self._choice = map_request(self.name, request, category, fd, strict, None)
         cdef Region region = self._region
-        region.requested = self._requested
+        region.requested, region.file = self._requested, self.path
         choice, problems = self._choice, list(self._choice.shortfalls)
         if fill is not None:
             fill(self)
@@ -330,7 +330,7 @@ cdef class Block:
                                  "sealed or open for reading: attach it with writable=False")
         if status != um.UM_OK:
             raise_status(status, &err, f"attaching {label}")
-        region.file = label
+        region.file = None if isinstance(fd_or_path, int) else label
         cdef Block block = _new_block(region, name or label, category, True)
         block.path = label if label.startswith(limits.SHM + "/") else None
         return block
