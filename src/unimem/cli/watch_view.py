@@ -262,7 +262,7 @@ def _title(state: State, now: Sample, width: int) -> Text:
         how, style = "PAUSED", _NOTICE
     elif state.late_seconds >= _LATE_SECONDS:
         how, style = f"waiting for {state.late_seconds:.0f} s", _NOTICE
-    elif age > 0:
+    elif age >= 1:
         how += f", memory {age:.0f} s ago"
     right = Text(f"up {timedelta(seconds=int(now.up_seconds))}, ", _DIM)
     if width >= _USUAL:

@@ -1,0 +1,273 @@
+"""`unimem report PID --watch` as a person has it: a decoder at work, a terminal and its keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[run]'")
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from tmux import Terminal
+from tmux import terminal as new_terminal
+
+DECODER = """
+from unimem.engine import Decoder, embedded_model
+with Decoder(embedded_model(), threads=1) as decoder:
+    print("ready", flush=True)
+    while True:
+        for _ in decoder.generate("Once upon a time", 200, stop_at_eog=False):
+            pass
+"""
+MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process, from when it has written a line."""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as made:
+        try:
+            assert made.stdout is not None
+            assert made.stdout.readline() == "ready\n"
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[int]:
+    with running(DECODER) as process:
+        yield process.pid
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    with new_terminal(tmp_path_factory.mktemp("terminal")) as terminal:
+        yield terminal
+
+
+@pytest.fixture
+def watch(shell: Terminal, decoder: int) -> Iterator[Terminal]:
+    """A watch of the decoder, from its second sample on; it is left at the end."""
+    shell.resize(80, 24)
+    shell.type(f"clear; unimem report {decoder} --watch --interval 0.2; echo ended with $?")
+    shell.until(lambda lines: any(re.search(r"made +\d", line) for line in lines))
+    yield shell
+    if not any(line.startswith("ended with") for line in shell.screen()):
+        shell.press("q")
+        shell.until_shows("ended with")
+
+
+def column(lines: list[str], name: str) -> list[str]:
+    """The words of the line that begins with a name."""
+    return next(line.split() for line in lines if line.split()[:1] == [name])
+
+
+def assert_sane(shell: Terminal) -> None:
+    """What is typed shows, line by line, and the cursor, and the screen is the usual one."""
+    lines = shell.run("stty -a | tr ' ' '\\n' | grep -xE -- '-?(echo|icanon|isig)'")
+    assert {"echo", "icanon", "isig"} <= set(lines)
+    assert shell.variable("alternate_on") == "0"
+    assert shell.variable("cursor_flag") == "1"
+
+
+def test_the_picture(watch: Terminal, decoder: int) -> None:
+    lines = watch.until(lambda lines: float(column(lines, "tokens/s")[2].replace(",", "")) > 0)
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].startswith(f"{decoder} ")
+    assert lines[0].endswith("from its ledger, every 0.2 s")
+    for name in ("weights:", "kv", "scratch", "logits", "allocator", "libraries", "total"):
+        assert any(line.startswith(name) for line in lines), name
+    assert re.search(r"KV \d+ tokens?, ", "\n".join(lines))
+    assert column(lines, "faults/s")[1::2][:2] == ["minor", "major"]
+    assert column(lines, "pressure")[1::2][:2] in (["some", "full"], ["available:", "kernel"])
+    assert column(lines, "page-ins")[1] == "own"
+    assert column(lines, "free")[2] == "GiB"
+    assert lines[23].startswith("q quit  s sort: category  m mappings  p pause")
+    styled = "\n".join(watch.screen("-e"))
+    assert "\x1b[36m" in styled  # bars have a colour
+
+
+def test_keys(watch: Terminal) -> None:
+    assert "memory ▼" in "\n".join(watch.screen())
+    for key, shows in (
+        ("s", "size ▼"), ("s", "in RAM ▼"), ("m", "what"), ("m", "m mappings"),
+        ("+", "every 0.5 s"), ("-", "every 0.2 s"), ("h", "Keys"), ("x", "in RAM ▼"),
+        ("p", "PAUSED"),
+    ):  # fmt: skip
+        watch.press(key)
+        watch.until_shows(shows)
+    still = watch.screen()
+    time.sleep(0.6)
+    assert watch.screen() == still
+    watch.press("p")
+    watch.until_shows("every 0.2 s")
+    watch.resize(80, 14)
+    watch.until_shows("1-4 of ")
+    watch.press("Down")
+    watch.until_shows("2-5 of ")
+    watch.press("Home")
+    watch.until_shows("1-4 of ")
+
+
+def test_the_window_changes_its_size(watch: Terminal) -> None:
+    for columns, rows, shows in (
+        (120, 40, "active"),
+        (60, 15, "q quit  s sort: category  m  p pause  + -  h help"),
+        (40, 10, "40x10 is too small:"),
+        (80, 24, "growth"),
+    ):
+        watch.resize(columns, rows)
+        lines = watch.until_shows(shows)
+        assert all(len(line) <= columns for line in lines)
+
+
+def test_q_leaves_the_last_figures_and_a_terminal_as_it_was(watch: Terminal) -> None:
+    watch.press("h")
+    watch.until_shows("Keys")
+    watch.press("q")
+    lines = watch.until_shows("ended with 0")
+    assert any(line.startswith("total") for line in lines)
+    assert not any(line.startswith(("q quit", "Keys")) for line in lines)
+    assert_sane(watch)
+
+
+@pytest.mark.parametrize(("keys", "code"), [("C-c", 130), ("TERM", 143)])
+def test_what_interrupts_leaves_a_terminal_as_it_was(watch: Terminal, keys: str, code: int) -> None:
+    if keys == "TERM":
+        os.kill(watch.child(), signal.SIGTERM)
+    else:
+        watch.press(keys)
+    lines = watch.until_shows(f"ended with {code}")
+    assert any(line.startswith("total") for line in lines)
+    assert not any("Traceback" in line for line in lines)
+    assert_sane(watch)
+
+
+def test_it_stops_and_goes_on(watch: Terminal) -> None:
+    watch.press("C-z")
+    watch.until_shows("Stopped")
+    assert_sane(watch)
+    watch.type("fg")
+    watch.until(lambda lines: lines[23].startswith("q quit"))
+    watch.press("s")
+    watch.until_shows("size ▼")
+    watch.press("q")
+    watch.until(lambda lines: not lines[23].startswith("q quit"))
+    watch.run("true")
+
+
+def test_no_colours_where_none_are_wanted(shell: Terminal, decoder: int) -> None:
+    shell.type(f"clear; NO_COLOR=1 unimem report {decoder} --watch; echo ended with $?")
+    shell.until_shows("q quit")
+    shell.until_shows("total")
+    assert "\x1b" not in "\n".join(shell.screen("-e"))
+    shell.press("q")
+    shell.until_shows("ended with 0")
+
+
+def test_the_process_ends(shell: Terminal) -> None:
+    with running("print('ready', flush=True); import time; time.sleep(300)") as process:
+        shell.type(f"clear; unimem report {process.pid} --watch --interval 0.2; echo ended with $?")
+        shell.until_shows("from the kernel, every 0.2 s")
+        process.kill()
+        process.wait()
+        lines = shell.until_shows("ended with 0")
+    assert f"process {process.pid}: it has ended" in lines
+    assert any(line.startswith("total") for line in lines)
+    assert any(line.startswith("libraries") for line in lines)
+    assert_sane(shell)
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        # A process that holds the lock of its memory lets readers wait.
+        ("watch.report = lambda pid: time.sleep(1000)", 0),
+        ("watch.frame = lambda *_, **__: 1 / 0", 1),
+    ],
+    ids=["a read that never ends", "a picture that fails"],
+)
+def test_whatever_happens(
+    shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(
+        f"import sys, time\nfrom unimem.cli import main, watch\n{broken}\nsys.exit(main())\n"
+    )
+    shell.type(
+        f"clear; {sys.executable} {script} report {decoder} --watch --interval 0.2; "
+        "echo ended with $?"
+    )
+    if code == 0:
+        shell.until_shows(f"Reading the memory of process {decoder} for 3 s ...")
+        shell.press("q")
+    lines = shell.until_shows(f"ended with {code}")
+    assert any("unimem: division by zero" in line for line in lines) == (code == 1)
+    assert_sane(shell)
+
+
+# ---- without a terminal --------------------------------------------------------------------------
+
+
+def piped(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", MAIN, "report", *map(str, arguments), "--watch"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_blocks_of_text_in_a_pipe(decoder: int) -> None:
+    ended = piped(decoder, "--interval", "0.3", "--count", "2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, second, rest = re.split(r"(?m)^(?=total.*\n\n)", ended.stdout)
+    assert rest.startswith("total")
+    assert re.search(r"made +-", first)
+    assert re.search(r"made +\d", second)
+    assert all(len(line) <= 80 for line in ended.stdout.splitlines())
+    assert "\x1b" not in ended.stdout
+
+
+def test_lines_of_json(decoder: int) -> None:
+    ended = piped(decoder, "--interval", "0.3", "--count", "2", "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, second = map(json.loads, ended.stdout.splitlines())
+    assert first["schema"] == "unimem.watch/1"
+    assert first["rates"]["generated_tokens_per_second"] is None
+    assert second["rates"]["generated_tokens_per_second"] > 0
+    assert second["seconds"] == pytest.approx(second["time"] - first["time"], abs=0.1)
+    for document in (first, second):
+        assert document["report"]["rows"]
+        assert document["decoders"]["kv_tokens"] >= 0
+
+
+def test_who_reads_a_pipe_may_leave_and_an_interrupt_ends_it(decoder: int) -> None:
+    words = [sys.executable, "-c", MAIN, "report", str(decoder), "--watch", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b'{"schema"')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((2**22 + 1,), 1, "process"),
+        ((1, "--count", 0), 2, "--count"),
+        ((1, "--interval", 0), 2, "--interval"),
+    ],
+    ids=["no such process", "no count", "no interval"],
+)
+def test_what_cannot_be_watched(arguments: tuple[object, ...], code: int, says: str) -> None:
+    ended = piped(*arguments)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert says in ended.stderr
