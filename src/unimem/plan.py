@@ -404,7 +404,7 @@ class _Planner:
 
         max_ctx = None
         if session.is_known:
-            max_ctx = self._longest(needs, storage)
+            max_ctx = self._longest(needs, storage, self._source.shape.longest(options.window))
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # Where nothing fits, the plan is for one token, and says so.
@@ -456,7 +456,7 @@ class _Planner:
             **figures,
         )
 
-    def _longest(self, needs: Callable[[int], list[Need]], storage: Storage) -> int:
+    def _longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
         """Search for the longest context with which all fits, and nothing spills that need not."""
         spills_anyway = self._spilled(needs(1)) > 0
 
@@ -466,7 +466,7 @@ class _Planner:
                 return False
             return spills_anyway or self._spilled(found) == 0
 
-        return _largest(self._source.shape.max_ctx or _MOST, is_good)
+        return _largest(most, is_good)
 
     def _spilled(self, needs: list[Need]) -> int:
         """Bytes of files that cannot stay in RAM beside the rest."""
@@ -571,7 +571,7 @@ class _Planner:
         ctx, max_ctx, kept = options.ctx, None, 0
         if session.is_known:
             kept = RESERVE_BYTES if ctx is None else 0
-            longest = range(1, (shape.max_ctx or _MOST) + 1)
+            longest = range(1, shape.longest(None) + 1)
             max_ctx = bisect_right(longest, free - kept, key=needed)
             ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
         rows = types | {"weights:padding": padding}

@@ -76,6 +76,9 @@ class Shape:
         Tokens.
     max_ctx : int or None
         The longest context that it was made for.
+    slides : int or None
+        Tokens that attention of all layers slides over, where it does: the engine shows attention
+        all of a context, or a window, and no more than these.
     unknown : tuple of str
         What is not known, each with the reason.
     """
@@ -86,6 +89,12 @@ class Shape:
     vocab_size: int | None
     max_ctx: int | None
     unknown: tuple[str, ...] = ()
+    slides: int | None = None
+
+    def longest(self, window: int | None) -> int:
+        """Tell the longest context that may be asked for, with a window or without."""
+        most = self.max_ctx or _MOST
+        return self.slides if self.slides and self.slides < (window or most) else most
 
 
 class _UnknownError(ValueError):
@@ -125,8 +134,7 @@ def of_weights(weights: Weights) -> Shape:
     shape = of_dims(dims, arch, (_EXPERTS,) if experts else ())
     slides = meta.get("attention.sliding_window")
     if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0:
-        # The engine shows attention all of a context, or a window.
-        shape = replace(shape, max_ctx=min(dims.max_seq_len, slides))
+        shape = replace(shape, slides=slides)
     return shape
 
 
@@ -296,10 +304,10 @@ def of_config(config: dict[str, Any] | None, why: str) -> Shape:
         unknown += fewer
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
-    slides = values.window()
-    if dims is not None and slides and longest:
-        longest = min(longest, slides)
-    return Shape(arch, cache, dims, vocab, longest, tuple(unknown))
+    if cache is None:
+        dims = None  # nor is then known what attention works in
+    slides = None if dims is None else values.window()
+    return Shape(arch, cache, dims, vocab, longest, tuple(unknown), slides)
 
 
 _MOST_TYPES = 100_000
