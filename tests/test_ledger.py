@@ -22,7 +22,7 @@ from unimem._core import status
 from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.region import holders
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.ledger import Entry, Part, entries, high_water, resolve
+from unimem.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -55,15 +55,13 @@ def check() -> dict[int, Entry]:
     return {entry.address: entry for entry in found}
 
 
-def of(block: um.Block) -> Entry:
+def of(block: um.Block | None) -> Entry:
+    assert block is not None
     return check()[block.address]
 
 
 def by_category(entry: Entry) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for part in entry.parts:
-        sizes[part.category] += part.nbytes
-    return dict(sizes)
+    return sizes_of(entry.parts)
 
 
 def active(entry: Entry, category: str) -> int:
@@ -154,7 +152,7 @@ def test_every_region_is_entered_once(make: Callable[[], Any]) -> None:
     [
         lambda block: block.as_array(),
         memoryview,
-        lambda block: um.Tape(block),
+        um.Tape,
         lambda block: um.Tape(block).take(10),
     ],
     ids=["array", "memoryview", "tape", "array of a tape"],
@@ -268,6 +266,7 @@ def test_a_forked_child() -> None:
         source.sealed_copy() as copy,
         um.open_weights(TINY) as weights,
     ):
+        assert ring.block is not None
         lost = {shared.address, ring.block.address}
         private.take(100)
         before = check()
@@ -318,7 +317,7 @@ def test_entries_while_others_make_and_close_blocks() -> None:
     check()
 
 
-# ---- parts ----------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def test_what_of_a_tape_is_in_use() -> None:
@@ -457,7 +456,7 @@ def test_who_has_gone_says_nothing() -> None:
         assert by_category(of(tape.block)) == {"scratch": MIB}
 
 
-# ---- weights --------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def model_of(path: Path, n_tensors: int, ne: int = 7) -> Path:
@@ -550,7 +549,7 @@ def test_runs_of_a_header(tmp_path: Path) -> None:
     assert GGUFHeader.runs.__doc__ == SafetensorsHeader.runs.__doc__
 
 
-# ---- high-water marks -----------------------------------------------------------------------------
+# ---- high-water marks ----------------------------------------------------------------------------
 
 
 def test_the_most_of_a_category_of_regions() -> None:
@@ -580,7 +579,7 @@ def test_the_most_of_a_category_of_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "weights:padding" in high_water()
 
 
-# ---- parts in parts -------------------------------------------------------------------------------
+# ---- parts in parts ------------------------------------------------------------------------------
 
 SIZE = 48
 ranges = st.lists(

@@ -7,7 +7,7 @@ the same over device memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import (
@@ -223,16 +223,22 @@ class BufferSet(_Arrays):
     def _address_of(array: Any) -> int:
         return int(array.ctypes.data)
 
-    def _ledger_parts(self) -> Iterator[ledger.Part]:
+    def _enter(self) -> None:
+        """Enter buffers of main memory in the ledger."""
+        ledger.enter(self, ledger.sizes_of(self._ledger_parts()[1:]))
+
+    def _ledger_parts(self) -> list[ledger.Part]:
         buffers = self._range
         if buffers is None or buffers.is_closed:
-            return
+            return []
         first, nbytes = buffers.address, buffers.nbytes
-        if self.tape._holds(first, nbytes):
-            yield ledger.Part("scratch", first, nbytes, nbytes, nbytes)
-            for name in _CATEGORIES.keys() & buffers.specs.keys():
-                at, size = first + buffers.offsets[name], buffers.specs[name].nbytes
-                yield ledger.Part(_CATEGORIES[name], at, size, size, size)
+        if not self.tape._holds(first, nbytes):
+            return []
+        parts = [ledger.Part("scratch", first, nbytes, nbytes, nbytes)]
+        for name in _CATEGORIES.keys() & buffers.specs.keys():
+            at, size = first + buffers.offsets[name], buffers.specs[name].nbytes
+            parts.append(ledger.Part(_CATEGORIES[name], at, size, size, size))
+        return parts
 
     def _check_open(self) -> _Range:
         opened = self._opened()
@@ -648,7 +654,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
             return Tape(nbytes, name=self.name, category="scratch", **placement)
 
         self._make(dims, dtype, name, tape, new_tape)
-        ledger.enter(self)
+        self._enter()
 
 
 class ForwardScratch(BufferSet):
@@ -751,7 +757,7 @@ class ForwardScratch(BufferSet):
         Tape._require(tape)
         specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
         self._take(tape, specs, offsets, self.peak_scratch_bytes + specs["logits"].nbytes)
-        ledger.enter(self)
+        self._enter()
 
     @classmethod
     def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from weakref import ref
 from unimem._core.region import enter_holder, holders, regions
 from unimem._core.status import ledger
 
-__all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve"]
+__all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
 
 
 class Part(NamedTuple):
@@ -72,7 +73,7 @@ class Entry(NamedTuple):
 class Holder(Protocol):
     """Who knows what parts of regions are for."""
 
-    def _ledger_parts(self) -> Iterable[Part]:
+    def _ledger_parts(self) -> Sequence[Part]:
         """Return the parts, none when closed. It never raises, and any thread may call it.
 
         What lies on the tape of another, or in a part of its own, takes its bytes away from there,
@@ -80,13 +81,39 @@ class Holder(Protocol):
         """
 
 
-def enter(holder: Holder) -> None:
+def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
     """Enter, weakly, who knows what parts of regions are for; for as long as it lives.
 
     Any number of threads may enter holders. A forked child has those of its parent.
+
+    Parameters
+    ----------
+    holder : Holder
+        Who.
+    sizes : mapping of str to int
+        Bytes of the categories that it names and that regions are not entered by, for
+        `high_water`.
     """
     enter_holder(holder)
-    _note(holder)
+    number = next(_numbers)
+    _named[number] = ref(holder, lambda _: _named.pop(number, None)), sizes
+    now: Counter[str] = Counter()
+    for reference, theirs in list(_named.values()):
+        other = reference()
+        if other is not None and other._ledger_parts():
+            now.update(theirs)
+    native = ledger()
+    for category in sizes:
+        whole = native[category]["mapped_bytes"] if category in native else 0
+        _most[category] = max(_most.get(category, 0), now[category] + whole)
+
+
+def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
+    """Add up the bytes of each category, of parts that do not overlap."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[part.category] = sizes.get(part.category, 0) + part.nbytes
+    return sizes
 
 
 def entries() -> tuple[Entry, ...]:
@@ -204,45 +231,11 @@ def _pieces_of(part: Part, pieces: list[tuple[int, int]]) -> Iterable[Part]:
 
 # ---- high-water marks -------------------------------------------------------------------------
 
-# Of these the native ledger notes the most that there was, in whole regions.
-_NATIVE_ROWS = {"history": "kv"}
-_OF_REGIONS = {"kv", "weights", "scratch", "staging", "diagnostics", "other"}
-# Of holders that name other categories, by the order they came in, the bytes of each; and the most
-# that all had together.
-_named: dict[int, tuple[ref[Any], dict[str, int]]] = {}
+# Of those who name categories of their own, by the order they came in, the bytes of each; and the
+# most that all had together.
+_named: dict[int, tuple[ref[Any], Mapping[str, int]]] = {}
 _numbers = count()
 _most: dict[str, int] = {}
-
-
-def _sizes(parts: Iterable[Part]) -> dict[str, int]:
-    """Add up, by category, the bytes that parts leave each other."""
-    parts = tuple(parts)
-    sizes: dict[str, int] = {}
-    if parts:
-        first = min(part.address for part in parts)
-        end = max(part.address + part.nbytes for part in parts)
-        for part in resolve("", first, end - first, parts):
-            if part.category and part.category not in _OF_REGIONS:
-                sizes[part.category] = sizes.get(part.category, 0) + part.nbytes
-    return sizes
-
-
-def _note(holder: Holder) -> None:
-    sizes = _sizes(holder._ledger_parts())
-    if not sizes:
-        return
-    number = next(_numbers)
-    _named[number] = ref(holder, lambda _: _named.pop(number, None)), sizes
-    now: dict[str, int] = {}
-    for reference, theirs in list(_named.values()):
-        other = reference()
-        if other is not None and other._ledger_parts():
-            for category, nbytes in theirs.items():
-                now[category] = now.get(category, 0) + nbytes
-    native = ledger()
-    for category in sizes:
-        whole = native[category]["mapped_bytes"] if category in native else 0
-        _most[category] = max(_most.get(category, 0), now.get(category, 0) + whole)
 
 
 def high_water() -> dict[str, int]:
@@ -254,7 +247,7 @@ def high_water() -> dict[str, int]:
     parts is entered.
     """
     found = {
-        _NATIVE_ROWS.get(name, name): row["high_water_bytes"]
+        "kv" if name == "history" else name: row["high_water_bytes"]
         for name, row in ledger().items()
         if row["high_water_bytes"]
     }

@@ -271,7 +271,9 @@ class Weights:
         self._metadata = _Metadata(files[0].header)
         self._tensors = _Tensors(self._parts)
         self._ledger: tuple[ledger.Part, ...] = ()
-        ledger.enter(self)
+        sizes = {f"weights:{kind}": nbytes for kind, nbytes in self.by_type().items()}
+        padding = loaded.mapped_bytes - sum(sizes.values())
+        ledger.enter(self, sizes | {"weights:padding": padding})
 
     def _ledger_parts(self) -> tuple[ledger.Part, ...]:
         loaded = self._loaded

@@ -161,7 +161,7 @@ class Decoder:
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
         self._tally = published.Tally()
         self._closed = False
-        ledger.enter(self)
+        ledger.enter(self, ledger.sizes_of(self._parts))
         published.publish()
 
     def _set_up(
