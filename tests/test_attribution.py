@@ -411,7 +411,7 @@ def sums_of(pid: int) -> dict[str, int]:
 
 def test_another_process_adds_up_to_what_the_kernel_says(child: int) -> None:
     # What others do with libraries changes the child's Pss.
-    for _ in range(20):
+    for _ in range(100):
         expected, process = sums_of(child), read_process(child)
         if sums_of(child) == expected:
             break

@@ -1,0 +1,206 @@
+"""Reports of other programs that have a model in memory, against what smaps says of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+
+import gguf_files as gf
+import llama_cpp
+import unimem as um
+from models.make import SMALL, write_model
+from unimem.report import Report, Row
+
+_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *")
+_FIELD = re.compile(r"^(Rss|Pss|Size|Private_Hugetlb|Shared_Hugetlb|Swap): +(\d+) kB$")
+Sums = dict[tuple[str, int], dict[str, int]]
+
+
+def smaps(pid: int) -> Sums:
+    """What the kernel says of each file, by device and inode: read here anew."""
+    sums: Sums = defaultdict(lambda: defaultdict(int))
+    key = "", 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if head := _HEAD.match(line):
+            key = head[1], int(head[2])
+        elif field := _FIELD.match(line):
+            name = "Hugetlb" if field[1].endswith("Hugetlb") else field[1]
+            sums[key][name] += int(field[2]) * 1024
+    return sums
+
+
+def read(pid: int) -> tuple[Report, Sums]:
+    """Report on a process while no other changes what it shares."""
+    for _ in range(100):
+        before, report = smaps(pid), um.report(pid)
+        if smaps(pid) == before:
+            break
+    return report, before
+
+
+def of_files(sums: Sums, paths: list[Path]) -> dict[str, int]:
+    total: dict[str, int] = defaultdict(int)
+    for path in paths:
+        info = path.stat()
+        device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
+        for name, nbytes in sums[device, info.st_ino].items():
+            total[name] += nbytes
+    return total
+
+
+def rss(rows: list[Row]) -> int:
+    return sum(row.granted.resident_bytes for row in rows if row.granted is not None)
+
+
+def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> None:
+    """Compare the process, and its rows of weights, with smaps: to the byte."""
+    whole: dict[str, int] = defaultdict(int)
+    for fields in sums.values():
+        for name, nbytes in fields.items():
+            whole[name] += nbytes
+    facts = report.facts
+    assert facts["rss_bytes"] == rss(list(report.rows)) == whole["Rss"] + whole["Hugetlb"]
+    assert facts["pss_bytes"] == report.resident_bytes == whole["Pss"] + whole["Hugetlb"]
+    assert facts["swapped_bytes"] == whole["Swap"]
+    weights = [row for row in report.rows if row.category.startswith("weights")]
+    kernel = of_files(sums, files)
+    assert kernel["Size"] > 1 << 20
+    assert sum(row.nbytes for row in weights) == kernel["Size"]
+    assert rss(weights) == kernel["Rss"] + kernel["Hugetlb"]
+    assert sum(row.resident_bytes or 0 for row in weights) == kernel["Pss"] + kernel["Hugetlb"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "small.gguf")
+
+
+def test_llama_cpp(model: Path) -> None:
+    with llama_cpp.holding(model) as pid:
+        report, sums = read(pid)
+    assert_is_the_kernel_s(report, sums, [model])
+    (known,) = report.facts["models"]
+    assert (known["path"], known["format"], known["architecture"]) == (str(model), "GGUF", "llama")
+    kernel = of_files(sums, [model])
+    assert (known["nbytes"], known["rss_bytes"]) == (kernel["Size"], kernel["Rss"])
+    assert report.facts["source"] == "kernel"
+    assert f"{model.name} (GGUF llama, " in str(report)
+    with um.open_weights(model, load="map") as weights:
+        sizes = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
+    # All of them were needed for the token, and are in RAM, byte by byte.
+    rows = {row.category: row for row in report.rows}
+    assert {name: rss([rows[name]]) for name in sizes} == sizes
+    assert {name: rows[name].nbytes for name in sizes} == sizes
+    # What llama.cpp allocates by itself: its KV cache and what it computes with.
+    assert (rows["anonymous"].resident_bytes or 0) > 1 << 20
+
+
+def test_two_llama_cpp_share_one_copy(model: Path) -> None:
+    with llama_cpp.holding(model) as first, llama_cpp.holding(model) as second:
+        read_first, read_second = read(first), read(second)
+    for report, sums in (read_first, read_second):
+        assert_is_the_kernel_s(report, sums, [model])
+        (known,) = report.facts["models"]
+        # Pages that n map count 1/n, and the kernel rounds that down for each page and area.
+        assert known["rss_bytes"] / 2 - 4096 <= known["pss_bytes"] <= known["rss_bytes"] / 2
+
+
+def test_llama_cpp_of_split_files(model: Path) -> None:
+    parts = gf.split(model, 10)
+    with llama_cpp.holding(parts[0]) as pid:
+        report, sums = read(pid)
+    assert_is_the_kernel_s(report, sums, parts)
+    assert {known["path"] for known in report.facts["models"]} == {str(part) for part in parts}
+
+
+def test_llama_cpp_of_a_staged_model(model: Path) -> None:
+    with um.stage(model) as staged, llama_cpp.holding(staged.path) as pid:
+        report, sums = read(pid)
+        assert_is_the_kernel_s(report, sums, [Path(staged.path)])
+    (known,) = report.facts["models"]
+    assert (known["format"], known["architecture"]) == ("GGUF", "llama")
+    assert known["path"].endswith(model.name)
+    assert 1 << 20 < known["rss_bytes"] <= known["nbytes"]
+
+
+@contextmanager
+def python(script: str, *arguments: Any) -> Iterator[int]:
+    """A Python that has run this, and waits."""
+    with subprocess.Popen(
+        [sys.executable, "-c", script + WAIT, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+WAIT = """
+print("ready", flush=True)
+sys.stdin.read()
+"""
+NUMPY = """
+import sys
+import numpy as np
+
+array = np.memmap(sys.argv[1], np.uint8, "r")
+int(array[: len(array) // 2].sum())
+"""
+ENGINE = """
+import sys
+from unimem.engine import Decoder
+
+decoder = Decoder(sys.argv[1], ctx=256, threads=1, load=sys.argv[2])
+decoder.prefill([1, 2, 3])
+decoder.generate_next_token()
+"""
+
+
+def test_a_python_that_has_mapped_the_file(model: Path) -> None:
+    with python(NUMPY, model) as pid:
+        report, sums = read(pid)
+    assert_is_the_kernel_s(report, sums, [model])
+    (known,) = report.facts["models"]
+    assert known["path"] == str(model)
+    assert 0 < known["rss_bytes"] < known["nbytes"]
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_an_engine_of_unimem(model: Path, load: str) -> None:
+    pytest.importorskip(
+        "unimem.engine.ggml",
+        reason="the engine needs ggml: pip install '.[run]'",
+        exc_type=ImportError,
+    )
+    with python(ENGINE, model, load) as pid:
+        report, sums = read(pid)
+    rows = {row.category: row for row in report.rows}
+    assert report.facts["source"] == "published ledger"
+    assert report.facts["counters"]["n_generated_tokens"] == 1
+    assert report.facts["pss_bytes"] == report.resident_bytes
+    assert report.facts["rss_bytes"] == rss(list(report.rows))
+    assert rows["logits"].nbytes == 4 * SMALL.vocab
+    assert rows["kv"].active_bytes is not None
+    assert {"scratch", "tokens", "weights:q8_0", "weights:padding"} <= set(rows)
+    if load == "map":
+        assert_is_the_kernel_s(report, sums, [model])
+        (known,) = report.facts["models"]
+        assert known["path"] == str(model)
+    else:
+        assert report.facts["models"] == []
