@@ -191,7 +191,8 @@ def test_a_function_is_measured_call_by_call() -> None:
         take(n, category)
         return n
 
-    assert (load.measured, load.__name__, load.__doc__) == (None, "load", "Load.")  # type: ignore[attr-defined]
+    assert load.measured is None
+    assert load.__doc__ == "Load."
     assert load(2, category="staging") == 2
     first = load.measured
     assert first is not None
