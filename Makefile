@@ -15,7 +15,7 @@ C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] n
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
-        install bench bench-peer clean
+        install demo bench bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -93,6 +93,10 @@ exhaust: $(VENV)/.installed
 	$(BIN)/cmake --build $(BUILD)/exhaust --target exhaust_convert
 	$(BUILD)/exhaust/native/tests/exhaust_convert
 	$(BIN)/python tools/exhaust_convert.py
+
+# A model staged once for two llama.cpp processes, and what the kernel says of both.
+demo: $(VENV)/.installed
+	$(BIN)/python tools/demo.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.calls

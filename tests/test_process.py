@@ -126,6 +126,16 @@ def test_the_own_process_is_the_default() -> None:
         assert before.end <= after.start
 
 
+def test_areas_without_their_usage(idle: subprocess.Popen[str]) -> None:
+    whole, maps = read_process(idle.pid), read_process(idle.pid, usage=False)
+    assert len(maps.areas) == len(whole.areas)
+    for bare, area in zip(maps.areas, whole.areas, strict=True):
+        assert (bare.resident_bytes, bare.pss_bytes, bare.locked_bytes, bare.nodes) == (0, 0, 0, {})
+        same = ("start", "end", "access", "offset", "device", "inode", "path")
+        assert [getattr(bare, name) for name in same] == [getattr(area, name) for name in same]
+    assert (maps.started, maps.command) == (whole.started, whole.command)
+
+
 def test_what_children_map_is_found(child: Child, tmp_path: Path) -> None:
     """A file whose name has blanks and a line of its own, a memfd, locked memory, and a gap."""
     path = tmp_path / "a model (deleted)\nof mine: 1"

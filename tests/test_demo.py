@@ -1,0 +1,177 @@
+"""The demo, as a person starts it: what it says is what the kernel says, and nothing is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.make import small, write_model
+from proc_maps import huge_page_bytes
+from unimem.stage_held import holders
+
+MIB = 1 << 20
+DEMO = Path(__file__).parent.parent / "tools" / "demo.py"
+FIELDS = ("Rss", "Pss", "Shared_Hugetlb", "Private_Hugetlb", "ShmemPmdMapped")
+
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("cyllama") is None, reason="cyllama is not installed"
+)
+
+
+@pytest.fixture
+def demo() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules["demo"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One of some 10 MB, so that there is room for huge pages."""
+    return write_model(tmp_path / "small.gguf", shape=small(layers=10))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    def left() -> tuple[set[int], set[str]]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {held.pid for held in holders()}, set(children)
+
+    before = left()
+    yield
+    assert left() == before
+
+
+def mapped(pid: int, inode: int) -> dict[str, int]:
+    """Figures of smaps of all that a process maps of a file, in bytes."""
+    found = dict.fromkeys(FIELDS, 0)
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = int(line.split()[4]) == inode
+        elif inside and (name := line.partition(":")[0]) in found:
+            found[name] += int(line.split()[1]) << 10
+    return found
+
+
+@needs_llama_cpp
+def test_what_is_said_is_what_the_kernel_says(demo: Any, model: Path) -> None:
+    lines: list[str] = []
+    with ExitStack() as stack:
+        facts = demo.demonstrate(model, 1, lines.append, stack)
+        path, pids = facts.staged.path, [report.facts["pid"] for report in facts.reports]
+        assert len(set(pids)) == 2
+        inode = os.stat(path).st_ino
+        there = [mapped(pid, inode) for pid in pids]
+        assert facts.plan.fits
+        for pid, one, each, granted in zip(
+            pids, facts.models, there, facts.placements, strict=True
+        ):
+            hugetlb = each["Shared_Hugetlb"] + each["Private_Hugetlb"]
+            assert one["staged_from"] == str(model)
+            assert (one["format"], one["architecture"], one["state"]) == ("GGUF", "llama", "staged")
+            assert one["rss_bytes"] == each["Rss"] + hugetlb > MIB
+            assert one["pss_bytes"] == each["Pss"] + hugetlb
+            assert granted.huge_bytes == each["ShmemPmdMapped"] + hugetlb
+            assert granted.resident_bytes == one["rss_bytes"]
+            if facts.staged.backing == "tmpfs" and huge_page_bytes():
+                assert granted.huge_bytes > 0
+                assert granted.page_bytes == huge_page_bytes()
+            assert f"   {pid} " in "\n".join(lines)
+        if facts.staged.backing != "hugetlb":  # of which the kernel tells no shares
+            assert there[0]["Pss"] == there[1]["Pss"]
+            assert facts.pss_bytes == pytest.approx(there[0]["Rss"], rel=0.01), "one copy"
+    assert not os.path.exists(path)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert {len(times) for times in facts.seconds.values()} == {1}
+    assert facts.skipped == []
+
+
+@needs_llama_cpp
+def test_the_demo_is_one_screen(model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, DEMO, str(model), "--rounds", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert "/small.gguf" in done.stdout
+    assert lines[-4].startswith("Summary")
+    assert lines[-3] == "   two processes, 1.00 copies of the model in RAM"
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """With a model of its own, once both processes have it."""
+    with subprocess.Popen(
+        [sys.executable, DEMO],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        pids: list[int] = []
+        paths = []
+        for line in process.stdout:
+            if "/proc/" in line or "/dev/shm/" in line:
+                paths.append(line.strip())
+            if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
+                pids = [int(found[1]), int(found[2])]
+                assert os.listdir(tmp_path)
+                # As a terminal does: all of them.
+                os.killpg(process.pid, number)
+        assert process.wait(60) == 130
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert paths
+    assert not any(map(os.path.exists, paths))
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_llama_cpp_it_is_said_what_is_left_out(
+    demo: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines: list[str] = []
+    with ExitStack() as stack:
+        facts = demo.demonstrate(model, 1, lines.append, stack)
+        assert os.path.exists(facts.staged.path)
+    assert facts.skipped == ["processes", "report", "start"]
+    assert lines[-1].startswith("SKIPPED, steps 3 to 5: llama.cpp (the package cyllama) is not ins")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"hello")
+    done = subprocess.run(
+        [sys.executable, DEMO, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"demo: {path}: ")

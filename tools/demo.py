@@ -1,0 +1,252 @@
+"""One model, two llama.cpp processes, one copy in RAM: what unimem is for, shown on this machine.
+
+``make demo``, or ``python tools/demo.py [MODEL.gguf] [--rounds N]``. Plans a model, stages it,
+starts two llama.cpp processes (cyllama) on the staged path, reports what the kernel says of both,
+and compares how long llama.cpp takes to start on the staged model and on the file, which is in the
+page cache. Without a model one of 200 MB is written, of random weights. Nothing is left of it all,
+also when it is interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import unimem as um
+from unimem.placement import format_bytes, together
+from unimem.rows import table
+from unimem.stage_held import Held, drop, hold
+
+__all__ = ["Facts", "demonstrate"]
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 5
+
+_WIDTH = 80
+_INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was found; empty where a step was skipped."""
+
+    plan: um.Plan | None = None
+    staged: Held | None = None
+    reports: list[um.Report] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """The staged model in each report."""
+        assert self.staged is not None
+        return [
+            model
+            for report in self.reports
+            for model in report.facts["models"]
+            if model["path"] == self.staged.path
+        ]
+
+    @property
+    def pss_bytes(self) -> int:
+        """What the model takes of the RAM, in all processes together."""
+        return sum(model["pss_bytes"] for model in self.models)
+
+    @property
+    def placements(self) -> list[um.Placement]:
+        """How it is placed, by process."""
+        assert self.staged is not None
+        path = self.staged.path
+        return [
+            together([each.granted for each in report.mappings if each.path == path])
+            for report in self.reports
+        ]
+
+
+def main() -> int:
+    """Show it; 0 when all of it was shown or skipped for a reason that was told."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", type=Path, help="a GGUF file")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="starts of each kind")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds: expected at least 1")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    with ExitStack() as stack:
+        try:
+            demonstrate(arguments.model, arguments.rounds, _say, stack)
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 1
+        finally:
+            # From here on everything is put away, which nothing shall interrupt.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+    return 0
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    # A path is not broken: somebody may copy it.
+    for part in textwrap.wrap(line, _WIDTH, subsequent_indent="   ", break_long_words=False):
+        print(part, flush=True)
+
+
+def demonstrate(
+    path: Path | None, rounds: int, say: Callable[[str], None], stack: ExitStack
+) -> Facts:
+    """Go through the steps.
+
+    Parameters
+    ----------
+    path : Path or None
+        A model; by default one is written.
+    rounds : int
+        How often llama.cpp is started on each of the two.
+    say : callable
+        Called with each line.
+    stack : ExitStack
+        What is put away when it is closed: the staged model and the processes live until then.
+
+    Returns
+    -------
+    Facts
+    """
+    facts = Facts()
+    model = _own_model(stack, say) if path is None else path.resolve()
+    facts.plan = _plan(model, say)
+    facts.staged = _stage(model, say, stack)
+    if importlib.util.find_spec("cyllama") is None:
+        why = "llama.cpp (the package cyllama) is not installed: 'make install'"
+        facts.skipped += ["processes", "report", "start"]
+        say(f"SKIPPED, steps 3 to 5: {why}")
+        return facts
+    pids = _start_two(facts.staged.path, say, stack)
+    _report(pids, facts, say)
+    _compare_starts(model, rounds, facts, say)
+    _sum_up(facts, say)
+    return facts
+
+
+def _own_model(stack: ExitStack, say: Callable[[str], None]) -> Path:
+    from models.make import Shape, write_model
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unimem-demo-")))
+    say("A model of random weights is written first...")
+    shape = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, inner=4608, vocab=2048, ctx=4096)
+    return write_model(folder / "demo.gguf", shape=shape)
+
+
+def _plan(model: Path, say: Callable[[str], None]) -> um.Plan:
+    say(f"1. What will it need?  unimem plan {model.name}")
+    plan = um.plan(model)
+    for line in str(plan).splitlines():
+        say(f"   {line}")
+    plan.require_fits()
+    return plan
+
+
+def _stage(model: Path, say: Callable[[str], None], stack: ExitStack) -> Held:
+    say(f"2. Once into shared memory:  unimem stage {model.name}")
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as told:
+        made = um.stage(model)
+    seconds = time.monotonic() - start
+    with hold(made, str(model), {"lock": False}, [str(each.message) for each in told]) as held:
+        stack.callback(drop, held)
+    say(f"   {held.path}")
+    say(f"   {held.backing}, {seconds:.2f} s: {held.granted}")
+    return held
+
+
+def _start_two(path: str, say: Callable[[str], None], stack: ExitStack) -> list[int]:
+    import llama_cpp
+
+    say("3. Two llama.cpp processes load that path")
+    pids = [stack.enter_context(llama_cpp.holding(path)) for _ in range(2)]
+    say(f"   processes {pids[0]} and {pids[1]}")
+    return pids
+
+
+def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
+    say(f"4. Where is it?  unimem report {pids[0]}; unimem report {pids[1]}")
+    facts.reports = [um.report(pid) for pid in pids]
+    lines = []
+    for report, model, granted in zip(facts.reports, facts.models, facts.placements, strict=True):
+        sizes = (model["nbytes"], model["rss_bytes"], model["pss_bytes"], granted.huge_bytes)
+        kind = f"{model['format']} {model['architecture'] or ''}".strip()
+        lines.append((str(report.facts["pid"]), kind, *map(format_bytes, sizes)))
+    lines.append(("both", "", "", "", format_bytes(facts.pss_bytes), ""))
+    head = ("process", "model", "mapped", "in RAM", "its share", "in huge pages")
+    for line in table(head, lines).splitlines():
+        say(f"   {line}")
+
+
+def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str], None]) -> None:
+    say(f"5. Starting llama.cpp on each, {rounds} times in turn, until the model is loaded")
+    assert facts.staged is not None
+    paths = {"file in the page cache": str(model), "staged": facts.staged.path}
+    with um.open_weights(model, load="map") as weights:
+        weights.warm()
+    facts.seconds = {name: [] for name in paths}
+    for _ in range(rounds):
+        for name, path in paths.items():
+            facts.seconds[name].append(_start_seconds(path))
+    lines = [
+        (name, *(f"{1000 * f(times):.1f} ms" for f in (statistics.median, min, max)))
+        for name, times in facts.seconds.items()
+    ]
+    for line in table(("", "median", "least", "most"), lines).splitlines():
+        say(f"   {line}")
+
+
+def _start_seconds(path: str) -> float:
+    """Load a model in a llama.cpp process of its own, and return what this took it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.load_llama", path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp could not load {path}: {done.stderr[-200:]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+
+
+def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
+    model = facts.models[0]
+    n_copies = facts.pss_bytes / model["rss_bytes"]
+    granted = min(facts.placements, key=lambda each: each.huge_bytes)
+    share = granted.huge_bytes / granted.resident_bytes
+    pages = f"{share:.0%} of it in pages of {format_bytes(granted.page_bytes)}, in each"
+    hot, staged = (1000 * statistics.median(times) for times in facts.seconds.values())
+    say("Summary, as the kernel and the clock say:")
+    say(f"   two processes, {n_copies:.2f} copies of the model in RAM")
+    say(f"   {pages if share else 'none of it in huge pages'}")
+    say(f"   llama.cpp has it after {staged:.1f} ms, and from the file after {hot:.1f} ms")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+    sys.exit(main())
