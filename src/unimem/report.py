@@ -20,9 +20,9 @@ from unimem.process import Process, counters, read_process
 from unimem.published import published
 from unimem.rows import Mapping, Row, in_order, plain, table
 
-__all__ = ["SCHEMA", "Mapping", "Report", "Row", "report", "table"]
+__all__ = ["Mapping", "Report", "Row", "report", "table"]
 
-SCHEMA = "unimem.report/1"
+_SCHEMA = "unimem.report/1"
 
 _WIDTH = 80
 _TRIES = 5
@@ -73,7 +73,7 @@ class Report:
         The schema of the document, with its units, is ``docs/schemas/report-1.json``.
         """
         return {
-            "schema": SCHEMA,
+            "schema": _SCHEMA,
             "total_bytes": self.total_bytes,
             "resident_bytes": self.resident_bytes,
             "device_bytes": self.device_bytes,
@@ -275,7 +275,10 @@ def _with_marks(rows: Sequence[Row]) -> list[Row]:
     """Add the most that each category ever had, and those that have nothing any more."""
     marks = ledger.high_water()
     found = {row.category: row for row in rows}
+    kinds = {category.partition(":")[0] for category in marks if ":" in category}
     for category, mark in marks.items():
+        if category in kinds and category not in found:
+            continue  # the rows of its kinds say it
         row = found.get(category) or Row(category, 0, active_bytes=0, resident_bytes=0)
         found[category] = replace(row, high_water_bytes=max(mark, row.nbytes))
     return sorted(found.values(), key=in_order)
