@@ -367,7 +367,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
 def test_a_path_that_is_no_text(tmp_path: Path, encoding: str) -> None:
     """In a process of its own: its words are bytes."""
     path = os.fsencode(tmp_path) + b"/m\xff\n.gguf"
-    shutil.copy(embedded_model(), path)
+    shutil.copy(os.fsencode(embedded_model()), path)
     words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
     env = os.environ | {"PYTHONIOENCODING": encoding}
     made = subprocess.run([*words, "plan", path], capture_output=True, env=env, check=True)

@@ -25,8 +25,13 @@ from unimem.cli.processes import ModelProcess, Processes
 from unimem.placement import Placement
 from unimem.report import Mapping, Report, Row
 
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
 command = importlib.import_module("unimem.cli.report")
 
+DOCS = Path(__file__).parent.parent / "docs"
 MIB, GIB = 2**20, 2**30
 HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
 MODEL = Path(um.__file__).parent / "models" / "tiny.gguf"
@@ -37,6 +42,10 @@ with um.open_weights(sys.argv[1], load="map") as weights:
     print("ready", flush=True)
     sys.stdin.read()
 """
+
+
+def schema(name: str) -> Any:
+    return json.loads((DOCS / "schemas" / f"{name}-1.json").read_text())
 
 
 def placed(nbytes: int, huge: int = 0, **more: Any) -> Placement:
@@ -96,10 +105,8 @@ kernel         36.0 KiB        0 B         -        4k
 total           5.5 GiB    3.0 GiB
 
 in RAM    3.0 GiB (Pss), 5.0 GiB with all that is shared (Rss)
-huge      256.0 MiB in huge pages (5% of Rss)
-nodes     5.0 GiB on node 0
-locked    0 B, swapped out 0 B
-faults    12,345 minor, 3 major
+of Rss    256.0 MiB in huge pages (5%), 0 B locked, 5.0 GiB on node 0
+faults    12,345 minor, 3 major; 0 B swapped out
 """
 MAPPINGS = """
      address       size     in RAM  pages  memory           name
@@ -122,8 +129,8 @@ LIST = """\
 1234    5.0 GiB    3.0 GiB  llama-server -m x  a.gguf and 1 more
   99  300.0 MiB  200.0 MiB  python             read into its own memory
 
-unimem report PID shows where the memory of one of them is. 2 processes are not
-ours to look at.
+unimem report PID shows where the memory of one is, with --watch as it changes.
+2 processes are not ours to look at.
 """
 
 
@@ -245,6 +252,7 @@ def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
     assert (screen.code, screen.err, screen.out.count("\n")) == (0, "", 1)
     document, here = json.loads(screen.out), um.report(pid).to_dict()
     assert list(document) == list(here)
+    jsonschema.validate(document, schema("report"))
     for shown, read in zip(document["rows"], here["rows"], strict=True):
         assert (shown["category"], shown["nbytes"]) == (read["category"], read["nbytes"])
     assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
@@ -257,7 +265,9 @@ def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
 def test_the_list() -> None:
     assert show("report") == (0, LIST, "")
     assert "/m/a.gguf and 1 more" in show("report", columns=120).plain
-    assert json.loads(show("report", "--json").out) == {
+    document = json.loads(show("report", "--json").out)
+    jsonschema.validate(document, schema("processes"))
+    assert document == {
         "schema": "unimem.processes/1",
         "processes": [
             {

@@ -120,7 +120,7 @@ def _list(seen: Processes) -> Iterator[str]:
     ]
     if rows:
         yield from table_lines(("pid", "RSS", "PSS", "command", "model"), rows, align=">>><<")
-        text = "unimem report PID shows where the memory of one of them is."
+        text = "unimem report PID shows where the memory of one is, with --watch as it changes."
     else:
         text = (
             "No process has a model file mapped. One that has read a model into memory of its own "
@@ -235,15 +235,17 @@ def _pages(granted: Placement | None) -> str:
 def _sums(report: Report) -> Iterator[tuple[str, str]]:
     placed = [row.granted for row in report.rows if row.granted and row.device is None]
     known, size = report.facts, format_bytes
+    faults = f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
     if placed:
         all_ = together(placed)
         rss, huge = all_.resident_bytes, all_.huge_bytes
-        yield "in RAM", f"{size(all_.pss_bytes)} (Pss), {size(rss)} with all that is shared (Rss)"
-        yield "huge", f"{size(huge)} in huge pages ({huge / rss if rss else 0:.0%} of Rss)"
         nodes = [f"{size(nbytes)} on node {node}" for node, nbytes in sorted(all_.nodes.items())]
-        yield "nodes", ", ".join(nodes) or "nothing in RAM"
-        yield "locked", f"{size(all_.locked_bytes)}, swapped out {size(all_.swapped_bytes)}"
-    yield "faults", f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
+        of_it = [f"{size(huge)} in huge pages ({huge / rss if rss else 0:.0%})"]
+        of_it += [f"{size(all_.locked_bytes)} locked", *nodes]
+        yield "in RAM", f"{size(all_.pss_bytes)} (Pss), {size(rss)} with all that is shared (Rss)"
+        yield "of Rss", ", ".join(of_it)
+        faults += f"; {size(all_.swapped_bytes)} swapped out"
+    yield "faults", faults
 
 
 def _mappings(mappings: Sequence[Mapping]) -> Iterator[str]:
