@@ -218,6 +218,22 @@ def test_the_fixture_is_listed_with_what_it_is_for(tmp_path: Path) -> None:
     assert re.search(r"unimem_steady_state.*\n\s+Fail the test when unimem takes", done.stdout)
 
 
+def test_the_example_of_the_document_passes(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs/measure.md").read_text()
+    (example,) = re.findall(r"```py\n(.*?)```", text, re.S)
+    done = run_pytest(tmp_path, example)
+    assert outcomes(done.stdout, "PASSED") == {"test_a_step", "test_a_block"}, done.stdout
+
+
+def test_it_is_found_where_plugins_are_not_loaded_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    test = "def test_it(unimem_steady_state): unimem_steady_state(allow_faults=1 << 20)"
+    done = run_pytest(tmp_path, test, "-p", "pytest_unimem")
+    assert outcomes(done.stdout, "PASSED") == {"test_it"}, done.stdout
+
+
 def test_a_decoder_is_steady(unimem_steady_state: SteadyState) -> None:
     engine = pytest.importorskip(
         "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError

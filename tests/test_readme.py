@@ -16,6 +16,7 @@ N_EXAMPLES = {
     "README.md": 2,
     "docs/buffers.md": 3,
     "docs/kv.md": 0,
+    "docs/measure.md": 1,
     "docs/paged.md": 1,
     "docs/placement.md": 3,
     "docs/snapshots.md": 1,
