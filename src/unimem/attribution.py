@@ -89,17 +89,17 @@ def attribute(
     for area in process.areas:
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
             continue
-        pieces = list(_cut(claims, starts, area.start, area.end))
-        free = sum(piece.end - piece.start for piece in pieces if piece.book is None)
-        if free:
-            is_program = (area.device, area.inode) in programs
-            books.append(_Book.of_area(area, kind_of(area, is_program=is_program), free))
-            pieces = [
-                piece._replace(book=books[-1], category=books[-1].category)
-                if piece.book is None
-                else piece
-                for piece in pieces
-            ]
+        is_program = (area.device, area.inode) in programs
+        own = _Book.of_area(area, kind_of(area, is_program=is_program))
+        pieces = [
+            claim._replace(start=start, end=end) if claim else _Claim(start, end, own.category, own)
+            for start, end, claim in _cut(claims, starts, area.start, area.end)
+        ]
+        if free := sum(piece.end - piece.start for piece in pieces if piece.book is own):
+            # Where nobody has access, nothing can come to be.
+            there = free if area.is_accessible else area.resident_bytes + area.swapped_bytes
+            own.nbytes[own.category] = there
+            books.append(own)
         _share_out(process, area, pieces)
     books = [book for book in books if book.held or not any(book.nbytes.values())]
     books.sort(key=lambda book: book.address)
@@ -191,12 +191,10 @@ class _Book:
     may_be_huge: bool = False
 
     @classmethod
-    def of_area(cls, area: Area, category: str, nbytes: int) -> _Book:
+    def of_area(cls, area: Area, category: str) -> _Book:
         name = area.path.rpartition("/")[2]
         path = area.path if area.path.startswith("/") else None
-        # Nothing can come to be where nobody has access.
-        nbytes = nbytes if area.is_accessible else area.resident_bytes + area.swapped_bytes
-        return cls(category, name, area.start, path, {category: nbytes})
+        return cls(category, name, area.start, path, {})
 
     @classmethod
     def of_entry(cls, entry: Entry) -> _Book:
@@ -263,12 +261,12 @@ class _Book:
 
 
 class _Claim(NamedTuple):
-    """Addresses of one category in one mapping; of none, nobody has claimed them."""
+    """Addresses of one category in one mapping."""
 
     start: int
     end: int
     category: str
-    book: _Book | None
+    book: _Book
 
 
 def _as_entries(model: MappedModel) -> Iterator[Entry]:
@@ -289,19 +287,21 @@ def _meet(a: Entry, b: Entry) -> bool:
     return a.address < b.address + b.reserved_bytes and b.address < a.address + a.reserved_bytes
 
 
-def _cut(claims: Sequence[_Claim], starts: Sequence[int], start: int, end: int) -> Iterator[_Claim]:
-    """Cut a range of addresses into claims, and what lies between them."""
-    i = max(0, bisect_right(starts, start) - 1)
-    while start < end:
-        claim = claims[i] if i < len(claims) else _Claim(end, end, "", None)
-        i += 1
-        if claim.end <= start:
-            continue
+def _cut(
+    claims: Sequence[_Claim], starts: Sequence[int], start: int, end: int
+) -> Iterator[tuple[int, int, _Claim | None]]:
+    """Cut a range of addresses into pieces that are claimed, and those that nobody claims."""
+    for claim in claims[max(0, bisect_right(starts, start) - 1) :]:
+        if start >= end:
+            return
         if start < claim.start:
-            yield _Claim(start, min(claim.start, end), "", None)
-        first, start = max(start, claim.start), min(claim.end, end)
-        if first < start:
-            yield claim._replace(start=first, end=start)
+            yield start, min(claim.start, end), None
+            start = claim.start
+        if start < min(claim.end, end):
+            yield start, min(claim.end, end), claim
+            start = claim.end
+    if start < end:
+        yield start, end, None
 
 
 def _share_out(process: Process, area: Area, pieces: Sequence[_Claim]) -> None:
@@ -310,7 +310,6 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Claim]) -> None:
     groups: dict[tuple[int, str], list[_Claim]] = {}
     may_be_huge = "hg" in area.flags and not area.inode and area.nbytes >= _THP
     for piece in pieces:
-        assert piece.book is not None
         key = id(piece.book), piece.category
         groups.setdefault(key, []).append(piece)
         shares[key] = piece.book.held.setdefault(piece.category, _Held())
