@@ -164,10 +164,12 @@ from unimem import published
 
 block = um.Block(5 << 20, pages="4k", category="scratch", name="theirs", warm=True)
 block.as_array()[:] = 1
+history = um.Block(1 << 20, pages="4k", category="history", warm=True)
 if sys.argv[1] == "shows":
     tally = published.Tally()
     tally.count(7, 3)
     published.publish()
+    tally.hold(4096, 2)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -200,6 +202,8 @@ def test_a_process_that_shows_its_ledger(start: Callable[[str], int]) -> None:
     assert report.facts["counters"]["n_generated_tokens"] == 3
     row = next(row for row in report.rows if row.category == "scratch")
     assert row.nbytes == row.resident_bytes == 5 << 20
+    (kv,) = (row for row in report.rows if row.category == "kv")
+    assert (kv.nbytes, kv.active_bytes) == (1 << 20, 4096)
     (mapping,) = (each for each in report.mappings if each.name == "theirs")
     assert mapping.requested is not None
     assert mapping.requested["pages"] == "4k"
