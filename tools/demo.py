@@ -36,6 +36,7 @@ __all__ = ["Facts", "demonstrate"]
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 5
 
+_NO_HUGE_PAGES = "none of it in huge pages: 'unimem doctor' says what gives them to every program"
 _WIDTH = 80
 _INTERRUPTED = 130
 
@@ -176,6 +177,8 @@ def _stage(model: Path, say: Callable[[str], None], stack: ExitStack) -> Held:
         stack.callback(drop, held)
     say(f"   {held.path}")
     say(f"   {held.backing}, {seconds:.2f} s: {held.granted}")
+    for text in filter(None, (made.reason, *held.warnings)):
+        say(f"   {text}")
     return held
 
 
@@ -243,7 +246,7 @@ def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
     hot, staged = (1000 * statistics.median(times) for times in facts.seconds.values())
     say("Summary, as the kernel and the clock say:")
     say(f"   two processes, {n_copies:.2f} copies of the model in RAM")
-    say(f"   {pages if share else 'none of it in huge pages'}")
+    say(f"   {pages if share else _NO_HUGE_PAGES}")
     say(f"   llama.cpp has it after {staged:.1f} ms, and from the file after {hot:.1f} ms")
 
 

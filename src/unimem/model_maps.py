@@ -213,7 +213,7 @@ def _find(pid: int, area: Area, staged: Iterable[Held]) -> _File:
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
         state = "replaced" if os.path.lexists(root + name) else "deleted"
-    # What no path leads to, the area itself does; to root alone.
+    # What no path leads to, the area itself does, for those who may follow it.
     return _File(
         _open_same(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", area), name, state
     )
@@ -268,7 +268,10 @@ _layouts: dict[tuple[int, ...], _Layout | None] = {}
 def _layout(file: _File, *, is_named: bool) -> _Layout | None:
     """Return what is in a file; None for one that is no model."""
     if file.fd < 0:
-        why = f"the file is {file.state}, and only root may read what is mapped of it"
+        why = (
+            f"the file is {file.state}: to read what is mapped of it takes "
+            "CAP_CHECKPOINT_RESTORE, which root has"
+        )
         return _unknown(why) if is_named else None
     version = version_of(os.fstat(file.fd))
     key = (*version, is_named)
