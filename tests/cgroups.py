@@ -1,4 +1,4 @@
-"""A cgroup of 512 MB for tests, made below the own one and removed afterwards."""
+"""Small cgroups for tests, made below the own one and removed afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENTER = 'echo $$ > "$1/cgroup.procs" && exec "$2" -c "$3"'
 
 @dataclass(frozen=True, slots=True)
 class SmallCgroup:
-    """A cgroup whose memory is limited to `LIMIT_BYTES`.
+    """A cgroup whose memory is limited.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class SmallCgroup:
         return ended.stdout
 
 
-def _make() -> tuple[SmallCgroup, Callable[[], None]]:
+def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
     own = f"unimem-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     refusal = "no memory controller is mounted"
     # Below the own cgroup where that may have children with limits, else at the root of the tree.
@@ -64,7 +64,7 @@ def _make() -> tuple[SmallCgroup, Callable[[], None]]:
             try:
                 if version == 2 and not file.exists():
                     (Path(above) / "cgroup.subtree_control").write_text("+memory")
-                file.write_text(str(LIMIT_BYTES))
+                file.write_text(str(limit_bytes))
             except OSError:
                 folder.rmdir()
                 raise
@@ -76,11 +76,11 @@ def _make() -> tuple[SmallCgroup, Callable[[], None]]:
 
 
 @contextmanager
-def small_cgroup() -> Iterator[SmallCgroup]:
-    """Make the cgroup, and remove it at the end."""
+def small_cgroup(limit_bytes: int = LIMIT_BYTES) -> Iterator[SmallCgroup]:
+    """Make a cgroup of so much memory, and remove it at the end."""
     if os.geteuid() != 0:
         pytest.skip("making a cgroup needs root")
-    cgroup, remove = _make()
+    cgroup, remove = _make(limit_bytes)
     try:
         yield cgroup
     finally:
@@ -97,4 +97,11 @@ def small_cgroup() -> Iterator[SmallCgroup]:
 def cgroup_512mb() -> Iterator[SmallCgroup]:
     """Import this into a test module to use it: `cgroup_512mb.run(script)`."""
     with small_cgroup() as cgroup:
+        yield cgroup
+
+
+@pytest.fixture
+def cgroup_1gb() -> Iterator[SmallCgroup]:
+    """Import this into a test module to use it: `cgroup_1gb.run(script)`."""
+    with small_cgroup(1 << 30) as cgroup:
         yield cgroup

@@ -100,11 +100,16 @@ def blocks_of(decoder: Decoder) -> list[um.Block]:
     return blocks if decoder.kv.block is None else [*blocks, decoder.kv.block]
 
 
+def weights_of(layout: um.Layout) -> um.Weights:
+    assert isinstance(layout.weights, um.Weights)
+    return layout.weights
+
+
 def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     report = decoder.report()
     assert rows_of(report) == rows_of(plan)
     assert report.total_bytes == plan.total_bytes == smaps_sizes(blocks_of(decoder))
-    resident = sum(row.resident_bytes for row in report.rows)
+    resident = sum(row.resident_bytes or 0 for row in report.rows)
     assert resident == in_smaps(blocks_of(decoder))
 
 
@@ -135,7 +140,7 @@ def test_on_a_layout_of_other_pages(make_model: Any, load: Any, pages: Any, wind
             layout = um.Layout.for_model(path, load=load, pages=pages, **options)
     else:
         layout = um.Layout.for_model(path, load=load, pages=pages, **options)
-    with layout, Decoder(layout.weights, layout=layout, **options) as decoder:
+    with layout, Decoder(weights_of(layout), layout=layout, **options) as decoder:
         assert layout.plan is not None
         assert rows_of(layout.plan) == rows_of(plan)
         assert_is_planned(plan, decoder)
@@ -151,8 +156,8 @@ def test_on_reserved_pages(make_model: Any, pages: Any) -> None:
     assert plan.fits
     with um.Layout.for_model(path, pages=pages, **options) as layout:
         options = {"ctx": 640, "threads": 1}
-        assert layout.weights.blocks[0].granted.pages == "2m"  # type: ignore[union-attr]
-        with Decoder(layout.weights, layout=layout, **options) as decoder:  # type: ignore[arg-type]
+        assert weights_of(layout).blocks[0].granted.pages == "2m"
+        with Decoder(weights_of(layout), layout=layout, **options) as decoder:
             assert_is_planned(plan, decoder)
 
 
@@ -181,8 +186,7 @@ def test_a_batch_of_streams(make_model: Any, batch: int) -> None:
     path = make_model("qwen2", "f16", "wide")
     plan = um.plan(path, ctx=150, batch=batch, threads=1, kv_dtype="q8_0")
     with um.Layout.for_model(path, ctx=150, batch=batch, threads=1, kv_dtype="q8_0") as layout:
-        weights = layout.weights
-        assert isinstance(weights, um.Weights)
+        weights = weights_of(layout)
         dims = um.ModelDims.from_weights(weights)
         cache = um.KVCache.for_dims(
             dims, max_seq_len=150, batch=batch, dtype="q8_0", tape=layout.history
