@@ -348,10 +348,12 @@ def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
         assert shown.failure() == (
             "this process shows its ledger to no other: [Errno 1] Operation not permitted"
         )
+        assert um.report().facts["problem"] == shown.failure()
         tally.end()
     assert published(os.getpid()) is None
     shown.publish()
     assert shown.failure() is None
+    assert "problem" not in um.report().facts
     assert list(look().counters.values()) == [0, 0, 0, 0]
 
 

@@ -17,7 +17,7 @@ from unimem.malloc import malloc_bytes
 from unimem.model_maps import MappedModel, models
 from unimem.placement import format_bytes
 from unimem.process import Process, counters, read_process
-from unimem.published import published
+from unimem.published import failure, published
 from unimem.rows import Mapping, Row, in_order, plain, table
 
 __all__ = ["Mapping", "Report", "Row", "report", "table"]
@@ -243,7 +243,8 @@ def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
 def _known(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     """Ask unimem in a process what it has there; and who says so."""
     if pid == os.getpid():
-        return ledger.entries(), {"source": "ledger"}
+        hidden = failure()
+        return ledger.entries(), {"source": "ledger", **({"problem": hidden} if hidden else {})}
     told: list[str] = []
     shown = published(pid, told)
     problem = {"problem": told[0]} if told else {}
