@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 import unimem as um
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from proc_maps import huge_page_bytes
 from unimem import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.malloc import malloc_bytes
@@ -69,6 +71,35 @@ def test_a_block_is_in_the_row_of_its_category(category: str) -> None:
     assert row.nbytes == before
     assert (row.high_water_bytes or 0) >= before + (1 << 20)
     check(after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pages": "4k"},
+        {"pages": "4k", "warm": True},
+        {"pages": "4k", "warm": True, "shared": True},
+        {"pages": "4k", "warm": True, "reserve": 8 << 20},
+        {"pages": "4k", "lock": True},
+        {"pages": "thp"},
+        {"pages": "thp", "warm": True},
+        {"pages": "2m", "strict": True},
+    ],
+    ids=str,
+)
+def test_a_mapping_is_placed_as_its_block(
+    options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if options["pages"] == "thp" and not huge_page_bytes():
+        pytest.skip("this kernel gives no transparent huge pages")
+    if options["pages"] == "2m":
+        request.getfixturevalue("eight_huge_pages")
+    with um.Block(4 << 20, category="diagnostics", **options) as block:
+        report = um.report()
+        (mapping,) = (each for each in report.mappings if each.address == block.address)
+        assert mapping.granted == block.verify()
+        assert mapping.nbytes == mapping.parts["diagnostics"] == 4 << 20
+        assert report.resident_bytes == report.facts["pss_bytes"]
 
 
 def test_the_sums_are_the_kernel_s_and_the_ledger_s() -> None:
