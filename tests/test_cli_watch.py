@@ -244,8 +244,10 @@ def test_what_is_not_known_is_said() -> None:
     assert "page-ins  own             -   machine           -" in shown
 
 
-def test_memory_that_was_read_less_often_has_its_age() -> None:
-    assert "every 1 s, memory 4 s ago" in text_of(state_of(replace(NOW, report_seconds=8.0)), 120)
+def test_memory_that_takes_long_to_read_is_read_less_often() -> None:
+    shown = text_of(state_of(replace(NOW, report_rest=2.4)), 120)
+    assert "every 1 s, memory every 3 s" in shown
+    assert "memory every" not in text_of(state_of(replace(NOW, report_rest=0.9)), 120)
 
 
 def test_what_is_worth_a_look_has_a_colour_and_needs_none() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from apt_packages import UnavailableError, install, update_lists
 
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 15.0
 
 
 class Terminal:

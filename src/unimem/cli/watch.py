@@ -38,7 +38,7 @@ SCHEMA = "unimem.watch/1"
 
 # Reading the memory of a large process is work for the kernel: it gets this share of a core, and
 # is read less often than asked where that is not enough.
-_SHARE = 0.03
+_SHARE = 0.04
 _LONGEST_WAIT = 1.0  # how long a picture stays while a sample does not come
 _SHORTEST, _LONGEST = 0.1, 86400.0
 _BLOCKS = "▼░▏█▁"
@@ -177,7 +177,7 @@ class _Reader:
         self._asked: SimpleQueue[None] = SimpleQueue()
         self._answers: SimpleQueue[Sample | Exception] = SimpleQueue()
         self._report: Report | None = None
-        self._report_seconds = self._report_due = 0.0
+        self._report_seconds = self._report_rest = 0.0
         threading.Thread(target=self._work, daemon=True).start()
 
     def ask(self) -> None:
@@ -203,11 +203,11 @@ class _Reader:
     def _read(self) -> Sample:
         done = counters(self._pid)
         seconds = time.monotonic()
-        if self._report is None or seconds >= self._report_due:
+        if self._report is None or seconds >= self._report_seconds + self._report_rest:
             start = time.thread_time()
             self._report = report(self._pid)
             self._report_seconds = seconds
-            self._report_due = seconds + (time.thread_time() - start) / _SHARE
+            self._report_rest = (time.thread_time() - start) / _SHARE
         shown = published(self._pid)
         return Sample(
             seconds=seconds,
@@ -216,6 +216,7 @@ class _Reader:
             counters=done,
             report=self._report,
             report_seconds=self._report_seconds,
+            report_rest=self._report_rest,
             published={} if shown is None else shown.counters,
             paged_in_bytes=paged_in_bytes(),
             pressure=memory_pressure(self._pid),

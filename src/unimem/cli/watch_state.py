@@ -41,7 +41,9 @@ class Sample:
     report : Report
         Its memory.
     report_seconds : float
-        When that was read: where it takes long, less often than the rest.
+        When that was read.
+    report_rest : float
+        Seconds for which it is not read again, since reading it takes so much of a core.
     published : mapping of str to int
         What a process that uses unimem tells of itself.
     paged_in_bytes : int or None
@@ -58,6 +60,7 @@ class Sample:
     counters: Counters
     report: Report
     report_seconds: float
+    report_rest: float = 0.0
     published: Mapping[str, int] = field(default_factory=dict)
     paged_in_bytes: int | None = None
     pressure: tuple[Pressure, ...] = ()

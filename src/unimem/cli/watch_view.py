@@ -254,7 +254,6 @@ def _picture(values: Sequence[float | None], width: int) -> str:
 
 def _title(state: State, now: Sample, width: int) -> Text:
     facts = now.report.facts
-    age = now.seconds - now.report_seconds
     how, style = f"every {state.interval:g} s", _DIM
     if state.ended:
         how, style = state.ended, _NOTICE
@@ -262,8 +261,10 @@ def _title(state: State, now: Sample, width: int) -> Text:
         how, style = "PAUSED", _NOTICE
     elif state.late_seconds >= _LATE_SECONDS:
         how, style = f"waiting for {state.late_seconds:.0f} s", _NOTICE
-    elif age >= 1:
-        how += f", memory {age:.0f} s ago"
+    elif now.report_rest > state.interval:
+        # It is read with the first sample after.
+        n_intervals = math.ceil(now.report_rest / state.interval)
+        how += f", memory every {n_intervals * state.interval:g} s"
     right = Text(f"up {timedelta(seconds=int(now.up_seconds))}, ", _DIM)
     if width >= _USUAL:
         whose = "the kernel" if facts.get("source") == "kernel" else "its ledger"
