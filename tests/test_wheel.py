@@ -52,6 +52,8 @@ def test_the_wheel_has_what_callers_need_and_no_sources(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wheel.name.startswith("unimem_llm-")
     assert {
+        "pytest_unimem/__init__.py",
+        "pytest_unimem/py.typed",
         "unimem/py.typed",
         "unimem/include/unimem.h",
         "unimem/include/unimem_formats.h",
