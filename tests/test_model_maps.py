@@ -162,6 +162,20 @@ def test_the_name_is_the_one_in_the_file(tmp_path: Path, maps: Maps) -> None:
     assert {part.category for part in one.parts(one.areas[0])} == {"weights:padding"}
 
 
+def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -> None:
+    parts = g.split(model, 9)
+    assert len(parts) > 1
+    model.unlink()
+    parts[0].unlink()  # which the others need for nothing
+    for path in parts[1:]:
+        maps(path)
+    assert {each.path: each.problem for each in found("model-")} == {
+        str(p): None for p in parts[1:]
+    }
+    with pytest.raises(FileNotFoundError):
+        um.open_weights(parts[1])
+
+
 def test_tensors_without_bytes_are_no_parts(tmp_path: Path, maps: Maps) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(g.everything())

@@ -23,6 +23,7 @@ __all__ = ["Area", "Counters", "Process", "counters", "read_process"]
 _PAGE = mmap.PAGESIZE
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SMAPS_BYTES = 1 << 20  # of more than a thousand areas
+_PF_KTHREAD = 0x00200000  # of the kernel's sched.h
 _PAGEMAP_ENTRIES = 1 << 17  # read at a time
 
 _HEAD = re.compile(
@@ -292,21 +293,15 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     pid = _number(pid)
     with _opened(pid) as folder:
         before = _stat(folder)
-        if before.state in "ZX":
-            raise ValueError(
-                f"process {pid} ({before.name}) has ended and waits for its parent: it has no "
-                "memory of its own"
-            )
+        if before.is_kernels or before.state in "ZX":
+            ended = "has ended and waits for its parent"
+            why = "is a thread of the kernel" if before.is_kernels else ended
+            raise ValueError(f"process {pid} ({before.name}) {why}: it has no memory of its own")
         # An open smaps is one of this program: when that ends, or executes another one, it is
         # empty, and no other process that has come to the number is read.
         with _file(folder, "smaps" if usage else "maps") as fd:
             command = _read(folder, "cmdline").replace(b"\0", b" ").strip()
             areas = _areas(_read_smaps(fd))
-            if not areas and not command and _stat(folder).state not in "ZX":
-                raise ValueError(
-                    f"process {pid} ({before.name}) is a thread of the kernel: it has no memory "
-                    "of its own"
-                )
             if usage:
                 areas = _with_nodes(areas, folder)
             after = _stat(folder)
@@ -470,6 +465,7 @@ def _nodes(line: bytes) -> tuple[int, dict[int, int]]:
 class _Stat(NamedTuple):
     name: str
     state: str
+    is_kernels: bool
     minor_faults: int
     major_faults: int
     cpu_ticks: int
@@ -564,6 +560,7 @@ def _stat(folder: int) -> _Stat:
     return _Stat(
         name=os.fsdecode(name),
         state=fields[0].decode(),
+        is_kernels=bool(int(fields[6]) & _PF_KTHREAD),
         minor_faults=int(fields[7]),
         major_faults=int(fields[9]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
