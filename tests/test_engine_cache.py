@@ -81,7 +81,7 @@ def test_a_type_of_cache_changes_the_logits_by_its_rounding(
                 row.category: row.nbytes for row in um.plan(model, ctx=CTX, kv_dtype=kind).rows
             }
             measured = {row.category: row.nbytes for row in decoder.report().rows}
-            assert measured["kv"] == planned["kv"] == decoder.kv.capacity_bytes
+            assert measured["kv"] == planned["kv"] >= decoder.kv.capacity_bytes
     exact, rounded = logits
     assert 0 < np.abs(exact - rounded).max() <= bound * exact.std()
 
@@ -299,17 +299,19 @@ def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str
         assert measured == planned
         decoder.prefill(tokens(600))
         report = decoder.report()
-        kv = report.rows[1]
-        assert (kv.category, kv.nbytes) == ("kv", decoder.kv.capacity_bytes)
-        assert kv.nbytes == 2 * SHAPE.layers * decoder.kv.n_rows * decoder.kv.row_bytes
+        (kv,) = [row for row in report.rows if row.category == "kv"]
+        history = decoder.layout.history.block  # a page, which nothing lies on
+        assert kv.nbytes == decoder.kv.capacity_bytes + history.nbytes
+        assert (
+            decoder.kv.capacity_bytes == 2 * SHAPE.layers * decoder.kv.n_rows * decoder.kv.row_bytes
+        )
         assert kv.active_bytes == kv.high_water_bytes == decoder.kv.memory_usage_bytes
         assert kv.active_bytes == 2 * SHAPE.layers * WINDOW * decoder.kv.row_bytes
-        assert kv.resident_bytes == kv.nbytes
-        layout = decoder.layout
-        mapped = [*decoder.weights.blocks, layout.scratch.block, layout.history.block]
-        assert report.total_bytes == kv.nbytes + sum(block.nbytes for block in mapped)
+        assert kv.resident_bytes == decoder.kv.capacity_bytes
+        mapped = [*decoder.weights.blocks, decoder.layout.scratch.block]
+        assert report.total_bytes == kv.nbytes + sum(block.committed_bytes for block in mapped)
         assert report.facts["window"] == WINDOW
-        assert layout.history.used_bytes == 0
+        assert decoder.layout.history.used_bytes == 0
 
 
 def test_a_window_needs_less_than_its_context(model: Path) -> None:
@@ -318,7 +320,8 @@ def test_a_window_needs_less_than_its_context(model: Path) -> None:
         for ctx in (CTX, 10 * CTX)
     ]
     assert rows[0]["kv"] == rows[1]["kv"]
-    assert rows[1]["scratch"] - rows[0]["scratch"] == pytest.approx(4 * 9 * CTX, abs=4096)
+    assert rows[1]["tokens"] - rows[0]["tokens"] == 4 * 9 * CTX
+    assert rows[1]["scratch"] == pytest.approx(rows[0]["scratch"], abs=4096)
 
 
 def test_a_ring_is_placed_as_the_layout(model: Path) -> None:
