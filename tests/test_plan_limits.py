@@ -327,11 +327,15 @@ def test_what_costs_least_comes_first(memory: Any) -> None:
 
 def test_changes_that_fit_together(memory: Any) -> None:
     options: dict[str, Any] = {"ctx": 8000, "kv_dtype": "f32", "sessions": 4, "pages": "4k"}
-    # The scratch memory of four leaves no room for a token.
-    memory(um.plan(DIMS, ctx=64, pages="4k").total_bytes)
+    memory(um.plan(DIMS, ctx=8000, kv_dtype="q8_0", pages="4k").total_bytes)
     plan = um.plan(DIMS, **options)
     (together,) = (advice for advice in plan.advice if advice.text.startswith("together"))
+    assert together.options == {"sessions": 1, "kv_dtype": "q8_0"}
     assert together.fits
-    assert together.options["sessions"] == 1
-    assert together.options["ctx"] >= 16
+    assert_true(plan, DIMS, **options)
+    # Where these are not enough, the context is as long as it can be with them.
+    memory(um.plan(DIMS, ctx=3000, kv_dtype="q8_0", pages="4k").total_bytes)
+    plan = um.plan(DIMS, **options)
+    (together,) = (advice for advice in plan.advice if advice.text.startswith("together"))
+    assert together.options == {"sessions": 1, "kv_dtype": "q8_0", "ctx": 3000}
     assert_true(plan, DIMS, **options)

@@ -22,6 +22,7 @@ _LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
 _N_TYPES = 64  # more numbers than ggml has types
 # What a file of few bits is likely to be of, and its bytes for so many values.
 _SMALL_TYPE, _SMALL_VALUES, _SMALL_BYTES = "q4_K", 256, 144
+_SHORTER = {"ctx", "window"}  # options by which less of a text is remembered
 _KV_TYPES = ("f32", "bf16", "f16", "q8_0")
 
 
@@ -103,7 +104,7 @@ def advise(plan: Plan, again: Again, types: Mapping[str, int]) -> tuple[Advice, 
             if _helps(plan, other):
                 found.append(Advice(text, saved_bytes(plan, other), options, _is_good(other)))
                 together |= options
-    if not any(item.fits for item in found):
+    if not any(item.fits and not _SHORTER & item.options.keys() for item in found):
         found += _combined(plan, again, together)
     return (*found, *_other_files(plan, types), *_more(plan))
 
@@ -176,23 +177,27 @@ def _window(ctx: int, again: Again) -> int:
 
 
 def _combined(plan: Plan, again: Again, options: dict[str, Any]) -> list[Advice]:
-    """Return the first combination that fits, of changes in their order; [] for none."""
+    """Return the first combination that fits, of changes in their order; [] for none.
+
+    A shorter context comes last, with all others: so it is as long as it can be.
+    """
     tried: dict[str, Any] = {}
+    combinations = []
     for name, value in options.items():
-        if name == "ctx":
-            continue  # a longer one may fit with the rest
-        tried[name] = value
-        for shorter in (False, True):
-            if shorter and plan.ctx is None:
-                continue
-            changed = tried | ({"ctx": None} if shorter else {})
-            with suppress(ValueError):
-                other = again(changed)
-                if _is_good(other) and len(changed) > 1:
-                    if shorter:
-                        changed["ctx"] = other.ctx
-                    text = "together: " + ", ".join(f"{k} {v}" for k, v in changed.items())
-                    return [Advice(text, saved_bytes(plan, other), changed, True)]
+        if name not in _SHORTER:
+            tried[name] = value
+            combinations.append(dict(tried))
+    if plan.ctx is not None:
+        combinations.append(tried | {"ctx": None})
+    for changes in combinations:
+        with suppress(ValueError):
+            other = again(changes)
+            if "ctx" in changes and plan.ctx and other.max_ctx:
+                changes["ctx"] = min(plan.ctx, other.max_ctx)
+                other = again(changes)
+            if len(changes) > 1 and _is_good(other):
+                text = "together: " + ", ".join(f"{k} {v}" for k, v in changes.items())
+                return [Advice(text, saved_bytes(plan, other), changes, True)]
     return []
 
 

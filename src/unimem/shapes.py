@@ -293,10 +293,12 @@ def of_config(config: dict[str, Any] | None, why: str) -> Shape:
     values = _Config(inner if isinstance(inner, dict) else config)
     vocab, longest = values.number("vocab_size"), values.number(*_LONGEST)
     unknown: list[str] = []
+    dims = None
     try:
+        if isinstance(inner, dict):
+            raise _UnknownError(f"what computing {arch!r:.40} takes is the runtime's to say")
         dims = values.dims(vocab, longest)
     except ValueError as error:
-        dims = None
         unknown.append(f"the scratch: {error}")
     cache = None
     try:
