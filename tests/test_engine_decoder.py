@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
 from collections.abc import Iterator
@@ -391,6 +392,48 @@ def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
     assert facts["ggml"]
     assert facts["cpu_features"]
     assert ("advice" in facts) is not facts["tinyblas"]
+    assert "6.0 KiB from malloc" in facts["ggml_own"]
+
+
+def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
+    """What its calls add to what malloc has handed out, without malloc's caches of threads."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("this C library has no mallinfo2 (glibc 2.33 has it)")
+    done = run_python(
+        """
+        import ctypes
+        from unimem.engine import Decoder, embedded_model, ggml
+
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        Info = type("Info", (ctypes.Structure,), {
+            "_fields_": [(name, ctypes.c_size_t) for name in names.split()]})
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = Info
+
+        def handed_out():
+            info = mallinfo2()
+            return info.uordblks + info.hblkhd
+
+        def counted(call):
+            def wrapped(*arguments):
+                before = handed_out()
+                result = call(*arguments)
+                taken[0] += handed_out() - before
+                return result
+            return wrapped
+
+        taken = [0]
+        for name in ("init", "_threadpool_new", "graph_plan", "graph_compute"):
+            setattr(ggml, name, counted(getattr(ggml, name)))
+        for n in (1, 2, 16):
+            taken[0] = 0
+            with Decoder(embedded_model(), ctx=128, threads=n) as decoder:
+                "".join(decoder.generate("Once upon a time", 4))
+            assert 0 < taken[0] <= ggml.own_bytes(n), (n, taken[0])
+        """,
+        GLIBC_TUNABLES="glibc.malloc.tcache_count=0",
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("gives_memory_back")

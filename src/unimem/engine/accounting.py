@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from unimem.attribution import attribute
 from unimem.engine import ggml
 from unimem.ledger import Part, entries
+from unimem.placement import format_bytes
 from unimem.process import read_process
 from unimem.report import Report
 
@@ -65,6 +66,10 @@ def report_of(decoder: Decoder) -> Report:
         "kv_dtype": kv.dtype,
         "window": kv.window,
         "threads": decoder.threads,
+        "ggml_own": (
+            f"at most {format_bytes(ggml.own_bytes(decoder.threads))} from malloc, for contexts "
+            f"and threads, and the stacks of {decoder.threads - 1} threads; in none of these rows"
+        ),
     }
     rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
     return Report(rows, facts | ggml.facts(), mappings)

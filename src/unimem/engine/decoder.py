@@ -320,8 +320,8 @@ class Decoder:
         -------
         Report
             Rows ``weights:TYPE``, ``weights:padding``, ``kv``, ``scratch``, ``logits`` and
-            ``tokens``, which sum up to the memory of weights, scratch, history and of a ring, as
-            the kernel has mapped it; facts of the model, of how it came into memory, and of ggml.
+            ``tokens``, which sum up to the memory of weights, scratch, history and of a ring;
+            facts of the model, of how it came into memory, and of ggml and what is its own.
         """
         self._check_open()
         return report_of(self)

@@ -279,6 +279,15 @@ def to_float(number: int) -> _Function | None:
     return _ToFloat(address) if address else None
 
 
+def own_bytes(n_threads: int) -> int:
+    """Bound what ggml takes from malloc for one decoder.
+
+    Three contexts, whose headers and graphs lie elsewhere, the pool of threads, and what each of
+    them keeps. The stacks of the threads come beside it.
+    """
+    return 4096 + 2048 * n_threads
+
+
 def facts() -> dict[str, Any]:
     """Say what this build of ggml is: version, CPU features in use, tinyBLAS.
 
