@@ -26,6 +26,10 @@ from unimem.engine import embedded_model
 from unimem.plan import Advice, Check, Plan
 from unimem.report import Row
 
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
 command = importlib.import_module("unimem.cli.plan")
 
 MIB, GIB = 2**20, 2**30
@@ -322,11 +326,12 @@ def test_the_document_is_that_of_the_library(planned: Planned) -> None:
 def test_the_model_in_the_package() -> None:
     screen = show("plan", "--json")
     assert (screen.code, screen.err) == (0, "")
-    assert json.loads(screen.out) == um.plan(embedded_model()).to_dict() | {
-        # These change from moment to moment.
-        name: json.loads(screen.out)[name]
-        for name in ("checks", "available_bytes")
-    }
+    document = json.loads(screen.out)
+    schema = Path(__file__).parent.parent / "docs" / "schemas" / "plan-1.json"
+    jsonschema.validate(document, json.loads(schema.read_text()))
+    # These change from moment to moment.
+    now = {name: document[name] for name in ("checks", "available_bytes")}
+    assert document == um.plan(embedded_model()).to_dict() | now
     page = show("plan").plain
     assert page.startswith("model     unimem-tiny: llama, GGUF\n")
     assert re.search(r"^Fits: 2\.\d MiB of .*iB\. Largest context 512\.$", page, re.M)

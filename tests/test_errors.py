@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_says_what_to_do() -> None:
     assert not plan.fits
     with pytest.raises(um.CapacityError) as caught:
         plan.require_fits()
-    assert caught.value.asked == plan.total_bytes > caught.value.limit == plan.available_bytes
+    assert caught.value.asked == plan.required_bytes > caught.value.limit == plan.available_bytes
     assert plan.advice
     assert plan.advice[0].text in str(caught.value)
 
