@@ -175,6 +175,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
     assert (screen.code, screen.err) == (3, "")
     page = screen.plain
     for line in (
+        r"context   4,096 tokens \(none fits\), KV f16, 4 threads",
         r"cgroup /llm +4\.1 GiB    1\.0 GiB    no  █+",
         r"-  the KV cache: 'mamba' has none that unimem knows",
         r"1\. Map the file instead of copying it\. \(saves 3\.0 GiB, then it fits, --load map\)",

@@ -131,6 +131,8 @@ def _facts(plan: Plan, model: Path) -> dict[str, str]:
     tokens = "unknown" if plan.ctx is None else _count(plan.ctx, "token")
     if plan.max_ctx:
         tokens += f" (the longest that fits: {plan.max_ctx:,})"
+    elif plan.max_ctx == 0:
+        tokens += " (none fits)"
     cache = [tokens, f"KV {plan.kv_dtype}"]
     cache += [f"attention sees the last {plan.window:,}"] if plan.window else []
     cache += [_count(plan.batch, "stream")] if plan.batch > 1 else []
