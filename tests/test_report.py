@@ -287,6 +287,18 @@ def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
     assert row.high_water_bytes >= 3 << 20
 
 
+def test_a_decoder_s_report_is_such_a_document() -> None:
+    engine = pytest.importorskip(
+        "unimem.engine",
+        reason="the engine needs ggml: pip install '.[run]'",
+        exc_type=ImportError,
+    )
+    with engine.Decoder(engine.embedded_model(), ctx=64, threads=1) as decoder:
+        document = check(decoder.report())
+    assert document["facts"]["ctx"] == 64
+    assert document["total_bytes"] == sum(each["nbytes"] for each in document["mappings"])
+
+
 def test_a_table_and_json() -> None:
     with um.Block(1 << 20, pages="4k", warm=True) as block:
         report = Report(

@@ -23,29 +23,41 @@ import unimem as um
 from models.make import SMALL, write_model
 from unimem.report import Report, Row
 
-_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *")
+_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *(.*)")
 _FIELD = re.compile(r"^(Rss|Pss|Size|Private_Hugetlb|Shared_Hugetlb|Swap): +(\d+) kB$")
+_ANONYMOUS = "00:00", 0
 Sums = dict[tuple[str, int], dict[str, int]]
 
 
-def smaps(pid: int) -> Sums:
-    """What the kernel says of each file, by device and inode: read here anew."""
+def file_of(path: Path) -> tuple[str, int]:
+    """Device and inode, as smaps writes them."""
+    info = path.stat()
+    return f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}", info.st_ino
+
+
+def smaps(pid: int, files: list[Path]) -> Sums:
+    """What the kernel says of each file, by device and inode: read here anew.
+
+    Of libraries and the kernel's pages without Pss, which changes with every process that others
+    start.
+    """
+    steady = {_ANONYMOUS, *map(file_of, files)}
     sums: Sums = defaultdict(lambda: defaultdict(int))
     key = "", 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if head := _HEAD.match(line):
-            key = head[1], int(head[2])
-        elif field := _FIELD.match(line):
+            key = (head[3], 0) if head[3].startswith("[v") else (head[1], int(head[2]))
+        elif (field := _FIELD.match(line)) and (field[1] != "Pss" or key in steady):
             name = "Hugetlb" if field[1].endswith("Hugetlb") else field[1]
             sums[key][name] += int(field[2]) * 1024
     return sums
 
 
-def read(pid: int) -> tuple[Report, Sums]:
-    """Report on a process while no other changes what it shares."""
-    for _ in range(100):
-        before, report = smaps(pid), um.report(pid)
-        if smaps(pid) == before:
+def read(pid: int, *files: Path) -> tuple[Report, Sums]:
+    """Report on a process, and read smaps of it, while nothing changes."""
+    for _ in range(20):
+        before, report = smaps(pid, [*files]), um.report(pid)
+        if smaps(pid, [*files]) == before:
             break
     return report, before
 
@@ -53,9 +65,7 @@ def read(pid: int) -> tuple[Report, Sums]:
 def of_files(sums: Sums, paths: list[Path]) -> dict[str, int]:
     total: dict[str, int] = defaultdict(int)
     for path in paths:
-        info = path.stat()
-        device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
-        for name, nbytes in sums[device, info.st_ino].items():
+        for name, nbytes in sums[file_of(path)].items():
             total[name] += nbytes
     return total
 
@@ -72,7 +82,7 @@ def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> Non
             whole[name] += nbytes
     facts = report.facts
     assert facts["rss_bytes"] == rss(list(report.rows)) == whole["Rss"] + whole["Hugetlb"]
-    assert facts["pss_bytes"] == report.resident_bytes == whole["Pss"] + whole["Hugetlb"]
+    assert facts["pss_bytes"] == report.resident_bytes
     assert facts["swapped_bytes"] == whole["Swap"]
     weights = [row for row in report.rows if row.category.startswith("weights")]
     kernel = of_files(sums, files)
@@ -80,6 +90,11 @@ def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> Non
     assert sum(row.nbytes for row in weights) == kernel["Size"]
     assert rss(weights) == kernel["Rss"] + kernel["Hugetlb"]
     assert sum(row.resident_bytes or 0 for row in weights) == kernel["Pss"] + kernel["Hugetlb"]
+    if facts["source"] == "kernel":
+        names = {"anonymous", "allocator", "stacks"}
+        anonymous = [row for row in report.rows if row.category in names]
+        assert rss(anonymous) == sums[_ANONYMOUS]["Rss"] + sums[_ANONYMOUS]["Hugetlb"]
+        assert sum(row.resident_bytes or 0 for row in anonymous) == sums[_ANONYMOUS]["Pss"]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +104,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_llama_cpp(model: Path) -> None:
     with llama_cpp.holding(model) as pid:
-        report, sums = read(pid)
+        report, sums = read(pid, model)
     assert_is_the_kernel_s(report, sums, [model])
     (known,) = report.facts["models"]
     assert (known["path"], known["format"], known["architecture"]) == (str(model), "GGUF", "llama")
@@ -109,7 +124,7 @@ def test_llama_cpp(model: Path) -> None:
 
 def test_two_llama_cpp_share_one_copy(model: Path) -> None:
     with llama_cpp.holding(model) as first, llama_cpp.holding(model) as second:
-        read_first, read_second = read(first), read(second)
+        read_first, read_second = read(first, model), read(second, model)
     for report, sums in (read_first, read_second):
         assert_is_the_kernel_s(report, sums, [model])
         (known,) = report.facts["models"]
@@ -120,14 +135,14 @@ def test_two_llama_cpp_share_one_copy(model: Path) -> None:
 def test_llama_cpp_of_split_files(model: Path) -> None:
     parts = gf.split(model, 10)
     with llama_cpp.holding(parts[0]) as pid:
-        report, sums = read(pid)
+        report, sums = read(pid, *parts)
     assert_is_the_kernel_s(report, sums, parts)
     assert {known["path"] for known in report.facts["models"]} == {str(part) for part in parts}
 
 
 def test_llama_cpp_of_a_staged_model(model: Path) -> None:
     with um.stage(model) as staged, llama_cpp.holding(staged.path) as pid:
-        report, sums = read(pid)
+        report, sums = read(pid, Path(staged.path))
         assert_is_the_kernel_s(report, sums, [Path(staged.path)])
     (known,) = report.facts["models"]
     assert (known["format"], known["architecture"]) == ("GGUF", "llama")
@@ -174,7 +189,7 @@ decoder.generate_next_token()
 
 def test_a_python_that_has_mapped_the_file(model: Path) -> None:
     with python(NUMPY, model) as pid:
-        report, sums = read(pid)
+        report, sums = read(pid, model)
     assert_is_the_kernel_s(report, sums, [model])
     (known,) = report.facts["models"]
     assert known["path"] == str(model)
@@ -189,7 +204,7 @@ def test_an_engine_of_unimem(model: Path, load: str) -> None:
         exc_type=ImportError,
     )
     with python(ENGINE, model, load) as pid:
-        report, sums = read(pid)
+        report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}
     assert report.facts["source"] == "published ledger"
     assert report.facts["counters"]["n_generated_tokens"] == 1
