@@ -12,8 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -375,8 +377,8 @@ def test_a_model_that_nothing_leads_to_is_known_by_its_name(
         path.unlink()
     plain = model_maps._open_same
 
-    def without_root(path: str, area: Area) -> int:
-        return -1 if "map_files" in path else plain(path, area)
+    def without_root(path: str, area: Area, **options: bool) -> int:
+        return -1 if "map_files" in path else plain(path, area, **options)
 
     monkeypatch.setattr(model_maps, "_open_same", without_root)
     one = only(model)
@@ -425,6 +427,44 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
             assert (one.path, one.state) == (held.path, "file")
         else:
             assert (one.path, one.state, one.source) == (held.path, "staged", str(large))
+
+
+def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) -> None:
+    """Their files have the same inodes there, and here the same names."""
+    if not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with ExitStack() as stack:
+        sources = {}
+        for kind in ("f16", "q8_0"):
+            (tmp_path / kind).mkdir()
+            source = write_model(tmp_path / kind / "same.gguf", kind=kind)
+            held = stack.enter_context(kept(source, backing="tmpfs", pages="4k"))
+            maps(held.path)
+            sources[held.path] = str(source)
+        assert {each.path: each.source for each in found("/same.gguf")} == sources
+
+
+def test_files_on_subvolumes(model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of a btrfs is another one in smaps than in stat."""
+    maps(model)
+    (area,) = only(model).areas
+    info = os.stat(model)
+    path = str(model)
+
+    def opens(stat_major: int, smaps_major: int, **options: bool) -> bool:
+        device = os.makedev(stat_major, 77)
+        fields = {"st_mode": info.st_mode, "st_ino": info.st_ino, "st_dev": device}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", lambda fd: SimpleNamespace(**fields))
+            fd = model_maps._open_same(path, replace(area, device=(smaps_major, 5)), **options)
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
+
+    assert opens(0, 0)
+    assert not opens(0, 0, on_btrfs=False)
+    assert not opens(8, 0)
+    assert not opens(8, 8)
 
 
 @needs_areas

@@ -207,7 +207,8 @@ def _find(pid: int, area: Area, staged: Iterable[Held]) -> _File:
                 return _File(fd, name, "file")
     for held in staged:
         for path, (original, _) in zip(held.paths, held.versions, strict=True):
-            if (fd := _open_same(path, area)) >= 0:
+            # In file systems of their own, files have the same inodes.
+            if (fd := _open_same(path, area, on_btrfs=False)) >= 0:
                 return _File(fd, path, "staged", original)
     name = _plain(area.path)
     state: State = "unnamed"
@@ -223,8 +224,12 @@ def _plain(path: str) -> str:
     return path.removesuffix(_DELETED)
 
 
-def _open_same(path: str, area: Area) -> int:
-    """Open what is mapped, if it is a regular file and the path leads to it; else return -1."""
+def _open_same(path: str, area: Area, *, on_btrfs: bool = True) -> int:
+    """Open what is mapped, if it is a regular file and the path leads to it; else return -1.
+
+    Of btrfs, stat tells the device of a subvolume, and smaps that of the whole. Both are made up
+    and have the major number 0: where the name is the same, `on_btrfs` takes them for one.
+    """
     try:
         # Nothing happens to a device or a FIFO that is opened so.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -232,9 +237,7 @@ def _open_same(path: str, area: Area) -> int:
         return -1
     info = os.fstat(fd)
     device = os.major(info.st_dev), os.minor(info.st_dev)
-    # Of btrfs, stat tells the device of a subvolume, and smaps that of the whole; both are made up
-    # and have the major number 0.
-    is_same_device = device == area.device or device[0] == area.device[0] == 0
+    is_same_device = device == area.device or (on_btrfs and device[0] == area.device[0] == 0)
     if stat.S_ISREG(info.st_mode) and info.st_ino == area.inode and is_same_device:
         return fd
     os.close(fd)
