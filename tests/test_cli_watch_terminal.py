@@ -21,13 +21,15 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 from tmux import Terminal
 from tmux import terminal as new_terminal
 
+# It leaves time for others.
 DECODER = """
+import time
 from unimem.engine import Decoder, embedded_model
 with Decoder(embedded_model(), threads=1) as decoder:
     print("ready", flush=True)
     while True:
         for _ in decoder.generate("Once upon a time", 200, stop_at_eog=False):
-            pass
+            time.sleep(0.01)
 """
 MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
 
@@ -51,21 +53,32 @@ def decoder() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     with new_terminal(tmp_path_factory.mktemp("terminal")) as terminal:
         yield terminal
 
 
 @pytest.fixture
-def watch(shell: Terminal, decoder: int) -> Iterator[Terminal]:
-    """A watch of the decoder, from its second sample on; it is left at the end."""
-    shell.resize(80, 24)
-    shell.type(f"clear; unimem report {decoder} --watch --interval 0.2; echo ended with $?")
+def shell(window: Terminal) -> Terminal:
+    """A clear screen of the usual size that waits for a command."""
+    if window.variable("alternate_on") == "1":  # the watch of another test
+        window.press("q")
+        window.until_shows("ended with")
+    window.resize(80, 24)
+    window.run("true")
+    return window
+
+
+@pytest.fixture
+def watch(window: Terminal, decoder: int, request: pytest.FixtureRequest) -> Terminal:
+    """A watch of the decoder, from its second sample on; that of another test goes on."""
+    if window.variable("alternate_on") == "1":
+        window.resize(80, 24)
+        return window
+    shell: Terminal = request.getfixturevalue("shell")
+    shell.type(f"unimem report {decoder} --watch --interval 0.2; echo ended with $?")
     shell.until(lambda lines: any(re.search(r"made +\d", line) for line in lines))
-    yield shell
-    if not any(line.startswith("ended with") for line in shell.screen()):
-        shell.press("q")
-        shell.until_shows("ended with")
+    return shell
 
 
 def column(lines: list[str], name: str) -> list[str]:
@@ -76,7 +89,7 @@ def column(lines: list[str], name: str) -> list[str]:
 def assert_sane(shell: Terminal) -> None:
     """What is typed shows, line by line, and the cursor, and the screen is the usual one."""
     lines = shell.run("stty -a | tr ' ' '\\n' | grep -xE -- '-?(echo|icanon|isig)'")
-    assert {"echo", "icanon", "isig"} <= set(lines)
+    assert {"echo", "icanon", "isig"} == set(lines)
     assert shell.variable("alternate_on") == "0"
     assert shell.variable("cursor_flag") == "1"
 
@@ -85,7 +98,7 @@ def test_the_picture(watch: Terminal, decoder: int) -> None:
     lines = watch.until(lambda lines: float(column(lines, "tokens/s")[2].replace(",", "")) > 0)
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith(f"{decoder} ")
-    assert lines[0].endswith("from its ledger, every 0.2 s")
+    assert "from its ledger, every 0.2 s" in lines[0]
     for name in ("weights:", "kv", "scratch", "logits", "allocator", "libraries", "total"):
         assert any(line.startswith(name) for line in lines), name
     assert re.search(r"KV \d+ tokens?, ", "\n".join(lines))
@@ -116,8 +129,9 @@ def test_keys(watch: Terminal) -> None:
     watch.until_shows("1-4 of ")
     watch.press("Down")
     watch.until_shows("2-5 of ")
-    watch.press("Home")
+    watch.press("Home", "s", "s")
     watch.until_shows("1-4 of ")
+    watch.until_shows("sort: category")
 
 
 def test_the_window_changes_its_size(watch: Terminal) -> None:
@@ -168,7 +182,7 @@ def test_it_stops_and_goes_on(watch: Terminal) -> None:
 
 
 def test_no_colours_where_none_are_wanted(shell: Terminal, decoder: int) -> None:
-    shell.type(f"clear; NO_COLOR=1 unimem report {decoder} --watch; echo ended with $?")
+    shell.type(f"NO_COLOR=1 unimem report {decoder} --watch; echo ended with $?")
     shell.until_shows("q quit")
     shell.until_shows("total")
     assert "\x1b" not in "\n".join(shell.screen("-e"))
@@ -178,7 +192,7 @@ def test_no_colours_where_none_are_wanted(shell: Terminal, decoder: int) -> None
 
 def test_the_process_ends(shell: Terminal) -> None:
     with running("print('ready', flush=True); import time; time.sleep(300)") as process:
-        shell.type(f"clear; unimem report {process.pid} --watch --interval 0.2; echo ended with $?")
+        shell.type(f"unimem report {process.pid} --watch --interval 0.2; echo ended with $?")
         shell.until_shows("from the kernel, every 0.2 s")
         process.kill()
         process.wait()
@@ -206,11 +220,10 @@ def test_whatever_happens(
         f"import sys, time\nfrom unimem.cli import main, watch\n{broken}\nsys.exit(main())\n"
     )
     shell.type(
-        f"clear; {sys.executable} {script} report {decoder} --watch --interval 0.2; "
-        "echo ended with $?"
+        f"{sys.executable} {script} report {decoder} --watch --interval 0.2; echo ended with $?"
     )
     if code == 0:
-        shell.until_shows(f"Reading the memory of process {decoder} for 3 s ...")
+        shell.until_shows(f"Reading the memory of process {decoder} for ")
         shell.press("q")
     lines = shell.until_shows(f"ended with {code}")
     assert any("unimem: division by zero" in line for line in lines) == (code == 1)
@@ -243,7 +256,7 @@ def test_lines_of_json(decoder: int) -> None:
     assert first["schema"] == "unimem.watch/1"
     assert first["rates"]["generated_tokens_per_second"] is None
     assert second["rates"]["generated_tokens_per_second"] > 0
-    assert second["seconds"] == pytest.approx(second["time"] - first["time"], abs=0.1)
+    assert (first["seconds"], second["seconds"] > 0) == (None, True)
     for document in (first, second):
         assert document["report"]["rows"]
         assert document["decoders"]["kv_tokens"] >= 0

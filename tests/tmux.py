@@ -28,6 +28,7 @@ class Terminal:
         code = "import sys; from unimem.cli import main; sys.exit(main())"
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
         command.chmod(0o755)
+        self._n_run = 0
         self._server = ["tmux", "-L", f"unimem-test-{uuid.uuid4().hex[:8]}", "-f", os.devnull]
         variables = {"PATH": f"{folder}:{os.environ['PATH']}", "PS1": "$ ", "LANG": "C.UTF-8"}
         words = [f"{name}={value}" for name, value in variables.items()]
@@ -60,12 +61,12 @@ class Terminal:
         self.press("Enter")
 
     def run(self, command: str) -> list[str]:
-        """Run what ends by itself, and give the screen: the command's output is at the end of it.
-
-        The screen is cleared before.
-        """
-        self.type(f"clear; {command}; echo ended with $?")
-        return self.until(lambda lines: any(line.startswith("ended with") for line in lines))
+        """Run what ends by itself, and give what it wrote. The screen is cleared before."""
+        self._n_run += 1
+        done = f"done {self._n_run}"
+        self.type(f"clear; {command}; echo done $(({self._n_run}))")  # not as it is written
+        lines = self.until(lambda lines: done in lines)
+        return lines[: lines.index(done)]
 
     def screen(self, *options: str) -> list[str]:
         """Give the lines of the screen, without spaces at their ends."""
@@ -88,7 +89,7 @@ class Terminal:
             lines = self.screen()
             if holds(lines):
                 return lines
-            time.sleep(0.03)
+            time.sleep(0.05)
         raise AssertionError("this is not what was waited for:\n" + "\n".join(lines))
 
     def until_shows(self, text: str) -> list[str]:

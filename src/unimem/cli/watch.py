@@ -202,7 +202,7 @@ class _Reader:
 
     def _read(self) -> Sample:
         done = counters(self._pid)
-        seconds = time.monotonic()
+        seconds, clock = time.monotonic(), time.time()
         if self._report is None or seconds >= self._report_seconds + self._report_rest:
             start = time.thread_time()
             self._report = report(self._pid)
@@ -211,7 +211,7 @@ class _Reader:
         shown = published(self._pid)
         return Sample(
             seconds=seconds,
-            clock=time.time(),
+            clock=clock,
             up_seconds=time.clock_gettime(time.CLOCK_BOOTTIME) - done.started / _TICKS_PER_SECOND,
             counters=done,
             report=self._report,
