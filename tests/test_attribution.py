@@ -151,7 +151,7 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
     return invented(areas, present), entries
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(processes())
 def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
     process, entries = known

@@ -159,7 +159,7 @@ def test_threads_may_map_and_unmap_meanwhile() -> None:
     with um.Block(3 << 20, pages="4k", category="scratch", name="stays") as block:
         thread.start()
         try:
-            for _ in range(20):
+            for _ in range(10):
                 report = um.report()
                 assert report.resident_bytes == report.facts["pss_bytes"]
                 assert block.address in [mapping.address for mapping in report.mappings]
