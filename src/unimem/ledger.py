@@ -186,6 +186,8 @@ def resolve(category: str, address: int, nbytes: int, parts: Iterable[Part]) -> 
             layers.append(part if same else part._replace(address=first, nbytes=stop - first))
     if len(layers) == 1:
         return tuple(layers) if nbytes else ()
+    if len(layers) == 2 and layers[1].nbytes == nbytes:  # as most are
+        return (layers[1],)
     layers[1:] = sorted(layers[1:], key=lambda part: -part.nbytes)
     pieces: list[list[tuple[int, int]]] = [[] for _ in layers]
     open_: list[tuple[int, int]] = []  # the uppermost first: minus its number, and where it ends

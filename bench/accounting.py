@@ -1,0 +1,99 @@
+"""What the ledger costs those who are entered in it.
+
+Tapes and caches are holders: who asks for the entries asks them what they are for. A take and an
+append know nothing of it, so that they cost the same whether few holders are alive or 10,000, each
+with a region of its own. Making a block enters it, and closing it takes it out, in one step each,
+however many there are. One thread, pinned; the cost of the loop is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+import unimem as um
+from bench.harness import Bench, pin, ratios, stopwatch
+from unimem.ledger import entries
+
+N_OTHERS = 10_000
+N_BLOCKS = 1000
+PAGE = 4096
+
+
+def main() -> int:
+    bench = Bench("accounting", __doc__)
+    bench.parse()
+    bench.facts = {"numpy": np.__version__, "cpu": pin(1), "others": N_OTHERS}
+    calls(bench)
+    look(bench)
+    return bench.finish()
+
+
+def calls(bench: Bench) -> None:
+    """Compare each call with itself, while few regions and holders are alive and while many are.
+
+    Both are measured in each round: the others come before the one and go before the other.
+    """
+    n = 256  # tokens of 2 KB each of K and of V, which stay in most second-level caches
+    k = np.zeros((1, 8, 128), np.float16)
+    with um.Tape(n * 4 * PAGE) as tape, um.KVCache(1, 8, 128, n) as cache:
+        names = {"take": tape.take, "take_address": tape.take_address, "append": cache.append}
+        runs = {
+            "Tape.take": stopwatch("take(16)", n, names, tape.clear),
+            "Tape.take_address": stopwatch("take_address(64, 64)", n, names, tape.clear),
+            "KVCache.append": stopwatch("append(0, k, k)", n, names | {"k": k}, cache.clear),
+            "Block, made and closed": stopwatch("Block(4096).close()", 100, {"Block": um.Block}),
+            "Tape over a block": stopwatch(
+                "Tape(block)", n, {"Tape": um.Tape, "block": tape.block}
+            ),
+        }
+        for title, run in runs.items():
+            samples = bench.compare(
+                f"{title}, beside others",
+                {"few": run, f"{N_OTHERS}": beside_others(run)},
+                unit="ns",
+                rounds=11,
+                warmup=1,
+            )
+            times = ratios(samples[f"{N_OTHERS}"], samples["few"])
+            bench.at_most(title, "beside many / beside few", times, 1.1)
+
+
+def beside_others(run: Callable[[], float]) -> Callable[[], float]:
+    """Measure while many other tapes are alive, each over a block of its own."""
+
+    def measured() -> float:
+        others = [um.Tape(PAGE, pages="4k") for _ in range(N_OTHERS)]
+        try:
+            run()  # what was in the CPU's caches is there again
+            return run()
+        finally:
+            for other in others:
+                other.close()
+
+    return measured
+
+
+def look(bench: Bench) -> None:
+    """Ask for the entries of blocks, and of tapes."""
+    blocks = [um.Block(PAGE) for _ in range(N_BLOCKS)]
+    bench.compare(
+        f"entries() of {N_BLOCKS} blocks",
+        {"entries": stopwatch("entries()", 10, {"entries": entries})},
+        unit="ns",
+        rounds=51,
+    )
+    tapes = [um.Tape(block) for block in blocks]
+    bench.compare(
+        f"entries() of {N_BLOCKS} blocks with a tape over each",
+        {"entries": stopwatch("entries()", 10, {"entries": entries})},
+        unit="ns",
+        rounds=51,
+    )
+    for thing in (*tapes, *blocks):
+        thing.__exit__()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
