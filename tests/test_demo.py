@@ -125,13 +125,18 @@ def test_the_demo_is_one_screen(model: Path, tmp_path: Path) -> None:
 
 @needs_llama_cpp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """With a model of its own, once both processes have it."""
+def test_an_interrupted_demo_leaves_nothing(
+    tmp_path: Path, model: Path, number: signal.Signals
+) -> None:
+    """Once both processes have the model, which one time is the demo's own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    is_own = number == signal.SIGINT
     with subprocess.Popen(
-        [sys.executable, DEMO],
+        [sys.executable, DEMO, *([] if is_own else [str(model)])],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        env=os.environ | {"TMPDIR": str(folder)},
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
@@ -142,7 +147,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
                 paths.append(line.strip())
             if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
                 pids = [int(found[1]), int(found[2])]
-                assert os.listdir(tmp_path)
+                assert bool(os.listdir(folder)) == is_own
                 # As a terminal does: all of them.
                 os.killpg(process.pid, number)
         assert process.wait(60) == 130
@@ -152,7 +157,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
             os.kill(pid, 0)
     assert paths
     assert not any(map(os.path.exists, paths))
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(folder) == []
 
 
 def test_without_llama_cpp_it_is_said_what_is_left_out(
