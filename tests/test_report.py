@@ -360,6 +360,12 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
     assert len(lines) == 11
 
 
+def test_names_of_others_do_nothing_to_a_terminal() -> None:
+    report = Report((), {"name": "a\x1b[2J", "command": "b\nc\udcff"})
+    assert str(report).splitlines()[2:] == ["name: a?[2J", "command: b?c?"]
+    assert json.loads(report.to_json())["facts"] == report.facts
+
+
 def test_a_whole_report_fits_80_columns() -> None:
     with um.Block(1 << 20, category="staging"):
         assert max(map(len, str(um.report()).splitlines())) <= 80

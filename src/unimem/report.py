@@ -112,7 +112,12 @@ class Report:
         for device, nbytes in self.device_bytes.items():
             lines.append((f"total on {device}", size(nbytes), "", "", "", ""))
         shown = table([head[i] for i in kept], [[line[i] for i in kept] for line in lines])
-        facts = [line for name, value in self.facts.items() for line in _fact(name, value)]
+        facts = [
+            # Names and commands are somebody's: nothing in them that a terminal would obey.
+            "".join(letter if letter.isprintable() else "?" for letter in line)
+            for name, value in self.facts.items()
+            for line in _fact(name, value)
+        ]
         return "\n".join([shown, *facts])
 
 
