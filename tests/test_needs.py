@@ -310,11 +310,8 @@ def test_a_gpu(cuda: Any, host_gpu: Any, tmp_path: Path) -> None:
         small.require_fits()
     for advice in small.advice:
         if advice.options:
-            other = um.plan(
-                path,
-                **({"ctx": 64, "batch": 2, "kv_dtype": "f32"} | advice.options),
-                device="cuda:0",
-            )
+            options: Any = {"ctx": 64, "batch": 2, "kv_dtype": "f32"} | advice.options
+            other = um.plan(path, **options, device="cuda:0")
             assert advice.fits == other.fits
 
 

@@ -458,14 +458,18 @@ class _Planner:
 
     def _longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
         """Search for the longest context with which all fits, and nothing spills that need not."""
-        spills_anyway = self._spilled(needs(1)) > 0
+
+        def fits(found: list[Need]) -> bool:
+            return all(check.fits for check in self._checks(found, storage))
 
         def is_good(ctx: int) -> bool:
             found = needs(ctx)
-            if not all(check.fits for check in self._checks(found, storage)):
-                return False
-            return spills_anyway or self._spilled(found) == 0
+            return fits(found) and self._spilled(found) == 0
 
+        if is_good(most):  # as it mostly is
+            return most
+        if self._spilled(needs(1)):
+            return _largest(most, lambda ctx: fits(needs(ctx)))
         return _largest(most, is_good)
 
     def _spilled(self, needs: list[Need]) -> int:
