@@ -166,6 +166,11 @@ def test_any_key_leaves_the_help_and_does_no_more(key: str) -> None:
     assert state.has_quit
 
 
+def test_nothing_of_the_help_is_cut_in_a_usual_terminal() -> None:
+    state = state_of(shows_help=True)
+    assert text_of(state, 80, 24) == text_of(state, 200, 60)
+
+
 def test_scrolling_ends_where_the_lines_do() -> None:
     state = state_of()
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ class Terminal:
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
         command.chmod(0o755)
         self._n_run = 0
-        self._server = ["tmux", "-L", f"unimem-test-{uuid.uuid4().hex[:8]}", "-f", os.devnull]
+        self._server = ["tmux", "-S", str(folder / "tmux"), "-f", os.devnull]
         variables = {"PATH": f"{folder}:{os.environ['PATH']}", "PS1": "$ ", "LANG": "C.UTF-8"}
         words = [f"{name}={value}" for name, value in variables.items()]
         without = [f"--unset={name}" for name in ("COLUMNS", "LINES", "LC_ALL", "NO_COLOR")]

@@ -45,7 +45,7 @@ _TITLES: dict[Sort, str] = {
 }
 
 _HELP = (
-    ("q", "leave; the last figures stay on the screen. So does Ctrl-C."),
+    ("q", "leave, as Ctrl-C does; the last figures stay on the screen"),
     ("s", "sort: by category, size, what is in RAM, or growth"),
     ("m", "show single mappings, or their sums by category"),
     ("p", "pause: nothing is read until p is pressed again"),
@@ -54,7 +54,7 @@ _HELP = (
     ("h ?", "this page; any key leaves it"),
 )
 _TERMS = (
-    ("ledger", "what unimem in the process says of its blocks; the kernel knows mappings"),
+    ("ledger", "what unimem in the process says; else the kernel's mappings"),
     ("size", "what is mapped, each byte once"),
     ("in RAM", "what of it is; a page that n processes share counts 1/n (Pss)"),
     ("change", "what came to be in RAM, or left it, since the last refresh"),
