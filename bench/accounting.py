@@ -3,13 +3,17 @@
 Tapes and caches are holders: who asks for the entries asks them what they are for. A take and an
 append know nothing of it, so that they cost the same whether few holders are alive or 10,000, each
 with a region of its own. Making a block enters it, and closing it takes it out, in one step each,
-however many there are. One thread, pinned; the cost of the loop is taken off.
+however many there are. A plan reads a file's header, as opening does, and the limits. One thread,
+pinned; the cost of the loop is taken off.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+import gguf
 import numpy as np
 
 import unimem as um
@@ -27,6 +31,7 @@ def main() -> int:
     bench.facts = {"numpy": np.__version__, "cpu": pin(1), "others": N_OTHERS}
     calls(bench)
     look(bench)
+    plan(bench)
     return bench.finish()
 
 
@@ -93,6 +98,54 @@ def look(bench: Bench) -> None:
     )
     for thing in (*tapes, *blocks):
         thing.__exit__()
+
+
+def plan(bench: Bench) -> None:
+    """Plan a llama of 44 layers, and open the file, which both read the header of."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        n_tensors = write_model(path)
+        samples = bench.compare(
+            f"a file of {n_tensors} tensors",
+            {
+                "open": stopwatch("open(path, load='map').close()", 1, names_of(path)),
+                "plan": stopwatch("plan(path)", 1, names_of(path)),
+            },
+            unit="ns",
+            rounds=101,
+        )
+    bench.at_most("plan", "plan / open", ratios(samples["plan"], samples["open"]), 3)
+
+
+def names_of(path: Path) -> dict[str, object]:
+    """Return what the statements use."""
+    return {"path": path, "open": um.open_weights, "plan": um.plan}
+
+
+def write_model(path: Path, n_layers: int = 44, size: int = 64, vocab: int = 320) -> int:
+    """Write a model of zeros, and return how many tensors it has."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "context_length": 600,
+        "embedding_length": size,
+        "block_count": n_layers,
+        "feed_forward_length": size,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 4,
+    }.items():
+        writer.add_uint32(f"llama.{name}", value)
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes = {"token_embd": (vocab, size), "output": (vocab, size), "output_norm": (size,)}
+    for i in range(n_layers):
+        shapes |= {f"blk.{i}.{name}": (size, size) for name in matrices}
+        shapes |= {f"blk.{i}.{name}": (size,) for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return len(shapes)
 
 
 if __name__ == "__main__":
