@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from unimem.shapes import Shape
 
 __all__ = [
-    "PREFILL_BATCH",
     "Budget",
     "Machine",
     "Mode",

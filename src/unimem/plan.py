@@ -17,14 +17,14 @@ from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.loading import Load
 from unimem.model_file import open_model
-from unimem.needs import PREFILL_BATCH, Budget, Machine, Mode, Need, Session, Storage, node_shares
+from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares
 from unimem.placement import Pages, PlacementOptions, format_bytes
 from unimem.placing import NumaPolicy, show_nodes
 from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
 from unimem.rows import Row, in_order, table
 from unimem.weights import Weights
 
-__all__ = ["DEFAULT_CTX", "PREFILL_BATCH", "Advice", "Check", "Plan", "plan"]
+__all__ = ["Advice", "Check", "Plan", "plan"]
 
 SCHEMA = "unimem.plan/1"
 DEFAULT_CTX = 4096
