@@ -387,15 +387,17 @@ def huge_pools() -> dict[str, HugePool]:
     pools = {}
     for kib in sizes:
         folder = f"{_POOLS}/hugepages-{kib}kB"
-        per_node = {}
-        for node in online:
+        pages = _number(f"{folder}/nr_hugepages") or 0
+        # Of an empty pool there is nothing to read on each node: most pools are empty.
+        per_node = dict.fromkeys(() if pages else online, (0, 0))
+        for node in online if pages else ():
             own = f"{_NODES}/node{node}/hugepages/hugepages-{kib}kB"
             total = _number(f"{own}/nr_hugepages")
             if total is not None:
                 per_node[node] = (total, _number(f"{own}/free_hugepages") or 0)
         pools[_size_name(kib << 10)] = HugePool(
             page_bytes=kib << 10,
-            total=_number(f"{folder}/nr_hugepages") or 0,
+            total=pages,
             free=_number(f"{folder}/free_hugepages") or 0,
             reserved=_number(f"{folder}/resv_hugepages") or 0,
             surplus_most=_number(f"{folder}/nr_overcommit_hugepages") or 0,
