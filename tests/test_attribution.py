@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from unimem import attribution
 from unimem.attribution import apportion, attribute, kind_of
 from unimem.ledger import Entry, Part
 from unimem.model_maps import models
@@ -157,10 +158,16 @@ def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
     process, entries = known
     mappings, rows = attribute(process, entries)
     assert_adds_up(process, mappings, rows)
-    sizes = {entry.address: entry.nbytes for entry in entries}
+    known_at = {entry.address: entry for entry in entries}
+    there = [each for each in process.areas if each.is_accessible or each.rss_bytes]
     for mapping in mappings:
         if mapping.category in ("a", "kv"):
-            assert mapping.nbytes == sizes[mapping.address]
+            one = known_at[mapping.address]
+            end = one.address + one.reserved_bytes
+            n_there = sum(max(0, min(end, a.end) - max(one.address, a.start)) for a in there)
+            assert mapping.nbytes <= min(one.nbytes, n_there)
+            if n_there == one.reserved_bytes:
+                assert mapping.nbytes == one.nbytes
 
 
 # ---- one entry ----------------------------------------------------------------------------------
@@ -291,6 +298,38 @@ def test_entries_that_are_unmapped_by_now_are_left_out() -> None:
     mappings, rows = attribute(invented([area(8, 1, 1)]), [gone, empty])
     assert [mapping.name for mapping in mappings] == ["", "only reserved"]
     assert sizes(rows) == {"anonymous": PAGE, "scratch": 0}
+
+
+def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
+    huge = 1 << 50
+    parts = (Part("kv", BASE, huge, active_bytes=huge), Part("logits", BASE + huge, PAGE, PAGE))
+    known = entry(nbytes=huge + PAGE, reserved_bytes=huge + PAGE, parts=parts)
+    (mapping,), (row, gone) = attribute(invented([area(0, 3, 1)]), [known])
+    assert (row.category, row.nbytes, row.active_bytes) == ("kv", 3 * PAGE, 3 * PAGE)
+    assert (gone.category, gone.nbytes, gone.active_bytes) == ("logits", 0, 0)
+    assert mapping.nbytes == 3 * PAGE
+
+
+def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counted(list[Any]):
+        n_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Counted.n_read += len(found) if isinstance(index, slice) else 1
+            return found
+
+    cut = attribution._cut
+    monkeypatch.setattr(
+        attribution, "_cut", lambda claims, *rest: cut(Counted(claims), *rest), raising=True
+    )
+    n = 300
+    entries = [entry(("kv", 100), ("a", PAGE - 100), address=BASE + 2 * i * PAGE) for i in range(n)]
+    mappings, _ = attribute(invented([area(2 * i, 1) for i in range(n)]), entries)
+    assert len(mappings) == n
+    assert Counted.n_read < 10 * n
 
 
 @pytest.mark.parametrize(

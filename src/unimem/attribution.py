@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -76,12 +76,13 @@ def attribute(
     each image where both were touched, so that the sum is what is in RAM; in Rss it counts for each
     image, as it does in the Rss of the process.
     """
+    entries = sorted(entries, key=lambda entry: entry.address)
     books = [_Book.of_entry(entry) for entry in entries]
     books += [
         _Book.of_entry(each)
         for model in models
         for each in _as_entries(model)
-        if not any(_meet(each, entry) for entry in entries)
+        if not _meets(each, entries)
     ]
     claims = sorted((claim for book in books for claim in book.claims), key=lambda c: c.start)
     starts = [claim.start for claim in claims]
@@ -102,6 +103,8 @@ def attribute(
             books.append(own)
         _share_out(process, area, pieces)
     books = [book for book in books if book.held or not any(book.nbytes.values())]
+    for book in books:
+        book.leave_out_unmapped()
     books.sort(key=lambda book: book.address)
     return tuple(book.as_mapping() for book in books), _rows(books)
 
@@ -186,6 +189,7 @@ class _Book:
     active: dict[str, int] = field(default_factory=dict)
     claims: list[_Claim] = field(default_factory=list)
     held: dict[str, _Held] = field(default_factory=dict)
+    mapped: dict[str, int] = field(default_factory=dict)
     page_bytes: int = _PAGE
     is_huge: bool = False
     may_be_huge: bool = False
@@ -214,6 +218,13 @@ class _Book:
             book.claims.append(_Claim(at, max(at, end), category, book))
             book.nbytes.setdefault(category, 0)
         return book
+
+    def leave_out_unmapped(self) -> None:
+        """Count nothing that has no area: an entry may be older than the areas, or a stranger's."""
+        for category, nbytes in self.nbytes.items():
+            self.nbytes[category] = min(nbytes, self.mapped.get(category, 0))
+        for category, active in self.active.items():
+            self.active[category] = min(active, self.nbytes[category])
 
     @property
     def asked(self) -> dict[str, int]:
@@ -283,17 +294,22 @@ def _as_entries(model: MappedModel) -> Iterator[Entry]:
         )
 
 
-def _meet(a: Entry, b: Entry) -> bool:
-    return a.address < b.address + b.reserved_bytes and b.address < a.address + a.reserved_bytes
+def _meets(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Whether an entry has an address of others, which are sorted and have none of each other's."""
+    end = entry.address + entry.reserved_bytes
+    i = bisect_left(others, end, key=lambda other: other.address) - 1
+    return i >= 0 and others[i].address + others[i].reserved_bytes > entry.address
 
 
 def _cut(
     claims: Sequence[_Claim], starts: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[int, int, _Claim | None]]:
     """Cut a range of addresses into pieces that are claimed, and those that nobody claims."""
-    for claim in claims[max(0, bisect_right(starts, start) - 1) :]:
+    # Those before it are not walked through: there may be many, in each of many areas.
+    for i in range(max(0, bisect_right(starts, start) - 1), len(claims)):
         if start >= end:
             return
+        claim = claims[i]
         if start < claim.start:
             yield start, min(claim.start, end), None
             start = claim.start
@@ -313,6 +329,8 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Claim]) -> None:
         key = id(piece.book), piece.category
         groups.setdefault(key, []).append(piece)
         shares[key] = piece.book.held.setdefault(piece.category, _Held())
+        mapped = piece.book.mapped.get(piece.category, 0)
+        piece.book.mapped[piece.category] = mapped + piece.end - piece.start
         piece.book.page_bytes = max(piece.book.page_bytes, area.page_bytes)
         piece.book.is_huge |= area.huge_bytes > 0
         piece.book.may_be_huge |= may_be_huge
