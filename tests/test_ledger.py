@@ -622,3 +622,5 @@ def test_what_of_a_part_is_outside_does_not_count() -> None:
         Part("behind", 140, 10),
     )
     assert resolve("rest", 100, 0, parts) == ()
+    # Memory that was given back just now is not in use.
+    assert resolve("rest", 0, 10, [Part("kv", 0, 20, 15, 18)]) == (Part("kv", 0, 10, 10, 18),)

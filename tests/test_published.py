@@ -12,12 +12,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unimem as um
@@ -213,6 +215,55 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(
     assert n_written == 1
 
 
+def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a collection does, which may come anywhere."""
+    tallies, blocks = [shown.Tally()], []
+
+    def collected(text: bytes) -> int:
+        if tallies:
+            blocks.append(um.Block(4096, name="mine"))
+            tallies.pop().end()
+        return checksum(text)
+
+    checksum = zlib.crc32
+    with monkeypatch.context() as patch:
+        patch.setattr(zlib, "crc32", collected)
+        shown.publish()
+    assert "mine" in [entry.name for entry in look().entries]
+    blocks[0].close()
+
+
+def test_what_was_interrupted_is_written_by_the_next_refresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(text: bytes) -> int:
+        raise KeyboardInterrupt
+
+    shown.publish()
+    with um.Block(4096, name="mine"):
+        with monkeypatch.context() as patch:
+            patch.setattr(zlib, "crc32", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                shown.publish()
+        shown.refresh()
+        assert "mine" in [entry.name for entry in look().entries]
+
+
+def test_a_cache_that_gave_memory_back_is_shown() -> None:
+    """What it once held is more than it has room for now."""
+    token = np.ones((2, 4, 64), "float32")
+    with um.KVCache(2, 4, 64, 4096, grow=True, pages="4k", name="mine") as kv:
+        for _ in range(1000):
+            kv.append_all(token, token)
+        most = kv.memory_usage_bytes
+        kv.clear()
+        shown.publish()
+        (entry,) = (entry for entry in look().entries if entry.name == "mine")
+        (part,) = entry.parts
+        assert (part.active_bytes, part.high_water_bytes) == (0, most)
+        assert part.nbytes < most
+
+
 def test_counting_costs_no_fault_and_no_call() -> None:
     tally = shown.Tally()
     faults = []
@@ -243,6 +294,44 @@ def test_engines_add_up_and_what_they_counted_stays() -> None:
     third = shown.Tally()  # on the row that the first has left
     third.count(100, 10)
     assert list(look().counters.values()) == [130, 13, 2000, 22]
+
+
+def test_each_engine_says_what_its_own_cache_holds() -> None:
+    def held() -> list[tuple[int | None, int | None]]:
+        parts = {part.address: part for entry in look().entries for part in entry.parts}
+        found = [parts[kv.address(0, "k")] for kv in caches]
+        return [(part.active_bytes, part.high_water_bytes) for part in found]
+
+    with um.Tape(MIB, pages="4k") as tape:
+        caches = [
+            um.KVCache(2, 4, 8, 100, tape=tape),
+            um.KVCache(2, 4, 8, 100, tape=tape),
+            um.KVCache(2, 4, 8, 1000, window=100, pages="4k"),
+        ]
+        tallies = [shown.Tally(kv.address(0, "k")) for kv in caches]
+        shown.publish()
+        assert held() == 3 * [(0, 0)]
+        for i, tally in enumerate(tallies):
+            tally.hold(256 * (i + 1), i + 1)
+        assert held() == [(256, 256), (512, 512), (768, 768)]
+        assert look().counters["kv_active_bytes"] == 6 * 256
+        tallies[1].hold(0, 0)
+        shown.publish()  # their parts themselves say nothing of what engines count
+        assert held() == [(256, 256), (0, 0), (768, 768)]
+        tallies[0].hold(1 << 40, 0)
+        tallies[2].end()
+        size = next(iter(caches[0]._ledger_parts())).nbytes
+        assert held() == [(size, size), (0, 0), (0, 0)]
+        for kv in caches:
+            kv.close()
+
+
+def test_a_tally_that_is_forgotten_gives_its_row_back() -> None:
+    tally = shown.Tally()
+    tally.hold(1000, 10)
+    del tally
+    assert list(look().counters.values()) == [0, 0, 0, 0]
+    assert len(shown._shown.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
 
 
 def test_engines_that_find_no_row_are_not_counted() -> None:
@@ -355,6 +444,31 @@ def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
     assert shown.failure() is None
     assert "problem" not in um.report().facts
     assert list(look().counters.values()) == [0, 0, 0, 0]
+
+
+def test_a_python_without_memfds_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    shown.Tally().count(1, 1)
+    assert "without memfd_create" in str(shown.failure())
+    monkeypatch.undo()
+    shown.publish()
+    monkeypatch.delattr(os, "memfd_create")
+    assert published(os.getpid()) is None
+
+
+@pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
+def test_kernels_that_do_not_say_it(
+    monkeypatch: pytest.MonkeyPatch, field: str, is_known: bool
+) -> None:
+    """Without containers a process has one number; what may be no memfd is not opened."""
+    read = shown._lines
+
+    def lines(path: str, folder: int | None = None) -> dict[str, str]:
+        return {name: value for name, value in read(path, folder).items() if name != field}
+
+    shown.publish()
+    monkeypatch.setattr(shown, "_lines", lines)
+    assert (published(os.getpid()) is not None) == is_known
 
 
 @pytest.mark.parametrize("n_more", range(3))
@@ -519,8 +633,8 @@ def first(document: dict[str, Any]) -> list[Any]:
 
 CHANGES: dict[str, Change] = {
     "no counters": lambda d: d.pop("counters"),
-    "counters that are no names": lambda d: d.update(counters=[1, 2, 3, 4]),
-    "a name with an escape": lambda d: d.update(counters=["a", "b", "c", "\x1b[2J"]),
+    "counters that are no names": lambda d: d.update(counters=[1, 2, 3, 4, 5]),
+    "a name with an escape": lambda d: d.update(counters=["a", "b", "c", "d", "\x1b[2J"]),
     "no entries": lambda d: d.pop("entries"),
     "truncated below 0": lambda d: d.update(truncated=-1),
     "truncated a text": lambda d: d.update(truncated="1"),
@@ -569,6 +683,17 @@ def test_the_ledger_is_found_behind_fakes_and_other_files(tmp_path: Path) -> Non
     with fake(b"x" * NBYTES), fake(b"", "unimem"), fake(image(pid=1)):
         shown.publish()
         assert published(os.getpid(), told) is not None
+
+
+def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    torn = image(sum=1)
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(fake(torn))
+        assert published(os.getpid()) is None
+    assert len(waited) <= shown._TRIES + shown._MOST_FOUND
 
 
 def test_what_is_half_written_is_waited_for() -> None:

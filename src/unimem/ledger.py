@@ -183,7 +183,7 @@ def resolve(category: str, address: int, nbytes: int, parts: Iterable[Part]) -> 
         first, stop = max(part.address, address), min(part.address + part.nbytes, end)
         if first < stop:
             same = stop - first == part.nbytes
-            layers.append(part if same else part._replace(address=first, nbytes=stop - first))
+            layers.append(part if same else _clipped(part, first, stop))
     if len(layers) == 1:
         return tuple(layers) if nbytes else ()
     if len(layers) == 2 and layers[1].nbytes == nbytes:  # as most are
@@ -210,6 +210,13 @@ def resolve(category: str, address: int, nbytes: int, parts: Iterable[Part]) -> 
         tile for part, own in zip(layers, pieces, strict=True) for tile in _pieces_of(part, own)
     ]
     return tuple(sorted(tiles, key=lambda part: part.address))
+
+
+def _clipped(part: Part, first: int, stop: int) -> Part:
+    """Cut off what is outside: memory that was given back since the part was told."""
+    active = part.active_bytes
+    active = None if active is None else min(active, stop - first)
+    return part._replace(address=first, nbytes=stop - first, active_bytes=active)
 
 
 def _pieces_of(part: Part, pieces: list[tuple[int, int]]) -> Iterable[Part]:

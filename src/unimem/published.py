@@ -41,7 +41,7 @@ __all__ = [
 
 NAME = "unimem-ledger"
 NBYTES = 256 << 10
-# The columns of a row. The first two only grow.
+# The columns of a row that are added up. The first two only grow.
 COUNTERS = ("n_prompt_tokens", "n_generated_tokens", "kv_active_bytes", "kv_tokens")
 
 _MAGIC = b"unimem\0L"
@@ -51,7 +51,8 @@ _VERSION = 1
 _HEAD = struct.Struct("=8sIIQIIII")
 _ROWS_AT = 64
 _TEXT_AT = 4096
-_ROW_BYTES = 8 * len(COUNTERS)
+_COLUMNS = (*COUNTERS, "kv_address")
+_ROW_BYTES = 8 * len(_COLUMNS)
 _N_ROWS = (_TEXT_AT - _ROWS_AT) // _ROW_BYTES
 _ROOM = NBYTES - _TEXT_AT
 _ENVELOPE = 256  # of the text around the entries
@@ -62,6 +63,7 @@ _F_SEAL_FUTURE_WRITE = 16
 
 _LINK = f"/memfd:{NAME} (deleted)"
 _MOST_DESCRIPTORS = 1 << 16  # of a process are looked at
+_MOST_FOUND = 16  # memfds of the name are read: a process has one of its own
 _TRIES = 50
 _PATIENCE_SECONDS = 0.001
 _MOST_ADDRESS = 1 << 64
@@ -73,7 +75,8 @@ class Published(NamedTuple):
     Attributes
     ----------
     entries : tuple of Entry
-        Of its ledger, when it last wrote them: what was unmapped since has no area any more.
+        Of its ledger, when it last wrote them: what was unmapped since has no area any more. What
+        is in use of an engine's KV cache is as its counters say, now.
     counters : dict of str to int
         As in `COUNTERS`, the sums over its engines, now.
     truncated : int
@@ -93,16 +96,23 @@ class Tally:
 
     For one thread at a time. A row that was given back goes on where it ended, so that nothing that
     was counted is lost. After a fork the child's counts for nobody.
+
+    Parameters
+    ----------
+    kv_address : int, optional
+        Where the KV cache lies, which is a part of its own in the ledger: of that part, what is in
+        use is what `hold` last said.
     """
 
     __slots__ = ("__weakref__", "_cells")
 
-    def __init__(self) -> None:
+    def __init__(self, kv_address: int = 0) -> None:
         self._cells = _nowhere()
         publish()
         with _lock:
             if _shown is not None and _shown.free_rows:
                 self._cells = _shown.free_rows.pop()
+            self._cells[4] = kv_address
             _tallies.add(self)
 
     def count(self, n_prompt: int, n_generated: int) -> None:
@@ -118,15 +128,18 @@ class Tally:
         cells[3] = n_tokens
 
     def end(self) -> None:
-        """Give the row back. Ending twice is no error."""
+        """Give the row back. Ending twice is no error; who is forgotten has ended, too."""
         with _lock:
-            if self in _tallies:
-                _tallies.discard(self)
-                self.hold(0, 0)
-                cells, self._cells = self._cells, _nowhere()
-                if _shown is not None and cells.obj is _shown.memory.obj:
-                    _shown.free_rows.append(cells)
-                    _shown.write()
+            self.hold(0, 0)
+            cells, self._cells = self._cells, _nowhere()
+            if _shown is not None and cells.obj is _shown.memory.obj:
+                cells[4] = 0
+                _shown.free_rows.append(cells)
+                _shown.write()
+
+    def __del__(self) -> None:
+        if _shown is not None and hasattr(self, "_cells"):
+            self.end()
 
 
 class _Shown:
@@ -134,7 +147,7 @@ class _Shown:
 
     def __init__(self) -> None:
         self.started = process.counters().started
-        fd = _new_memfd()
+        fd = _new_memfd(NAME)
         try:
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -149,14 +162,28 @@ class _Shown:
         ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)
         self.free_rows = [self.memory[at : at + _ROW_BYTES].cast("Q") for at in reversed(ends)]
         self.n_os_calls = 0
+        self._is_writing = self._is_asked = False
 
     def write(self) -> None:
         """Write the entries as they are."""
-        self.n_os_calls = native_counters()["os_calls"]
+        self._is_asked = True
+        if self._is_writing:
+            return  # a collection in the middle has closed an engine: they are written once more
+        self._is_writing = True
+        try:
+            while self._is_asked:
+                self._is_asked = False
+                self._write()
+        finally:
+            self._is_writing = False
+
+    def _write(self) -> None:
+        n_os_calls = native_counters()["os_calls"]
         text = _text_of(ledger.entries())
         self.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
-        head = (_MAGIC, _VERSION, os.getpid(), self.started, len(COUNTERS), _N_ROWS)
+        head = (_MAGIC, _VERSION, os.getpid(), self.started, len(_COLUMNS), _N_ROWS)
         _HEAD.pack_into(self.memory, 0, *head, len(text), zlib.crc32(text))
+        self.n_os_calls = n_os_calls  # last: interrupted, the next refresh writes
 
 
 _lock = threading.RLock()  # a collection may close an engine while it is held
@@ -206,14 +233,16 @@ def failure() -> str | None:
     return _failure
 
 
-def _new_memfd() -> int:
+def _new_memfd(name: str) -> int:
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this Python was built for systems without memfd_create")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(NAME, flags | _MFD_NOEXEC_SEAL)
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:  # before Linux 6.3
             raise
-        return os.memfd_create(NAME, flags)
+        return os.memfd_create(name, flags)
 
 
 def _nowhere() -> memoryview:
@@ -229,7 +258,7 @@ def _text_of(entries: Sequence[Entry]) -> bytes:
             texts[entry.address] = text
             room -= len(text) + 1
     listed = ",".join(texts[address] for address in sorted(texts))
-    names = json.dumps(COUNTERS)
+    names = json.dumps(_COLUMNS)
     n_missing = len(entries) - len(texts)
     return f'{{"counters":{names},"truncated":{n_missing},"entries":[{listed}]}}'.encode()
 
@@ -287,9 +316,10 @@ def published(pid: int, told: list[str] | None = None) -> Published | None:
         return None
     try:
         owner = _number_of(folder), process.counters(pid).started
-        for fd in _memfds(folder):
+        tries = iter(range(_TRIES))  # of all together, whoever keeps us waiting
+        for fd in itertools.islice(_memfds(folder), _MOST_FOUND):
             try:
-                found = _read(fd, *owner)
+                found = _read(fd, *owner, tries)
             except _BrokenError as problem:
                 if told is not None:
                     told.append(f"process {pid} shows a ledger that cannot be used: {problem}")
@@ -313,7 +343,8 @@ def _lines(path: str, folder: int | None = None) -> dict[str, str]:
 
 def _number_of(folder: int) -> int:
     """Return the number of a process as itself knows it, in a container."""
-    return int(_lines("status", folder)["NSpid"].split()[-1])
+    lines = _lines("status", folder)
+    return int(lines.get("NSpid", lines["Pid"]).split()[-1])  # a kernel may have no containers
 
 
 def _memfds(folder: int) -> Iterator[int]:
@@ -334,10 +365,11 @@ def _open_memfd(name: str, descriptors: int) -> int:
     # This opens nothing yet, and what it stands for stays the same.
     found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
     try:
-        ours = os.memfd_create("unimem", os.MFD_CLOEXEC)
+        ours = _new_memfd("unimem")
         try:
             # All memfds lie in one mount, which nobody else can mount.
-            if _mount_of(found) != _mount_of(ours):
+            mount = _mount_of(found)
+            if mount is None or mount != _mount_of(ours):
                 raise PermissionError(errno.EACCES, "no memfd")
         finally:
             os.close(ours)
@@ -346,13 +378,13 @@ def _open_memfd(name: str, descriptors: int) -> int:
         os.close(found)
 
 
-def _mount_of(fd: int) -> str:
-    return _lines(f"/proc/self/fdinfo/{fd}")["mnt_id"].strip()
+def _mount_of(fd: int) -> str | None:
+    return _lines(f"/proc/self/fdinfo/{fd}").get("mnt_id")
 
 
-def _read(fd: int, pid: int, started: int) -> Published | None:
+def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:
     """Read what is shown; None: it is a parent's, or is only being begun."""
-    for _ in range(_TRIES):
+    for _ in itertools.chain(range(1), tries):
         data = os.pread(fd, NBYTES, 0)
         if len(data) < NBYTES:
             raise _BrokenError(f"it has {len(data)} bytes, not {NBYTES}")
@@ -384,8 +416,11 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
     if not isinstance(document, dict):
         raise _BrokenError(f"expected an object, got {type(document).__name__}")
     names = [_word(name) for name in _list(document.get("counters"), n_columns)]
-    sums = {name: sum(values[i::n_columns]) for i, name in enumerate(names)}
-    entries = [_entry(fields) for fields in _list(document.get("entries"))]
+    columns = {name: values[i::n_columns] for i, name in enumerate(names)}
+    addresses = columns.pop("kv_address", ())
+    sums = {name: sum(column) for name, column in columns.items()}
+    caches = dict(zip(addresses, columns.get("kv_active_bytes", ()), strict=False))
+    entries = [_entry(fields, caches) for fields in _list(document.get("entries"))]
     entries.sort(key=lambda entry: entry.address)
     for before, entry in itertools.pairwise(entries):
         if before.address + before.reserved_bytes > entry.address:
@@ -393,7 +428,8 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
     return Published(tuple(entries), sums, _integer(document.get("truncated"), len(text) << 32))
 
 
-def _entry(fields: Any) -> Entry:
+def _entry(fields: Any, caches: dict[int, int]) -> Entry:
+    """Check an entry, and say of caches that engines count how much is in use."""
     category, name, address, nbytes, reserved, requested, path, parts = _list(fields, 8)
     _integer(address, _MOST_ADDRESS)
     _integer(reserved, _MOST_ADDRESS - address)
@@ -409,17 +445,22 @@ def _entry(fields: Any) -> Entry:
         reserved,
         requested,
         None if path is None else _shown_text(path),
-        tuple(_part(fields, address, address + reserved) for fields in _list(parts)),
+        tuple(_part(fields, address, address + reserved, caches) for fields in _list(parts)),
     )
 
 
-def _part(fields: Any, start: int, end: int) -> Part:
+def _part(fields: Any, start: int, end: int, caches: dict[int, int]) -> Part:
     category, address, nbytes, active, high_water = _list(fields, 5)
     if _integer(address, end) < start:
         raise _BrokenError(f"a part at address {address} lies outside of its entry")
     _integer(nbytes, end - address)
-    known = [None if value is None else _integer(value, nbytes) for value in (active, high_water)]
-    return Part(_word(category), address, nbytes, *known)
+    active = None if active is None else _integer(active, nbytes)
+    # A cache that gave memory back had more once than it has room for now.
+    high_water = None if high_water is None else _integer(high_water, _MOST_ADDRESS)
+    if category == "kv" and address in caches:
+        active = min(caches[address], nbytes)
+        high_water = max(high_water or 0, active)
+    return Part(_word(category), address, nbytes, active, high_water)
 
 
 def _list(value: Any, n: int | None = None) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,7 +224,7 @@ def report(pid: int | None = None) -> Report:
         "models": [_model(model) for model in mapped],
     }
     if number != os.getpid():
-        return Report(tuple(_with_counters(rows, known.get("counters", {}))), facts, mappings)
+        return Report(rows, facts, mappings)
     malloc = malloc_bytes()
     if malloc is not None:
         facts["malloc_bytes"] = malloc._asdict()
@@ -275,14 +275,6 @@ def _model(model: MappedModel) -> dict[str, Any]:
         "rss_bytes": sum(area.resident_bytes for area in areas),
         "pss_bytes": sum(area.pss_bytes + area.hugetlb_bytes for area in areas),
     }
-
-
-def _with_counters(rows: Iterable[Row], counted: dict[str, int]) -> Iterator[Row]:
-    """Add what caches hold now: a process writes its entries when engines come and go only."""
-    held = counted.get("kv_active_bytes", 0)
-    for row in rows:
-        is_newer = row.category == "kv" and held > (row.active_bytes or 0)
-        yield replace(row, active_bytes=min(held, row.nbytes)) if is_newer else row
 
 
 def _with_marks(rows: Sequence[Row]) -> list[Row]:

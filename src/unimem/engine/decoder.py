@@ -17,14 +17,13 @@ from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine import ggml
 from unimem.engine.accounting import parts_of, report_of
-from unimem.engine.arch import Model
+from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
-from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
+from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.layout import Layout
 from unimem.loading import Load, Progress
 from unimem.needs import PREFILL_BATCH
-from unimem.plan import Plan, plan
 from unimem.report import Report
 from unimem.residency import warm_where_it_fits
 from unimem.weights import Weights, open_weights
@@ -37,7 +36,6 @@ __all__ = ["Decoder"]
 
 KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
 _KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
-_MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
 _NO_ROWS = (0, -2)  # no row follows on these
 
 
@@ -130,12 +128,12 @@ class Decoder:
         else:
             # What is refused is refused before it is read.
             with open_weights(path_or_weights, load="map") as weights:
-                _check(weights, path_or_weights, load=load, **asked)
+                check_model(weights, path_or_weights, load=load, **asked)
             self.weights = open_weights(path_or_weights, load=load, progress=progress)
         own_layout = None
         try:
             opened = "auto" if self._owns_weights else load
-            self._model, needed = _check(self.weights, self.weights, load=opened, **asked)
+            self._model, needed = check_model(self.weights, self.weights, load=opened, **asked)
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(
@@ -159,7 +157,7 @@ class Decoder:
         self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
         self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
-        self._tally = published.Tally()
+        self._tally = published.Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
         published.publish()
@@ -321,7 +319,10 @@ class Decoder:
         Report
             Rows ``weights:TYPE``, ``weights:padding``, ``kv``, ``scratch``, ``logits`` and
             ``tokens``, which sum up to the memory of weights, scratch, history and of a ring;
-            facts of the model, of how it came into memory, and of ggml and what is its own.
+            ``diagnostics``, what the process shows others of itself, and ``other``, the copies of
+            the files' headers. Decoders over the same weights have the rows of these in common, and
+            all decoders of a process ``diagnostics``. Facts of the model, of how it came into
+            memory, and of ggml and what is its own.
         """
         self._check_open()
         return report_of(self)
@@ -518,36 +519,8 @@ class Decoder:
 
     def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
         """Read what a session says of itself, and refuse one that does not fit or belong here."""
-        saved = snapshot.describe(path)
-        name, here = saved.path, self.weights.fingerprint
-        if saved.model != here:
-            raise SnapshotError(
-                f"expected a session of model {here!r}, got one of {saved.model!r}", path=name
-            )
-        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
-            there, ours = getattr(saved, key), getattr(self.kv, key)
-            if there != ours:
-                raise SnapshotError(
-                    f"the snapshot is of a cache with {key}={there!r}, and this one has {ours!r}",
-                    path=name,
-                )
-        if saved.tokens is None or not saved.seq_len:
-            raise SnapshotError("it has no tokens to go on from", path=name)
-        if saved.tokens.max() >= self.dims.vocab_size:
-            raise SnapshotError(
-                f"token {saved.tokens.max()} is not among the model's {self.dims.vocab_size}",
-                path=name,
-            )
-        n = saved.next_position if self.kv.window else saved.seq_len
-        if n > self.ctx or saved.next_position > _MOST_POSITIONS:
-            raise CacheFull(
-                f"{name}: a session of {n} tokens does not fit in the context of {self.ctx}: take "
-                "a larger ctx",
-                self.ctx,
-                0,
-                n,
-            )
-        return saved
+        fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
+        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx)
 
     def _last_rows(self, saved: Snapshot) -> Iterator[NDArray[np.uint8]]:
         """View the last token's bytes in each lane."""
@@ -593,7 +566,7 @@ class Decoder:
         came.
         """
         self._check_open()
-        checked = self._checked(tokens)
+        checked = check_tokens(tokens, self.dims.vocab_size)
         self._require_room(len(checked))
         self._compute(checked)
         self._tally.count(len(checked), 0)
@@ -688,7 +661,7 @@ class Decoder:
             raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
         if isinstance(prompt_or_tokens, str):
             prompt_or_tokens = self.tokenize(prompt_or_tokens)
-        tokens = self._checked(prompt_or_tokens)
+        tokens = check_tokens(prompt_or_tokens, self.dims.vocab_size)
         # The last token that is generated is not computed.
         asked = len(tokens) + max(n - 1, 0)
         if asked > self.ctx:
@@ -725,25 +698,10 @@ class Decoder:
         if text := stream.flush():
             yield text
 
-    def _checked(self, tokens: Iterable[int]) -> NDArray[Any]:
-        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
-        if array.ndim != 1 or not len(array):
-            raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"tokens: expected integers, got {array.dtype}")
-        wrong = (array < 0) | (array >= self.dims.vocab_size)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ValueError(
-                f"tokens: expected ids from 0 to {self.dims.vocab_size - 1}, got {array[i]} at "
-                f"index {i}"
-            )
-        return array
-
     def _require_room(self, n: int) -> None:
         # A ring has room for ever: what ends there is the context.
         used = self.kv.next_position if self.kv.window else self.kv.seq_len
-        if n > self.ctx - used or n > _MOST_POSITIONS - self.kv.next_position:
+        if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
                 f"no room for {n} more tokens: {used} of {self.ctx} are used; reset() begins a "
                 "new conversation",
@@ -859,38 +817,6 @@ class Decoder:
             self._ids[position:end] = tokens
             self._n_ids = end
         self.kv._lowest_end = end  # before they are committed; a rollback lowers it again
-
-
-def _check(
-    weights: Weights,
-    planned: str | os.PathLike[str] | Weights,
-    *,
-    layout: Layout | None,
-    ctx: int | None,
-    kv_dtype: str,
-    window: int | None,
-    threads: int | None,
-    load: Load,
-) -> tuple[Model, Plan]:
-    """Check that a model can be run so, and that there is room for what is planned of it."""
-    model = Model.from_weights(weights)
-    model.check_head(kv_dtype)
-    needed = plan(
-        planned,
-        ctx=ctx,
-        kv_dtype=kv_dtype,
-        window=window,
-        threads=threads,
-        load=load,
-        pages="auto" if layout is None else layout.history.block.requested["pages"],
-    )
-    assert needed.ctx is not None  # of a model that the engine runs
-    model.check_window(min(needed.ctx, window or needed.ctx))
-    # Past the limit of a cgroup, warming would end the process instead of failing.
-    tapes = () if layout is None else (layout.scratch, layout.history)
-    there = sum(tape.block.verify().resident_bytes for tape in tapes)
-    needed.require_fits(strict=False, taken_bytes=there)
-    return model, needed
 
 
 def _show(mask: NDArray[Any], first: int, last: int) -> None:

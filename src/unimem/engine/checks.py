@@ -1,0 +1,119 @@
+"""What a decoder refuses before it computes: a model, a saved session, tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem import snapshot
+from unimem._core.kv import KVCache
+from unimem.engine.arch import Model
+from unimem.errors import CacheFull, SnapshotError
+from unimem.layout import Layout
+from unimem.loading import Load
+from unimem.plan import Plan, plan
+from unimem.snapshot import Snapshot
+from unimem.weights import Weights
+
+__all__ = ["MOST_POSITIONS", "check_model", "check_session", "check_tokens"]
+
+MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
+
+
+def check_model(
+    weights: Weights,
+    planned: str | os.PathLike[str] | Weights,
+    *,
+    layout: Layout | None,
+    ctx: int | None,
+    kv_dtype: str,
+    window: int | None,
+    threads: int | None,
+    load: Load,
+) -> tuple[Model, Plan]:
+    """Check that a model can be run so, and that there is room for what is planned of it."""
+    model = Model.from_weights(weights)
+    model.check_head(kv_dtype)
+    needed = plan(
+        planned,
+        ctx=ctx,
+        kv_dtype=kv_dtype,
+        window=window,
+        threads=threads,
+        load=load,
+        pages="auto" if layout is None else layout.history.block.requested["pages"],
+    )
+    assert needed.ctx is not None  # of a model that the engine runs
+    model.check_window(min(needed.ctx, window or needed.ctx))
+    # Past the limit of a cgroup, warming would end the process instead of failing.
+    tapes = () if layout is None else (layout.scratch, layout.history)
+    there = sum(tape.block.verify().resident_bytes for tape in tapes)
+    needed.require_fits(strict=False, taken_bytes=there)
+    return model, needed
+
+
+def check_session(
+    path: str | os.PathLike[str], kv: KVCache, model: str, vocab_size: int, ctx: int
+) -> Snapshot:
+    """Read what a session says of itself, and refuse one that does not fit or belong here.
+
+    Parameters
+    ----------
+    path : path-like
+        What a decoder has saved.
+    kv : KVCache
+        Into which it would be read.
+    model : str
+        The fingerprint of the weights that it would be used with.
+    vocab_size, ctx : int
+        Tokens that the model has, and that fit in the context.
+    """
+    saved = snapshot.describe(path)
+    name = saved.path
+    if saved.model != model:
+        raise SnapshotError(
+            f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
+        )
+    for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
+        there, ours = getattr(saved, key), getattr(kv, key)
+        if there != ours:
+            raise SnapshotError(
+                f"the snapshot is of a cache with {key}={there!r}, and this one has {ours!r}",
+                path=name,
+            )
+    if saved.tokens is None or not saved.seq_len:
+        raise SnapshotError("it has no tokens to go on from", path=name)
+    if saved.tokens.max() >= vocab_size:
+        raise SnapshotError(
+            f"token {saved.tokens.max()} is not among the model's {vocab_size}", path=name
+        )
+    n = saved.next_position if kv.window else saved.seq_len
+    if n > ctx or saved.next_position > MOST_POSITIONS:
+        raise CacheFull(
+            f"{name}: a session of {n} tokens does not fit in the context of {ctx}: take a larger "
+            "ctx",
+            ctx,
+            0,
+            n,
+        )
+    return saved
+
+
+def check_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
+    """Make an array of token ids, and refuse none, and those that the model does not have."""
+    array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+    if array.ndim != 1 or not len(array):
+        raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"tokens: expected integers, got {array.dtype}")
+    wrong = (array < 0) | (array >= vocab_size)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"tokens: expected ids from 0 to {vocab_size - 1}, got {array[i]} at index {i}"
+        )
+    return array
