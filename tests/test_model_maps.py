@@ -423,10 +423,7 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
             inode = os.fstat(file.fileno()).st_ino
         (one,) = (each for each in models(read_process()) if each.areas[0].inode == inode)
         assert (one.format, one.architecture, one.problem) == ("GGUF", "llama", None)
-        if backing == "shm":
-            assert (one.path, one.state) == (held.path, "file")
-        else:
-            assert (one.path, one.state, one.source) == (held.path, "staged", str(large))
+        assert (one.path, one.state, one.source) == (held.path, "staged", str(large))
 
 
 def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) -> None:
@@ -444,8 +441,8 @@ def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) 
         assert {each.path: each.source for each in found("/same.gguf")} == sources
 
 
-def test_files_on_subvolumes(model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device of a btrfs is another one in smaps than in stat."""
+def test_files_in_layers(model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of a btrfs, and of an overlayfs, is another one in smaps than in stat."""
     maps(model)
     (area,) = only(model).areas
     info = os.stat(model)
@@ -461,10 +458,11 @@ def test_files_on_subvolumes(model: Path, maps: Maps, monkeypatch: pytest.Monkey
             os.close(fd)
         return fd >= 0
 
-    assert opens(0, 0)
-    assert not opens(0, 0, on_btrfs=False)
-    assert not opens(8, 0)
-    assert not opens(8, 8)
+    assert opens(0, 0, is_named=True)
+    assert opens(0, 8, is_named=True)
+    assert not opens(0, 0)
+    assert not opens(8, 0, is_named=True)
+    assert not opens(8, 8, is_named=True)
 
 
 @needs_areas

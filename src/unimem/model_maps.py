@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,9 +17,10 @@ from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError
 from unimem.ledger import Part
+from unimem.limits import SHM
 from unimem.model_file import Header, version_of
 from unimem.process import Area, Process
-from unimem.stage_held import Held, holders
+from unimem.stage_held import holders
 
 __all__ = ["MappedModel", "library_files", "models"]
 
@@ -175,20 +177,23 @@ class _File(NamedTuple):
 class _Staged:
     """The models that processes of this user keep, looked up when they are asked for."""
 
-    def __init__(self) -> None:
-        self._held: list[Held] | None = None
-
-    def __iter__(self) -> Iterator[Held]:
-        if self._held is None:
-            try:
-                self._held = holders()
-            except PlacementError:  # no holder can be seen here
-                self._held = []
-        return iter(self._held)
+    @cached_property
+    def originals(self) -> dict[str, str]:
+        """What each of their files is a copy of, by path."""
+        try:
+            known = holders()
+        except PlacementError:  # no holder can be seen here
+            return {}
+        return {
+            path: original
+            for held in known
+            if held.backing != "page-cache"  # which keeps the file itself
+            for path, (original, _) in zip(held.paths, held.versions, strict=True)
+        }
 
 
 @contextmanager
-def _found(pid: int, areas: Sequence[Area], staged: Iterable[Held]) -> Iterator[_File]:
+def _found(pid: int, areas: Sequence[Area], staged: _Staged) -> Iterator[_File]:
     file = _find(pid, areas[0], staged)
     try:
         yield file
@@ -197,19 +202,19 @@ def _found(pid: int, areas: Sequence[Area], staged: Iterable[Held]) -> Iterator[
             os.close(file.fd)
 
 
-def _find(pid: int, area: Area, staged: Iterable[Held]) -> _File:
+def _find(pid: int, area: Area, staged: _Staged) -> _File:
     # The process may see other files under its paths than this one, as in a container.
     root = f"/proc/{pid}/root"
     # Of names, the kernel escapes newlines only, so that a backslash may be one as well.
     for name in dict.fromkeys((area.path, area.path.replace("\\012", "\n"))):
         for path in (root + name, name):
-            if (fd := _open_same(path, area)) >= 0:
-                return _File(fd, name, "file")
-    for held in staged:
-        for path, (original, _) in zip(held.paths, held.versions, strict=True):
-            # In file systems of their own, files have the same inodes.
-            if (fd := _open_same(path, area, on_btrfs=False)) >= 0:
-                return _File(fd, path, "staged", original)
+            if (fd := _open_same(path, area, is_named=True)) >= 0:
+                original = staged.originals.get(name) if name.startswith(SHM) else None
+                return _File(fd, name, "staged" if original else "file", original)
+    for path, original in staged.originals.items():
+        # In file systems of their own, files have the same inodes.
+        if (fd := _open_same(path, area)) >= 0:
+            return _File(fd, path, "staged", original)
     name = _plain(area.path)
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
@@ -224,11 +229,12 @@ def _plain(path: str) -> str:
     return path.removesuffix(_DELETED)
 
 
-def _open_same(path: str, area: Area, *, on_btrfs: bool = True) -> int:
+def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
     """Open what is mapped, if it is a regular file and the path leads to it; else return -1.
 
-    Of btrfs, stat tells the device of a subvolume, and smaps that of the whole. Both are made up
-    and have the major number 0: where the name is the same, `on_btrfs` takes them for one.
+    Of btrfs, stat tells the device of a subvolume, and smaps that of the whole; of overlayfs,
+    before Linux 6.8, smaps that of the disk below. What stat tells there is made up and has the
+    major number 0: where `is_named`, by the kernel, the path leads to it whatever the device.
     """
     try:
         # Nothing happens to a device or a FIFO that is opened so.
@@ -237,7 +243,7 @@ def _open_same(path: str, area: Area, *, on_btrfs: bool = True) -> int:
         return -1
     info = os.fstat(fd)
     device = os.major(info.st_dev), os.minor(info.st_dev)
-    is_same_device = device == area.device or (on_btrfs and device[0] == area.device[0] == 0)
+    is_same_device = device == area.device or (is_named and device[0] == 0)
     if stat.S_ISREG(info.st_mode) and info.st_ino == area.inode and is_same_device:
         return fd
     os.close(fd)
