@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,6 +182,24 @@ def test_it_stops_and_goes_on(watch: Terminal) -> None:
     watch.press("q")
     watch.until(lambda lines: not lines[23].startswith("q quit"))
     watch.run("true")
+
+
+def test_a_terminal_that_is_closed_ends_it(decoder: int) -> None:
+    ours, terminals = os.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    code = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {MAIN}"
+    words = [sys.executable, "-c", code, "report", str(decoder), "--watch"]
+    with subprocess.Popen(
+        words, stdin=terminals, stdout=terminals, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=os.environ | {"TERM": "xterm"},
+    ) as process:  # fmt: skip
+        os.close(terminals)
+        seen = b""
+        while b"quit" not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGHUP, "")
 
 
 def test_no_colours_where_none_are_wanted(shell: Terminal, decoder: int) -> None:

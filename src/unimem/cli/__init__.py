@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from unimem.cli import terminal
@@ -151,7 +151,8 @@ def _sentence(error: BaseException) -> str:
 
 def _fail(sentence: str, code: int) -> int:
     if sys.stderr is not None:
-        print(f"unimem: {terminal.one_line(sentence)}", file=sys.stderr)
+        with suppress(OSError):  # as of a terminal that was closed
+            print(f"unimem: {terminal.one_line(sentence)}", file=sys.stderr)
     return code
 
 

@@ -293,15 +293,19 @@ class _Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._handlers:
+        # A terminal that was closed takes nothing back, and shows nothing.
+        with suppress(OSError, termios.error), self._handlers:
             self._give_back()
-        if self._seen is not None and self._seen.now is not None:
-            self._seen.shows_help = False
-            lines = self._picture(self._seen)[:-1]
-            while not lines[-1]:
-                lines.pop()
-            for line in lines:
-                self._console.print(line, no_wrap=True, overflow="crop")
+            if self._seen is not None and self._seen.now is not None:
+                self._seen.shows_help = False
+                self._leave(self._picture(self._seen)[:-1])
+
+    def _leave(self, lines: list[Text]) -> None:
+        """Write what stays on the screen."""
+        while not lines[-1]:
+            lines.pop()
+        for line in lines:
+            self._console.print(line, no_wrap=True, overflow="crop")
 
     def _take(self) -> None:
         """Take the terminal: what gives it back is there before, since interrupts come any time."""
