@@ -10,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gguf_files
+import unimem as um
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from models.make import small, write_model
 from proc_maps import huge_page_bytes
 from unimem.stage_held import holders
@@ -58,50 +62,68 @@ def _nothing_is_left() -> Iterator[None]:
     assert left() == before
 
 
-def mapped(pid: int, inode: int) -> dict[str, int]:
-    """Figures of smaps of all that a process maps of a file, in bytes."""
+def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
+    """Figures of smaps of all that a process maps of files, in bytes."""
     found = dict.fromkeys(FIELDS, 0)
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            inside = int(line.split()[4]) == inode
+            inside = int(line.split()[4]) in inodes
         elif inside and (name := line.partition(":")[0]) in found:
             found[name] += int(line.split()[1]) << 10
     return found
 
 
 @needs_llama_cpp
-def test_what_is_said_is_what_the_kernel_says(demo: Any, model: Path) -> None:
+@pytest.mark.parametrize("kind", ["split", "hugetlb"])
+def test_what_is_said_is_what_the_kernel_says(
+    demo: Any,
+    model: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    files = gguf_files.split(model, 50) if kind == "split" else [model]
+    if kind == "hugetlb":
+        request.getfixturevalue("eight_huge_pages")
+        monkeypatch.setattr(um, "stage", partial(um.stage, backing="hugetlb"))
     lines: list[str] = []
     with ExitStack() as stack:
-        facts = demo.demonstrate(model, 1, lines.append, stack)
-        path, pids = facts.staged.path, [report.facts["pid"] for report in facts.reports]
+        facts = demo.demonstrate(files[0], 1, lines.append, stack)
+        pids = [report.facts["pid"] for report in facts.reports]
         assert len(set(pids)) == 2
-        inode = os.stat(path).st_ino
-        there = [mapped(pid, inode) for pid in pids]
+        inodes = {os.stat(path).st_ino for path in facts.staged.paths}
+        there = [mapped(pid, inodes) for pid in pids]
         assert facts.plan.fits
-        for pid, one, each, granted in zip(
+        for pid, parts, each, granted in zip(
             pids, facts.models, there, facts.placements, strict=True
         ):
             hugetlb = each["Shared_Hugetlb"] + each["Private_Hugetlb"]
-            assert one["staged_from"] == str(model)
-            assert (one["format"], one["architecture"], one["state"]) == ("GGUF", "llama", "staged")
-            assert one["rss_bytes"] == each["Rss"] + hugetlb > MIB
-            assert one["pss_bytes"] == each["Pss"] + hugetlb
+            assert {one["staged_from"] for one in parts} == set(map(str, files))
+            for one in parts:
+                assert (one["format"], one["state"]) == ("GGUF", "staged")
+            assert sum(one["rss_bytes"] for one in parts) == each["Rss"] + hugetlb > MIB
+            assert sum(one["pss_bytes"] for one in parts) == each["Pss"] + hugetlb
             assert granted.huge_bytes == each["ShmemPmdMapped"] + hugetlb
-            assert granted.resident_bytes == one["rss_bytes"]
-            if facts.staged.backing == "tmpfs" and huge_page_bytes():
+            assert granted.resident_bytes == each["Rss"] + hugetlb
+            # What was staged so, which takes memory that is not fragmented, is mapped so.
+            if facts.staged.backing == "tmpfs" and facts.staged.granted.huge_bytes:
                 assert granted.huge_bytes > 0
                 assert granted.page_bytes == huge_page_bytes()
             assert f"   {pid} " in "\n".join(lines)
-        if facts.staged.backing != "hugetlb":  # of which the kernel tells no shares
+        if kind == "hugetlb":
+            assert there[0]["Shared_Hugetlb"] == facts.ram_bytes, "one copy"
+        else:
             assert there[0]["Pss"] == there[1]["Pss"]
-            assert facts.pss_bytes == pytest.approx(there[0]["Rss"], rel=0.01), "one copy"
-    assert not os.path.exists(path)
+            assert facts.ram_bytes == pytest.approx(there[0]["Rss"], rel=0.01), "one copy"
+        assert "   two processes, 1.00 copies of the model in RAM" in lines
+        paths = facts.staged.paths
+    assert not any(map(os.path.exists, paths))
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert {len(times) for times in facts.seconds.values()} == {1}
+    assert facts.cached_bytes == sum(path.stat().st_size for path in files)
     assert facts.skipped == []
 
 

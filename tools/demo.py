@@ -3,7 +3,7 @@
 ``make demo``, or ``python tools/demo.py [MODEL.gguf] [--rounds N]``. Plans a model, stages it,
 starts two llama.cpp processes (cyllama) on the staged path, reports what the kernel says of both,
 and compares how long llama.cpp takes to start on the staged model and on the file, which is in the
-page cache. Without a model one of 200 MB is written, of random weights. Nothing is left of it all,
+page cache. Without a model one of 290 MB is written, of random weights. Nothing is left of it all,
 also when it is interrupted.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ ROUNDS = 5
 
 _NO_HUGE_PAGES = "none of it in huge pages: 'unimem doctor' says what gives them to every program"
 _WIDTH = 80
+_BLOCK_BYTES = 512  # of st_blocks, in every file system
 _INTERRUPTED = 130
 
 
@@ -50,32 +52,41 @@ class Facts:
     reports: list[um.Report] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    cached_bytes: int = 0
 
     @property
-    def models(self) -> list[dict[str, Any]]:
-        """The staged model in each report."""
+    def models(self) -> list[list[dict[str, Any]]]:
+        """The files of the staged model in each report."""
         assert self.staged is not None
         return [
-            model
+            [model for model in report.facts["models"] if model["path"] in self.staged.paths]
             for report in self.reports
-            for model in report.facts["models"]
-            if model["path"] == self.staged.path
         ]
-
-    @property
-    def pss_bytes(self) -> int:
-        """What the model takes of the RAM, in all processes together."""
-        return sum(model["pss_bytes"] for model in self.models)
 
     @property
     def placements(self) -> list[um.Placement]:
-        """How it is placed, by process."""
+        """How they are placed, by process."""
         assert self.staged is not None
-        path = self.staged.path
+        paths = self.staged.paths
         return [
-            together([each.granted for each in report.mappings if each.path == path])
+            together([each.granted for each in report.mappings if each.path in paths])
             for report in self.reports
         ]
+
+    @property
+    def tells_shares(self) -> bool:
+        """Whether the kernel tells a process's share (Pss): it does not of hugetlb pages."""
+        assert self.staged is not None
+        return self.staged.backing != "hugetlb"
+
+    @property
+    def ram_bytes(self) -> int:
+        """What the model takes of the RAM, in all processes together."""
+        assert self.staged is not None
+        if self.tells_shares:
+            return sum(file["pss_bytes"] for files in self.models for file in files)
+        # What the one file has that all of them map.
+        return sum(_BLOCK_BYTES * os.stat(path).st_blocks for path in self.staged.paths)
 
 
 def main() -> int:
@@ -195,11 +206,16 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
     say(f"4. Where is it?  unimem report {pids[0]}; unimem report {pids[1]}")
     facts.reports = [um.report(pid) for pid in pids]
     lines = []
-    for report, model, granted in zip(facts.reports, facts.models, facts.placements, strict=True):
-        sizes = (model["nbytes"], model["rss_bytes"], model["pss_bytes"], granted.huge_bytes)
-        kind = f"{model['format']} {model['architecture'] or ''}".strip()
-        lines.append((str(report.facts["pid"]), kind, *map(format_bytes, sizes)))
-    lines.append(("both", "", "", "", format_bytes(facts.pss_bytes), ""))
+    for report, files, granted in zip(facts.reports, facts.models, facts.placements, strict=True):
+        kind = f"{files[0]['format']} {files[0]['architecture'] or ''}".strip()
+        mapped, in_ram, share = (
+            format_bytes(sum(file[name] for file in files))
+            for name in ("nbytes", "rss_bytes", "pss_bytes")
+        )
+        share = share if facts.tells_shares else "not told"
+        huge = format_bytes(granted.huge_bytes)
+        lines.append((str(report.facts["pid"]), kind, mapped, in_ram, share, huge))
+    lines.append(("both", "", "", "", format_bytes(facts.ram_bytes), ""))
     head = ("process", "model", "mapped", "in RAM", "its share", "in huge pages")
     for line in table(head, lines).splitlines():
         say(f"   {line}")
@@ -208,19 +224,23 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
 def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str], None]) -> None:
     say(f"5. Starting llama.cpp on each, {rounds} times in turn, until the model is loaded")
     assert facts.staged is not None
-    paths = {"file in the page cache": str(model), "staged": facts.staged.path}
+    paths = {"file": str(model), "staged": facts.staged.path}
+    facts.seconds = {name: [] for name in paths}
     with um.open_weights(model, load="map") as weights:
         weights.warm()
-    facts.seconds = {name: [] for name in paths}
-    for _ in range(rounds):
-        for name, path in paths.items():
-            facts.seconds[name].append(_start_seconds(path))
+        for _ in range(rounds):
+            for name, path in paths.items():
+                facts.seconds[name].append(_start_seconds(path))
+        hot = weights.residency()
+    facts.cached_bytes = hot.resident_bytes
     lines = [
         (name, *(f"{1000 * f(times):.1f} ms" for f in (statistics.median, min, max)))
         for name, times in facts.seconds.items()
     ]
     for line in table(("", "median", "least", "most"), lines).splitlines():
         say(f"   {line}")
+    cached = " of ".join(map(format_bytes, (hot.resident_bytes, hot.nbytes)))
+    say(f"   of the file, {cached} were in the page cache at the end")
 
 
 def _start_seconds(path: str) -> float:
@@ -238,15 +258,14 @@ def _start_seconds(path: str) -> float:
 
 
 def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
-    model = facts.models[0]
-    n_copies = facts.pss_bytes / model["rss_bytes"]
     granted = min(facts.placements, key=lambda each: each.huge_bytes)
-    share = granted.huge_bytes / granted.resident_bytes
-    pages = f"{share:.0%} of it in pages of {format_bytes(granted.page_bytes)}, in each"
+    n_copies = facts.ram_bytes / granted.resident_bytes
+    huge = " of ".join(map(format_bytes, (granted.huge_bytes, granted.resident_bytes)))
+    pages = f"{huge} in pages of {format_bytes(granted.page_bytes)}, in each"
     hot, staged = (1000 * statistics.median(times) for times in facts.seconds.values())
     say("Summary, as the kernel and the clock say:")
     say(f"   two processes, {n_copies:.2f} copies of the model in RAM")
-    say(f"   {pages if share else _NO_HUGE_PAGES}")
+    say(f"   {pages if granted.huge_bytes else _NO_HUGE_PAGES}")
     say(f"   llama.cpp has it after {staged:.1f} ms, and from the file after {hot:.1f} ms")
 
 
