@@ -197,7 +197,7 @@ block = um.Block(5 << 20, pages="4k", category="scratch", name="theirs", warm=Tr
 block.as_array()[:] = 1
 history = um.Block(1 << 20, pages="4k", category="history", warm=True)
 if sys.argv[1] == "shows":
-    tally = published.Tally()
+    tally = published.Tally(history.address)
     tally.count(7, 3)
     published.publish()
     tally.hold(4096, 2)
@@ -338,8 +338,13 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
         {
             "command": "python " + "x" * 100 + " end",
             "rss_bytes": 1536,
-            "models": [model, model | {"format": None, "architecture": None, "path": "/a.gguf"}],
+            "models": [
+                model,
+                model | {"format": None, "architecture": None, "path": "/a.gguf"},
+                model | {"architecture": "x" * 500},
+            ],
             "cpu_features": ["feature"] * 20,
+            "problem": "p" * 100,
         },
     )
     lines = str(report).splitlines()
@@ -355,9 +360,10 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
     assert lines[6].startswith("model: /very/very")
     assert lines[6].endswith("name-of-a-model.gguf (GGUF llama, 1.5 KiB resident)")
     assert lines[7] == "model: /a.gguf (unknown header, 1.5 KiB resident)"
+    assert lines[8].endswith("model.gguf (GGUF xxxxxxxx...xxxxxxxxxxxxxx, 1.5 KiB resident)")
     assert max(map(len, lines)) == 80
-    assert lines[9] == "  " + ", ".join(["feature"] * 8) + ","
-    assert len(lines) == 11
+    assert lines[10] == "  " + ", ".join(["feature"] * 8) + ","
+    assert lines[12:] == ["problem: " + "p" * 71, "  " + "p" * 29]
 
 
 def test_names_of_others_do_nothing_to_a_terminal() -> None:

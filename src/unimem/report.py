@@ -25,6 +25,7 @@ __all__ = ["Mapping", "Report", "Row", "report", "table"]
 _SCHEMA = "unimem.report/1"
 
 _WIDTH = 80
+_KIND_WIDTH = 30  # of a model's format and architecture, which may be any text
 _TRIES = 5
 
 
@@ -125,10 +126,11 @@ def _fact(name: str, value: Any) -> Iterator[str]:
     """Write a fact in lines: sizes in their units, models and sets of sizes by their names."""
     if name == "models":
         for model in value:
-            yield _shortened("model: ", model["path"], f" ({_of_model(model)})")
+            label, after = "model: ", f" ({_of_model(model)})"
+            yield label + _shortened(model["path"], _WIDTH - len(label) - len(after)) + after
         return
     if name == "command":
-        yield _shortened("command: ", value, "")
+        yield f"command: {_shortened(value, _WIDTH - len('command: '))}"
         return
     is_size = name.endswith("_bytes")
     if isinstance(value, dict):
@@ -140,7 +142,6 @@ def _fact(name: str, value: Any) -> Iterator[str]:
         f"{label}: {text}",
         _WIDTH,
         subsequent_indent="  ",
-        break_long_words=False,
         break_on_hyphens=False,
     )
 
@@ -150,16 +151,15 @@ def _figure(value: Any, is_size: bool) -> str:
 
 
 def _of_model(model: dict[str, Any]) -> str:
-    what = [model["format"] or "unknown header", model["architecture"] or ""]
-    return f"{' '.join(filter(None, what))}, {format_bytes(model['pss_bytes'])} resident"
+    kind = " ".join(filter(None, (model["format"] or "unknown header", model["architecture"])))
+    return f"{_shortened(kind, _KIND_WIDTH)}, {format_bytes(model['pss_bytes'])} resident"
 
 
-def _shortened(before: str, text: str, after: str) -> str:
-    """Put texts together, the middle one without its middle where the line would be too long."""
-    room = _WIDTH - len(before) - len(after)
-    if len(text) > room:
-        text = f"{text[: (room - 3) // 2]}...{text[-((room - 2) // 2) :]}"
-    return f"{before}{text}{after}"
+def _shortened(text: str, room: int) -> str:
+    """Leave the middle of a text out where it would be too long."""
+    if len(text) <= room:
+        return text
+    return f"{text[: (room - 3) // 2]}...{text[-((room - 2) // 2) :]}"
 
 
 # ---- of a process -------------------------------------------------------------------------------
