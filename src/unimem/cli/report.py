@@ -17,7 +17,7 @@ from unimem.placement import Placement, format_bytes, together
 from unimem.report import Mapping, Report
 from unimem.report import report as make_report
 
-__all__ = ["report"]
+__all__ = ["memory_lines", "report"]
 
 _MODELS = 4  # named in the page
 _STATES = {
@@ -153,7 +153,7 @@ def _named(path: str) -> str:
 def _page(report: Report, *, mappings: bool) -> Iterator[str]:
     yield from fact_lines(_heading(report))
     yield ""
-    yield from _rows(report)
+    yield from memory_lines(report)
     yield ""
     yield from fact_lines(_sums(report))
     if mappings:
@@ -194,7 +194,8 @@ def _counted(counters: dict[str, int]) -> Iterator[str]:
             yield f"{counters[name]:,} {text}"
 
 
-def _rows(report: Report) -> Iterator[str]:
+def memory_lines(report: Report) -> Iterator[str]:
+    """Write the rows of a report and their sums as a table, with a bar of what is in RAM."""
     total = report.resident_bytes
     columns: dict[str, list[int | None]] = {
         "size": [row.nbytes for row in report.rows],

@@ -7,7 +7,6 @@ import resource
 import secrets
 import textwrap
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -31,11 +30,12 @@ from unimem.cli.options import (
     Window,
     check_numa,
 )
+from unimem.cli.report import memory_lines
 from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.loading import Load
-from unimem.placement import Pages, format_bytes
+from unimem.placement import Pages
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report
 from unimem.weights import Weights, open_weights
@@ -393,20 +393,7 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
 
 def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
     report = decoder.report()
-    memory = [
-        (
-            row.category,
-            format_bytes(row.nbytes),
-            *(
-                "-" if n is None else format_bytes(n)
-                for n in (row.active_bytes, row.resident_bytes)
-            ),
-            "-" if row.granted is None else row.granted.pages,
-        )
-        for row in report.rows
-    ]
-    memory.append(("total", format_bytes(report.total_bytes), "", "", ""))
-    _print_table(("memory", "size", "active", "resident", "pages"), memory)
+    terminal.show("\n".join(memory_lines(report)) + "\n\n")
     costs = talk.costs
     if costs is None:
         terminal.show(f"The steady state begins after {WARM_UP} tokens: it was not reached.\n\n")
@@ -422,7 +409,8 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
             )
         ]
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
-        _print_table((f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all"), steady)
+        head = (f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all")
+        terminal.show("\n".join(table_lines(head, steady)) + "\n\n")
     for name, value in _facts(decoder, report, talk, options).items():
         lines = textwrap.wrap(
             terminal.one_line(value),
@@ -431,10 +419,6 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
             break_on_hyphens=False,
         )
         terminal.show(terminal.dim(name.ljust(10)) + ("\n" + " " * 10).join(lines) + "\n")
-
-
-def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    terminal.show("\n".join(table_lines(head, rows)) + "\n\n")
 
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:
