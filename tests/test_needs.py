@@ -241,7 +241,7 @@ def safetensors(tmp_path: Path) -> Path:
 def test_safetensors_beside_a_config(safetensors: Path) -> None:
     beside = safetensors.with_name("config.json")
     alone = um.plan(safetensors)
-    assert set(rows(alone)) == {"weights:f16", "weights:f32", "weights:padding"}
+    assert set(rows(alone)) == {"weights:f16", "weights:f32", "weights:padding", "other"}
     assert any("config.json" in text for text in alone.unknown)
     beside.write_text(json.dumps(CONFIG))
     plan = um.plan(safetensors, ctx=100, pages="4k")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unimem.integers import integer
 
 if TYPE_CHECKING:
-    from unimem import Weights
+    from unimem.weights import Contents
 
 __all__ = ["ModelDims"]
 
@@ -137,7 +137,7 @@ class ModelDims:
         return self.q_size + 2 * self.kv_size
 
     @classmethod
-    def from_weights(cls, weights: Weights) -> ModelDims:
+    def from_weights(cls, weights: Contents) -> ModelDims:
         """Read the dimensions from a model file's metadata and tensor table.
 
         Parameters
@@ -207,7 +207,7 @@ class ModelDims:
         )
 
 
-def _intermediate_size(weights: Weights, meta: Metadata, arch: str, layers: int) -> int:
+def _intermediate_size(weights: Contents, meta: Metadata, arch: str, layers: int) -> int:
     # MIXTURES must have experts.
     if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)

@@ -388,7 +388,7 @@ def huge_pools() -> dict[str, HugePool]:
     for kib in sizes:
         folder = f"{_POOLS}/hugepages-{kib}kB"
         pages = _number(f"{folder}/nr_hugepages") or 0
-        # Of an empty pool there is nothing to read on each node: most pools are empty.
+        # Most pools are empty: then there is nothing to read of each node, and of limits on it.
         per_node = dict.fromkeys(() if pages else online, (0, 0))
         for node in online if pages else ():
             own = f"{_NODES}/node{node}/hugepages/hugepages-{kib}kB"
@@ -398,11 +398,11 @@ def huge_pools() -> dict[str, HugePool]:
         pools[_size_name(kib << 10)] = HugePool(
             page_bytes=kib << 10,
             total=pages,
-            free=_number(f"{folder}/free_hugepages") or 0,
-            reserved=_number(f"{folder}/resv_hugepages") or 0,
+            free=(_number(f"{folder}/free_hugepages") or 0) if pages else 0,
+            reserved=(_number(f"{folder}/resv_hugepages") or 0) if pages else 0,
             surplus_most=_number(f"{folder}/nr_overcommit_hugepages") or 0,
             nodes=per_node,
-            cgroups=tuple(_hugetlb(kib << 10)),
+            cgroups=tuple(_hugetlb(kib << 10)) if pages else (),
         )
     return pools
 

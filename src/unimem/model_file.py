@@ -67,6 +67,17 @@ class Header(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of the header and the file's size."""
 
+    @property
+    def address(self) -> int:
+        """Where its private copy of the file's first bytes lies; 0 without one."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of that copy."""
+
+    def close(self) -> None:
+        """Give the copy back, and with it names, metadata and the fingerprint."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:

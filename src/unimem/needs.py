@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from unimem import limits, placing
+from unimem import limits, placing, published
 from unimem._core.kv import KVCache
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.limits import HugePool, Limit, Node
@@ -27,6 +27,7 @@ __all__ = [
     "Storage",
     "nodes_bound",
     "scratch_parts",
+    "shown",
     "token_bytes",
 ]
 
@@ -357,6 +358,11 @@ class Session:
                 row = self._row_bytes(n_heads, size)
                 total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
         return total
+
+
+def shown() -> Need:
+    """Say what a process takes to show its ledger to others: once, with its first decoder."""
+    return Need({"diagnostics": published.NBYTES}, ram_bytes=published.NBYTES)
 
 
 def token_bytes(ctx: int, batch: int | None = None) -> int:

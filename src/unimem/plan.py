@@ -17,7 +17,7 @@ from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.loading import Load
 from unimem.model_file import open_model
-from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares
+from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
 from unimem.placement import Pages, PlacementOptions, format_bytes
 from unimem.placing import NumaPolicy, show_nodes
 from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
@@ -281,7 +281,9 @@ def plan(
 
     Notes
     -----
-    Of the architectures that the engine runs, each row is what it takes, to the byte. Of others the
+    Of the architectures that the engine runs, each row is what it takes, to the byte: ``other`` is
+    the private copies of the files' headers, and ``diagnostics`` what a process shows others of
+    itself from its first `Decoder` on, which a `Layout` without one does not have. Of others the
     KV cache follows from the metadata, where these give it. What does not is in `Plan.unknown`, and
     in no row.
 
@@ -289,8 +291,8 @@ def plan(
     --------
     >>> import unimem as um
     >>> p = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512))
-    >>> p.ctx, [row.category for row in p.rows]
-    (512, ['weights:f16', 'weights:padding', 'kv', 'scratch', 'logits', 'tokens'])
+    >>> p.ctx, [row.category for row in p.rows][2:]
+    (512, ['kv', 'scratch', 'logits', 'tokens', 'diagnostics'])
     """
     options = _Options.checked(
         ctx=ctx,
@@ -307,11 +309,8 @@ def plan(
         return _Planner(OfDims(path_or_dims)).plan(options)
     if isinstance(path_or_dims, Weights):
         return _Planner(OfWeights(path_or_dims)).plan(options)
-    with (
-        open_model(path_or_dims) as model,
-        Weights(model.files, loading.mapped(model), None) as weights,
-    ):
-        return _Planner(OfFile(model, weights)).plan(options)
+    with open_model(path_or_dims) as model:
+        return _Planner(OfFile(model)).plan(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +376,7 @@ class _Planner:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._machine = Machine()
+        self._cached: int | None = None
 
     def plan(self, options: _Options) -> Plan:
         """Make a plan, with advice where it does not fit."""
@@ -397,10 +397,12 @@ class _Planner:
         storage = Storage.of(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
-        weights = self._source.weights(mode, storage, budget)
+        fixed = self._source.weights(mode, storage, budget)
+        if self._source.shape.dims is not None:
+            fixed.append(shown())
 
         def needs(ctx: int) -> list[Need]:
-            return weights + _times(session, ctx, options.sessions, budget.copy())
+            return fixed + _times(session, ctx, options.sessions, budget.copy())
 
         max_ctx = None
         if session.is_known:
@@ -478,11 +480,16 @@ class _Planner:
         rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
         most = 0
         found = limits.room_for_files(
-            self._machine.memory, nbytes + max(0, rest), self._source.cached_bytes
+            self._machine.memory, nbytes + max(0, rest), self._cached_bytes
         )
         for _, needed, room in found:
             most = max(most, needed - room)
         return min(nbytes, most)
+
+    def _cached_bytes(self) -> int:
+        if self._cached is None:  # which takes a while of a large file
+            self._cached = self._source.cached_bytes()
+        return self._cached
 
     # ---- limits ---------------------------------------------------------------------------------
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem import loading, placing, shapes
+from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.needs import Budget, Mode, Need, Storage
 from unimem.placing import lock_refusal
+from unimem.weights import Contents, Part
 
 if TYPE_CHECKING:
     from unimem.dims import ModelDims
     from unimem.loading import Load
-    from unimem.model_file import Model
+    from unimem.model_file import Model, ModelFile
     from unimem.placement import PlacementOptions
     from unimem.shapes import Shape
     from unimem.weights import Weights
@@ -62,6 +65,10 @@ class _Held(NamedTuple):
     taken_bytes: int
     pool_bytes: int
 
+    def plus(self, other: _Held) -> _Held:
+        """Add up two of them."""
+        return _Held(*map(sum, zip(self, other, strict=True)))
+
 
 class OfDims:
     """Weights of a dense model with these dimensions, by estimate. For one thread."""
@@ -108,18 +115,17 @@ class OfFile:
     ----------
     model : Model
         The files.
-    weights : Weights
-        A mapping of them.
     """
 
-    def __init__(self, model: Model, weights: Weights) -> None:
-        self._model, self._weights = model, weights
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._contents = Contents(tuple(map(Part, model.files, loading.nowhere(model))))
         self._held: _Held | None = None
-        self.shape, self.facts = _described(weights, model.index)
+        self.shape, self.facts = _described(self._contents, model.index)
 
     def by_type(self) -> dict[str, int]:
         """Tell the bytes of all tensors of a type."""
-        return self._weights.by_type()
+        return self._contents.by_type()
 
     def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
         """Tell how they come into memory, and why so."""
@@ -129,10 +135,21 @@ class OfFile:
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take."""
         if mode == "map":
-            self._held = self._held or _held(self._weights, opened=False)
-            return _of_mapping(self._weights, self._held, storage, budget)
-        nbytes = loading.copy_bytes(self._model)
-        return [storage.block(nbytes, _PADDING, budget, _rows(self.by_type()))]
+            self._held = self._held or self._look()
+            found = _of_mapping(self._contents, self._held, storage, budget)
+        else:
+            nbytes = loading.copy_bytes(self._model)
+            found = storage.block(nbytes, _PADDING, budget, _rows(self.by_type()))
+        return [found, _headers(self._model.files)]
+
+    def _look(self) -> _Held:
+        # Nothing of files with a disk behind them is locked yet.
+        held = _Held(0, 0, 0)
+        for file, fd in zip(self._model.files, self._model.fds, strict=True):
+            if file.in_memory:
+                with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
+                    held = held.plus(_held(file, block))
+        return held
 
     def cached_bytes(self) -> int:
         """Tell what of the files is in the page cache."""
@@ -142,7 +159,7 @@ class OfFile:
         """Tell what the tensors take on a GPU, before that is rounded to pages."""
         from unimem.cuda import upload
 
-        return upload.bytes_needed(self._weights)
+        return upload.bytes_needed(self._contents)
 
 
 class OfWeights:
@@ -179,14 +196,21 @@ class OfWeights:
     def weights(self, _mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take, and have taken."""
         weights = self._weights
+        headers = _headers(part.file for part in weights._parts)
         if weights.load == "map":
-            self._held = self._held or _held(weights, opened=True)
-            return _of_mapping(weights, self._held, storage, budget)
+            self._held = self._held or self._look()
+            return [_of_mapping(weights, self._held, storage, budget), headers]
         types, nbytes = _rows(weights.by_type()), weights.mapped_bytes
         on_tape = weights._tape is not None
         in_pool = not on_tape and weights.blocks[0].granted.pages in placing.HUGETLB
         ram = 0 if in_pool else nbytes
-        return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram)]
+        return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
+
+    def _look(self) -> _Held:
+        held = _Held(0, 0, 0)
+        for part in self._weights._parts:
+            held = held.plus(_held(part.file, part.memory.block))
+        return held
 
     def cached_bytes(self) -> int:
         """Tell what of the files is in the page cache."""
@@ -202,7 +226,7 @@ class OfWeights:
         return upload.bytes_needed(self._weights)
 
 
-def _described(weights: Weights, index: str | None) -> tuple[Shape, dict[str, Any]]:
+def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
     """Tell a model's shape, and what is said of it."""
     first = weights._parts[0].file
     path = index or first.path
@@ -223,35 +247,34 @@ def _described(weights: Weights, index: str | None) -> tuple[Shape, dict[str, An
     return shape, facts
 
 
-def _held(weights: Weights, *, opened: bool) -> _Held:
-    """Look at what of mapped files cannot be dropped: what is locked, or has no disk behind it."""
-    fixed = taken = in_pool = 0
-    for part in weights._parts:
-        block, size = part.memory.block, part.file.nbytes
-        if part.file.in_memory and block.verify().pages in placing.HUGETLB:
-            in_pool += size
-        elif part.file.in_memory:
-            fixed += size
-            taken += min(block._resident_range(0, size), size)
-        elif opened:  # what was mapped a moment ago is not locked
-            locked = min(block.verify().locked_bytes, size)
-            fixed, taken = fixed + locked, taken + locked
-    return _Held(fixed, taken, in_pool)
+def _headers(files: Iterable[ModelFile]) -> Need:
+    """Say what copies of files' headers take, which are there as long as the files are opened."""
+    nbytes = sum(file.header.copied_bytes for file in files)
+    return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
-def _of_mapping(weights: Weights, held: _Held, storage: Storage, budget: Budget) -> list[Need]:
+def _held(file: ModelFile, block: Block) -> _Held:
+    """Look at what of a mapped file cannot be dropped: what is locked, or has no disk behind it."""
+    size, placed = file.nbytes, block.verify()
+    if not file.in_memory:
+        locked = min(placed.locked_bytes, size)
+        return _Held(locked, locked, 0)
+    if placed.pages in placing.HUGETLB:
+        return _Held(0, 0, size)
+    return _Held(size, min(block._resident_range(0, size), size), 0)
+
+
+def _of_mapping(weights: Contents, held: _Held, storage: Storage, budget: Budget) -> Need:
     """Say what mapped files take."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file(_rows(weights.by_type()), nbytes, storage, budget)
     ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes)
-    return [
-        replace(
-            need,
-            ram_bytes=ram,
-            file_bytes=max(0, nbytes - ram - held.pool_bytes),
-            taken_bytes=held.taken_bytes,
-        )
-    ]
+    return replace(
+        need,
+        ram_bytes=ram,
+        file_bytes=max(0, nbytes - ram - held.pool_bytes),
+        taken_bytes=held.taken_bytes,
+    )
 
 
 def _file(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:

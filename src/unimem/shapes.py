@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unimem.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
 
 if TYPE_CHECKING:
-    from unimem import Weights
+    from unimem.weights import Contents
 
 __all__ = ["Layers", "Shape", "config_beside", "of_config", "of_dims", "of_weights"]
 
@@ -107,12 +107,12 @@ def of_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] =
     return Shape(arch, (layers,), dims, dims.vocab_size, dims.max_seq_len, unknown)
 
 
-def of_weights(weights: Weights) -> Shape:
+def of_weights(weights: Contents) -> Shape:
     """Tell the shape of an opened GGUF file of any architecture.
 
     Parameters
     ----------
-    weights : Weights
+    weights : Contents
         Whose header is looked at.
 
     Returns
@@ -138,7 +138,7 @@ def of_weights(weights: Weights) -> Shape:
     return shape
 
 
-def _by_metadata(weights: Weights, meta: Metadata, arch: str, why: ValueError) -> Shape:
+def _by_metadata(weights: Contents, meta: Metadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     cache = None
     try:

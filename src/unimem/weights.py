@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unimem.cuda.tape import Tape as DeviceTape
     from unimem.residency import Residency
 
-__all__ = ["Tensor", "Value", "Weights", "open_weights"]
+__all__ = ["Contents", "Tensor", "Value", "Weights", "open_weights"]
 
 #: What a key of the metadata may hold.
 Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot before Python 3.12
@@ -252,7 +252,52 @@ class _Tensors(Mapping[str, Tensor]):
         return f"<tensors: {len(self)}>"
 
 
-class Weights:
+class Contents:
+    """What the headers of a model's files say of it. Any number of threads may read it."""
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self._parts = parts
+        # The first part of a split model has the metadata of all.
+        self._metadata = _Metadata(parts[0].file.header)
+        self._tensors = _Tensors(parts)
+        self._types: dict[str, int] = {}
+        for part in parts:
+            for kind, nbytes in part.file.header.bytes_by_type().items():
+                self._types[kind] = self._types.get(kind, 0) + nbytes
+
+    def _check_open(self) -> None:
+        """Raise ClosedError where it is no longer to be read."""
+
+    @property
+    def metadata(self) -> Mapping[str, Value]:
+        """The file's metadata, in its order, read-only.
+
+        A value is decoded each time it is asked for: keep what you use more than once. Arrays of
+        numbers are read-only arrays, arrays of strings are lists, arrays of arrays are lists of
+        these. Bytes of a string that are not UTF-8 become lone surrogates, and
+        ``text.encode("utf-8", "surrogateescape")`` gives them back.
+        """
+        self._check_open()
+        return self._metadata
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's tensors by name, in the order of its files, read-only."""
+        self._check_open()
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.by_type().values())
+
+    def by_type(self) -> dict[str, int]:
+        """Bytes of all tensors of a type, by the type's name."""
+        self._check_open()
+        return dict(self._types)
+
+
+class Weights(Contents):
     """An opened model, mapped read-only or read into memory of its own. Made by `open_weights`.
 
     Any number of threads may read; closing is for one. After a fork the child has it too: a mapping
@@ -261,15 +306,10 @@ class Weights:
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
-        self._parts = tuple(
-            Part(file, memory) for file, memory in zip(files, loaded.memory, strict=True)
-        )
+        super().__init__(tuple(map(Part, files, loaded.memory)))
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
-        # The first part of a split model has the metadata of all.
-        self._metadata = _Metadata(files[0].header)
-        self._tensors = _Tensors(self._parts)
         self._ledger: tuple[ledger.Part, ...] = ()
         sizes = {f"weights:{kind}": nbytes for kind, nbytes in self.by_type().items()}
         padding = loaded.mapped_bytes - sum(sizes.values())
@@ -293,37 +333,8 @@ class Weights:
             raise ClosedError(f"Weights '{self.files[0]}' are closed")
         return self._loaded
 
-    @property
-    def metadata(self) -> Mapping[str, Value]:
-        """The file's metadata, in its order, read-only.
-
-        A value is decoded each time it is asked for: keep what you use more than once. Arrays of
-        numbers are read-only arrays, arrays of strings are lists, arrays of arrays are lists of
-        these. Bytes of a string that are not UTF-8 become lone surrogates, and
-        ``text.encode("utf-8", "surrogateescape")`` gives them back.
-        """
+    def _check_open(self) -> None:
         self._opened()
-        return self._metadata
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The model's tensors by name, in the order of its files, read-only."""
-        self._opened()
-        return self._tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.by_type().values())
-
-    def by_type(self) -> dict[str, int]:
-        """Bytes of all tensors of a type, by the type's name."""
-        self._opened()
-        totals: dict[str, int] = {}
-        for part in self._parts:
-            for kind, nbytes in part.file.header.bytes_by_type().items():
-                totals[kind] = totals.get(kind, 0) + nbytes
-        return totals
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -581,8 +592,14 @@ class Weights:
             self._check_unused()
             for block in self._loaded.blocks:
                 block.close()
+        self._end()
+
+    def _end(self) -> None:
+        assert self._loaded is not None  # or it was closed already
         self._loaded.lifetime.end("are closed")
         self._loaded = None
+        for part in self._parts:
+            part.file.header.close()
 
     def _check_unused(self) -> None:
         for block in () if self._loaded is None else self._loaded.blocks:
@@ -603,8 +620,7 @@ class Weights:
         if self._tape is None:
             for block in self._loaded.blocks:
                 block.__exit__(kind, error, trace)
-        self._loaded.lifetime.end("are closed")
-        self._loaded = None
+        self._end()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("Weights cannot be pickled: open the file in the other process")

@@ -13,6 +13,7 @@ from libc.string cimport memcpy
 
 from unimem._core cimport native as um
 from unimem._core.header_bytes cimport HeaderBytes, join_runs
+from unimem._core.region cimport Region
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -80,6 +81,7 @@ cdef class Header(HeaderBytes):
         """The keys of the metadata, each with its index, in the order of the file."""
         cdef const um.um_gguf_kv *kv
         cdef uint64_t i
+        cdef Region held = self.opened()
         keys = {}
         for i in range(self._gguf.n_kv):
             kv = &self._gguf.kv[i]
@@ -96,6 +98,7 @@ cdef class Header(HeaderBytes):
             An array of numbers or bools is a read-only array, an array of strings a list, an array
             of arrays a list of what its arrays are.
         """
+        cdef Region held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
         cdef uint64_t at = kv.value_offset
         if kv.type == um.UM_GGUF_STRING:
@@ -115,6 +118,7 @@ cdef class Header(HeaderBytes):
             count (uint64), and behind them the value as it lies in the file, a string without its
             length.
         """
+        cdef Region held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
         cdef uint32_t types[2]
         types[0], types[1] = <uint32_t>kv.type, <uint32_t>kv.item_type
@@ -173,6 +177,7 @@ cdef class Header(HeaderBytes):
         """The names of the tensors, each with its index, in the order of the file."""
         cdef const um.um_gguf_tensor *tensor
         cdef uint64_t i
+        cdef Region held = self.opened()
         names = {}
         for i in range(self._gguf.n_tensors):
             tensor = &self._gguf.tensors[i]
@@ -208,12 +213,12 @@ cdef class Header(HeaderBytes):
         """The bytes of all tensors of a type, by the type's name."""
         cdef um.um_gguf_tensor *tensor
         cdef uint64_t i
-        totals = {}
+        cdef dict by_number = {}
         for i in range(self._gguf.n_tensors):
             tensor = &self._gguf.tensors[i]
-            name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
-            totals[name] = totals.get(name, 0) + tensor.nbytes
-        return totals
+            by_number[tensor.type] = by_number.get(tensor.type, 0) + tensor.nbytes
+        return {um.um_gguf_type_of_tensor(number).name.decode(): nbytes
+                for number, nbytes in by_number.items()}
 
     def runs(self):
         """Where the tensors of one type lie, one behind the other without a gap.

@@ -14,5 +14,7 @@ cdef class HeaderBytes:
     # Reads what the parser asks for, from first_nbytes on; raises `format` where it finds a rule
     # broken.
     cdef int read(self, int fd, str path, um.uint64_t first_nbytes, type format) except -1
+    # The copy, for whoever reads it to hold: a collection may close the header meanwhile.
+    cdef Region opened(self)
     # The parser of the format, over the first nbytes.
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil

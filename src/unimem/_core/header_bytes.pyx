@@ -2,9 +2,9 @@
 """The first bytes of a model file, read for a parser that says how many it needs."""
 import hashlib
 
-from unimem.errors import CapacityError, FormatError
+from unimem.errors import CapacityError, ClosedError, FormatError
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
@@ -65,8 +65,30 @@ cdef class HeaderBytes:
                     raise format(error.rule, error.offset, path) from None
             nbytes = err.asked
 
+    cdef Region opened(self):
+        if self._region is None:
+            raise ClosedError("the Weights were closed, and their header with them")
+        return self._region
+
+    @property
+    def address(self):
+        """Where the private copy lies; 0 without one."""
+        return 0 if self._region is None else <uintptr_t>self._region.block.base
+
+    @property
+    def copied_bytes(self):
+        """Bytes of the private copy; 0 without one."""
+        return 0 if self._region is None else self._region.memory_bytes()
+
+    def close(self):
+        """Give the copy back, and with it names, metadata and the fingerprint; the table stays.
+
+        Twice is no error.
+        """
+        self._region = None
+
     def fingerprint(self):
         """A hash of the header and the size of the file, in hexadecimal."""
-        digest = hashlib.blake2b(memoryview(self._region)[:self.nbytes], digest_size=16)
+        digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()

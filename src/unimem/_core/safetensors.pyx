@@ -9,6 +9,7 @@ from libc.string cimport memchr
 
 from unimem._core cimport native as um
 from unimem._core.header_bytes cimport HeaderBytes, join_runs
+from unimem._core.region cimport Region
 
 # Headers of some 500 tensors fit into the first read. A longer one is read anew, from its start.
 cdef enum:
@@ -80,6 +81,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     def keys(self):
         """The keys of the metadata, each with its index, in the order of the file."""
         cdef uint64_t i
+        cdef Region held = self.opened()
         keys = {}
         for i in range(self._safetensors.n_kv):
             keys[self._text(self._safetensors.kv[i].key)] = i
@@ -92,6 +94,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         -------
         str
         """
+        cdef Region held = self.opened()
         return self._text(self._kv(index).value)
 
     def raw_value(self, Py_ssize_t index):
@@ -102,6 +105,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         bytes
             ``b"str\\0"``, and the value as UTF-8.
         """
+        cdef Region held = self.opened()
         return b"str\0" + self._utf8(self._kv(index).value)
 
     cdef const um.um_safetensors_kv *_kv(self, Py_ssize_t index) except NULL:
@@ -112,6 +116,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     def tensor_names(self):
         """The names of the tensors, each with its index, in the order of the header."""
         cdef uint64_t i
+        cdef Region held = self.opened()
         names = {}
         for i in range(self._safetensors.n_tensors):
             names[self._text(self._safetensors.tensors[i].name)] = i

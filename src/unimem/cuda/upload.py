@@ -25,7 +25,7 @@ from unimem.gpu import Driver
 from unimem.loading import Progress
 from unimem.model_file import ModelFile, check_version, reopen
 from unimem.threads import run_in_threads
-from unimem.weights import Tensor, Weights
+from unimem.weights import Contents, Tensor, Weights
 
 __all__ = ["STAGING_BYTES", "bytes_needed", "to_device"]
 
@@ -54,7 +54,7 @@ class _Source(NamedTuple):
         return self.at + self.nbytes
 
 
-def _sources(weights: Weights) -> list[_Source]:
+def _sources(weights: Contents) -> list[_Source]:
     """Lay the files' data out one behind the other."""
     ends = {part.file.path: part.file.header.data_offset for part in weights._parts}
     for tensor in weights.tensors.values():
@@ -67,7 +67,7 @@ def _sources(weights: Weights) -> list[_Source]:
     return sources
 
 
-def _places(weights: Weights, sources: list[_Source]) -> list[tuple[Tensor, int]]:
+def _places(weights: Contents, sources: list[_Source]) -> list[tuple[Tensor, int]]:
     """Tell where each tensor will be in what is taken."""
     moved = {source.file.path: source.at - source.begin for source in sources}
     places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
@@ -82,7 +82,7 @@ def _places(weights: Weights, sources: list[_Source]) -> list[tuple[Tensor, int]
     return places
 
 
-def bytes_needed(weights: Weights) -> int:
+def bytes_needed(weights: Contents) -> int:
     """Tell how much `to_device` takes of a tape that is aligned."""
     return _sources(weights)[-1].end
 

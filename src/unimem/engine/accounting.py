@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from unimem import published
 from unimem.attribution import attribute
 from unimem.engine import ggml
 from unimem.ledger import Part, entries
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from unimem.engine.decoder import Decoder
 
 __all__ = ["parts_of", "report_of"]
+
+_SHOWN = ("diagnostics", published.NAME)  # what the process shows others of itself
 
 
 def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
@@ -45,7 +48,12 @@ def report_of(decoder: Decoder) -> Report:
     if kv.block is not None:
         blocks.append(kv.block)
     addresses = {block.address for block in blocks}
-    own = [entry for entry in entries() if entry.address in addresses]
+    addresses |= {part.file.header.address for part in weights._parts}
+    own = [
+        entry
+        for entry in entries()
+        if entry.address in addresses or (entry.category, entry.name) == _SHOWN
+    ]
     process = read_process()
     areas = tuple(
         area
