@@ -187,17 +187,22 @@ def _advice(plan: Plan) -> Iterator[str]:
     if not plan.advice:
         return
     yield terminal.heading("What helps, that costs the least first:")
+    remedies = {check.remedy for check in plan.checks}
     for number, advice in enumerate(plan.advice, 1):
         text = advice.text[:1].upper() + advice.text[1:]
-        yield from _item(f"{number}.", text + _worth(advice))
+        remedy = next((one for one in remedies if text.endswith(f": {one}")), "")
+        text = text.removesuffix(f": {remedy}") + _worth(advice)
+        typed = remedy or _as_options(advice.options)
+        yield from _item(f"{number}.", f"{text}:" if typed else text)
+        if typed:  # in a line of its own, however long: to be copied
+            yield " " * _INDENT + terminal.one_line(typed)
     yield ""
 
 
 def _worth(advice: Advice) -> str:
-    """Say what it is worth in figures, and which option does it."""
+    """Say what it is worth in figures."""
     worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
     worth += ["then it fits"] if advice.fits else []
-    worth += [_as_options(advice.options)] if advice.options else []
     return f" ({', '.join(worth)})" if worth else ""
 
 
