@@ -38,6 +38,7 @@ from unimem.loading import Load
 from unimem.placement import Pages
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report
+from unimem.residency import warm_where_it_fits
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
@@ -292,10 +293,10 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
 
 
 def _warm(weights: Weights, threads: int) -> None:
-    """Read a mapped model, so that no token waits for its pages."""
+    """Read a mapped model, so that no token waits for its pages; one that spills stays mapped."""
     if weights.load == "map":
         with terminal.updates("loading") as progress:
-            weights.warm(threads, progress)
+            warm_where_it_fits(weights, threads, progress)
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
