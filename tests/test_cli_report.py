@@ -125,9 +125,9 @@ FOUND = Processes(
     2,
 )  # fmt: skip
 LIST = """\
- pid        RSS        PSS  command            model
-1234    5.0 GiB    3.0 GiB  llama-server -m x  a.gguf and 1 more
-  99  300.0 MiB  200.0 MiB  python             read into its own memory
+ pid     in RAM        Rss  command            model
+1234    3.0 GiB    5.0 GiB  llama-server -m x  a.gguf and 1 more
+  99  200.0 MiB  300.0 MiB  python             none mapped
 
 unimem report PID shows where the memory of one is, with --watch as it changes.
 2 processes are not ours to look at.
@@ -170,6 +170,8 @@ def test_the_page() -> None:
 @pytest.mark.usefixtures("invented")
 def test_mappings_have_a_line_each() -> None:
     assert show("report", 1234, "--mappings") == (0, PAGE + MAPPINGS, "")
+    narrow = show("report", 1234, "--mappings", columns=48).plain
+    assert re.search(r"^ +size +in RAM  pages  memory +name$", narrow, re.M)
     wide = show("report", 1234, "--mappings", columns=120).plain
     assert re.search(r"^7f0000000000 .*  /models/m\.gguf$", wide, re.M)
 
@@ -214,7 +216,7 @@ def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("columns", [None, 80, 120, 240])
+@pytest.mark.parametrize("columns", [None, 40, 64, 80, 120, 240])
 def test_nothing_is_wider_than_the_line_nor_obeyed(
     monkeypatch: pytest.MonkeyPatch, columns: int | None, encoding: str
 ) -> None:
@@ -371,7 +373,7 @@ def test_only_numbers_name_a_process(pid: str) -> None:
     assert f"got {pid!r}: 'unimem report' lists those that have a model, 'ps -e' all" in text
 
 
-@pytest.mark.parametrize("words", ["--mappings", "--count 2", "1 --count 2", "1 --interval 0"])
+@pytest.mark.parametrize("words", ["--mappings", "--count 2", "1 --count 2", "1 --interval 2"])
 def test_wrong_usage_ends_with_2(words: str) -> None:
     screen = show("report", *words.split())
     assert (screen.code, screen.out) == (2, "")

@@ -49,9 +49,15 @@ def report(
         bool, typer.Option("--watch", help="Show it again and again, until q is pressed.")
     ] = False,
     interval: Annotated[
-        float,
-        typer.Option(min=0.1, max=86400, metavar="SECONDS", help="Time between two, with --watch."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=86400,
+            metavar="SECONDS",
+            help="Time between two, with --watch. [default: 1]",
+            show_default=False,
+        ),
+    ] = None,
     count: Annotated[
         int | None,
         typer.Option(
@@ -70,10 +76,11 @@ def report(
             raise typer.BadParameter("--mappings is not for --watch: press m there")
         from unimem.cli.watch import watch as keep_showing
 
-        keep_showing(_only() if number is None else number, interval, count, as_json)
+        keep_showing(_only() if number is None else number, interval or 1.0, count, as_json)
         return
-    if count is not None:
-        raise typer.BadParameter("--count is for --watch")
+    for option, value in (("--interval", interval), ("--count", count)):
+        if value is not None:
+            raise typer.BadParameter(f"{option} is for --watch")
     if number is None:
         if mappings:
             raise typer.BadParameter("--mappings needs PID: 'unimem report' lists processes")
@@ -111,15 +118,16 @@ def _list(seen: Processes) -> Iterator[str]:
     rows = [
         (
             str(each.pid),
-            format_bytes(each.rss_bytes),
             format_bytes(each.pss_bytes),
+            format_bytes(each.rss_bytes),
             _short_command(each),
-            _names(each.models) or "read into its own memory",
+            _names(each.models) or "none mapped",
         )
         for each in seen.found
     ]
     if rows:
-        yield from table_lines(("pid", "RSS", "PSS", "command", "model"), rows, align=">>><<")
+        head = ("pid", "in RAM", "Rss", "command", "model")
+        yield from table_lines(head, rows, align=">>><<", spare=("Rss",))
         text = "unimem report PID shows where the memory of one is, with --watch as it changes."
     else:
         text = (
@@ -221,7 +229,8 @@ def memory_lines(report: Report) -> Iterator[str]:
         rows.append([f"total on {device}", format_bytes(nbytes), *[""] * len(columns)])
     shares = [(row.resident_bytes or 0) / total if total else 0.0 for row in report.rows]
     bars = [Bar(share) for share in shares] + [None] * (len(rows) - len(shares))
-    yield from table_lines(("memory", *columns, "pages"), rows, bars=bars)
+    spare = ("pages", *(name for name in ("most", "active") if name in columns))
+    yield from table_lines(("memory", *columns, "pages"), rows, bars=bars, spare=spare)
 
 
 def _pages(granted: Placement | None) -> str:
@@ -262,7 +271,7 @@ def _mappings(mappings: Sequence[Mapping]) -> Iterator[str]:
         for each in sorted(mappings, key=lambda each: (-each.granted.pss_bytes, -each.nbytes))
     ]
     head = ("address", "size", "in RAM", "pages", "memory", "name")
-    yield from table_lines(head, rows, align=">>>><<")
+    yield from table_lines(head, rows, align=">>>><<", spare=("address", "pages", "memory"))
 
 
 def _kind(mapping: Mapping) -> str:

@@ -117,6 +117,7 @@ def table_lines(
     *,
     align: str | None = None,
     bars: Sequence[Bar | None] = (),
+    spare: Sequence[str] = (),
     columns: int | None = None,
 ) -> Iterator[str]:
     """Lay out texts in columns, and bars in what is left of the line.
@@ -132,6 +133,8 @@ def table_lines(
         the left. Where the line is too short, those to the left are cut, the widest first.
     bars : sequence of Bar or None
         One a row.
+    spare : sequence of str
+        Names of columns that are left out where cutting is not enough, the first one first.
     columns : int, optional
         Of a line; by default all that there are.
 
@@ -156,6 +159,9 @@ def table_lines(
     align = "<" + ">" * (len(head) - 1) if align is None else align
     texts = [[terminal.one_line(text) for text in row] for row in (head, *rows)]
     widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    kept = _kept(head, widths, align, spare, columns)
+    texts = [[row[i] for i in kept] for row in texts]
+    widths, align = [widths[i] for i in kept], "".join(align[i] for i in kept)
     gaps = len(_GAP) * (len(widths) - 1)
     _narrow(widths, align, columns - gaps)
     n_bar = columns - sum(widths) - gaps - len(_GAP)
@@ -171,6 +177,22 @@ def table_lines(
         if bar is not None and n_bar >= _NARROWEST_BAR:
             line += _GAP + _drawn(bar, n_bar)
         yield line.rstrip()
+
+
+def _kept(
+    head: Sequence[str], widths: Sequence[int], align: str, spare: Sequence[str], columns: int
+) -> list[int]:
+    """Choose the columns that there is room for, the others cut as far as they may be."""
+    least = [
+        min(width, _NARROWEST_TEXT) if side == "<" else width
+        for width, side in zip(widths, align, strict=True)
+    ]
+    kept = list(range(len(head)))
+    for name in spare:
+        if sum(least[i] for i in kept) + len(_GAP) * (len(kept) - 1) <= columns:
+            break
+        kept.remove(head.index(name))
+    return kept
 
 
 def _narrow(widths: list[int], align: str, columns: int) -> None:
