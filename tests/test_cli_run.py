@@ -123,7 +123,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert sum(planned.values()) == plan["total_bytes"] <= plan["available_bytes"]
     assert planned == sizes
     of_file = {"weights:f32", "weights:padding"}
-    assert set(sizes) == of_file | {"kv", "scratch", "logits", "tokens"}
+    assert set(sizes) == of_file | {*("kv", "scratch", "logits", "tokens", "diagnostics", "other")}
     assert sizes["logits"] == 4 * TINY.vocab
     row_bytes = 2 * TINY.layers * TINY.kv_heads * TINY.head * 2
     assert sizes["kv"] == pytest.approx(100 * row_bytes, abs=4096)

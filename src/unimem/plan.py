@@ -29,7 +29,7 @@ __all__ = ["Advice", "Check", "Plan", "plan"]
 SCHEMA = "unimem.plan/1"
 DEFAULT_CTX = 4096
 _MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
-_MOST_SESSIONS = 4096
+MOST_SESSIONS = 4096
 _KV_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -349,7 +349,7 @@ class _Options:
             None if window is None else _count("window", window, _MOST),
             limits.thread_count() if threads is None else _count("threads", threads, 512),
             given["load"],
-            _count("sessions", given["sessions"], _MOST_SESSIONS),
+            _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
             given["placement"],
         )

@@ -23,7 +23,7 @@ from unimem.cli.options import (
 )
 from unimem.cli.tables import Bar, fact_lines, fit, room, table_lines, wrap
 from unimem.placement import format_bytes
-from unimem.plan import Advice, Check, Plan
+from unimem.plan import MOST_SESSIONS, Advice, Check, Plan
 from unimem.plan import plan as make_plan
 
 __all__ = ["plan"]
@@ -53,7 +53,7 @@ def plan(
         int,
         typer.Option(
             min=1,
-            max=2**20,
+            max=MOST_SESSIONS,
             metavar="N",
             help="Decoders over the same weights; each has a KV cache and scratch memory.",
         ),
