@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import gguf_files as gf
 import unimem as um
+from conftest import Run
 from unimem import ledger, published
 from unimem._core import status
 from unimem._core.gguf import Header as GGUFHeader
@@ -317,6 +318,32 @@ def test_entries_while_others_make_and_close_blocks() -> None:
         thread.join()
     assert failures == []
     check()
+
+
+def test_a_region_that_is_about_to_go_is_left_out(run_python: Run) -> None:
+    """Weak references to it are told while it is still mapped, and other threads may run then."""
+    done = run_python(
+        """
+        import gc
+        import weakref
+        import unimem as um
+        from unimem.ledger import entries
+
+        def listed(_):
+            seen.append([entry.name for entry in entries()])
+
+        seen = []
+        with um.Block(4096, name="before"), um.Block(4096, name="mine") as block:
+            (region,) = (o for o in gc.get_referents(block) if type(o).__name__ == "Region")
+            reference = weakref.ref(region, listed)
+            del region
+            block.close()
+            listed(None)
+        print(seen)
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[['before'], ['before']]\n"
 
 
 # ---- parts ---------------------------------------------------------------------------------------

@@ -13,12 +13,16 @@ from libc.string cimport memset
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, nbytes_of, shape_within
 
+cdef extern from "Python.h":
+    Py_ssize_t references "Py_REFCNT"(PyObject *thing)
+
 cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTERLEAVE,
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
 # What a fork leaves out of the child.
 cdef object _left_out = weakref.WeakSet()
 # The ledger: the newest of the regions that are mapped, and weak references, by their addresses, to
-# those who know what parts of regions are for. Nothing of Python's runs while either changes.
+# those who know what parts of regions are for. Nothing of Python's runs while either changes; but
+# weak references to a region are cleared while it is listed, when nobody may hold it any more.
 cdef void *_newest = NULL
 cdef dict _holders = {}
 # The categories as rows of a report call them.
@@ -211,6 +215,12 @@ cdef class Region:
         return self.block.requested_pages in (um.UM_PAGES_2M, um.UM_PAGES_1G)
 
 
+cdef void *alive_from(void *here) noexcept:
+    while here != NULL and references(<PyObject *>here) == 0:
+        here = (<Region>here).older
+    return here
+
+
 def regions():
     """What is mapped now, the newest first.
 
@@ -224,12 +234,14 @@ def regions():
     cdef list found = []
     # Held while it is looked at, so that the next one can be asked for: what is made here may
     # collect others.
-    cdef Region region = <Region>_newest if _newest != NULL else None
-    while region is not None:
+    cdef void *here = alive_from(_newest)
+    cdef Region region
+    while here != NULL:
+        region = <Region>here
         found.append((region.row(), region.name, <uintptr_t>region.block.base,
                       region.memory_bytes(), region.block.reserved_nbytes, region.requested,
                       region.file))
-        region = <Region>region.older if region.older != NULL else None
+        here = alive_from(region.older)
     return found
 
 
