@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import mmap
 import threading
@@ -262,7 +263,7 @@ def test_generators_are_refused_as_their_bodies_do_not_run_in_their_calls() -> N
     async def later() -> Any:
         yield 1
 
-    for function in (rows, later):
+    for function in (rows, later, functools.partial(rows)):
         with pytest.raises(TypeError, match=r"is a generator.*Measure inside it"):
             um.measure()(function)
 

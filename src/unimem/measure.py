@@ -132,9 +132,10 @@ class Measured:
         if not callable(function):
             raise TypeError(f"measure: expected a function, got {type(function).__name__}")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            name = getattr(function, "__qualname__", repr(function))  # a partial has none
             raise TypeError(
-                f"measure: {function.__qualname__} is a generator: its body does not run in its "
-                "call. Measure inside it, 'with um.measure()', or where it is iterated"
+                f"measure: {name} is a generator: its body does not run in its call. Measure "
+                "inside it, 'with um.measure()', or where it is iterated"
             )
         measuring: Any
         if inspect.iscoroutinefunction(function):
@@ -172,8 +173,8 @@ class Measured:
         """The most bytes that were mapped at once during the block, of each category of blocks.
 
         Exact, whichever threads mapped them. They are ``weights``, ``scratch``, ``kv``,
-        ``staging``, ``diagnostics`` and ``other``: what a report shows apart, such as logits, is in
-        the category of its block.
+        ``staging``, ``diagnostics``, ``logits``, ``tokens`` and ``other``: what a report shows as
+        parts of a block, such as a decoder's logits, is in the category of the block.
         """
         self._span()
         marks = self._marks
