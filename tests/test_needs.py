@@ -268,6 +268,20 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
         ({"num_hidden_layers": "3"}, None),
         ({"num_attention_heads": 10**30}, None),
         ({"hidden_size": 2}, None),
+        # Fields of their own, no cache, or what is left out since it is the default.
+        ({"model_type": "falcon", "multi_query": True}, None),
+        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, None),
+        ({"model_type": "bert"}, None),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
+        ({"model_type": None}, None),
+        ({"model_type": "gemma3_text"}, None),
+        (
+            {
+                "model_type": "llava",
+                "text_config": {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"},
+            },
+            None,
+        ),
     ],
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:

@@ -38,6 +38,46 @@ _FEWER = {
 }
 # The type of transformer of a config.json that is computed as the engine computes it.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Those of which each layer keeps keys and values of each token, in as many heads and of the size
+# that these fields say. Others have fields of their own for that, or keep something else.
+_PLAIN_CACHES = frozenset(
+    {
+        *(
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "phi",
+            "phi3",
+            "phimoe",
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "gpt_oss",
+            "olmo",
+            "olmo2",
+            "olmoe",
+            "starcoder2",
+            "stablelm",
+            "cohere",
+            "cohere2",
+            "granite",
+            "granitemoe",
+            "glm",
+            "glm4",
+            "smollm3",
+            "internlm2",
+            "opt",
+            "bloom",
+        ),
+    }
+)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -290,7 +330,7 @@ def of_config(config: dict[str, Any] | None, why: str) -> Shape:
     kind = config.get("model_type")
     arch = kind if isinstance(kind, str) else None
     inner = config.get("text_config")
-    values = _Config(inner if isinstance(inner, dict) else config)
+    values = _Config(inner, nested=True) if isinstance(inner, dict) else _Config(config)
     vocab, longest = values.number("vocab_size"), values.number(*_LONGEST)
     unknown: list[str] = []
     dims = None
@@ -319,11 +359,18 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
+def _named(kind: object) -> str:
+    return (
+        f"{kind!r:.40}" if isinstance(kind, str) else f"a model without 'model_type' in {_CONFIG}"
+    )
+
+
 class _Config:
     """Checked access to a ``config.json``."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], *, nested: bool = False) -> None:
         self._values = values
+        self._nested = nested
 
     def number(self, *names: str) -> int | None:
         """Return the first of these that is an integer above 0."""
@@ -350,6 +397,14 @@ class _Config:
         """Return the heads, those of keys and values, and the values of one."""
         heads = self.required(_HEADS)
         size = self.number("head_dim")
+        # What has its default is left out of an inner config, and so may be what is not the rule.
+        own_size = size is None and str(self._values.get("model_type")).startswith("gemma")
+        for name, missing in (
+            ("num_key_value_heads", self._nested and "num_key_value_heads" not in self._values),
+            ("head_dim", own_size),
+        ):
+            if missing:
+                raise _UnknownError(f"{_CONFIG} has no {name!r}, which need not follow from others")
         if size is None:
             size = self.required(_HIDDEN) // heads
         if size == 0:
@@ -372,6 +427,8 @@ class _Config:
             "attention" not in name or "linear" in name for name in named
         ):
             raise _UnknownError(f"{kind!r:.40} keeps a state of its own, in some layers or in all")
+        if kind not in _PLAIN_CACHES:
+            raise _UnknownError(f"what {_named(kind)} keeps of a token is not known to unimem")
         _, heads, size = self.heads()
         slides = self.window()
         fewer = []
@@ -386,7 +443,7 @@ class _Config:
         """Return the dimensions, of a model that is computed as the engine computes one."""
         kind = self._values.get("model_type")
         if kind not in _DENSE_TYPES or self.number(*_EXPERT_COUNTS):
-            raise _UnknownError(f"what computing {kind!r:.40} takes is the runtime's to say")
+            raise _UnknownError(f"what computing {_named(kind)} takes is the runtime's to say")
         if vocab is None or longest is None:
             missing = "vocab_size" if vocab is None else _LONGEST[0]
             raise _UnknownError(f"{_CONFIG} has no {missing!r}, or none that is a number")
