@@ -118,6 +118,28 @@ def test_mappings_are_lines_too() -> None:
     assert lines[0].address == 0x7F00_0000_0000
 
 
+def test_mappings_are_in_the_order_of_their_categories_whatever_their_addresses() -> None:
+    now = NOW.report
+    mixed = replace(now, mappings=(*reversed(now.mappings), *now.mappings))
+    lines = state_of(replace(NOW, report=mixed), shows_mappings=True).lines()
+    names = [line.category for line in lines]
+    assert names == [name for each in now.mappings for name in [each.category] * 2]
+
+
+def test_lines_are_made_once_for_each_report() -> None:
+    state = state_of()
+    lines = state.lines()
+    state.take(replace(NOW, seconds=13.0))  # the report was not read again
+    assert state.lines() is lines
+    for key in "sm":
+        state.press(key)
+        assert state.lines() is not lines
+    state = state_of()
+    lines = state.lines()
+    state.take(sample(13.0, report()))
+    assert state.lines() is not lines
+
+
 # ---- keys ----------------------------------------------------------------------------------------
 
 

@@ -132,12 +132,11 @@ class Model(NamedTuple):
 def mapped_models(report: Report) -> list[Model]:
     """Give the model files that a process maps, the largest first."""
     found: dict[str, Model] = {}
-    for mapping in sorted(report.mappings, key=lambda mapping: -mapping.nbytes):
-        if mapping.path is None or not mapping.category.startswith("weights"):
-            continue
+    of_models = [
+        (m.path, m) for m in report.mappings if m.path and m.category.startswith("weights")
+    ]
+    for path, mapping in sorted(of_models, key=lambda each: -each[1].nbytes):
         granted = mapping.granted
-        _, nbytes, resident, pages = found.get(mapping.path, ("", 0, 0, granted.pages))
-        found[mapping.path] = Model(
-            mapping.path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages
-        )
+        _, nbytes, resident, pages = found.get(path, ("", 0, 0, granted.pages))
+        found[path] = Model(path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages)
     return sorted(found.values(), key=lambda model: -model.nbytes)

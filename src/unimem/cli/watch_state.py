@@ -206,6 +206,7 @@ class State:
     late_seconds: float = 0.0
     has_quit: bool = False
     history: deque[Rates] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _sorted: tuple[Report, Sort, bool, list[Line]] | None = None
 
     # ---- samples ----
 
@@ -264,13 +265,22 @@ class State:
     # ---- memory ----
 
     def lines(self) -> list[Line]:
-        """Give the rows, or the mappings, in the order that was chosen."""
+        """Give the rows, or the mappings, in the order that was chosen.
+
+        They are the same until the memory is read again, since there may be thousands.
+        """
         if self.now is None or self.first is None:
             return []
+        report, chosen = self.now.report, (self.sort, self.shows_mappings)
+        if self._sorted is None or self._sorted[0] is not report or self._sorted[1:3] != chosen:
+            self._sorted = report, *chosen, self._lines(self.first.report, report)
+        return self._sorted[3]
+
+    def _lines(self, start: Report, report: Report) -> list[Line]:
         find = _mappings if self.shows_mappings else _rows
-        first, before = (_resident(find(each)) for each in (self.first.report, self.reports[0]))
+        first, before = (_resident(find(each)) for each in (start, self.reports[0]))
         found = []
-        for line in find(self.now.report):
+        for line in find(report):
             held = _held(line)
             found.append(
                 line._replace(
@@ -278,14 +288,14 @@ class State:
                     since_start_bytes=held - first.get(line.key, 0),
                 )
             )
+        places = {name: i for i, name in enumerate(dict.fromkeys(r.category for r in report.rows))}
         orders: dict[Sort, Callable[[Line], int]] = {
-            "size": lambda line: line.nbytes,
-            "resident": _held,
-            "growth": lambda line: line.since_start_bytes,
+            "category": lambda line: places.get(line.category, len(places)),
+            "size": lambda line: -line.nbytes,
+            "resident": lambda line: -_held(line),
+            "growth": lambda line: -line.since_start_bytes,
         }
-        if self.sort in orders:
-            found.sort(key=orders[self.sort], reverse=True)
-        return found
+        return sorted(found, key=orders[self.sort])
 
     def total(self) -> Line:
         """Sum up the rows of main memory, and what has come and gone."""

@@ -369,7 +369,8 @@ def _row(columns: Sequence[_Column], texts: Sequence[str], styles: Sequence[str]
 def _columns(state: State, lines: Sequence[Line], width: int, blocks: bool) -> list[_Column]:
     """Choose the columns that there is room for; what the lines are for comes last, or a bar."""
     is_wide = width >= _WIDE
-    longest = max((cell_len(one_line(line.category)) for line in lines), default=0)
+    names = {line.category for line in lines}
+    longest = max((cell_len(one_line(name)) for name in names), default=0)
     n = max(_SIZE, min(longest, 24 if is_wide else 18))
     category = _Column(
         _TITLES["category"], n, lambda line: fit(one_line(line.category), n), is_left=True
