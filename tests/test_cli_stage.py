@@ -30,6 +30,7 @@ import unimem as um
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from test_stage import (
     MIB,
     TINY,
@@ -45,6 +46,7 @@ from test_stage import (
 from unimem import limits, placing, stage_held
 from unimem.cli import main
 from unimem.errors import CapacityError
+from unimem.process import read_process
 from unimem.stage_held import SCHEMA, Held, drop, holders
 
 cli_stage = importlib.import_module("unimem.cli.stage")
@@ -262,6 +264,15 @@ def test_the_lock_is_the_holders(
     assert kib(held.pid, "VmLck") << 10 >= model.stat().st_size
     assert held.granted.locked_bytes >= model.stat().st_size
     assert kib(os.getpid(), "VmLck") == 0
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_pages_of_a_pool_need_no_lock(stage: Stage, model: Path, tmp_path: Path) -> None:
+    """Where users have a limit on locked memory, they would not get a model into the pool."""
+    stage(model, "--backing", "hugetlb")
+    (held,) = kept(tmp_path)
+    assert held.granted.locked_bytes >= model.stat().st_size
+    assert not any(area.hugetlb_bytes for area in read_process(held.pid).areas)
 
 
 def test_the_page_cache_needs_no_holder(

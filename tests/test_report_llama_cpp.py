@@ -21,6 +21,7 @@ import gguf_files as gf
 import llama_cpp
 import unimem as um
 from models.make import SMALL, write_model
+from unimem import stage_held
 from unimem.report import Report, Row
 
 _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *(.*)")
@@ -141,12 +142,17 @@ def test_llama_cpp_of_split_files(model: Path) -> None:
 
 
 def test_llama_cpp_of_a_staged_model(model: Path) -> None:
-    with um.stage(model) as staged, llama_cpp.holding(staged.path) as pid:
-        report, sums = read(pid, Path(staged.path))
-        assert_is_the_kernel_s(report, sums, [Path(staged.path)])
+    with stage_held.hold(um.stage(model), str(model), {"lock": False}, []) as staged:
+        pass
+    try:
+        with llama_cpp.holding(staged.path) as pid:
+            report, sums = read(pid, Path(staged.path))
+            assert_is_the_kernel_s(report, sums, [Path(staged.path)])
+    finally:
+        stage_held.drop(staged)
     (known,) = report.facts["models"]
     assert (known["format"], known["architecture"]) == ("GGUF", "llama")
-    assert known["path"].endswith(model.name)
+    assert (known["path"], known["staged_from"]) == (staged.path, str(model))
     assert 1 << 20 < known["rss_bytes"] <= known["nbytes"]
 
 

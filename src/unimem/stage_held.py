@@ -137,7 +137,9 @@ def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) 
     """
     with stage:
         place = stage._opened()
-        fds = [place.open(name) for name in stage._names] if stage.granted.locked_bytes else []
+        # Pages of a pool never leave RAM: locking them would only take from the user's limit.
+        is_to_lock = stage.granted.locked_bytes > 0 and stage.backing != "hugetlb"
+        fds = [place.open(name) for name in stage._names] if is_to_lock else []
         note = {
             "path": place.path(stage._first),
             "paths": [place.path(name) for name in stage._names],
