@@ -25,6 +25,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Any:
         limit = Limit("memory of the machine", 2 * nbytes, nbytes, "less")
         monkeypatch.setattr("unimem.limits.memory_limits", lambda: (limit,))
 
+    monkeypatch.setattr("unimem.limits.huge_pools", dict)  # what lies in a pool needs no room
     set_available(64 * GIB)
     return set_available
 

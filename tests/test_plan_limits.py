@@ -32,6 +32,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         limit = Limit("memory of the machine", 2 * machine, machine, "take less")
         monkeypatch.setattr(limits, "memory_limits", lambda: (limit, *cgroups))
 
+    monkeypatch.setattr(limits, "huge_pools", dict)  # what lies in a pool needs no such room
     return set_room
 
 
@@ -282,6 +283,12 @@ def test_nodes(
     for check, share in zip(checks, needed, strict=True):
         assert check.needed_bytes == pytest.approx(share * placed, abs=8)
         assert not check.is_hard
+    # What is only preferred is no limit, and what will lie elsewhere is said.
+    assert ("numa" in plan.facts) == numa.startswith("preferred")
+    if numa.startswith("preferred"):
+        assert plan.fits
+        assert "preferred:1: there is room for 1.0 GiB of 2.1 GiB" in str(plan)
+        validated(plan)
     if numa == "bind:1":
         assert checks[0].available_bytes == GIB + 1
         assert not checks[0].fits

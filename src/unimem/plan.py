@@ -82,7 +82,8 @@ class Plan:
         Sentences: what could not be planned, and why.
     facts : dict
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
-        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known.
+        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
+        where not all will lie on the nodes that are preferred.
     ctx : int or None
         Tokens of context; None where it is not given, and what a token takes is not known.
     batch : int
@@ -214,6 +215,7 @@ class Plan:
         tokens = "not known" if self.ctx is None else f"{self.ctx} tokens"
         told = [f"context: {tokens} ({longest})"]
         told += [f"not known: {text}" for text in self.unknown]
+        told += [self.facts["numa"]] if "numa" in self.facts else []
         told += [item.text for item in self.advice]
         return "\n".join([table(("category", "size"), lines), *told])
 
@@ -418,6 +420,7 @@ class _Planner:
         has_cache = bool(session.shape.cache)
         return self._described(
             options,
+            facts=dict(self._source.facts) | self._elsewhere(storage.numa, found),
             rows=_rows(found),
             checks=checks,
             ctx=ctx,
@@ -446,7 +449,6 @@ class _Planner:
         return Plan(
             advice=(),
             unknown=self._source.shape.unknown,
-            facts=dict(self._source.facts),
             batch=options.batch,
             kv_dtype=options.kv_dtype,
             window=options.window,
@@ -554,6 +556,21 @@ class _Planner:
         shares = node_shares(replace(numa, nodes=wanted), nbytes)
         return [check((node,), share) for node, share in shares.items()]
 
+    def _elsewhere(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
+        """Say what will not lie on the nodes that are preferred, which are no limit."""
+        if numa is None or numa.mode != "preferred":
+            return {}
+        nodes = (self._machine.nodes.get(n) for n in numa.nodes)
+        room = sum(node.available_bytes for node in nodes if node is not None and node.allowed)
+        nbytes = sum(need.ram_bytes for need in needs if need.numa is not None)
+        if nbytes <= room:
+            return {}
+        text = (
+            f"{numa}: there is room for {format_bytes(room)} of {format_bytes(nbytes)}, and the "
+            "rest will lie on other nodes"
+        )
+        return {"numa": text}
+
     # ---- a GPU ----------------------------------------------------------------------------------
 
     def _on_device(self, options: _Options, device: int) -> Plan:
@@ -594,6 +611,7 @@ class _Planner:
         remedy = "free what others hold there, or take a smaller ctx, batch or model"
         return self._described(
             options,
+            facts=dict(self._source.facts),
             rows=(
                 *(Row(kind, size, device=name) for kind, size in rows.items() if size),
                 *_rows([staging]),

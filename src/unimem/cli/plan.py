@@ -143,7 +143,7 @@ def _facts(plan: Plan, model: Path) -> dict[str, str]:
         "context": ", ".join([*cache, _count(plan.threads, "thread")]),
         "load": f"{plan.load}: {plan.load_reason}",
         "pages": plan.pages if plan.pages != "auto" else "",
-        "numa": plan.numa or "",
+        "numa": known.get("numa") or plan.numa or "",
         "ggml": known.get("ggml") or "",
     }
     return {name: text for name, text in facts.items() if text}
