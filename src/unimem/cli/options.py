@@ -72,7 +72,8 @@ NumaNodes = Annotated[
     str | None,
     typer.Option(
         metavar="MODE[:NODES]",
-        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted.",
+        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted. "
+        "[default: none]",
         show_default=False,
     ),
 ]

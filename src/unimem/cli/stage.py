@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from unimem.cli import terminal
-from unimem.cli.options import AsJson
+from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.model_file import open_model
 from unimem.placement import Pages, format_bytes, together
-from unimem.placing import parse_numa
 from unimem.stage import stage as make_stage
 from unimem.stage_held import Held, alone, drop, hold, hold_files, holders
 from unimem.stage_places import sweep
@@ -34,14 +33,7 @@ def stage(
         ),
     ] = None,
     pages: Annotated[Pages, typer.Option(help="Pages that it shall lie in.")] = "auto",
-    numa: Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY",
-            help="NUMA nodes, such as interleave or bind:0. [default: none]",
-            show_default=False,
-        ),
-    ] = None,
+    numa: NumaNodes = None,
     lock: Annotated[bool, typer.Option("--lock", help="Keep it from being swapped out.")] = False,
     backing: Annotated[
         Literal["auto", "tmpfs", "hugetlb", "memfd", "shm"],
@@ -96,10 +88,7 @@ def _check_usage(
         raise typer.BadParameter(
             "--page-cache has pages and nodes of its own: no --backing, --pages, --numa"
         )
-    try:
-        parse_numa(asked["numa"])
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    check_numa(asked["numa"])
 
 
 def _fill_standard_streams() -> None:
