@@ -39,11 +39,20 @@ def test_of_the_machine_and_of_the_own_cgroup(tree: Write) -> None:
     tree("proc/pressure/memory", PSI.format(some="1.50", full="0.25"))
     tree("proc/7/cgroup", "4:memory:/elsewhere\n0::/a/b\n")
     tree("cg/a/memory.pressure", PSI.format(some="9.00", full="9.00"))
+    tree("cg/a/b/cgroup.type", "domain\n")
     tree("cg/a/b/memory.pressure", PSI.format(some="99.10", full="40.00"))
     assert pressure.memory_pressure(7) == (
         Pressure("machine", 1.5, 0.25),
         Pressure("cgroup /a/b", 99.1, 40.0),
     )
+
+
+def test_of_a_container_whose_cgroup_is_its_root(tree: Write) -> None:
+    tree("proc/pressure/memory", PSI.format(some="1.50", full="0.25"))
+    tree("proc/self/cgroup", "0::/\n")
+    tree("cg/cgroup.type", "domain threaded\n")
+    tree("cg/memory.pressure", PSI.format(some="99.10", full="40.00"))
+    assert pressure.memory_pressure()[1:] == (Pressure("cgroup /", 99.1, 40.0),)
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])

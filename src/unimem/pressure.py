@@ -50,8 +50,9 @@ def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
     found = [_pressure("machine", _MACHINE)]
     for folder, name, version in limits._cgroups("", pid):
         if version == 2:
-            # The first is the own one. That of the root is the machine's once more.
-            if name != "/":
+            # The first is the own one. The root, which alone has no type, is the machine once more;
+            # in a container, what is at "/" may be another one.
+            if limits._read(f"{folder}/cgroup.type") is not None:
                 found.append(_pressure(f"cgroup {name}", f"{folder}/memory.pressure"))
             break
     return tuple(pressure for pressure in found if pressure is not None)
