@@ -135,8 +135,10 @@ def pool(page_bytes: int, total: int, surplus_most: int = 0) -> limits.HugePool:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invented]:
     # Where cgroups are mounted is read once.
     limits._mounts.cache_clear()
+    limits.core_of.cache_clear()
     yield Invented(tmp_path, monkeypatch)
     limits._mounts.cache_clear()
+    limits.core_of.cache_clear()
 
 
 # ---- what it finds -------------------------------------------------------------------------

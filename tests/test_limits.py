@@ -30,6 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     monkeypatch.setattr(limits, "_names", lambda path: real_names(f"{tmp_path}{path}"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     limits._mounts.cache_clear()
+    limits.core_of.cache_clear()
 
     def write(name: str, content: object) -> None:
         short = {"self": "proc/self/cgroup", "cgroup": "cg", "cpu": "sys/devices/system/cpu"}
@@ -42,6 +43,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     write("proc/meminfo", MEMINFO)
     yield write
     limits._mounts.cache_clear()
+    limits.core_of.cache_clear()
 
 
 def test_without_cgroups(tree: Write) -> None:
