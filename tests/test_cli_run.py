@@ -378,6 +378,20 @@ def test_the_model_in_the_package_goes_on_with_its_story(session: Path) -> None:
     assert "".join((first + then).split()) == "".join(whole.split())
 
 
+def test_a_model_that_spills_runs_and_says_so(model: Path) -> None:
+    code = f"""
+from unimem import CapacityError, residency
+def refuse(weights):
+    raise CapacityError("warming it does not fit", 1, 1, 2)
+residency._require_room = refuse
+{MAIN}"""
+    arguments = ("run", model, "--json", "--load", "map", "-n", "2", "-p", "a", *ONE_THREAD)
+    status, out, err = run(*arguments, code=code)
+    assert status == 0, err
+    assert json.loads(out)["output"]["tokens"]
+    assert "is read from the disk for every token" in " ".join(err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
