@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from conftest import Run
 from unimem import ledger, published
 from unimem._core import status
 from unimem._core.gguf import Header as GGUFHeader
-from unimem._core.region import holders
+from unimem._core.region import told
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 
@@ -303,21 +304,55 @@ def test_entries_while_others_make_and_close_blocks() -> None:
                     with um.Scratchpad(8, 8, tape=tape):
                         pass
                 block = um.Block(PAGE)
+                tape = um.Tape(block)
+                del tape
                 block.close()
         except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=make) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(2000):
-        for entry in entries():
-            assert sum(part.nbytes for part in entry.parts) == entry.nbytes
-    ended.set()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            for entry in entries():
+                assert sum(part.nbytes for part in entry.parts) == entry.nbytes
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
     for thread in threads:
         thread.join()
     assert failures == []
     check()
+
+
+def test_who_closes_in_a_collection_finds_no_user() -> None:
+    """A collection may come anywhere, and other threads run in it."""
+    failures: list[BaseException] = []
+
+    def close(phase: str, info: dict[str, int]) -> None:
+        try:
+            for tape in tapes:
+                tape.close()
+        except BaseException as error:
+            failures.append(error)
+
+    thresholds = gc.get_threshold()
+    for n in range(1, 60, 4):
+        tapes = [um.Tape(PAGE, pages="4k") for _ in range(10)]
+        gc.collect()
+        gc.callbacks.append(close)
+        gc.set_threshold(n)
+        try:
+            entries()
+        finally:
+            gc.callbacks.remove(close)
+            gc.set_threshold(*thresholds)
+            for tape in tapes:
+                tape.close()
+    assert failures == []
 
 
 def test_a_region_that_is_about_to_go_is_left_out(run_python: Run) -> None:
@@ -475,13 +510,13 @@ def test_buffers_of_a_step() -> None:
 
 
 def test_who_has_gone_says_nothing() -> None:
-    before = len(holders())
+    before = len(told())
     with um.Tape(MIB) as tape:
         pad = um.Scratchpad(64, 8, tape=tape)
         um.Tape(tape.block)
-        assert len(holders()) == before + 2
+        assert len(told()) == before + 2
         del pad
-        assert len(holders()) == before + 1
+        assert len(told()) == before + 1
         assert by_category(of(tape.block)) == {"scratch": MIB}
 
 

@@ -320,7 +320,7 @@ def test_each_engine_says_what_its_own_cache_holds() -> None:
         assert held() == [(256, 256), (0, 0), (768, 768)]
         tallies[0].hold(1 << 40, 0)
         tallies[2].end()
-        size = next(iter(caches[0]._ledger_parts())).nbytes
+        size = caches[0].capacity_bytes
         assert held() == [(size, size), (0, 0), (0, 0)]
         for kv in caches:
             kv.close()

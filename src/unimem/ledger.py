@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-from unimem._core.region import enter_holder, holders, regions
+from unimem._core.region import regions, told
 from unimem._core.status import ledger
 
 __all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
@@ -94,7 +94,6 @@ def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
         Bytes of the categories that it names and that regions are not entered by, for
         `high_water`.
     """
-    enter_holder(holder)
     number = next(_numbers)
     _named[number] = ref(holder, lambda _: _named.pop(number, None)), sizes
     now: Counter[str] = Counter()
@@ -136,8 +135,8 @@ def entries() -> tuple[Entry, ...]:
     ...     [(e.category, e.parts[0].active_bytes) for e in entries() if e.name == "mine"]
     [('scratch', 4000)]
     """
-    parts: list[Part] = []
-    for reference in holders():
+    parts = [Part(*fields) for fields in told()]
+    for reference, _ in list(_named.values()):
         holder = reference()
         if holder is not None:
             parts += holder._ledger_parts()

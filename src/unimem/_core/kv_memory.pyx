@@ -7,7 +7,6 @@ import numpy as np
 
 from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
-from unimem.ledger import Part
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
@@ -187,7 +186,7 @@ cdef class KVMemory(KVRows):
             nbytes = region.memory_bytes()
         elif not self.tape._holds(address, nbytes):
             return ()
-        return (Part("kv", address, nbytes, self.used_bytes(), self.most_bytes()),)
+        return (("kv", address, nbytes, self.used_bytes(), self.most_bytes()),)
 
     cdef Region open_region(self):
         cdef Region region = self._region if self.tape is None else self.tape._region

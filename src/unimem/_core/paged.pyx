@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.ledger import Part
 from unimem.placement import format_bytes
 from unimem.prefix import PrefixIndex
 
@@ -156,8 +155,8 @@ cdef class PagedKVCache:
         cdef size_t size = self.paged.block_bytes
         if region is None:
             return ()
-        return (Part("kv", <uintptr_t>region.block.base, region.memory_bytes(),
-                     um.um_paged_n_in_use(&self.paged) * size, self.most_in_use() * size),)
+        return (("kv", <uintptr_t>region.block.base, region.memory_bytes(),
+                 um.um_paged_n_in_use(&self.paged) * size, self.most_in_use() * size),)
 
     cdef Region open_region(self):
         if self._region is None:

@@ -15,6 +15,8 @@ from unimem._core.arrays cimport array_over, nbytes_of, shape_within
 
 cdef extern from "Python.h":
     Py_ssize_t references "Py_REFCNT"(PyObject *thing)
+    bint PyGC_Disable()
+    bint PyGC_Enable()
 
 cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTERLEAVE,
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
@@ -232,16 +234,22 @@ def regions():
         file that it maps; the last two or None.
     """
     cdef list found = []
-    # Held while it is looked at, so that the next one can be asked for: what is made here may
-    # collect others.
     cdef void *here = alive_from(_newest)
     cdef Region region
-    while here != NULL:
-        region = <Region>here
-        found.append((region.row(), region.name, <uintptr_t>region.block.base,
-                      region.memory_bytes(), region.block.reserved_nbytes, region.requested,
-                      region.file))
-        here = alive_from(region.older)
+    cdef bint collects = PyGC_Disable()
+    # Without collections no other thread runs in here: one that closes a region would take who
+    # looks at it for a user.
+    try:
+        while here != NULL:
+            region = <Region>here
+            found.append((region.row(), region.name, <uintptr_t>region.block.base,
+                          region.memory_bytes(), region.block.reserved_nbytes, region.requested,
+                          region.file))
+            here = alive_from(region.older)
+        region = None
+    finally:
+        if collects:
+            PyGC_Enable()
     return found
 
 
@@ -249,15 +257,35 @@ def _forget_holder(reference):
     _holders.pop(<uintptr_t><PyObject *>reference, None)
 
 
-cpdef object enter_holder(object holder):
-    """Note, weakly, who tells what parts of regions are for: its `_ledger_parts` does."""
+cdef object enter_holder(object holder):
+    """Note, weakly, who tells what parts of regions are for.
+
+    Its `_ledger_parts` does, as tuples of the fields of a `Part`, and runs nothing of Python's.
+    """
     reference = PyWeakref_NewRef(holder, _forget_holder)
     _holders[<uintptr_t><PyObject *>reference] = reference
 
 
-def holders():
-    """Weak references to those who were noted, the first of them first."""
-    return list(_holders.values())
+def told():
+    """What those who were noted tell of their parts, the first of them first.
+
+    Returns
+    -------
+    list of tuple
+        The fields of a `Part` each.
+    """
+    cdef list found = []
+    cdef bint collects = PyGC_Disable()  # as in `regions`
+    try:
+        for reference in list(_holders.values()):
+            holder = reference()
+            if holder is not None:
+                found += holder._ledger_parts()
+        holder = None
+    finally:
+        if collects:
+            PyGC_Enable()
+    return found
 
 
 cdef int set_numa(um.um_numa *out, object policy) except -1:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.ledger import Part
 
 cimport cython
 cimport numpy as cnp
@@ -233,8 +232,8 @@ cdef class _HostRows(_Rows):
     def _ledger_parts(self):
         if not self._open or not self.tape._holds(self.address(), self.nbytes()):
             return ()
-        return (Part("kv", self.address(), self.nbytes(), self.bytes_of(self.n_tokens),
-                     self.bytes_of(max(self.most_tokens, self.n_tokens))),)
+        return (("kv", self.address(), self.nbytes(), self.bytes_of(self.n_tokens),
+                 self.bytes_of(max(self.most_tokens, self.n_tokens))),)
 
     def append(self, vec):
         """Append one token.

@@ -9,7 +9,6 @@ import numpy as np
 
 from unimem import placing
 from unimem.errors import ClosedError, TapeFull
-from unimem.ledger import Part
 from unimem.placement import format_bytes
 
 cimport numpy as cnp
@@ -384,8 +383,8 @@ cdef class Tape(Bump):
         cdef Region region = self._region
         if region is None:
             return ()
-        return (Part(region.row(), <uintptr_t>region.block.base, region.memory_bytes(),
-                     um.um_tape_used(&self.tape), um.um_tape_high_water(&self.tape)),)
+        return ((region.row(), <uintptr_t>region.block.base, region.memory_bytes(),
+                 um.um_tape_used(&self.tape), um.um_tape_high_water(&self.tape)),)
 
     cdef object let_go(self):
         self._open = False
