@@ -60,5 +60,5 @@ echo "== Python tests"
     tests/test_conformance.py tests/test_snapshot.py tests/test_layout.py tests/test_gguf*.py \
     tests/test_safetensors*.py tests/test_load.py tests/test_weights.py \
     tests/test_weights_files.py tests/test_residency.py \
-    tests/test_content_hash.py tests/test_truncated.py tests/test_cuda_tape.py tests/test_cuda_grid.py \
+    tests/test_ledger.py tests/test_content_hash.py tests/test_truncated.py tests/test_cuda_tape.py tests/test_cuda_grid.py \
     tests/test_cuda_kv*.py tests/test_cuda_scratchpad.py "$@"
