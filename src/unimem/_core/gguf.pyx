@@ -81,7 +81,7 @@ cdef class Header(HeaderBytes):
         """The keys of the metadata, each with its index, in the order of the file."""
         cdef const um.um_gguf_kv *kv
         cdef uint64_t i
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         keys = {}
         for i in range(self._gguf.n_kv):
             kv = &self._gguf.kv[i]
@@ -98,7 +98,7 @@ cdef class Header(HeaderBytes):
             An array of numbers or bools is a read-only array, an array of strings a list, an array
             of arrays a list of what its arrays are.
         """
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
         cdef uint64_t at = kv.value_offset
         if kv.type == um.UM_GGUF_STRING:
@@ -118,7 +118,7 @@ cdef class Header(HeaderBytes):
             count (uint64), and behind them the value as it lies in the file, a string without its
             length.
         """
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
         cdef uint32_t types[2]
         types[0], types[1] = <uint32_t>kv.type, <uint32_t>kv.item_type
@@ -177,7 +177,7 @@ cdef class Header(HeaderBytes):
         """The names of the tensors, each with its index, in the order of the file."""
         cdef const um.um_gguf_tensor *tensor
         cdef uint64_t i
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         names = {}
         for i in range(self._gguf.n_tensors):
             tensor = &self._gguf.tensors[i]

@@ -81,7 +81,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     def keys(self):
         """The keys of the metadata, each with its index, in the order of the file."""
         cdef uint64_t i
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         keys = {}
         for i in range(self._safetensors.n_kv):
             keys[self._text(self._safetensors.kv[i].key)] = i
@@ -94,7 +94,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         -------
         str
         """
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         return self._text(self._kv(index).value)
 
     def raw_value(self, Py_ssize_t index):
@@ -105,7 +105,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         bytes
             ``b"str\\0"``, and the value as UTF-8.
         """
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         return b"str\0" + self._utf8(self._kv(index).value)
 
     cdef const um.um_safetensors_kv *_kv(self, Py_ssize_t index) except NULL:
@@ -116,7 +116,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     def tensor_names(self):
         """The names of the tensors, each with its index, in the order of the header."""
         cdef uint64_t i
-        cdef Region held = self.opened()
+        cdef Region _held = self.opened()
         names = {}
         for i in range(self._safetensors.n_tensors):
             names[self._text(self._safetensors.tensors[i].name)] = i
