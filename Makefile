@@ -105,6 +105,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m bench.load
 	$(BIN)/python -m bench.verify
 	$(BIN)/python -m bench.buffer_plan
+	$(BIN)/python -m bench.accounting
 	$(BIN)/python -m bench.kv
 	$(BIN)/python -m bench.decode
 

@@ -62,7 +62,9 @@ def calls(bench: Bench) -> None:
                 warmup=1,
             )
             times = ratios(samples[f"{N_OTHERS}"], samples["few"])
-            bench.at_most(title, "beside many / beside few", times, 1.25)
+            # A tape is entered in a table, which is larger beside many others.
+            most = 1.25 if title == "Tape over a block" else 1.1
+            bench.at_most(title, "beside many / beside few", times, most)
 
 
 def warmed(run: Callable[[], float]) -> Callable[[], float]:

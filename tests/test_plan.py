@@ -137,6 +137,7 @@ def test_a_window_takes_the_same_for_every_context() -> None:
     assert rows(um.plan(DIMS, ctx=1000, window=500, batch=2))["kv"] == 2 * ring + 4096
     huge = um.plan(DIMS, ctx=1000, window=500, pages="2m", strict=True)
     assert rows(huge)["kv"] == (2 * 22 + 1) * (2 << 20)
+    assert um.plan(DIMS, window=5000).ctx == 5000  # more than the context would be without it
     with pytest.raises(ValueError, match="window: expected at most the context, 499, got 500"):
         um.plan(DIMS, ctx=499, window=500)
 

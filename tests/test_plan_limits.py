@@ -295,6 +295,17 @@ def test_nodes(
         assert {"numa": "preferred:1"} in [advice.options for advice in plan.advice]
 
 
+def test_a_node_that_is_not_there_is_not_preferred_instead(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(64 * GIB)
+    nodes = {0: Node(0, 8 * GIB, 8 * GIB, 8 * GIB, (0,), (10,), True)}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    plan = um.plan(DIMS, ctx=100, pages="4k", numa="bind:99", load="copy")
+    advised = [advice.options["numa"] for advice in plan.advice if "numa" in advice.options]
+    assert advised == [None]
+
+
 # ---- advice -------------------------------------------------------------------------------------
 
 

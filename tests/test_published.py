@@ -654,6 +654,7 @@ CHANGES: dict[str, Change] = {
     "reserved past the end": lambda d: first(d).__setitem__(4, 2**64),
     "requested a list": lambda d: first(d).__setitem__(5, []),
     "requested a tree": lambda d: first(d).__setitem__(5, {"pages": {"a": 1}}),
+    "requested a number": lambda d: first(d).__setitem__(5, {"nbytes": float("nan")}),
     "a path that is none": lambda d: first(d).__setitem__(6, 1),
     "parts that are none": lambda d: first(d).__setitem__(7, None),
     "a part that is none": lambda d: first(d)[7].append(3),

@@ -132,10 +132,12 @@ def _changes(plan: Plan, again: Again) -> Iterator[tuple[str, dict[str, Any]]]:
         )
     if plan.pages in ("2m", "1g"):
         yield "transparent huge pages, which need no pool", {"pages": "thp"}
-    if plan.numa is not None and any(name.startswith("node") for name in failing):
+    full = [one for one in plan.checks if one.name.startswith("node") and not one.fits]
+    if plan.numa is not None and full:
         where = plan.numa.partition(":")[2]
-        policy = f"preferred:{where}" if where else None
-        yield "let memory come from other nodes, too, where one is full", {"numa": policy}
+        are_there = where and all(one.limit_bytes for one in full)
+        policy = f"preferred:{where}" if are_there else None
+        yield "let memory come from other nodes, too", {"numa": policy}
     if any("memlock" in name for name in failing):
         yield "do not lock it: the kernel may swap it out then", {"lock": False}
     for name, n, what in (

@@ -412,7 +412,7 @@ class _Planner:
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # Where nothing fits, the plan is for one token, and says so.
-            ctx = max(1, min(DEFAULT_CTX, max_ctx))
+            ctx = max(1, min(max(DEFAULT_CTX, options.window or 0), max_ctx))
         if options.window is not None and ctx is not None and options.window > ctx:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)

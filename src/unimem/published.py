@@ -492,7 +492,7 @@ def _shown_text(value: Any) -> str:
 def _option(value: Any) -> Any:
     if isinstance(value, str):
         return _shown_text(value)
-    if value is None or type(value) in (bool, int, float):
+    if value is None or type(value) in (bool, int):
         return value
     raise _BrokenError(f"expected an option, got {_brief(value)}")
 
