@@ -553,6 +553,20 @@ def test_memory_is_a_small_multiple_of_the_file(tmp_path: Path, raw: bytes) -> N
     assert ledger()["other"]["mapped_bytes"] == mapped
 
 
+def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
+    """It is read in pieces of 256 KiB and 16 MiB."""
+    words = gf.u32(gf.UINT8) + gf.u64(300_000) + bytes(300_000)
+    raw, _ = gf.join(gf.head(0, 1), gf.kv("words", gf.ARRAY, words))
+    gc.collect()
+    before = ledger()["other"]["mapped_bytes"]
+    with opened(tmp_path, raw + bytes(20 << 20)) as weights:
+        assert len(weights.metadata["words"]) == 300_000
+        kept = ledger()["other"]["mapped_bytes"] - before
+        assert len(raw) <= kept == weights._parts[0].file.header.copied_bytes
+        assert kept <= max(2 << 20, len(raw) + 4096)  # a huge page, where the kernel has them
+    assert ledger()["other"]["mapped_bytes"] == before
+
+
 def test_many_long_names_that_differ_late(tmp_path: Path) -> None:
     n = 20_000
     names = [f"{'x' * 400}{i:06}" for i in range(n)]

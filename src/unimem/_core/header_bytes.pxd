@@ -14,6 +14,8 @@ cdef class HeaderBytes:
     # Reads what the parser asks for, from first_nbytes on; raises `format` where it finds a rule
     # broken.
     cdef int read(self, int fd, str path, um.uint64_t first_nbytes, type format) except -1
+    # Gives back what of the copy is behind the header.
+    cdef void give_back_behind(self, size_t end) noexcept
     # The copy, for whoever reads it to hold: a collection may close the header meanwhile.
     cdef Region opened(self)
     # The parser of the format, over the first nbytes.

@@ -57,6 +57,8 @@ cdef class HeaderBytes:
             with nogil:
                 status = self.parse(nbytes, &err)
             if status == um.UM_OK:
+                if nbytes > first_nbytes:
+                    self.give_back_behind(self.nbytes)
                 return 0
             if status != um.UM_E_FULL:
                 try:
@@ -64,6 +66,12 @@ cdef class HeaderBytes:
                 except FormatError as error:
                     raise format(error.rule, error.offset, path) from None
             nbytes = err.asked
+
+    cdef void give_back_behind(self, size_t end) noexcept:
+        # Later pieces are read in large steps, of which the header may fill a small part. What the
+        # kernel would not take back stays, and is counted as what it is.
+        cdef um.um_block *block = &self._region.block
+        um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
 
     cdef Region opened(self):
         if self._region is None:
