@@ -560,7 +560,7 @@ def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
     gc.collect()
     before = ledger()["other"]["mapped_bytes"]
     with opened(tmp_path, raw + bytes(20 << 20)) as weights:
-        assert len(weights.metadata["words"]) == 300_000
+        assert np.size(weights.metadata["words"]) == 300_000  # type: ignore[arg-type]
         kept = ledger()["other"]["mapped_bytes"] - before
         assert len(raw) <= kept == weights._parts[0].file.header.copied_bytes
         assert kept <= max(2 << 20, len(raw) + 4096)  # a huge page, where the kernel has them
