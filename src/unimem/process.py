@@ -340,9 +340,10 @@ def counters(pid: int | None = None) -> Counters:
 
     Examples
     --------
+    >>> import mmap
     >>> from unimem.process import counters
     >>> before = counters()
-    >>> touched = bytes(10_000_000)
+    >>> touched = mmap.mmap(-1, 1 << 20)[:]  # read, page by page
     >>> counters().minor_faults > before.minor_faults
     True
     """
