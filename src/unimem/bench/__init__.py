@@ -1,4 +1,4 @@
-"""The benchmark harness behind `unimem bench`: what unimem costs, beside what one would use instead.
+"""The harness behind `unimem bench`: what unimem costs, beside what one would use instead.
 
 Data flows one way. A suite declares its cases (`suite`); `run` starts a process for each pass of a
 suite, in which `worker` calls the cases; `rounds` measures, with the sides alternating; what comes

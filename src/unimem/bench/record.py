@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["BEST", "CaseRecord", "Record", "Role", "SideRecord", "SuiteRecord", "Target"]
+__all__ = [
+    "BEST",
+    "CaseRecord",
+    "Record",
+    "Role",
+    "SideRecord",
+    "SuiteRecord",
+    "Target",
+    "case_from_dict",
+]
 
 SCHEMA = "unimem.bench/1"
 
@@ -63,7 +72,8 @@ class SideRecord:
         unimem's own way, what one would use instead, or what the machine can do at best.
     passes : list of list of float
         For each pass, which is a process of its own, the figure of each round, in the unit of the
-        case. Round i of a pass is the same round for all sides of the case.
+        case. Round i of a pass is the same round for all sides of the case. Empty where a pass has
+        not measured it.
     at : float or None
         In a case of scaling the size, number of threads or whatever else is on the x axis.
     """
@@ -101,7 +111,9 @@ class CaseRecord:
     facts : dict
         What the figures cannot be read without.
     failed : str or None
-        Why nothing was measured: what the machine lacks, or the error.
+        Why nothing was measured, or not in all passes: what the machine lacks, or the error.
+    is_error : bool
+        Whether that is an error.
     """
 
     suite: str
@@ -116,6 +128,7 @@ class CaseRecord:
     left_out: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
+    is_error: bool = False
 
     @property
     def higher_is_better(self) -> bool:
@@ -234,10 +247,13 @@ class Record:
 
 
 def _suite(document: Mapping[str, Any]) -> SuiteRecord:
-    return SuiteRecord(**{**document, "cases": [_case(each) for each in document["cases"]]})
+    return SuiteRecord(
+        **{**document, "cases": [case_from_dict(each) for each in document["cases"]]}
+    )
 
 
-def _case(document: Mapping[str, Any]) -> CaseRecord:
+def case_from_dict(document: Mapping[str, Any]) -> CaseRecord:
+    """Make the record of a case of what `dataclasses.asdict` gave of one."""
     sides = [SideRecord(**each) for each in document["sides"]]
     targets = [Target(**each) for each in document["targets"]]
     return CaseRecord(**{**document, "sides": sides, "targets": targets})

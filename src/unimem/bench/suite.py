@@ -19,6 +19,7 @@ each case, which is one question::
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,17 +181,34 @@ class Measure:
         """Say that a peer is not measured, and why."""
         self._record.left_out[peer] = reason
 
+    def installed(self, package: str, *peers: str) -> bool:
+        """Tell whether a package is installed; where it is not, leave out the peers that want it.
+
+        Parameters
+        ----------
+        package : str
+            The name that it is imported by.
+        *peers : str
+            Names of sides; by default the name of the package.
+        """
+        if importlib.util.find_spec(package) is not None:
+            return True
+        for peer in peers or (package,):
+            self.leave_out(peer, f"{package} is not installed")
+        return False
+
     def fact(self, name: str, value: Any) -> None:
         """Keep what the figures cannot be read without; JSON has to know its type."""
         self._record.facts[name] = value
 
-    def record(self, failed: str | None = None) -> CaseRecord:
+    def record(self, failed: str | None = None, *, is_error: bool = False) -> CaseRecord:
         """Return what this pass has measured."""
         return replace(
             self._record,
             rounds_dropped=self._dropped,
             rounds_disturbed=self._disturbed,
             failed=failed,
+            is_error=is_error,
         )
 
 
@@ -268,3 +286,23 @@ class Suite:
             return run
 
         return declare
+
+    def chosen(self, *, quick: bool, case: str = "") -> list[Case]:
+        """Choose what a run asks.
+
+        Parameters
+        ----------
+        quick : bool
+            Whether to leave out what only a whole run asks.
+        case : str
+            Choose only cases whose ``suite/name`` has this in it.
+        """
+        return [
+            each
+            for each in self.cases
+            if case in f"{each.suite}/{each.name}" and (each.in_quick or not quick)
+        ]
+
+    def n_passes(self, *, quick: bool) -> int:
+        """Count the processes that measure it."""
+        return self.quick_passes if quick else self.passes

@@ -1,0 +1,215 @@
+"""A run: the passes of all suites, each in a process of its own, one after the other.
+
+Pass 1 of every suite comes before pass 2 of any, so that the passes of a suite are spread over the
+run, and what changes slowly on a machine is in their spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from unimem import doctor
+from unimem.bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
+from unimem.bench.suite import Case, Suite
+from unimem.bench.suites import load
+
+__all__ = ["Interrupted", "merge", "run"]
+
+# What is measured, or takes part in it.
+_PACKAGES = (
+    *("unimem-llm", "numpy", "torch", "safetensors", "gguf", "ggml-python", "cyllama", "cupy"),
+    *("cupy-cuda12x", "cupy-cuda13x", "pyperf"),
+)
+_END_S = 10.0  # what a child has to end in order when it is interrupted
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted.
+
+    Attributes
+    ----------
+    record : Record
+        What had been measured by then.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+
+def run(
+    suites: Sequence[str],
+    *,
+    quick: bool,
+    folder: Path,
+    case: str = "",
+    progress: Callable[[str], None] = lambda line: None,
+) -> Record:
+    """Measure suites.
+
+    Parameters
+    ----------
+    suites : sequence of str
+        Names of `unimem.bench.suites.NAMES`.
+    quick : bool
+        Whether to take smaller sizes and fewer rounds.
+    folder : Path
+        For files; what is there from a run before is used again.
+    case : str
+        Only cases whose ``suite/name`` has this in it.
+    progress : callable
+        Is given a line before each pass.
+
+    Returns
+    -------
+    Record
+        With every case that was chosen, also where nothing was measured.
+
+    Raises
+    ------
+    ValueError
+        If no case is chosen.
+    Interrupted
+        If it is interrupted, with what had been measured.
+    """
+    chosen = [load(name) for name in suites]
+    chosen = [suite for suite in chosen if suite.chosen(quick=quick, case=case)]
+    if not chosen:
+        raise ValueError(
+            f"no case of {', '.join(suites)} has {case!r} in its name; `unimem bench --list` "
+            "shows what there is"
+        )
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    start = time.monotonic()
+    results = {suite.name: _Result(suite, suite.chosen(quick=quick, case=case)) for suite in chosen}
+    # Before anything is measured: what it finds free is as it was.
+    machine = doctor().to_dict()
+
+    def record() -> Record:
+        suites = [results[suite.name].record() for suite in chosen]
+        return Record(when, quick, time.monotonic() - start, machine, versions(), suites)
+
+    try:
+        for number in range(max(suite.n_passes(quick=quick) for suite in chosen)):
+            for suite in chosen:
+                n = suite.n_passes(quick=quick)
+                if number < n:
+                    progress(f"{suite.name}" + (f", pass {number + 1} of {n}" if n > 1 else ""))
+                    results[suite.name].add_pass(quick=quick, folder=folder, case=case)
+    except KeyboardInterrupt:
+        raise Interrupted(record()) from None
+    return record()
+
+
+class _Result:
+    """What the passes of one suite have given so far."""
+
+    def __init__(self, suite: Suite, cases: Sequence[Case]) -> None:
+        self._suite = suite
+        self._cases = {case.name: case.empty() for case in cases}
+        self._conditions: list[dict[str, Any]] = []
+        self._n_passes = 0
+        self._seconds = 0.0
+
+    def add_pass(self, *, quick: bool, folder: Path, case: str) -> None:
+        """Start a process and take what it prints."""
+        command = [sys.executable, "-m", "unimem.bench.worker", self._suite.name]
+        command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
+        start = time.monotonic()
+        missing = set(self._cases)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                assert child.stdout is not None
+                self._conditions.append(json.loads(child.stdout.readline() or "{}"))
+                for line in child.stdout:
+                    record = case_from_dict(json.loads(line))
+                    missing.discard(record.name)
+                    self._merge(record)
+            except BaseException:
+                _end(child)
+                raise
+        for name in missing:
+            reason = f"the process that measured it ended with status {child.returncode}"
+            self._merge(replace(self._cases[name], sides=[], failed=reason, is_error=True))
+        self._n_passes += 1
+        self._seconds += time.monotonic() - start
+
+    def _merge(self, record: CaseRecord) -> None:
+        self._cases[record.name] = merge(self._cases[record.name], record, self._n_passes)
+
+    def record(self) -> SuiteRecord:
+        return SuiteRecord(
+            self._suite.name,
+            self._suite.question,
+            self._n_passes,
+            self._seconds,
+            list(self._cases.values()),
+            self._conditions,
+        )
+
+
+def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
+    """Add a pass to those before it.
+
+    Parameters
+    ----------
+    before : CaseRecord
+        Of `n_before` passes.
+    new : CaseRecord
+        Of one pass.
+    n_before : int
+        How many passes there were.
+
+    Returns
+    -------
+    CaseRecord
+        In which each side has `n_before` + 1 passes, and an empty one where it was not measured.
+    """
+    sides = {(side.name, side.at): side for side in before.sides}
+    added = {(side.name, side.at): side for side in new.sides}
+    merged = []
+    for key in dict.fromkeys([*sides, *added]):
+        side = sides.get(key) or replace(added[key], passes=[[] for _ in range(n_before)])
+        more = added[key].passes if key in added else [[]]
+        merged.append(SideRecord(side.name, side.role, [*side.passes, *more], side.at))
+    return replace(
+        before,
+        sides=merged,
+        rounds_dropped=before.rounds_dropped + new.rounds_dropped,
+        rounds_disturbed=before.rounds_disturbed + new.rounds_disturbed,
+        left_out=before.left_out | new.left_out,
+        facts=before.facts | new.facts,
+        failed=before.failed or new.failed,
+        is_error=before.is_error or new.is_error,
+    )
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Interrupt a child, so that it ends what it has started and deletes what it has made."""
+    with suppress(OSError):
+        child.terminate()
+    try:
+        child.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+
+
+def versions() -> dict[str, str]:
+    """Look up what is installed of all that is measured."""
+    found = {"python": platform.python_version(), "kernel": os.uname().release}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
