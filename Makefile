@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 BUILD := build
 # Sources whose change needs a new build; Python files are used in place.
-NATIVE := $(wildcard native/include/*.h native/src/*.[ch]) \
+NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/bench/*.[ch]) \
           $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
-           $(wildcard tests/shim/*.c bench/*.c) \
+           $(wildcard native/bench/*.[ch] tests/shim/*.c bench/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \

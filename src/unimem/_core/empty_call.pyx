@@ -1,0 +1,15 @@
+"""What any call of a compiled method costs: one of two integers that does nothing."""
+
+
+cdef class EmptyCall:
+    """Has the cheapest method there is, which `unimem.bench` compares with."""
+
+    def call(self, size_t nbytes, size_t align):
+        """Do nothing.
+
+        Parameters
+        ----------
+        nbytes, align : int
+            Converted to C, as those of ``Tape.take_address`` are.
+        """
+        return None
