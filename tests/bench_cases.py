@@ -26,7 +26,7 @@ def cases_of(*names: str) -> list[Any]:
 def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseRecord:
     """Run a case as a quick run does, with every side called once."""
 
-    def once(sides: Mapping[str, Side], **_options: Any) -> Measured:
+    def once(sides: Mapping[Any, Side], **_options: Any) -> Measured[Any]:
         return Measured({name: [side()] for name, side in sides.items()}, 0, 0)
 
     monkeypatch.setattr(suite, "alternate", once)

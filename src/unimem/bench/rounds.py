@@ -14,15 +14,16 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 __all__ = ["Measured", "Side", "alternate", "milliseconds", "pin", "stopwatch", "warm_stopwatch"]
 
 Side = Callable[[], float]
+Key = TypeVar("Key", bound=Hashable)
 
 # What may be taken from a round. The kernel counts the CPU time of others in ticks, of which one or
 # two are always somebody's.
@@ -34,12 +35,12 @@ MOST_TRIES = 2  # as many rounds as were asked for, so many times
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Generic[Key]):
     """What `alternate` gives.
 
     Attributes
     ----------
-    figures : dict of str to list of float
+    figures : dict to list of float
         Of each side, in the order of the rounds.
     n_dropped : int
         Rounds that were thrown away, since something else took CPU time from them.
@@ -47,25 +48,25 @@ class Measured:
         Rounds among the figures from which something was taken, for want of quieter ones.
     """
 
-    figures: dict[str, list[float]]
+    figures: dict[Key, list[float]]
     n_dropped: int
     n_disturbed: int
 
 
 def alternate(
-    sides: Mapping[str, Side],
+    sides: Mapping[Key, Side],
     *,
     rounds: int,
     warmup: int,
     cpus: Sequence[int],
     pids: Sequence[int] = (),
-) -> Measured:
+) -> Measured[Key]:
     """Measure sides in rounds, in each of which every side runs once.
 
     Parameters
     ----------
-    sides : mapping of str to callable
-        Each call is one measurement, and returns its figure.
+    sides : mapping to callable
+        Each call is one measurement, and returns its figure. Keys are names, or names and sizes.
     rounds : int
         How many to keep. Up to twice as many are run, until so many were undisturbed; where that is
         not enough the least disturbed of the others are kept.
@@ -80,7 +81,7 @@ def alternate(
     for _ in range(warmup):
         for name in order:
             sides[name]()
-    kept: list[tuple[float, int, dict[str, float]]] = []  # what was taken, number, figures
+    kept: list[tuple[float, int, dict[Key, float]]] = []  # what was taken, number, figures
     for index in range(rounds * MOST_TRIES):
         before = Uses.now(cpus, pids)
         figures = {name: sides[name]() for name in order}

@@ -23,10 +23,10 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from unimem.bench.record import BEST, CaseRecord, Role, SideRecord, Target
-from unimem.bench.rounds import Measured, Side, alternate, pin
+from unimem.bench.rounds import Side, alternate, pin
 
 __all__ = [
     "Case",
@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 OURS = "unimem"
+
+Place = tuple[str, float | None]  # name and size of a side
 
 
 class NotMeasured(Exception):  # noqa: N818 - it is an answer
@@ -150,28 +152,63 @@ class Measure:
         dict of str to list of float
             The figures of each side, in the order of the rounds.
         """
-        roles: dict[str, Role] = {}
-        sides: dict[str, Side] = {}
-        kinds: tuple[tuple[Role, Mapping[str, Side] | None], ...] = (
-            ("unimem", ours),
-            ("peer", peers),
-            ("limit", limits),
-        )
-        for role, group in kinds:
-            for name, side in (group or {}).items():
-                roles[name], sides[name] = role, side
+        groups = [
+            {(name, at): side for name, side in (group or {}).items()}
+            for group in (ours, peers, limits)
+        ]
+        figures = self._alternate(groups, rounds, quick_rounds, warmup, pids)
+        return {name: each for (name, _), each in figures.items()}
+
+    def scale(
+        self,
+        ours: Mapping[str, Mapping[float, Side]],
+        peers: Mapping[str, Mapping[float, Side]] | None = None,
+        limits: Mapping[str, Mapping[float, Side]] | None = None,
+        *,
+        rounds: int = 21,
+        quick_rounds: int | None = None,
+        warmup: int = 2,
+    ) -> None:
+        """Run all sides at all sizes alternately, so that each round has a slope of its own.
+
+        Sizes measured one after the other would have the drift of the machine in their slope.
+
+        Parameters
+        ----------
+        ours, peers, limits : mapping of str to mapping of float to callable
+            Of each side its measurements by size, as those of `compare`. A side need not have all
+            sizes.
+        rounds, quick_rounds, warmup : int
+            As in `compare`.
+        """
+        groups = [
+            {(name, size): side for name, by in (group or {}).items() for size, side in by.items()}
+            for group in (ours, peers, limits)
+        ]
+        self._alternate(groups, rounds, quick_rounds, warmup, ())
+
+    def _alternate(
+        self,
+        groups: Sequence[Mapping[Place, Side]],
+        rounds: int,
+        quick_rounds: int | None,
+        warmup: int,
+        pids: Sequence[int],
+    ) -> dict[Place, list[float]]:
+        roles: dict[Place, Role] = {}
+        sides: dict[Place, Side] = {}
+        for role, group in zip(get_args(Role), groups, strict=True):
+            for place, side in group.items():
+                roles[place], sides[place] = role, side
         if self.quick:
             rounds = max(3, rounds // 3) if quick_rounds is None else quick_rounds
             warmup = min(warmup, 1)
         measured = alternate(sides, rounds=rounds, warmup=warmup, cpus=self.cpus, pids=pids)
-        self._keep(measured, roles, at)
-        return measured.figures
-
-    def _keep(self, measured: Measured, roles: Mapping[str, Role], at: float | None) -> None:
-        for name, figures in measured.figures.items():
-            self._record.sides.append(SideRecord(name, roles[name], [figures], at))
+        for (name, at), figures in measured.figures.items():
+            self._record.sides.append(SideRecord(name, roles[name, at], [figures], at))
         self._dropped += measured.n_dropped
         self._disturbed += measured.n_disturbed
+        return measured.figures
 
     def count(self, name: str, values: Sequence[float], role: Role = "unimem") -> None:
         """Keep figures that were counted, not timed, or that came from a measurement of others."""
