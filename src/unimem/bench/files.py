@@ -1,0 +1,111 @@
+"""Files that suites measure with: made once, in the folder that all passes share.
+
+Headers are written here and not by gguf-py, so that a suite can be run without it, and with as many
+strings as it wants in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "ALIGNMENT",
+    "FLOAT16",
+    "Q8_0",
+    "TensorEntry",
+    "array",
+    "gguf_header",
+    "made_once",
+    "number",
+    "string",
+    "text",
+]
+
+# Numbers of GGUF, for values and for tensors' types.
+UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
+FLOAT16, Q8_0 = 1, 8
+ALIGNMENT = 64
+
+
+class TensorEntry(NamedTuple):
+    """What a GGUF header says of a tensor.
+
+    Attributes
+    ----------
+    name : str
+        In ggml's words, as ``blk.0.attn_q.weight``.
+    ne : tuple of int
+        Its dimensions in the order of ggml, the row's first.
+    ggml_type : int
+        The number of its type.
+    nbytes : int
+        Of its data.
+    """
+
+    name: str
+    ne: tuple[int, ...]
+    ggml_type: int
+    nbytes: int
+
+
+def made_once(path: Path, write: Callable[[Path], object]) -> Path:
+    """Return `path`, which `write` makes under another name where it is not there.
+
+    So a file is either whole or missing, also after a run that was ended, and of two runs that make
+    it at once both find one.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            write(unfinished)
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
+
+
+def string(content: bytes) -> bytes:
+    """Encode a string as GGUF does."""
+    return struct.pack("<Q", len(content)) + content
+
+
+def text(key: str, value: str) -> bytes:
+    """Encode a key with a string."""
+    return string(key.encode()) + struct.pack("<I", STRING) + string(value.encode())
+
+
+def number(key: str, value: int) -> bytes:
+    """Encode a key with an unsigned number."""
+    return string(key.encode()) + struct.pack("<II", UINT32, value)
+
+
+def array(key: str, kind: int, n: int, items: bytes) -> bytes:
+    """Encode a key with an array of `n` values that are encoded already."""
+    return string(key.encode()) + struct.pack("<IIQ", ARRAY, kind, n) + items
+
+
+def gguf_header(metadata: Sequence[bytes], tensors: Sequence[TensorEntry]) -> bytes:
+    """Return all of a GGUF file that is before its data, which lie `ALIGNMENT` bytes aligned.
+
+    Parameters
+    ----------
+    metadata : sequence of bytes
+        Keys with their values, as `text`, `number` and `array` give them. ``general.alignment`` is
+        added.
+    tensors : sequence of TensorEntry
+        In the order of their data, each of which begins at the next multiple of `ALIGNMENT`.
+    """
+    pieces = [*metadata, number("general.alignment", ALIGNMENT)]
+    count = struct.pack("<IQQ", 3, len(tensors), len(pieces))
+    offset = 0
+    for name, ne, ggml_type, nbytes in tensors:
+        pieces.append(string(name.encode()) + struct.pack(f"<I{len(ne)}Q", len(ne), *ne))
+        pieces.append(struct.pack("<IQ", ggml_type, offset))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    header = b"".join([b"GGUF", count, *pieces])
+    return header + bytes(-len(header) % ALIGNMENT)
