@@ -181,7 +181,7 @@ class Measure:
         rounds, quick_rounds, warmup : int
             As in `compare`.
         """
-        groups = [
+        groups: list[dict[Place, Side]] = [
             {(name, size): side for name, by in (group or {}).items() for size, side in by.items()}
             for group in (ours, peers, limits)
         ]
