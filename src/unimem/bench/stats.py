@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -196,28 +197,30 @@ def comparisons(case: CaseRecord, at: float | None = None) -> list[Comparison]:
 def growth(case: CaseRecord, side_name: str) -> Growth:
     """Fit the exponent of a side's growth: the slope of the logarithms of cost and size.
 
-    Each round has a slope, by least squares over all sizes.
+    Each round has a slope, by least squares over all sizes. Passes that lack a size are left out.
 
     Raises
     ------
     ValueError
-        If there are fewer than two sizes, or their rounds are not the same.
+        If there are fewer than two sizes, or no pass has the same rounds of all.
     """
-    sides = sorted(
-        (each.at, each)
+    found = {
+        each.at: each
         for each in case.sides
         if each.name == side_name and each.at is not None and figures(each)
-    )
-    if len(sides) < 2:
-        raise ValueError(f"the side {side_name!r} has figures of {len(sides)} sizes, not of two")
-    x = np.log([at for at, _ in sides])
+    }
+    if len(found) < 2:
+        raise ValueError(f"the side {side_name!r} has figures of {len(found)} sizes, not of two")
+    x = np.log(list(found))
     x -= x.mean()
     weights = x / (x**2).sum()
     passes = []
-    for each in zip(*(side.passes for _, side in sides), strict=True):
-        if all(each):
+    for each in zip(*(side.passes for side in found.values()), strict=True):
+        if all(each) and len(set(map(len, each))) == 1 and min(map(min, each)) > 0:
             logs = np.log(np.array(each))  # of sizes and rounds
             passes.append(weights @ (-logs if case.higher_is_better else logs))
+    if not passes:
+        raise ValueError(f"no pass has the same rounds of the side {side_name!r} for all sizes")
     return Growth(*(math.log(value) for value in _interval([np.exp(each) for each in passes])))
 
 
@@ -231,7 +234,8 @@ def _verdict(case: CaseRecord, target: Target) -> Verdict:
     measured: Ratio | Growth | None = None
     ours = next((each for each in case.sides if each.name == target.side and figures(each)), None)
     if ours is not None and target.kind == "exponent":
-        measured = growth(case, target.side)
+        with suppress(ValueError):  # an interrupted run may lack sizes
+            measured = growth(case, target.side)
     elif ours is not None and target.kind == "figure":
         measured = _interval([np.array(each) for each in ours.passes if each])
     elif ours is not None and other == BEST:
