@@ -6,7 +6,7 @@ python tests/models/make.py OUT.gguf [llama|qwen2|qwen3] [small|1.1b] [TYPE]
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,10 @@ from numpy.typing import NDArray
 
 import gguf
 from gguf import GGMLQuantizationType
+from unimem.bench import models as bench
+from unimem.bench.models import Shape
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    inner: int
-    vocab: int
-    ctx: int
-    head_dim: int | None = None
-
-    @property
-    def head(self) -> int:
-        return self.head_dim or self.hidden // self.heads
 
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
@@ -40,11 +26,8 @@ SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, 
 SHAPES = {
     "tiny": TINY,
     "small": SMALL,
-    "1.1b": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, inner=5632, vocab=32000, ctx=2048),
-    # A small model with the KV cache of a large one: 128 KiB a token in f16.
-    "wide": Shape(
-        hidden=512, layers=8, heads=32, kv_heads=32, inner=512, vocab=1024, ctx=8208, head_dim=128
-    ),
+    "1.1b": bench.SHAPES["1.1b"],
+    "wide": bench.SHAPES["wide"],
 }
 
 
@@ -74,25 +57,10 @@ def write_model(
     """
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(path, arch)
-    keys: dict[str, Any] = {
-        "context_length": shape.ctx,
-        "embedding_length": shape.hidden,
-        "block_count": shape.layers,
-        "feed_forward_length": shape.inner,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.dimension_count": shape.head,
-        "rope.freq_base": 10000.0,
-        "vocab_size": shape.vocab,
-    }
-    if shape.head_dim or arch == "qwen3":
-        keys |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
-    for name, value in (keys | (metadata or {})).items():
-        add = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool}
-        add[type(value)](f"{arch}.{name}", value)
+    head = {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    bench.add_metadata(w, shape, (head if arch == "qwen3" else {}) | (metadata or {}))
     w.add_file_type(FILE_TYPES.get(kind, 0))
-    _add_tokenizer(w, shape.vocab, eos)
+    bench.add_tokenizer(w, shape.vocab, eos)
 
     def matrix(name: str, n_out: int, n_in: int, std: float) -> NDArray[Any] | None:
         if random_bits:
@@ -157,20 +125,6 @@ def write_model(
     w.write_tensors_to_file()
     w.close()
     return path
-
-
-def _add_tokenizer(w: gguf.GGUFWriter, vocab: int, eos: int) -> None:
-    tokens = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{i:02X}>".encode() for i in range(256)]
-    types = [2, 3, 3] + [6] * 256
-    tokens += [f"t{i}".encode() for i in range(len(tokens), vocab)]
-    types += [1] * (vocab - len(types))
-    w.add_tokenizer_model("llama")
-    w.add_token_list(tokens)
-    w.add_token_scores([-float(i) for i in range(vocab)])
-    w.add_token_types(types)
-    w.add_bos_token_id(1)
-    w.add_eos_token_id(eos)
-    w.add_unk_token_id(0)
 
 
 def small(**changes: Any) -> Shape:
