@@ -15,7 +15,7 @@ C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] n
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
-        install demo bench bench-peer clean
+        install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
@@ -98,18 +98,15 @@ exhaust: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/python tools/demo.py
 
+# All suites, half an hour. QUICK=--quick takes two minutes.
 bench: $(VENV)/.installed
-	$(BIN)/python -m bench.calls
-	$(BIN)/python -m bench.gguf
-	$(BIN)/python -m bench.first_touch
-	$(BIN)/python -m bench.load
-	$(BIN)/python -m bench.verify
-	$(BIN)/python -m bench.buffer_plan
-	$(BIN)/python -m bench.accounting
-	$(BIN)/python -m bench.kv
-	$(BIN)/python -m bench.decode
+	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
-# llama.cpp for bench.decode, built for this machine: a wheel lacks instruction sets. See
+# A run in the repository, and the document that is made of it.
+bench-docs: $(VENV)/.installed
+	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md
+
+# llama.cpp for the suite `decode`, built for this machine: a wheel lacks instruction sets. See
 # bench/README.md.
 bench-peer:
 	test -x $(BUILD)/peer/bin/python || $(PYTHON) -m venv $(BUILD)/peer
