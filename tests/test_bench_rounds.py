@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from unimem import limits
 from unimem.bench import rounds
 from unimem.bench.rounds import Uses, alternate, pin, stopwatch, warm_stopwatch
 from unimem.bench.suite import Case, Measure, NotMeasured, Suite, faster
@@ -111,6 +112,32 @@ def test_what_was_taken(late: float, others: float, taken: float) -> None:
 def test_more_cpus_than_there_are() -> None:
     with pytest.raises(ValueError, match="100000 CPUs wanted, this process may use"):
         pin(100000)
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ("abcd", [3, 2, 1, 0]),
+        ("aabb", [3, 1, 2, 0]),  # siblings have numbers that follow each other
+        ("abab", [3, 2, 1, 0]),
+        ("aaab", [3, 2, 1, 0]),
+    ],
+)
+def test_a_cpu_of_each_core_comes_first(
+    cores: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "core_of", lambda cpu: ("0", cores[cpu]))
+    assert rounds.by_preference(range(4)) == expected
+
+
+def test_without_a_number_each_core_has_one() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        chosen = pin(None)
+        assert set(chosen) == os.sched_getaffinity(0)
+        assert len({limits.core_of(cpu) for cpu in chosen}) == len(chosen)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_a_stopwatch_counts_its_runs_and_prepares_outside() -> None:

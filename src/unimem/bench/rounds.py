@@ -14,13 +14,25 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-__all__ = ["Measured", "Side", "alternate", "milliseconds", "pin", "stopwatch", "warm_stopwatch"]
+from unimem import limits
+
+__all__ = [
+    "Measured",
+    "Side",
+    "alternate",
+    "by_preference",
+    "milliseconds",
+    "pin",
+    "stopwatch",
+    "warm_stopwatch",
+]
 
 Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
@@ -170,25 +182,48 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def pin(n_cpus: int = 1) -> list[int]:
-    """Pin this process to `n_cpus` of the CPUs it may use, the last ones, and return them.
+def pin(n_cpus: int | None = 1) -> list[int]:
+    """Pin this process to some of the CPUs it may use, and return them.
 
-    The last ones, because CPU 0 usually serves more interrupts. Two unpinned threads may share one
-    core, and a migrated one loses its caches. Threads that run already keep the CPUs they have.
+    Each on a core of its own as long as there are cores; and the last ones, because CPU 0 usually
+    serves more interrupts. Two unpinned threads may share one core, and a migrated one loses its
+    caches. Threads that run already keep the CPUs they have.
+
+    Parameters
+    ----------
+    n_cpus : int or None
+        How many; None for as many as can compute at the same time, which is a CPU of each core,
+        less where a quota says so.
 
     Raises
     ------
     ValueError
         If the process may use fewer CPUs than that.
     """
+    n_cpus = _N_CORES if n_cpus is None else n_cpus
     if n_cpus > len(_ALLOWED):
-        raise ValueError(f"{n_cpus} CPUs wanted, this process may use {len(_ALLOWED)}: {_ALLOWED}")
-    chosen = _ALLOWED[-n_cpus:]
+        raise ValueError(
+            f"{n_cpus} CPUs wanted, this process may use {len(_ALLOWED)}: {sorted(_ALLOWED)}"
+        )
+    chosen = sorted(_ALLOWED[:n_cpus])
     os.sched_setaffinity(0, chosen)
     return chosen
 
 
-_ALLOWED = sorted(os.sched_getaffinity(0))
+def by_preference(cpus: Iterable[int]) -> list[int]:
+    """Order CPUs as `pin` takes them: one of each core, then the second one of each, ..."""
+    n_before: Counter[tuple[str, str]] = Counter()  # of each core
+    keys = {}
+    for cpu in sorted(cpus, reverse=True):
+        core = limits.core_of(cpu)
+        keys[cpu] = (n_before[core], -cpu)
+        n_before[core] += 1
+    return sorted(keys, key=keys.__getitem__)
+
+
+# Before anything is pinned.
+_ALLOWED = by_preference(os.sched_getaffinity(0))
+_N_CORES = limits.thread_count()
 
 
 def milliseconds(run: Callable[[], object]) -> float:

@@ -105,8 +105,10 @@ class Measure:
         self._record = case.empty()
         self._dropped = self._disturbed = 0
 
-    def pin(self, n_cpus: int) -> list[int]:
+    def pin(self, n_cpus: int | None) -> list[int]:
         """Pin this process to so many CPUs and return them; a case begins with one.
+
+        With None to as many as can compute at the same time; see `unimem.bench.rounds.pin`.
 
         Raises
         ------
