@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
@@ -118,6 +119,8 @@ def table_lines(
     align: str | None = None,
     bars: Sequence[Bar | None] = (),
     spare: Sequence[str] = (),
+    styles: Sequence[Callable[[str], str]] = (),
+    wraps: bool = False,
     columns: int | None = None,
 ) -> Iterator[str]:
     """Lay out texts in columns, and bars in what is left of the line.
@@ -135,6 +138,10 @@ def table_lines(
         One a row.
     spare : sequence of str
         Names of columns that are left out where cutting is not enough, the first one first.
+    styles : sequence of callable
+        One a row: how its text looks.
+    wraps : bool
+        Whether texts to the left are broken into lines where others are cut.
     columns : int, optional
         Of a line; by default all that there are.
 
@@ -166,17 +173,27 @@ def table_lines(
     _narrow(widths, align, columns - gaps)
     n_bar = columns - sum(widths) - gaps - len(_GAP)
     for i, row in enumerate(texts):
-        line = _GAP.join(
-            _pad(fit(text, width), width, side)
-            for text, width, side in zip(row, widths, align, strict=True)
-        )
+        first, *more = _lines(row, widths, align, wraps=wraps)
         if i == 0:
-            yield terminal.heading(line.rstrip())
+            yield from (terminal.heading(line.rstrip()) for line in (first, *more))
             continue
+        style = styles[i - 1] if styles else str
         bar = bars[i - 1] if bars else None
         if bar is not None and n_bar >= _NARROWEST_BAR:
-            line += _GAP + _drawn(bar, n_bar)
-        yield line.rstrip()
+            yield (style(first) + _GAP + _drawn(bar, n_bar)).rstrip()
+        else:
+            yield style(first.rstrip())
+        yield from (style(line.rstrip()) for line in more)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:
+    """Lay out a row in one line, or in as many as its texts need."""
+    cells = [
+        wrap(text, width) if wraps and side == "<" else [fit(text, width)]
+        for text, width, side in zip(row, widths, align, strict=True)
+    ]
+    for parts in zip_longest(*cells, fillvalue=""):
+        yield _GAP.join(map(_pad, parts, widths, align))
 
 
 def _kept(

@@ -1,0 +1,283 @@
+"""Figures, ratios and claims in words, the same in every table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from unimem.bench.record import BEST, CaseRecord, Target
+from unimem.bench.stats import Growth, Ratio, Spread, Verdict
+from unimem.bench.suite import OURS
+
+__all__ = [
+    "amount",
+    "claim",
+    "comparison",
+    "duration",
+    "fact",
+    "factor",
+    "grown",
+    "has_scale",
+    "law",
+    "measured",
+    "middle",
+    "number",
+    "outcome",
+]
+
+# Units that are written in the one that suits a figure, from the smallest.
+_SCALES: tuple[dict[str, float], ...] = (
+    {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
+    {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12},
+    {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
+)
+_TIMES = _SCALES[0]
+_SIZES = _SCALES[2:]
+
+# Exponents between which a cost is said to be constant or linear.
+_CONSTANT, _LINEAR = (-0.05, 0.05), (0.9, 1.1)
+
+
+def number(value: float, like: float | None = None) -> str:
+    """Write a number with three digits that count.
+
+    Parameters
+    ----------
+    value : float
+        The number.
+    like : float, optional
+        Another number; as many decimals as this one has.
+
+    Examples
+    --------
+    >>> number(0.0461), number(46.13), number(7082.0), number(4), number(3.9, like=46.13)
+    ('0.0461', '46.1', '7,082', '4', '3.9')
+    """
+    pattern = value if like is None else like
+    if not (math.isfinite(value) and math.isfinite(pattern)):
+        return str(value)
+    if pattern == int(pattern) and (like is None or value == int(value)):
+        return f"{value:,.0f}"
+    decimals = 2 if pattern == 0 else 2 - math.floor(math.log10(abs(pattern)))
+    return f"{value:,.{min(max(decimals, 0), 9)}f}"
+
+
+def has_scale(unit: str) -> bool:
+    """Whether figures of a unit are written with it, in the one that suits them.
+
+    Examples
+    --------
+    >>> has_scale("ns"), has_scale("tokens/s")
+    (True, False)
+    """
+    return any(unit in scale for scale in _SCALES)
+
+
+def _scaled(value: float, unit: str) -> tuple[float, str]:
+    """Give what to multiply with, and the unit then."""
+    for scale in _SCALES:
+        if unit in scale:
+            in_base = abs(value) * scale[unit]
+            fitting = [name for name, size in scale.items() if in_base >= size]
+            name = fitting[-1] if fitting else next(iter(scale)) if value else unit
+            return scale[unit] / scale[name], name
+    return 1.0, unit
+
+
+def amount(value: float, unit: str) -> str:
+    """Write a figure with its unit.
+
+    Examples
+    --------
+    >>> amount(46132.0, "ns"), amount(0.25, "GB/s"), amount(65536, "bytes")
+    ('46.1 us', '250 MB/s', '64 KiB')
+    """
+    factor, name = _scaled(value, unit)
+    return f"{number(value * factor)} {name}"
+
+
+def middle(spread: Spread | Ratio, unit: str = "") -> str:
+    """Write a median with what lies around it, where that is anything else.
+
+    Examples
+    --------
+    >>> middle(Spread(46.1, 44.2, 48.0), "ns"), middle(Spread(1, 1, 1))
+    ('46.1 ns (44.2 to 48.0)', '1')
+    """
+    median, low, high = spread
+    factor, name = _scaled(median, unit)
+    text = f"{number(median * factor)} {name}".rstrip()
+    around = [number(end * factor, like=median * factor) for end in (low, high)]
+    return text if low == median == high else f"{text} ({' to '.join(around)})"
+
+
+def factor(value: float) -> str:
+    """Write how many times.
+
+    Examples
+    --------
+    >>> factor(2.4132), factor(153.2)
+    ('2.41x', '153x')
+    """
+    return f"{number(value)}x"
+
+
+def comparison(ratio: Ratio, unit: str) -> str:
+    """Say how many times as good a side is as another one.
+
+    Parameters
+    ----------
+    ratio : Ratio
+        As `unimem.bench.stats.comparisons` gives it: above 1 is better.
+    unit : str
+        Of the figures, which says what better is.
+
+    Examples
+    --------
+    >>> comparison(Ratio(3.92, 3.7, 4.04), "ns")
+    '3.92x faster (3.70 to 4.04)'
+    >>> comparison(Ratio(0.5, 0.4, 0.8), "bytes")
+    '2x larger (1.25 to 2.50)'
+    >>> comparison(Ratio(1.01, 0.97, 1.05), "GB/s")
+    'no difference (0.97 to 1.05)'
+    """
+    value, low, high = ratio
+    if not ratio.is_difference:
+        return "no difference" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+    better, worse = _words(unit)
+    word = better if value > 1 else worse
+    if value < 1:
+        value, low, high = 1 / value, 1 / high, 1 / low
+    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
+    return f"{factor(value)} {word}{around}"
+
+
+def _words(unit: str) -> tuple[str, str]:
+    if unit in _TIMES or unit.endswith("/s"):
+        return "faster", "slower"
+    if any(unit in scale for scale in _SIZES):
+        return "smaller", "larger"
+    return "better", "worse"
+
+
+def grown(growth: Growth) -> str:
+    """Write a fitted power of the size.
+
+    Examples
+    --------
+    >>> grown(Growth(0.021, -0.004, 0.05))
+    'n^0.02 (0.00 to 0.05)'
+    """
+    exponent, low, high = (f"{value + 0.0:.2f}".replace("-0.00", "0.00") for value in growth)
+    return f"n^{exponent} ({low} to {high})"
+
+
+def law(growth: Growth) -> str:
+    """Name the power of a growth.
+
+    Examples
+    --------
+    >>> law(Growth(0.02, 0, 0.05)), law(Growth(1.0, 0.98, 1.02)), law(Growth(0.5, 0.4, 0.6))
+    ('constant', 'linear', 'less than linear')
+    """
+    if _CONSTANT[0] <= growth.exponent <= _CONSTANT[1]:
+        return "constant"
+    if growth.exponent < 0:
+        return "falling"
+    if growth.exponent < _LINEAR[0]:
+        return "less than linear"
+    return "linear" if growth.exponent <= _LINEAR[1] else "more than linear"
+
+
+def claim(case: CaseRecord, target: Target, other: str | None = None) -> str:
+    """Say what a target claims.
+
+    Parameters
+    ----------
+    case : CaseRecord
+        That it is about.
+    target : Target
+        The claim.
+    other : str, optional
+        The best peer, where it is known which that is.
+
+    Examples
+    --------
+    >>> case = CaseRecord("calls", "take", "What does take cost?", "ns")
+    >>> claim(case, Target("speed", "unimem", "np.empty", True, 2.0, 2))
+    'at least 2x as fast as np.empty'
+    >>> claim(case, Target("cost", "unimem, mapped", "memcpy", False, 1.05, 2))
+    'unimem, mapped: costs at most 1.05x as much as memcpy'
+    """
+    limit = f"{target.limit:g}"
+    bound = "at least" if target.at_least else "at most"
+    than = BEST if target.other == BEST else target.other
+    than = f"{than}, {other}" if target.other == BEST and other not in (None, BEST) else than
+    text = {
+        "speed": f"{bound} {'' if target.limit == 1 else f'{limit}x '}as fast as {than}",
+        "cost": f"costs {bound} {'' if target.limit == 1 else f'{limit}x '}as much as {than}",
+        "figure": f"{bound} {_limit(target.limit, case.unit)}",
+        "exponent": f"grows {'at least as' if target.at_least else 'no faster than'} n^{limit}",
+    }[target.kind]
+    return text if target.side == OURS else f"{target.side}: {text}"
+
+
+def _limit(value: float, unit: str) -> str:
+    """Write a limit exactly."""
+    factor, name = _scaled(value, unit)
+    return f"{value * factor:g} {name}"
+
+
+def measured(verdict: Verdict) -> str:
+    """Write what a target's measurement gave, or nothing."""
+    found = verdict.measured
+    if found is None:
+        return ""
+    if isinstance(found, Growth):
+        return grown(found)
+    if verdict.target.kind == "figure":
+        return middle(found, verdict.case.unit)
+    value, low, high = found
+    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
+    return factor(value) + around
+
+
+def outcome(verdict: Verdict) -> str:
+    """Say whether a target is met; where the interval covers the limit, that it does."""
+    if verdict.met is None:
+        return "not measured"
+    text = "met" if verdict.met else "missed"
+    return text if verdict.certain else f"{text}, within noise"
+
+
+def fact(value: Any) -> str:
+    """Write what a case keeps as a fact.
+
+    Examples
+    --------
+    >>> fact(4096), fact(0.98765), fact(True), fact(["avx2", "fma"]), fact({"a": 1, "b": None})
+    ('4,096', '0.988', 'yes', 'avx2, fma', 'a 1, b none')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {fact(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(fact, value))
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a clock shows it.
+
+    Examples
+    --------
+    >>> duration(7.2), duration(75), duration(3725)
+    ('0:07', '1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
