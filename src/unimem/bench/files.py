@@ -15,7 +15,10 @@ from typing import NamedTuple
 __all__ = [
     "ALIGNMENT",
     "FLOAT16",
+    "FLOAT32",
+    "INT32",
     "Q8_0",
+    "STRING",
     "TensorEntry",
     "array",
     "gguf_header",
