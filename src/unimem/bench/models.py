@@ -7,10 +7,7 @@ the tokenizer. Such a model says nothing in any language.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.bench.files import made_once
 from unimem.bench.suite import NotMeasured
 
 __all__ = ["KINDS", "SHAPES", "Kind", "Shape", "add_metadata", "add_tokenizer", "write_model"]
@@ -116,8 +114,9 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = list(_tensors(gguf, SHAPES[shape], kind))
     _require_room(folder, sum(tensor.nbytes for tensor in tensors))
-    with _published(path) as temporary:
-        writer = gguf.GGUFWriter(temporary, "llama")
+
+    def write(unfinished: Path) -> None:
+        writer = gguf.GGUFWriter(unfinished, "llama")
         add_metadata(writer, SHAPES[shape])
         writer.add_file_type(KINDS[kind])
         add_tokenizer(writer, SHAPES[shape].vocab)
@@ -132,7 +131,8 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
         for tensor in tensors:
             writer.write_tensor_data(_content(bits, tensor))
         writer.close()
-    return path
+
+    return made_once(path, write)
 
 
 def add_metadata(writer: Any, shape: Shape, other: Mapping[str, Any] | None = None) -> None:
@@ -204,20 +204,6 @@ def _require_room(folder: Path, nbytes: int) -> None:
         raise NotMeasured(
             f"wants {nbytes / 1e9:.1f} GB for a model in {folder}, {free / 1e9:.1f} GB are free"
         )
-
-
-@contextlib.contextmanager
-def _published(path: Path) -> Iterator[Path]:
-    """Give the name of a file that takes its own in the end, and is removed on an error."""
-    # NewFile, which replaces files that somebody wants to keep, waits for the disk; a model that
-    # a crash of the machine loses is made again.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
-    os.close(descriptor)
-    try:
-        yield Path(name)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def _tensors(gguf: ModuleType, shape: Shape, kind: Kind) -> Iterator[_Tensor]:

@@ -1,0 +1,169 @@
+"""The loop of a process that decodes: requests from standard input, answers, a line of JSON each.
+
+It runs under the interpreter of the peer as well, beside ``llama_cpp_side.py``, and needs nothing
+but the standard library and NumPy.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Logits", "Side", "ggml_facts", "serve"]
+
+Logits = NDArray[np.float32]
+
+# The OpenMP threads of a side go on polling for some milliseconds after their work. They must be
+# asleep when the answer lets the other side start.
+SETTLE_S = 0.05
+
+
+class Side(Protocol):
+    """One conversation of one library.
+
+    Attributes
+    ----------
+    compute_s : float or None
+        Seconds within ggml's compute call so far; None where that is not known.
+    """
+
+    compute_s: float | None
+
+    def prefill(self, tokens: list[int]) -> Logits:
+        """Start anew with `tokens`; return the logits after the last."""
+
+    def step(self) -> int:
+        """Take the likeliest token, compute the logits after it, and return it."""
+
+    def facts(self) -> dict[str, Any]:
+        """Say what the figures cannot be read without; `start_s` among it, and `ggml_facts`."""
+
+
+def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
+    """Open the side that the command line describes, and answer until standard input ends.
+
+    Parameters
+    ----------
+    open_side : callable
+        Is given the options, which are the only argument of the command line, as JSON.
+    """
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    side: Side | None = None
+
+    def answer(line: str) -> dict[str, Any]:
+        nonlocal side
+        try:
+            request = json.loads(line)
+            if side is None:
+                side = open_side(request)
+                return side.facts() | memory_facts()
+            return _ACTIONS[request.pop("do")](side, **request)
+        except Exception as error:  # any: it is the caller who is told
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    waits = {"wait_s": 0.0, "wait_cpu_s": 0.0}
+    line = sys.argv[1]
+    while line:
+        print(json.dumps(answer(line) | waits), file=answers, flush=True)
+        waiting_since, used_before = time.perf_counter(), time.process_time()
+        line = sys.stdin.readline()
+        # CPU time used while waiting: threads that poll would slow down the other side.
+        waits = {
+            "wait_s": time.perf_counter() - waiting_since,
+            "wait_cpu_s": time.process_time() - used_before,
+        }
+
+
+def _prefill(side: Side, tokens: list[int]) -> dict[str, Any]:
+    start = time.perf_counter()
+    side.prefill(tokens)
+    return _settled({"seconds": time.perf_counter() - start})
+
+
+def _decode(side: Side, n: int) -> dict[str, Any]:
+    before = side.compute_s
+    start = time.perf_counter()
+    for _ in range(n):
+        side.step()
+    seconds = time.perf_counter() - start
+    compute = None if before is None or side.compute_s is None else side.compute_s - before
+    return _settled({"seconds": seconds, "compute_s": compute})
+
+
+def _greedy(side: Side, tokens: list[int], n: int) -> dict[str, Any]:
+    logits = base64.b64encode(side.prefill(tokens).tobytes()).decode()
+    return _settled({"logits": logits, "tokens": [side.step() for _ in range(n)]})
+
+
+_ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "prefill": _prefill,
+    "decode": _decode,
+    "greedy": _greedy,
+}
+
+
+def _settled(answer: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(SETTLE_S)
+    return answer
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
+
+
+def ggml_facts(package: str) -> dict[str, Any]:
+    """Return the version and the CPU features of the ggml that `package` brings.
+
+    The features are those that this copy was compiled with, as it says itself
+    (``ggml_backend_get_features`` of its CPU backend), tinyBLAS ("LLAMAFILE") among them.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"{sys.executable} has no package {package}")
+    library = ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libggml-cpu.so")))
+    library.ggml_version.restype = ctypes.c_char_p
+    library.ggml_backend_cpu_reg.restype = ctypes.c_void_p
+    find = library.ggml_backend_reg_get_proc_address
+    find.argtypes, find.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p
+    registry = library.ggml_backend_cpu_reg()
+    address = find(registry, b"ggml_backend_get_features")
+    if not address:
+        raise RuntimeError(f"the ggml of {package} does not name its features")
+    get = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)
+    features = {}
+    for feature in get(registry):
+        if not feature.name:
+            break
+        features[feature.name.decode()] = feature.value.decode()
+    return {"ggml": library.ggml_version().decode(), "features": features}
+
+
+def memory_facts() -> dict[str, int]:
+    """Return the peak of this process's memory, and what of it is not a mapped file.
+
+    A copy of the weights in another order shows in the second.
+    """
+    return {
+        "peak_rss_bytes": _kib("/proc/self/status", "VmHWM:") * 1024,
+        "anonymous_bytes": _kib("/proc/self/smaps_rollup", "Anonymous:") * 1024,
+    }
+
+
+def _kib(path: str, field: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1])
+    raise RuntimeError(f"{path} has no line {field!r}")
