@@ -1,0 +1,171 @@
+"""How fast new memory is there: warming a block, beside C that touches the same memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+import unimem as um
+from unimem.bench import plain
+from unimem.bench.rounds import Side
+from unimem.bench.states import ready
+from unimem.bench.suite import Measure, NotMeasured, Suite, faster
+from unimem.limits import huge_pools
+from unimem.placement import Pages
+
+__all__ = ["SUITE"]
+
+SUITE = Suite(
+    "first-touch", "How fast is new memory brought in, on which pages?", passes=3, quick_passes=2
+)
+
+HUGE_PAGE = 2 << 20
+STEPS = {"4k": 4096, "thp": HUGE_PAGE, "2m": HUGE_PAGE}
+
+
+def gigabytes_a_second(nbytes: int, run: Callable[[], object]) -> float:
+    """Measure one call that brings in so much."""
+    start = time.perf_counter()
+    run()
+    return nbytes / (time.perf_counter() - start) / 1e9
+
+
+def warm(nbytes: int, pages: Pages, cpus: Sequence[int]) -> float:
+    """Warm a new block; GB/s."""
+    ready(nbytes, cpus)
+    with um.Block(nbytes, pages=pages, category="diagnostics") as block:
+        speed = gigabytes_a_second(nbytes, partial(block.warm, len(cpus)))
+        granted = block.verify()
+    if granted.pages != pages or granted.resident_bytes != nbytes:
+        raise NotMeasured(f"wants {nbytes} bytes on {pages} pages, was granted {granted}")
+    return speed
+
+
+def touch(nbytes: int, pages: plain.Pages, cpus: Sequence[int]) -> float:
+    """Touch every page of a new mapping in C; GB/s."""
+    ready(nbytes, cpus)
+    return nbytes / plain.touch(nbytes, STEPS[pages], pages, cpus) / 1e9
+
+
+def zeros(nbytes: int, cpus: Sequence[int]) -> float:
+    """Touch every page of ``np.zeros``, which asks for huge pages itself; GB/s."""
+    ready(nbytes, cpus)
+
+    def run() -> None:
+        np.zeros(nbytes, np.uint8)[:: STEPS["4k"]] = 1
+
+    return gigabytes_a_second(nbytes, run)
+
+
+def memset(array: np.ndarray[tuple[int], np.dtype[np.uint8]], cpus: Sequence[int]) -> float:
+    """Clear memory that is there, which the kernel has to do with what is new; GB/s."""
+    seconds = plain.fill_by_threads(array.ctypes.data, array.nbytes, 0, cpus)
+    return array.nbytes / seconds / 1e9
+
+
+def size(measure: Measure) -> int:
+    """Bytes to bring in."""
+    nbytes = (128 if measure.quick else 1024) << 20
+    measure.fact("nbytes", nbytes)
+    return nbytes
+
+
+TARGETS = (
+    faster("C, a byte a huge page", 0.95, issue=3),
+    faster("unimem, 4k pages", 6.0, issue=3),
+)
+
+
+def on_huge_pages(n_threads: int, measure: Measure) -> None:
+    """Compare huge pages with C's, with NumPy's, and with 4k pages."""
+    cpus, nbytes = measure.pin(n_threads), size(measure)
+    there = np.ones(nbytes, np.uint8)
+    peers: dict[str, Side] = {
+        "C, a byte a huge page": partial(touch, nbytes, "thp", cpus),
+        "C, a byte a 4k page": partial(touch, nbytes, "4k", cpus),
+    }
+    if n_threads == 1:
+        peers["np.zeros, touched"] = partial(zeros, nbytes, cpus)
+    measure.compare(
+        ours={
+            "unimem": partial(warm, nbytes, "thp", cpus),
+            "unimem, 4k pages": partial(warm, nbytes, "4k", cpus),
+        },
+        peers=peers,
+        limits={"C memset of memory that is there": partial(memset, there, cpus)},
+        rounds=7,
+        quick_rounds=4,
+    )
+
+
+SUITE.case(
+    "one-thread",
+    "How fast does one thread bring in a block on transparent huge pages?",
+    unit="GB/s",
+    targets=TARGETS,
+)(partial(on_huge_pages, 1))
+SUITE.case(
+    "two-threads",
+    "How fast do two threads bring in a block on transparent huge pages?",
+    unit="GB/s",
+    targets=TARGETS,
+)(partial(on_huge_pages, 2))
+
+
+@SUITE.case(
+    "reserved", "How fast does one thread bring in reserved huge pages (hugetlb)?", unit="GB/s"
+)
+def reserved(measure: Measure) -> None:
+    """Compare a block on hugetlb pages with C that touches such pages."""
+    wanted = size(measure)
+    pool = huge_pools().get("2m")
+    if pool is None:
+        raise NotMeasured("wants huge pages of 2 MiB, the kernel has no pool of them")
+    if pool.available_bytes < wanted:
+        free = pool.available_bytes // HUGE_PAGE
+        raise NotMeasured(
+            f"wants {wanted // HUGE_PAGE} free huge pages of 2 MiB, there are {free}; "
+            f"reserve them with: {pool.limit(wanted).remedy}"
+        )
+    there = np.ones(wanted, np.uint8)
+    measure.compare(
+        ours={"unimem": partial(warm, wanted, "2m", measure.cpus)},
+        peers={"C, a byte a huge page": partial(touch, wanted, "2m", measure.cpus)},
+        limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
+        rounds=7,
+        quick_rounds=4,
+    )
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on, and `most` in the end."""
+    return sorted({most, *(1 << i for i in range(most.bit_length()))})
+
+
+@SUITE.case(
+    "threads",
+    "How does bringing in a block on transparent huge pages scale with threads?",
+    unit="GB/s",
+    x="threads",
+)
+def threads(measure: Measure) -> None:
+    """Warm with 1, 2, 4 and so on up to all CPUs."""
+    cpus, nbytes = measure.pin(None), size(measure)
+    counts = thread_counts(len(cpus))
+    there = np.ones(nbytes, np.uint8)
+    measure.scale(
+        ours={"unimem": {n: partial(warm, nbytes, "thp", cpus[:n]) for n in counts}},
+        peers={
+            "C, a byte a huge page": {n: partial(touch, nbytes, "thp", cpus[:n]) for n in counts}
+        },
+        limits={
+            "C memset of memory that is there": {
+                n: partial(memset, there, cpus[:n]) for n in counts
+            }
+        },
+        rounds=7,
+        quick_rounds=4,
+    )
