@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NewFile"]
+__all__ = ["NewFile", "write_text"]
 
 _SUFFIX = b".unimem-tmp"
 _TOKEN_BYTES = 8
@@ -258,3 +258,23 @@ class NewFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text in UTF-8, whole or not at all.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file to make, or to replace, as in `NewFile`.
+    text : str
+        What it will hold.
+
+    Raises
+    ------
+    OSError
+        It cannot be written. The old file is there as before.
+    """
+    with NewFile(os.fspath(path)) as file:
+        file.write(np.frombuffer(text.encode(), np.uint8), 0)
+        file.publish()

@@ -23,6 +23,7 @@ __all__ = [
     "middle",
     "number",
     "outcome",
+    "times",
 ]
 
 # Units that are written in the one that suits a figure, from the smallest.
@@ -121,6 +122,19 @@ def factor(value: float) -> str:
     ('2.41x', '153x')
     """
     return f"{number(value)}x"
+
+
+def times(ratio: Ratio) -> str:
+    """Write a ratio with its interval.
+
+    Examples
+    --------
+    >>> times(Ratio(2.41, 2.2, 2.66))
+    '2.41x (2.20 to 2.66)'
+    """
+    value, low, high = ratio
+    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
+    return factor(value) + around
 
 
 def comparison(ratio: Ratio, unit: str) -> str:
@@ -238,9 +252,7 @@ def measured(verdict: Verdict) -> str:
         return grown(found)
     if verdict.target.kind == "figure":
         return middle(found, verdict.case.unit)
-    value, low, high = found
-    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
-    return factor(value) + around
+    return times(found)
 
 
 def outcome(verdict: Verdict) -> str:

@@ -170,6 +170,9 @@ def table_lines(
     texts = [[row[i] for i in kept] for row in texts]
     widths, align = [widths[i] for i in kept], "".join(align[i] for i in kept)
     gaps = len(_GAP) * (len(widths) - 1)
+    if wraps:  # words are cut only where breaking lines between them is not enough
+        words = [max(map(_longest_word, column)) for column in zip(*texts, strict=True)]
+        _narrow(widths, align, columns - gaps, words)
     _narrow(widths, align, columns - gaps)
     n_bar = columns - sum(widths) - gaps - len(_GAP)
     for i, row in enumerate(texts):
@@ -212,14 +215,20 @@ def _kept(
     return kept
 
 
-def _narrow(widths: list[int], align: str, columns: int) -> None:
+def _narrow(
+    widths: list[int], align: str, columns: int, least: Sequence[int] | None = None
+) -> None:
     """Take from columns to the left what lines are too long by."""
-    flexible = [i for i, side in enumerate(align) if side == "<"]
-    while sum(widths) > columns and flexible:
-        widest = max(flexible, key=lambda i: widths[i])
-        if widths[widest] <= _NARROWEST_TEXT:
+    least = [_NARROWEST_TEXT] * len(widths) if least is None else least
+    while sum(widths) > columns:
+        flexible = [i for i, side in enumerate(align) if side == "<" and widths[i] > least[i]]
+        if not flexible:
             break
-        widths[widest] -= 1
+        widths[max(flexible, key=lambda i: widths[i])] -= 1
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)
 
 
 def _pad(text: str, width: int, side: str) -> str:
