@@ -260,7 +260,8 @@ class DecoderProcess:
     def _ask(self, do: str, **details: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the epitaph says why
-            print(json.dumps({"do": do, **details}), file=self._process.stdin, flush=True)
+            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

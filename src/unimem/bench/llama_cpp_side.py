@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from unimem.bench import side_server as server
     from unimem.bench.side_server import Logits
-else:
-    server = import_module("side_server")
 
 
 class LlamaCpp:
@@ -72,8 +69,8 @@ class LlamaCpp:
 
     def facts(self) -> dict[str, Any]:
         """As `Side.facts`."""
-        return server.ggml_facts("llama_cpp") | {"start_s": self._start_s}
+        return {"start_s": self._start_s}
 
 
 if __name__ == "__main__":
-    server.serve(lambda options: LlamaCpp(**options))
+    import_module("side_server").serve(LlamaCpp, "llama_cpp")

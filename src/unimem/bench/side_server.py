@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Logits", "Side", "ggml_facts", "serve"]
+__all__ = ["Logits", "Side", "serve"]
 
 Logits = NDArray[np.float32]
 
@@ -47,16 +47,18 @@ class Side(Protocol):
         """Take the likeliest token, compute the logits after it, and return it."""
 
     def facts(self) -> dict[str, Any]:
-        """Say what the figures cannot be read without; `start_s` among it, and `ggml_facts`."""
+        """Say what the figures cannot be read without, ``start_s`` among it."""
 
 
-def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
+def serve(open_side: Callable[..., Side], package: str) -> None:
     """Open the side that the command line describes, and answer until standard input ends.
 
     Parameters
     ----------
     open_side : callable
         Is given the options, which are the only argument of the command line, as JSON.
+    package : str
+        That brings the library's copy of ggml.
     """
     # Whatever a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -68,8 +70,8 @@ def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
         try:
             request = json.loads(line)
             if side is None:
-                side = open_side(request)
-                return side.facts() | memory_facts()
+                side = open_side(**request)
+                return side.facts() | ggml_facts(package) | memory_facts()
             return _ACTIONS[request.pop("do")](side, **request)
         except Exception as error:  # any: it is the caller who is told
             return {"error": f"{type(error).__name__}: {error}"}
@@ -77,7 +79,8 @@ def serve(open_side: Callable[[dict[str, Any]], Side]) -> None:
     waits = {"wait_s": 0.0, "wait_cpu_s": 0.0}
     line = sys.argv[1]
     while line:
-        print(json.dumps(answer(line) | waits), file=answers, flush=True)
+        answers.write(json.dumps(answer(line) | waits) + "\n")
+        answers.flush()
         waiting_since, used_before = time.perf_counter(), time.process_time()
         line = sys.stdin.readline()
         # CPU time used while waiting: threads that poll would slow down the other side.

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import unimem as um
-from unimem.bench.side_server import Logits, ggml_facts, serve
+from unimem.bench.side_server import Logits, serve
 from unimem.engine import Decoder
 from unimem.engine import ggml as binding
 from unimem.placement import together
@@ -72,7 +72,7 @@ class Unimem:
 
     def facts(self) -> dict[str, Any]:
         """As `Side.facts`, and where the memory is."""
-        return ggml_facts("ggml") | {
+        return {
             "start_s": self._start_s,
             "load": self._decoder.weights.load,
             "granted": granted(self._decoder.report()),
@@ -96,4 +96,4 @@ def granted(report: Report) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(lambda options: Unimem(**options))
+    serve(Unimem, "ggml")
