@@ -32,7 +32,9 @@ from unimem.bench.files import (
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, Suite, costs, faster
 
-SUITE = Suite("gguf", "How fast does a file with a large vocabulary open?", passes=2, quick_passes=2)
+SUITE = Suite(
+    "gguf", "How fast does a file with a large vocabulary open?", passes=2, quick_passes=2
+)
 
 N_TOKENS, N_MERGES, N_TENSORS = 150_000, 280_000, 400
 STRINGS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
