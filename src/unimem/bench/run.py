@@ -18,14 +18,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unimem import doctor
 from unimem.bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
 from unimem.bench.suite import Case, Suite
 from unimem.bench.suites import load
 
-__all__ = ["Interrupted", "merge", "run"]
+__all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
 
 # What is measured, or takes part in it.
 _PACKAGES = (
@@ -47,6 +47,49 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
+
+
+class Pass(NamedTuple):
+    """A pass that will be run: which one of how many of its suite."""
+
+    suite: Suite
+    number: int
+    n: int
+
+    def __str__(self) -> str:
+        return self.suite.name + (f", pass {self.number} of {self.n}" if self.n > 1 else "")
+
+
+def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass]:
+    """List the passes of a run, in their order.
+
+    Parameters
+    ----------
+    suites, quick, case
+        As in `run`.
+
+    Raises
+    ------
+    ValueError
+        If no case is chosen.
+    """
+    chosen = [load(name) for name in suites]
+    counts = {
+        suite.name: suite.n_passes(quick=quick)
+        for suite in chosen
+        if suite.chosen(quick=quick, case=case)
+    }
+    if not counts:
+        raise ValueError(
+            f"no case of {', '.join(suites)} has {case!r} in its name; `unimem bench --list` "
+            "shows what there is"
+        )
+    return [
+        Pass(suite, number, counts[suite.name])
+        for number in range(1, max(counts.values()) + 1)
+        for suite in chosen
+        if number <= counts.get(suite.name, 0)
+    ]
 
 
 def run(
@@ -84,13 +127,8 @@ def run(
     Interrupted
         If it is interrupted, with what had been measured.
     """
-    chosen = [load(name) for name in suites]
-    chosen = [suite for suite in chosen if suite.chosen(quick=quick, case=case)]
-    if not chosen:
-        raise ValueError(
-            f"no case of {', '.join(suites)} has {case!r} in its name; `unimem bench --list` "
-            "shows what there is"
-        )
+    passes = schedule(suites, quick=quick, case=case)
+    chosen = [each.suite for each in passes if each.number == 1]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     start = time.monotonic()
     results = {suite.name: _Result(suite, suite.chosen(quick=quick, case=case)) for suite in chosen}
@@ -102,12 +140,9 @@ def run(
         return Record(when, quick, time.monotonic() - start, machine, versions(), suites)
 
     try:
-        for number in range(max(suite.n_passes(quick=quick) for suite in chosen)):
-            for suite in chosen:
-                n = suite.n_passes(quick=quick)
-                if number < n:
-                    progress(f"{suite.name}" + (f", pass {number + 1} of {n}" if n > 1 else ""))
-                    results[suite.name].add_pass(quick=quick, folder=folder, case=case)
+        for each in passes:
+            progress(str(each))
+            results[each.suite.name].add_pass(quick=quick, folder=folder, case=case)
     except KeyboardInterrupt:
         raise Interrupted(record()) from None
     return record()
