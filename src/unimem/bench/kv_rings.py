@@ -133,6 +133,7 @@ def trim(measure: Measure) -> None:
         peers={"NumPy": moving("NumPy", partial(milliseconds, move))},
         limits={"C memcpy": moving("C memcpy", lambda: plain.copy(table) * 1e3)},
         rounds=11,
+        quick_rounds=5,
     )
 
 
