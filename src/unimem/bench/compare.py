@@ -12,7 +12,19 @@ from unimem.bench.suite import OURS
 from unimem.bench.tables import Row, Table, size_text
 from unimem.bench.texts import amount, factor, times
 
-__all__ = ["Change", "Differences", "Pair", "change_table", "compare", "pair_table", "summary"]
+__all__ = [
+    "ENOUGH",
+    "Change",
+    "Differences",
+    "Pair",
+    "change_table",
+    "compare",
+    "pair_table",
+    "summary",
+]
+
+# The share of the ratios that has to agree for two runs to say the same.
+ENOUGH = 0.9
 
 # What two machines have to have in common, by its place in the document of `unimem doctor`.
 _MACHINE = (

@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from unimem.bench.compare import Differences, change_table, pair_table, summary
 from unimem.bench.record import CaseRecord, Record
 from unimem.bench.tables import Table, case_table, suite_title, targets
 
-__all__ = ["case_lines", "escape", "record_lines", "table_lines", "target_lines"]
+__all__ = [
+    "case_lines",
+    "difference_lines",
+    "escape",
+    "record_lines",
+    "table_lines",
+    "target_lines",
+]
 
 
 def escape(text: str) -> str:
@@ -63,3 +71,18 @@ def record_lines(record: Record) -> Iterator[str]:
             yield ""
     yield from ["## Targets", ""]
     yield from target_lines(record)
+
+
+def difference_lines(differences: Differences) -> Iterator[str]:
+    """Write how two records differ."""
+    for text in differences.warnings:
+        yield f"- warning: {escape(text)}"
+    for name, cases in (("A", differences.only_a), ("B", differences.only_b)):
+        if cases:
+            yield f"- only in {name}: {escape(', '.join(cases))}"
+    if differences.changes:
+        yield from ["", "Medians of unimem", "", *table_lines(change_table(differences))]
+    if differences.pairs:
+        yield from ["", "How many times as fast unimem is, what differs most first", ""]
+        yield from table_lines(pair_table(differences))
+    yield from ["", f"**{summary(differences)}.**"]

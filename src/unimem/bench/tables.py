@@ -49,9 +49,8 @@ __all__ = [
     "targets",
 ]
 
-# How a row looks where there are colours: the side in question, what is good and bad, what is not
-# there.
-Tone = Literal["plain", "subject", "good", "bad", "missing"]
+# How a row looks where there are colours: the side in question, what is bad, what is not there.
+Tone = Literal["plain", "subject", "bad", "missing"]
 
 _NOT_THERE = "-"
 

@@ -114,6 +114,7 @@ def _app() -> typer.Typer:
     """Collect the commands. A new command is a new file and a line here."""
     import typer
 
+    from unimem.cli.bench import bench
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
@@ -135,6 +136,7 @@ def _app() -> typer.Typer:
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)
+    app.command()(bench)
     return app
 
 
