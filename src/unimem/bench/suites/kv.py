@@ -286,8 +286,7 @@ SUITE.case(
 
 # ---- rings ----
 
-# Not so many rows that all sides together are about as large as a cache: then luck decides where they
-# lie in it.
+# Rings that stay in a cache with what they are compared with: at its edge luck would decide.
 for _name, _question, _n_tokens, _n_rows in (
     ("ring-append", "one token, 2 KiB of K and of V, to a ring of 64", 1, N_ROWS),
     ("ring-append-batch", "256 tokens, 512 KiB of K and of V, to a ring of 1024", 256, 1024),
