@@ -75,8 +75,14 @@ def has_scale(unit: str) -> bool:
     return any(unit in scale for scale in _SCALES)
 
 
-def _scaled(value: float, unit: str) -> tuple[float, str]:
-    """Give what to multiply with, and the unit then."""
+def scaled(value: float, unit: str) -> tuple[float, str]:
+    """Give the unit that suits a figure, and before it what figures are multiplied with for it.
+
+    Examples
+    --------
+    >>> scaled(46132.0, "ns"), scaled(7.0, "tokens/s")
+    ((0.001, 'us'), (1.0, 'tokens/s'))
+    """
     for scale in _SCALES:
         if unit in scale:
             in_base = abs(value) * scale[unit]
@@ -94,7 +100,7 @@ def amount(value: float, unit: str) -> str:
     >>> amount(46132.0, "ns"), amount(0.25, "GB/s"), amount(65536, "bytes")
     ('46.1 us', '250 MB/s', '64 KiB')
     """
-    factor, name = _scaled(value, unit)
+    factor, name = scaled(value, unit)
     return f"{number(value * factor)} {name}"
 
 
@@ -107,7 +113,7 @@ def middle(spread: Spread | Ratio, unit: str = "") -> str:
     ('46.1 ns (44.2 to 48.0)', '1')
     """
     median, low, high = spread
-    factor, name = _scaled(median, unit)
+    factor, name = scaled(median, unit)
     text = f"{number(median * factor)} {name}".rstrip()
     around = [number(end * factor, like=median * factor) for end in (low, high)]
     return text if low == median == high else f"{text} ({' to '.join(around)})"
@@ -239,7 +245,7 @@ def claim(case: CaseRecord, target: Target, other: str | None = None) -> str:
 
 def _limit(value: float, unit: str) -> str:
     """Write a limit exactly."""
-    factor, name = _scaled(value, unit)
+    factor, name = scaled(value, unit)
     return f"{value * factor:g} {name}"
 
 
