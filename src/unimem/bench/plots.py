@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,16 +21,28 @@ from typing import Any, NamedTuple
 
 from unimem.bench import stats
 from unimem.bench.record import CaseRecord, Record, Role, SideRecord
-from unimem.bench.stats import Growth, Spread, Verdict
-from unimem.bench.texts import amount, claim, grown, has_scale, measured, number, outcome
+from unimem.bench.stats import Growth, Ratio, Spread, Verdict
+from unimem.bench.texts import (
+    amount,
+    claim,
+    grown,
+    has_scale,
+    measured,
+    middle,
+    number,
+    outcome,
+    scaled,
+)
 
 try:
     from matplotlib import style
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.textpath import text_to_path
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 except ImportError as error:
     raise ImportError(
         "plots need matplotlib: install unimem-llm with the extra 'bench'; importing it said: "
@@ -42,12 +54,13 @@ __all__ = ["Drawing", "Plot", "draw", "save"]
 # Okabe and Ito's colours, which the colour-blind tell apart; markers and hatches differ as well.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _PURPLE, _SKY, _BLACK, _GREY = "#CC79A7", "#56B4E9", "#000000", "#777777"
+_TEXT, _TITLE = 8.5, 11.0  # points
 _STYLE = {
-    "font.size": 8.5,
-    "axes.labelsize": 8.5,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.fontsize": 8.5,
+    "font.size": _TEXT,
+    "axes.labelsize": _TEXT,
+    "xtick.labelsize": _TEXT,
+    "ytick.labelsize": _TEXT,
+    "legend.fontsize": _TEXT,
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -68,12 +81,11 @@ _GUTTER = 1.5  # names of sides, beside bars
 _Y_AXIS = 0.75  # ticks and label of a y axis
 _X_AXIS = 0.5  # ticks and label of an x axis
 _LINES = 1.8  # axes with lines
-_FIGURE = 0.75  # a figure behind its bar
+_FIGURE = 0.85  # a figure behind its bar
 _LINE = 0.15  # of text
 _ROW = 0.24  # of a bar, or of a target
 _GAP = 0.25  # below a panel
 _CLAIM, _MEASURED = 4.1, 1.75  # beside the axis of the targets
-_EM = 0.59  # width of a character, in sizes of the font; most are narrower
 
 # From this ratio of the largest to the smallest on, a bar from 0 shows nothing of the smallest.
 _LOG_FROM = 25.0
@@ -256,9 +268,9 @@ def _sheet(title: str, cases: Sequence[CaseRecord], name: Callable[[CaseRecord],
 def _figure(title: str, key: Sequence[Patch | Line2D], height: float) -> Figure:
     """Make a figure with a title and a legend for all of it."""
     figure = Figure(figsize=(_WIDTH, height))
-    (line,) = _wrapped(title, _WIDTH - 2 * _MARGIN, 11, most=1)
+    (line,) = _wrapped(title, _WIDTH - 2 * _MARGIN, most=1, size=_TITLE, weight="bold")
     left, top = _MARGIN / _WIDTH, 1 - _MARGIN / height
-    figure.text(left, top, line, va="top", weight="bold", size=11)
+    figure.text(left, top, line, va="top", weight="bold", size=_TITLE)
     figure.legend(
         handles=list(key),
         loc="upper left",
@@ -284,10 +296,22 @@ def _inches(axes: Axes) -> tuple[float, float]:
     return box.width, box.height
 
 
-def _wrapped(text: str, inches: float, size: float, *, most: int) -> list[str]:
+def _wrapped(
+    text: str, inches: float, *, most: int, size: float = _TEXT, weight: str = "normal"
+) -> list[str]:
     """Break a text into lines of so many inches, and cut it after `most` of them."""
-    n = int(inches * 72 / (size * _EM))
-    return textwrap.wrap(text, n, max_lines=most, placeholder="…") or [""]
+    font = FontProperties(size=size, weight=weight)
+
+    def points(line: str) -> float:
+        return float(text_to_path.get_text_width_height_descent(line, font, ismath=False)[0])
+
+    n = int(len(text) * inches * 72 / max(points(text), 1)) + 1
+    while n > 1:
+        lines = textwrap.wrap(text, n, max_lines=most, placeholder="…") or [""]
+        if max(map(points, lines)) <= inches * 72:
+            return lines
+        n -= 1
+    return ["…"]
 
 
 _COLOURS: dict[Role, str] = {"unimem": _BLUE, "peer": _ORANGE, "limit": "white"}
@@ -340,7 +364,7 @@ def _sides(case: CaseRecord) -> list[SideRecord]:
 
 
 def _panel(case: CaseRecord, name: str, width: float) -> _Panel:
-    title = _wrapped(f"{name}: {case.question}", width - 0.1, 8.5, most=3)
+    title = _wrapped(f"{name}: {case.question}", width - _MARGIN, most=3, weight="bold")
     if stats.sizes(case):
         names = dict.fromkeys(side.name for side in _sides(case) if side.at is not None)
         labels = {each: _line_label(case, each, width - 0.6) for each in names}
@@ -351,7 +375,7 @@ def _panel(case: CaseRecord, name: str, width: float) -> _Panel:
 
         return _Panel(title, _Y_AXIS, _LINES, _X_AXIS + n_lines * 0.18, lines)
     sides = _sides(case)
-    wrapped = [_wrapped(side.name, _GUTTER - 0.1, 8.5, most=3) for side in sides]
+    wrapped = [_wrapped(side.name, _GUTTER - 0.1, most=3) for side in sides]
     rows = [_ROW + (len(each) - 1) * _LINE for each in wrapped]
 
     def bars(axes: Axes) -> None:
@@ -363,20 +387,37 @@ def _panel(case: CaseRecord, name: str, width: float) -> _Panel:
     return _Panel(title, _GUTTER, sum(rows), _X_AXIS, bars)
 
 
-def _with_direction(case: CaseRecord, between: str = " ") -> str:
-    return f"{case.unit}{between}({'more' if case.higher_is_better else 'less'} is better)"
+def _label(axes: Axes, unit: str, case: CaseRecord, between: str = " ") -> str:
+    """Name what an axis shows, and which end of it is the better one."""
+    (name,) = _wrapped(unit, _inches(axes)[0] - 1, most=1)
+    return f"{name}{between}({'more' if case.higher_is_better else 'less'} is better)"
 
 
-def _tick(value: float) -> str:
+def _tick(value: float, _: object = None) -> str:
+    """Write what stands at a tick; matplotlib also gives its number."""
     if abs(value) >= 1e5:
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(exponent)}"
     return f"{value:,.10g}"
 
 
+def _tick_of_bytes(value: float, _: object = None) -> str:
+    return amount(value, "bytes")
+
+
 def _decimal(low: float, high: float) -> LogLocator:
     """Give ticks of an axis of logarithms; where it is short, one within each decade."""
-    return LogLocator(subs=(1.0, 3.0) if high < 500 * low else (1.0,), numticks=6)
+    return LogLocator(subs=(1.0, 3.0) if high < 500 * low else (1.0,), numticks=5)
+
+
+def _apart(values: Sequence[float], least: float, scale: Callable[[float], float]) -> FixedLocator:
+    """Give ticks at sizes, without those that are nearer than this part of the axis."""
+    distance = least * (scale(values[-1]) - scale(values[0]))
+    taken = [values[0]]
+    for value in values[1:]:
+        if scale(value) - scale(taken[-1]) >= distance:
+            taken.append(value)
+    return FixedLocator(taken)
 
 
 # ---- bars ---------------------------------------------------------------------------------------
@@ -387,12 +428,14 @@ def _draw_bars(axes: Axes, case: CaseRecord, sides: Sequence[tuple[SideRecord, f
     spreads = [stats.spread(side) for side, _ in sides]
     low, high = min(each.median for each in spreads), max(each.median for each in spreads)
     is_log = low > 0 and high / low >= _LOG_FROM
+    factor, unit = (1.0, case.unit) if is_log else scaled(high, case.unit)
+    spreads = [Spread(*(value * factor for value in each)) for each in spreads]
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(not is_log)
-    axes.set_xlabel(_with_direction(case))
+    axes.set_xlabel(_label(axes, unit, case))
     axes.grid(axis="x")
     _set_reach(axes, spreads, is_log)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.xaxis.set_major_formatter(_tick)
     for (side, y), (median, p5, p95) in zip(sides, spreads, strict=True):
         if is_log:
             axes.axhline(y, color=_GREY, ls=":", lw=0.5, zorder=0.8)
@@ -404,13 +447,19 @@ def _draw_bars(axes: Axes, case: CaseRecord, sides: Sequence[tuple[SideRecord, f
         if side.role == "limit":
             axes.axvline(median, color=_GREY, ls="--", lw=0.8, zorder=0.9)
         axes.annotate(
-            amount(median, case.unit) if has_scale(case.unit) else number(median),
+            _figure_text(median, unit),
             (max(median, p95), y),
             xytext=(8 if is_log else 5, -0.5),
             textcoords="offset points",
             va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
+
+
+def _figure_text(value: float, unit: str) -> str:
+    if has_scale(unit):
+        return amount(value, unit)
+    return number(value) if abs(value) < 1e5 else _tick(value)
 
 
 def _set_reach(axes: Axes, spreads: Sequence[Spread], is_log: bool) -> None:
@@ -446,31 +495,39 @@ def _line_label(case: CaseRecord, name: str, width: float) -> str:
             if case.higher_is_better:
                 growth = Growth(-growth.exponent, -growth.high, -growth.low)
             text = f"{name}: {grown(growth)}"
-    return "\n".join(_wrapped(text, width, 8.5, most=3))
+    return "\n".join(_wrapped(text, width, most=3))
 
 
-def _draw_lines(axes: Axes, case: CaseRecord, labels: dict[str, str]) -> None:
+def _draw_lines(axes: Axes, case: CaseRecord, labels: Mapping[str, str]) -> None:
     """Draw medians by size with bands: over logarithms, or by threads as they are."""
-    sides = sorted(
-        (each for each in _sides(case) if each.at is not None), key=lambda each: each.at or 0
-    )
-    spreads = [stats.spread(side) for side in sides]
-    is_log = not _is_by_threads(case) and all(
-        (side.at or 0) > 0 and each.p5 > 0 for side, each in zip(sides, spreads, strict=True)
-    )
-    axes.set_xlabel(case.x or "size")
-    axes.set_ylabel(_with_direction(case, "\n"))
+    points = {
+        name: sorted(
+            (side.at, stats.spread(side))
+            for side in _sides(case)
+            if side.name == name and side.at is not None
+        )
+        for name in labels
+    }
+    spreads = [each for line in points.values() for _, each in line]
+    xs = stats.sizes(case)
+    axes.set_xlabel(_wrapped(case.x or "size", _inches(axes)[0], most=1)[0])
+    axes.set_ylabel(_label(axes, case.unit, case, "\n"))
     axes.grid()
-    (_scale_by_logarithms if is_log else _scale_plainly)(axes, case, spreads)
+    axes.xaxis.set_major_formatter(_tick)
+    axes.yaxis.set_major_formatter(_tick)
+    if _is_by_threads(case) or min(xs[0], *(each.p5 for each in spreads)) <= 0:
+        _scale_plainly(axes, case, spreads)
+    else:
+        _scale_by_logarithms(axes, case, spreads)
     look = _looks()
-    for name, label in labels.items():
-        of_side = [i for i, side in enumerate(sides) if side.name == name]
-        x = [sides[i].at or 0 for i in of_side]
-        low, high = ([getattr(spreads[i], end) for i in of_side] for end in ("p5", "p95"))
-        colour, marker, line = look(sides[of_side[0]].role)
-        axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-        y = [spreads[i].median for i in of_side]
-        axes.plot(x, y, line, marker=marker, color=colour, lw=1.5, ms=4.5, label=label)
+    roles = {side.name: side.role for side in case.sides}
+    for name, line in points.items():
+        x = [at for at, _ in line]
+        colour, marker, kind = look(roles[name])
+        band = [each.p5 for _, each in line], [each.p95 for _, each in line]
+        axes.fill_between(x, *band, color=colour, alpha=0.2, lw=0)
+        y = [each.median for _, each in line]
+        axes.plot(x, y, kind, marker=marker, color=colour, lw=1.5, ms=4.5, label=labels[name])
     width, height = _inches(axes)
     below = (-_Y_AXIS / width, -_X_AXIS / height)
     axes.legend(loc="upper left", bbox_to_anchor=below, borderpad=0, borderaxespad=0)
@@ -491,11 +548,9 @@ def _looks() -> Callable[[Role], tuple[str, str, str]]:
 def _scale_plainly(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]) -> None:
     """Scale axes from 0, and draw the ideal: with so many threads so many times as fast."""
     xs = stats.sizes(case)
-    axes.set_xlim(0, xs[-1] * 1.05)
+    axes.set_xlim(0, xs[-1] * 1.05 or 1)
     axes.set_ylim(min(0, *(each.p5 for each in spreads)), max(e.p95 for e in spreads) * 1.1 or 1)
-    axes.xaxis.set_major_locator(FixedLocator(xs))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.xaxis.set_major_locator(_apart(xs, 0.06, float))
     if _is_by_threads(case):
         _draw_power(axes, case, 1 if case.higher_is_better else -1, "-.")
 
@@ -510,18 +565,16 @@ def _scale_by_logarithms(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]
     axes.set_yscale("log")
     axes.set_xlim(xs[0] / 1.3, xs[-1] * 1.3)
     axes.set_ylim(middle / reach, middle * reach)
-    is_bytes = (case.x or "").startswith("bytes")
-    # Powers of ten are no sizes of bytes.
-    axes.xaxis.set_major_locator(
-        FixedLocator(xs[:: -(-len(xs) // 5)]) if is_bytes else _decimal(xs[0], xs[-1])
-    )
     axes.yaxis.set_major_locator(_decimal(middle / reach, middle * reach))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: amount(value, "bytes") if is_bytes else _tick(value))
-    )
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    if len(xs) == 1 or (case.x or "").startswith("bytes"):  # powers of ten are no sizes of bytes
+        axes.xaxis.set_major_locator(_apart(xs, 0.18, math.log))
+    else:
+        axes.xaxis.set_major_locator(_decimal(xs[0], xs[-1]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(_tick)
+    if (case.x or "").startswith("bytes"):
+        axes.xaxis.set_major_formatter(_tick_of_bytes)
     _draw_power(axes, case, 0, ":")
     _draw_power(axes, case, -1 if case.higher_is_better else 1, "--")
 
@@ -541,40 +594,56 @@ def _draw_power(axes: Axes, case: CaseRecord, exponent: int, line: str) -> None:
 
 def _targets(verdicts: Sequence[Verdict]) -> Figure:
     """Draw what was measured over its limit, so that more is better whatever is claimed."""
-    height = len(verdicts) * _ROW
+    claims = [_wrapped(_claim(each), _CLAIM - 0.1, most=2) for each in verdicts]
+    rows = [_ROW + (len(each) - 1) * _LINE for each in claims]
     below = _X_AXIS + _LINE + _MARGIN
-    figure = _figure("All targets", _targets_key(verdicts), _MARGIN + _HEAD + height + below)
+    figure = _figure("All targets", _targets_key(verdicts), _MARGIN + _HEAD + sum(rows) + below)
     width = _WIDTH - 2 * _MARGIN - _CLAIM - _MEASURED
-    axes = _axes(figure, _MARGIN + _CLAIM, below, width, height)
+    axes = _axes(figure, _MARGIN + _CLAIM, below, width, sum(rows))
     axes.set_xscale("log")
     axes.set_xlim(1 / _REACH, _REACH)
-    axes.set_ylim(len(verdicts) - 0.5, -0.5)
+    axes.set_ylim(sum(rows), 0)
     axes.set_xlabel("times as good as asked for\n(growth: at ten times the size)")
     axes.xaxis.set_major_locator(FixedLocator([1 / _REACH, 0.5, 1, 2, _REACH]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.xaxis.set_major_formatter(_tick)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(NullLocator())
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
     axes.axvline(1, color=_BLACK, lw=1)
-    for y, verdict in enumerate(verdicts):
-        if y % 2:  # leads the eye from the claim to the figure
+    for i, verdict in enumerate(verdicts):
+        top = sum(rows[:i])
+        if i % 2:  # leads the eye from the claim to the figure
             ends = -_CLAIM / width, 1 + _MEASURED / width
-            axes.axhspan(y - 0.5, y + 0.5, *ends, color="#f3f3f3", lw=0, clip_on=False, zorder=0.1)
-        words = f"{_full_name(verdict.case)}: {claim(verdict.case, verdict.target, verdict.other)}"
-        (words,) = _wrapped(words, _CLAIM - 0.1, 8.5, most=1)
-        _beside(axes, -_CLAIM / width, y, words)
-        _beside(axes, 1 + 0.12 / width, y, measured(verdict) or outcome(verdict))
+            axes.axhspan(
+                top, top + rows[i], *ends, color="#f3f3f3", lw=0, clip_on=False, zorder=0.1
+            )
+        y = top + rows[i] / 2
+        _beside(axes, -_CLAIM / width, y, "\n".join(claims[i]))
+        (figures,) = _wrapped(_figures(verdict), _MEASURED - 0.15, most=1)
+        _beside(axes, 1 + 0.15 / width, y, figures)
         _draw_verdict(axes, y, verdict)
     return figure
 
 
-def _beside(axes: Axes, x: float, y: int, words: str) -> None:
+def _claim(verdict: Verdict) -> str:
+    case = verdict.case
+    return f"{_full_name(case)}: {claim(case, verdict.target, verdict.other)}"
+
+
+def _figures(verdict: Verdict) -> str:
+    """Write what was measured; without a unit that the claim has said already."""
+    if isinstance(verdict.measured, Ratio) and verdict.target.kind == "figure":
+        return middle(verdict.measured, unit if has_scale(unit := verdict.case.unit) else "")
+    return measured(verdict) or outcome(verdict)
+
+
+def _beside(axes: Axes, x: float, y: float, words: str) -> None:
     place = ("axes fraction", "data")
     axes.annotate(words, (x, y), xycoords=place, va="center", annotation_clip=False)
 
 
-def _draw_verdict(axes: Axes, y: int, verdict: Verdict) -> None:
+def _draw_verdict(axes: Axes, y: float, verdict: Verdict) -> None:
     if verdict.measured is None:
         return
     kept = [_kept(verdict, value) for value in verdict.measured]
