@@ -31,6 +31,7 @@ __all__ = [
     "milliseconds",
     "pin",
     "stopwatch",
+    "thread_counts",
     "warm_stopwatch",
 ]
 
@@ -208,6 +209,11 @@ def pin(n_cpus: int | None = 1) -> list[int]:
     chosen = sorted(_ALLOWED[:n_cpus])
     os.sched_setaffinity(0, chosen)
     return chosen
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on, and `most` in the end: the sizes of a case about threads."""
+    return sorted({most, *(1 << i for i in range(most.bit_length()))})
 
 
 def by_preference(cpus: Iterable[int]) -> list[int]:

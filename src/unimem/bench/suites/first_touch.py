@@ -10,7 +10,7 @@ import numpy as np
 
 import unimem as um
 from unimem.bench import plain
-from unimem.bench.rounds import Side
+from unimem.bench.rounds import Side, thread_counts
 from unimem.bench.states import ready
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
 from unimem.limits import huge_pools
@@ -138,11 +138,6 @@ def reserved(measure: Measure) -> None:
         rounds=7,
         quick_rounds=4,
     )
-
-
-def thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and `most` in the end."""
-    return sorted({most, *(1 << i for i in range(most.bit_length()))})
 
 
 @SUITE.case(
