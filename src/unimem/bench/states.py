@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,15 @@ from unimem.bench.suite import NotMeasured
 from unimem.limits import available_bytes
 from unimem.process import read_process
 
-__all__ = ["available_bytes", "drop", "heat", "in_huge_pages", "read_through", "ready"]
+__all__ = [
+    "available_bytes",
+    "drop",
+    "file_system",
+    "heat",
+    "in_huge_pages",
+    "read_through",
+    "ready",
+]
 
 HUGE_PAGE = 2 << 20
 READ_BYTES = 8 << 20  # at once
@@ -111,3 +120,9 @@ def in_huge_pages(path: Path) -> float:
         areas = read_process().areas
         huge_bytes = sum(area.huge_bytes for area in areas if area.start == block.address)
     return huge_bytes / path.stat().st_size
+
+
+def file_system(path: Path) -> str:
+    """Name the type of the file system that a file or folder lies on."""
+    run = ["stat", "-f", "-c", "%T", str(path)]
+    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
