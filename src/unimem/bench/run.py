@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -164,7 +165,8 @@ class _Result:
         command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
         start = time.monotonic()
         missing = set(self._cases)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        # In a group of its own: Ctrl-C at a terminal would reach it, too, and interrupt it twice.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as child:
             try:
                 assert child.stdout is not None
                 self._conditions.append(json.loads(child.stdout.readline() or "{}"))
@@ -238,7 +240,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     try:
         child.wait(_END_S)
     except subprocess.TimeoutExpired:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def versions() -> dict[str, str]:
