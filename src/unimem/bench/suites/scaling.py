@@ -7,9 +7,9 @@ worse. What is linear may grow with the power of 1.1, for the same reason.
 
 A call has a cost of its own beside that of its work, which at the smallest sizes is most of it: of
 a linear cost the exponent over all sizes is below 1. Memory costs more per byte where it is too
-large for a cache, and lifts the exponent: `append` therefore always writes to rows that are in no
-cache, as a conversation does. Of `verify`, reading what the kernel says of all other mappings is
-most of the cost up to blocks of some tens of megabytes.
+large for a cache, and lifts the exponent: `append` therefore fills the same rows at every size. Of
+`verify`, reading what the kernel says of all other mappings is most of the cost up to blocks of
+some tens of megabytes.
 
 Times are CPU times of one thread. All sizes are there at once, and each round measures each.
 """
@@ -38,7 +38,7 @@ from unimem.placement import Pages, format_bytes
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=2)
 
 CONSTANT, LINEAR = grows(0.1, issue=8), grows(1.1, issue=8)
-HEADS = N_HEADS, HEAD_DIM = 1, 32  # 64 B of K and 64 of V a token, as float16
+HEADS = N_HEADS, HEAD_DIM = 1, 64  # 128 B of K and 128 of V a token, as float16
 KIB, MIB = 1 << 10, 1 << 20
 
 Sides = dict[float, Side]  # by size
@@ -154,7 +154,7 @@ def take_after(measure: Measure) -> None:
 )
 def clear(measure: Measure) -> None:
     """Clear tapes that have given out so many arrays; giving them out is not measured."""
-    n = 16
+    n = 32
     ours: Sides = {}
     with ExitStack() as stack:
         for size in sizes(measure, 10):
@@ -163,7 +163,7 @@ def clear(measure: Measure) -> None:
             fill = partial(_take_all, tapes, size, spare)
             clears = {"clears": [tape.clear for tape in tapes]}
             ours[size] = stopwatch("clears[i]()", n, clears, fill)
-        measure.scale({"unimem": ours}, rounds=21, quick_rounds=5)
+        measure.scale({"unimem": ours}, rounds=21, quick_rounds=3, warmup=1)
 
 
 def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
@@ -181,15 +181,15 @@ def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
     "append",
     "How does appending grow with the tokens that are appended at once?",
     unit="us",
-    x="tokens appended at once, of 128 B",
+    x="tokens appended at once, of 256 B",
     targets=[LINEAR],
 )
 def append(measure: Measure) -> None:
-    """Fill 128 MB, at every size: per call that is the cost of tokens that no cache holds.
+    """Fill 25 MB, at every size, so that all write to rows that lie in the same kind of memory.
 
     What is appended changes with each call, too. NumPy and C write to arrays as large.
     """
-    found = sizes(measure, 100)
+    found = sizes(measure, 10)
     top = found[-1]
     k = tokens(top)
     keys, values = np.zeros_like(k), np.zeros_like(k)
@@ -324,10 +324,10 @@ def trim(measure: Measure) -> None:
 def fork(measure: Measure) -> None:
     """Fork a sequence, which copies its table and counts each block, and none of its tokens.
 
-    So it is linear in blocks, and constant in what they hold: here a token, of 128 B. A table has
+    So it is linear in blocks, and constant in what they hold: here a token, of 256 B. A table has
     room for all blocks of its pool, which here has those of the sequence. NumPy copies the tokens.
     """
-    found = sizes(measure, 100)
+    found = sizes(measure, 10)
     rows = tokens(found[-1])
     ours: Sides = {}
     peers: Sides = {}
@@ -362,7 +362,7 @@ def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     "gather",
     "How does gathering a sequence grow with its tokens?",
     unit="us",
-    x="tokens of the sequence, of 128 B",
+    x="tokens of the sequence, of 256 B",
     targets=[LINEAR],
 )
 def gather(measure: Measure) -> None:
@@ -530,7 +530,7 @@ def _verify(measure: Measure, pages: Pages, found: list[int]) -> None:
     if wanted > room:
         raise NotMeasured(f"wants {format_bytes(wanted)} of memory, there are {format_bytes(room)}")
     look: Sides = {size: partial(_look, size, pages) for size in found}
-    measure.scale({"unimem": look}, rounds=11, quick_rounds=3, warmup=1)
+    measure.scale({"unimem": look}, rounds=11, quick_rounds=2, warmup=0)
 
 
 def _look(nbytes: int, pages: Pages) -> float:
