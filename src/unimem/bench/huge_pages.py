@@ -11,7 +11,7 @@ from unimem.limits import HugePool, huge_pools
 
 __all__ = ["reserved"]
 
-POOLS = Path("/sys/kernel/mm/hugepages")
+POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
 @contextmanager
@@ -38,18 +38,19 @@ def reserved(nbytes: int) -> Iterator[None]:
         return
     remedy = pool.limit(nbytes).remedy
     wants = f"wants {n_missing} more huge pages of 2 MiB"
+    before = _n_reserved()
     try:
-        _resize(pool, n_missing)
+        _reserve(before + n_missing)
     except OSError as error:
         raise NotMeasured(f"{wants}, which root can reserve ({error}): {remedy}") from error
-    n_added = _pool().total - pool.total
+    n_added = _n_reserved() - before
     try:
         if _pool().available_bytes < nbytes:
             raise NotMeasured(f"{wants}, the kernel finds room for {n_added}: {remedy}")
         yield
     finally:
         # Others may have changed it meanwhile. Pages that are in use go when they are free.
-        _resize(_pool(), -n_added)
+        _reserve(_n_reserved() - n_added)
 
 
 def _pool() -> HugePool:
@@ -59,6 +60,13 @@ def _pool() -> HugePool:
     return pool
 
 
-def _resize(pool: HugePool, by: int) -> None:
-    path = POOLS / f"hugepages-{pool.page_bytes >> 10}kB" / "nr_hugepages"
-    path.write_text(str(pool.total + by))
+def _n_reserved() -> int:
+    """Count the pages that stay: ``nr_hugepages`` also has those that go when they are free."""
+    total, surplus = (
+        int((POOL / name).read_text()) for name in ("nr_hugepages", "surplus_hugepages")
+    )
+    return total - surplus
+
+
+def _reserve(n: int) -> None:
+    (POOL / "nr_hugepages").write_text(str(max(0, n)))
