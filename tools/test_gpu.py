@@ -1,9 +1,14 @@
 """All that wants a GPU, in one command, with the Python that has CuPy: `make test-gpu PYTHON=...`.
 
 Builds unimem from source for this Python into build/gpu/site, and runs with it the tests of
-tests/gpu, bench.gpu, and the tests of the twin over host memory: all of them, even when one fails,
-and within 8 minutes. Its last lines say how each ended. The status is the worst of theirs: 1 where
-tests failed or a target of the benchmark was missed, 5 where there was no GPU.
+tests/gpu, the suite `gpu` of the benchmarks, and the tests of the twin over host memory: all of
+them, even when one fails, and within 8 minutes. Its last lines say how each ended. The status is
+the worst of theirs: 1 where tests failed or a target of the benchmark was missed, 5 where there was
+no GPU.
+
+The benchmark is run by ``python tools/test_gpu.py bench SECONDS``, and not by `unimem bench`, since
+what the command line and the plots need may not be there. It leaves a record in bench/results, also
+where those seconds were not enough.
 
 Nothing is fetched and nothing is installed elsewhere. What this Python lacks of the tools is taken
 from build/gpu-wheels, which ``python tools/test_gpu.py wheels 3.12`` (`make gpu-wheels`) fills on a
@@ -18,6 +23,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -49,6 +55,7 @@ PLATFORMS += ["manylinux2014_x86_64"]
 # Seconds after which a step is ended, so that the others are run where one hangs. None should take
 # half of it, also where torch is imported and CuPy compiles for the first time.
 BUILD_S, GPU_S, BENCH_S, HOST_S = 200, 200, 130, 120
+ENDING_S = 15  # what the benchmark has to end in order
 # All end before this.
 END = time.monotonic() + 475
 
@@ -60,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run everything, and return the worst status."""
     if arguments and arguments[0] == "wheels":
         return download(arguments[1])
+    if arguments and arguments[0] == "bench":
+        return bench(int(arguments[1]))
     environment = prepare()
     if environment is None:
         return 2
@@ -70,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
     begin = time.time()
     statuses = {TESTS: step(TESTS, [*tests, "tests/gpu"], environment, GPU_S)}
     if statuses[TESTS] != NOTHING_COLLECTED:
-        statuses[BENCH] = step(BENCH, [*python, "bench.gpu"], environment, BENCH_S)
+        seconds = str(int(max(1, min(BENCH_S, END - time.monotonic()) - ENDING_S)))
+        command = [sys.executable, str(Path(__file__)), "bench", seconds]
+        statuses[BENCH] = step(BENCH, command, environment, BENCH_S)
     title = "The twin over host memory"
     statuses[title] = step(title, [*tests, *map(str, host)], environment, HOST_S)
     for title, status in statuses.items():
@@ -86,7 +97,7 @@ def meaning(title: str, status: int) -> str:
     if title == TESTS and status == NOTHING_COLLECTED:
         return "no GPU: nothing was run on one (status 5)"
     if title == BENCH and status == 1:
-        return "a target is missed, or it failed: see above (status 1)"
+        return "a target is missed, or a case failed: see above (status 1)"
     known = {0: "passed", 1: "failed (status 1)", 124: "took too long and was ended (status 124)"}
     return known.get(status, f"failed (status {status})")
 
@@ -159,6 +170,43 @@ def step(title: str, command: Sequence[str], environment: dict[str, str], limit_
     status = 128 - status if status < 0 else status  # a signal, as shells write it
     print(f"== {title}: status {status}, {time.monotonic() - start:.0f} s\n", flush=True)
     return status
+
+
+def bench(seconds: int) -> int:
+    """Run the suite `gpu`, record what it has measured, and say what became of the targets.
+
+    Returns
+    -------
+    int
+        0, 1 where a target was missed or a case failed, 124 where the time was not enough.
+    """
+    from unimem.bench.markdown import record_lines
+    from unimem.bench.run import Interrupted, run
+    from unimem.bench.stats import verdicts
+
+    folder = ROOT / "build/gpu/bench"
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(seconds)
+    status = 0
+    try:
+        record = run(["gpu"], quick=False, folder=folder, progress=print)
+    except Interrupted as interrupt:
+        record, status = interrupt.record, 124
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(record_lines(record)))
+    names = [case.facts["gpu"] for case in record.cases() if "gpu" in case.facts]
+    if names:
+        name = re.sub(r"\W+", "-", names[0].lower()).strip("-")
+        path = ROOT / f"bench/results/gpu-{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(record.to_json() + "\n")
+    if status:
+        return status
+    is_bad = any(case.failed for case in record.cases())
+    is_bad |= any(verdict.met is False for verdict in verdicts(record))
+    return int(is_bad)
 
 
 def download(version: str) -> int:
