@@ -69,9 +69,9 @@ SHAPES: dict[str, Shape] = {
     ),
     # TinyLlama.
     "1.1b": Shape(2048, layers=22, heads=32, kv_heads=4, inner=5632, vocab=32000, ctx=2048),
-    # A small model with the KV cache of a large one: 128 KiB a token in f16.
+    # A small model with the KV cache of Llama 2 7B: 512 KiB a token in f16.
     "wide": Shape(
-        512, layers=8, heads=32, kv_heads=32, inner=512, vocab=1024, ctx=8208, head_dim=128
+        256, layers=32, heads=32, kv_heads=32, inner=256, vocab=1024, ctx=2056, head_dim=128
     ),
 }
 
