@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
-from bench.gguf import ALIGNMENT, string
 from bench.harness import Bench, pin, ratios, spread
+from unimem.bench.files import ALIGNMENT, string
 
 ROOT = Path(__file__).resolve().parent.parent
 MB = 1 << 20

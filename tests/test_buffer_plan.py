@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.buffer_plan import FAMILIES, greedy_by_order, greedy_by_size, instances
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import unimem as um
+from unimem.bench.buffer_instances import FAMILIES, greedy_by_order, greedy_by_size, instances
 
 
 def use(name: str, nbytes: int, first: int = 0, last: int = 0) -> um.BufferUse:
@@ -137,7 +137,7 @@ def test_equal_input_gives_equal_output_in_any_process() -> None:
     source = (
         "import json, sys\n"
         "import unimem as um\n"
-        "from bench.buffer_plan import instances\n"
+        "from unimem.bench.buffer_instances import instances\n"
         "plans = [um.BufferPlan(uses) for _, uses in instances(12, most=60)]\n"
         "json.dump([dict(plan.offsets) for plan in plans], sys.stdout)\n"
     )

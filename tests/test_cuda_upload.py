@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf is not installed")
 import gguf
+
 import gguf_files as gf
 import interrupts
 import safetensors_files as sf

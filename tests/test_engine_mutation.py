@@ -20,6 +20,7 @@ pytest.importorskip(
 )
 
 import gguf
+
 import unimem as um
 from conftest import Run
 from models.make import Shape, write_model

@@ -21,6 +21,7 @@ pytest.importorskip(
 )
 
 import gguf
+
 import unimem as um
 from models.make import TINY, write_model
 from unimem._core.status import counters

@@ -60,9 +60,8 @@ def assert_true(plan: um.Plan, model: Any, **options: Any) -> None:
 def large_model(tmp_path: Path) -> Path:
     """A model of 2 GB, of which nothing but the header is on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-    import numpy as np
-
     import gguf
+    import numpy as np
 
     path = tmp_path / "large.gguf"
     writer = gguf.GGUFWriter(path, "llama")

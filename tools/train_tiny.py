@@ -25,13 +25,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that every reader of torch code knows
 
-import gguf
 from tiny_grammar import stories
 
 RECORD: Final = Path(__file__).with_suffix(".json")

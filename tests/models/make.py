@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-import gguf
-from gguf import GGMLQuantizationType
 from unimem.bench import models as bench
 from unimem.bench.models import Shape
 

@@ -1,36 +1,45 @@
-"""How far plans of buffers are above the lower bound, and what they cost.
+"""Buffers to place: the values of the engine's own graphs, and random ones of four families.
 
-The buffers are the values of the engine's own graphs, and 1000 random instances of four families.
-Beside `BufferPlan` stand the two greedy planners of Pisarchyk and Lee (2020), plainly written: the
-largest first, and the earliest first, each with the lowest and the tightest gap. Totals are exact
-and do not vary from run to run; only times are measured.
+Beside them stand the two greedy planners of Pisarchyk and Lee (2020), plainly written: the largest
+first, and the earliest first, each with the lowest and the tightest gap.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from types import MappingProxyType
 
 import numpy as np
 
 import unimem as um
-from bench.harness import Bench, pin
 
-ROOT = Path(__file__).parent.parent
-BATCH, CTX = 128, 512  # tokens of the engine's larger graph, and of context
+__all__ = [
+    "FAMILIES",
+    "PLANNERS",
+    "engine_graphs",
+    "graph_uses",
+    "greedy_by_order",
+    "greedy_by_size",
+    "instances",
+    "large_instance",
+]
 
-# Dimensions of published models, and shapes that are hard to place: heads as wide as all that is
-# inside, or wider.
+CTX = 512  # tokens of context
+BATCH = 128  # tokens of the engine's larger graph
+
+Uses = Sequence[um.BufferUse]
+
+# Small shapes of each architecture, those of published models, and such as are hard to place: heads
+# as wide as all that is inside, or wider.
 SHAPES = {
+    "llama, tiny": ("llama", um.ModelDims(64, 128, 4, 2, 16, 320, 2, CTX)),
+    "qwen2, small": ("qwen2", um.ModelDims(256, 768, 8, 2, 32, 1024, 4, CTX)),
+    "qwen3, wide": ("qwen3", um.ModelDims(512, 512, 32, 32, 128, 1024, 8, CTX)),
     "Llama 3.2 1B": ("llama", um.ModelDims(2048, 8192, 32, 8, 64, 128256, 16, CTX)),
     "Llama 3 8B": ("llama", um.ModelDims(4096, 14336, 32, 8, 128, 128256, 32, CTX)),
     "Llama 3 70B": ("llama", um.ModelDims(8192, 28672, 64, 8, 128, 128256, 80, CTX)),
@@ -59,11 +68,11 @@ def greedy_by_order(uses: Sequence[um.BufferUse], align: int, tightest: bool = F
 
 def greedy(uses: Sequence[um.BufferUse], align: int, tightest: bool) -> int:
     """Place each in the lowest gap, or the tightest, between those that live with it."""
-    placed: list[tuple[int, int, um.BufferUse]] = []
+    placed: list[tuple[int, int, um.BufferUse]] = []  # begin and end, by the begin
     for use in uses:
         nbytes = -(-use.nbytes // align) * align
         lowest, gaps = 0, []
-        for begin, end, other in sorted(placed, key=lambda place: place[0]):
+        for begin, end, other in placed:
             if other.first <= use.last and use.first <= other.last:
                 if begin - lowest >= nbytes:
                     gaps.append((begin - lowest, lowest))
@@ -71,17 +80,19 @@ def greedy(uses: Sequence[um.BufferUse], align: int, tightest: bool) -> int:
         if gaps:
             lowest = min(gaps)[1] if tightest else gaps[0][1]
         if nbytes:
-            placed.append((lowest, lowest + nbytes, use))
+            insort(placed, (lowest, lowest + nbytes, use), key=itemgetter(0))
     return max((end for _, end, _ in placed), default=0)
 
 
-PLANNERS: dict[str, Callable[[Sequence[um.BufferUse]], int]] = {
-    "BufferPlan": lambda uses: um.BufferPlan(uses).total_bytes,
-    "by size, lowest gap": lambda uses: greedy_by_size(uses, 64),
-    "by size, tightest gap": lambda uses: greedy_by_size(uses, 64, True),
-    "by order, lowest gap": lambda uses: greedy_by_order(uses, 64),
-    "by order, tightest gap": lambda uses: greedy_by_order(uses, 64, True),
-}
+PLANNERS: Mapping[str, Callable[[Uses], int]] = MappingProxyType(
+    {
+        "unimem": lambda uses: um.BufferPlan(uses).total_bytes,
+        "greedy by size": lambda uses: greedy_by_size(uses, 64),
+        "greedy by size, tightest gap": lambda uses: greedy_by_size(uses, 64, True),
+        "greedy by order": lambda uses: greedy_by_order(uses, 64),
+        "greedy by order, tightest gap": lambda uses: greedy_by_order(uses, 64, True),
+    }
+)
 
 
 # ---- random instances ---------------------------------------------------------------------------
@@ -176,25 +187,29 @@ def instances(n: int, most: int = 1000) -> Iterator[tuple[str, list[um.BufferUse
         yield family, FAMILIES[family](random.Random(seed), most)
 
 
+def large_instance(family: str, n: int) -> list[um.BufferUse]:
+    """Draw an instance of nearly `n` buffers, the same each time."""
+    rng = random.Random(1000 + list(FAMILIES).index(family))
+    while len(uses := FAMILIES[family](rng, n)) < 0.9 * n:
+        pass
+    return uses
+
+
 # ---- the engine's graphs ------------------------------------------------------------------------
 
 
-def engine_graphs(folder: Path) -> Iterator[tuple[str, tuple[um.BufferUse, ...]]]:
-    """Values of the graphs for one token and for 128, of files and of larger models' dimensions."""
-    from unimem.engine import Decoder, embedded_model
+def engine_graphs() -> dict[str, tuple[um.BufferUse, ...]]:
+    """Collect the values of the engine's graphs for one token and for 128, by shape and tokens."""
+    from unimem.engine import embedded_model
 
-    files = {"embedded": embedded_model()}
-    for arch, shape in (("llama", "tiny"), ("qwen2", "small"), ("qwen3", "wide")):
-        files[f"{arch} {shape}"] = folder / f"{arch}-{shape}.gguf"
-        make = [sys.executable, ROOT / "tests" / "models" / "make.py", files[f"{arch} {shape}"]]
-        subprocess.run([*map(str, make), arch, shape, "q8_0"], check=True)
-    for name, file in files.items():
-        with Decoder(file, ctx=CTX, threads=1) as decoder:
-            for graph in (decoder._decode, decoder._prefill):
-                yield f"{name}, {graph.batch}", graph.values.uses
-    for name, (arch, dims) in SHAPES.items():
-        for n_tokens in (1, BATCH):
-            yield f"{name}, {n_tokens}", graph_uses(arch, dims, n_tokens)
+    with um.open_weights(embedded_model()) as weights:
+        embedded = "llama", replace(um.ModelDims.from_weights(weights), max_seq_len=CTX)
+    shapes = {"embedded": embedded, **SHAPES}
+    return {
+        f"{name}, {n_tokens}": graph_uses(arch, dims, n_tokens)
+        for name, (arch, dims) in shapes.items()
+        for n_tokens in (1, BATCH)
+    }
 
 
 def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferUse, ...]:
@@ -245,94 +260,3 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
     graph.free()
     headers.free()
     return uses
-
-
-# ---- tables -------------------------------------------------------------------------------------
-
-
-class Ratios:
-    """Totals of all planners over the lower bound, by the kind of instance."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self.of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.over_greedy: list[float] = []
-
-    def add(self, kinds: Sequence[str], uses: Sequence[um.BufferUse]) -> None:
-        """Plan one instance with all planners."""
-        bound = um.BufferPlan(uses).lower_bound_bytes
-        totals = {name: total(uses) for name, total in PLANNERS.items()}
-        for kind in kinds:
-            for name, total in totals.items():
-                self.of[kind][name].append(total / bound)
-        ours, *greedy_ones = totals.values()
-        self.over_greedy.append(ours / min(greedy_ones))
-
-    def show(self, kind: str) -> None:
-        """Print one table, and keep it for the record."""
-        rows = {}
-        n = len(self.of[kind]["BufferPlan"])
-        print(f"\n{kind}: total / lower bound of {n} instances: median, 95 %, worst; at the bound")
-        for name, values in self.of[kind].items():
-            p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
-            at_bound = sum(value == 1 for value in values) / n
-            median, worst = statistics.median(values), max(values)
-            rows[name] = {"median": median, "p95": p95, "worst": worst, "at_bound": at_bound}
-            print(f"  {name:<22}  {median:.4f}  {p95:.4f}  {worst:.4f}  {at_bound:4.0%}")
-        self._bench.tables.append({"title": kind, "unit": "ratio", "n": n, "sides": rows})
-
-
-def plan_ms(uses: Sequence[um.BufferUse]) -> float:
-    """CPU milliseconds of a plan."""
-    start = time.thread_time()
-    um.BufferPlan(uses)
-    return (time.thread_time() - start) * 1e3
-
-
-def main() -> int:
-    bench = Bench("buffer_plan", __doc__)
-    quick = bench.parse().quick
-    pin(1)
-    ratios = Ratios(bench)
-
-    with tempfile.TemporaryDirectory() as folder:
-        graphs = dict(engine_graphs(Path(folder)))
-    for uses in graphs.values():
-        ratios.add(["engine"], uses)
-    ratios.show("engine")
-    worst = max(ratios.of["engine"]["BufferPlan"])
-    bench.at_most("engine", "worst graph / lower bound", [worst], 1.02)
-
-    for family, drawn in instances(40 if quick else 1000):
-        ratios.add([family, "random"], drawn)
-    for kind in (*FAMILIES, "random"):
-        ratios.show(kind)
-    for kind in ("random", "cut"):
-        median = statistics.median(ratios.of[kind]["BufferPlan"])
-        bench.at_most("random", f"median of {kind} / lower bound", [median], 1.03)
-    most = max(ratios.over_greedy)
-    bench.at_most("random", "any instance / best of the greedy planners", [most], 1.0)
-
-    largest = max(graphs, key=lambda name: len(graphs[name]))
-    bench.facts = {"graphs": list(graphs)}
-    sides: dict[str, Sequence[um.BufferUse]] = {largest: graphs[largest]}
-    for seed, (family, make) in enumerate(FAMILIES.items()):
-        rng = random.Random(1000 + seed)
-        large = (make(rng, 1000) for _ in range(1000))
-        sides[family] = next(uses for uses in large if len(uses) >= 900)
-    times = bench.compare(
-        "a plan",
-        {f"{name} ({len(uses)})": partial(plan_ms, uses) for name, uses in sides.items()},
-        unit="CPU ms",
-        rounds=21,
-        warmup=1,
-    )
-    first, *others = times.values()
-    bench.at_most("a plan", "of the largest graph, ms", first, 25)
-    slowest = max(others, key=statistics.median)
-    bench.at_most("a plan", "of about 1000 buffers, slowest family, ms", slowest, 500)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
