@@ -73,7 +73,9 @@ def test_lines_are_short() -> None:
 
 
 def test_files_are_short() -> None:
-    count = {path: path.read_text().count("\n") for path in files(CODE | {".md"})}
+    generated = ROOT / "docs/benchmarks.md"
+    written = [path for path in files(CODE | {".md"}) if path != generated]
+    count = {path: path.read_text().count("\n") for path in written}
     assert [str(path) for path, n in count.items() if n > 900] == []
 
 
