@@ -1,11 +1,14 @@
-"""What a command writes, to a terminal of so many columns or to a pipe, in this process."""
+"""What a command writes: to a terminal of so many columns or a pipe, or to a real terminal."""
 
 from __future__ import annotations
 
 import io
 import os
+import pty
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 from unittest import mock
 
@@ -70,3 +73,20 @@ def show(
     ):
         code = main([os.fsdecode(str(word)) for word in arguments])
     return Screen(code, out.text(), err.text())
+
+
+def show_on_terminal(*arguments: object) -> Screen:
+    """Run a command in a process of its own, on a terminal of 80 columns and 24 lines."""
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    env.pop("NO_COLOR", None)
+    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
+    words += map(str, arguments)
+    shown = b""
+    with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        with suppress(OSError):  # EIO: the other side was closed
+            while part := os.read(ours, 4096):
+                shown += part
+        os.close(ours)
+    return Screen(process.returncode, shown.decode(), "")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 
 import gguf_files as g
 import unimem as um
-from screens import COLOUR, CONTROL, show
+from screens import CONTROL, show, show_on_terminal
 from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.plan import Advice, Check, Plan
@@ -397,19 +395,8 @@ def test_a_path_that_is_no_text(tmp_path: Path, encoding: str) -> None:
 
 
 def test_on_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    env.pop("NO_COLOR", None)
-    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
-    shown = b""
-    with subprocess.Popen([*words, "plan"], stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        with suppress(OSError):  # EIO: the other side was closed
-            while part := os.read(ours, 4096):
-                shown += part
-        os.close(ours)
-    assert process.returncode == 0
-    assert b"\x1b[1mmemory" in shown
-    lines = COLOUR.sub("", shown.decode()).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 24
+    screen = show_on_terminal("plan")
+    assert screen.code == 0
+    assert "\x1b[1mmemory" in screen.out
+    assert screen.widest <= 80
+    assert len(screen.lines) <= 24

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from screens import COLOUR, CONTROL, show
+from screens import CONTROL, show, show_on_terminal
 from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
 from unimem.placement import Placement
@@ -401,20 +399,8 @@ def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_terminal(holder: tuple[int, Path]) -> None:
     pid, _ = holder
-    ours, theirs = pty.openpty()
-    code = "import sys; from unimem.cli import main; sys.exit(main())"
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    env.pop("NO_COLOR", None)
-    shown = b""
-    words = [sys.executable, "-c", code, "report", str(pid)]
-    with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
-        with suppress(OSError):  # EIO: the other side was closed
-            while part := os.read(ours, 4096):
-                shown += part
-        os.close(ours)
-    assert process.returncode == 0
-    assert b"\x1b[1mmemory" in shown
-    lines = COLOUR.sub("", shown.decode()).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) < 24
+    screen = show_on_terminal("report", pid)
+    assert screen.code == 0
+    assert "\x1b[1mmemory" in screen.out
+    assert screen.widest <= 80
+    assert len(screen.lines) < 24
