@@ -18,12 +18,14 @@ from unimem.bench.suite import Case, NotMeasured
 from unimem.bench.suites import kv, snapshot
 from unimem.engine import Decoder
 
-TORCH = {
-    "append": {"torch", "torch copy_", "torch index_copy_"},
-    "scratchpad": {"torch"},
-    "convert": {"torch"},
-    "convert-batch": {"torch"},
-    "gather": {"torch"},
+# Peers by the package that they want, and by their case.
+PEERS = {
+    ("torch", "append"): {"torch", "torch copy_", "torch index_copy_"},
+    ("torch", "scratchpad"): {"torch"},
+    ("torch", "convert"): {"torch"},
+    ("torch", "convert-batch"): {"torch"},
+    ("torch", "gather"): {"torch"},
+    ("gguf", "dtypes"): {"gguf-py, q8_0"},
 }
 
 
@@ -152,15 +154,15 @@ def test_tokens_differ() -> None:
 # ---- what is not there ----
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_torch_is_left_out_where_it_is_not_installed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("package", "name"), PEERS)
+def test_a_peer_that_is_not_installed_is_left_out(
+    package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uninstall(monkeypatch, "torch")
+    uninstall(monkeypatch, package)
     case = case_of(f"kv/{name}")
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
-    assert record.left_out == dict.fromkeys(TORCH[name], "torch is not installed")
+    assert record.left_out == dict.fromkeys(PEERS[package, name], f"{package} is not installed")
 
 
 def test_sessions_want_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,9 @@ def tokens(n: int, dtype: str = "float16") -> tuple[Array, Array]:
     return k.astype(dtype), v.astype(dtype)
 
 
-def stored(cache: um.KVCache, layer: int = 0) -> list[Array]:
-    """Return views of K and V of a layer of one stream, in the order of the tokens."""
-    return [part[0].swapaxes(0, 1) for part in cache.layer(layer)]
+def stored(cache: um.KVCache, layer: int = 0, dtype: str | None = None) -> list[Array]:
+    """Return views of K and V of a layer of one stream, or copies of `dtype`, token by token."""
+    return [part[0].swapaxes(0, 1) for part in cache.layer(layer, dtype)]
 
 
 def check_holds(side: str, found: Iterable[Array], appended: Iterable[Array]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import ml_dtypes
@@ -201,8 +202,8 @@ SUITE.case(
 )(partial(convert, n_tokens=256, n=4))
 
 
-# Of what is stored, from what was appended, in shares of the largest value.
-TOLERANCES = {"f16": 0.0, "bf16": 2.0**-8, "f32": 0.0, "q8_0": 1 / 200}
+KINDS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+Q8_0_ERROR = 1 / 200  # of the largest value: half a step is 1/254, and its float16 scale is rounded
 
 
 @SUITE.case(
@@ -214,33 +215,48 @@ def dtypes(measure: Measure) -> None:
     """Append the same float32 to caches of all types; what is counted are the bytes that go in."""
     n, n_tokens = 4, 256
     k, v = kv = tokens(n_tokens, "float32")
-    caches = {kind: um.KVCache(1, *SHAPE, n * n_tokens, dtype=kind) for kind in TOLERANCES}
-    try:
-        into_gb_s = partial(in_gb_s, 2 * k.nbytes)
-        peers = {}
-        for kind, dtype in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16), ("f32", np.float32)):
-            keys, values = (np.zeros((n, *part.shape), dtype) for part in kv)
-            names = {"keys": keys, "values": values, "k": k, "v": v}
-            peers[f"NumPy, {kind}"] = into_gb_s(warm_stopwatch(BY_INDEX, n, names))
-        room = zeros(n, kv)
+    in_speed = partial(in_gb_s, 2 * k.nbytes)
+    peers, held, want = {}, {}, {}
+    for kind, dtype in KINDS.items():
+        name = f"NumPy, {kind}"
+        want[name] = [part.astype(dtype) for part in kv]
+        held[name] = zeros(n, want[name])
+        names = {"k": k, "v": v} | by_name(held[name])
+        peers[name] = in_speed(warm_stopwatch(BY_INDEX, n, names))
+    if measure.installed("gguf", name := "gguf-py, q8_0"):
+        import gguf
+
+        quantize = partial(gguf.quants.quantize, qtype=gguf.GGMLQuantizationType.Q8_0)
+        want[name] = [quantize(part) for part in kv]
+        held[name] = zeros(n, want[name])
+        calling = {"quantize": quantize, "k": k, "v": v} | by_name(held[name])
+        statement = "keys[i] = quantize(k); values[i] = quantize(v)"
+        peers[name] = in_speed(warm_stopwatch(statement, n, calling))
+    room = zeros(n, kv)
+    with ExitStack() as stack:
+        caches = {
+            kind: stack.enter_context(um.KVCache(1, *SHAPE, n * n_tokens, dtype=kind))
+            for kind in (*KINDS, "q8_0")
+        }
         measure.compare(
             ours={
-                f"unimem, {kind}": into_gb_s(appending(cache, kv, n))
+                f"unimem, {kind}": in_speed(appending(cache, kv, n))
                 for kind, cache in caches.items()
             },
             peers=peers,
-            limits={"C memcpy of the float32": into_gb_s(memcpy_to(room, kv))},
+            limits={"C memcpy of the float32": in_speed(memcpy_to(room, kv))},
             rounds=51,
-            quick_rounds=9,
+            quick_rounds=7,
         )
-        for kind, cache in caches.items():
-            for have, part in zip(cache.layer(0, dtype="float32"), kv, strict=True):
-                rows = have[0].swapaxes(0, 1).reshape(n, *part.shape)
-                if np.abs(rows - part).max() > TOLERANCES[kind] * np.abs(part).max():
-                    raise AssertionError(f"the cache of {kind} does not hold what was appended")
-    finally:
-        for cache in caches.values():
-            cache.close()
+        for kind in KINDS:
+            check_holds(f"unimem, {kind}", stored(caches[kind]), want[f"NumPy, {kind}"])
+        for have, part in zip(stored(caches["q8_0"], dtype="float32"), kv, strict=True):
+            error = np.abs(have.reshape(n, *part.shape) - part).max()
+            if error > Q8_0_ERROR * np.abs(part).max():
+                raise AssertionError(f"unimem, q8_0 does not hold what was appended: {error} off")
+    for name, arrays in held.items():
+        check_holds(name, arrays, want[name])
+    check_holds("C memcpy of the float32", room, kv)
 
 
 # ---- batches ----
