@@ -163,7 +163,7 @@ def clear(measure: Measure) -> None:
             fill = partial(_take_all, tapes, size, spare)
             clears = {"clears": [tape.clear for tape in tapes]}
             ours[size] = stopwatch("clears[i]()", n, clears, fill)
-        measure.scale({"unimem": ours}, rounds=21, quick_rounds=3, warmup=1)
+        measure.scale({"unimem": ours}, rounds=11, quick_rounds=3, warmup=1)
 
 
 def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
@@ -417,7 +417,7 @@ def plan(measure: Measure) -> None:
 )
 def open_tensors(measure: Measure) -> None:
     """Open GGUF files of so many tensors; ggml compares each name with all before it."""
-    most = 1000 if measure.quick else 10_000
+    most = 4000  # of ggml, which takes seconds for the last
     _open(measure, {n: model_file(measure, n_tensors=n) for n in sizes(measure, 10)}, most)
 
 
@@ -469,7 +469,7 @@ def _open(measure: Measure, files: Mapping[int, Path], most_of_ggml: int) -> Non
         size: second(timed(partial(um.open_weights, path, load="map"), 1e-3, um.Weights.close))
         for size, path in files.items()
     }
-    measure.scale({"unimem": ours}, peers, rounds=15, quick_rounds=3)
+    measure.scale({"unimem": ours}, peers, rounds=9, quick_rounds=3)
 
 
 def model_file(
@@ -530,7 +530,7 @@ def _verify(measure: Measure, pages: Pages, found: list[int]) -> None:
     if wanted > room:
         raise NotMeasured(f"wants {format_bytes(wanted)} of memory, there are {format_bytes(room)}")
     look: Sides = {size: partial(_look, size, pages) for size in found}
-    measure.scale({"unimem": look}, rounds=11, quick_rounds=2, warmup=0)
+    measure.scale({"unimem": look}, rounds=7, quick_rounds=2, warmup=0)
 
 
 def _look(nbytes: int, pages: Pages) -> float:
