@@ -28,7 +28,7 @@ __all__ = [
 
 HUGE_PAGE = 2 << 20
 READ_BYTES = 8 << 20  # at once
-N_TRIES = 10  # to get memory back from the host
+N_TRIES = 4  # to get memory back from the host
 
 _fastest: dict[int, float] = {}  # of a number of CPUs: bytes a second
 

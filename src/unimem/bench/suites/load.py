@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import mmap
 import os
 import subprocess
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 import unimem as um
 from unimem.bench import models, plain
 from unimem.bench.rounds import Side, milliseconds, thread_counts
-from unimem.bench.states import drop, file_system, heat, in_huge_pages, ready
+from unimem.bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
 from unimem.bench.suite import (
     Measure,
     NotMeasured,
@@ -32,29 +31,34 @@ from unimem.bench.suite import (
     faster_than_best,
 )
 from unimem.bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
+from unimem.process import read_process
 
 __all__ = ["SUITE"]
 
 SUITE = Suite("load", "How fast does a model come into memory?")
 
+LLAMA_START = Path(__file__).parent.parent / "llama_start.py"
 MB = 1 << 20
-N_TENSORS, QUICK_TENSORS = 60, 4  # 4 GB and 256 MiB
+N_TENSORS = 60  # 4 GB
+QUICK_TENSORS = 4  # 256 MiB
+# A gigabyte: opening takes part of a millisecond, and two threads read 256 MiB in six.
+QUICK_MAP_TENSORS = 16
 BUFFER_BYTES = 256 * MB  # where the limit of a copy copies to, again and again
 PIECE_BYTES = 64 << 10  # of a file that is written as downloads are
 SAFETENSORS = "safetensors load_file"
 AS_WRITTEN = "the file, as it was written"
 
 
-def hot_file(measure: Measure, kind: Format) -> WeightFile:
+def hot_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS) -> WeightFile:
     """Make a file, and bring it into the page cache in large folios."""
-    file = cold_file(measure, kind)
+    file = cold_file(measure, kind, quick_tensors)
     measure.fact("mapped_by_huge_pages", heat(file.path))
     return file
 
 
-def cold_file(measure: Measure, kind: Format) -> WeightFile:
+def cold_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS) -> WeightFile:
     """Make a file, and say what it is."""
-    wanted = QUICK_TENSORS if measure.quick else N_TENSORS
+    wanted = quick_tensors if measure.quick else N_TENSORS
     file = weight_file(measure.folder, kind, tensors_that_fit(measure.folder, wanted))
     measure.fact("file_bytes", file.nbytes)
     measure.fact("file_system", file_system(file.path))
@@ -128,7 +132,7 @@ def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Iterator[Si
 
 def mapped(n_threads: int, measure: Measure) -> None:
     """Map a file that is in the page cache, and read all of it once."""
-    cpus, file = measure.pin(n_threads), hot_file(measure, "gguf")
+    cpus, file = measure.pin(n_threads), hot_file(measure, "gguf", QUICK_MAP_TENSORS)
     with reading_what_is_mapped(file, cpus) as reading:
         measure.compare(
             ours={"unimem": partial(open_and_scan, file, cpus)},
@@ -138,6 +142,7 @@ def mapped(n_threads: int, measure: Measure) -> None:
             },
             limits={"C, reading what is mapped": reading},
             rounds=25,
+            quick_rounds=6,
         )
 
 
@@ -188,6 +193,7 @@ for n, word in ((1, "one thread"), (2, "two threads")):
         f"How fast is a safetensors file in the page cache opened, and read once by {word}?",
         unit="ms",
         targets=[faster(SAFETENSORS, 12, issue=6)],
+        in_quick=n == 1,
     )(partial(safetensors, n))
 
 
@@ -245,8 +251,7 @@ def copied(measure: Measure) -> None:
     load = partial(in_c, file, plain.load, cpus=cpus)
     peers = {
         "C, read": load("read", 8 * MB),
-        "C, pread, 2 MiB": load("pread", 2 * MB, threads=2),
-        "C, pread, 8 MiB": load("pread", 8 * MB, threads=2),
+        "C, pread": load("pread", 2 * MB, threads=2),
         "C, MADV_POPULATE_WRITE, pread": load("pread", 2 * MB, threads=2, populate=True),
         "C, mmap, memcpy": load("memcpy", 2 * MB, threads=2),
     }
@@ -258,7 +263,7 @@ def copied(measure: Measure) -> None:
         peers={name: after(prepare, side) for name, side in peers.items()},
         limits={"C memcpy to memory that is there": copying_what_is_mapped(file, cpus)},
         rounds=10,
-        quick_rounds=6,
+        quick_rounds=4,
         warmup=1,
     )
 
@@ -268,6 +273,7 @@ def copied(measure: Measure) -> None:
     "How does copying a file in the page cache to huge pages scale with threads?",
     unit="ms",
     x="threads",
+    in_quick=False,
 )
 def copy_threads(measure: Measure) -> None:
     """Copy with 1, 2, 4 and so on up to all cores."""
@@ -291,7 +297,6 @@ def copy_threads(measure: Measure) -> None:
             )
         },
         rounds=5,
-        quick_rounds=4,
         warmup=1,
     )
 
@@ -299,19 +304,18 @@ def copy_threads(measure: Measure) -> None:
 # ---- from the disk ----
 
 
-def disk(path: Path, n_threads: int, piece_bytes: int) -> None:
-    """Read a file past the page cache, into the same memory again and again."""
+def disk(path: Path, rooms: Sequence[memoryview]) -> None:
+    """Read a file past the page cache with a thread for each piece of memory, again and again."""
     nbytes = path.stat().st_size
-    begins = iter(range(0, nbytes, piece_bytes))  # of which threads take turns
-
-    def read(fd: int) -> int:
-        with mmap.mmap(-1, piece_bytes) as room:
-            return sum(os.preadv(fd, [room], begin) for begin in begins)
-
+    begins = iter(range(0, nbytes, rooms[0].nbytes))  # of which threads take turns
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(room: memoryview) -> int:
+        return sum(os.preadv(fd, [room], begin) for begin in begins)
+
     try:
-        with ThreadPoolExecutor(n_threads) as pool:
-            total = sum(pool.map(read, [fd] * n_threads))
+        with ThreadPoolExecutor(len(rooms)) as pool:
+            total = sum(pool.map(read, rooms))
     finally:
         os.close(fd)
     if total != nbytes:
@@ -338,22 +342,24 @@ def cold(measure: Measure) -> None:
     peers = {
         "C, mmap, touched": load("touch", 1 << 40),
         "C, read": load("read", 8 * MB),
-        "C, O_DIRECT, 8 threads": load("pread", 4 * MB, threads=8, direct=True),
         "C, O_DIRECT, 16 threads": load("pread", 4 * MB, threads=16, direct=True),
     }
     for depth, request in ((16, 4), (32, 1)):
         name = f"C, io_uring, {depth} x {request} MiB"
         if can_load(measure, name, "io_uring", depth):
             peers[name] = load("io_uring", request * MB, depth=depth, direct=True)
-    reading = partial(milliseconds, partial(disk, file.path, 16, 4 * MB))
-    measure.compare(
-        ours={"unimem": after(prepare, partial(copy, file, "direct", cpus, None))},
-        peers={name: after(prepare, side) for name, side in peers.items()},
-        limits={"the disk": after(prepare, reading)},
-        rounds=6,
-        quick_rounds=4,
-        warmup=0,
-    )
+    with um.Block(16 * 4 * MB, pages="thp", warm=True, category="diagnostics") as room:
+        pieces = memoryview(room)
+        rooms = [pieces[begin : begin + 4 * MB] for begin in range(0, room.nbytes, 4 * MB)]
+        reading = partial(milliseconds, partial(disk, file.path, rooms))
+        measure.compare(
+            ours={"unimem": after(prepare, partial(copy, file, "direct", cpus, None))},
+            peers={name: after(prepare, side) for name, side in peers.items()},
+            limits={"the disk": after(prepare, reading)},
+            rounds=6,
+            quick_rounds=4,
+            warmup=0,
+        )
 
 
 @SUITE.case(
@@ -366,7 +372,7 @@ def page_cache(measure: Measure) -> None:
     """Count what load="direct" leaves: the header, with what the kernel read ahead."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
     shares = []
-    for _ in range(3):
+    for _ in range(1 if measure.quick else 3):
         drop(file.path)
         ready(file.nbytes, cpus)
         copy(file, "direct", cpus, None)
@@ -377,16 +383,30 @@ def page_cache(measure: Measure) -> None:
 # ---- staged for another process ----
 
 
-def llama_start(model: str | Path, nbytes: int) -> float:
-    """Start llama.cpp, which leaves the whole file mapped; ms."""
-    run = [sys.executable, "-m", "unimem.bench.llama_start", str(model)]
-    done = subprocess.run(run, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"llama.cpp could not load {model}: {done.stderr[-200:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if answer["mapped_bytes"] < 0.99 * nbytes:
-        raise AssertionError(f"{answer['mapped_bytes']} bytes of {nbytes} are mapped")
-    return float(answer["seconds"] * 1e3)
+def llama_start(model: str | Path) -> float:
+    """Start llama.cpp in a new process, and see that it leaves the whole file mapped; ms.
+
+    Raises
+    ------
+    RuntimeError
+        If it does not load the model.
+    """
+    run = [sys.executable, "-P", str(LLAMA_START), str(model)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        if child.stdout is None:
+            raise AssertionError("a pipe was asked for")
+        if not (seconds := child.stdout.readline()):
+            raise RuntimeError(f"llama.cpp could not load {model}: {child.communicate()[1][-200:]}")
+        info = os.stat(model)
+        file = (os.major(info.st_dev), os.minor(info.st_dev)), info.st_ino
+        areas = read_process(child.pid).areas
+        child.communicate()
+    nbytes = sum(area.resident_bytes for area in areas if (area.device, area.inode) == file)
+    # It unmaps what is before and behind the tensors, and with that the huge pages at both ends.
+    if nbytes < info.st_size - 2 * HUGE_PAGE:
+        raise AssertionError(f"{nbytes} bytes of {info.st_size} are mapped")
+    return float(seconds) * 1e3
 
 
 @contextmanager
@@ -414,14 +434,13 @@ def staged(measure: Measure) -> None:
     if not measure.installed("cyllama", AS_WRITTEN):
         raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
     model = (
-        models.write_model(measure.folder, "110m", "f16")
+        models.write_model(measure.folder, "wide", "f16")
         if measure.quick
         else models.write_model(measure.folder, "1.1b", "q8_0")
     )
-    nbytes = model.stat().st_size
     with ExitStack() as stack:
         download = stack.enter_context(downloaded(model))
-        measure.fact("file_bytes", nbytes)
+        measure.fact("file_bytes", model.stat().st_size)
         measure.fact(
             "mapped_by_huge_pages",
             {
@@ -431,7 +450,7 @@ def staged(measure: Measure) -> None:
         )
         chosen = stack.enter_context(um.stage(model))
         measure.fact("staged", f"{chosen.backing}: {chosen.granted}")
-        ours = {"unimem": partial(llama_start, chosen.path, nbytes)}
+        ours = {"unimem": partial(llama_start, chosen.path)}
         for backing in ("tmpfs", "hugetlb", "memfd", "shm"):
             if backing == chosen.backing or measure.quick:
                 continue
@@ -441,12 +460,12 @@ def staged(measure: Measure) -> None:
             except (um.PlacementError, um.CapacityError) as error:
                 measure.leave_out(name, str(error))
             else:
-                ours[name] = partial(llama_start, stage.path, nbytes)
+                ours[name] = partial(llama_start, stage.path)
         measure.compare(
             ours=ours,
             peers={
-                AS_WRITTEN: partial(llama_start, download, nbytes),
-                "the file, in large folios": partial(llama_start, model, nbytes),
+                AS_WRITTEN: partial(llama_start, download),
+                "the file, in large folios": partial(llama_start, model),
             },
             rounds=9,
             quick_rounds=4,
