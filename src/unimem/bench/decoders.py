@@ -282,8 +282,9 @@ class DecoderProcess:
             text = f"the {self.kind} side was ended by {signal.Signals(-status).name}"
         if status == -signal.SIGILL:
             text += (
-                ", an illegal instruction: on CPUs with AMX some versions of GCC compile ggml's "
-                'AMX code wrongly; build it with CXXFLAGS="-fno-dse -fno-tree-dse"'
+                ", an illegal instruction: its ggml is built for another CPU, or this one has AMX, "
+                "for which some versions of GCC compile it wrongly, and need CXXFLAGS='-fno-dse "
+                "-fno-tree-dse'"
             )
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")

@@ -81,7 +81,7 @@ def begin(measure: Measure) -> None:
     path, cpus = prepared(measure)
 
     def once(name: str) -> float:
-        states.ready(path.stat().st_size, cpus)
+        states.ready(2 * path.stat().st_size, cpus)
         with room(name, path, len(cpus)), opened(name, path, len(cpus)) as process:
             return float(process.facts["start_s"]) * 1e3
 
@@ -103,7 +103,7 @@ def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess]
     for name in SIDES:
         with left_out_without_room(measure, name):
             stack.enter_context(room(name, path, len(cpus)))
-            states.ready(path.stat().st_size, cpus)
+            states.ready(2 * path.stat().st_size, cpus)
             sides[name] = stack.enter_context(opened(name, path, len(cpus)))
             measure.fact(name, sides[name].facts)
     return sides, path
