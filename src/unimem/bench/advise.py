@@ -35,7 +35,7 @@ from unimem.limits import nodes
 from unimem.plan import Plan, plan
 from unimem.weights import open_weights
 
-__all__ = ["Advice", "Effort", "Factor", "Variant", "advise", "effort"]
+__all__ = ["Advice", "Effort", "Factor", "Variant", "advise", "candidates", "effort", "flag"]
 
 SCHEMA = "unimem.advice/1"
 DEFAULT = "default"
@@ -276,7 +276,7 @@ def advise(
     )
     factors = []
     for name, found in values.items():
-        progress(f"--{name.replace('_', '-')}: {', '.join(found)}")
+        progress(f"{flag(name)}: {', '.join(found)}")
         factors.append(_judged(name, bench.compare([{name: value} for value in found])))
     winners = {factor.name: factor.winner for factor in factors if factor.winner is not None}
     together, by = None, None
@@ -322,11 +322,19 @@ def candidates(node_ids: Sequence[int]) -> dict[str, list[str]]:
     return found
 
 
+def flag(name: str) -> str:
+    """Write an option's name as the command line has it.
+
+    Examples
+    --------
+    >>> flag("kv_dtype")
+    '--kv-dtype'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
 def _flags(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Write options as the command line has them."""
-    return tuple(
-        text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)
-    )
+    return tuple(text for name, value in options.items() for text in (flag(name), value))
 
 
 def _label(options: Mapping[str, str]) -> str:

@@ -39,7 +39,7 @@ _ALSO = {
     "--list": ("SUITE", "--quick", "--case"),
     "--from": ("--json", "--markdown", "--plots", "--page"),
     "--compare": ("--markdown",),
-    "--advise": ("--quick", "--json", "--dir"),
+    "--advise": ("--quick", "--json"),
 }
 
 
@@ -125,8 +125,7 @@ def bench(
     elif advise is not None:
         from unimem.cli.bench_advise import show_advice
 
-        with _folder(folder) as files:
-            show_advice(advise, quick=quick, folder=files, as_json=as_json)
+        show_advice(advise, quick=quick, as_json=as_json)
     else:
         _check_files(output, plots, page_file)
         if source is not None:
