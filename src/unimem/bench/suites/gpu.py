@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -462,4 +462,9 @@ def upload(measure: Measure) -> None:
             peers[TORCH_UPLOAD] = rate(of_torch, nbytes)
         limits = {PINNED: rate(plain, nbytes)}
         measure.compare({"unimem": rate(ours, nbytes)}, peers, limits, rounds=7, warmup=1)
-        file.check(sum(int(array.view("u8").sum()) for array in ours().values()) % (1 << 64))
+        file.check(sum_of(ours().values()))
+
+
+def sum_of(arrays: Iterable[Any]) -> int:
+    """Add up all words of 8 bytes, as `WeightFile.sum` does."""
+    return sum(int(array.view("u8").sum()) for array in arrays) % (1 << 64)
