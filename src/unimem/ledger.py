@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 from unimem._core.region import regions, told
-from unimem._core.status import ledger
+from unimem._core.status import ledger, row_name
 
 __all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
 
@@ -71,10 +71,13 @@ class Entry(NamedTuple):
 
 
 class Holder(Protocol):
-    """Who knows what parts of regions are for."""
+    """Who knows what parts of regions are for. Any thread may ask; no answer raises."""
+
+    def _ledger_is_open(self) -> bool:
+        """Tell whether there are parts, without making them: there may be very many."""
 
     def _ledger_parts(self) -> Sequence[Part]:
-        """Return the parts, none when closed. It never raises, and any thread may call it.
+        """Return the parts, none when closed.
 
         What lies on the tape of another, or in a part of its own, takes its bytes away from there,
         and as many of those that are in use.
@@ -99,7 +102,7 @@ def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
     now: Counter[str] = Counter()
     for reference, theirs in list(_named.values()):
         other = reference()
-        if other is not None and other._ledger_parts():
+        if other is not None and other._ledger_is_open():
             now.update(theirs)
     native = ledger()
     for category in sizes:
@@ -255,8 +258,8 @@ def high_water() -> dict[str, int]:
     parts is entered.
     """
     found = {
-        "kv" if name == "history" else name: row["high_water_bytes"]
-        for name, row in ledger().items()
+        row_name(category): row["high_water_bytes"]
+        for category, row in ledger().items()
         if row["high_water_bytes"]
     }
     for category, nbytes in list(_most.items()):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from unimem._core.status import Marks, counters, ledger
+from unimem._core.status import Marks, counters, ledger, row_name
 from unimem.errors import ClosedError
 from unimem.malloc import malloc_bytes
 from unimem.placement import format_bytes
@@ -23,7 +23,7 @@ __all__ = ["Measured", "MeasuredFunction", "measure"]
 
 _T_co = TypeVar("_T_co", covariant=True)
 # As the rows of a report are called.
-_CATEGORIES = tuple("kv" if name == "history" else name for name in ledger())
+_CATEGORIES = tuple(map(row_name, ledger()))
 
 
 class _Reading(NamedTuple):

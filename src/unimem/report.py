@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unimem import ledger
-from unimem._core.status import device_ledger
+from unimem._core.status import device_ledger, row_name
 from unimem.attribution import attribute
 from unimem.ledger import Entry
 from unimem.malloc import malloc_bytes
@@ -292,5 +292,5 @@ def _with_marks(rows: Sequence[Row]) -> list[Row]:
 
 def _device_rows() -> Iterator[Row]:
     for (device, category), row in device_ledger().items():
-        name = "kv" if category == "history" else category
-        yield Row(name, row["nbytes"], high_water_bytes=row["high_water_bytes"], device=device)
+        name, most = row_name(category), row["high_water_bytes"]
+        yield Row(name, row["nbytes"], high_water_bytes=most, device=device)

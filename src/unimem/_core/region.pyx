@@ -3,6 +3,8 @@
 import os
 import weakref
 
+from unimem._core.status import row_name
+
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.ref cimport PyObject
@@ -28,9 +30,8 @@ cdef object _left_out = weakref.WeakSet()
 cdef void *_newest = NULL
 cdef dict _holders = {}
 # The categories as rows of a report call them.
-cdef list _ROWS = [(<bytes>um.um_category_name(<um.um_category>i)).decode()
+cdef list _ROWS = [row_name((<bytes>um.um_category_name(<um.um_category>i)).decode())
                    for i in range(um.UM_CAT_COUNT)]
-_ROWS[<int>um.UM_CAT_HISTORY] = "kv"
 
 
 def _forget_left_out():

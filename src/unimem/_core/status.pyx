@@ -60,6 +60,19 @@ def counters():
             "allocated_bytes": c.allocated_bytes}
 
 
+def row_name(str category):
+    """How rows of plans and reports call a category of the ledger.
+
+    A runtime's history is its KV cache, which is what users look for.
+
+    Parameters
+    ----------
+    category : str
+        As `ledger` and `device_ledger` have it.
+    """
+    return "kv" if category == "history" else category
+
+
 def ledger():
     """What is mapped now, by category.
 
