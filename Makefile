@@ -11,7 +11,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/bench/*.[ch]) \
           $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
           CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
-           $(wildcard native/bench/*.[ch] tests/shim/*.c bench/*.c) \
+           $(wildcard native/bench/*.[ch] tests/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import unimem as um
+from unimem.bench.suites.load import llama_start
 from unimem.placement import format_bytes, together
 from unimem.rows import table
 from unimem.stage_held import Held, drop, hold
@@ -230,7 +229,7 @@ def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str],
         weights.warm()
         for _ in range(rounds):
             for name, path in paths.items():
-                facts.seconds[name].append(_start_seconds(path))
+                facts.seconds[name].append(llama_start(path) / 1e3)
         hot = weights.residency()
     facts.cached_bytes = hot.resident_bytes
     lines = [
@@ -241,20 +240,6 @@ def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str],
         say(f"   {line}")
     cached = " of ".join(map(format_bytes, (hot.resident_bytes, hot.nbytes)))
     say(f"   of the file, {cached} were in the page cache at the end")
-
-
-def _start_seconds(path: str) -> float:
-    """Load a model in a llama.cpp process of its own, and return what this took it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.load_llama", path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"llama.cpp could not load {path}: {done.stderr[-200:]}")
-    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 
 
 def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
