@@ -595,6 +595,22 @@ def test_very_many_tensors_are_looked_at_once(tmp_path: Path) -> None:
         }
 
 
+def test_opening_another_makes_the_parts_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(parts: Any, *rest: Any) -> Any:
+        made.append(parts)
+        return parts_of(parts, *rest)
+
+    parts_of = um.weights._parts_of
+    monkeypatch.setattr(um.weights, "_parts_of", counted)
+    with um.open_weights(TINY) as one, um.open_weights(TINY) as two:
+        assert made == []
+        for weights in (one, two):
+            assert by_category(of(weights.blocks[0]))["weights:q8_0"] == weights.by_type()["q8_0"]
+        assert len(made) == 2
+
+
 def test_runs_of_a_header(tmp_path: Path) -> None:
     """Neighbours of one type are one run, whatever their order in the table."""
     tensors = [

@@ -227,13 +227,17 @@ class BufferSet(_Arrays):
         """Enter buffers of main memory in the ledger."""
         ledger.enter(self, ledger.sizes_of(self._ledger_parts()[1:]))
 
-    def _ledger_parts(self) -> list[ledger.Part]:
+    def _ledger_is_open(self) -> bool:
         buffers = self._range
         if buffers is None or buffers.is_closed:
+            return False
+        return bool(self.tape._holds(buffers.address, buffers.nbytes))
+
+    def _ledger_parts(self) -> list[ledger.Part]:
+        buffers = self._range
+        if buffers is None or not self._ledger_is_open():
             return []
         first, nbytes = buffers.address, buffers.nbytes
-        if not self.tape._holds(first, nbytes):
-            return []
         parts = [ledger.Part("scratch", first, nbytes, nbytes, nbytes)]
         for name in _CATEGORIES.keys() & buffers.specs.keys():
             at, size = first + buffers.offsets[name], buffers.specs[name].nbytes

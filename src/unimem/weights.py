@@ -315,6 +315,9 @@ class Weights(Contents):
         padding = loaded.mapped_bytes - sum(sizes.values())
         ledger.enter(self, sizes | {"weights:padding": padding})
 
+    def _ledger_is_open(self) -> bool:
+        return not self.closed
+
     def _ledger_parts(self) -> tuple[ledger.Part, ...]:
         loaded = self._loaded
         if loaded is None or self.closed:
@@ -572,10 +575,9 @@ class Weights(Contents):
     @property
     def closed(self) -> bool:
         """Whether the weights were closed, or have lost their memory: a tape took it back."""
+        loaded = self._loaded  # which another thread may take away
         return (
-            self._loaded is None
-            or self._loaded.lifetime.ended
-            or any(block.closed for block in self._loaded.blocks)
+            loaded is None or loaded.lifetime.ended or any(block.closed for block in loaded.blocks)
         )
 
     def close(self) -> None:

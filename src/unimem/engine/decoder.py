@@ -275,6 +275,9 @@ class Decoder:
             ggml.threadpool_free(self._threadpool)
             self._threadpool = 0
 
+    def _ledger_is_open(self) -> bool:
+        return not self._closed
+
     def _ledger_parts(self) -> list[ledger.Part]:
         return [] if self._closed else self._parts
 
