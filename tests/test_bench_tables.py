@@ -64,8 +64,9 @@ def test_a_row_a_side() -> None:
     )
     assert made.notes == (
         "torch is left out: torch is not installed",
-        "bytes: 16,384; huge: yes",
-        "6 rounds in 2 passes, 3 more dropped, 1 of these disturbed: other processes took CPU time",
+        "bytes: 16,384",
+        "huge: yes",
+        "6 rounds in 2 passes (1 of them disturbed), 3 more dropped: other processes took CPU time",
     )
 
 
@@ -109,9 +110,9 @@ def test_a_row_a_size() -> None:
     assert made.table.head == ("bytes of the tape", "unimem", "np.empty")
     assert made.table.align == "><<"
     assert [row.cells for row in made.table.rows] == [
-        ("1.0 KiB", "50 ns", "50 ns (same)"),
-        ("64.0 KiB", "50 ns", "3.20 us (64x)"),
-        ("4.0 MiB", "50 ns", "-"),
+        ("1 KiB", "50 ns", "50 ns (same)"),
+        ("64 KiB", "50 ns", "3.20 us (64x)"),
+        ("4 MiB", "50 ns", "-"),
     ]
     assert made.notes == (
         "In brackets: how many times as fast unimem is; same: no difference.",

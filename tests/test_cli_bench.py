@@ -382,6 +382,18 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert parts[3].endswith("to go")
 
 
+@pytest.mark.parametrize("words", [(), ("--quick", "--json")])
+def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def show_advice(model: Path, **options: bool) -> None:
+        asked.append((model, options))
+
+    monkeypatch.setattr("unimem.cli.bench_advise.show_advice", show_advice)
+    assert show("bench", "--advise", "m.gguf", *words) == (0, "", "")
+    assert asked == [(Path("m.gguf"), {"quick": bool(words), "as_json": bool(words)})]
+
+
 # ---- plots and the page -------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from unimem.bench.texts import (
     middle,
     number,
     outcome,
+    size,
 )
 from unimem.placement import format_bytes
 
@@ -204,23 +205,16 @@ def _row(case: CaseRecord, at: float, names: Iterable[str], unit: str) -> Iterat
 
 
 def size_text(case: CaseRecord, at: float) -> str:
-    """Write a size of a case of scaling.
-
-    Examples
-    --------
-    >>> case = CaseRecord("scaling", "take", "Does take grow?", "ns", "bytes of the tape")
-    >>> size_text(case, 65536.0)
-    '64.0 KiB'
-    """
-    return format_bytes(at) if (case.x or "").startswith("bytes") else number(at)
+    """Write a size of a case of scaling."""
+    return size(at) if (case.x or "").startswith("bytes") else number(at)
 
 
 def _notes(case: CaseRecord) -> Iterator[str]:
     yield from _growths(case)
     for name, reason in case.left_out.items():
         yield f"{name} is left out: {reason}"
-    if case.facts:
-        yield "; ".join(f"{name}: {fact(value)}" for name, value in case.facts.items())
+    for name, value in case.facts.items():
+        yield f"{name}: {fact(value)}"
     yield _rounds(case)
 
 
@@ -246,8 +240,8 @@ def _rounds(case: CaseRecord) -> str:
     side = ours or next(filter(figures, case.sides))
     n_passes = sum(map(bool, side.passes))
     text = f"{_count(len(figures(side)), 'round')} in {_count(n_passes, 'pass', 'es')}"
+    text += f" ({case.rounds_disturbed} of them disturbed)" if case.rounds_disturbed else ""
     text += f", {case.rounds_dropped} more dropped" if case.rounds_dropped else ""
-    text += f", {case.rounds_disturbed} of these disturbed" if case.rounds_disturbed else ""
     if case.rounds_dropped or case.rounds_disturbed:
         text += ": other processes took CPU time"
     return text

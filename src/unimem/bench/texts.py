@@ -22,7 +22,9 @@ __all__ = [
     "measured",
     "middle",
     "number",
+    "numbers",
     "outcome",
+    "size",
     "times",
 ]
 
@@ -40,28 +42,33 @@ _SIZES = _SCALES[2:]
 _CONSTANT, _LINEAR = (-0.05, 0.05), (0.9, 1.1)
 
 
-def number(value: float, like: float | None = None) -> str:
+def number(value: float) -> str:
     """Write a number with three digits that count.
-
-    Parameters
-    ----------
-    value : float
-        The number.
-    like : float, optional
-        Another number; as many decimals as this one has.
 
     Examples
     --------
-    >>> number(0.0461), number(46.13), number(7082.0), number(4), number(3.9, like=46.13)
-    ('0.0461', '46.1', '7,082', '4', '3.9')
+    >>> number(0.0461), number(46.13), number(7082.0), number(4)
+    ('0.0461', '46.1', '7,082', '4')
     """
-    pattern = value if like is None else like
-    if not (math.isfinite(value) and math.isfinite(pattern)):
-        return str(value)
-    if pattern == int(pattern) and (like is None or value == int(value)):
-        return f"{value:,.0f}"
-    decimals = 2 if pattern == 0 else 2 - math.floor(math.log10(abs(pattern)))
-    return f"{value:,.{min(max(decimals, 0), 9)}f}"
+    return numbers(value)[0]
+
+
+def numbers(first: float, *others: float) -> list[str]:
+    """Write numbers with as many decimals as the first one needs for three digits that count.
+
+    Examples
+    --------
+    >>> numbers(46.13, 3.9), numbers(2.0, 1.234, 3.0), numbers(2.0, 1.0)
+    (['46.1', '3.9'], ['2.00', '1.23', '3.00'], ['2', '1'])
+    """
+    values = (first, *others)
+    if not all(map(math.isfinite, values)):
+        return list(map(str, values))
+    if all(value == int(value) for value in values):
+        decimals = 0
+    else:
+        decimals = 2 - math.floor(math.log10(abs(first))) if first else 2
+    return [f"{value:,.{min(max(decimals, 0), 9)}f}" for value in values]
 
 
 def has_scale(unit: str) -> bool:
@@ -114,9 +121,15 @@ def middle(spread: Spread | Ratio, unit: str = "") -> str:
     """
     median, low, high = spread
     factor, name = scaled(median, unit)
-    text = f"{number(median * factor)} {name}".rstrip()
-    around = [number(end * factor, like=median * factor) for end in (low, high)]
-    return text if low == median == high else f"{text} ({' to '.join(around)})"
+    return _around(median * factor, low * factor, high * factor, f" {name}" if name else "")
+
+
+def _around(value: float, low: float, high: float, unit: str) -> str:
+    """Write an interval behind its value, unless it has no width."""
+    if low == value == high:
+        return f"{number(value)}{unit}"
+    texts = numbers(value, low, high)
+    return f"{texts[0]}{unit} ({texts[1]} to {texts[2]})"
 
 
 def factor(value: float) -> str:
@@ -138,9 +151,7 @@ def times(ratio: Ratio) -> str:
     >>> times(Ratio(2.41, 2.2, 2.66))
     '2.41x (2.20 to 2.66)'
     """
-    value, low, high = ratio
-    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
-    return factor(value) + around
+    return _around(*ratio, "x")
 
 
 def comparison(ratio: Ratio, unit: str) -> str:
@@ -158,7 +169,7 @@ def comparison(ratio: Ratio, unit: str) -> str:
     >>> comparison(Ratio(3.92, 3.7, 4.04), "ns")
     '3.92x faster (3.70 to 4.04)'
     >>> comparison(Ratio(0.5, 0.4, 0.8), "bytes")
-    '2x larger (1.25 to 2.50)'
+    '2.00x larger (1.25 to 2.50)'
     >>> comparison(Ratio(1.01, 0.97, 1.05), "GB/s")
     'no difference (0.97 to 1.05)'
     """
@@ -166,11 +177,9 @@ def comparison(ratio: Ratio, unit: str) -> str:
     if not ratio.is_difference:
         return "no difference" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
     better, worse = _words(unit)
-    word = better if value > 1 else worse
-    if value < 1:
-        value, low, high = 1 / value, 1 / high, 1 / low
-    around = f" ({number(low, value)} to {number(high, value)})" if low < high else ""
-    return f"{factor(value)} {word}{around}"
+    if value > 1:
+        return _around(value, low, high, f"x {better}")
+    return _around(1 / value, 1 / high, 1 / low, f"x {worse}")
 
 
 def _words(unit: str) -> tuple[str, str]:
@@ -282,10 +291,31 @@ def fact(value: Any) -> str:
     if isinstance(value, int | float):
         return number(value)
     if isinstance(value, dict):
-        return ", ".join(f"{name} {fact(each)}" for name, each in value.items())
+        return _listed([f"{name} {fact(each)}" for name, each in value.items()])
     if isinstance(value, list | tuple):
-        return ", ".join(map(fact, value))
+        return _listed(list(map(fact, value)))
     return str(value)
+
+
+def _listed(texts: list[str]) -> str:
+    return ("; " if any("," in text for text in texts) else ", ").join(texts)
+
+
+def size(nbytes: float) -> str:
+    """Write a number of bytes in the unit, of powers of 2 or of 10, that makes it short.
+
+    Examples
+    --------
+    >>> size(65536), size(64000), size(640), size(20 * 2**20)
+    ('64 KiB', '64 kB', '640 B', '20 MiB')
+    """
+    texts = [f"{nbytes:g} B"]
+    for step, units in ((1024, ("KiB", "MiB", "GiB", "TiB")), (1000, ("kB", "MB", "GB", "TB"))):
+        for power, unit in enumerate(units, 1):
+            if nbytes >= step**power:
+                texts.append(f"{nbytes / step**power:.4g} {unit}")
+    # Of those that are as short, the last one of the first kind.
+    return min(reversed(texts), key=len)
 
 
 def duration(seconds: float) -> str:

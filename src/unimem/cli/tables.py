@@ -141,7 +141,7 @@ def table_lines(
     styles : sequence of callable
         One a row: how its text looks.
     wraps : bool
-        Whether texts to the left are broken into lines where others are cut.
+        Whether names of columns, and texts to the left, are broken into lines before they are cut.
     columns : int, optional
         Of a line; by default all that there are.
 
@@ -161,6 +161,14 @@ def table_lines(
     memory       size
     kv      512.0 MiB  ######
     total     1.0 GiB
+
+    >>> rows = [("a name of some words", "1.0 GiB"), ("total", "1.0 GiB")]
+    >>> for line in table_lines(("memory", "the size"), rows, wraps=True, columns=20):
+    ...     print(line)
+    memory      the size
+    a name of    1.0 GiB
+    some words
+    total        1.0 GiB
     """
     columns = room() if columns is None else columns
     align = "<" + ">" * (len(head) - 1) if align is None else align
@@ -171,8 +179,12 @@ def table_lines(
     widths, align = [widths[i] for i in kept], "".join(align[i] for i in kept)
     gaps = len(_GAP) * (len(widths) - 1)
     if wraps:  # words are cut only where breaking lines between them is not enough
-        words = [max(map(_longest_word, column)) for column in zip(*texts, strict=True)]
-        _narrow(widths, align, columns - gaps, words)
+        least = [
+            max(map(_longest_word if side == "<" else cell_len, column), default=0)
+            for column, side in zip(zip(*texts[1:], strict=True), align, strict=True)
+        ]
+        least = [max(each, _longest_word(name)) for each, name in zip(least, texts[0], strict=True)]
+        _narrow(widths, "<" * len(widths), columns - gaps, least)
     _narrow(widths, align, columns - gaps)
     n_bar = columns - sum(widths) - gaps - len(_GAP)
     for i, row in enumerate(texts):
@@ -192,8 +204,8 @@ def table_lines(
 def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:
     """Lay out a row in one line, or in as many as its texts need."""
     cells = [
-        wrap(text, width) if wraps and side == "<" else [fit(text, width)]
-        for text, width, side in zip(row, widths, align, strict=True)
+        wrap(text, width) if wraps else [fit(text, width)]
+        for text, width in zip(row, widths, strict=True)
     ]
     for parts in zip_longest(*cells, fillvalue=""):
         yield _GAP.join(map(_pad, parts, widths, align))
