@@ -20,7 +20,7 @@ import unimem as um
 
 __all__ = [
     "FAMILIES",
-    "PLANNERS",
+    "GREEDY",
     "engine_graphs",
     "graph_uses",
     "greedy_by_order",
@@ -84,9 +84,8 @@ def greedy(uses: Sequence[um.BufferUse], align: int, tightest: bool) -> int:
     return max((end for _, end, _ in placed), default=0)
 
 
-PLANNERS: Mapping[str, Callable[[Uses], int]] = MappingProxyType(
+GREEDY: Mapping[str, Callable[[Uses], int]] = MappingProxyType(
     {
-        "unimem": lambda uses: um.BufferPlan(uses).total_bytes,
         "greedy by size": lambda uses: greedy_by_size(uses, 64),
         "greedy by size, tightest gap": lambda uses: greedy_by_size(uses, 64, True),
         "greedy by order": lambda uses: greedy_by_order(uses, 64),

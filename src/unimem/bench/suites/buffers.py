@@ -15,7 +15,7 @@ from functools import cache, partial
 import unimem as um
 from unimem.bench.buffer_instances import (
     FAMILIES,
-    PLANNERS,
+    GREEDY,
     Uses,
     engine_graphs,
     greedy_by_size,
@@ -124,9 +124,10 @@ def parts(many: Iterable[Uses]) -> Parts:
     """Plan instances with all planners."""
     found: Parts = defaultdict(list)
     for uses in many:
-        bound = um.BufferPlan(uses).lower_bound_bytes
-        for name, total in PLANNERS.items():
-            found[name].append(total(uses) / bound)
+        plan = um.BufferPlan(uses)
+        totals = {OURS: plan.total_bytes, **{name: total(uses) for name, total in GREEDY.items()}}
+        for name, total in totals.items():
+            found[name].append(total / plan.lower_bound_bytes)
     return found
 
 
@@ -145,7 +146,8 @@ def parts_of_random(n: int, most: int) -> Mapping[str, Parts]:
         families[family].append(uses)
     by_family = {family: parts(many) for family, many in families.items()}
     everything = {
-        name: [part for found in by_family.values() for part in found[name]] for name in PLANNERS
+        name: [part for found in by_family.values() for part in found[name]]
+        for name in (OURS, *GREEDY)
     }
     return {"random": everything, **by_family}
 
