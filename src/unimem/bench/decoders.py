@@ -30,7 +30,7 @@ __all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", 
 Kind = Literal["unimem", "llama.cpp", "llama.cpp-mapped"]
 
 PEER = Path("build/peer/bin/python")
-MAX_IDLE_SHARE = 0.02
+MIN_IDLE_S, MAX_IDLE_SHARE = 0.1, 0.02
 _END_S = 10.0  # what a process has to end when it is told to
 _TAIL_LINES = 3  # of what one that died has said
 
@@ -247,7 +247,9 @@ class DecoderProcess:
         SideError
             It took CPU time from the others, whose figures are worth nothing then.
         """
-        share = self._idle_cpu_s / max(self._idle_s, 1e-9)
+        if self._idle_s < MIN_IDLE_S:
+            return  # of next to nothing, reading a request is much
+        share = self._idle_cpu_s / self._idle_s
         if share > MAX_IDLE_SHARE:
             raise SideError(f"the {self.kind} side used {share:.0%} of a CPU while it waited")
 
