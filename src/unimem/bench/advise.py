@@ -35,7 +35,17 @@ from unimem.limits import nodes
 from unimem.plan import Plan, plan
 from unimem.weights import open_weights
 
-__all__ = ["Advice", "Effort", "Factor", "Variant", "advise", "candidates", "effort", "flag"]
+__all__ = [
+    "Advice",
+    "Effort",
+    "Factor",
+    "Variant",
+    "advise",
+    "candidates",
+    "count",
+    "effort",
+    "flag",
+]
 
 SCHEMA = "unimem.advice/1"
 DEFAULT = "default"
@@ -267,12 +277,12 @@ def advise(
     bench = _Bench(model, made, n_vocab)
     speeds = bench.probe()
     bench.effort = effort(speeds, bench.ctx, quick=quick)
-    values = candidates([node.id for node in nodes().values() if node.total_bytes])
+    values = candidates([node.id for node in nodes().values() if node.total_bytes and node.allowed])
     n_sides = sum(1 + len(each) for each in values.values()) + 2
     seconds = n_sides * bench.effort.passes * bench.effort.seconds
     progress(
-        f"{made.threads} threads, {bench.effort.n_prompt} tokens of prompt, {bench.effort.passes} "
-        f"processes for each value: about {_minutes(seconds)}"
+        f"{count(made.threads, 'thread')}, {count(bench.effort.n_prompt, 'token')} of prompt, "
+        f"{count(bench.effort.passes, 'process')} for each value: about {_minutes(seconds)}"
     )
     factors = []
     for name, found in values.items():
@@ -331,6 +341,17 @@ def flag(name: str) -> str:
     '--kv-dtype'
     """
     return f"--{name.replace('_', '-')}"
+
+
+def count(n: int, what: str) -> str:
+    """Write how many.
+
+    Examples
+    --------
+    >>> count(1, "token"), count(4096, "token"), count(2, "process")
+    ('1 token', '4,096 tokens', '2 processes')
+    """
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def _flags(options: Mapping[str, str]) -> tuple[str, ...]:

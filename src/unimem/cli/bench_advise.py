@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unimem.bench import texts
-from unimem.bench.advise import Advice, Factor, Variant, advise, flag
+from unimem.bench.advise import Advice, Factor, Variant, advise, count, flag
 from unimem.bench.stats import Ratio
 from unimem.cli import terminal
 from unimem.cli.tables import fact_lines, room, table_lines, wrap
@@ -63,10 +63,10 @@ def _facts(advice: Advice) -> dict[str, str]:
     effort = advice.effort
     return {
         "model": advice.model,
-        "measured": f"{advice.threads} threads, a context of {advice.ctx:,} tokens, of which "
-        f"{effort.n_prompt:,} and more are filled; {effort.passes} processes for each value, "
-        f"{effort.rounds} rounds of {effort.n_decode} tokens in each; "
-        f"{texts.duration(advice.seconds)} in all",
+        "measured": f"{count(advice.threads, 'thread')}, a context of "
+        f"{count(advice.ctx, 'token')}, of which {effort.n_prompt:,} and more are filled; "
+        f"{count(effort.passes, 'process')} for each value, {count(effort.rounds, 'round')} of "
+        f"{count(effort.n_decode, 'token')} in each; {texts.duration(advice.seconds)} in all",
         "shown": "tokens a second of decode and prefill; of decode how many times as fast that is "
         "as with the defaults, with the interval in which a second run would lie",
     }
@@ -110,8 +110,8 @@ def _verdict(advice: Advice) -> Iterator[str]:
         return
     what = "decodes" if advice.by == "decode" else "starts"
     yield terminal.good(
-        f"It {what} {texts.factor(advice.margin.value)} as fast as with the defaults"
-        f"{_interval(advice.margin)}, all of this together:"
+        f"With these it {what} {texts.factor(advice.margin.value)} as fast as with the defaults"
+        f"{_interval(advice.margin)}:"
     )
     yield terminal.one_line(f"unimem run {shlex.quote(advice.model)} {' '.join(advice.flags)}")
 
