@@ -108,7 +108,7 @@ def beside_others(measure: Measure, call: Call) -> None:
 for each in CALLS:
     SUITE.case(
         each.title,
-        f"Does `{each.statement}` cost more beside 10,000 other tapes, each over its own block?",
+        f"Does `{each.statement}` cost more beside many other tapes, each over its own block?",
         unit="ns",
         targets=[costs(FEW, each.limit, issue=7, side=MANY)],
     )(partial(beside_others, call=each))

@@ -103,7 +103,7 @@ def large(measure: Measure, family: str) -> None:
 for kind in FAMILIES:
     SUITE.case(
         f"time, {kind}",
-        f"What does a plan of about 1000 buffers of the family {kind!r} take?",
+        f"What does a plan of a large instance of the family {kind!r} take?",
         unit="ms",
         targets=[at_most(500.0, issue=5)],
     )(partial(large, family=kind))

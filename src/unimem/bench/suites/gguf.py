@@ -70,7 +70,7 @@ def opened(measure: Measure) -> None:
 
 @SUITE.case(
     "open, strings decoded",
-    "How fast does it open with all tokens and merges as Python strings?",
+    "How fast does such a header open with all tokens and merges as Python strings?",
     unit="ms",
     targets=[faster("gguf-py", 50.0, issue=2)],
 )
