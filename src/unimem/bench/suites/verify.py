@@ -1,9 +1,9 @@
 """What it costs to look at a block: verify() against the kernel's other ways to ask.
 
-8 GiB (1 in a quick run), on transparent huge pages and on 4k pages. The others are called through ctypes with arrays
-made before, so that what is measured is the kernel's work; that they answer for all of the block is
-checked. None of them tells all that verify() does: ``PAGEMAP_SCAN`` and ``mincore`` know neither
-nodes nor shares, ``move_pages`` knows nodes only.
+8 GiB (1 in a quick run), on transparent huge pages and on 4k pages. The others are called through
+ctypes with arrays made before, so that what is measured is the kernel's work; that they answer for
+all of the block is checked. None of them tells all that verify() does: ``PAGEMAP_SCAN`` and
+``mincore`` know neither nodes nor shares, ``move_pages`` knows nodes only.
 """
 
 from __future__ import annotations
