@@ -75,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     python = [sys.executable, "-m"]
     tests = [*python, "pytest", "-q", "-o", "faulthandler_timeout=60"]
     tests += ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
-    host = [*sorted(ROOT.glob("tests/test_*cuda*.py")), ROOT / "tests/test_gpu_driver.py"]
+    host = [*sorted(ROOT.glob("tests/test_*cuda*.py"))]
+    host += [ROOT / f"tests/test_{name}.py" for name in ("gpu_driver", "bench_gpu")]
     begin = time.time()
     statuses = {TESTS: step(TESTS, [*tests, "tests/gpu"], environment, GPU_S)}
     if statuses[TESTS] != NOTHING_COLLECTED:

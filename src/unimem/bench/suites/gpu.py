@@ -411,7 +411,7 @@ def graph(measure: Measure) -> None:
 
 @SUITE.case(
     "upload",
-    "How fast does a model file of 4 GB in the page cache come to the device?",
+    "How fast does a model file in the page cache come to the device?",
     unit="GB/s",
     targets=[faster(PINNED, 0.9, issue=5), faster(TORCH_UPLOAD, 1.0, issue=5)],
 )
