@@ -23,14 +23,14 @@ from unimem.bench import markdown
 from unimem.bench.compare import compare, summary
 from unimem.bench.record import CaseRecord, Record
 from unimem.bench.run import Interrupted
-from unimem.bench.suites import NAMES, load
+from unimem.bench.suites import NAMES, load_suite
 from unimem.bench.tables import case_table, targets
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
 )
 
-command = importlib.import_module("unimem.cli.bench")
+command = importlib.import_module("unimem.cli.bench_run")
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = json.loads((ROOT / "docs/schemas/bench-1.json").read_text())
@@ -232,7 +232,7 @@ def test_the_list_has_every_case_and_claim() -> None:
     assert (screen.code, screen.err) == (0, "")
     assert screen.widest <= 80
     wide = show("bench", "--list", "calls", columns=250)
-    for each in load("calls").cases:
+    for each in load_suite("calls").cases:
         (line,) = (line for line in wide.lines if line.startswith(f"{each.name}  "))
         assert each.question in line
         assert line.endswith(".") == bool(each.targets)
@@ -350,7 +350,7 @@ class _Clock:
 
 def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
     """Two suites, of two passes and of one; each pass takes 10 seconds."""
-    suites = [load("calls"), replace(load("gguf"), name="other")]
+    suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
     passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
     scheduled = [command.Pass(*each) for each in passes]
     monkeypatch.setattr(command, "schedule", lambda *_, **__: scheduled)
