@@ -19,7 +19,7 @@ from unimem.bench.suite import Case, Measure
 
 def cases_of(*names: str) -> list[Any]:
     """Return the cases of some suites as parameters of a test, named as tables name them."""
-    cases = [case for name in names for case in suites.load(name).cases]
+    cases = [case for name in names for case in suites.load_suite(name).cases]
     return [pytest.param(case, id=f"{case.suite}/{case.name}") for case in cases]
 
 

@@ -40,7 +40,7 @@ def test_a_case_measures_what_it_declares(
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_sizes_span_four_decades(quick: bool, tmp_path: Path) -> None:
-    measure = Measure(suites.load("scaling").cases[0], quick=quick, folder=tmp_path)
+    measure = Measure(suites.load_suite("scaling").cases[0], quick=quick, folder=tmp_path)
     found = scaling.sizes(measure, 10)
     assert (found[0], found[-1]) == (10, 100_000)
     assert len(found) == (5 if quick else 9)
@@ -52,7 +52,7 @@ def test_ggml_is_left_out_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninstall(monkeypatch, "ggml")
-    (case,) = (each for each in suites.load("scaling").cases if each.name == "open-data")
+    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "open-data")
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     assert record.left_out == {"ggml": "ggml is not installed"}
@@ -62,7 +62,7 @@ def test_a_block_that_does_not_fit_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "available_bytes", lambda: 1 << 20)
-    (case,) = (each for each in suites.load("scaling").cases if each.name == "verify-4k")
+    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "verify-4k")
     with pytest.raises(NotMeasured, match=r"wants 1\.2 GiB of memory, there are 1\.0 MiB"):
         run_case(case, tmp_path, monkeypatch)
 

@@ -43,7 +43,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case_of(suite: str, name: str) -> Case:
-    return next(case for case in suites.load(suite).cases if case.name == name)
+    return next(case for case in suites.load_suite(suite).cases if case.name == name)
 
 
 def roles(record: CaseRecord) -> dict[str, list[str]]:
@@ -63,7 +63,7 @@ def test_targets() -> None:
     claims = sorted(
         (target.issue, case.suite, target.kind, target.at_least, target.limit)
         for name in ("calls", "accounting", "gguf", "verify", "buffers")
-        for case in suites.load(name).cases
+        for case in suites.load_suite(name).cases
         for target in case.targets
     )
     assert claims == [

@@ -32,7 +32,7 @@ PEERS = {
 def case_of(name: str) -> Case:
     """Return a case by its ``suite/name``."""
     suite, _, own = name.partition("/")
-    return next(case for case in suites.load(suite).cases if case.name == own)
+    return next(case for case in suites.load_suite(suite).cases if case.name == own)
 
 
 @pytest.fixture(autouse=True)

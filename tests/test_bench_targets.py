@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from unimem.bench.record import BEST
-from unimem.bench.suites import NAMES, load
+from unimem.bench.suites import NAMES, load_suite
 
-CASES = [case for name in NAMES for case in load(name).cases]
+CASES = [case for name in NAMES for case in load_suite(name).cases]
 TARGETS = [(case, target) for case in CASES for target in case.targets]
 
 # Issue, suite, kind and limit of what "What it must show" of the issues asks for, and how often.
@@ -65,12 +65,12 @@ def test_every_target_of_the_issues_is_declared() -> None:
     ],
 )
 def test_what_a_suite_is_for_is_asked(suite: str, words: str) -> None:
-    names = " ".join(case.name for case in load(suite).cases)
+    names = " ".join(case.name for case in load_suite(suite).cases)
     assert [word for word in words.split() if word not in names] == []
 
 
 def test_what_grows_has_an_exponent_to_keep() -> None:
-    for case in load("scaling").cases:
+    for case in load_suite("scaling").cases:
         assert case.x, case.name
         assert [target.kind for target in case.targets] == ["exponent"], case.name
 

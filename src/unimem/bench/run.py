@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unimem import doctor
 from unimem.bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
 from unimem.bench.suite import Case, Suite
-from unimem.bench.suites import load
+from unimem.bench.suites import load_suite
 
 __all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
 
@@ -74,7 +74,7 @@ def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass
     ValueError
         If no case is chosen.
     """
-    chosen = [load(name) for name in suites]
+    chosen = [load_suite(name) for name in suites]
     counts = {
         suite.name: suite.n_passes(quick=quick)
         for suite in chosen

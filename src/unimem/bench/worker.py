@@ -19,7 +19,7 @@ from typing import Any
 
 from unimem.bench.record import CaseRecord
 from unimem.bench.suite import Case, Measure, NotMeasured
-from unimem.bench.suites import NAMES, load
+from unimem.bench.suites import NAMES, load_suite
 
 __all__ = ["measure"]
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         print(json.dumps(conditions()), file=out, flush=True)
-        for case in load(options.suite).chosen(quick=options.quick, case=options.case):
+        for case in load_suite(options.suite).chosen(quick=options.quick, case=options.case):
             record = measure(case, quick=options.quick, folder=options.dir)
             print(json.dumps(asdict(record)), file=out, flush=True)
     return 0

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from unimem.bench.suite import Suite
 
-__all__ = ["NAMES", "load"]
+__all__ = ["NAMES", "load_suite"]
 
 # In the order in which they run.
 NAMES = (
@@ -27,7 +27,7 @@ NAMES = (
 )
 
 
-def load(name: str) -> Suite:
+def load_suite(name: str) -> Suite:
     """Import a suite.
 
     Parameters
