@@ -17,6 +17,7 @@ from unimem.limits import available_bytes
 from unimem.process import read_process
 
 __all__ = [
+    "HUGE_PAGE",
     "available_bytes",
     "drop",
     "file_system",
@@ -29,6 +30,7 @@ __all__ = [
 HUGE_PAGE = 2 << 20
 READ_BYTES = 8 << 20  # at once
 N_TRIES = 4  # to get memory back from the host
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 _fastest: dict[int, float] = {}  # of a number of CPUs: bytes a second
 
@@ -81,7 +83,7 @@ def drop(path: Path) -> None:
         os.close(fd)
     if plain.cached_bytes(path):
         with suppress(OSError):  # not root
-            Path("/proc/sys/vm/drop_caches").write_text("3")
+            DROP_CACHES.write_text("3")
     if left := plain.cached_bytes(path):
         raise NotMeasured(
             f"wants {path.name} on the disk only, {left} bytes stay in the page cache"

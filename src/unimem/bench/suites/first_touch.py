@@ -11,7 +11,7 @@ import numpy as np
 import unimem as um
 from unimem.bench import plain
 from unimem.bench.rounds import Side, thread_counts
-from unimem.bench.states import ready
+from unimem.bench.states import HUGE_PAGE, ready
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
 from unimem.limits import huge_pools
 from unimem.placement import Pages
@@ -22,7 +22,7 @@ SUITE = Suite(
     "first-touch", "How fast is new memory brought in, on which pages?", passes=3, quick_passes=2
 )
 
-HUGE_PAGE = 2 << 20
+NBYTES, QUICK_NBYTES = 1 << 30, 128 << 20
 STEPS = {"4k": 4096, "thp": HUGE_PAGE, "2m": HUGE_PAGE}
 
 
@@ -68,7 +68,7 @@ def memset(array: np.ndarray[tuple[int], np.dtype[np.uint8]], cpus: Sequence[int
 
 def size(measure: Measure) -> int:
     """Bytes to bring in."""
-    nbytes = (128 if measure.quick else 1024) << 20
+    nbytes = QUICK_NBYTES if measure.quick else NBYTES
     measure.fact("nbytes", nbytes)
     return nbytes
 
