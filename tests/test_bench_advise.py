@@ -302,6 +302,7 @@ def test_the_effort_suits_the_speed() -> None:
     slow, fast = Speeds(50.0, 10.0, 2.0), Speeds(20_000.0, 2000.0, 0.02)
     full = effort(slow, 4096, quick=False)
     assert (full.n_prompt, full.n_decode) == (150, 2)
+    assert effort(slow, 4096, quick=True).n_prompt == 32
     assert full.passes * full.seconds * 13 < 600  # 11 sides, and two of the end
     quick = effort(fast, 512, quick=True)
     assert quick.passes * quick.seconds * 13 < 60

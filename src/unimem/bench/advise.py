@@ -54,6 +54,7 @@ Metric = Literal["decode", "prefill", "start"]
 # Of what is measured in one pass, which is a set of new processes.
 _QUICK_S = {"prefill": 0.4, "decode": 0.08}
 _FULL_S = {"prefill": 3.0, "decode": 0.25}
+_LEAST_PROMPT = 32  # tokens: attention to fewer takes no time at all
 _SETTLE_S = 0.05  # a process waits so long before it answers
 _PYTHON_S = 0.4  # to start one
 
@@ -225,7 +226,8 @@ class Speeds(NamedTuple):
 def effort(speeds: Speeds, ctx: int, *, quick: bool) -> Effort:
     """Choose how much to measure, so that a fast model and a slow one take about as long."""
     wanted = _QUICK_S if quick else _FULL_S
-    n_prompt = min(max(8, int(wanted["prefill"] * speeds.prefill)), max(1, ctx // 2))
+    n_prompt = max(_LEAST_PROMPT, int(wanted["prefill"] * speeds.prefill))
+    n_prompt = min(n_prompt, max(1, ctx // 2))
     n_decode = min(max(1, int(wanted["decode"] * speeds.decode)), max(1, (ctx - n_prompt) // 4))
     rounds = 7 if quick else 15
     seconds = _PYTHON_S + speeds.start_s + n_prompt / speeds.prefill
@@ -427,6 +429,7 @@ class _Bench:
         list of Variant
             The defaults first; empty where nothing was left to compare with them.
         """
+        room = states.available_bytes()  # before huge pages are taken out of it
         with ExitStack() as pool:
             wanted = {DEFAULT: Wanted({}, plan(self._model, **self._common))}
             for options in variants:
@@ -435,7 +438,7 @@ class _Bench:
                 except (NotMeasured, CapacityError, ValueError) as error:
                     self.left_out[_label(options)] = str(error)
             found: list[Variant] = []
-            for group in self._groups(wanted):
+            for group in self._groups(wanted, room):
                 measured = self._measure(group)
                 found += [
                     _variant(measured, name, group[name])
@@ -455,23 +458,18 @@ class _Bench:
         made.require_fits(strict=False)
         return made
 
-    def _groups(self, wanted: dict[str, Wanted]) -> list[dict[str, Wanted]]:
+    def _groups(self, wanted: dict[str, Wanted], room: int) -> list[dict[str, Wanted]]:
         """Let all live at once where there is room, else the defaults with one at a time."""
-        if self._fit([each.plan for each in wanted.values()]):
+        if _needed([each.plan for each in wanted.values()]) <= room:
             return [wanted]
         default = wanted.pop(DEFAULT)
         pairs = []
         for name, each in wanted.items():
-            if self._fit([default.plan, each.plan]):
+            if _needed([default.plan, each.plan]) <= room:
                 pairs.append({DEFAULT: default, name: each})
             else:
                 self.left_out[name] = "there is no room for it beside the defaults"
         return pairs
-
-    def _fit(self, plans: Sequence[Plan]) -> bool:
-        """Whether so many live at once, of which those that map the file share it."""
-        shared = max(made.total_bytes - made.required_bytes for made in plans)
-        return shared + sum(made.required_bytes for made in plans) <= states.available_bytes()
 
     def _start(self, options: Mapping[str, str]) -> DecoderProcess:
         how: Any = {**self._common, **options}
@@ -538,6 +536,12 @@ class _Bench:
             figures[name]["prefill"].append(prefilled.figures[name])
             figures[name]["decode"].append(decoded.figures[name])
             figures[name]["start"].append([decoder.facts["start_s"]])
+
+
+def _needed(plans: Sequence[Plan]) -> int:
+    """Count the bytes of several that live at once, of which those that map the file share it."""
+    shared = max(made.total_bytes - made.required_bytes for made in plans)
+    return shared + sum(made.required_bytes for made in plans)
 
 
 def _memory(decoder: DecoderProcess) -> tuple[Any, ...]:
