@@ -19,7 +19,7 @@ from unimem.bench.suites import gpu as suite
 from unimem.bench.suites.gpu import Statement
 from unimem.bench.worker import measure
 
-CASES = {case.name: case for case in suites.load("gpu").cases}
+CASES = {case.name: case for case in suites.load_suite("gpu").cases}
 TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suite.SHAPE)
 
 
