@@ -191,8 +191,6 @@ def show_differences(a: Path, b: Path, *, as_markdown: bool) -> None:
 
 def show_cases(names: Sequence[str], *, quick: bool, case: str) -> None:
     """Show what suites ask, and what is claimed."""
-    suites = list(
-        dict.fromkeys(each.suite.name for each in _schedule(names, quick=quick, case=case))
-    )
-    lines = suite_lines(map(load, suites), quick=quick, case=case)
+    _schedule(names, quick=quick, case=case)  # what names nothing is refused
+    lines = suite_lines(map(load_suite, names), quick=quick, case=case)
     terminal.show("".join(f"{line}\n" for line in lines))
