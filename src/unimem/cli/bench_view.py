@@ -88,8 +88,8 @@ def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[
         yield from _wrapped(f"{suite.name}: {suite.question}", terminal.heading)
         rows = []
         for each in chosen:
-            claims = [f"{claim(each.empty(), target)}." for target in each.targets]
-            rows.append(Row((each.name, each.question, " ".join(claims) or "-")))
+            claims = "; ".join(claim(each.empty(), target) for target in each.targets)
+            rows.append(Row((each.name, each.question, f"{claims}." if claims else "-")))
         yield from [*_table(Table(("case", "question", "claims"), tuple(rows), "<<<")), ""]
 
 
