@@ -340,7 +340,7 @@ def first_token_wide(measure: Measure) -> None:
     n = 64 if measure.quick else 2048
     nbytes = n * 512 << 10
     require_room(measure.folder, disk=2 * nbytes, memory=4 * nbytes + (1 << 30))
-    first_token(measure, models.write_model(measure.folder, "wide", "q8_0"), n, rounds=5)
+    first_token(measure, models.write_model(measure.folder, "wide", "q8_0"), n, rounds=3)
 
 
 @SUITE.case(
