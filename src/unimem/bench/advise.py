@@ -214,6 +214,14 @@ class Wanted(NamedTuple):
     options: dict[str, str]
     plan: Plan
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of huge pages that have to be in the pool."""
+        if self.options.get("pages") != "2m":
+            return 0
+        checks = self.plan.checks
+        return sum(each.needed_bytes for each in checks if each.name.startswith("hugetlb pool"))
+
 
 class Speeds(NamedTuple):
     """What a process has shown before: tokens a second, and seconds to start."""
@@ -429,37 +437,29 @@ class _Bench:
         list of Variant
             The defaults first; empty where nothing was left to compare with them.
         """
-        room = states.available_bytes()  # before huge pages are taken out of it
-        with ExitStack() as pool:
-            wanted = {DEFAULT: Wanted({}, plan(self._model, **self._common))}
-            for options in variants:
-                try:
-                    wanted[_label(options)] = Wanted(options, self._planned(options, pool))
-                except (NotMeasured, CapacityError, ValueError) as error:
-                    self.left_out[_label(options)] = str(error)
-            found: list[Variant] = []
-            for group in self._groups(wanted, room):
-                measured = self._measure(group)
-                found += [
-                    _variant(measured, name, group[name])
-                    for name in measured
-                    if name != DEFAULT or not found
-                ]
-            return found
+        wanted = {DEFAULT: Wanted({}, plan(self._model, **self._common))}
+        for options in variants:
+            how: Any = {**self._common, **options}
+            try:
+                made = plan(self._model, **how)
+                made.require_fits(strict=False)
+            except (CapacityError, ValueError) as error:
+                self.left_out[_label(options)] = str(error)
+            else:
+                wanted[_label(options)] = Wanted(options, made)
+        found: list[Variant] = []
+        for group in self._groups(wanted):
+            measured = self._measure(group)
+            found += [
+                _variant(measured, name, group[name])
+                for name in measured
+                if name != DEFAULT or not found
+            ]
+        return found
 
-    def _planned(self, options: dict[str, str], pool: ExitStack) -> Plan:
-        """Plan a variant, with huge pages for it in the pool until `pool` ends."""
-        how: Any = {**self._common, **options}
-        made = plan(self._model, **how)
-        if options.get("pages") == "2m":
-            needed = [x.needed_bytes for x in made.checks if x.name.startswith("hugetlb pool")]
-            pool.enter_context(reserved(sum(needed)))
-            made = plan(self._model, **how)
-        made.require_fits(strict=False)
-        return made
-
-    def _groups(self, wanted: dict[str, Wanted], room: int) -> list[dict[str, Wanted]]:
+    def _groups(self, wanted: dict[str, Wanted]) -> list[dict[str, Wanted]]:
         """Let all live at once where there is room, else the defaults with one at a time."""
+        room = states.available_bytes()
         if _needed([each.plan for each in wanted.values()]) <= room:
             return [wanted]
         default = wanted.pop(DEFAULT)
@@ -478,19 +478,25 @@ class _Bench:
     def _measure(self, group: Mapping[str, Wanted]) -> Figures:
         """Measure decoders beside each other, in several passes with new processes."""
         figures: Figures = {name: {metric: [] for metric in _UNITS} for name in group}
-        # Huge pages are in the pool for one of them, which has to take them before the defaults
-        # do. The others take turns.
-        first = [name for name, each in group.items() if each.options.get("pages") == "2m"]
+        # What is in the pool for one of them it has to take before the defaults do. The others
+        # take turns.
+        first = [name for name, each in group.items() if each.pool_bytes]
         order = [name for name in group if name not in first]
-        for number in range(self.effort.passes):
-            with ExitStack() as stack:
-                decoders = self._started(first + order, group, figures, stack)
-                if number == 0:
-                    self._leave_out_equals(decoders, group, figures)
-                if figures.keys() == {DEFAULT}:
-                    return {}
-                self._pass({name: decoders[name] for name in figures}, figures)
-            order.append(order.pop(0))
+        with ExitStack() as pool:
+            for name in first:
+                try:
+                    pool.enter_context(reserved(group[name].pool_bytes))
+                except NotMeasured as reason:
+                    self._leave_out(name, str(reason), figures)
+            for number in range(self.effort.passes):
+                with ExitStack() as stack:
+                    decoders = self._started(first + order, group, figures, stack)
+                    if number == 0:
+                        self._leave_out_equals(decoders, group, figures)
+                    if figures.keys() == {DEFAULT}:
+                        return {}
+                    self._pass({name: decoders[name] for name in figures}, figures)
+                order.append(order.pop(0))
         return figures
 
     def _started(

@@ -45,7 +45,7 @@ Sides = dict[float, Side]  # by size
 
 
 def sizes(measure: Measure, first: int, decades: int = 4) -> list[int]:
-    """Give sizes from `first` to 10,000 times that: one a decade, or two in a full run."""
+    """Give sizes over so many decades: one size a decade, in a full run two."""
     a_decade = 1 if measure.quick else 2
     return [round(first * 10 ** (i / a_decade)) for i in range(decades * a_decade + 1)]
 
