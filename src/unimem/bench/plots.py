@@ -78,7 +78,7 @@ _WIDTH = 8.6
 _MARGIN = 0.15
 _HEAD = 0.65  # title and legend of a sheet
 _GUTTER = 1.5  # names of sides, beside bars
-_Y_AXIS = 0.75  # ticks and label of a y axis
+_Y_AXIS = 0.8  # ticks and label of a y axis
 _X_AXIS = 0.5  # ticks and label of an x axis
 _LINES = 1.8  # axes with lines
 _FIGURE = 0.85  # a figure behind its bar
@@ -364,7 +364,7 @@ def _sides(case: CaseRecord) -> list[SideRecord]:
 
 
 def _panel(case: CaseRecord, name: str, width: float) -> _Panel:
-    title = _wrapped(f"{name}: {case.question}", width - _MARGIN, most=3, weight="bold")
+    title = _wrapped(f"{name}: {case.question}", width - 2 * _MARGIN, most=3, weight="bold")
     if stats.sizes(case):
         names = dict.fromkeys(side.name for side in _sides(case) if side.at is not None)
         labels = {each: _line_label(case, each, width - 0.6) for each in names}
