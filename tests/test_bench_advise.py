@@ -240,21 +240,26 @@ def test_what_does_not_start_is_left_out() -> None:
     assert advice.flags == ("--kv-dtype", "q8_0")
 
 
-@pytest.mark.usefixtures("machine")
-def test_decoders_that_have_no_room_together_run_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoders_that_have_no_room_together_run_in_pairs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     total = plan(embedded_model()).total_bytes
     monkeypatch.setattr(states, "available_bytes", lambda: 3 * total)
     most = 0
+    with_pool: set[str] = set()
 
     class Counting(FakeDecoder):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             nonlocal most
             super().__init__(*arguments, **options)
             most = max(most, sum(each.is_open for each in FakeDecoder.started))
+            if len(machine.pool) % 2:
+                with_pool.add(str(self.options.get("pages")))
 
     monkeypatch.setattr(module, "DecoderProcess", Counting)
     advice = make({("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)})
     assert most == 2
+    assert with_pool == {"2m", "None"}, "other defaults would take the huge pages"
     assert advice.flags == ("--kv-dtype", "q8_0")
     names = [each.name for each in advice.factors[2].variants]
     assert names == ["default", "--kv-dtype f32", "--kv-dtype bf16", "--kv-dtype q8_0"]
