@@ -24,7 +24,7 @@ from bench_records import (
 )
 from conftest import Run
 from unimem.bench import stats
-from unimem.bench.record import CaseRecord, Record, Target
+from unimem.bench.record import CaseRecord, Record, Role, Target
 
 NEEDS = "matplotlib (extra bench) draws the plots: pip install '.[bench]'"
 matplotlib = pytest.importorskip("matplotlib", reason=NEEDS)
@@ -37,8 +37,8 @@ ONCE = {"n_passes": 1, "n_rounds": 1}
 
 def plain(name: str, unit: str = "ns", **levels: float) -> CaseRecord:
     """A case of unimem, a peer and a limit, as far as they are given."""
-    roles = {"ours": "unimem", "peer": "peer", "limit": "limit"}
-    return case(name, "What?", unit, {side: (roles[side], at) for side, at in levels.items()})  # type: ignore[misc]
+    roles: dict[str, Role] = {"ours": "unimem", "peer": "peer", "limit": "limit"}
+    return case(name, "What?", unit, {side: (roles[side], at) for side, at in levels.items()})
 
 
 def strange_record() -> Record:
@@ -184,7 +184,8 @@ def texts_of(figure: Any) -> list[Box]:
         def draw_text(
             self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, *_: Any, **__: Any
         ) -> None:
-            width, height, descent = self.get_text_width_height_descent(s, prop, False)  # type: ignore[no-untyped-call]
+            measure: Any = self.get_text_width_height_descent
+            width, height, descent = measure(s, prop, False)
             assert angle in {0, 90}
             if angle == 0:
                 boxes.append(Box(s, x, y - height + descent, x + width, y + descent))
