@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.bench_cases import cases_of, check_case, run_case, uninstall
 
 import unimem as um
+from bench_cases import cases_of, check_case, run_case, uninstall
 from unimem.bench import kv_rings, models, suites
 from unimem.bench.kv_sides import SHAPE, check_holds, tokens
 from unimem.bench.suite import Case, NotMeasured
