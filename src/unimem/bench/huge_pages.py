@@ -40,7 +40,8 @@ def reserved(nbytes: int) -> Iterator[None]:
     wants = f"wants {n_missing} more huge pages of 2 MiB"
     before = _n_reserved()
     try:
-        _reserve(before + n_missing)
+        # Those that would go become reserved ones first, and are in use.
+        _reserve(pool.total + n_missing)
     except OSError as error:
         raise NotMeasured(f"{wants}, which root can reserve ({error}): {remedy}") from error
     n_added = _n_reserved() - before
