@@ -116,9 +116,8 @@ def open_and_scan(file: WeightFile, cpus: Sequence[int]) -> float:
         return milliseconds(run)
 
 
-@contextmanager
-def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Iterator[Side]:
-    """Give a side that reads every byte of a file that is in the page tables already; ms."""
+def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
+    """Return a side that reads every byte of a file that is in the page tables already; ms."""
     data = np.memmap(file.path, np.uint8, "r", offset=file.data_offset)
 
     def run() -> float:
@@ -127,23 +126,22 @@ def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Iterator[Si
         return seconds * 1e3
 
     run()
-    yield run
+    return run
 
 
 def mapped(n_threads: int, measure: Measure) -> None:
     """Map a file that is in the page cache, and read all of it once."""
     cpus, file = measure.pin(n_threads), hot_file(measure, "gguf", QUICK_MAP_TENSORS)
-    with reading_what_is_mapped(file, cpus) as reading:
-        measure.compare(
-            ours={"unimem": partial(open_and_scan, file, cpus)},
-            peers={
-                "C, mmap": in_c(file, plain.map_and_scan, populate=False, cpus=cpus),
-                "C, MAP_POPULATE": in_c(file, plain.map_and_scan, populate=True, cpus=cpus),
-            },
-            limits={"C, reading what is mapped": reading},
-            rounds=25,
-            quick_rounds=6,
-        )
+    measure.compare(
+        ours={"unimem": partial(open_and_scan, file, cpus)},
+        peers={
+            "C, mmap": in_c(file, plain.map_and_scan, populate=False, cpus=cpus),
+            "C, MAP_POPULATE": in_c(file, plain.map_and_scan, populate=True, cpus=cpus),
+        },
+        limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
+        rounds=25,
+        quick_rounds=6,
+    )
 
 
 for n, word in ((1, "one thread"), (2, "two threads")):
@@ -177,14 +175,13 @@ def safetensors(n_threads: int, measure: Measure) -> None:
         load_file = importlib.import_module("safetensors.numpy").load_file
         theirs = partial(load_file_and_scan, load_file, file, cpus)
         peers[SAFETENSORS] = after(partial(ready, file.nbytes, cpus), theirs)
-    with reading_what_is_mapped(file, cpus) as reading:
-        measure.compare(
-            ours={"unimem": partial(open_and_scan, file, cpus)},
-            peers=peers,
-            limits={"C, reading what is mapped": reading},
-            rounds=7,
-            warmup=1,
-        )
+    measure.compare(
+        ours={"unimem": partial(open_and_scan, file, cpus)},
+        peers=peers,
+        limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
+        rounds=7,
+        warmup=1,
+    )
 
 
 for n, word in ((1, "one thread"), (2, "two threads")):
