@@ -28,7 +28,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
     invented = Suite("invented", "What?", passes=2, quick_passes=1)
     invented.case("one", "What?", unit="ns", targets=[faster("b", 2, issue=2)])(lambda _: None)
     invented.case("two", "What?", unit="ns", in_quick=False)(lambda _: None)
-    monkeypatch.setattr(runs, "load", lambda name: invented)
+    monkeypatch.setattr(runs, "load_suite", lambda name: invented)
     return invented
 
 
@@ -194,10 +194,13 @@ def test_an_error_is_kept_and_so_is_what_was_measured_before() -> None:
 
 
 def test_a_record_is_the_same_after_json() -> None:
-    case = replace(record("one", 1.0), targets=[faster("b", 2, issue=2)], facts={"n": [1]})
+    case = record("one", 1.0, 2.5, -3e-9)
+    case = replace(case, targets=[faster("b", 2, issue=2)], facts={"n": [1], "text": "[\n 1\n]"})
     suite = SuiteRecord("invented", "What?", 1, 2.5, [case], [{"cpu_freq": "3 GHz"}])
     whole = Record("2026-01-01T00:00:00+00:00", True, 3.5, {"cpu": {}}, {"numpy": "2"}, [suite])
-    assert Record.from_dict(json.loads(whole.to_json())) == whole
+    text = whole.to_json()
+    assert Record.from_dict(json.loads(text)) == whole
+    assert "[ 1.0, 2.5, -3e-09 ]" in text  # a pass a line, not a figure
 
 
 @pytest.mark.parametrize(

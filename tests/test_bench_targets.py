@@ -51,7 +51,9 @@ ASKED = {
 
 
 def test_every_target_of_the_issues_is_declared() -> None:
-    declared = Counter((t.issue, case.suite, t.kind, float(t.limit)) for case, t in TARGETS)
+    declared: Counter[tuple[int, str, str, float]] = Counter(
+        (target.issue, case.suite, target.kind, target.limit) for case, target in TARGETS
+    )
     found = {asked: declared[asked] for asked in ASKED}
     assert found == ASKED
 

@@ -7,6 +7,7 @@ an old one. As JSON it is ``unimem.bench/1`` (docs/schemas/bench-1.json).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -205,8 +206,10 @@ class Record:
         return {"schema": SCHEMA, **asdict(self)}
 
     def to_json(self) -> str:
-        """Return it as a JSON document, figures in one line each."""
-        return json.dumps(self.to_dict(), indent=1)
+        """Return it as a JSON document, with the figures of a pass in a line."""
+        text = json.dumps(self.to_dict(), indent=1)
+        # A string has no line break of its own in JSON: what has one is a list.
+        return re.sub(r"\[\n[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
 
     @classmethod
     def from_dict(cls, document: Any) -> Record:

@@ -1,6 +1,6 @@
 """One pass of one suite, in a process of its own.
 
-``python -m unimem.bench.worker SUITE`` calls the cases of a suite, and prints each one's record as
+``python -m unimem.bench.worker SUITE`` calls the cases of a suite, and writes each one's record as
 a line of JSON when it is done. Before them comes a line of the machine's conditions. What a library
 prints meanwhile goes to standard error.
 """
@@ -38,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What a library in C prints would stand among the records.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        print(json.dumps(conditions()), file=out, flush=True)
+        out.write(json.dumps(conditions()) + "\n")
+        out.flush()
         for case in load_suite(options.suite).chosen(quick=options.quick, case=options.case):
             record = measure(case, quick=options.quick, folder=options.dir)
-            print(json.dumps(asdict(record)), file=out, flush=True)
+            out.write(json.dumps(asdict(record)) + "\n")
+            out.flush()
     return 0
 
 
@@ -82,3 +84,5 @@ if __name__ == "__main__":
         raise SystemExit(main())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # whoever wanted the records is gone
+        raise SystemExit(1) from None

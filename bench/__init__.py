@@ -1,1 +1,0 @@
-"""Benchmarks, one question a file; ``python -m bench.calls`` and so on, from the repository."""
