@@ -5,7 +5,7 @@ interval says where a second run of the same length would land, 95 times of 100:
 somebody who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
 passes are drawn with replacement, then rounds within each of them, since processes differ by more
 than their rounds do; and from the difference of two such draws, since a second run is as uncertain
-as the first.
+as the first. It is widened by what Student's t has for so few passes, or for the rounds of one.
 
 References
 ----------
@@ -305,27 +305,58 @@ def _quotients(side: SideRecord, other: SideRecord) -> list[NDArray[np.float64]]
 def _interval(passes: Sequence[NDArray[np.float64]]) -> Ratio:
     """Give the median of positive figures or of zeros, and its interval."""
     n_passes = len(passes)
-    longest = max(map(len, passes))
     lengths = np.array([len(each) for each in passes])
-    values = np.full((n_passes, longest), np.nan)
+    values = np.full((n_passes, lengths.max()), np.nan)
     for row, each in zip(values, passes, strict=True):
         row[: len(each)] = each
     median = float(np.nanmedian(values))
-    if n_passes * longest == 1 or np.nanmin(values) == np.nanmax(values):
+    if np.nanmin(values) == np.nanmax(values):
         return Ratio(median, median, median)
     rng = np.random.default_rng(_SEED)
     drawn = rng.integers(0, n_passes, (_N_DRAWS, n_passes))
-    rounds = rng.random((_N_DRAWS, n_passes, longest)) * lengths[drawn][..., None]
-    taken = values[drawn[..., None], rounds.astype(np.intp)]
-    # As many rounds as the pass that was drawn has.
-    taken[np.arange(longest) >= lengths[drawn][..., None]] = np.nan
-    medians = np.nanmedian(taken.reshape(_N_DRAWS, -1), axis=1)
+    rounds = rng.random((_N_DRAWS, *values.shape))
+    medians = _drawn_medians(values, lengths, drawn, rounds)
     if (medians <= 0).any():
         low, high = np.quantile(medians, [_TAIL, 1 - _TAIL])
         return Ratio(median, float(low), float(high))
-    # A draw of n from n has a variance that is too small by (n - 1) / n.
-    n = n_passes if n_passes > 1 else longest
-    logs = np.log(medians) * math.sqrt(n / (n - 1))
+    logs = np.log(medians)
+    if n_passes == 1:
+        n, freedom = int(lengths[0]), float(lengths[0] - 1)
+    else:
+        every = np.broadcast_to(np.arange(n_passes), drawn.shape)
+        within = float(np.log(_drawn_medians(values, lengths, every, rounds)).var())
+        between = max(0.0, 1 - within / float(logs.var()))
+        n, n_rounds = n_passes, int(lengths.sum())
+        # Welch and Satterthwaite's degrees of freedom of a sum of two variances.
+        rest = (1 - between) ** 2 / max(1, n_rounds - n_passes)
+        freedom = 1 / (between**2 / (n_passes - 1) + rest)
+    # A draw of n from n has a variance that is too small by (n - 1) / n, and so few passes say
+    # little of theirs.
+    wider = math.sqrt(n / (n - 1)) * _student(freedom) / _student(math.inf)
     apart = np.abs(logs[: _N_DRAWS // 2] - logs[_N_DRAWS // 2 :])
-    factor = math.exp(float(np.quantile(apart, 1 - 2 * _TAIL)))
+    factor = math.exp(float(np.quantile(apart, 1 - 2 * _TAIL)) * wider)
     return Ratio(median, median / factor, median * factor)
+
+
+def _drawn_medians(
+    values: NDArray[np.float64],
+    lengths: NDArray[np.intp],
+    passes: NDArray[np.intp],
+    rounds: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Give the median of each draw: of some passes, as many rounds of each as it has."""
+    n = lengths[passes][..., None]
+    taken = values[passes[..., None], (rounds * n).astype(np.intp)]
+    taken[np.arange(values.shape[1]) >= n] = np.nan
+    return np.asarray(np.nanmedian(taken.reshape(len(taken), -1), axis=1))
+
+
+def _student(freedom: float) -> float:
+    """Give the 97.5th percentile of Student's t, by Abramowitz and Stegun 26.7.5."""
+    x = 1.959964
+    return (
+        x
+        + (x**3 + x) / (4 * freedom)
+        + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * freedom**2)
+        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * freedom**3)
+    )
