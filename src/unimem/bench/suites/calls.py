@@ -18,7 +18,7 @@ from unimem.bench import plain
 from unimem.bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem.bench.suite import Measure, Suite, costs, faster
 
-SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5, quick_passes=5)
+SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5, quick_passes=4)
 
 N_FLOATS = 4096
 N_HEADS, HEAD_DIM = 8, 128

@@ -74,7 +74,7 @@ def decode(measure: Measure, kind: ModelKind) -> None:
         weights = stack.enter_context(um.open_weights(model(measure, kind), load="map"))
         weights.warm()
         measured[READ_BANDWIDTH] = reading(weights, measure.cpus)
-        compare(measure, sides, measured, rounds=25, quick_rounds=9)
+        compare(measure, sides, measured, rounds=25, quick_rounds=6)
 
 
 def around(measure: Measure, kind: ModelKind) -> None:

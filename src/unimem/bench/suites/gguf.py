@@ -33,7 +33,7 @@ from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, Suite, costs, faster
 
 SUITE = Suite(
-    "gguf", "How fast does a file with a large vocabulary open?", passes=2, quick_passes=2
+    "gguf", "How fast does a file with a large vocabulary open?", passes=3, quick_passes=3
 )
 
 N_TOKENS, N_MERGES, N_TENSORS = 150_000, 280_000, 400
@@ -65,6 +65,7 @@ def opened(measure: Measure) -> None:
             NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
             "reading it to warm memory": timed(path.read_bytes, len),
         },
+        quick_rounds=6,
     )
 
 
@@ -103,7 +104,7 @@ def decoded(measure: Measure) -> None:
         peers,
         {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)},
         rounds=2,
-        quick_rounds=2,
+        quick_rounds=1,
         warmup=0,
     )
 

@@ -23,7 +23,7 @@ from unimem.bench.states import read_through
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
 from unimem.bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_file
 
-SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2, quick_passes=2)
+SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
 
 N_FLOATS = 4096
 SHAPE = N_HEADS, HEAD_DIM = 8, 128  # 2 KB of K and 2 KB of V a token, as float16

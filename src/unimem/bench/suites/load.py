@@ -140,7 +140,7 @@ def mapped(n_threads: int, measure: Measure) -> None:
         },
         limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
         rounds=25,
-        quick_rounds=6,
+        quick_rounds=5,
     )
 
 
@@ -354,7 +354,7 @@ def cold(measure: Measure) -> None:
             peers={name: after(prepare, side) for name, side in peers.items()},
             limits={"the disk": after(prepare, reading)},
             rounds=6,
-            quick_rounds=4,
+            quick_rounds=3,
             warmup=0,
         )
 

@@ -35,7 +35,7 @@ from unimem.bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem.bench.suite import Measure, NotMeasured, Suite, grows
 from unimem.placement import Pages, format_bytes
 
-SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=2)
+SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
 
 CONSTANT, LINEAR = grows(0.1, issue=8), grows(1.1, issue=8)
 HEADS = N_HEADS, HEAD_DIM = 1, 64  # 128 B of K and 128 of V a token, as float16
@@ -507,7 +507,7 @@ def model_file(
 )
 def verify_4k(measure: Measure) -> None:
     """Look at blocks from 64 KiB on, as small as a memory that is mapped for itself is."""
-    _verify(measure, "4k", sizes(measure, 64 * KIB))
+    _verify(measure, "4k", sizes(measure, 64 * KIB, decades=3 if measure.quick else 4))
 
 
 @SUITE.case(
