@@ -1,8 +1,8 @@
 """What it costs to look at a block: verify() against the kernel's other ways to ask.
 
-8 GiB (in a quick run a quarter of one), on transparent huge pages and on 4k pages. The others are called through
-ctypes with arrays made before, so that what is measured is the kernel's work; that they answer for
-all of the block is checked. None of them tells all that verify() does: ``PAGEMAP_SCAN`` and
+8 GiB (a quarter of one in a quick run), on transparent huge pages and on 4k pages. The others are
+called through ctypes with arrays made before, so that what is measured is the kernel's work; that
+they answer for all of the block is checked. None of them tells all that verify() does: ``PAGEMAP_SCAN`` and
 ``mincore`` know neither nodes nor shares, ``move_pages`` knows nodes only.
 """
 
