@@ -17,11 +17,13 @@ from unimem.bench.compare import (
     change_table,
     compare,
     pair_table,
+    suite_table,
     summary,
 )
 from unimem.bench.record import CaseRecord, Record, SideRecord
 from unimem.bench.stats import Ratio, Spread
 from unimem.bench.tables import Row
+from unimem.cli.bench_view import difference_lines
 
 
 def run(*cases: CaseRecord, **rest: Any) -> Record:
@@ -149,7 +151,79 @@ def test_tables() -> None:
         Row(("a/b", "unimem", "2 us", "1 us", "0.500x")),
         Row(("a/c", "unimem", "0 faults", "1 faults", "")),
     )
+    assert suite_table(DIFFERENCES).rows == (Row(("a", "1 of 2", "0 of 2")),)
     assert summary(DIFFERENCES) == "1 of 2 ratios (50%) are within each other's intervals"
+
+
+@pytest.mark.parametrize(
+    ("b", "agrees"),
+    [
+        (Spread(11, 9, 12), True),
+        (Spread(11, 10.5, 12), False),
+        (Spread(13, 9, 14), False),
+        (Spread(10, 10, 10), True),
+    ],
+)
+def test_two_medians_agree_where_each_lies_between_the_others_percentiles(
+    b: Spread, agrees: bool
+) -> None:
+    a = Spread(10, 8, 12)
+    assert Change("calls/one", "ns", "unimem", a, b).agrees is agrees
+    assert Change("calls/one", "ns", "unimem", b, a).agrees is agrees
+
+
+def test_suites_keep_the_order_of_the_record() -> None:
+    same, other = Ratio(2.0, 2.0, 2.0), Ratio(3.0, 3.0, 3.0)
+    figure = Spread(1, 1, 1)
+    found = DIFFERENCES._replace(
+        pairs=[
+            Pair("z/b", "ns", "unimem", "C", same, other),
+            Pair("a/b", "ns", "unimem", "C", same, same),
+        ],
+        changes=[
+            Change("y/b", "ns", "unimem", figure, figure),
+            Change("a/b", "ns", "unimem", figure, figure),
+            Change("z/b", "ns", "unimem", figure, figure),
+        ],
+    )
+    assert suite_table(found).rows == (
+        Row(("y", "", "1 of 1")),
+        Row(("a", "1 of 1", "1 of 1")),
+        Row(("z", "0 of 1", "1 of 1")),
+    )
+
+
+def test_a_terminal_of_80_columns_cuts_no_name_and_shows_what_differs() -> None:
+    long, short = "buffers/a question of many words, with a size 1,000", "calls/take"
+    wide, apart = Ratio(0.0292, 0.0181, 0.0469), Ratio(10.8, 0.01, 3412.1)
+    found = DIFFERENCES._replace(
+        pairs=[
+            Pair(long, "ns", "unimem, plain cache", "C memcpy of all tokens", wide, apart),
+            Pair(short, "ns", "unimem", "np.empty", wide, wide),
+        ],
+        changes=[
+            Change(long, "ns", "unimem", Spread(2e3, 1e3, 3e3), Spread(5e3, 5e3, 5e3)),
+            Change(short, "ns", "unimem", Spread(1, 1, 1), Spread(1, 1, 1)),
+        ],
+    )
+    lines = list(difference_lines(found))
+    assert max(map(len, lines)) <= 80
+    assert "..." not in "".join(lines)
+    assert [line.split("  ")[0] for line in lines if line][2:] == [
+        "Medians of unimem that lie outside the other's 5 to 95 %",
+        "case: side",
+        f"{long}: unimem",
+        "How many times as fast unimem is, where that differs, most first",
+        "case: against",
+        "buffers/a question of many",
+        "words, with a size 1,000:",
+        "unimem, plain cache / C",
+        "memcpy of all tokens",
+        "suite",
+        "buffers",
+        "calls",
+        "1 of 2 ratios (50%) are within each other's intervals.",
+    ]
 
 
 def test_markdown() -> None:

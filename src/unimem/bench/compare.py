@@ -20,6 +20,7 @@ __all__ = [
     "change_table",
     "compare",
     "pair_table",
+    "suite_table",
     "summary",
 ]
 
@@ -79,6 +80,11 @@ class Change(NamedTuple):
     side: str
     a: Spread
     b: Spread
+
+    @property
+    def agrees(self) -> bool:
+        """Whether each median lies between the other's percentiles."""
+        return self.b.p5 <= self.a.median <= self.b.p95 and self.a.p5 <= self.b.median <= self.a.p95
 
 
 class Differences(NamedTuple):
@@ -222,6 +228,21 @@ def change_table(differences: Differences) -> Table:
         for each in differences.changes
     ]
     return Table(("case", "side", "A", "B", "B / A"), tuple(rows), "<<>>>")
+
+
+def suite_table(differences: Differences) -> Table:
+    """Make a table of how many ratios and medians of each suite agree."""
+    found: dict[str, tuple[list[bool], list[bool]]] = {}
+    # Changes first: these are in the order of the suites.
+    for i, kind in ((1, differences.changes), (0, differences.pairs)):
+        for each in kind:
+            suite = each.name.partition("/")[0]
+            found.setdefault(suite, ([], []))[i].append(each.agrees)
+    rows = [
+        Row((suite, *(f"{sum(each)} of {len(each)}" if each else "" for each in agreeing)))
+        for suite, agreeing in found.items()
+    ]
+    return Table(("suite", "ratios that agree", "medians that agree"), tuple(rows), "<>>")
 
 
 def summary(differences: Differences) -> str:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from unimem.bench.compare import ENOUGH, Differences, change_table, pair_table, summary
+from unimem.bench.compare import (
+    ENOUGH,
+    Differences,
+    change_table,
+    pair_table,
+    suite_table,
+    summary,
+)
 from unimem.bench.record import CaseRecord, Record
 from unimem.bench.suite import Suite
 from unimem.bench.tables import Row, Table, Tone, case_table, machine_facts, suite_title, targets
@@ -63,20 +70,35 @@ def _targets(record: Record) -> Iterator[str]:
 
 
 def difference_lines(differences: Differences) -> Iterator[str]:
-    """Write how two records differ, how many ratios agree last."""
+    """Write what differs in two records, how much of each suite agrees, and of all of it last."""
     for text in differences.warnings:
         yield from _wrapped(f"warning: {text}", terminal.bad)
     for name, cases in (("A", differences.only_a), ("B", differences.only_b)):
         if cases:
             yield from _wrapped(f"only in {name}: {', '.join(cases)}")
-    if differences.changes:
-        yield terminal.heading("Medians of unimem")
-        yield from [*_table(change_table(differences)), ""]
-    if differences.pairs:
-        yield terminal.heading("How many times as fast unimem is, what differs most first")
-        yield from [*_table(pair_table(differences)), ""]
+    differing = differences._replace(
+        pairs=[each for each in differences.pairs if not each.agrees],
+        changes=[each for each in differences.changes if not each.agrees],
+    )
+    if differing.changes:
+        yield terminal.heading("Medians of unimem that lie outside the other's 5 to 95 %")
+        yield from [*_table(_joined(change_table(differing), 5)), ""]
+    if differing.pairs:
+        yield terminal.heading("How many times as fast unimem is, where that differs, most first")
+        yield from [*_table(_joined(pair_table(differing), 4)), ""]
+    if differences.pairs or differences.changes:
+        yield from [*_table(suite_table(differences)), ""]
     style = terminal.good if differences.share >= ENOUGH else terminal.bad
     yield from _wrapped(f"{summary(differences)}.", style)
+
+
+def _joined(table: Table, n_columns: int) -> Table:
+    """Keep the first columns, the first two as one: side by side they leave room for nothing."""
+    rows = [
+        Row((": ".join(row.cells[:2]), *row.cells[2:n_columns]), row.tone) for row in table.rows
+    ]
+    head = (": ".join(table.head[:2]), *table.head[2:n_columns])
+    return Table(head, tuple(rows), table.align[1:n_columns])
 
 
 def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[str]:
