@@ -95,6 +95,12 @@ def test_the_interval_is_around_the_median_and_the_same_each_time() -> None:
     assert stats.ratio(case(a, b), a, b) == found
 
 
+def test_figures_that_are_nearly_all_the_same_have_an_interval() -> None:
+    """No draw of the bootstrap differs from another one then."""
+    a, b = ours(*[[1.0] * 6] * 3), side("peer", [1.0] * 5 + [2.0], *[[1.0] * 6] * 2)
+    assert stats.ratio(case(a, b), a, b) == (1, 1, 1)
+
+
 def test_equal_sides_are_no_difference() -> None:
     rng = np.random.default_rng(0)
     a, b = (side("x", list(rng.lognormal(0, 0.1, 50)), role="unimem") for _ in range(2))
@@ -233,7 +239,7 @@ def test_the_best_peer_is_chosen_by_rounds_that_do_not_judge_it() -> None:
     """By the even rounds A is best; in the odd ones it takes twice as long as unimem."""
     of = case(
         ours([1.0] * 6),
-        side("A", [0.5, 2.0, 0.5, 2.0, 0.5, 2.0]),
+        side("A", [2.0, 0.5, 2.0, 0.5, 2.0, 0.5]),
         side("B", [1.5] * 6),
         side("memcpy", [0.1] * 6, role="limit"),
         targets=(faster_than_best(0.9, issue=6),),
@@ -241,6 +247,20 @@ def test_the_best_peer_is_chosen_by_rounds_that_do_not_judge_it() -> None:
     found = verdict(of)
     assert found.other == "A"
     assert found.measured == (2, 2, 2)
+
+
+def test_of_three_rounds_two_judge_the_best_peer() -> None:
+    """One round has no interval, and would say for certain whatever it says."""
+    of = case(
+        ours([1.0] * 3),
+        side("A", [0.97, 1.0, 0.87]),
+        targets=(faster_than_best(0.9, issue=6),),
+    )
+    found = verdict(of)
+    assert found.measured is not None
+    value, low, high = found.measured
+    assert low < 0.9 <= value < high
+    assert (found.met, found.certain) == (True, False)
 
 
 def test_of_speeds_the_best_peer_is_the_one_with_most() -> None:

@@ -269,13 +269,14 @@ def _best(case: CaseRecord, ours: SideRecord) -> SideRecord | None:
 
 
 def _even(side: SideRecord) -> SideRecord:
-    return SideRecord(side.name, side.role, [each[::2] for each in side.passes], side.at)
+    """Give the second round, the fourth and so on; of a pass of one round, that one."""
+    passes = [each[1::2] or each for each in side.passes]
+    return SideRecord(side.name, side.role, passes, side.at)
 
 
 def _odd(side: SideRecord) -> SideRecord:
-    """Give the odd rounds; of a pass of one round, that one."""
-    passes = [each[1::2] or each for each in side.passes]
-    return SideRecord(side.name, side.role, passes, side.at)
+    """Give the first round, the third and so on: of three these are two, which have an interval."""
+    return SideRecord(side.name, side.role, [each[::2] for each in side.passes], side.at)
 
 
 def _are_paired(side: SideRecord, other: SideRecord) -> bool:
@@ -325,7 +326,8 @@ def _interval(passes: Sequence[NDArray[np.float64]]) -> Ratio:
     else:
         every = np.broadcast_to(np.arange(n_passes), drawn.shape)
         within = float(np.log(_drawn_medians(values, lengths, every, rounds)).var())
-        between = max(0.0, 1 - within / float(logs.var()))
+        every_pass = float(logs.var())  # none where nearly all rounds have the same figure
+        between = max(0.0, 1 - within / every_pass) if every_pass else 0.0
         n, n_rounds = n_passes, int(lengths.sum())
         # Welch and Satterthwaite's degrees of freedom of a sum of two variances.
         rest = (1 - between) ** 2 / max(1, n_rounds - n_passes)
