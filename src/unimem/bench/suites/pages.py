@@ -163,7 +163,7 @@ def compare(
     limits: Mapping[str, Side] | None = None,
     *,
     rounds: int,
-    quick_rounds: int,
+    quick_rounds: int | None = None,
 ) -> None:
     """Measure, and check that each process slept while it was another one's turn."""
     pids = [side.pid for side in sides.values()]
