@@ -124,9 +124,7 @@ def paged_append(measure: Measure) -> None:
     """Compare with a plain cache, and with NumPy that looks into a table of blocks."""
     n, kv = N_ROWS, tokens(1)
     k, v = (part[0].copy() for part in kv)
-    keys, values = (
-        np.zeros((n // BLOCK_TOKENS, BLOCK_TOKENS, *SHAPE), np.float16) for _ in range(2)
-    )
+    keys, values = (array.reshape(-1, BLOCK_TOKENS, *SHAPE) for array in zeros(n, (k, v)))
     room = zeros(n, (k, v))
     table = list(range(n // BLOCK_TOKENS))
     with (
