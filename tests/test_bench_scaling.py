@@ -63,7 +63,7 @@ def test_a_block_that_does_not_fit_is_not_measured(
 ) -> None:
     monkeypatch.setattr(states, "available_bytes", lambda: 1 << 20)
     (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "verify-4k")
-    with pytest.raises(NotMeasured, match=r"wants 1\.2 GiB of memory, there are 1\.0 MiB"):
+    with pytest.raises(NotMeasured, match=r"wants 125\.0 MiB of memory, there are 1\.0 MiB"):
         run_case(case, tmp_path, monkeypatch)
 
 
