@@ -107,15 +107,11 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
     for what, known in ((shape, SHAPES), (kind, KINDS)):
         if what not in known:
             raise ValueError(f"no model {what!r}: expected one of {', '.join(map(repr, known))}")
-    path = folder / f"random-{shape}-{kind}.gguf"
-    if path.exists():
-        return path
-    gguf = _gguf()
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = list(_tensors(gguf, SHAPES[shape], kind))
-    _require_room(folder, sum(tensor.nbytes for tensor in tensors))
 
     def write(unfinished: Path) -> None:
+        gguf = _gguf()
+        tensors = list(_tensors(gguf, SHAPES[shape], kind))
+        _require_room(folder, sum(tensor.nbytes for tensor in tensors))
         writer = gguf.GGUFWriter(unfinished, "llama")
         add_metadata(writer, SHAPES[shape])
         writer.add_file_type(KINDS[kind])
@@ -132,7 +128,7 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
             writer.write_tensor_data(_content(bits, tensor))
         writer.close()
 
-    return made_once(path, write)
+    return made_once(folder / f"random-{shape}-{kind}.gguf", write)
 
 
 def add_metadata(writer: Any, shape: Shape, other: Mapping[str, Any] | None = None) -> None:
