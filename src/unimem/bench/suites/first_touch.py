@@ -9,11 +9,10 @@ from functools import partial
 import numpy as np
 
 import unimem as um
-from unimem.bench import plain
+from unimem.bench import huge_pages, plain
 from unimem.bench.rounds import Side, thread_counts
 from unimem.bench.states import HUGE_PAGE, ready
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
-from unimem.limits import huge_pools
 from unimem.placement import Pages
 
 __all__ = ["SUITE"]
@@ -122,24 +121,16 @@ SUITE.case(
 )
 def reserved(measure: Measure) -> None:
     """Compare a block on hugetlb pages with C that touches such pages."""
-    wanted = size(measure)
-    pool = huge_pools().get("2m")
-    if pool is None:
-        raise NotMeasured("wants huge pages of 2 MiB, the kernel has no pool of them")
-    if pool.available_bytes < wanted:
-        free = pool.available_bytes // HUGE_PAGE
-        raise NotMeasured(
-            f"wants {wanted // HUGE_PAGE} free huge pages of 2 MiB, there are {free}; "
-            f"reserve them with: {pool.limit(wanted).remedy}"
+    nbytes = size(measure)
+    there = np.ones(nbytes, np.uint8)
+    with huge_pages.reserved(nbytes):
+        measure.compare(
+            ours={"unimem": partial(warm, nbytes, "2m", measure.cpus)},
+            peers={"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)},
+            limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
+            rounds=7,
+            quick_rounds=4,
         )
-    there = np.ones(wanted, np.uint8)
-    measure.compare(
-        ours={"unimem": partial(warm, wanted, "2m", measure.cpus)},
-        peers={"C, a byte a huge page": partial(touch, wanted, "2m", measure.cpus)},
-        limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
-        rounds=7,
-        quick_rounds=4,
-    )
 
 
 @SUITE.case(
