@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +13,7 @@ import pytest
 import unimem as um
 from bench_cases import cases_of, check_case, run_case, uninstall
 from unimem.bench import plain, suites, weight_files
-from unimem.bench.suite import Case, NotMeasured
+from unimem.bench.suite import Case, Measure, NotMeasured
 from unimem.bench.suites import first_touch, load
 from unimem.bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, weight_file
 
@@ -124,21 +125,19 @@ def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: pytest.M
         run_case(case_of("load", "staged"), folder, monkeypatch)
 
 
-@pytest.mark.usefixtures("small")
 def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plain.load
+    refusal = "load of libunimem-bench: Function not implemented"
 
-    def refuse(path: Any, offset: int, way: plain.Way, *rest: Any, **how: Any) -> Any:
-        if way in ("stream", "io_uring"):
-            raise OSError(38, "load of libunimem-bench: Function not implemented")
-        return real(path, offset, way, *rest, **how)
+    def refuse(*_arguments: Any, **_options: Any) -> Any:
+        raise OSError(38, refusal)
 
+    measure = Measure(case_of("load", "cold"), quick=True, folder=folder)
+    measure.cpus = [min(os.sched_getaffinity(0))]
+    assert load.can_load(measure, "C, read", "read")
     monkeypatch.setattr(plain, "load", refuse)
-    case = case_of("load", "copy")
-    record = run_case(case, folder, monkeypatch)
-    check_case(case, record)
-    (reason,) = record.left_out.values()
-    assert "Function not implemented" in reason
+    assert not load.can_load(measure, "C, io_uring", "io_uring", 16)
+    (left_out,) = measure.record().left_out.items()
+    assert left_out == ("C, io_uring", str(OSError(38, refusal)))
 
 
 def test_what_is_no_model_is_an_error_of_llama_cpp(tmp_path: Path) -> None:
