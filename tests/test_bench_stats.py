@@ -145,7 +145,7 @@ def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between
 @pytest.mark.parametrize(("freedom", "expected"), [(2, 4.303), (4, 2.776), (30, 2.042)])
 def test_student(freedom: float, expected: float) -> None:
     """Beside any table of t at 97.5 %: an expansion is short by 3 % for two passes or three."""
-    assert stats._student(freedom) == pytest.approx(expected, rel=0.04)
+    assert stats.student_t(freedom) == pytest.approx(expected, rel=0.04)
 
 
 # ---- growth ----

@@ -334,7 +334,7 @@ def _interval(passes: Sequence[NDArray[np.float64]]) -> Ratio:
         freedom = 1 / (between**2 / (n_passes - 1) + rest)
     # A draw of n from n has a variance that is too small by (n - 1) / n, and so few passes say
     # little of theirs.
-    wider = math.sqrt(n / (n - 1)) * _student(freedom) / _student(math.inf)
+    wider = math.sqrt(n / (n - 1)) * student_t(freedom) / student_t(math.inf)
     apart = np.abs(logs[: _N_DRAWS // 2] - logs[_N_DRAWS // 2 :])
     factor = math.exp(float(np.quantile(apart, 1 - 2 * _TAIL)) * wider)
     return Ratio(median, median / factor, median * factor)
@@ -353,7 +353,7 @@ def _drawn_medians(
     return np.asarray(np.nanmedian(taken.reshape(len(taken), -1), axis=1))
 
 
-def _student(freedom: float) -> float:
+def student_t(freedom: float) -> float:
     """Give the 97.5th percentile of Student's t, by Abramowitz and Stegun 26.7.5."""
     x = 1.959964
     return (
