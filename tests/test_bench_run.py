@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,32 @@ def test_a_record_is_the_same_after_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("machine",), None),
+        (("seconds",), "3"),
+        (("versions",), {"numpy": 2}),
+        (("suites", 0, "conditions"), None),
+        (("suites", 0, "cases", 0, "unit"), 5),
+        (("suites", 0, "cases", 0, "facts"), []),
+        (("suites", 0, "cases", 0, "sides", 0, "role"), "other"),
+        (("suites", 0, "cases", 0, "sides", 0, "passes"), [["1"]]),
+        (("suites", 0, "cases", 0, "targets", 0, "kind"), "other"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(place: tuple[Any, ...], value: Any) -> None:
+    case = replace(record("one", 1.0), targets=[faster("b", 2, issue=2)])
+    suite = SuiteRecord("invented", "What?", 1, 2.5, [case], [])
+    document = Record("2026-01-01T00:00:00+00:00", True, 3.5, {}, {}, [suite]).to_dict()
+    part: Any = document
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    with pytest.raises(ValueError, match=f"damaged record .*'{place[-1]}' cannot be "):
+        Record.from_dict(document)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[]", "expected the schema 'unimem.bench/1', found None"),
@@ -212,7 +239,8 @@ def test_a_record_is_the_same_after_json() -> None:
         ('{"schema": "unimem.bench/1", "suites": [{"cases": [{}]}]}', "damaged record"),
         ('{"schema": "unimem.bench/1", "suites": 1}', "damaged record"),
         ("{", "Expecting property name"),
-        ("\x00", "Expecting value"),
+        ("\x00", "expected a record in JSON: Expecting value"),
+        ("[" * 100_000, "expected a record in JSON: "),
     ],
 )
 def test_a_file_that_is_no_record(text: str, message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -319,6 +320,21 @@ def test_what_cannot_be_written_is_refused_before(
     assert (screen.code, screen.out) == (1, "")
     assert "file" in screen.err
     assert asked == {}
+
+
+@pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
+def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
+    option: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(record())
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "there")
+
+    monkeypatch.setattr(command, "keep" if option == "--output" else "draw", fail)
+    screen = show("bench", "calls", option, tmp_path / "x", "--json")
+    assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
+    assert json.loads(screen.out) == record().to_dict()
 
 
 def test_packages_that_are_missing_are_named(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = [
     "BEST",
@@ -228,9 +229,11 @@ class Record:
         try:
             rest = {key: value for key, value in document.items() if key != "schema"}
             suites = [_suite(each) for each in rest.pop("suites")]
-            return cls(suites=suites, **rest)
+            made = cls(suites=suites, **rest)
+            _check(made)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a damaged record of `unimem bench`: {error}") from error
+        return made
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -244,7 +247,11 @@ class Record:
             If it holds no record.
         """
         try:
-            return cls.from_dict(json.loads(path.read_bytes()))
+            document = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected a record in JSON: {error}") from error
+        try:
+            return cls.from_dict(document)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -260,3 +267,27 @@ def case_from_dict(document: Mapping[str, Any]) -> CaseRecord:
     sides = [SideRecord(**each) for each in document["sides"]]
     targets = [Target(**each) for each in document["targets"]]
     return CaseRecord(**{**document, "sides": sides, "targets": targets})
+
+
+def _check(made: Any) -> None:
+    """Refuse a record, or a part of one, with a field of another type than is declared."""
+    for name, hint in get_type_hints(type(made)).items():
+        value = getattr(made, name)
+        if not _is(value, hint):
+            raise TypeError(f"{name!r} cannot be {value!r:.40}")
+
+
+def _is(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is list:
+        return isinstance(value, list) and all(_is(each, parts[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_is(each, parts[1]) for each in value.values())
+    if kind is Literal:
+        return value in parts
+    if kind is UnionType:
+        return any(_is(value, each) for each in parts)
+    if is_dataclass(hint):
+        _check(value)
+        return True
+    return hint is Any or isinstance(value, int | float if hint is float else hint)

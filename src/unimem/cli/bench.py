@@ -116,11 +116,13 @@ def bench(
             record, code = Record.read(source), 0
         else:
             record, code = bench_run.measure(names, quick=quick, case=case, folder=folder)
-        if output is not None:
-            bench_run.keep(record, output)
-        if code != INTERRUPTED:  # of half a run nobody wants them
-            bench_run.draw(record, plots, page_file)
-        bench_run.show(record, as_json=as_json, as_markdown=as_markdown)
+        try:
+            if output is not None:
+                bench_run.keep(record, output)
+            if code != INTERRUPTED:  # of half a run nobody wants them
+                bench_run.draw(record, plots, page_file)
+        finally:  # a disk that is full by now does not take away what was measured
+            bench_run.show(record, as_json=as_json, as_markdown=as_markdown)
         if code:
             raise typer.Exit(code)
 
