@@ -67,6 +67,16 @@ def test_a_block_that_does_not_fit_is_not_measured(
         run_case(case, tmp_path, monkeypatch)
 
 
+def test_an_append_that_writes_nothing_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although NumPy writes the same to the same arrays."""
+    monkeypatch.setattr("unimem.bench.suites.scaling._copy", lambda table, n=1: 1.0)
+    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "append")
+    with pytest.raises(AssertionError, match="append of 10 tokens: not what was appended"):
+        run_case(case, tmp_path, monkeypatch)
+
+
 def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that gets slower shows in no slope: each round has one of its own."""
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)

@@ -211,9 +211,16 @@ def append(measure: Measure) -> None:
         sides = {"unimem": ours}, {"NumPy": peers}, {"C memcpy": limits}
         measure.scale(*sides, rounds=11, quick_rounds=3)
         cache.clear()
-        cache.append(0, k, k)
-        for part, wanted in zip(cache.layer(0), (keys, values), strict=True):
-            require_equal(part[0].swapaxes(0, 1), wanted, "append")
+        cache.append(0, k, k)  # so that all rows can be seen
+        in_cache = [part[0].swapaxes(0, 1) for part in cache.layer(0)]
+        for by_size, held in (ours, in_cache), (peers, [keys, values]), (limits, [keys, values]):
+            for tokens_at_once, side in by_size.items():
+                for part in held:
+                    plain.fill(part.ctypes.data, part.nbytes, 0)
+                side()
+                n = top - top % round(tokens_at_once)
+                for part in held:
+                    require_equal(part[:n], k[:n], f"append of {tokens_at_once} tokens")
 
 
 def _in_us(side: Side) -> Side:
