@@ -109,6 +109,12 @@ def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("small")
+def test_pages_that_others_have_taken_are_not_measured() -> None:
+    with pytest.raises(NotMeasured, match=r"wants 1099511627776 bytes on 2m pages: .*touch of"):
+        first_touch.touch(1 << 40, "2m", [min(os.sched_getaffinity(0))])
+
+
+@pytest.mark.usefixtures("small")
 def test_without_safetensors_the_rest_is_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,10 @@ def warm(nbytes: int, pages: Pages, cpus: Sequence[int]) -> float:
 def touch(nbytes: int, pages: plain.Pages, cpus: Sequence[int]) -> float:
     """Touch every page of a new mapping in C; GB/s."""
     ready(nbytes, cpus)
-    return nbytes / plain.touch(nbytes, STEPS[pages], pages, cpus) / 1e9
+    try:
+        return nbytes / plain.touch(nbytes, STEPS[pages], pages, cpus) / 1e9
+    except OSError as error:  # others may have taken reserved pages meanwhile
+        raise NotMeasured(f"wants {nbytes} bytes on {pages} pages: {error}") from error
 
 
 def zeros(nbytes: int, cpus: Sequence[int]) -> float:
