@@ -2,8 +2,9 @@
 
 8 GiB (a quarter of one in a quick run), on transparent huge pages and on 4k pages. The others are
 called through ctypes with arrays made before, so that what is measured is the kernel's work; that
-they answer for all of the block is checked. None of them tells all that verify() does:
-``PAGEMAP_SCAN`` and ``mincore`` know neither nodes nor shares, ``move_pages`` knows nodes only.
+they answer for all of the block is checked (of files only that they have something in them). None
+of them tells all that verify() does: ``PAGEMAP_SCAN`` and ``mincore`` know neither nodes nor
+shares, ``move_pages`` knows nodes only.
 """
 
 from __future__ import annotations
