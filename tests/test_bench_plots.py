@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import resource
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,6 +453,18 @@ def test_files(tmp_path: Path) -> None:
         assert plot.alt
         assert "\n" not in plot.title + plot.alt
         assert ET.parse(plot.path).getroot().tag.endswith("svg")
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            plots.save(small_record(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value.filename).endswith(".svg")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_the_same_whatever_the_user_has_set(tmp_path: Path) -> None:

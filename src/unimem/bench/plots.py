@@ -10,6 +10,7 @@ often as words, and this way they get the room that they need and lie over nothi
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unimem.atomic_file import write_text
 from unimem.bench import stats
 from unimem.bench.record import CaseRecord, Record, Role, SideRecord
 from unimem.bench.stats import Growth, Ratio, Spread, Verdict
@@ -145,14 +147,16 @@ def save(record: Record, folder: Path) -> list[Plot]:
     Raises
     ------
     OSError
-        If a file cannot be written.
+        If a file cannot be written; one that was there before stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
     with _style():
         for drawing in _drawings(record):
             path = folder / f"{drawing.name}.svg"
-            drawing.figure.savefig(path, metadata={"Date": None, "Creator": None})
+            text = io.StringIO()
+            drawing.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+            write_text(path, text.getvalue())
             plots.append(Plot(drawing.name, drawing.title, drawing.alt, path, drawing.suite))
     return plots
 
