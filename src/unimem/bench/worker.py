@@ -8,6 +8,7 @@ prints meanwhile goes to standard error.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ __all__ = ["measure"]
 
 # What pyperf knows of the moment, and `unimem.doctor` does not.
 _CONDITIONS = ("aslr", "cpu_config", "cpu_freq", "cpu_temp", "load_avg_1min", "runnable_threads")
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +83,8 @@ def conditions() -> dict[str, Any]:
 if __name__ == "__main__":
     # Whoever ends a run ends it in order: processes end, huge pages go back, files are deleted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # So it does where the run itself was killed and can tell nobody.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         raise SystemExit(main())
     except KeyboardInterrupt:
