@@ -38,7 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "N_BLOCKS", 20)
     monkeypatch.setattr(gguf_suite, "N_TOKENS", 3000)
     monkeypatch.setattr(gguf_suite, "N_MERGES", 5000)
-    monkeypatch.setattr(verify, "QUICK_NBYTES", 32 * MIB)
+    monkeypatch.setattr(verify, "QUICK_NBYTES", {"thp": 32 * MIB, "4k": 32 * MIB})
     monkeypatch.setattr(buffers, "SIZE_QUICK", (8, 50))
 
 
