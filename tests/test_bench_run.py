@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -215,6 +216,7 @@ def test_a_record_is_the_same_after_json() -> None:
         (("suites", 0, "cases", 0, "facts"), []),
         (("suites", 0, "cases", 0, "sides", 0, "role"), "other"),
         (("suites", 0, "cases", 0, "sides", 0, "passes"), [["1"]]),
+        (("suites", 0, "cases", 0, "sides", 0, "passes"), [[math.nan]]),
         (("suites", 0, "cases", 0, "targets", 0, "kind"), "other"),
     ],
 )

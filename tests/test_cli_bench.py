@@ -322,6 +322,16 @@ def test_what_cannot_be_written_is_refused_before(
     assert asked == {}
 
 
+@pytest.mark.parametrize("option", ["--dir", "--plots"])
+def test_a_file_is_no_folder(option: str, measured: Measured, tmp_path: Path) -> None:
+    asked = measured(sample_record())
+    (tmp_path / "file").touch()
+    screen = show("bench", "calls", option, tmp_path / "file")
+    assert (screen.code, screen.out) == (1, "")
+    assert screen.err.endswith("file: expected a folder, and it is a file\n")
+    assert asked == {}
+
+
 @pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
 def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
     option: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ an old one. As JSON it is ``unimem.bench/1`` (docs/schemas/bench-1.json).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -290,4 +291,6 @@ def _is(value: Any, hint: Any) -> bool:
     if is_dataclass(hint):
         _check(value)
         return True
-    return hint is Any or isinstance(value, int | float if hint is float else hint)
+    if hint is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return hint is Any or isinstance(value, hint)

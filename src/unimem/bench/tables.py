@@ -315,7 +315,7 @@ def _reason(verdict: Verdict) -> str:
 def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
     """Say on what, when and with what a record was made, as names and texts."""
     machine = record.machine
-    kernel, cpu, memory, thp = (machine.get(k, {}) for k in ("kernel", "cpu", "memory", "thp"))
+    kernel, cpu, memory, thp = (machine.get(k) or {} for k in ("kernel", "cpu", "memory", "thp"))
     quota = f", {cpu['usable_cores']} of them ours by quota" if cpu.get("quota") is not None else ""
     yield (
         "cpu",

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from errno import ENOTDIR
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,14 +56,21 @@ def check_files(output: Path | None, plots: Path | None, page_file: Path | None)
     for path in filter(None, (output, page_file)):
         NewFile(os.fspath(path)).close()
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
+        _make_folder(plots)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(ENOTDIR, "expected a folder, and it is a file", path) from None
 
 
 @contextmanager
 def _folder(path: Path | None) -> Iterator[Path]:
     """Give the folder for files: one that stays, or one that is deleted."""
     if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         yield path.absolute()
         return
     # On many systems /tmp is memory, and what is measured are files on disks.
