@@ -291,6 +291,5 @@ def _is(value: Any, hint: Any) -> bool:
     if is_dataclass(hint):
         _check(value)
         return True
-    if hint is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return hint is Any or isinstance(value, hint)
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return hint is Any or (is_number if hint is float else isinstance(value, hint))
