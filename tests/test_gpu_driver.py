@@ -180,7 +180,7 @@ def test_launches_remember_no_streams() -> None:
     for stream in (*range(1000), 5, 5, 0):
         launch((1,), (2,), (3,), stream)
     assert launched == [((1,), (2,), (3,), stream) for stream in (*range(1000), 5, 5, 0)]
-    assert sum(isinstance(thing, gpu._StreamAt) for thing in gc.get_objects()) == 1
+    assert sum(type(thing) is gpu._StreamAt for thing in gc.get_objects()) == 1
 
 
 def test_memory_that_is_not_registered_is_left_as_it_is() -> None:
