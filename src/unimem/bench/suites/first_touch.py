@@ -100,7 +100,7 @@ def on_huge_pages(n_threads: int, measure: Measure) -> None:
         },
         peers=peers,
         limits={"C memset of memory that is there": partial(memset, there, cpus)},
-        rounds=7,
+        rounds=4,
         quick_rounds=4,
     )
 
@@ -131,7 +131,7 @@ def reserved(measure: Measure) -> None:
             ours={"unimem": partial(warm, nbytes, "2m", measure.cpus)},
             peers={"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)},
             limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
-            rounds=7,
+            rounds=4,
             quick_rounds=4,
         )
 
@@ -157,6 +157,6 @@ def threads(measure: Measure) -> None:
                 n: partial(memset, there, cpus[:n]) for n in counts
             }
         },
-        rounds=7,
+        rounds=4,
         quick_rounds=4,
     )

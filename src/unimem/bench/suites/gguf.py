@@ -65,6 +65,7 @@ def opened(measure: Measure) -> None:
             NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
             "reading it to warm memory": timed(path.read_bytes, len),
         },
+        rounds=21,
         quick_rounds=6,
     )
 
@@ -103,7 +104,7 @@ def decoded(measure: Measure) -> None:
         {"unimem": timed(decode, lambda decoded: decoded[0].close())},
         peers,
         {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)},
-        rounds=2,
+        rounds=1,
         quick_rounds=1,
         warmup=0,
     )

@@ -139,7 +139,7 @@ def mapped(n_threads: int, measure: Measure) -> None:
             "C, MAP_POPULATE": in_c(file, plain.map_and_scan, populate=True, cpus=cpus),
         },
         limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
-        rounds=25,
+        rounds=15,
         quick_rounds=5,
     )
 
@@ -179,7 +179,7 @@ def safetensors(n_threads: int, measure: Measure) -> None:
         ours={"unimem": partial(open_and_scan, file, cpus)},
         peers=peers,
         limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
-        rounds=7,
+        rounds=5,
         warmup=1,
     )
 
@@ -259,7 +259,7 @@ def copied(measure: Measure) -> None:
         ours={"unimem": after(prepare, partial(copy, file, "copy", cpus, None))},
         peers={name: after(prepare, side) for name, side in peers.items()},
         limits={"C memcpy to memory that is there": copying_what_is_mapped(file, cpus)},
-        rounds=10,
+        rounds=7,
         quick_rounds=4,
         warmup=1,
     )
@@ -293,7 +293,7 @@ def copy_threads(measure: Measure) -> None:
                 lambda n: copying_what_is_mapped(file, cpus[:n])
             )
         },
-        rounds=5,
+        rounds=4,
         warmup=1,
     )
 
@@ -353,7 +353,7 @@ def cold(measure: Measure) -> None:
             ours={"unimem": after(prepare, partial(copy, file, "direct", cpus, None))},
             peers={name: after(prepare, side) for name, side in peers.items()},
             limits={"the disk": after(prepare, reading)},
-            rounds=6,
+            rounds=5,
             quick_rounds=3,
             warmup=0,
         )
@@ -464,7 +464,7 @@ def staged(measure: Measure) -> None:
                 AS_WRITTEN: partial(llama_start, download),
                 "the file, in large folios": partial(llama_start, model),
             },
-            rounds=9,
+            rounds=7,
             quick_rounds=4,
             warmup=1,
         )
