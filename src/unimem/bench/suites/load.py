@@ -465,6 +465,6 @@ def staged(measure: Measure) -> None:
                 "the file, in large folios": partial(llama_start, model),
             },
             rounds=7,
-            quick_rounds=4,
+            quick_rounds=3,
             warmup=1,
         )

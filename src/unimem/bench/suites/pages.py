@@ -75,7 +75,12 @@ def prefill(measure: Measure) -> None:
         compare(measure, sides, measured, rounds=7)
 
 
-@SUITE.case("start", "How long does the decoder take to start on each kind of pages?", unit="ms")
+@SUITE.case(
+    "start",
+    "How long does the decoder take to start on each kind of pages?",
+    unit="ms",
+    in_quick=False,
+)
 def begin(measure: Measure) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 
@@ -97,7 +102,7 @@ def begin(measure: Measure) -> None:
         weights.warm()
         read = reading(weights, cpus)
         limits = {READ_BANDWIDTH: lambda: 1e3 / read()}
-        measure.compare(ours=sides, limits=limits, rounds=5, quick_rounds=3, warmup=0)
+        measure.compare(ours=sides, limits=limits, rounds=5, warmup=0)
 
 
 def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess], Path]:
