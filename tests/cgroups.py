@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from unimem import limits
+from unimem.system import limits
 
 LIMIT_BYTES = 512 << 20
 

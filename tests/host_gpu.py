@@ -1,4 +1,4 @@
-"""A driver over main memory, in place of `unimem.gpu.Driver`: the twin without a GPU.
+"""A driver over main memory, in place of `unimem.system.gpu.Driver`: the twin without a GPU.
 
 Allocations are NumPy arrays, copies are done at once, kernels are the same source compiled for the
 CPU, and arrays are real CuPy arrays over host addresses: their offsets, shapes and lifetimes are
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from unimem import gpu
 from unimem.errors import CapacityError
-from unimem.gpu import Launcher
+from unimem.system import gpu
+from unimem.system.gpu import Launcher
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

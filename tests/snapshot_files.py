@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem import atomic_file, snapshot
+from unimem import snapshot
+from unimem.system import atomic_file
 
 #: What saving asks of the system, by the module that it asks.
 CALLS = {

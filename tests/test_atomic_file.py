@@ -20,7 +20,7 @@ import pytest
 import unimem as um
 from snapshot_files import cache, fork, interpose, rows
 from unimem._core.block import Block
-from unimem.atomic_file import NewFile
+from unimem.system.atomic_file import NewFile
 
 PAGE = 4096
 OLD = b"old"

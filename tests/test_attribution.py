@@ -23,9 +23,9 @@ from unimem import attribution
 from unimem.attribution import apportion, attribute, kind_of
 from unimem.ledger import Entry, Part
 from unimem.model_maps import models
-from unimem.placement import Placement
-from unimem.process import Area, Process, read_process
 from unimem.rows import Mapping, Row
+from unimem.system.placement import Placement
+from unimem.system.process import Area, Process, read_process
 
 PAGE = mmap.PAGESIZE
 BASE = 0x7F00_0000_0000

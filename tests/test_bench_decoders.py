@@ -17,11 +17,11 @@ import pytest
 import llama_cpp
 import unimem as um
 from bench_cases import cases_of, check_case, run_case
-from unimem import limits
 from unimem.bench import decoding, huge_pages, models, states
 from unimem.bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
 from unimem.bench.models import Shape, write_model
 from unimem.bench.suite import Case, NotMeasured
+from unimem.system import limits
 
 PROMPT = [1, *range(20, 50)]
 HUGE_PAGE = 2 << 20

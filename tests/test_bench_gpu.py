@@ -11,13 +11,13 @@ import pytest
 
 import unimem as um
 from bench_cases import uninstall
-from unimem import gpu
 from unimem.bench import suites, weight_files
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Case, Measure
 from unimem.bench.suites import gpu as suite
 from unimem.bench.suites.gpu import Statement
 from unimem.bench.worker import measure
+from unimem.system import gpu
 
 CASES = {case.name: case for case in suites.load_suite("gpu").cases}
 TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suite.SHAPE)
@@ -25,7 +25,7 @@ TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suit
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine without a GPU, also where there is one; what `unimem.gpu` says of it."""
+    """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
 
     def require() -> None:

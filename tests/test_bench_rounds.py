@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from unimem import limits
 from unimem.bench import rounds
 from unimem.bench.rounds import Uses, alternate, pin, stopwatch, warm_stopwatch
 from unimem.bench.suite import Case, Measure, NotMeasured, Suite, faster
+from unimem.system import limits
 
 
 @pytest.fixture

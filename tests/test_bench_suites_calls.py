@@ -13,7 +13,6 @@ import pytest
 
 import unimem as um
 from bench_cases import cases_of, check_case, run_case, uninstall
-from unimem import limits
 from unimem.bench import buffer_instances, suites
 from unimem.bench.buffer_instances import graph_uses
 from unimem.bench.files import FLOAT16, TensorEntry, array, gguf_header, made_once, number, text
@@ -23,6 +22,7 @@ from unimem.bench.suites import accounting, buffers, calls, verify
 from unimem.bench.suites import gguf as gguf_suite
 from unimem.engine import Decoder, embedded_model
 from unimem.ledger import entries
+from unimem.system import limits
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ PAGE = proc_maps.PAGE
 DROP_LOCK = """
 import ctypes, os, resource, warnings
 import unimem as um
-from unimem import limits
+from unimem.system import limits
 from unimem._core.status import ledger
 
 def drop_ipc_lock():

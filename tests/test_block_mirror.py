@@ -14,8 +14,8 @@ import unimem as um
 from conftest import Run
 from huge_pages import count, eight_huge_pages
 from os_faults import os_faults
-from unimem import limits
 from unimem._core.status import ledger
+from unimem.system import limits
 
 __all__ = ["eight_huge_pages"]
 

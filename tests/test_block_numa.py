@@ -11,7 +11,7 @@ import proc_maps
 import unimem as um
 from conftest import Run
 from huge_pages import eight_huge_pages
-from unimem import limits
+from unimem.system import limits
 
 __all__ = ["eight_huge_pages"]
 

@@ -20,8 +20,8 @@ import unimem as um
 from screens import CONTROL, show, show_on_terminal
 from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
-from unimem.placement import Placement
 from unimem.report import Mapping, Report, Row
+from unimem.system.placement import Placement
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"

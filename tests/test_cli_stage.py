@@ -43,11 +43,12 @@ from test_stage import (
     start_reader,
     stop,
 )
-from unimem import limits, placing, stage_held
+from unimem import stage_held
 from unimem.cli import main
 from unimem.errors import CapacityError
-from unimem.process import read_process
 from unimem.stage_held import SCHEMA, Held, drop, holders
+from unimem.system import limits, policy
+from unimem.system.process import read_process
 
 cli_stage = importlib.import_module("unimem.cli.stage")
 MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
@@ -629,7 +630,7 @@ def test_what_was_not_granted_is_told_each_time(
     run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(placing, "pool_shortfall", lambda *_: "the pool has no room")
+        patch.setattr(policy, "pool_shortfall", lambda *_: "the pool has no room")
         code, _, first = run(model, "--pages", "2m")
     assert code == 0
     code, _, second = run(model, "--pages", "2m")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from unimem.cli.watch_state import INTERVALS, Rates, State, rates
 from unimem.cli.watch_view import frame, whole
-from unimem.pressure import Pressure
+from unimem.system.pressure import Pressure
 from watch_samples import CGROUP, DECODER, GIB, KIB, MACHINE, MIB, SIZES, report, sample
 
 DATA = Path(__file__).parent / "data"

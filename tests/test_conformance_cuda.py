@@ -11,7 +11,7 @@ import pytest
 from conformance import suites
 from cuda_kinds import Array, Bridge, OnDevice, all_kinds, span
 from host_gpu import HostDriver, array_of, numpy_of
-from unimem import gpu
+from unimem.system import gpu
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 

@@ -18,8 +18,8 @@ import pytest
 import unimem as um
 from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
-from unimem import gpu
 from unimem._core.status import device_ledger, ledger
+from unimem.system import gpu
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import host_kernels
 import unimem as um
 from row_contract import FLOATS, STORED, Place, RowContract, append, tokens_of
-from unimem import gpu
+from unimem.system import gpu
 
 Array = NDArray[Any]
 

@@ -830,7 +830,7 @@ def test_kernels_are_compiled_when_the_cache_is_made(cuda: Any, host_gpu: HostDr
     other = host.HostDriver()
     other.module = fail  # type: ignore[method-assign, assignment]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unimem.gpu._drivers", {0: other})
+        patch.setattr("unimem.system.gpu._drivers", {0: other})
         with pytest.raises(RuntimeError, match="NVRTC"):
             cuda.KVCache(1, HEADS, DIM, ROWS)
     assert other.allocated == {}

@@ -26,8 +26,8 @@ import safetensors_files as sf
 import unimem as um
 from host_gpu import HostDriver, HostStream, numpy_of
 from models import make
-from unimem import gpu, threads
 from unimem._core.status import ledger
+from unimem.system import gpu, threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -622,7 +622,12 @@ def test_an_interrupt_at_any_moment_leaves_nothing_under_way(
         def upload() -> None:
             w.to_device(tape, threads=3, staging_bytes=RING)
 
-        files = ("unimem/threads.py", "unimem/waiting.py", "threading.py", "concurrent/")
+        files = (
+            "unimem/system/threads.py",
+            "unimem/system/waiting.py",
+            "threading.py",
+            "concurrent/",
+        )
         for _ in interrupts.at_each_line(upload, *files):
             assert uploaders() == []
             assert (staging(), host_gpu.registered, tape.used_bytes) == (held, {}, 0)

@@ -144,7 +144,7 @@ def test_the_room_for_all_ranges_is_asked_for_once(
         raise um.CapacityError(what)
 
     with um.Block(4096, pages="4k", reserve=16 * 4096, name="lanes") as block:
-        monkeypatch.setattr("unimem.limits.require", require)
+        monkeypatch.setattr("unimem.system.limits.require", require)
         with pytest.raises(um.CapacityError, match="growth of block 'lanes'"):
             user.commit(block, [(4096, 4096), (3 * 4096, 8192)])
         assert asked == [3 * 4096]

@@ -143,7 +143,7 @@ def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
         """
         import os
         import sys
-        sys.modules["gguf"] = sys.modules["unimem.engine.ggml"] = None
+        sys.modules["gguf"] = sys.modules["unimem.system.ggml"] = None
         from unimem.weights import open_weights
         with open_weights(os.environ["MODEL"]) as w:
             try:

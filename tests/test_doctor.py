@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from unimem import doctor_text, limits
+from unimem.system import limits, machine_text
 
 GIB = 1 << 30
 THP = "/sys/kernel/mm/transparent_hugepage"
@@ -563,7 +563,7 @@ def test_names_cannot_command_a_terminal(machine: Invented) -> None:
     ("ids", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 2, 3, 4, 9), "0,2-4,9")]
 )
 def test_ranges_read_what_they_write(ids: tuple[int, ...], text: str) -> None:
-    assert doctor_text.ranges(ids) == text
+    assert machine_text.ranges(ids) == text
     assert limits.parse_list(text) == ids
 
 

@@ -14,15 +14,15 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import unimem as um
 from models.make import TINY, write_model
 from unimem import published
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.limits import Limit
 from unimem.needs import token_bytes
+from unimem.system.limits import Limit
 
 PROMPT = [1, 270, 280, 290]
 CTX = 300
@@ -406,7 +406,8 @@ def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
     done = run_python(
         """
         import ctypes
-        from unimem.engine import Decoder, embedded_model, ggml
+        from unimem.engine import Decoder, embedded_model
+        from unimem.system import ggml
 
         names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
         Info = type("Info", (ctypes.Structure,), {
@@ -517,7 +518,7 @@ def test_too_large_for_the_machine(model: Path, monkeypatch: pytest.MonkeyPatch)
         "a cgroup", needed.total_bytes, needed.total_bytes - needed.required_bytes // 2, ""
     )
     with um.Layout.for_model(model, ctx=CTX, threads=1) as layout:
-        monkeypatch.setattr("unimem.limits.memory_limits", lambda: (room,))
+        monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (room,))
         with pytest.raises(um.CapacityError, match="available"):
             Decoder(model, ctx=CTX, threads=1, layout=layout)
         assert layout.scratch.used_bytes == layout.history.used_bytes == 0

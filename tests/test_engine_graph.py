@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import unimem as um
 from models.make import TINY, Shape, write_model
-from unimem.engine import Decoder, UnsupportedModel, ggml
+from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
 from unimem.needs import PREFILL_BATCH, scratch_parts
+from unimem.system import ggml
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import llama_cpp

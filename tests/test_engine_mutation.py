@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import gguf
@@ -24,7 +24,7 @@ import gguf
 import unimem as um
 from conftest import Run
 from models.make import Shape, write_model
-from unimem.engine import ggml
+from unimem.system import ggml
 
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=96, vocab=300, ctx=64)
 N_RANDOM = 160

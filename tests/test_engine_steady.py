@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 from conftest import Run
@@ -45,7 +45,7 @@ SCRIPT = """
         # The counters must count: a block is mapped by unimem, and a context allocated by ggml.
         shim.count_start()
         um.Block(4096).close()
-        from unimem.engine import ggml
+        from unimem.system import ggml
         ggml.free(ggml.new_context(decoder.addresses()["mask"], 16))
         shim.count_stop()
         seen = [shim.count_os_calls(1), shim.count_allocations(2)]

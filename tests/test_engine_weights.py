@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.engine.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import gguf_files as gf
@@ -21,7 +21,7 @@ import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from models.make import SMALL, write_model
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.limits import Limit
+from unimem.system.limits import Limit
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -200,7 +200,7 @@ def test_a_copy_that_is_there_already_need_not_fit_again(
 
     def leave(nbytes: int) -> None:
         limit = Limit("a cgroup", 2 * nbytes, nbytes, "")
-        monkeypatch.setattr("unimem.limits.memory_limits", lambda: (limit,))
+        monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (limit,))
 
     with um.open_weights(model, load="copy") as weights, um.stage(model) as stage:
         leave(rest)

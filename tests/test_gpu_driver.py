@@ -17,8 +17,8 @@ import pytest
 import unimem as um
 from conftest import Run
 from host_gpu import array_of
-from unimem import gpu
-from unimem.gpu import Driver
+from unimem.system import gpu
+from unimem.system.gpu import Driver
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 without_gpu = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a GPU: tests/gpu")
@@ -254,7 +254,7 @@ def test_importing_the_twin_without_cupy_says_what_is_missing(run_python: Run) -
 def test_importing_unimem_never_imports_cupy(run_python: Run) -> None:
     result = run_python("""
         import contextlib, sys
-        import unimem, unimem.gpu
+        import unimem, unimem.system.gpu
         with contextlib.suppress(ImportError):  # of their extra
             import unimem.cli
         with contextlib.suppress(ImportError):

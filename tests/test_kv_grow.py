@@ -16,8 +16,8 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb
 from kv_model import KV_DTYPES, Talk
 from os_faults import os_faults
-from unimem import limits
 from unimem._core.status import counters, ledger
+from unimem.system import limits
 
 __all__ = ["cgroup_512mb"]
 

@@ -39,7 +39,7 @@ from kv_model import (
     write_rows,
 )
 from os_faults import os_faults
-from unimem import limits
+from unimem.system import limits
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unimem import limits
 from unimem.errors import CapacityError
+from unimem.system import limits
 
 Write = Callable[[str, object], None]
 

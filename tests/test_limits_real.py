@@ -7,14 +7,14 @@ import json
 import pytest
 
 from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
-from unimem import limits
 from unimem.errors import CapacityError
+from unimem.system import limits
 
 __all__ = ["cgroup_512mb"]
 
 _SCRIPT = """
 import json
-from unimem import limits
+from unimem.system import limits
 from unimem.errors import CapacityError
 found = [[limit.name, limit.limit_bytes, limit.used_bytes] for limit in limits.memory_limits()]
 limits.require(300 << 20, "block 'kv'")
@@ -47,7 +47,7 @@ def test_a_script_that_fails_in_the_cgroup_is_seen(cgroup_512mb: SmallCgroup) ->
 def test_what_is_read_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
     script = """
 import os, tempfile
-from unimem import limits
+from unimem.system import limits
 with tempfile.TemporaryFile(dir="/var/tmp") as file:
     for _ in range(100):
         file.write(bytes(1 << 20))

@@ -30,7 +30,7 @@ from test_stage import may_mount
 from unimem import model_maps, stage_held
 from unimem._core.gguf import Header as GGUFHeader
 from unimem.model_maps import MappedModel, library_files, models
-from unimem.process import Area, read_process
+from unimem.system.process import Area, read_process
 
 MIB = 1 << 20
 Maps = Callable[..., mmap.mmap]

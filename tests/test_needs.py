@@ -13,8 +13,9 @@ import gguf_files as gf
 import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE, huge_page_bytes
-from unimem import limits, placing, shapes
+from unimem import shapes
 from unimem.needs import Budget, Machine, Storage
+from unimem.system import limits, policy
 
 gguf = pytest.importorskip(
     "gguf", reason="gguf (extra test) writes the models: pip install '.[test]'"
@@ -27,11 +28,11 @@ SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 5 * MIB
 # ---- blocks -------------------------------------------------------------------------------------
 
 
-def extent(nbytes: int, pages: Any, **request: Any) -> placing.Extent:
-    asked = placing.Request(
+def extent(nbytes: int, pages: Any, **request: Any) -> policy.Extent:
+    asked = policy.Request(
         nbytes=nbytes, pages=pages, page_bytes=PAGE, thp_bytes=huge_page_bytes(), **request
     )
-    return placing.extent(asked, limits)
+    return policy.extent(asked, limits)
 
 
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")

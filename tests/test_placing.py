@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from unimem import placing
 from unimem.errors import CapacityError, PlacementError, PlacementWarning
-from unimem.limits import HugePool, Limit, Node
-from unimem.placement import Placement
-from unimem.placing import Choice, NumaPolicy, Request
+from unimem.system import policy as placing
+from unimem.system.limits import HugePool, Limit, Node
+from unimem.system.placement import Placement
+from unimem.system.policy import Choice, NumaPolicy, Request
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -12,8 +12,8 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from unimem._core.status import ledger
-from unimem.limits import Limit
 from unimem.needs import PREFILL_BATCH, token_bytes
+from unimem.system.limits import Limit
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30
@@ -23,9 +23,11 @@ GIB = 1 << 30
 def available(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_available(nbytes: int) -> None:
         limit = Limit("memory of the machine", 2 * nbytes, nbytes, "less")
-        monkeypatch.setattr("unimem.limits.memory_limits", lambda: (limit,))
+        monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (limit,))
 
-    monkeypatch.setattr("unimem.limits.huge_pools", dict)  # what lies in a pool needs no room
+    monkeypatch.setattr(
+        "unimem.system.limits.huge_pools", dict
+    )  # what lies in a pool needs no room
     set_available(64 * GIB)
     return set_available
 

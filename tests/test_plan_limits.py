@@ -12,8 +12,9 @@ import pytest
 
 import unimem as um
 from cgroups import SmallCgroup, cgroup_1gb  # noqa: F401 - a fixture
-from unimem import limits, published
-from unimem.limits import HugePool, Limit, Node
+from unimem import published
+from unimem.system import limits
+from unimem.system.limits import HugePool, Limit, Node
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
@@ -108,7 +109,7 @@ def large_model(tmp_path: Path) -> Path:
 REFUSE = """
 import warnings
 import unimem as um
-from unimem import limits
+from unimem.system import limits
 from unimem._core.status import ledger
 
 path, name = {path!r}, {name!r}

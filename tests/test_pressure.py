@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unimem import limits, pressure
-from unimem.pressure import Pressure
+from unimem.system import limits, pressure
+from unimem.system.pressure import Pressure
 
 Write = Callable[[str, str], None]
 

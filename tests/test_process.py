@@ -22,8 +22,8 @@ import pytest
 from conftest import Run
 from huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
 from proc_maps import PAGE, hugetlb_bytes, mappings
-from unimem import limits, process
-from unimem.process import Area, counters, read_process
+from unimem.system import limits, process
+from unimem.system.process import Area, counters, read_process
 
 MIB = 1 << 20
 EVERYTHING = 1 << 64
@@ -456,7 +456,7 @@ def test_a_thread_of_the_kernel_has_no_memory() -> None:
 def test_a_process_of_another_user(run_python: Run, idle: subprocess.Popen[str]) -> None:
     script = f"""
         import os, sys
-        from unimem.process import counters, read_process
+        from unimem.system.process import counters, read_process
         try:
             os.setresuid(65534, 65534, 65534)
         except PermissionError:

@@ -20,8 +20,8 @@ from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from proc_maps import huge_page_bytes
 from unimem import ledger
 from unimem._core.status import ledger as native_ledger
-from unimem.malloc import malloc_bytes
 from unimem.report import Report, Row
+from unimem.system.malloc import malloc_bytes
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"

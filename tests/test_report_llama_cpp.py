@@ -205,7 +205,7 @@ def test_a_python_that_has_mapped_the_file(model: Path) -> None:
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
     pytest.importorskip(
-        "unimem.engine.ggml",
+        "unimem.system.ggml",
         reason="the engine needs ggml: pip install '.[run]'",
         exc_type=ImportError,
     )

@@ -25,8 +25,9 @@ import unimem as um
 from conftest import Run
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from test_block_lock import DROP_LOCK
-from unimem import limits, residency
+from unimem import residency
 from unimem.residency import Residency
+from unimem.system import limits
 from unimem.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -29,10 +29,11 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
-from unimem import limits, stage_places
+from unimem import stage_places
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
 from unimem.stage_places import BACKINGS
+from unimem.system import limits
 
 TINY = Path(um.stage.__code__.co_filename).parent / "models" / "tiny.gguf"
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
@@ -362,7 +363,7 @@ def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
 
 def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-    pytest.importorskip("unimem.engine.ggml", reason="the engine needs ggml", exc_type=ImportError)
+    pytest.importorskip("unimem.system.ggml", reason="the engine needs ggml", exc_type=ImportError)
     import llama_cpp
     from unimem.engine import Decoder
 
@@ -513,7 +514,8 @@ def test_another_user_stages_and_root_may_read(model: Path) -> None:
         script = f"""
 import ctypes, os, sys
 import unimem as um
-from unimem import limits, loading, stage_places
+from unimem import loading, stage_places
+from unimem.system import limits
 sys.executable, stage_places._CHILD = {python!r}, {child!r}
 um.get_library = lambda: {library!r}
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)

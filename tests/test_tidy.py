@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 
 import unimem
-import unimem.gpu
+import unimem.system.gpu
 
-with mock.patch.object(unimem.gpu, "require"):  # what is looked at here needs no device
+with mock.patch.object(unimem.system.gpu, "require"):  # what is looked at here needs no device
     import unimem.cuda
 
 ROOT = Path(__file__).parent.parent

@@ -24,9 +24,9 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem import loading
 from unimem._core.status import ledger
-from unimem.limits import HugePool
 from unimem.model_file import open_model
-from unimem.placing import check_options
+from unimem.system.limits import HugePool
+from unimem.system.policy import check_options
 from unimem.weights import open_weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
@@ -322,7 +322,7 @@ def test_files_that_lie_in_memory(path: Path) -> None:
 
 def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_huge_pages()
-    monkeypatch.setattr("unimem.limits.available_bytes", lambda: MIB)
+    monkeypatch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
     with pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit") as caught:
         weights = open_weights(path, pages="thp")
     assert len(caught) == 1
@@ -341,15 +341,15 @@ def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_auto_maps_what_fits_neither_memory_nor_the_pool(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unimem.limits.available_bytes", lambda: MIB)
-    monkeypatch.setattr("unimem.limits.huge_pools", lambda: {"2m": pool(free=0)})
+    monkeypatch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
+    monkeypatch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool(free=0)})
     with (
         pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit"),
         open_weights(path, pages="2m") as weights,
     ):
         assert weights.load == "map"
     # What a pool holds is not of that room.
-    monkeypatch.setattr("unimem.limits.huge_pools", lambda: {"2m": pool(free=4)})
+    monkeypatch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool(free=4)})
     with open_model(path) as model:
         for placement in ({"pages": "2m"}, {"pages": "auto", "numa": "preferred:0"}):
             choice = loading.choose(model, "auto", None, placement)  # type: ignore[arg-type]

@@ -6,11 +6,11 @@ from collections.abc import Mapping as Names
 from typing import Any
 
 from unimem.cli.watch_state import Sample
-from unimem.limits import Limit
-from unimem.placement import Placement
-from unimem.pressure import Pressure
-from unimem.process import Counters
 from unimem.report import Mapping, Report, Row
+from unimem.system.limits import Limit
+from unimem.system.placement import Placement
+from unimem.system.pressure import Pressure
+from unimem.system.process import Counters
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DECODER = {"n_prompt_tokens": 100, "n_generated_tokens": 500, "kv_active_bytes": 0, "kv_tokens": 0}

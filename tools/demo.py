@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 import unimem as um
 from unimem.bench.suites.load import llama_start
-from unimem.placement import format_bytes, together
 from unimem.rows import table
 from unimem.stage_held import Held, drop, hold
+from unimem.system.placement import format_bytes, together
 
 __all__ = ["Facts", "demonstrate"]
 

@@ -21,7 +21,6 @@ from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers import DecodeBuffers, ForwardScratch
 from unimem.dims import ModelDims
-from unimem.doctor import Machine, doctor
 from unimem.errors import (
     CacheFull,
     CapacityError,
@@ -38,10 +37,11 @@ from unimem.errors import (
 )
 from unimem.layout import Layout, Stat
 from unimem.measure import Measured, measure
-from unimem.placement import Placement, PlacementOptions
 from unimem.plan import Plan, plan
 from unimem.report import Report, report
 from unimem.stage import Stage, stage
+from unimem.system.doctor import Machine, doctor
+from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights import Tensor, Weights, open_weights
 
 __all__ = [

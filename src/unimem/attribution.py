@@ -13,9 +13,9 @@ import numpy as np
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.ledger import Entry
 from unimem.model_maps import MappedModel, library_files
-from unimem.placement import Placement, together
-from unimem.process import Area, Process
 from unimem.rows import Mapping, Row, in_order
+from unimem.system.placement import Placement, together
+from unimem.system.process import Area, Process
 
 __all__ = ["apportion", "attribute", "kind_of"]
 

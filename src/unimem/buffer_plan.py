@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 
-from unimem.integers import integer
+from unimem.system.integers import integer
 
 __all__ = ["BufferPlan", "BufferUse"]
 

@@ -30,8 +30,8 @@ from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.dims import MAX_SPLITS, ModelDims
 from unimem.errors import ClosedError
-from unimem.integers import integer
-from unimem.placement import PlacementOptions, format_bytes
+from unimem.system.integers import integer
+from unimem.system.placement import PlacementOptions, format_bytes
 
 __all__ = ["BufferSet", "DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
 

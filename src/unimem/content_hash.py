@@ -30,11 +30,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unimem import limits
 from unimem._core import guard
 from unimem.loading import Progress
 from unimem.model_file import check_version
-from unimem.threads import run_in_threads
+from unimem.system import limits
+from unimem.system.threads import run_in_threads
 
 if TYPE_CHECKING:
     from unimem.weights import Tensor, Weights

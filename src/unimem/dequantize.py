@@ -88,7 +88,7 @@ def _of_blocks(tensor: Tensor) -> tuple[int, int, Convert]:
 def _by_ggml(number: int) -> Convert | str:
     """Return ggml's conversion, or why there is none."""
     try:
-        from unimem.engine import ggml
+        from unimem.system import ggml
     except ImportError as error:
         return str(error)
     to_float = ggml.to_float(number)

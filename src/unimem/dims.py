@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from unimem.integers import integer
+from unimem.system.integers import integer
 
 if TYPE_CHECKING:
     from unimem.weights import Contents

@@ -17,7 +17,7 @@ from unimem.plan import Plan, plan
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
-    from unimem.placement import PlacementOptions
+    from unimem.system.placement import PlacementOptions
 
 __all__ = ["Layout", "Lifetimes", "Stat"]
 

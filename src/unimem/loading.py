@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from unimem import limits, placing
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.model_file import Model, ModelFile
-from unimem.placement import PlacementOptions, format_bytes
+from unimem.system import limits, policy
+from unimem.system.placement import PlacementOptions, format_bytes
 
 __all__ = [
     "Choice",
@@ -188,7 +188,7 @@ def check_request(
             f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
             "a model to a GPU"
         )
-    placing.check_options(placement)
+    policy.check_options(placement)
     if tape is not None and placement:
         raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
     if tape is not None and load == "map":
@@ -222,7 +222,7 @@ def bring(
     """
     choice = choose(model, load, tape, placement)
     if choice.warning:
-        placing.warn(choice.warning)
+        policy.warn(choice.warning)
     if load == "map":
         _tell_what_a_mapping_lacks(model, placement)
     if choice.mode == "map":
@@ -280,10 +280,10 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
 
 def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
     """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
-    request = placing.Request(
-        nbytes, placement.get("pages", "auto"), placing.parse_numa(placement.get("numa"))
+    request = policy.Request(
+        nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
     )
-    return placing.decide(request, limits).pages in placing.HUGETLB
+    return policy.decide(request, limits).pages in policy.HUGETLB
 
 
 def _without_direct(
@@ -295,7 +295,7 @@ def _without_direct(
         text = f"load='direct' of {model.files[0].path}: {why}: load='copy' reads through it"
         if placement.get("strict"):
             raise PlacementError(text)
-        placing.warn(text)
+        policy.warn(text)
     return Choice("copy", f"{choice.reason}; {why}")
 
 
@@ -374,7 +374,7 @@ def _tell_what_a_mapping_lacks(model: Model, placement: PlacementOptions) -> Non
         )
         if placement.get("strict"):
             raise PlacementError(text)
-        placing.warn(text)
+        policy.warn(text)
 
 
 # ---- read -------------------------------------------------------------------------------------

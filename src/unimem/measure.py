@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from unimem._core.status import Marks, counters, ledger, row_name
 from unimem.errors import ClosedError
-from unimem.malloc import malloc_bytes
-from unimem.placement import format_bytes
 from unimem.rows import table
+from unimem.system.malloc import malloc_bytes
+from unimem.system.placement import format_bytes
 
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 

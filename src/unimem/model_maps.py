@@ -17,10 +17,10 @@ from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError
 from unimem.ledger import Part
-from unimem.limits import SHM
 from unimem.model_file import Header, version_of
-from unimem.process import Area, Process
 from unimem.stage_held import holders
+from unimem.system.limits import SHM
+from unimem.system.process import Area, Process
 
 __all__ = ["MappedModel", "library_files", "models"]
 
@@ -117,7 +117,7 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
     --------
     >>> import mmap
     >>> from importlib.resources import files
-    >>> from unimem.process import read_process
+    >>> from unimem.system.process import read_process
     >>> path = files("unimem") / "models" / "tiny.gguf"
     >>> with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
     ...     found = [each for each in models(read_process()) if each.path == str(path)]

@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from unimem import limits, placing, published
+from unimem import published
 from unimem._core.kv import KVCache
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.limits import HugePool, Limit, Node
-from unimem.placement import Lock, Pages
+from unimem.system import limits, policy
+from unimem.system.limits import HugePool, Limit, Node
+from unimem.system.placement import Lock, Pages
 
 if TYPE_CHECKING:
     from unimem.dims import ModelDims
-    from unimem.placing import Extent, NumaPolicy, Request
     from unimem.shapes import Shape
+    from unimem.system.policy import Extent, NumaPolicy, Request
 
 __all__ = [
     "Budget",
@@ -81,7 +82,7 @@ class Machine:
 
 
 class Budget:
-    """A machine less what a plan has promised so far: the `placing.Facts` of the next block.
+    """A machine less what a plan has promised so far: the `policy.Facts` of the next block.
 
     For one thread.
     """
@@ -136,7 +137,7 @@ class Budget:
 
     def take(self, request: Request, *, strict: bool) -> Extent:
         """Say what a block will map, and promise it that."""
-        found = placing.extent(request, self, strict=strict)
+        found = policy.extent(request, self, strict=strict)
         choice = found.choice
         if found.is_hugetlb:
             n_pages = found.nbytes // _PAGE_BYTES[choice.pages]
@@ -217,10 +218,10 @@ class Storage:
 
     @classmethod
     def of(cls, placement: Mapping[str, Any]) -> Storage:
-        """Read the options; `placing.check_options` has checked them."""
+        """Read the options; `policy.check_options` has checked them."""
         return cls(
             placement.get("pages", "auto"),
-            placing.parse_numa(placement.get("numa")),
+            policy.parse_numa(placement.get("numa")),
             placement.get("lock", False),
             placement.get("strict", False),
         )
@@ -253,7 +254,7 @@ class Storage:
         Need
         """
         parts = parts or {}
-        request = placing.Request(
+        request = policy.Request(
             nbytes=nbytes,
             pages=self.pages,
             numa=self.numa,
@@ -266,7 +267,7 @@ class Storage:
         found = budget.take(request, strict=self.strict)
         rest = found.nbytes - sum(parts.values())
         asked: dict[str, int] = {}
-        if self.pages in placing.HUGETLB:
+        if self.pages in policy.HUGETLB:
             page = _PAGE_BYTES[self.pages]
             asked[self.pages] = -(-nbytes // page) * page
         return Need(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
-from unimem import limits, loading, placing
+from unimem import loading
 from unimem._core.kv import KVCache
 from unimem.advice import Advice, advise, lacking
 from unimem.dims import ModelDims
@@ -18,10 +18,11 @@ from unimem.errors import CapacityError
 from unimem.loading import Load
 from unimem.model_file import open_model
 from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
-from unimem.placement import Pages, PlacementOptions, format_bytes
-from unimem.placing import NumaPolicy, show_nodes
 from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
 from unimem.rows import Row, in_order, table
+from unimem.system import limits, policy
+from unimem.system.placement import Pages, PlacementOptions, format_bytes
+from unimem.system.policy import NumaPolicy, show_nodes
 from unimem.weights import Weights
 
 __all__ = ["Advice", "Check", "Plan", "plan"]
@@ -333,7 +334,7 @@ class _Options:
     def checked(cls, **given: Any) -> _Options:
         """Check them; the message of an error names the option."""
         loading.check_load(given["load"])
-        placing.check_options(given["placement"])
+        policy.check_options(given["placement"])
         KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
         device = given["device"]
@@ -515,7 +516,7 @@ class _Planner:
                     storage.strict,
                 )
             )
-        for size in placing.HUGETLB:
+        for size in policy.HUGETLB:
             asked = sum(need.asked_bytes.get(size, 0) for need in needs)
             if asked:
                 checks.append(self._pool_check(size, asked, storage))
@@ -531,7 +532,7 @@ class _Planner:
             remedy = f"'hugepagesz={size.upper()}' on the kernel's command line, if the CPU has it"
             return Check(name, asked, 0, 0, remedy, storage.strict)
         limit = pool.limit(asked)
-        room = placing.pool_room(pool, storage.numa)
+        room = policy.pool_room(pool, storage.numa)
         return Check(limit.name, asked, room, limit.limit_bytes, limit.remedy, storage.strict)
 
     def _node_checks(self, numa: NumaPolicy, nbytes: int, strict: bool) -> list[Check]:
@@ -574,10 +575,10 @@ class _Planner:
     # ---- a GPU ----------------------------------------------------------------------------------
 
     def _on_device(self, options: _Options, device: int) -> Plan:
-        from unimem import gpu
         from unimem.cuda.buffers import DecodeBuffers
         from unimem.cuda.layout import RESERVE_BYTES, on_device
         from unimem.cuda.upload import STAGING_BYTES
+        from unimem.system import gpu
 
         driver = gpu.driver(device)
         free, total = driver.mem_info()

@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from unimem import loading, placing, shapes
+from unimem import loading, shapes
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.needs import Budget, Mode, Need, Storage
-from unimem.placing import lock_refusal
+from unimem.system import policy
+from unimem.system.policy import lock_refusal
 from unimem.weights import Contents, Part
 
 if TYPE_CHECKING:
     from unimem.dims import ModelDims
     from unimem.loading import Load
     from unimem.model_file import Model, ModelFile
-    from unimem.placement import PlacementOptions
     from unimem.shapes import Shape
+    from unimem.system.placement import PlacementOptions
     from unimem.weights import Weights
 
 __all__ = ["OfDims", "OfFile", "OfWeights", "Source"]
@@ -202,7 +203,7 @@ class OfWeights:
             return [_of_mapping(weights, self._held, storage, budget), headers]
         types, nbytes = _rows(weights.by_type()), weights.mapped_bytes
         on_tape = weights._tape is not None
-        in_pool = not on_tape and weights.blocks[0].granted.pages in placing.HUGETLB
+        in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
         ram = 0 if in_pool else nbytes
         return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
 
@@ -259,7 +260,7 @@ def _held(file: ModelFile, block: Block) -> _Held:
     if not file.in_memory:
         locked = min(placed.locked_bytes, size)
         return _Held(locked, locked, 0)
-    if placed.pages in placing.HUGETLB:
+    if placed.pages in policy.HUGETLB:
         return _Held(0, 0, size)
     return _Held(size, min(block._resident_range(0, size), size), 0)
 

@@ -13,12 +13,12 @@ from unimem import ledger
 from unimem._core.status import device_ledger, row_name
 from unimem.attribution import attribute
 from unimem.ledger import Entry
-from unimem.malloc import malloc_bytes
 from unimem.model_maps import MappedModel, models
-from unimem.placement import format_bytes
-from unimem.process import Process, counters, read_process
 from unimem.published import failure, published
 from unimem.rows import Mapping, Row, in_order, plain, table
+from unimem.system.malloc import malloc_bytes
+from unimem.system.placement import format_bytes
+from unimem.system.process import Process, counters, read_process
 
 __all__ = ["Mapping", "Report", "Row", "report", "table"]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import limits, placing
 from unimem.errors import CapacityError
 from unimem.loading import Progress
 from unimem.model_file import reopen
-from unimem.placement import Lock, format_bytes
+from unimem.system import limits, policy
+from unimem.system.placement import Lock, format_bytes
 
 if TYPE_CHECKING:
     from unimem.weights import Part, Weights
@@ -188,7 +188,7 @@ def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None
     try:
         warm(weights, threads, progress)
     except CapacityError as error:
-        placing.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")
+        policy.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")
 
 
 def lock(weights: Weights, how: Lock = True) -> None:

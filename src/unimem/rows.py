@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unimem.placement import Placement
+from unimem.system.placement import Placement
 
 __all__ = ["Mapping", "Row", "in_order", "plain", "table"]
 

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from unimem import snapshot_format as fmt
 from unimem._core import guard
 from unimem._core.block import Block
-from unimem.atomic_file import NewFile
 from unimem.errors import CacheFull, SnapshotError
-from unimem.placement import PlacementOptions
 from unimem.snapshot_format import Chunk, Snapshot
-from unimem.waiting import wait_until
+from unimem.system.atomic_file import NewFile
+from unimem.system.placement import PlacementOptions
+from unimem.system.waiting import wait_until
 
 if TYPE_CHECKING:
     from unimem._core.kv import KVCache

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 
-from unimem import limits, loading, placing
+from unimem import loading
 from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
@@ -23,7 +23,6 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.loading import Progress
 from unimem.model_file import Model, ModelFile, Version, open_model, version_of
-from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
 from unimem.stage_places import (
     ACCESS_MODE,
     BACKINGS,
@@ -35,6 +34,8 @@ from unimem.stage_places import (
     proc_folder,
     sweep,
 )
+from unimem.system import limits, policy
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
 
 __all__ = ["Stage", "stage"]
 
@@ -215,7 +216,7 @@ def stage(
     """
     if backing != "auto" and backing not in BACKINGS:
         raise ValueError(f"backing: expected 'auto', {', '.join(BACKINGS)}, got {backing!r}")
-    placing.check_options(placement)
+    policy.check_options(placement)
     options = _Options(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
@@ -294,7 +295,7 @@ class _Staging:
         """
         if self.asked != "auto":
             return (self.asked,)
-        if self.pages not in placing.HUGETLB:
+        if self.pages not in policy.HUGETLB:
             return BACKINGS
         why = self._refusal("hugetlb") or self._pool_shortfall(self.pages)
         if why is None:
@@ -302,7 +303,7 @@ class _Staging:
         text = f"staging {self.source}: {why}"
         if self.options.strict:
             raise PlacementError(text)
-        placing.warn(text)
+        policy.warn(text)
         self.pages = "thp"
         return BACKINGS
 
@@ -311,7 +312,7 @@ class _Staging:
         if backing in ("hugetlb", "memfd") and len(self.names) > 1:
             return "several files need names side by side, which only tmpfs and shm give"
         if backing != "hugetlb":
-            if self.pages in placing.HUGETLB:
+            if self.pages in policy.HUGETLB:
                 return f"pages='{self.pages}' come from a pool: backing='hugetlb'"
         elif self.pages in ("4k", "thp"):
             return f"pages='{self.pages}' come from no pool"
@@ -320,8 +321,8 @@ class _Staging:
         return None
 
     def _pool_shortfall(self, pages: str) -> str | None:
-        return placing.pool_shortfall(
-            pages, self.nbytes, limits, placing.parse_numa(self.options.numa)
+        return policy.pool_shortfall(
+            pages, self.nbytes, limits, policy.parse_numa(self.options.numa)
         )
 
     def _make(self, backing: Backing) -> Place:
@@ -475,7 +476,7 @@ class _Staging:
         )
         if self.options.strict:
             raise PlacementError(text)
-        placing.warn(text)
+        policy.warn(text)
 
 
 def _huge_bytes(fd: int, nbytes: int) -> int:

@@ -24,9 +24,9 @@ from typing import Any
 
 from unimem.errors import PlacementError
 from unimem.model_file import Version, version_of
-from unimem.placement import Placement
 from unimem.stage import Stage
 from unimem.stage_places import Folder, Memory, proc_folder, sweep
+from unimem.system.placement import Placement
 
 __all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
 

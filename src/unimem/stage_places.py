@@ -19,7 +19,7 @@ from typing import Literal
 
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
-from unimem.limits import SHM
+from unimem.system.limits import SHM
 
 __all__ = [
     "ACCESS_MODE",

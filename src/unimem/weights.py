@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Uni
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import ledger, placing
+from unimem import ledger
 from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring, check_request
 from unimem.model_file import Header, ModelFile, open_model
-from unimem.placement import Lock, PlacementOptions
+from unimem.system import policy
+from unimem.system.placement import Lock, PlacementOptions
 
 if TYPE_CHECKING:
     from unimem.cuda.tape import Tape as DeviceTape
@@ -752,4 +753,4 @@ def _warm_and_lock(
         except PlacementError as error:
             if placement.get("strict"):
                 raise
-            placing.warn(error.strerror or str(error))
+            policy.warn(error.strerror or str(error))

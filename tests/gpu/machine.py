@@ -24,7 +24,8 @@ with warnings.catch_warnings():
 if not cupy.cuda.is_available():
     pytest.skip("needs a GPU: make test-gpu", allow_module_level=True)
 
-from unimem import cuda, gpu
+from unimem import cuda
+from unimem.system import gpu
 
 __all__ = ["DRIVERS_OWN", "MIB", "Counted", "bridge", "cuda", "cupy", "gpu", "held", "new_stream"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import unimem as um
-from unimem import limits
+from unimem.system import limits
 
 MB = 1 << 20
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)

@@ -13,7 +13,7 @@ from unimem.bench import decoding
 from unimem.bench.record import CaseRecord
 from unimem.bench.suite import Case
 from unimem.bench.suites import numa
-from unimem.placement import together
+from unimem.system.placement import together
 
 HUGE_PAGE = 2 << 20
 N_NODES = 3  # of the machine in vm.py

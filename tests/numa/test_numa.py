@@ -21,8 +21,8 @@ from numa.books import (
     numastat,
     page_nodes,
 )
-from unimem import limits
-from unimem.placement import Pages, PlacementOptions
+from unimem.system import limits
+from unimem.system.placement import Pages, PlacementOptions
 
 MB = 1 << 20
 PAGES: tuple[Pages, ...] = ("4k", "thp", "2m")

@@ -16,7 +16,7 @@ import pytest
 import unimem as um
 from cgroups import small_cgroup
 from numa.books import node_bytes
-from unimem.placement import Pages
+from unimem.system.placement import Pages
 
 MB = 1 << 20
 TESTS = Path(__file__).parent.parent

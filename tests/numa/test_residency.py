@@ -11,7 +11,7 @@ import pytest
 import gguf_files as g
 import unimem as um
 from numa.books import node_bytes, page_nodes
-from unimem.placement import Pages
+from unimem.system.placement import Pages
 from unimem.weights import Weights
 
 MB = 1 << 20

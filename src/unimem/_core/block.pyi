@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from unimem.placement import Lock, Pages, Placement
+from unimem.system.placement import Lock, Pages, Placement
 
 class Requested(TypedDict):
     nbytes: int

@@ -9,9 +9,9 @@ import weakref
 
 import numpy as np
 
-from unimem import limits, placing
+from unimem.system import limits, policy
 from unimem.errors import ClosedError, PlacementError
-from unimem.placement import format_bytes
+from unimem.system.placement import format_bytes
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
@@ -114,9 +114,9 @@ cdef class Block:
             raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
         if not isinstance(shared, (bool, str)):
             raise TypeError(f"shared: expected False, True or a name, got {shared!r}")
-        path = placing.shared_name(shared) if isinstance(shared, str) else None
+        path = policy.shared_name(shared) if isinstance(shared, str) else None
         cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
-        request = placing.Request(nbytes=size, pages=pages, numa=placing.parse_numa(numa),
+        request = policy.Request(nbytes=size, pages=pages, numa=policy.parse_numa(numa),
                                   lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
                                   mirror=mirror, of_file=fd >= 0)
         self.name = name or "block"
@@ -184,7 +184,7 @@ cdef class Block:
                                   "one, Block.attach it, or remove it", path) from None
         try:
             # From here on: when the block is closed, collected, or at the end of the process.
-            self._remove_name = weakref.finalize(self, placing.remove_named, path, os.getpid(),
+            self._remove_name = weakref.finalize(self, policy.remove_named, path, os.getpid(),
                                                  os.fstat(fd).st_ino)
             self.path = path
             self._place(request, category, fd, n_threads, warm, strict, None)
@@ -210,13 +210,13 @@ cdef class Block:
         if choice.lock and not region.is_hugetlb():
             self._choice = lock_region(region, choice, problems)
         if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
-            problems += placing.comparison(request, self._choice, self.verify(),
+            problems += policy.comparison(request, self._choice, self.verify(),
                                            memory_bytes(region, region.block.nbytes), warm=warm)
         if problems:
-            text = placing.told(self.name, request.nbytes, problems, self._granted)
+            text = policy.told(self.name, request.nbytes, problems, self._granted)
             if strict:
                 raise PlacementError(text)
-            placing.warn(text)
+            policy.warn(text)
 
     @staticmethod
     def map(path, *, offset=0, nbytes=None, mode="r", name=None, category="weights"):
@@ -359,7 +359,7 @@ cdef class Block:
         cdef Block block = Block.__new__(Block)
         if pages not in PAGES:
             raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
-        request = placing.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
+        request = policy.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
                                   reserve=source.block.nbytes, thp_bytes=THP_BYTES)
         block.name, block.category = name or f"sealed copy of {self.name}", self.category
         block._region, block._choice = map_request(block.name, request, source.block.category, -1,
@@ -370,17 +370,17 @@ cdef class Block:
             block._collapse(region, None)
         problems = list(block._choice.shortfalls)
         if pages != "auto":
-            problems += placing.comparison(request, block._choice, block.verify(),
+            problems += policy.comparison(request, block._choice, block.verify(),
                                            region.block.nbytes, warm=True)
         if problems:
-            placing.warn(placing.told(block.name, request.nbytes, problems, block._granted))
+            policy.warn(policy.told(block.name, request.nbytes, problems, block._granted))
         return block
 
     cdef Region region(self):
         if self._region is None:
             raise ClosedError(f"Block '{self.name}' is closed")
         if self._region.block.base == NULL:
-            raise ClosedError(f"Block '{self.name}' {placing.LEFT_OUT}")
+            raise ClosedError(f"Block '{self.name}' {policy.LEFT_OUT}")
         return self._region
 
     @property
@@ -568,7 +568,7 @@ cdef class Block:
             explain(region, self.path, status, &err, f"repairing block '{self.name}'")
         placement = self.verify()
         if left > 0:
-            placing.warn(placing.left_elsewhere(self.name, self._choice.numa, left, placement))
+            policy.warn(policy.left_elsewhere(self.name, self._choice.numa, left, placement))
         return placement
 
     def collapse(self):
@@ -588,9 +588,9 @@ cdef class Block:
         cdef Region region = self.region()
         self._collapse(region, True)
         placement = self.verify()
-        text = placing.few_huge_pages(self.name, placement, THP_BYTES)
+        text = policy.few_huge_pages(self.name, placement, THP_BYTES)
         if text:
-            placing.warn(text)
+            policy.warn(text)
         return placement
 
     def _collapse(self, Region region, raises):
@@ -646,7 +646,7 @@ cdef class Block:
         cdef size_t more = sum([n for _, n in missing])
         what = f"growth of block '{self.name}'"
         cdef bint hugetlb = region.is_hugetlb()
-        placing.require_growth(self.name, more, self._choice, limits,
+        policy.require_growth(self.name, more, self._choice, limits,
                                PAGE_NAMES[<int>region.block.requested_pages])
         if not hugetlb:
             limits.require(more, what)
@@ -661,7 +661,7 @@ cdef class Block:
                     explain(region, self.path, status, &err, what)
                 n_undo += 1
             n_undo = len(missing)
-            if hugetlb and placing.at_once(self._choice):
+            if hugetlb and policy.at_once(self._choice):
                 for first, n in missing:
                     self.populate(region, first, n, 1, None, 0, n)
         except BaseException:

@@ -3,7 +3,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 from unimem._core.tape import Bump, Tape
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 _TapeT = TypeVar("_TapeT", bound=Bump[Any])
 

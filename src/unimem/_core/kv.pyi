@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from unimem._core.kv_memory import KVMemory
 from unimem._core.tape import Tape
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 class KVCache(KVMemory):
     def __init__(

@@ -2,7 +2,7 @@
 """The KV cache: K and V of all layers of one conversation, in memory that never moves."""
 import numpy as np
 
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t

@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from unimem._core.kv_rows import KVRows
 from unimem._core.tape import DeviceTape
-from unimem.placement import Placement
+from unimem.system.placement import Placement
 
 _T = TypeVar("_T")
 

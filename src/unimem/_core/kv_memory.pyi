@@ -6,7 +6,7 @@ import numpy.typing as npt
 from unimem._core.block import Block
 from unimem._core.kv_rows import KVRows
 from unimem._core.tape import Tape
-from unimem.placement import Placement
+from unimem.system.placement import Placement
 
 class KVMemory(KVRows):
     tape: Tape | None

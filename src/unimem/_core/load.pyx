@@ -4,7 +4,7 @@ import errno
 import os
 import time
 
-from unimem import limits, placing
+from unimem.system import limits, policy
 from unimem.errors import ClosedError
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -130,7 +130,7 @@ def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=Non
     if cpus is None and given.n > 0:
         block = given.blocks[0]
         if block._choice is not None:
-            cpus = placing.warm_cpus(block._choice.numa, options.n_threads, limits.nodes(),
+            cpus = policy.warm_cpus(block._choice.numa, options.n_threads, limits.nodes(),
                                      os.sched_getaffinity(0))
     if cpus is not None:
         if not cpus:

@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 
-from unimem import limits, placing
+from unimem.system import limits, policy
 from unimem.errors import CapacityError, PlacementError
-from unimem.placement import Placement
+from unimem.system.placement import Placement
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int16_t, uint8_t, uint64_t, uintptr_t
@@ -31,10 +31,10 @@ cdef tuple map_request(str name, object request, um.um_category category, int fd
     cdef Region region = None
     cdef dict refused = {}
     while region is None:
-        choice = placing.decide(request, limits, refused)
+        choice = policy.decide(request, limits, refused)
         if strict and choice.shortfalls:
-            raise PlacementError(placing.told(name, request.nbytes, choice.shortfalls, None))
-        if choice.pages not in placing.HUGETLB:
+            raise PlacementError(policy.told(name, request.nbytes, choice.shortfalls, None))
+        if choice.pages not in policy.HUGETLB:
             limits.require(request.nbytes, f"block '{name}'")
         region = _try_map(name, request, choice, category, fd, source, refused)
     return region, choice
@@ -62,7 +62,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     set_numa(&options.numa, choice.numa)
     # A bound page that its node lacks would end the process when it is touched, and what is
     # locked is in RAM.
-    cdef bint at_once = choice.pages in placing.HUGETLB and placing.at_once(choice)
+    cdef bint at_once = choice.pages in policy.HUGETLB and policy.at_once(choice)
     with nogil:
         if source is not None:
             status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)
@@ -83,7 +83,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
             refused["numa"] = (
                 f"mbind: {os.strerror(err.os_errno)}: a container needs the capability "
                 "CAP_SYS_NICE ('docker run --cap-add SYS_NICE'), and a kernel NUMA support")
-    elif choice.pages in placing.HUGETLB and status == um.UM_E_NOMEM:
+    elif choice.pages in policy.HUGETLB and status == um.UM_E_NOMEM:
         refused[choice.pages] = (
             "the kernel has not so many such pages for this process now: 'grep . "
             "/sys/kernel/mm/hugepages/*/*' shows the pools")
@@ -116,7 +116,7 @@ cdef object lock_all(Region region, object how, object asked):
     if how:
         lock = um.UM_LOCK_NOW if how is True else um.UM_LOCK_ONFAULT
         if before == um.UM_LOCK_NONE and not region.is_hugetlb():
-            refusal = placing.lock_refusal(asked, region.block.committed_nbytes, limits)
+            refusal = policy.lock_refusal(asked, region.block.committed_nbytes, limits)
             if refusal is not None:
                 raise PlacementError(errno.ENOMEM, f"locking block '{region.name}': {refusal}")
     with nogil:
@@ -161,7 +161,7 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
     cdef size_t part = max(WARM_PART_BYTES * n_threads if progress is None else PROGRESS_BYTES,
                            region.block.step_nbytes)
     if choice is not None and choice.numa is not None:
-        found = placing.warm_cpus(choice.numa, n_threads, limits.nodes(), os.sched_getaffinity(0))
+        found = policy.warm_cpus(choice.numa, n_threads, limits.nodes(), os.sched_getaffinity(0))
         if found is not None:
             for i in range(n_threads):
                 cpus[i] = found[i]
@@ -220,13 +220,13 @@ cdef object require_room(Region region, str name, object choice, list runs):
         return None
     # What is in RAM already is asked only where it decides.
     try:
-        placing.require_room(name, needed, choice, limits)
+        policy.require_room(name, needed, choice, limits)
     except (CapacityError, PlacementError):
         resident = memory_bytes(
             region, sum([resident_bytes(region, first, nbytes) for first, nbytes in runs]))
         if resident == 0:
             raise
-        placing.require_room(name, needed - min(needed, resident), choice, limits)
+        policy.require_room(name, needed - min(needed, resident), choice, limits)
 
 
 cdef object explain(Region region, str path, um.um_status status, const um.um_error *err,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unimem._core.block import Block
-from unimem.placement import Placement, PlacementOptions
+from unimem.system.placement import Placement, PlacementOptions
 
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 

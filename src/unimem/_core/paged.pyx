@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.placement import format_bytes
+from unimem.system.placement import format_bytes
 from unimem.prefix import PrefixIndex
 
 cimport cython

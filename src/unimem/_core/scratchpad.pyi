@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unimem._core.tape import DeviceTape, Tape
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 _TapeT = TypeVar("_TapeT")
 

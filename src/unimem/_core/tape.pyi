@@ -6,7 +6,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 import numpy.typing as npt
 
 from unimem._core.block import Block
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 _BlockT = TypeVar("_BlockT")
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from unimem import placing
+from unimem.system import policy
 from unimem.errors import ClosedError, TapeFull
-from unimem.placement import format_bytes
+from unimem.system.placement import format_bytes
 
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index
@@ -376,7 +376,7 @@ cdef class Tape(Bump):
         Bump.__init__(self, name, block, block.address, total, owns_block=owns_block)
         self._region = region
         if region.block.access == um.UM_ACCESS_SHARED:
-            _absent_in_child[self] = placing.LEFT_OUT
+            _absent_in_child[self] = policy.LEFT_OUT
         enter_holder(self)
 
     def _ledger_parts(self):

@@ -31,8 +31,8 @@ from unimem.bench.suite import NotMeasured
 from unimem.dims import ModelDims
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
-from unimem.limits import nodes
 from unimem.plan import Plan, plan
+from unimem.system.limits import nodes
 from unimem.weights import open_weights
 
 __all__ = [

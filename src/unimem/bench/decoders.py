@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.loading import Load
-from unimem.placement import Pages
+from unimem.system.placement import Pages
 
 __all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", "peer_python"]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unimem.bench.suite import NotMeasured
-from unimem.limits import HugePool, huge_pools
+from unimem.system.limits import HugePool, huge_pools
 
 __all__ = ["reserved"]
 

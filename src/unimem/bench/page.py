@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unimem.atomic_file import write_text
 from unimem.bench.markdown import case_lines, escape, target_lines
 from unimem.bench.record import Record
 from unimem.bench.tables import machine_facts, suite_title
+from unimem.system.atomic_file import write_text
 
 if TYPE_CHECKING:
     from unimem.bench.plots import Plot

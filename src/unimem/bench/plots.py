@@ -20,7 +20,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unimem.atomic_file import write_text
 from unimem.bench import stats
 from unimem.bench.record import CaseRecord, Record, Role, SideRecord
 from unimem.bench.stats import Growth, Ratio, Spread, Verdict
@@ -35,6 +34,7 @@ from unimem.bench.texts import (
     outcome,
     scaled,
 )
+from unimem.system.atomic_file import write_text
 
 try:
     from matplotlib import style

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from unimem import limits
+from unimem.system import limits
 
 __all__ = [
     "Measured",

@@ -21,10 +21,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unimem import doctor
 from unimem.bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
 from unimem.bench.suite import Case, Suite
 from unimem.bench.suites import load_suite
+from unimem.system import doctor
 
 __all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
 

@@ -13,8 +13,8 @@ import numpy as np
 import unimem as um
 from unimem.bench import plain
 from unimem.bench.suite import NotMeasured
-from unimem.limits import available_bytes
-from unimem.process import read_process
+from unimem.system.limits import available_bytes
+from unimem.system.process import read_process
 
 __all__ = [
     "HUGE_PAGE",

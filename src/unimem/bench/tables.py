@@ -35,7 +35,7 @@ from unimem.bench.texts import (
     outcome,
     size,
 )
-from unimem.placement import format_bytes
+from unimem.system.placement import format_bytes
 
 __all__ = [
     "CaseTable",

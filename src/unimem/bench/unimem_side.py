@@ -14,10 +14,10 @@ from typing import Any, cast
 import unimem as um
 from unimem.bench.side_server import Logits, serve
 from unimem.engine import Decoder
-from unimem.engine import ggml as binding
-from unimem.placement import together
 from unimem.report import Report
 from unimem.residency import warm_where_it_fits
+from unimem.system import ggml as binding
+from unimem.system.placement import together
 
 
 class Unimem:

@@ -12,7 +12,7 @@ from unimem.bench.advise import Advice, Factor, Variant, advise, count, flag
 from unimem.bench.stats import Ratio
 from unimem.cli import terminal
 from unimem.cli.tables import fact_lines, room, table_lines, wrap
-from unimem.placement import format_bytes
+from unimem.system.placement import format_bytes
 
 __all__ = ["show_advice"]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import typer
 
-from unimem.atomic_file import NewFile, write_text
 from unimem.bench import markdown, page
 from unimem.bench.compare import compare
 from unimem.bench.record import Record
@@ -25,6 +24,7 @@ from unimem.bench.texts import duration
 from unimem.cli import FAILED, INTERRUPTED, terminal
 from unimem.cli.bench_view import difference_lines, record_lines, suite_lines
 from unimem.cli.tables import fit
+from unimem.system.atomic_file import NewFile, write_text
 
 __all__ = [
     "check_files",

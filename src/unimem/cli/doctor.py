@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from unimem import doctor as look
 from unimem.cli import terminal
-from unimem.doctor_text import Style, render
+from unimem.system import doctor as look
+from unimem.system.machine_text import Style, render
 
 __all__ = ["doctor"]
 

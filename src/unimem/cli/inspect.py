@@ -20,9 +20,9 @@ from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.tables import Bar, can_show, room, table_lines
 from unimem.cli.terminal import one_line
-from unimem.placement import format_bytes
 from unimem.report import table
 from unimem.residency import Residency, map_resident
+from unimem.system.placement import format_bytes
 from unimem.weights import Value, Weights, open_weights
 
 __all__ = ["SCHEMA", "inspect"]

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import typer
 
 from unimem.loading import Load
-from unimem.placement import Pages
-from unimem.placing import parse_numa
 from unimem.plan import DEFAULT_CTX
+from unimem.system.placement import Pages
+from unimem.system.policy import parse_numa
 
 __all__ = [
     "AsJson",

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from unimem.model_maps import models
-from unimem.process import read_process
 from unimem.published import published
 from unimem.report import Report
+from unimem.system.process import read_process
 
 __all__ = ["SCHEMA", "Model", "ModelProcess", "Processes", "find", "mapped_models"]
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 import unimem
 from unimem._core.status import counters
-from unimem.atomic_file import NewFile
 from unimem.cli import terminal
 from unimem.cli.options import (
     AsJson,
@@ -35,10 +34,11 @@ from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.loading import Load
-from unimem.placement import Pages
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report
 from unimem.residency import warm_where_it_fits
+from unimem.system.atomic_file import NewFile
+from unimem.system.placement import Pages
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:

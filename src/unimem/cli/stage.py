@@ -14,10 +14,10 @@ import typer
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.model_file import open_model
-from unimem.placement import Pages, format_bytes, together
 from unimem.stage import stage as make_stage
 from unimem.stage_held import Held, alone, drop, hold, hold_files, holders
 from unimem.stage_places import sweep
+from unimem.system.placement import Pages, format_bytes, together
 from unimem.weights import open_weights
 
 __all__ = ["stage"]

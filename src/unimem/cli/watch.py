@@ -26,11 +26,11 @@ from unimem.cli import terminal
 from unimem.cli.tables import can_show, room
 from unimem.cli.watch_state import Sample, State
 from unimem.cli.watch_view import frame, whole
-from unimem.limits import memory_limits
-from unimem.pressure import memory_pressure, paged_in_bytes
-from unimem.process import counters
 from unimem.published import published
 from unimem.report import Report, report
+from unimem.system.limits import memory_limits
+from unimem.system.pressure import memory_pressure, paged_in_bytes
+from unimem.system.process import counters
 
 __all__ = ["SCHEMA", "watch"]
 

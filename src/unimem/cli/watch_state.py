@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from unimem.limits import Limit
-from unimem.placement import Placement
-from unimem.pressure import Pressure
-from unimem.process import Counters
 from unimem.report import Report
+from unimem.system.limits import Limit
+from unimem.system.placement import Placement
+from unimem.system.pressure import Pressure
+from unimem.system.process import Counters
 
 __all__ = ["INTERVALS", "SORTS", "Line", "Rates", "Sample", "Sort", "State", "rates"]
 

@@ -15,8 +15,8 @@ from unimem.cli.processes import mapped_models
 from unimem.cli.tables import fit
 from unimem.cli.terminal import one_line
 from unimem.cli.watch_state import Line, Rates, Sample, Sort, State
-from unimem.limits import Limit
-from unimem.placement import format_bytes
+from unimem.system.limits import Limit
+from unimem.system.placement import format_bytes
 
 __all__ = ["LEAST_HEIGHT", "LEAST_WIDTH", "frame", "whole"]
 

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
 import unimem as um
-from unimem import gpu
 from unimem._core.arrays import array_within, checked_size
 from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
-from unimem.placement import Placement, PlacementOptions, format_bytes
+from unimem.system import gpu
+from unimem.system.placement import Placement, PlacementOptions, format_bytes
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 

@@ -10,7 +10,7 @@ from unimem.buffers import DecodeBufferSet
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.tape import Tape
 from unimem.dims import ModelDims
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBuffers"]
 

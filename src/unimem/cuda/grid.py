@@ -6,7 +6,7 @@ from typing import Unpack
 
 from unimem._core.grid import DeviceGrid
 from unimem.cuda.tape import Tape
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 __all__ = ["Grid"]
 

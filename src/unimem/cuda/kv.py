@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 import unimem as um
-from unimem import gpu, snapshot
+from unimem import snapshot
 from unimem._core.kv_device import KVDevice
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
-from unimem.placement import PlacementOptions
+from unimem.system import gpu
+from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
 

@@ -10,7 +10,6 @@ from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
-from unimem import gpu
 from unimem._core.kv import KVCache
 from unimem.cuda import upload
 from unimem.cuda.block import Block, check_placement
@@ -19,8 +18,9 @@ from unimem.cuda.tape import Tape
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.layout import Lifetimes
-from unimem.placement import PlacementOptions, format_bytes
 from unimem.plan import DEFAULT_CTX
+from unimem.system import gpu
+from unimem.system.placement import PlacementOptions, format_bytes
 from unimem.weights import Weights, open_weights
 
 __all__ = ["RESERVE_BYTES", "Layout", "on_device"]

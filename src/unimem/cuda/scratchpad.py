@@ -6,12 +6,12 @@ from typing import Unpack
 
 import numpy.typing as npt
 
-from unimem import gpu
 from unimem._core.scratchpad import DeviceScratchpad
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.kernels import RowKernels
 from unimem.cuda.tape import Tape
-from unimem.placement import PlacementOptions
+from unimem.system import gpu
+from unimem.system.placement import PlacementOptions
 
 __all__ = ["Scratchpad"]
 

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import unimem as um
 from unimem._core.tape import DeviceTape
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
-from unimem.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions
 
 __all__ = ["Tape"]
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from unimem import published
 from unimem.attribution import attribute
-from unimem.engine import ggml
 from unimem.ledger import Part, entries
-from unimem.placement import format_bytes
-from unimem.process import read_process
 from unimem.report import Report
+from unimem.system import ggml
+from unimem.system.placement import format_bytes
+from unimem.system.process import read_process
 
 if TYPE_CHECKING:
     from unimem.engine.decoder import Decoder

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unimem.dims import ARCHITECTURES, Metadata, ModelDims
-from unimem.engine import ggml
+from unimem.system import ggml
 
 if TYPE_CHECKING:
     from unimem import Weights

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from unimem import ledger, published, snapshot
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
-from unimem.engine import ggml
 from unimem.engine.accounting import parts_of, report_of
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
@@ -26,6 +25,7 @@ from unimem.loading import Load, Progress
 from unimem.needs import PREFILL_BATCH
 from unimem.report import Report
 from unimem.residency import warm_where_it_fits
+from unimem.system import ggml
 from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:

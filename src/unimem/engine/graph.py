@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.buffer_plan import BufferPlan, BufferUse
-from unimem.engine import ggml
 from unimem.engine.arch import Model
 from unimem.needs import nodes_bound
+from unimem.system import ggml
 
 __all__ = ["Arrays", "Graph", "Headers", "view"]
 

@@ -13,7 +13,7 @@ from unimem.bench import huge_pages, plain
 from unimem.bench.rounds import Side, thread_counts
 from unimem.bench.states import HUGE_PAGE, ready
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
-from unimem.placement import Pages
+from unimem.system.placement import Pages
 
 __all__ = ["SUITE"]
 

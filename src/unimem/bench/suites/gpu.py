@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import unimem as um
-from unimem import gpu
 from unimem._core.empty_call import EmptyCall
 from unimem.bench.rounds import Side, stopwatch
 from unimem.bench.states import read_through
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
 from unimem.bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_file
+from unimem.system import gpu
 
 SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
 

@@ -31,7 +31,7 @@ from unimem.bench.suite import (
     faster_than_best,
 )
 from unimem.bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
-from unimem.process import read_process
+from unimem.system.process import read_process
 
 __all__ = ["SUITE"]
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import unimem as um
-from unimem import limits
 from unimem.bench import models, plain, states
 from unimem.bench.decoders import DecoderProcess
 from unimem.bench.decoding import (
@@ -26,6 +25,7 @@ from unimem.bench.decoding import (
 )
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, NotMeasured, Suite
+from unimem.system import limits
 
 SUITE = Suite("numa", "Which memory nodes should memory lie on?")
 

@@ -29,7 +29,7 @@ from unimem.bench.models import Kind
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, NotMeasured, Suite
 from unimem.loading import Load
-from unimem.placement import Pages
+from unimem.system.placement import Pages
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 

@@ -33,7 +33,7 @@ import unimem as um
 from unimem.bench import files, plain, states
 from unimem.bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem.bench.suite import Measure, NotMeasured, Suite, grows
-from unimem.placement import Pages, format_bytes
+from unimem.system.placement import Pages, format_bytes
 
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 import unimem as um
-from unimem import limits
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, NotMeasured, Suite, costs, faster
-from unimem.placement import Pages
+from unimem.system import limits
+from unimem.system.placement import Pages
 
 SUITE = Suite("verify", "What does it cost to look at a block?", passes=3, quick_passes=3)
 

@@ -1,7 +1,7 @@
 """What this machine gives to inference, and what to change so that it gives more.
 
-Limits come from `unimem.limits`, which is the only place that asks for them; here is what merely
-describes the machine, and the judgement of both (in `unimem.doctor_findings`).
+Limits come from `unimem.system.limits`, which is the only place that asks for them; here is what merely
+describes the machine, and the judgement of both (in `unimem.system.findings`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from unimem import limits
-from unimem.limits import CpuQuota, HugePool, Limit, Node, parse_list
+from unimem.system import limits
+from unimem.system.limits import CpuQuota, HugePool, Limit, Node, parse_list
 
 __all__ = [
     "Capabilities",
@@ -311,7 +311,7 @@ class Machine:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        from unimem.doctor_text import render
+        from unimem.system.machine_text import render
 
         return render(self)
 
@@ -331,7 +331,7 @@ def doctor() -> Machine:
     >>> machine.memory.page_bytes in (4096, 16384, 65536)
     True
     """
-    from unimem.doctor_findings import findings
+    from unimem.system.findings import findings
 
     status = _fields("/proc/thread-self/status")
     nodes = limits.nodes()

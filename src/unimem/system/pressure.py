@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from unimem import limits
+from unimem.system import limits
 
 __all__ = ["Pressure", "memory_pressure", "paged_in_bytes"]
 

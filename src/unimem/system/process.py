@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import limits
-from unimem.integers import integer
+from unimem.system import limits
+from unimem.system.integers import integer
 
 __all__ = ["Area", "Counters", "Process", "counters", "read_process"]
 
@@ -285,7 +285,7 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
 
     Examples
     --------
-    >>> from unimem.process import read_process
+    >>> from unimem.system.process import read_process
     >>> process = read_process()
     >>> process.rss_bytes == sum(area.resident_bytes for area in process.areas)
     True
@@ -341,7 +341,7 @@ def counters(pid: int | None = None) -> Counters:
     Examples
     --------
     >>> import mmap
-    >>> from unimem.process import counters
+    >>> from unimem.system.process import counters
     >>> before = counters()
     >>> touched = mmap.mmap(-1, 1 << 20)[:]  # read, page by page
     >>> counters().minor_faults > before.minor_faults

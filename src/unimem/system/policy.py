@@ -1,7 +1,7 @@
 """Decides how a block is placed: what was asked for, against what this process may have.
 
 Pure functions of a request and of facts, so that tests can invent machines. The module
-`unimem.limits` is the facts of this one.
+`unimem.system.limits` is the facts of this one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
-from unimem.limits import SHM
-from unimem.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
+from unimem.system.limits import SHM
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
 
 if TYPE_CHECKING:
-    from unimem.limits import HugePool, Limit, Node
+    from unimem.system.limits import HugePool, Limit, Node
 
 __all__ = [
     "Choice",
@@ -71,7 +71,7 @@ NumaMode = Literal["bind", "preferred", "interleave", "weighted"]
 
 
 class Facts(Protocol):
-    """What the system says of itself; `unimem.limits` is one."""
+    """What the system says of itself; `unimem.system.limits` is one."""
 
     def huge_pools(self) -> Mapping[str, HugePool]:
         """Tell the pools of hugetlb pages, by size."""

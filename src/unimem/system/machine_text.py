@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unimem.doctor import Finding, Machine
-from unimem.limits import Limit
-from unimem.placement import format_bytes
 from unimem.report import table
+from unimem.system.doctor import Finding, Machine
+from unimem.system.limits import Limit
+from unimem.system.placement import format_bytes
 
 __all__ = ["Style", "ranges", "render"]
 

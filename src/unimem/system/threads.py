@@ -11,7 +11,7 @@ from itertools import repeat
 from queue import Empty, SimpleQueue
 
 from unimem.errors import ClosedError
-from unimem.waiting import wait_until
+from unimem.system.waiting import wait_until
 
 __all__ = ["run_in_threads"]
 

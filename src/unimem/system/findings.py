@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unimem.doctor import Finding, Machine
-from unimem.placement import format_bytes
+from unimem.system.doctor import Finding, Machine
+from unimem.system.placement import format_bytes
 
 __all__ = ["findings"]
 

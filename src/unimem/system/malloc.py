@@ -54,7 +54,7 @@ def malloc_bytes() -> MallocBytes | None:
 
     Examples
     --------
-    >>> from unimem.malloc import malloc_bytes
+    >>> from unimem.system.malloc import malloc_bytes
     >>> has = malloc_bytes()
     >>> has is None or has.arenas + has.mmapped == has.in_use + has.free
     True
