@@ -236,7 +236,7 @@ sys.path.insert(0, {tests!r})
 import proc_maps
 import unimem as um
 from unimem.engine import Decoder
-from unimem.ledger import entries
+from unimem._core.ledger import entries
 
 path, load, pages, window = {path!r}, {load!r}, {pages!r}, {window!r}
 options = dict(ctx=300, threads=2, window=window)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from unimem import attribution
+from unimem._core.ledger import Entry, Part
 from unimem.attribution import apportion, attribute, kind_of
-from unimem.ledger import Entry, Part
 from unimem.model_maps import models
 from unimem.rows import Mapping, Row
 from unimem.system.placement import Placement

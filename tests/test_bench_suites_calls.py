@@ -13,6 +13,7 @@ import pytest
 
 import unimem as um
 from bench_cases import cases_of, check_case, run_case, uninstall
+from unimem._core.ledger import entries
 from unimem.bench import buffer_instances, suites
 from unimem.bench.buffer_instances import graph_uses
 from unimem.bench.files import FLOAT16, TensorEntry, array, gguf_header, made_once, number, text
@@ -21,7 +22,6 @@ from unimem.bench.suite import Case, NotMeasured
 from unimem.bench.suites import accounting, buffers, calls, verify
 from unimem.bench.suites import gguf as gguf_suite
 from unimem.engine import Decoder, embedded_model
-from unimem.ledger import entries
 from unimem.system import limits
 
 MIB = 1 << 20

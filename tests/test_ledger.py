@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 import gguf_files as gf
 import unimem as um
 from conftest import Run
-from unimem import ledger, published
-from unimem._core import status
+from unimem import published
+from unimem._core import ledger, status
 from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 from unimem._core.region import told
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -362,7 +362,7 @@ def test_a_region_that_is_about_to_go_is_left_out(run_python: Run) -> None:
         import gc
         import weakref
         import unimem as um
-        from unimem.ledger import entries
+        from unimem._core.ledger import entries
 
         def listed(_):
             seen.append([entry.name for entry in entries()])

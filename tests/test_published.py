@@ -25,7 +25,7 @@ import pytest
 import unimem as um
 from conftest import Run
 from unimem import published as shown
-from unimem.ledger import Entry
+from unimem._core.ledger import Entry
 from unimem.published import COUNTERS, NAME, NBYTES, Published, published
 
 MIB = 1 << 20
@@ -205,7 +205,7 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(
         n_written += 1
         return ()
 
-    monkeypatch.setattr("unimem.ledger.entries", entries)
+    monkeypatch.setattr("unimem._core.ledger.entries", entries)
     for _ in range(3):
         shown.refresh()
     assert n_written == 0
@@ -503,7 +503,7 @@ def test_of_more_entries_than_have_room_the_largest_are_kept(
 ) -> None:
     sizes = [4096 * (1 + i * 7919 % 5000) for i in range(5000)]
     entries = tuple(entry_of(i, nbytes) for i, nbytes in enumerate(sizes))
-    monkeypatch.setattr("unimem.ledger.entries", lambda: entries)
+    monkeypatch.setattr("unimem._core.ledger.entries", lambda: entries)
     shown.publish()
     found = look()
     assert found.truncated == len(entries) - len(found.entries) > 0
@@ -517,7 +517,7 @@ def test_names_that_a_terminal_would_obey_are_shown_without_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = entry_of(0, 4096, name="\x1b[2Jname\n", path="/a\udcff\r/ü.gguf")
-    monkeypatch.setattr("unimem.ledger.entries", lambda: (entry,))
+    monkeypatch.setattr("unimem._core.ledger.entries", lambda: (entry,))
     shown.publish()
     assert look().entries == (entry._replace(name="?[2Jname?", path="/a??/ü.gguf"),)
 

@@ -18,7 +18,7 @@ import pytest
 import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from proc_maps import huge_page_bytes
-from unimem import ledger
+from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.report import Report, Row
 from unimem.system.malloc import malloc_bytes

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.ledger import Entry
 from unimem.model_maps import MappedModel, library_files
 from unimem.rows import Mapping, Row, in_order
 from unimem.system.placement import Placement, together

@@ -25,7 +25,7 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
-from unimem import ledger
+from unimem._core import ledger
 from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.dims import MAX_SPLITS, ModelDims

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.ledger import Part
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError
-from unimem.ledger import Part
 from unimem.model_file import Header, version_of
 from unimem.stage_held import holders
 from unimem.system.limits import SHM

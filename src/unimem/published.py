@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from unimem import ledger
+from unimem._core import ledger
 from unimem._core.block import Block
+from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
-from unimem.ledger import Entry, Part
 from unimem.system import process
 
 __all__ = [

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unimem import ledger
+from unimem._core import ledger
+from unimem._core.ledger import Entry
 from unimem._core.status import device_ledger, row_name
 from unimem.attribution import attribute
-from unimem.ledger import Entry
 from unimem.model_maps import MappedModel, models
 from unimem.published import failure, published
 from unimem.rows import Mapping, Row, in_order, plain, table

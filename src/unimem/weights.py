@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Uni
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import ledger
+from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from unimem import published
+from unimem._core.ledger import Part, entries
 from unimem.attribution import attribute
-from unimem.ledger import Part, entries
 from unimem.report import Report
 from unimem.system import ggml
 from unimem.system.placement import format_bytes

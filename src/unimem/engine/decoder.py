@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import ledger, published, snapshot
+from unimem import published, snapshot
+from unimem._core import ledger
 from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine.accounting import parts_of, report_of

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 import unimem as um
+from unimem._core.ledger import entries
 from unimem.bench.files import FLOAT16, TensorEntry, gguf_header, made_once, number, text
 from unimem.bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem.bench.suite import Measure, Suite, costs
-from unimem.ledger import entries
 
 SUITE = Suite("accounting", "What does the ledger cost those who are entered in it?", passes=2)
 

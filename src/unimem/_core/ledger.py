@@ -132,7 +132,7 @@ def entries() -> tuple[Entry, ...]:
     Examples
     --------
     >>> import unimem as um
-    >>> from unimem.ledger import entries
+    >>> from unimem._core.ledger import entries
     >>> with um.Tape(1 << 20, name="mine") as tape:
     ...     taken = tape.take(1000)
     ...     [(e.category, e.parts[0].active_bytes) for e in entries() if e.name == "mine"]
