@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem import snapshot
+from unimem.kv import snapshot
 from unimem.system import atomic_file
 
 #: What saving asks of the system, by the module that it asks.

@@ -26,8 +26,8 @@ from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
 from kv_model import GIVEN_DTYPES, KV_DTYPES, given, memory, same_bits, stored
 from kv_twins import DIM, HEADS, LAYERS, ROWS, Twins
-from unimem import snapshot
 from unimem._core.status import device_ledger
+from unimem.kv import snapshot
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 

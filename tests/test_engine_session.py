@@ -16,9 +16,9 @@ pytest.importorskip(
 
 import unimem as um
 from models.make import Shape, write_model
-from unimem import snapshot
 from unimem.engine import Decoder
 from unimem.errors import SnapshotError
+from unimem.kv import snapshot
 
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=4, inner=128, vocab=320, ctx=2000, head_dim=64)
 CTX = 600

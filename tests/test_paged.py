@@ -15,8 +15,8 @@ import pytest
 import proc_maps
 import unimem as um
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, as_float32, given, same_bits, stored
-from unimem import prefix
 from unimem._core.status import counters, ledger
+from unimem.kv import prefix
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -27,8 +27,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import unimem as um
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
 from os_faults import os_faults
-from unimem import prefix
 from unimem._core.status import ledger
+from unimem.kv import prefix
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

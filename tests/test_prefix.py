@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from unimem import prefix
-from unimem.prefix import Node, PrefixIndex
+from unimem.kv import prefix
+from unimem.kv.prefix import Node, PrefixIndex
 
 
 class Pool:

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import unimem as um
 from conftest import Run
 from snapshot_files import append, cache, rows, small_chunks
-from unimem import snapshot
 from unimem.errors import SnapshotError
+from unimem.kv import snapshot
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

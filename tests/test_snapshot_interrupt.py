@@ -15,7 +15,7 @@ import pytest
 
 import unimem as um
 from snapshot_files import append, cache, rows, small_chunks
-from unimem import snapshot
+from unimem.kv import snapshot
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -24,10 +24,10 @@ import unimem as um
 from conftest import Run
 from proc_maps import PAGE
 from snapshot_files import append, cache, rows
-from unimem import snapshot
 from unimem._core import guard
 from unimem._core.status import counters
 from unimem.errors import SnapshotError
+from unimem.kv import snapshot
 from unimem.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -14,9 +14,6 @@ from pathlib import Path as _Path
 from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
-from unimem._core.kv import KVCache
-from unimem._core.paged import PagedKVCache, Sequence
-from unimem._core.scratchpad import PagedScratchpad, Scratchpad
 from unimem._core.tape import Tape
 from unimem.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers import DecodeBuffers, ForwardScratch
@@ -35,6 +32,9 @@ from unimem.errors import (
     SnapshotError,
     TapeFull,
 )
+from unimem.kv.cache import KVCache
+from unimem.kv.paged import PagedKVCache, Sequence
+from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
 from unimem.measure import Measured, measure
 from unimem.plan import Plan, plan

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem import published
-from unimem._core.kv import KVCache
 from unimem._core.tmpfs import huge_page_bytes
+from unimem.kv.cache import KVCache
 from unimem.system import limits, policy
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem import loading
-from unimem._core.kv import KVCache
 from unimem.advice import Advice, advise, lacking
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
+from unimem.kv.cache import KVCache
 from unimem.loading import Load
 from unimem.model_file import open_model
 from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown

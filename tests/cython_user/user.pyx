@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.block cimport Block
 from unimem._core.grid cimport Cell, Grid
-from unimem._core.kv cimport KVCache
+from unimem.kv.cache cimport KVCache
 from unimem._core.tape cimport Tape
 
 

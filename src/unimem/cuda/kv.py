@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 import unimem as um
-from unimem import snapshot
-from unimem._core.kv_device import KVDevice
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
+from unimem.kv import snapshot
+from unimem.kv.device import KVDevice
 from unimem.system import gpu
 from unimem.system.placement import PlacementOptions
 
@@ -110,7 +110,7 @@ class KVCache(KVDevice):
     (3, (1, 4, 3, 8), 'float16')
     """
 
-    # Of unimem.snapshot: nothing is mapped from a file.
+    # Of unimem.kv.snapshot: nothing is mapped from a file.
     _snapshot = None
 
     def __init__(

@@ -6,10 +6,10 @@ from typing import Unpack
 
 import numpy.typing as npt
 
-from unimem._core.scratchpad import DeviceScratchpad
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.kernels import RowKernels
 from unimem.cuda.tape import Tape
+from unimem.kv.scratchpad import DeviceScratchpad
 from unimem.system import gpu
 from unimem.system.placement import PlacementOptions
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import snapshot
-from unimem._core.kv import KVCache
 from unimem.engine.arch import Model
 from unimem.errors import CacheFull, SnapshotError
+from unimem.kv import snapshot
+from unimem.kv.cache import KVCache
+from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
 from unimem.loading import Load
 from unimem.plan import Plan, plan
-from unimem.snapshot import Snapshot
 from unimem.weights import Weights
 
 __all__ = ["MOST_POSITIONS", "check_model", "check_session", "check_tokens"]

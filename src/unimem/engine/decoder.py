@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import published, snapshot
+from unimem import published
 from unimem._core import ledger
-from unimem._core.kv import KVCache
 from unimem.dims import ModelDims
 from unimem.engine.accounting import parts_of, report_of
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
 from unimem.errors import CacheFull, ClosedError, TapeFull
+from unimem.kv import snapshot
+from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.loading import Load, Progress
 from unimem.needs import PREFILL_BATCH
@@ -31,7 +32,7 @@ from unimem.weights import Weights, open_weights
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer
-    from unimem.snapshot import Snapshot
+    from unimem.kv.snapshot import Snapshot
 
 __all__ = ["Decoder"]
 

@@ -18,11 +18,11 @@ from typing import Literal
 import numpy as np
 
 import unimem as um
-from unimem import snapshot
 from unimem.bench import models, states
 from unimem.bench.kv_sides import SHAPE, Array, check_holds, stored, tokens
 from unimem.bench.rounds import Side, milliseconds
 from unimem.bench.suite import Measure, NotMeasured, Suite, faster
+from unimem.kv import snapshot
 
 SUITE = Suite(
     "snapshot",

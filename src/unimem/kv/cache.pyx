@@ -9,10 +9,10 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
-from unimem._core.kv_arrays cimport (
+from unimem.kv.arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, shape_of,
 )
-from unimem._core.kv_memory cimport KVMemory
+from unimem.kv.memory cimport KVMemory
 from unimem._core.region cimport Region, new_window
 
 cnp.import_array()
@@ -551,7 +551,7 @@ cdef class KVCache(KVMemory):
             It cannot be written, or is a folder or device; or the rows are mapped from a file that
             has become shorter. The file is as it was.
         """
-        from unimem import snapshot
+        from unimem.kv import snapshot
 
         self.open_region()
         self.check_whole("save")
@@ -593,7 +593,7 @@ cdef class KVCache(KVMemory):
         CapacityError, MemoryError, PlacementError
             There is no room.
         """
-        from unimem import snapshot
+        from unimem.kv import snapshot
 
         return snapshot.restore(cls, path, mode, tokens, model, verify, placement)
 
@@ -609,7 +609,7 @@ cdef class KVCache(KVMemory):
         OSError
             The file cannot be read.
         """
-        from unimem import snapshot
+        from unimem.kv import snapshot
 
         self.open_region()
         snapshot.verify(self)

@@ -3,7 +3,7 @@ from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.block cimport Block
-from unimem._core.kv_rows cimport KVRows
+from unimem.kv.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport Tape
 

@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memmove
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
-from unimem._core.kv_arrays cimport Bytes, find_bytes
+from unimem.kv.arrays cimport Bytes, find_bytes
 from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Bump, Tape

@@ -4,8 +4,8 @@ from typing import Any, Literal, Self, Unpack
 
 import numpy.typing as npt
 
-from unimem._core.kv_memory import KVMemory
 from unimem._core.tape import Tape
+from unimem.kv.memory import KVMemory
 from unimem.system.placement import PlacementOptions
 
 class KVCache(KVMemory):
@@ -55,7 +55,7 @@ class KVCache(KVMemory):
         **placement: Unpack[PlacementOptions],
     ) -> KVCache: ...
     def verify(self) -> None: ...
-    # For unimem.snapshot.
+    # For unimem.kv.snapshot.
     _snapshot: Any
     @classmethod
     def _mapped(

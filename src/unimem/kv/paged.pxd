@@ -1,4 +1,4 @@
-# Paged caches for Cython callers: `from unimem._core.paged cimport PagedKVCache, Sequence`.
+# Paged caches for Cython callers: `from unimem.kv.paged cimport PagedKVCache, Sequence`.
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t
 

@@ -4,8 +4,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from unimem._core.kv_rows import KVRows
 from unimem._core.tape import DeviceTape
+from unimem.kv.rows import KVRows
 from unimem.system.placement import Placement
 
 _T = TypeVar("_T")

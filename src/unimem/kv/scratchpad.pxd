@@ -1,4 +1,4 @@
-# Scratchpads for Cython callers: `from unimem._core.scratchpad cimport Scratchpad`.
+# Scratchpads for Cython callers: `from unimem.kv.scratchpad cimport Scratchpad`.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, uintptr_t
 

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unimem._core.block import Block
-from unimem._core.kv_rows import KVRows
 from unimem._core.tape import Tape
+from unimem.kv.rows import KVRows
 from unimem.system.placement import Placement
 
 class KVMemory(KVRows):

@@ -1,11 +1,11 @@
-# KV caches for Cython callers: `from unimem._core.kv cimport KVCache`.
+# KV caches for Cython callers: `from unimem.kv.cache cimport KVCache`.
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t
 
-from unimem._core.kv_memory cimport KVMemory
+from unimem.kv.memory cimport KVMemory
 
 cdef class KVCache(KVMemory):
-    # The file that it was restored from, for unimem.snapshot.
+    # The file that it was restored from, for unimem.kv.snapshot.
     cdef public object _snapshot
     cdef dict _placement
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)

@@ -12,7 +12,7 @@ from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
-from unimem._core.kv_arrays cimport kv_type, layer_number, number_of_type, numpy_type
+from unimem.kv.arrays cimport kv_type, layer_number, number_of_type, numpy_type
 from unimem._core.region cimport Region
 from unimem._core.status cimport raise_file_status, raise_status
 

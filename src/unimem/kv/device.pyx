@@ -9,11 +9,11 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
-from unimem._core.kv_arrays cimport (
+from unimem.kv.arrays cimport (
     Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number,
     refuse_tokens,
 )
-from unimem._core.kv_rows cimport KVRows, is_v
+from unimem.kv.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
 from unimem._core.tape cimport DeviceTape
 

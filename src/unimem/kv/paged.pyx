@@ -6,7 +6,7 @@ import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
 from unimem.system.placement import format_bytes
-from unimem.prefix import PrefixIndex
+from unimem.kv.prefix import PrefixIndex
 
 cimport cython
 cimport numpy as cnp
@@ -17,7 +17,7 @@ from libc.string cimport memcpy
 from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
-from unimem._core.kv_arrays cimport (
+from unimem.kv.arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
     numpy_type, shape_of,
 )
@@ -206,7 +206,7 @@ cdef class PagedKVCache:
             s._node = found[len(found) - 1] if found else self._index.root
         return s
 
-    # ---- for unimem.prefix ----
+    # ---- for unimem.kv.prefix ----
 
     def _is_cached(self, uint32_t block):
         return um.um_paged_is_cached(&self.paged, block)

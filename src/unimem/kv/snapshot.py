@@ -20,17 +20,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unimem import snapshot_format as fmt
 from unimem._core import guard
 from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
-from unimem.snapshot_format import Chunk, Snapshot
+from unimem.kv import snapshot_format as fmt
+from unimem.kv.snapshot_format import Chunk, Snapshot
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
 from unimem.system.waiting import wait_until
 
 if TYPE_CHECKING:
-    from unimem._core.kv import KVCache
+    from unimem.kv.cache import KVCache
 
 __all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "verify"]
 

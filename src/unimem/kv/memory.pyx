@@ -17,7 +17,7 @@ from libc.string cimport memmove, strcmp
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array
 from unimem._core.block cimport Block
-from unimem._core.kv_rows cimport KVRows, is_v, round_up
+from unimem.kv.rows cimport KVRows, is_v, round_up
 from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape

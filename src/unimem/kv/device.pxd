@@ -2,8 +2,8 @@
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.kv_arrays cimport Bytes, Given
-from unimem._core.kv_rows cimport KVRows
+from unimem.kv.arrays cimport Bytes, Given
+from unimem.kv.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape
 

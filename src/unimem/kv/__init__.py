@@ -1,0 +1,1 @@
+"""KV caches: rows of keys and values, paged blocks, scratchpads, prefixes and snapshots."""
