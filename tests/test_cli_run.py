@@ -380,7 +380,8 @@ def test_the_model_in_the_package_goes_on_with_its_story(session: Path) -> None:
 
 def test_a_model_that_spills_runs_and_says_so(model: Path) -> None:
     code = f"""
-from unimem import CapacityError, residency
+from unimem import CapacityError
+from unimem.weights.opened import residency
 def refuse(weights):
     raise CapacityError("warming it does not fit", 1, 1, 2)
 residency._require_room = refuse
@@ -654,7 +655,7 @@ def test_ctrl_c_saves_what_is_there(model: Path, session: Path) -> None:
 
 INTERRUPTED_LOAD = """
 import os, signal, sys
-from unimem import loading
+from unimem.weights.opened import loading
 from unimem._core.status import ledger
 from unimem.cli import main
 read = loading.read_parts

@@ -43,12 +43,12 @@ from test_stage import (
     start_reader,
     stop,
 )
-from unimem import stage_held
 from unimem.cli import main
 from unimem.errors import CapacityError
-from unimem.stage_held import SCHEMA, Held, drop, holders
 from unimem.system import limits, policy
 from unimem.system.process import read_process
+from unimem.weights.staging import held as stage_held
+from unimem.weights.staging.held import SCHEMA, Held, drop, holders
 
 cli_stage = importlib.import_module("unimem.cli.stage")
 MAIN = "import sys; from unimem.cli import main; sys.exit(main())"

@@ -18,11 +18,10 @@ import xxhash
 import gguf_files as gf
 import interrupts
 from conftest import Run
-from unimem import content_hash
 from unimem.engine import embedded_model
 from unimem.errors import ClosedError
-from unimem.loading import Load
-from unimem.weights import Weights, open_weights
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, content_hash, open_weights
 
 MIB = 1 << 20
 HASHER = xxhash.xxh3_128
@@ -292,7 +291,7 @@ class Slow:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unimem.content_hash.xxhash.xxh3_128", Slow)
+    monkeypatch.setattr("unimem.weights.content_hash.xxhash.xxh3_128", Slow)
 
 
 @pytest.mark.usefixtures("slow")

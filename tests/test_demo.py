@@ -21,7 +21,7 @@ import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from models.make import small, write_model
 from proc_maps import huge_page_bytes
-from unimem.stage_held import holders
+from unimem.weights.staging.held import holders
 
 MIB = 1 << 20
 DEMO = Path(__file__).parent.parent / "tools" / "demo.py"

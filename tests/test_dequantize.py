@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 import gguf_files as gf
 import safetensors_files as sf
-import unimem.dequantize as module
+import unimem.weights.dequantize as module
 from unimem._core.gguf import tensor_type
 from unimem.errors import ClosedError
-from unimem.loading import Load
-from unimem.weights import Tensor, open_weights
+from unimem.weights.loading import Load
+from unimem.weights.opened import Tensor, open_weights
 
 gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
 ggml = pytest.importorskip("ggml", reason="ggml-python (extra run) is one side of the comparison")
@@ -144,7 +144,7 @@ def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
         import os
         import sys
         sys.modules["gguf"] = sys.modules["unimem.system.ggml"] = None
-        from unimem.weights import open_weights
+        from unimem.weights.opened import open_weights
         with open_weights(os.environ["MODEL"]) as w:
             try:
                 w.tensors["Q4_K.values"].dequantize()

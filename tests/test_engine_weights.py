@@ -255,7 +255,7 @@ def test_what_cannot_run_is_refused_before_it_is_read(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr("unimem.loading.read_parts", read)
+    monkeypatch.setattr("unimem.weights.loading.read_parts", read)
     other = write_model(tmp_path / "window.gguf", metadata={"attention.sliding_window": 64})
     none = tmp_path / "none.gguf"
     none.write_bytes(gf.everything())

@@ -17,7 +17,7 @@ import gguf_files as gf
 from unimem._core.gguf import tensor_type
 from unimem._core.status import counters, ledger
 from unimem.errors import GGUFError
-from unimem.weights import Weights, open_weights
+from unimem.weights.opened import Weights, open_weights
 
 gguf = pytest.importorskip("gguf", reason="gguf (extra test) is the other side of the comparison")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gguf_files as gf
 from unimem.errors import GGUFError
-from unimem.weights import open_weights
+from unimem.weights.opened import open_weights
 
 SMALL = gf.with_data(
     gf.head(2, 2),

@@ -15,9 +15,8 @@ import pytest
 
 import gguf_files as gf
 import safetensors_files as sf
-from unimem import dlpack
-from unimem.loading import Load
-from unimem.weights import Weights, open_weights
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, dlpack, open_weights
 
 # Type, name in NumPy or ml_dtypes, and in torch if that is another.
 TYPES: dict[str, str] = {
@@ -202,7 +201,7 @@ def test_torch_writes_to_mapped_memory_at_its_peril(
         """
         import os
         import torch
-        from unimem.weights import open_weights
+        from unimem.weights.opened import open_weights
         with open_weights(os.environ["MODEL"], load="map") as w:
             torch.from_dlpack(w.tensors["f32"]).zero_()
         """,

@@ -228,7 +228,7 @@ def not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the file was read")
 
-    monkeypatch.setattr("unimem.loading.read_parts", read)
+    monkeypatch.setattr("unimem.weights.loading.read_parts", read)
 
 
 LOADS: Any = ["auto", "map", "copy", "direct"]

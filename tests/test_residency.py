@@ -25,10 +25,9 @@ import unimem as um
 from conftest import Run
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from test_block_lock import DROP_LOCK
-from unimem import residency
-from unimem.residency import Residency
 from unimem.system import limits
-from unimem.weights import Weights
+from unimem.weights.opened import Weights, residency
+from unimem.weights.residency import Residency
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -327,7 +326,7 @@ def test_what_the_kernel_keeps_from_other_users(readable_by_all: Path, run_pytho
     script = f"""
         import ctypes, os
         import unimem as um
-        from unimem import residency
+        from unimem.weights.opened import residency
         os.seteuid(65534)
         assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE: /proc/self is ours
         with um.open_weights({str(path)!r}, load="map") as weights:
@@ -357,7 +356,7 @@ def test_a_process_that_may_not_read_its_own_page_tables(
     script = f"""
         import os
         import unimem as um
-        from unimem import residency  # while it may be read
+        from unimem.weights.opened import residency  # while it may be read
         os.setgid(65534)
         os.setuid(65534)
         try:

@@ -29,11 +29,11 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
-from unimem import stage_places
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
-from unimem.stage_places import BACKINGS
 from unimem.system import limits
+from unimem.weights.staging import places
+from unimem.weights.staging.places import BACKINGS
 
 TINY = Path(um.stage.__code__.co_filename).parent / "models" / "tiny.gguf"
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
@@ -508,15 +508,16 @@ def test_another_user_stages_and_root_may_read(model: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # What the other user reads lies where that one may read it.
         os.chmod(folder, 0o755)
-        child = shutil.copy(stage_places._CHILD, folder)
+        child = shutil.copy(places._CHILD, folder)
         library = shutil.copy(um.get_library(), folder)
         copied = shutil.copy(model, folder)
         script = f"""
 import ctypes, os, sys
 import unimem as um
-from unimem import loading, stage_places
+from unimem.weights.opened import loading
+from unimem.weights.staging import places
 from unimem.system import limits
-sys.executable, stage_places._CHILD = {python!r}, {child!r}
+sys.executable, places._CHILD = {python!r}, {child!r}
 um.get_library = lambda: {library!r}
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
@@ -553,7 +554,7 @@ def forbid_mounts(monkeypatch: pytest.MonkeyPatch, child: Path) -> None:
         "import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n"  # ENOSPC: none are allowed
     )
     monkeypatch.setattr(tmpfs, "open_mount", refuse)
-    monkeypatch.setattr(stage_places, "_CHILD", str(child))
+    monkeypatch.setattr(places, "_CHILD", str(child))
 
 
 @pytest.mark.usefixtures("no_huge_pages")
@@ -609,7 +610,7 @@ for backing in ("auto", "tmpfs", "memfd", "shm"):
 def test_without_dev_shm(
     monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
 ) -> None:
-    for module in (limits, stage_places):
+    for module in (limits, places):
         monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
     um.stage(model).close()
     forbid_mounts(monkeypatch, tmp_path / "child.py")
@@ -796,7 +797,7 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
     (folder / "a" / "deeper").mkdir(parents=True)
     (folder / "a" / "file").touch()
     (folder / "z").touch()
-    stage_places.sweep()
+    places.sweep()
     assert not folder.exists()
 
 
@@ -808,13 +809,13 @@ um.stage({str(model)!r}, backing="shm", progress=lambda *now: os.kill(os.getpid(
     ended = subprocess.run([sys.executable, "-c", script], check=False)
     assert ended.returncode == -signal.SIGTERM
     assert list(stale())
-    stage_places.sweep()
+    places.sweep()
     assert not list(stale())
 
 
 def test_a_folder_that_somebody_keeps_is_not_stale(model: Path) -> None:
     with um.stage(model, backing="shm") as staged:
-        script = "from unimem.stage_places import sweep; sweep()"
+        script = "from unimem.weights.staging.places import sweep; sweep()"
         subprocess.run([sys.executable, "-c", script], check=True)
         assert read_elsewhere(staged.path) == model.read_bytes()
 

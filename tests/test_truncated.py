@@ -28,7 +28,7 @@ from unimem._core import guard
 from unimem._core.status import counters
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
-from unimem.weights import Weights
+from unimem.weights.opened import Weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

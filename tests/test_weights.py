@@ -18,7 +18,7 @@ import pytest
 import gguf_files as gf
 from unimem._core.status import ledger
 from unimem.errors import ClosedError, GGUFError
-from unimem.weights import Weights, open_weights
+from unimem.weights.opened import Weights, open_weights
 
 STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260K.gguf"
 
@@ -255,7 +255,7 @@ def test_metadata_survives_a_truncation_of_the_file(path: Path) -> None:
     """In a process of its own: it would die if the header were read from the mapping."""
     program = """
 import os, sys
-from unimem.weights import open_weights
+from unimem.weights.opened import open_weights
 with open_weights(sys.argv[1]) as w:
     os.truncate(sys.argv[1], 0)
     values = list(w.metadata.values())

@@ -25,8 +25,8 @@ from models.make import TINY, write_model
 from unimem._core.gguf import Header
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, GGUFError, SafetensorsError
-from unimem.model_file import open_model, reopen
-from unimem.weights import open_weights
+from unimem.weights.files import open_model, reopen
+from unimem.weights.opened import open_weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
@@ -378,7 +378,7 @@ def test_an_interrupt_at_any_moment_leaves_no_descriptor(
                 with reopen(file):
                     pass
 
-    for _ in interrupts.at_each_line(call, "unimem/model_file.py"):
+    for _ in interrupts.at_each_line(call, "unimem/weights/files.py"):
         assert len(os.listdir("/proc/self/fd")) == held
 
 
@@ -438,7 +438,7 @@ def test_device() -> None:
 
 AS_NOBODY = """
 import os, sys
-from unimem.weights import open_weights
+from unimem.weights.opened import open_weights
 path, readable = sys.argv[1:]
 open_weights(readable).close()  # so that all is imported that this user may not read
 os.setgroups([])
@@ -512,7 +512,7 @@ def test_file_that_shrinks_while_its_header_is_read(
             os.truncate(name, file_nbytes - 1)
 
     monkeypatch.setattr(
-        f"unimem.model_file.{'GGUFHeader' if format == 'gguf' else 'SafetensorsHeader'}",
+        f"unimem.weights.files.{'GGUFHeader' if format == 'gguf' else 'SafetensorsHeader'}",
         ReadThenTruncate,
     )
     for load in ("map", "copy", "direct"):

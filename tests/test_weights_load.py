@@ -22,12 +22,11 @@ import gguf_files as gf
 import safetensors_files as st
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
-from unimem import loading
 from unimem._core.status import ledger
-from unimem.model_file import open_model
 from unimem.system.limits import HugePool
 from unimem.system.policy import check_options
-from unimem.weights import open_weights
+from unimem.weights.files import open_model
+from unimem.weights.opened import loading, open_weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
@@ -362,7 +361,7 @@ def pool(*, free: int) -> HugePool:
 
 AS_NOBODY = """
 import ctypes, os, sys, warnings
-from unimem.weights import open_weights
+from unimem.weights.opened import open_weights
 warnings.simplefilter("ignore")
 path, other = sys.argv[1:]
 open_weights(other, numa="preferred:0").close()  # so that all is imported
@@ -663,7 +662,7 @@ def test_an_interrupt_behind_the_last_read(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    for name in ("unimem.weights.Weights.__init__", "unimem.loading.Loaded"):
+    for name in ("unimem.weights.opened.Weights.__init__", "unimem.weights.loading.Loaded"):
         with um.Tape(16 * MIB) as tape, monkeypatch.context() as patch:
             tape.take_bytes(100)
             before = ledger()

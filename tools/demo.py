@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 import unimem as um
 from unimem.bench.suites.load import llama_start
 from unimem.rows import table
-from unimem.stage_held import Held, drop, hold
 from unimem.system.placement import format_bytes, together
+from unimem.weights.staging.held import Held, drop, hold
 
 __all__ = ["Facts", "demonstrate"]
 

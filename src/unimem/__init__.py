@@ -39,10 +39,10 @@ from unimem.layout import Layout, Stat
 from unimem.measure import Measured, measure
 from unimem.plan import Plan, plan
 from unimem.report import Report, report
-from unimem.stage import Stage, stage
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
-from unimem.weights import Tensor, Weights, open_weights
+from unimem.weights.opened import Tensor, Weights, open_weights
+from unimem.weights.staging.stage import Stage, stage
 
 __all__ = [
     "Block",

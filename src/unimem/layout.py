@@ -12,9 +12,9 @@ from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
 from unimem.dims import ModelDims
 from unimem.errors import ClosedError
-from unimem.loading import Load, Progress
 from unimem.plan import Plan, plan
-from unimem.weights import Weights, open_weights
+from unimem.weights.loading import Load, Progress
+from unimem.weights.opened import Weights, open_weights
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions

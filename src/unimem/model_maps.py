@@ -17,10 +17,10 @@ from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.ledger import Part
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError
-from unimem.model_file import Header, version_of
-from unimem.stage_held import holders
 from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
+from unimem.weights.files import Header, version_of
+from unimem.weights.staging.held import holders
 
 __all__ = ["MappedModel", "library_files", "models"]
 

@@ -10,20 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
-from unimem import loading
 from unimem.advice import Advice, advise, lacking
 from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
-from unimem.loading import Load
-from unimem.model_file import open_model
 from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
 from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
 from unimem.rows import Row, in_order, table
 from unimem.system import limits, policy
 from unimem.system.placement import Pages, PlacementOptions, format_bytes
 from unimem.system.policy import NumaPolicy, show_nodes
-from unimem.weights import Weights
+from unimem.weights.files import open_model
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, loading
 
 __all__ = ["Advice", "Check", "Plan", "plan"]
 

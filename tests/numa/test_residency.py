@@ -12,7 +12,7 @@ import gguf_files as g
 import unimem as um
 from numa.books import node_bytes, page_nodes
 from unimem.system.placement import Pages
-from unimem.weights import Weights
+from unimem.weights.opened import Weights
 
 MB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")

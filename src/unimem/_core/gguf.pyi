@@ -1,5 +1,5 @@
 from unimem._core.header_bytes import HeaderBytes
-from unimem.weights import Value
+from unimem.weights.opened import Value
 
 class Header(HeaderBytes):
     def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...

@@ -33,7 +33,7 @@ from unimem.engine.arch import Model
 from unimem.errors import CapacityError
 from unimem.plan import Plan, plan
 from unimem.system.limits import nodes
-from unimem.weights import open_weights
+from unimem.weights.opened import open_weights
 
 __all__ = [
     "Advice",

@@ -22,8 +22,8 @@ from typing import IO, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.loading import Load
 from unimem.system.placement import Pages
+from unimem.weights.loading import Load
 
 __all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", "peer_python"]
 

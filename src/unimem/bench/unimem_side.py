@@ -15,9 +15,9 @@ import unimem as um
 from unimem.bench.side_server import Logits, serve
 from unimem.engine import Decoder
 from unimem.report import Report
-from unimem.residency import warm_where_it_fits
 from unimem.system import ggml as binding
 from unimem.system.placement import together
+from unimem.weights.residency import warm_where_it_fits
 
 
 class Unimem:

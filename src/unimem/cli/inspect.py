@@ -21,9 +21,9 @@ from unimem.cli.options import AsJson
 from unimem.cli.tables import Bar, can_show, room, table_lines
 from unimem.cli.terminal import one_line
 from unimem.report import table
-from unimem.residency import Residency, map_resident
 from unimem.system.placement import format_bytes
-from unimem.weights import Value, Weights, open_weights
+from unimem.weights.opened import Value, Weights, open_weights
+from unimem.weights.residency import Residency, map_resident
 
 __all__ = ["SCHEMA", "inspect"]
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from unimem.loading import Load
 from unimem.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
+from unimem.weights.loading import Load
 
 __all__ = [
     "AsJson",

@@ -33,13 +33,13 @@ from unimem.cli.report import memory_lines
 from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
-from unimem.loading import Load
 from unimem.plan import DEFAULT_CTX, Plan
 from unimem.report import Report
-from unimem.residency import warm_where_it_fits
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
-from unimem.weights import Weights, open_weights
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, open_weights
+from unimem.weights.residency import warm_where_it_fits
 
 if TYPE_CHECKING:
     from unimem.engine import Decoder

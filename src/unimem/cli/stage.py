@@ -13,12 +13,12 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
-from unimem.model_file import open_model
-from unimem.stage import stage as make_stage
-from unimem.stage_held import Held, alone, drop, hold, hold_files, holders
-from unimem.stage_places import sweep
 from unimem.system.placement import Pages, format_bytes, together
-from unimem.weights import open_weights
+from unimem.weights.files import open_model
+from unimem.weights.opened import open_weights
+from unimem.weights.staging.held import Held, alone, drop, hold, hold_files, holders
+from unimem.weights.staging.places import sweep
+from unimem.weights.staging.stage import stage as make_stage
 
 __all__ = ["stage"]
 

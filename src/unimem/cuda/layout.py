@@ -21,7 +21,7 @@ from unimem.layout import Lifetimes
 from unimem.plan import DEFAULT_CTX
 from unimem.system import gpu
 from unimem.system.placement import PlacementOptions, format_bytes
-from unimem.weights import Weights, open_weights
+from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["RESERVE_BYTES", "Layout", "on_device"]
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from unimem._core.arrays import array_within
 from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
-from unimem.loading import Progress
-from unimem.model_file import ModelFile, check_version, reopen
 from unimem.system import limits
 from unimem.system.gpu import Driver
 from unimem.system.threads import run_in_threads
-from unimem.weights import Contents, Tensor, Weights
+from unimem.weights.files import ModelFile, check_version, reopen
+from unimem.weights.loading import Progress
+from unimem.weights.opened import Contents, Tensor, Weights
 
 __all__ = ["STAGING_BYTES", "bytes_needed", "to_device"]
 

@@ -15,9 +15,9 @@ from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
-from unimem.loading import Load
 from unimem.plan import Plan, plan
-from unimem.weights import Weights
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights
 
 __all__ = ["MOST_POSITIONS", "check_model", "check_session", "check_tokens"]
 

@@ -23,12 +23,12 @@ from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
-from unimem.loading import Load, Progress
 from unimem.needs import PREFILL_BATCH
 from unimem.report import Report
-from unimem.residency import warm_where_it_fits
 from unimem.system import ggml
-from unimem.weights import Weights, open_weights
+from unimem.weights.loading import Load, Progress
+from unimem.weights.opened import Weights, open_weights
+from unimem.weights.residency import warm_where_it_fits
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer

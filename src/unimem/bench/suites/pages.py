@@ -28,8 +28,8 @@ from unimem.bench.huge_pages import reserved
 from unimem.bench.models import Kind
 from unimem.bench.rounds import Side
 from unimem.bench.suite import Measure, NotMeasured, Suite
-from unimem.loading import Load
 from unimem.system.placement import Pages
+from unimem.weights.loading import Load
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 

@@ -21,14 +21,14 @@ from unimem._core.block import Block
 from unimem._core.gguf import tensor_type
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
-from unimem.loading import Advice, Load, Loaded, Memory, Progress, bring, check_request
-from unimem.model_file import Header, ModelFile, open_model
 from unimem.system import policy
 from unimem.system.placement import Lock, PlacementOptions
+from unimem.weights.files import Header, ModelFile, open_model
+from unimem.weights.loading import Advice, Load, Loaded, Memory, Progress, bring, check_request
 
 if TYPE_CHECKING:
     from unimem.cuda.tape import Tape as DeviceTape
-    from unimem.residency import Residency
+    from unimem.weights.residency import Residency
 
 __all__ = ["Contents", "Tensor", "Value", "Weights", "open_weights"]
 
@@ -170,7 +170,7 @@ class Tensor:
         return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
 
     def __dlpack__(self, **options: Any) -> Any:
-        from unimem import dlpack
+        from unimem.weights.opened import dlpack
 
         return dlpack.export(self.as_array(), **options)
 
@@ -195,7 +195,7 @@ class Tensor:
         ClosedError
             The weights were closed.
         """
-        from unimem.dequantize import dequantize
+        from unimem.weights.dequantize import dequantize
 
         return dequantize(self)
 
@@ -397,7 +397,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.content_hash import content_hash
+        from unimem.weights.content_hash import content_hash
 
         self._opened()
         return content_hash(self, threads=threads, progress=progress)
@@ -417,7 +417,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem import residency
+        from unimem.weights.opened import residency
 
         self._opened()
         return residency.residency(self)
@@ -443,7 +443,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem import residency
+        from unimem.weights.opened import residency
 
         self._opened()
         residency.warm(self, threads=threads, progress=progress)
@@ -470,7 +470,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem import residency
+        from unimem.weights.opened import residency
 
         self._opened()
         residency.lock(self, how)
@@ -493,7 +493,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem import residency
+        from unimem.weights.opened import residency
 
         self._opened()
         return residency.evict(self)

@@ -15,15 +15,17 @@ from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 
-from unimem import loading
 from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.loading import Progress
-from unimem.model_file import Model, ModelFile, Version, open_model, version_of
-from unimem.stage_places import (
+from unimem.system import limits, policy
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
+from unimem.weights.files import Model, ModelFile, Version, open_model, version_of
+from unimem.weights.loading import Progress
+from unimem.weights.opened import loading
+from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
     Backing,
@@ -34,8 +36,6 @@ from unimem.stage_places import (
     proc_folder,
     sweep,
 )
-from unimem.system import limits, policy
-from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
 
 __all__ = ["Stage", "stage"]
 

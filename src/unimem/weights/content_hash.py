@@ -31,13 +31,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem._core import guard
-from unimem.loading import Progress
-from unimem.model_file import check_version
 from unimem.system import limits
 from unimem.system.threads import run_in_threads
+from unimem.weights.files import check_version
+from unimem.weights.loading import Progress
 
 if TYPE_CHECKING:
-    from unimem.weights import Tensor, Weights
+    from unimem.weights.opened import Tensor, Weights
 
 __all__ = ["content_hash"]
 

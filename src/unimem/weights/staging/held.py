@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unimem.errors import PlacementError
-from unimem.model_file import Version, version_of
-from unimem.stage import Stage
-from unimem.stage_places import Folder, Memory, proc_folder, sweep
 from unimem.system.placement import Placement
+from unimem.weights.files import Version, version_of
+from unimem.weights.staging.places import Folder, Memory, proc_folder, sweep
+from unimem.weights.staging.stage import Stage
 
 __all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
 

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.errors import CapacityError
-from unimem.loading import Progress
-from unimem.model_file import reopen
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, format_bytes
+from unimem.weights.files import reopen
+from unimem.weights.loading import Progress
 
 if TYPE_CHECKING:
-    from unimem.weights import Part, Weights
+    from unimem.weights.opened import Part, Weights
 
 __all__ = ["Residency", "evict", "lock", "residency", "warm", "warm_where_it_fits"]
 

@@ -19,7 +19,7 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import GGUFError, SafetensorsError
 
 if TYPE_CHECKING:
-    from unimem.weights import Value
+    from unimem.weights.opened import Value
 
 __all__ = ["Header", "Model", "ModelFile", "check_version", "open_model", "reopen", "version_of"]
 

@@ -12,7 +12,7 @@ from unimem._core import guard
 from unimem._core.gguf import tensor_type
 
 if TYPE_CHECKING:
-    from unimem.weights import Tensor
+    from unimem.weights.opened import Tensor
 
 __all__ = ["dequantize"]
 

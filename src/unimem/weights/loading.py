@@ -14,9 +14,9 @@ from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
-from unimem.model_file import Model, ModelFile
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions, format_bytes
+from unimem.weights.files import Model, ModelFile
 
 __all__ = [
     "Choice",

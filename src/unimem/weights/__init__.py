@@ -1,0 +1,1 @@
+"""Weights: model files, their tensors, and the ways to bring them into memory."""

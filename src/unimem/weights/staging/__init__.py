@@ -1,0 +1,1 @@
+"""Models staged once in shared memory, for every process that opens their path."""
