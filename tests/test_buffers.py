@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 import proc_maps
 import unimem as um
 from conftest import Run
-from unimem import buffers
 from unimem._core.status import counters, ledger
-from unimem.buffers import pack, total_bytes
+from unimem.buffers.sets import pack, sets, total_bytes
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -448,7 +447,7 @@ def interrupted(call: Callable[[], object], number: int) -> bool:
         if event == "line" and next(lines) == number:
             raise KeyboardInterrupt
         # In a destructor it would be swallowed.
-        return trace if frame.f_code.co_filename == buffers.__file__ else None
+        return trace if frame.f_code.co_filename == sets.__file__ else None
 
     old = sys.gettrace()
     sys.settrace(trace)

@@ -221,7 +221,7 @@ def test_it_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.append(um.BufferPlan(uses))
         return plans[-1]
 
-    monkeypatch.setattr("unimem.buffers.BufferPlan", planned)
+    monkeypatch.setattr("unimem.buffers.sets.BufferPlan", planned)
     with um.Tape(1 << 20) as tape:
         um.ForwardScratch(DIMS, tape=tape, overlap=True).close()
     assert len(plans) == 1

@@ -15,9 +15,9 @@ from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.tape import Tape
-from unimem.buffer_plan import BufferPlan, BufferUse
-from unimem.buffers import DecodeBuffers, ForwardScratch
-from unimem.dims import ModelDims
+from unimem.buffers.buffer_plan import BufferPlan, BufferUse
+from unimem.buffers.dims import ModelDims
+from unimem.buffers.sets import DecodeBuffers, ForwardScratch
 from unimem.errors import (
     CacheFull,
     CapacityError,

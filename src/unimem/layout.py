@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
-from unimem.dims import ModelDims
+from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.plan import Plan, plan
 from unimem.weights.loading import Load, Progress

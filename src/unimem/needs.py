@@ -15,8 +15,8 @@ from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages
 
 if TYPE_CHECKING:
-    from unimem.dims import ModelDims
-    from unimem.shapes import Shape
+    from unimem.buffers.dims import ModelDims
+    from unimem.buffers.shapes import Shape
     from unimem.system.policy import Extent, NumaPolicy, Request
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem.advice import Advice, advise, lacking
-from unimem.dims import ModelDims
+from unimem.buffers.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
 from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown

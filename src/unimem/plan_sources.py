@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from unimem import shapes
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
+from unimem.buffers.sets import shapes
 from unimem.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights.opened import Contents, Part, loading
 
 if TYPE_CHECKING:
-    from unimem.dims import ModelDims
-    from unimem.shapes import Shape
+    from unimem.buffers.dims import ModelDims
+    from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import Model, ModelFile
     from unimem.weights.loading import Load

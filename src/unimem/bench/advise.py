@@ -28,7 +28,7 @@ from unimem.bench.record import CaseRecord, SideRecord
 from unimem.bench.rounds import alternate
 from unimem.bench.stats import Ratio, ratio, spread
 from unimem.bench.suite import NotMeasured
-from unimem.dims import ModelDims
+from unimem.buffers.dims import ModelDims
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
 from unimem.plan import Plan, plan

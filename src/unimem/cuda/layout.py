@@ -10,11 +10,11 @@ from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
+from unimem.buffers.dims import ModelDims
 from unimem.cuda import upload
 from unimem.cuda.block import Block, check_placement
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.tape import Tape
-from unimem.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
 from unimem.layout import Lifetimes

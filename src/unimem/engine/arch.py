@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unimem.dims import ARCHITECTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, Metadata, ModelDims
 from unimem.system import ggml
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from unimem import published
 from unimem._core import ledger
-from unimem.dims import ModelDims
+from unimem.buffers.dims import ModelDims
 from unimem.engine.accounting import parts_of, report_of
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.buffer_plan import BufferPlan, BufferUse
+from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.arch import Model
 from unimem.needs import nodes_bound
 from unimem.system import ggml

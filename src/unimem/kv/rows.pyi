@@ -3,7 +3,7 @@ from typing import Any, Literal, Self
 
 import numpy.typing as npt
 
-from unimem.dims import ModelDims
+from unimem.buffers.dims import ModelDims
 
 class KVRows:
     name: str

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
 
 if TYPE_CHECKING:
     from unimem.weights.opened import Contents

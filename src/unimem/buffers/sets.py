@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from unimem._core import ledger
 from unimem._core.tape import Tape
-from unimem.buffer_plan import BufferPlan, BufferUse
-from unimem.dims import MAX_SPLITS, ModelDims
+from unimem.buffers.buffer_plan import BufferPlan, BufferUse
+from unimem.buffers.dims import MAX_SPLITS, ModelDims
 from unimem.errors import ClosedError
 from unimem.system.integers import integer
 from unimem.system.placement import PlacementOptions, format_bytes
