@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from unimem import published
 from unimem._core.status import device_ledger, ledger
+from unimem.accounting import published
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

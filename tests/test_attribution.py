@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unimem import attribution
 from unimem._core.ledger import Entry, Part
-from unimem.attribution import apportion, attribute, kind_of
-from unimem.model_maps import models
-from unimem.rows import Mapping, Row
+from unimem.accounting import attribution
+from unimem.accounting.attribution import apportion, attribute, kind_of
+from unimem.accounting.model_maps import models
+from unimem.accounting.rows import Mapping, Row
 from unimem.system.placement import Placement
 from unimem.system.process import Area, Process, read_process
 

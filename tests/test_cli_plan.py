@@ -19,10 +19,10 @@ import pytest
 import gguf_files as g
 import unimem as um
 from screens import CONTROL, show, show_on_terminal
+from unimem.accounting.report import Row
 from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.plan import Advice, Check, Plan
-from unimem.report import Row
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"

@@ -18,9 +18,9 @@ import pytest
 
 import unimem as um
 from screens import CONTROL, show, show_on_terminal
+from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
-from unimem.report import Mapping, Report, Row
 from unimem.system.placement import Placement
 
 jsonschema = pytest.importorskip(
@@ -312,7 +312,7 @@ def test_processes_are_found_by_their_models(holder: tuple[int, Path]) -> None:
 
 
 def test_a_process_is_found_by_its_ledger() -> None:
-    code = "import sys; from unimem.published import publish; publish(); print(); sys.stdin.read()"
+    code = "import sys; from unimem.accounting.published import publish; publish(); print(); sys.stdin.read()"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -19,7 +19,7 @@ pytest.importorskip(
 
 import unimem as um
 from models.make import TINY, write_model
-from unimem import published
+from unimem.accounting import published
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.needs import token_bytes
 from unimem.system.limits import Limit

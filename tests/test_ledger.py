@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 import gguf_files as gf
 import unimem as um
 from conftest import Run
-from unimem import published
 from unimem._core import ledger, status
 from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 from unimem._core.region import told
 from unimem._core.safetensors import SafetensorsHeader
+from unimem.accounting import published
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -12,7 +12,7 @@ import pytest
 
 import unimem as um
 from cgroups import SmallCgroup, cgroup_1gb  # noqa: F401 - a fixture
-from unimem import published
+from unimem.accounting import published
 from unimem.system import limits
 from unimem.system.limits import HugePool, Limit, Node
 

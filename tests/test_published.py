@@ -24,9 +24,9 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from unimem import published as shown
 from unimem._core.ledger import Entry
-from unimem.published import COUNTERS, NAME, NBYTES, Published, published
+from unimem.accounting import published as shown
+from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
 
 MIB = 1 << 20
 
@@ -51,7 +51,7 @@ def other(script: str, *command: str) -> Iterator[subprocess.Popen[str]]:
     head = """
         import os, sys
         import unimem as um
-        from unimem import published as shown
+        from unimem.accounting import published as shown
     """
     tail = """
         print(os.getpid(), flush=True)
@@ -135,7 +135,7 @@ def test_a_process_of_another_user_cannot_be_read(run_python: Run) -> None:
     shown.publish()
     script = f"""
         import os
-        from unimem.published import published
+        from unimem.accounting.published import published
         assert published({os.getpid()})
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
@@ -165,7 +165,7 @@ def test_nothing_is_left_at_the_end(run_python: Run) -> None:
         import atexit
         ended = []
         atexit.register(lambda: (tally.count(1, 1), tally.end(), ended.append(1)))
-        from unimem import published as shown
+        from unimem.accounting import published as shown
         tally = shown.Tally()
         class Late:
             def __del__(self):
@@ -393,8 +393,8 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Ru
         """
         import os
         import unimem as um
-        from unimem import published as shown
-        from unimem.published import published
+        from unimem.accounting import published as shown
+        from unimem.accounting.published import published
 
         tally = shown.Tally()
         tally.count(1, 1)

@@ -20,7 +20,7 @@ from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from proc_maps import huge_page_bytes
 from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
-from unimem.report import Report, Row
+from unimem.accounting.report import Report, Row
 from unimem.system.malloc import malloc_bytes
 
 jsonschema = pytest.importorskip(
@@ -191,7 +191,7 @@ def test_a_forked_child_reports_on_itself() -> None:
 CHILD = """
 import sys
 import unimem as um
-from unimem import published
+from unimem.accounting import published
 
 block = um.Block(5 << 20, pages="4k", category="scratch", name="theirs", warm=True)
 block.as_array()[:] = 1

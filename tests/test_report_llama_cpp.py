@@ -21,7 +21,7 @@ import gguf_files as gf
 import llama_cpp
 import unimem as um
 from models.make import SMALL, write_model
-from unimem.report import Report, Row
+from unimem.accounting.report import Report, Row
 from unimem.weights.staging import held
 
 _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *(.*)")

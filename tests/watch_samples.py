@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping as Names
 from typing import Any
 
+from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli.watch_state import Sample
-from unimem.report import Mapping, Report, Row
 from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure

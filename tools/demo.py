@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import unimem as um
+from unimem.accounting.rows import table
 from unimem.bench.suites.load import llama_start
-from unimem.rows import table
 from unimem.system.placement import format_bytes, together
 from unimem.weights.staging.held import Held, drop, hold
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 if TYPE_CHECKING:
-    from unimem.measure import Measured
+    from unimem.accounting.measure import Measured
 
 __all__ = ["SteadyState", "unimem_steady_state"]
 

@@ -15,6 +15,8 @@ from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.tape import Tape
+from unimem.accounting.measure import Measured, measure
+from unimem.accounting.report import Report, report
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers, ForwardScratch
@@ -36,9 +38,7 @@ from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
-from unimem.measure import Measured, measure
 from unimem.plan import Plan, plan
-from unimem.report import Report, report
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Tensor, Weights, open_weights

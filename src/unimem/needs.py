@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from unimem import published
 from unimem._core.tmpfs import huge_page_bytes
+from unimem.accounting import published
 from unimem.kv.cache import KVCache
 from unimem.system import limits, policy
 from unimem.system.limits import HugePool, Limit, Node

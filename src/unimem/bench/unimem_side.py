@@ -12,9 +12,9 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import unimem as um
+from unimem.accounting.report import Report
 from unimem.bench.side_server import Logits, serve
 from unimem.engine import Decoder
-from unimem.report import Report
 from unimem.system import ggml as binding
 from unimem.system.placement import together
 from unimem.weights.residency import warm_where_it_fits

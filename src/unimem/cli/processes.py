@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from unimem.model_maps import models
-from unimem.published import published
-from unimem.report import Report
+from unimem.accounting.model_maps import models
+from unimem.accounting.published import published
+from unimem.accounting.report import Report
 from unimem.system.process import read_process
 
 __all__ = ["SCHEMA", "Model", "ModelProcess", "Processes", "find", "mapped_models"]

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from unimem.accounting.report import Mapping, Report
+from unimem.accounting.report import report as make_report
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.cli.tables import Bar, fact_lines, room, table_lines, wrap
-from unimem.report import Mapping, Report
-from unimem.report import report as make_report
 from unimem.system.placement import Placement, format_bytes, together
 
 __all__ = ["memory_lines", "report"]

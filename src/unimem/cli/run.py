@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import unimem
 from unimem._core.status import counters
+from unimem.accounting.report import Report
 from unimem.cli import terminal
 from unimem.cli.options import (
     AsJson,
@@ -34,7 +35,6 @@ from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.plan import DEFAULT_CTX, Plan
-from unimem.report import Report
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.weights.loading import Load

@@ -22,12 +22,12 @@ from rich.screen import Screen
 from rich.text import Text
 
 import unimem
+from unimem.accounting.published import published
+from unimem.accounting.report import Report, report
 from unimem.cli import terminal
 from unimem.cli.tables import can_show, room
 from unimem.cli.watch_state import Sample, State
 from unimem.cli.watch_view import frame, whole
-from unimem.published import published
-from unimem.report import Report, report
 from unimem.system.limits import memory_limits
 from unimem.system.pressure import memory_pressure, paged_in_bytes
 from unimem.system.process import counters

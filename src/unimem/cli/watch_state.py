@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from unimem.report import Report
+from unimem.accounting.report import Report
 from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from unimem import published
 from unimem._core.ledger import Part, entries
-from unimem.attribution import attribute
-from unimem.report import Report
+from unimem.accounting import published
+from unimem.accounting.attribution import attribute
+from unimem.accounting.report import Report
 from unimem.system import ggml
 from unimem.system.placement import format_bytes
 from unimem.system.process import read_process

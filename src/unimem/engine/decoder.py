@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem import published
 from unimem._core import ledger
+from unimem.accounting import published
+from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
 from unimem.engine.accounting import parts_of, report_of
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
@@ -24,7 +25,6 @@ from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.needs import PREFILL_BATCH
-from unimem.report import Report
 from unimem.system import ggml
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unimem.report import table
+from unimem.accounting.report import table
 from unimem.system.doctor import Finding, Machine
 from unimem.system.limits import Limit
 from unimem.system.placement import format_bytes

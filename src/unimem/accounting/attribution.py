@@ -12,8 +12,8 @@ import numpy as np
 
 from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.model_maps import MappedModel, library_files
-from unimem.rows import Mapping, Row, in_order
+from unimem.accounting.model_maps import MappedModel, library_files
+from unimem.accounting.rows import Mapping, Row, in_order
 from unimem.system.placement import Placement, together
 from unimem.system.process import Area, Process
 

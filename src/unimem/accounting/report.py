@@ -12,10 +12,10 @@ from typing import Any
 from unimem._core import ledger
 from unimem._core.ledger import Entry
 from unimem._core.status import device_ledger, row_name
-from unimem.attribution import attribute
-from unimem.model_maps import MappedModel, models
-from unimem.published import failure, published
-from unimem.rows import Mapping, Row, in_order, plain, table
+from unimem.accounting.attribution import attribute
+from unimem.accounting.model_maps import MappedModel, models
+from unimem.accounting.published import failure, published
+from unimem.accounting.rows import Mapping, Row, in_order, plain, table
 from unimem.system.malloc import malloc_bytes
 from unimem.system.placement import format_bytes
 from unimem.system.process import Process, counters, read_process

@@ -204,7 +204,7 @@ def publish() -> None:
     --------
     >>> import os
     >>> import unimem as um
-    >>> from unimem.published import publish, published
+    >>> from unimem.accounting.published import publish, published
     >>> with um.Block(1 << 20, name="mine", category="scratch"):
     ...     publish()
     ...     [entry.nbytes for entry in published(os.getpid()).entries if entry.name == "mine"]

@@ -1,0 +1,1 @@
+"""Accounting: who has which memory, of this process and of others."""
