@@ -23,7 +23,7 @@ from unimem.bench.suite import NotMeasured
 from unimem.cli.bench_advise import page
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError, GGUFError
-from unimem.plan import plan
+from unimem.planning.plan import plan
 from unimem.system.limits import Node
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "schemas" / "advice-1.json"

@@ -21,7 +21,7 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.needs import PREFILL_BATCH
+from unimem.planning.needs import PREFILL_BATCH
 
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=4, inner=128, vocab=320, ctx=2000, head_dim=64)
 CTX = 1200

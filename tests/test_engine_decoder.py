@@ -21,7 +21,7 @@ import unimem as um
 from models.make import TINY, write_model
 from unimem.accounting import published
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.needs import token_bytes
+from unimem.planning.needs import token_bytes
 from unimem.system.limits import Limit
 
 PROMPT = [1, 270, 280, 290]

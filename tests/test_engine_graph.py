@@ -20,7 +20,7 @@ import unimem as um
 from models.make import TINY, Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
-from unimem.needs import PREFILL_BATCH, scratch_parts
+from unimem.planning.needs import PREFILL_BATCH, scratch_parts
 from unimem.system import ggml
 
 

@@ -14,7 +14,7 @@ import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE, huge_page_bytes
 from unimem.buffers.sets import shapes
-from unimem.needs import Budget, Machine, Storage
+from unimem.planning.needs import Budget, Machine, Storage
 from unimem.system import limits, policy
 
 gguf = pytest.importorskip(

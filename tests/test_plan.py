@@ -12,7 +12,7 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from unimem._core.status import ledger
-from unimem.needs import PREFILL_BATCH, token_bytes
+from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)

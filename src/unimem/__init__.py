@@ -38,7 +38,7 @@ from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
-from unimem.plan import Plan, plan
+from unimem.planning.plan import Plan, plan
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Tensor, Weights, open_weights

@@ -31,7 +31,7 @@ from unimem.bench.suite import NotMeasured
 from unimem.buffers.dims import ModelDims
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
-from unimem.plan import Plan, plan
+from unimem.planning.plan import Plan, plan
 from unimem.system.limits import nodes
 from unimem.weights.opened import open_weights
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from unimem.plan import DEFAULT_CTX
+from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
 from unimem.weights.loading import Load

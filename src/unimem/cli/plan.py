@@ -22,8 +22,8 @@ from unimem.cli.options import (
     check_numa,
 )
 from unimem.cli.tables import Bar, fact_lines, fit, room, table_lines, wrap
-from unimem.plan import MOST_SESSIONS, Advice, Check, Plan
-from unimem.plan import plan as make_plan
+from unimem.planning.plan import MOST_SESSIONS, Advice, Check, Plan
+from unimem.planning.plan import plan as make_plan
 from unimem.system.placement import format_bytes
 
 __all__ = ["plan"]

@@ -18,7 +18,7 @@ from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
 from unimem.layout import Lifetimes
-from unimem.plan import DEFAULT_CTX
+from unimem.planning.plan import DEFAULT_CTX
 from unimem.system import gpu
 from unimem.system.placement import PlacementOptions, format_bytes
 from unimem.weights.opened import Weights, open_weights

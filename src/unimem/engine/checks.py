@@ -15,7 +15,7 @@ from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
-from unimem.plan import Plan, plan
+from unimem.planning.plan import Plan, plan
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
 

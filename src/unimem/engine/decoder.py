@@ -24,7 +24,7 @@ from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
-from unimem.needs import PREFILL_BATCH
+from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.arch import Model
-from unimem.needs import nodes_bound
+from unimem.planning.needs import nodes_bound
 from unimem.system import ggml
 
 __all__ = ["Arrays", "Graph", "Headers", "view"]

@@ -14,7 +14,7 @@ from unimem._core.gguf import tensor_type
 from unimem.system.placement import format_bytes
 
 if TYPE_CHECKING:
-    from unimem.plan import Check, Plan
+    from unimem.planning.plan import Check, Plan
 
 __all__ = ["Advice", "advise", "lacking", "saved_bytes"]
 

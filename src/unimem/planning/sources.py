@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.buffers.sets import shapes
-from unimem.needs import Budget, Mode, Need, Storage
+from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights.opened import Contents, Part, loading

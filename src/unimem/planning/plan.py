@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem.accounting.rows import Row, in_order, table
-from unimem.advice import Advice, advise, lacking
 from unimem.buffers.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
-from unimem.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
-from unimem.plan_sources import OfDims, OfFile, OfWeights, Source
+from unimem.planning.advice import Advice, advise, lacking
+from unimem.planning.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
+from unimem.planning.sources import OfDims, OfFile, OfWeights, Source
 from unimem.system import limits, policy
 from unimem.system.placement import Pages, PlacementOptions, format_bytes
 from unimem.system.policy import NumaPolicy, show_nodes

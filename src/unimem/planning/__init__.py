@@ -1,0 +1,1 @@
+"""Planning: what a model needs, before any of it is taken."""
