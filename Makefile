@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 BUILD := build
 # Sources whose change needs a new build; Python files are used in place.
-NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/bench/*.[ch]) \
-          $(wildcard src/unimem/_core/*.pyx src/unimem/_core/*.pxd) \
-          CMakeLists.txt src/unimem/_core/CMakeLists.txt pyproject.toml
+NATIVE := $(wildcard native/include/*.h native/src/*.[ch] bench/native/*.[ch]) \
+          $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
+          CMakeLists.txt cmake/bindings.cmake pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
-           $(wildcard native/bench/*.[ch] tests/shim/*.c) \
+           $(wildcard bench/native/*.[ch] tests/support/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
 .PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
@@ -47,9 +47,9 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint src/unimem/_core
+	$(BIN)/cython-lint src/unimem/_core src/unimem/kv
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
-	$(BIN)/python -m pytest -q tests/test_tidy.py
+	$(BIN)/python -m pytest -q tests/project/test_tidy.py
 
 format: $(VENV)/.checkers
 	$(BIN)/ruff check --fix .

@@ -41,7 +41,7 @@ def gives_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver over main memory in the place of device 0: tests/host_gpu.py."""
+    """A driver over main memory in the place of device 0: tests/support/host_gpu.py."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     import host_gpu
 
@@ -58,7 +58,7 @@ def cuda(host_gpu: Any) -> Any:
 
 @pytest.fixture(params=["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:
-    """Main memory, then a GPU's: tests/devices.py."""
+    """Main memory, then a GPU's: tests/support/devices.py."""
     import devices
 
     if request.param == "host":

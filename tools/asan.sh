@@ -55,10 +55,8 @@ ctypes.CDLL(None).__asan_init  # the runtime is there
 END
 
 echo "== Python tests"
-"${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/test_block*.py tests/test_tape.py \
-    tests/test_grid.py tests/test_kv*.py tests/test_paged*.py tests/test_scratchpad.py \
-    tests/test_conformance.py tests/test_snapshot.py tests/test_layout.py tests/test_gguf*.py \
-    tests/test_safetensors*.py tests/test_load.py tests/test_weights.py \
-    tests/test_weights_files.py tests/test_residency.py \
-    tests/test_ledger.py tests/test_content_hash.py tests/test_truncated.py tests/test_cuda_tape.py tests/test_cuda_grid.py \
-    tests/test_cuda_kv*.py tests/test_cuda_scratchpad.py "$@"
+"${sanitized[@]}" python -m pytest -q -p no:cacheprovider tests/_core tests/kv \
+    tests/weights/test_weights.py tests/weights/test_weights_files.py tests/weights/test_residency.py \
+    tests/weights/test_content_hash.py tests/planning/test_layout.py tests/cuda/test_conformance.py \
+    tests/cuda/test_cuda_tape.py tests/cuda/test_cuda_grid.py tests/cuda/test_cuda_kv.py \
+    tests/cuda/test_cuda_kv_moves.py tests/cuda/test_cuda_scratchpad.py "$@"

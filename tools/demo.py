@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 import unimem as um
 from unimem.accounting.rows import table
-from unimem.bench.suites.load import llama_start
 from unimem.system.placement import format_bytes, together
 from unimem.weights.staging.held import Held, drop, hold
+from unimem_bench.suites.load import llama_start
 
 __all__ = ["Facts", "demonstrate"]
 
@@ -255,5 +255,5 @@ def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     sys.exit(main())

@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "_core")]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for raw in FORMATS[arguments.format]():
         if len(raw) <= MAX_NBYTES:

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     python = [sys.executable, "-m"]
     tests = [*python, "pytest", "-q", "-o", "faulthandler_timeout=60"]
     tests += ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
-    host = [*sorted(ROOT.glob("tests/test_*cuda*.py"))]
-    host += [ROOT / f"tests/test_{name}.py" for name in ("gpu_driver", "bench_gpu")]
+    host = [ROOT / "tests/cuda"]
+    host += [ROOT / "tests/system/test_gpu_driver.py", ROOT / "tests/bench/test_bench_gpu.py"]
     begin = time.time()
     statuses = {TESTS: step(TESTS, [*tests, "tests/gpu"], environment, GPU_S)}
     if statuses[TESTS] != NOTHING_COLLECTED:
@@ -181,9 +181,9 @@ def bench(seconds: int) -> int:
     int
         0, 1 where a target was missed or a case failed, 124 where the time was not enough.
     """
-    from unimem.bench.markdown import record_lines
-    from unimem.bench.run import Interrupted, run
-    from unimem.bench.stats import verdicts
+    from unimem_bench.markdown import record_lines
+    from unimem_bench.run import Interrupted, run
+    from unimem_bench.stats import verdicts
 
     folder = ROOT / "build/gpu/bench"
     signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -3,7 +3,7 @@
 One command makes the file, from nothing but the grammar in `tiny_grammar.py`::
 
     pip install torch==2.13.0 numpy==2.4.6 gguf==0.19.0 sentencepiece==0.2.3
-    python tools/train_tiny.py --out src/unimem/models/tiny.gguf
+    python tools/train_tiny.py --out src/unimem/engine/models/tiny.gguf
 
 It takes about half an hour of one CPU core. Seeds and the number of threads are fixed, so that the
 same versions give the same file on the same kind of processor. What the run was and gave (settings,

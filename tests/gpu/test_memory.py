@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_buffers import check_buffers, random_dims
 
 import unimem as um
 from conformance import exit_status
 from gpu.machine import MIB, Counted, bridge, cuda, cupy, gpu, held, new_stream
-from test_buffers import check_buffers, random_dims
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

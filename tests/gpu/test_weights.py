@@ -74,7 +74,7 @@ def test_every_byte_arrives(weights: um.Weights, options: dict[str, int], counte
 
 
 def test_the_embedded_model_arrives() -> None:
-    model = Path(um.__file__).parent / "models/tiny.gguf"
+    model = Path(um.__file__).parent / "engine/models/tiny.gguf"
     with um.open_weights(model) as weights, cuda.Tape(weights.mapped_bytes) as tape:
         check(weights, weights.to_device(tape))
 

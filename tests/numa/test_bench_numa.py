@@ -9,11 +9,11 @@ import pytest
 
 import unimem as um
 from bench_cases import cases_of, check_case, run_case
-from unimem.bench import decoding
-from unimem.bench.record import CaseRecord
-from unimem.bench.suite import Case
-from unimem.bench.suites import numa
 from unimem.system.placement import together
+from unimem_bench import decoding
+from unimem_bench.record import CaseRecord
+from unimem_bench.suite import Case
+from unimem_bench.suites import numa
 
 HUGE_PAGE = 2 << 20
 N_NODES = 3  # of the machine in vm.py

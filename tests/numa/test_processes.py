@@ -20,6 +20,7 @@ from unimem.system.placement import Pages
 
 MB = 1 << 20
 TESTS = Path(__file__).parent.parent
+SUPPORT = TESTS / "support"
 
 
 def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None = None) -> Any:
@@ -27,7 +28,7 @@ def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None
     enter = f"echo $$ >{cgroup}/cgroup.procs && " if cgroup else ""
     ended = subprocess.run(
         ["sh", "-c", enter + 'exec "$@"', "sh", sys.executable, "-c", script, *arguments],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": f"{TESTS}:{SUPPORT}"},
         pass_fds=() if fd is None else (fd,),
         capture_output=True,
         text=True,
@@ -85,6 +86,7 @@ MAKE = """
 import json, sys, warnings
 import unimem as um
 from numa.books import node_bytes
+from unimem.system import limits
 
 def attempt(numa, strict):
     with warnings.catch_warnings(record=True) as warned:
@@ -96,7 +98,7 @@ def attempt(numa, strict):
         except um.PlacementError as error:
             return {"error": str(error)}
 
-allowed = {id: node.allowed for id, node in um.limits.nodes().items()}
+allowed = {id: node.allowed for id, node in limits.nodes().items()}
 found = [[attempt(numa, strict) for strict in (True, False)] for numa in sys.argv[1:]]
 print(json.dumps({"allowed": list(allowed.values()), "found": found}))
 """

@@ -13,7 +13,7 @@ import unimem as um
 from numa.books import node_bytes
 
 MB = 1 << 20
-TINY = Path(um.stage.__code__.co_filename).parent / "models" / "tiny.gguf"
+TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 
 
 @pytest.fixture

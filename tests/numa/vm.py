@@ -27,7 +27,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # where this is run as a program
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # where this is run as a program
 from apt_packages import UnavailableError, apt, install, update_lists
 
 CACHE = Path(__file__).parent.parent.parent / "build/numa"

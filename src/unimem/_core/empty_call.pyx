@@ -2,7 +2,7 @@
 
 
 cdef class EmptyCall:
-    """Has the cheapest method there is, which `unimem.bench` compares with."""
+    """Has the cheapest method there is, which `unimem_bench` compares with."""
 
     def call(self, size_t nbytes, size_t align):
         """Do nothing.

@@ -118,7 +118,7 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
     >>> import mmap
     >>> from importlib.resources import files
     >>> from unimem.system.process import read_process
-    >>> path = files("unimem") / "models" / "tiny.gguf"
+    >>> path = files("unimem") / "engine" / "models" / "tiny.gguf"
     >>> with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
     ...     found = [each for each in models(read_process()) if each.path == str(path)]
     >>> sorted({part.category for part in found[0].parts(found[0].areas[0])})

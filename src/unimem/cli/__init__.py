@@ -15,14 +15,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from unimem.cli import terminal
+from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     import typer
 
 __all__ = ["main"]
-
-# Usage errors end with 2 and interrupts with 130: typer does these.
-OK, FAILED, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130
 
 _INSTALL = "pip install 'unimem-llm[run]'"
 
@@ -111,10 +109,15 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _app() -> typer.Typer:
-    """Collect the commands. A new command is a new file and a line here."""
+    """Collect the commands. A new command is a new file and a line here.
+
+    Another package brings a command with an entry point of the group ``unimem.commands``, as
+    ``unimem_bench`` does.
+    """
+    from importlib.metadata import entry_points
+
     import typer
 
-    from unimem.cli.bench import bench
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
@@ -136,7 +139,8 @@ def _app() -> typer.Typer:
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)
-    app.command()(bench)
+    for command in entry_points(group="unimem.commands"):
+        app.command(command.name)(command.load())
     return app
 
 

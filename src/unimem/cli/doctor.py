@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from unimem.cli import terminal
-from unimem.system import doctor as look
+from unimem.system.doctor import doctor as look
 from unimem.system.machine_text import Style, render
 
 __all__ = ["doctor"]

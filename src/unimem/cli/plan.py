@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from unimem.cli import DOES_NOT_FIT, terminal
+from unimem.cli import terminal
+from unimem.cli.exits import DOES_NOT_FIT
 from unimem.cli.options import (
     AsJson,
     Ctx,

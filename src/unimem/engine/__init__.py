@@ -15,4 +15,4 @@ def embedded_model() -> Path:
     -------
     pathlib.Path
     """
-    return Path(__file__).parent.parent / "models" / "tiny.gguf"
+    return Path(__file__).parent / "models" / "tiny.gguf"

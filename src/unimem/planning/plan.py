@@ -20,9 +20,10 @@ from unimem.planning.sources import OfDims, OfFile, OfWeights, Source
 from unimem.system import limits, policy
 from unimem.system.placement import Pages, PlacementOptions, format_bytes
 from unimem.system.policy import NumaPolicy, show_nodes
+from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.loading import Load
-from unimem.weights.opened import Weights, loading
+from unimem.weights.opened import Weights
 
 __all__ = ["Advice", "Check", "Plan", "plan"]
 

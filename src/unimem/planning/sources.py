@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.buffers.sets import shapes
+from unimem.buffers import shapes
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
-from unimem.weights.opened import Contents, Part, loading
+from unimem.weights import loading
+from unimem.weights.opened import Contents, Part
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims

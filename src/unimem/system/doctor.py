@@ -1,7 +1,7 @@
 """What this machine gives to inference, and what to change so that it gives more.
 
-Limits come from `unimem.system.limits`, which is the only place that asks for them; here is what merely
-describes the machine, and the judgement of both (in `unimem.system.findings`).
+Limits come from `unimem.system.limits`, which is the only place that asks for them; here is what
+merely describes the machine, and the judgement of both (in `unimem.system.findings`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ _GRAMMAR = (
 )
 _NUMA = re.compile(r"(bind|preferred|interleave|weighted)(?::([0-9,-]+))?")
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_PACKAGE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 
 NumaMode = Literal["bind", "preferred", "interleave", "weighted"]

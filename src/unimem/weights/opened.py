@@ -170,7 +170,7 @@ class Tensor:
         return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
 
     def __dlpack__(self, **options: Any) -> Any:
-        from unimem.weights.opened import dlpack
+        from unimem.weights import dlpack
 
         return dlpack.export(self.as_array(), **options)
 
@@ -417,7 +417,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.opened import residency
+        from unimem.weights import residency
 
         self._opened()
         return residency.residency(self)
@@ -443,7 +443,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.opened import residency
+        from unimem.weights import residency
 
         self._opened()
         residency.warm(self, threads=threads, progress=progress)
@@ -470,7 +470,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.opened import residency
+        from unimem.weights import residency
 
         self._opened()
         residency.lock(self, how)
@@ -493,7 +493,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.opened import residency
+        from unimem.weights import residency
 
         self._opened()
         return residency.evict(self)

@@ -32,7 +32,7 @@ __all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
 
 SCHEMA = "unimem.stage/1"
 
-_HOLDER = os.path.join(os.path.dirname(__file__), "stage_holder.py")
+_HOLDER = os.path.join(os.path.dirname(__file__), "holder.py")
 _PATIENCE_SECONDS = 10
 # A second for one that is about to listen, and no more: it may be another user's that never does.
 _TRIES = 100

@@ -1,8 +1,8 @@
 """A small process that keeps a staged model: it has the descriptors, and sleeps.
 
-Run by `unimem.weights.staging.held` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It locks what the
-FDs are of, and says on READY, a socket, that it is ready, or why not. Where it is then told to keep
-it, it lives until SIGTERM. At the end it removes FOLDER, where that is a descriptor and not -1.
+Run by `held.py` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It locks what the FDs are
+of, and says on READY, a socket, that it is ready, or why not. Where it is then told to keep it, it
+lives until SIGTERM. At the end it removes FOLDER, where that is a descriptor and not -1.
 NOTE, the descriptor of what it keeps in words, is for those who look for it. Little is imported,
 so that little memory is kept.
 """

@@ -1,6 +1,6 @@
 """A child that mounts a tmpfs in a user namespace of its own, for a process that may not mount.
 
-Run by `unimem.weights.staging.places` as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It answers with
+Run by `places.py` as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It answers with
 the descriptor of the mount, or with an errno and the name of the call; then it waits to be told to
 seal.
 """

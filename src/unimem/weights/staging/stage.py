@@ -22,9 +22,9 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
+from unimem.weights import loading
 from unimem.weights.files import Model, ModelFile, Version, open_model, version_of
 from unimem.weights.loading import Progress
-from unimem.weights.opened import loading
 from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
@@ -209,7 +209,7 @@ def stage(
     Examples
     --------
     >>> import unimem as um
-    >>> model = os.path.dirname(um.__file__) + "/models/tiny.gguf"
+    >>> model = os.path.dirname(um.__file__) + "/engine/models/tiny.gguf"
     >>> with um.stage(model) as st, um.open_weights(st.path) as w:
     ...     len(w.tensors) > 0
     True

@@ -1,0 +1,123 @@
+"""`unimem bench --advise MODEL`: the options of `unimem run` that suit a model on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from unimem.cli import terminal
+from unimem.cli.tables import fact_lines, room, table_lines, wrap
+from unimem.system.placement import format_bytes
+from unimem_bench import texts
+from unimem_bench.advise import Advice, Factor, Variant, advise, count, flag
+from unimem_bench.stats import Ratio
+
+__all__ = ["show_advice"]
+
+
+def show_advice(model: Path, *, quick: bool, as_json: bool) -> None:
+    """Measure a model with the options that place its memory, and print what won.
+
+    Parameters
+    ----------
+    model : Path
+        A GGUF file that the engine runs.
+    quick : bool
+        Whether to take less time.
+    as_json : bool
+        Whether to print one JSON document instead.
+    """
+    found = advise(model, quick=quick, progress=_say)
+    text = found.to_json() if as_json else "\n".join(page(found))
+    terminal.show(text + "\n")
+
+
+def _say(line: str) -> None:
+    print(terminal.one_line(line), file=sys.stderr, flush=True)
+
+
+def page(advice: Advice) -> Iterator[str]:
+    """Write what was found, and last the line to copy."""
+    yield from fact_lines(_facts(advice).items())
+    yield ""
+    for factor in advice.factors:
+        if factor.variants:
+            yield from _table(factor)
+            yield ""
+    if advice.left_out:
+        yield terminal.heading("Not measured:")
+        for name, reason in advice.left_out.items():
+            yield from _item(f"{name}: {reason}")
+        yield ""
+    if advice.trade_offs:
+        yield terminal.heading("What it costs:")
+        for sentence in advice.trade_offs:
+            yield from _item(sentence)
+        yield ""
+    yield from _verdict(advice)
+
+
+def _facts(advice: Advice) -> dict[str, str]:
+    effort = advice.effort
+    return {
+        "model": advice.model,
+        "measured": f"{count(advice.threads, 'thread')}, a context of "
+        f"{count(advice.ctx, 'token')}, of which {effort.n_prompt:,} and more are filled; "
+        f"{count(effort.passes, 'process')} for each value, {count(effort.rounds, 'round')} of "
+        f"{count(effort.n_decode, 'token')} in each; {texts.duration(advice.seconds)} in all",
+        "shown": "tokens a second of decode and prefill; of decode how many times as fast that is "
+        "as with the defaults, with the interval in which a second run would lie",
+    }
+
+
+def _table(factor: Factor) -> Iterator[str]:
+    head = (flag(factor.name), "decode", "to the defaults", "prefill", "start", "memory")
+    rows = [_row(each, factor.name) for each in factor.variants]
+    yield from table_lines(head, rows, align="<>>>>>", spare=("memory", "prefill"))
+
+
+def _row(variant: Variant, name: str) -> tuple[str, ...]:
+    medians = variant.medians
+    return (
+        variant.options.get(name, variant.name),
+        f"{texts.number(medians['decode'])}/s",
+        _ratio(variant.ratios.get("decode")),
+        f"{texts.number(medians['prefill'])}/s",
+        texts.amount(medians["start"], "s"),
+        format_bytes(variant.nbytes),
+    )
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    value = texts.factor(ratio.value) if ratio.is_difference else "no difference"
+    return value + _interval(ratio)
+
+
+def _interval(ratio: Ratio) -> str:
+    return f" ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _verdict(advice: Advice) -> Iterator[str]:
+    """Say what to do, in a last line to copy."""
+    if advice.margin is None:
+        yield terminal.good(
+            "Nothing differs by more than noise: the defaults are as good as any here."
+        )
+        return
+    what = "decodes" if advice.by == "decode" else "starts"
+    yield terminal.good(
+        f"With these it {what} {texts.factor(advice.margin.value)} as fast as with the defaults"
+        f"{_interval(advice.margin)}:"
+    )
+    yield terminal.one_line(f"unimem run {shlex.quote(advice.model)} {' '.join(advice.flags)}")
+
+
+def _item(sentence: str) -> Iterator[str]:
+    start = "-  "
+    for line in wrap(terminal.one_line(sentence), room() - len(start)):
+        yield start + line
+        start = "   "

@@ -1,0 +1,205 @@
+"""What `unimem bench` does: it measures, writes and shows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import ENOTDIR
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+
+from unimem.cli import terminal
+from unimem.cli.exits import FAILED, INTERRUPTED
+from unimem.cli.tables import fit
+from unimem.system.atomic_file import NewFile, write_text
+from unimem_bench import markdown, page
+from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
+from unimem_bench.compare import compare
+from unimem_bench.record import Record
+from unimem_bench.run import Interrupted, Pass, run, schedule
+from unimem_bench.suites import load_suite
+from unimem_bench.texts import duration
+
+__all__ = [
+    "check_files",
+    "draw",
+    "keep",
+    "measure",
+    "show",
+    "show_cases",
+    "show_differences",
+]
+
+_INSTALL = "pip install 'unimem-llm[bench]'"
+
+# What a run does without, as it does without any peer.
+_USEFUL = ("gguf", "pyperf", "safetensors")
+
+
+def _schedule(names: Sequence[str], *, quick: bool, case: str) -> list[Pass]:
+    try:
+        return schedule(names, quick=quick, case=case)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def check_files(output: Path | None, plots: Path | None, page_file: Path | None) -> None:
+    """Refuse what cannot be written now, and not after everything was measured."""
+    if (plots or page_file) and find_spec("matplotlib") is None:
+        raise ImportError(f"plots need matplotlib, which comes with: {_INSTALL}")
+    for path in filter(None, (output, page_file)):
+        NewFile(os.fspath(path)).close()
+    if plots is not None:
+        _make_folder(plots)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(ENOTDIR, "expected a folder, and it is a file", path) from None
+
+
+@contextmanager
+def _folder(path: Path | None) -> Iterator[Path]:
+    """Give the folder for files: one that stays, or one that is deleted."""
+    if path is not None:
+        _make_folder(path)
+        yield path.absolute()
+        return
+    # On many systems /tmp is memory, and what is measured are files on disks.
+    has_disk = "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK)
+    parent = "/var/tmp" if has_disk else None
+    with tempfile.TemporaryDirectory(prefix="unimem-bench-", dir=parent) as name:
+        yield Path(name)
+
+
+# ---- measuring ----------------------------------------------------------------------------------
+
+
+def measure(
+    names: Sequence[str], *, quick: bool, case: str, folder: Path | None
+) -> tuple[Record, int]:
+    """Measure, and give the exit code with what was measured.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Suites.
+    quick, case
+        As in `unimem_bench.run.run`.
+    folder : Path or None
+        For files; None for one that is deleted in the end.
+
+    Raises
+    ------
+    typer.BadParameter
+        If no case is chosen.
+    """
+    passes = _schedule(names, quick=quick, case=case)
+    absent = [name for name in _USEFUL if find_spec(name) is None]
+    if absent:
+        _tell(f"unimem: {', '.join(absent)}: not installed, but would come with {_INSTALL}\n")
+    progress = _Progress(passes)
+    try:
+        with _folder(folder) as files:
+            record = run(names, quick=quick, folder=files, case=case, progress=progress.update)
+    except Interrupted as interrupt:
+        return interrupt.record, INTERRUPTED
+    finally:
+        progress.end()
+    return record, FAILED if any(each.is_error for each in record.cases()) else 0
+
+
+class _Progress:
+    """How far a run is: a line a pass, or on a terminal one line that changes.
+
+    It changes between the passes only: whatever runs beside them would take CPU time from them.
+    """
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+        self._begins: list[float] = []
+        self._is_terminal = sys.stderr is not None and terminal.is_terminal(sys.stderr)
+
+    def update(self, line: str) -> None:
+        """Show what begins."""
+        self._begins.append(time.monotonic())
+        elapsed = duration(self._begins[-1] - self._begins[0])
+        text = f"{line} ({len(self._begins)} of {len(self._passes)} passes), {elapsed} so far"
+        left = self._left()
+        text += f", about {duration(left)} to go" if left is not None else ""
+        if self._is_terminal:
+            _tell(f"\r\x1b[K{fit(text, shutil.get_terminal_size().columns - 1)}")
+        else:
+            _tell(f"{text}\n")
+
+    def _left(self) -> float | None:
+        """Guess the seconds to go, once each suite that is still to run has run before."""
+        n_done = len(self._begins) - 1
+        took: dict[str, float] = {}
+        for each, begin, end in zip(self._passes, self._begins, self._begins[1:], strict=False):
+            took[each.suite.name] = end - begin
+        to_go = [each.suite.name for each in self._passes[n_done:]]
+        return sum(took[name] for name in to_go) if took.keys() >= set(to_go) else None
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._is_terminal:
+            _tell("\r\x1b[K")
+
+
+def _tell(text: str) -> None:
+    """Write to standard error, if anybody reads it: a run does not end for that."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+# ---- what is written and shown ------------------------------------------------------------------
+
+
+def keep(record: Record, path: Path) -> None:
+    """Write a record."""
+    write_text(path, record.to_json() + "\n")
+
+
+def draw(record: Record, plots: Path | None, page_file: Path | None) -> None:
+    """Write the plots and the page that are asked for."""
+    if plots is not None:
+        from unimem_bench.plots import save
+
+        save(record, plots)
+    if page_file is not None:
+        page.write(record, page_file)
+
+
+def show(record: Record, *, as_json: bool, as_markdown: bool) -> None:
+    """Show a record."""
+    if as_json:
+        terminal.show(record.to_json() + "\n")
+        return
+    lines = markdown.record_lines(record) if as_markdown else record_lines(record)
+    terminal.show("".join(f"{line}\n" for line in lines))
+
+
+def show_differences(a: Path, b: Path, *, as_markdown: bool) -> None:
+    """Show how two records differ."""
+    found = compare(Record.read(a), Record.read(b))
+    lines = markdown.difference_lines(found) if as_markdown else difference_lines(found)
+    terminal.show("".join(f"{line}\n" for line in lines))
+
+
+def show_cases(names: Sequence[str], *, quick: bool, case: str) -> None:
+    """Show what suites ask, and what is claimed."""
+    _schedule(names, quick=quick, case=case)  # what names nothing is refused
+    lines = suite_lines(map(load_suite, names), quick=quick, case=case)
+    terminal.show("".join(f"{line}\n" for line in lines))

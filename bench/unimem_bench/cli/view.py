@@ -1,0 +1,125 @@
+"""Records of `unimem bench` as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from unimem.cli import terminal
+from unimem.cli.tables import fact_lines, room, table_lines, wrap
+from unimem_bench.compare import (
+    ENOUGH,
+    Differences,
+    change_table,
+    pair_table,
+    suite_table,
+    summary,
+)
+from unimem_bench.record import CaseRecord, Record
+from unimem_bench.suite import Suite
+from unimem_bench.tables import Row, Table, Tone, case_table, machine_facts, suite_title, targets
+from unimem_bench.texts import claim
+
+__all__ = ["difference_lines", "record_lines", "suite_lines"]
+
+_STYLES: dict[Tone, Callable[[str], str]] = {
+    "plain": str,
+    "subject": terminal.heading,
+    "bad": terminal.bad,
+    "missing": terminal.dim,
+}
+
+
+def record_lines(record: Record) -> Iterator[str]:
+    """Write all that a record says, the table of all targets last."""
+    yield from fact_lines(machine_facts(record))
+    for suite in record.suites:
+        yield from ["", *_wrapped(f"{suite.name}: {suite_title(suite)}", terminal.heading)]
+        for case in suite.cases:
+            yield ""
+            yield from _case(case)
+    yield ""
+    yield from _targets(record)
+
+
+def _case(case: CaseRecord) -> Iterator[str]:
+    made = case_table(case)
+    yield from _wrapped(f"{made.name}: {made.question}", terminal.tint)
+    if made.problem is not None:
+        text = f"{'failed' if made.is_error else 'not measured'}: {made.problem}"
+        yield from _wrapped(text, terminal.bad if made.is_error else str)
+    if made.table is not None:
+        yield from _table(made.table)
+    for note in made.notes:
+        yield from _wrapped(note, terminal.dim)
+
+
+def _targets(record: Record) -> Iterator[str]:
+    made = targets(record)
+    yield terminal.heading("All targets")
+    if made.table.rows:
+        # Side by side, case and claim leave room for nothing else.
+        rows = [
+            Row((issue, f"{case}: {text}", *rest), tone)
+            for (issue, case, text, *rest), tone in made.table.rows
+        ]
+        issue, _, *heads = made.table.head
+        yield from _table(Table((issue, *heads), tuple(rows), "><<<"))
+    for note in made.notes:
+        yield from _wrapped(note, terminal.dim)
+    yield (terminal.good if made.is_good else terminal.bad)(f"{made.summary}.")
+
+
+def difference_lines(differences: Differences) -> Iterator[str]:
+    """Write what differs in two records, how much of each suite agrees, and of all of it last."""
+    for text in differences.warnings:
+        yield from _wrapped(f"warning: {text}", terminal.bad)
+    for name, cases in (("A", differences.only_a), ("B", differences.only_b)):
+        if cases:
+            yield from _wrapped(f"only in {name}: {', '.join(cases)}")
+    differing = differences._replace(
+        pairs=[each for each in differences.pairs if not each.agrees],
+        changes=[each for each in differences.changes if not each.agrees],
+    )
+    if differing.changes:
+        yield terminal.heading("Medians of unimem that lie outside the other's 5 to 95 %")
+        yield from [*_table(_joined(change_table(differing), 5)), ""]
+    if differing.pairs:
+        yield terminal.heading("How many times as fast unimem is, where that differs, most first")
+        yield from [*_table(_joined(pair_table(differing), 4)), ""]
+    if differences.pairs or differences.changes:
+        yield from [*_table(suite_table(differences)), ""]
+    style = terminal.good if differences.share >= ENOUGH else terminal.bad
+    yield from _wrapped(f"{summary(differences)}.", style)
+
+
+def _joined(table: Table, n_columns: int) -> Table:
+    """Keep the first columns, the first two as one: side by side they leave room for nothing."""
+    rows = [
+        Row((": ".join(row.cells[:2]), *row.cells[2:n_columns]), row.tone) for row in table.rows
+    ]
+    head = (": ".join(table.head[:2]), *table.head[2:n_columns])
+    return Table(head, tuple(rows), table.align[1:n_columns])
+
+
+def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[str]:
+    """Write what suites ask, and what is claimed."""
+    for suite in suites:
+        chosen = suite.chosen(quick=quick, case=case)
+        if not chosen:
+            continue
+        yield from _wrapped(f"{suite.name}: {suite.question}", terminal.heading)
+        rows = []
+        for each in chosen:
+            claims = "; ".join(claim(each.empty(), target) for target in each.targets)
+            rows.append(Row((each.name, each.question, f"{claims}." if claims else "-")))
+        yield from [*_table(Table(("case", "question", "claims"), tuple(rows), "<<<")), ""]
+
+
+def _table(table: Table) -> Iterator[str]:
+    cells, tones = zip(*table.rows, strict=True)
+    styles = [_STYLES[tone] for tone in tones]
+    yield from table_lines(table.head, cells, align=table.align, styles=styles, wraps=True)
+
+
+def _wrapped(text: str, style: Callable[[str], str] = str) -> Iterator[str]:
+    yield from map(style, wrap(terminal.one_line(text), room()))

@@ -1,0 +1,318 @@
+"""Decoders to measure, unimem's and llama.cpp's, each in a process of its own.
+
+Both libraries bring a copy of ggml that they load for the whole process, so they cannot share one;
+and where memory comes to lie is another in each process. One that waits sleeps.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.system.placement import Pages
+from unimem.weights.loading import Load
+
+__all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", "peer_python"]
+
+Kind = Literal["unimem", "llama.cpp", "llama.cpp-mapped"]
+
+PEER = Path("build/peer/bin/python")
+MIN_IDLE_S, MAX_IDLE_SHARE = 0.1, 0.02
+_END_S = 10.0  # what a process has to end when it is told to
+_TAIL_LINES = 3  # of what one that died has said
+
+
+class SideError(RuntimeError):
+    """The process of a decoder has died, or says that it cannot do what was asked."""
+
+
+class NoPeer(Exception):  # noqa: N818 - it is an answer
+    """There is no llama.cpp to compare with; the text says what to do."""
+
+
+def peer_python() -> str:
+    """Return the Python that has llama-cpp-python.
+
+    ``UNIMEM_PEER_PYTHON`` names it; without that it is build/peer/bin/python under the current
+    folder, as ``make bench-peer`` leaves it.
+
+    Raises
+    ------
+    NoPeer
+        If it is not there.
+    """
+    named = os.environ.get("UNIMEM_PEER_PYTHON")
+    path = Path(named or PEER)
+    if not path.exists():
+        where = f"UNIMEM_PEER_PYTHON names {path}" if named else f"{path}"
+        raise NoPeer(
+            f"{where}, which is not there: build llama-cpp-python from source with 'make "
+            "bench-peer', or name a Python that has it with UNIMEM_PEER_PYTHON"
+        )
+    return str(path.absolute())  # which may be a link of a virtual environment
+
+
+def different_builds(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Say how two copies of ggml differ, whose speeds say nothing then; None where they do not.
+
+    Parameters
+    ----------
+    ours, theirs : mapping
+        The `facts` of the processes.
+    """
+    a, b = ours["features"], theirs["features"]
+    different = [
+        f"{name} {a.get(name, '0')} in unimem's and {b.get(name, '0')} in its"
+        for name in sorted({*a, *b})
+        if a.get(name, "0") != b.get(name, "0")
+    ]
+    if not different:
+        return None
+    return (
+        f"its ggml is built for another CPU than unimem's: {', '.join(different)}. Build it on "
+        "this machine with 'make bench-peer'"
+    )
+
+
+class DecoderProcess:
+    """A decoder in a process of its own, which has one conversation.
+
+    It computes on the CPUs that this process may use at that moment, its threads bound to cores.
+    It ends with `close`, or with this process.
+
+    Parameters
+    ----------
+    model : path-like
+        A GGUF file.
+    threads : int
+        That compute.
+    ctx : int
+        Tokens of context.
+    kind : {"unimem", "llama.cpp", "llama.cpp-mapped"}
+        Which decoder. ``llama.cpp`` has its defaults, and copies weights into another order where
+        it has kernels for that; ``llama.cpp-mapped`` has that switched off, and computes with the
+        weights as they lie in the mapped file.
+    python : str, optional
+        The interpreter; by default this one, for llama.cpp the one of `peer_python`.
+    pages, numa, load, kv_dtype, window
+        As options of ``unimem run``; not for llama.cpp.
+
+    Raises
+    ------
+    SideError
+        The decoder cannot be started.
+    NoPeer
+        There is no Python for llama.cpp.
+
+    Attributes
+    ----------
+    kind : str
+        As given.
+    pid : int
+        Of the process.
+    facts : dict
+        ``start_s``: seconds from the path to a decoder that is ready; ``ggml`` and ``features``:
+        its version and what it was compiled for; ``peak_rss_bytes``, ``anonymous_bytes``: of the
+        process, once it was ready. For unimem also ``load``, ``granted``: for "weights", "kv" and
+        "scratch" the fields of a `unimem.Placement`, nodes as strings, and ``warnings``.
+
+    Examples
+    --------
+    >>> from unimem.engine import embedded_model
+    >>> with DecoderProcess(embedded_model(), threads=1, ctx=64) as decoder:
+    ...     speeds = decoder.prefill([1, 5, 9]), decoder.decode(4)
+    ...     decoder.facts["granted"]["kv"]["resident_bytes"] > 0
+    True
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        threads: int,
+        ctx: int,
+        kind: Kind = "unimem",
+        python: str | None = None,
+        pages: Pages = "auto",
+        numa: str | None = None,
+        load: Load = "auto",
+        kv_dtype: str = "f16",
+        window: int | None = None,
+    ) -> None:
+        self.kind = kind
+        self._ctx = ctx
+        self._prompt: list[int] = []
+        self._length = 0
+        self._idle_s = self._idle_cpu_s = 0.0
+        options: dict[str, Any] = {"model": os.fspath(model), "ctx": ctx, "threads": threads}
+        if kind == "unimem":
+            options |= {"pages": pages, "numa": numa, "load": load}
+            options |= {"kv_dtype": kv_dtype, "window": window}
+            command = [python or sys.executable, "-m", "unimem_bench.unimem_side"]
+        else:
+            options["repack"] = kind == "llama.cpp"
+            script = Path(__file__).with_name("llama_cpp_side.py")
+            command = [python or peer_python(), str(script)]
+        # Two threads that may run anywhere may run on one core.
+        bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": str(threads)}
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        try:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=os.environ | bound,
+                text=True,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise SideError(f"the {kind} side cannot be started: {error}") from error
+        self.pid = self._process.pid
+        try:
+            self.facts = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def prefill(self, tokens: list[int]) -> float:
+        """Start anew with a prompt.
+
+        Returns
+        -------
+        float
+            Tokens a second.
+        """
+        self._prompt = list(tokens)
+        self._length = len(tokens)
+        return len(tokens) / float(self._ask("prefill", tokens=self._prompt)["seconds"])
+
+    def decode(self, n: int) -> float:
+        """Make the next `n` tokens, always the likeliest one.
+
+        Where the context has no room for them the conversation starts anew with the prompt that it
+        began with, outside of the measured time.
+
+        Returns
+        -------
+        float
+            Tokens a second.
+        """
+        return n / float(self._decode(n)["seconds"])
+
+    def around(self, n: int) -> float:
+        """Make the next `n` tokens as `decode` does; unimem's only.
+
+        Returns
+        -------
+        float
+            The share of their time that was not within ggml's compute call.
+        """
+        answer = self._decode(n)
+        return 1 - float(answer["compute_s"]) / float(answer["seconds"])
+
+    def greedy(self, tokens: list[int], n: int) -> tuple[NDArray[np.float32], list[int]]:
+        """Start anew with a prompt, and make `n` tokens.
+
+        Returns
+        -------
+        logits : ndarray of float32
+            After the prompt.
+        tokens : list of int
+            The likeliest token after the prompt, the one after that, ...
+        """
+        self._prompt = list(tokens)
+        self._length = len(tokens) + n
+        answer = self._ask("greedy", tokens=self._prompt, n=n)
+        return np.frombuffer(base64.b64decode(answer["logits"]), np.float32), answer["tokens"]
+
+    def require_idle(self) -> None:
+        """Check that it has slept while it waited.
+
+        Raises
+        ------
+        SideError
+            It took CPU time from the others, whose figures are worth nothing then.
+        """
+        if self._idle_s < MIN_IDLE_S:
+            return  # of next to nothing, reading a request is much
+        share = self._idle_cpu_s / self._idle_s
+        if share > MAX_IDLE_SHARE:
+            raise SideError(f"the {self.kind} side used {share:.0%} of a CPU while it waited")
+
+    def _decode(self, n: int) -> dict[str, Any]:
+        if self._length + n > self._ctx:
+            self.prefill(self._prompt)
+        self._length += n
+        return self._ask("decode", n=n)
+
+    def _ask(self, do: str, **details: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the epitaph says why
+            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SideError(self._epitaph(self._process.wait()))
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise SideError(f"the {self.kind} side: {answer['error']}")
+        self._idle_s += answer.pop("wait_s")
+        self._idle_cpu_s += answer.pop("wait_cpu_s")
+        return answer
+
+    def _epitaph(self, status: int) -> str:
+        text = f"the {self.kind} side died with status {status}"
+        if status < 0:
+            text = f"the {self.kind} side was ended by {signal.Signals(-status).name}"
+        if status == -signal.SIGILL:
+            text += (
+                ", an illegal instruction: its ggml is built for another CPU, or this one has AMX, "
+                "for which some versions of GCC compile it wrongly, and need CXXFLAGS='-fno-dse "
+                "-fno-tree-dse'"
+            )
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        tail = " / ".join([line for line in map(str.strip, lines) if line][-_TAIL_LINES:])
+        return f"{text}: {tail}" if tail else text
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,81 @@
+"""What the suites that decode share: the prompt, the models, and how fast memory would allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import unimem as um
+from unimem_bench import models, plain
+from unimem_bench.rounds import Side
+from unimem_bench.states import available_bytes
+from unimem_bench.suite import Measure, NotMeasured
+
+__all__ = [
+    "N_CTX",
+    "N_DECODE",
+    "PROMPT",
+    "QUICK_SHAPE",
+    "READ_BANDWIDTH",
+    "SHAPE",
+    "model",
+    "reading",
+    "require_room",
+]
+
+N_CTX = 512
+N_DECODE = 8  # tokens in one measurement
+# Any tokens do, as long as all sides have the same; the first one begins a text.
+PROMPT = [1, *np.random.default_rng(7).integers(3, 259, 127).tolist()]
+# TinyLlama, and one that no cache holds either, and that is there in a second.
+SHAPE, QUICK_SHAPE = "1.1b", "110m"
+READ_BANDWIDTH = "read bandwidth"
+ROOM_BYTES = 1 << 30  # for what is not weights, and for the machine
+
+
+def model(measure: Measure, kind: models.Kind) -> Path:
+    """Return the model of a case, and keep what it is."""
+    shape = QUICK_SHAPE if measure.quick else SHAPE
+    path = models.write_model(measure.folder, shape, kind)
+    measure.fact("model", path.stem)
+    measure.fact("file_bytes", path.stat().st_size)
+    return path
+
+
+def require_room(n_copies: float, path: Path) -> None:
+    """Check that there is memory for so many copies of a model, and something beside.
+
+    Raises
+    ------
+    NotMeasured
+        If there is not.
+    """
+    nbytes = int(n_copies * path.stat().st_size) + ROOM_BYTES
+    if nbytes > (room := available_bytes()):
+        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} GB are free")
+
+
+def reading(weights: um.Weights, cpus: Sequence[int]) -> Side:
+    """Return a side that reads what each token has to be multiplied with, and nothing else.
+
+    Its figure is the tokens a second if that were all: C reads the weights where they lie, word by
+    word, with a pinned thread on each of `cpus`. Of an embedding that is not the output as well a
+    token reads one row, which is not counted.
+    """
+    tied = "output.weight" not in weights.tensors
+    ranges = [
+        (tensor.address, tensor.nbytes // 8 * 8)
+        for name, tensor in weights.tensors.items()
+        if tied or name != "token_embd.weight"
+    ]
+    _, first = plain.scan(ranges, cpus)
+
+    def side() -> float:
+        seconds, total = plain.scan(ranges, cpus)
+        if total != first:
+            raise AssertionError("the weights have changed while they were read")
+        return 1 / seconds
+
+    return side

@@ -1,0 +1,286 @@
+"""Model files to measure with: the shapes of real models, and random bits for weights.
+
+How fast a model is loaded and computed does not depend on what its weights are, so a file is made
+in seconds where quantizing a billion values takes minutes. What decides is exact: shapes, types,
+the tokenizer. Such a model says nothing in any language.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem_bench.files import made_once
+from unimem_bench.suite import NotMeasured
+
+__all__ = ["KINDS", "SHAPES", "Kind", "Shape", "add_metadata", "add_tokenizer", "write_model"]
+
+Kind = Literal["f16", "q8_0", "q4_k_m"]
+
+# The numbers of llama.cpp's llama_ftype.
+KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_k_m": 15}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a model.
+
+    Attributes
+    ----------
+    hidden, inner : int
+        Width of the residual stream, and of the feed-forward.
+    layers, heads, kv_heads, vocab, ctx : int
+        How many.
+    head_dim : int or None
+        By default `hidden` divided among the heads.
+    tied : bool
+        Whether the output is the embedding's matrix.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    ctx: int
+    head_dim: int | None = None
+    tied: bool = False
+
+    @property
+    def head(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+
+# Rows of all shapes are multiples of 256, which the types of `q4_k_m` want.
+SHAPES: dict[str, Shape] = {
+    "15m": Shape(256, layers=6, heads=4, kv_heads=4, inner=768, vocab=32000, ctx=1024, tied=True),
+    "110m": Shape(
+        768, layers=12, heads=12, kv_heads=12, inner=2048, vocab=32000, ctx=1024, tied=True
+    ),
+    # TinyLlama.
+    "1.1b": Shape(2048, layers=22, heads=32, kv_heads=4, inner=5632, vocab=32000, ctx=2048),
+    # A small model with the KV cache of Llama 2 7B: 512 KiB a token in f16.
+    "wide": Shape(
+        256, layers=32, heads=32, kv_heads=32, inner=256, vocab=1024, ctx=2056, head_dim=128
+    ),
+}
+
+
+def write_model(folder: Path, shape: str, kind: Kind) -> Path:
+    """Write a model of architecture ``llama``, unless the folder has it.
+
+    The file appears whole or not at all, and has the same bytes wherever it is written.
+
+    Parameters
+    ----------
+    folder : Path
+        Where to, under a name that says what it is. It is made if it is not there.
+    shape : str
+        One of `SHAPES`.
+    kind : {"f16", "q8_0", "q4_k_m"}
+        The types of the matrices; ``q4_k_m`` is the mixture that llama.cpp's quantizer makes.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ValueError
+        If there is no such shape or kind.
+    NotMeasured
+        If the package gguf is not installed, or the folder's disk has no room.
+    OSError
+        If it cannot be written.
+    """
+    for what, known in ((shape, SHAPES), (kind, KINDS)):
+        if what not in known:
+            raise ValueError(f"no model {what!r}: expected one of {', '.join(map(repr, known))}")
+
+    def write(unfinished: Path) -> None:
+        gguf = _gguf()
+        tensors = list(_tensors(gguf, SHAPES[shape], kind))
+        _require_room(folder, sum(tensor.nbytes for tensor in tensors))
+        writer = gguf.GGUFWriter(unfinished, "llama")
+        add_metadata(writer, SHAPES[shape])
+        writer.add_file_type(KINDS[kind])
+        add_tokenizer(writer, SHAPES[shape].vocab)
+        for tensor in tensors:
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, tensor.type
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        bits = np.random.PCG64(0)
+        for tensor in tensors:
+            writer.write_tensor_data(_content(bits, tensor))
+        writer.close()
+
+    return made_once(folder / f"random-{shape}-{kind}.gguf", write)
+
+
+def add_metadata(writer: Any, shape: Shape, other: Mapping[str, Any] | None = None) -> None:
+    """Add what a model of this shape says of itself to a ``GGUFWriter``.
+
+    `other` has more keys, without the prefix of the architecture, or replaces some.
+    """
+    keys: dict[str, Any] = {
+        "context_length": shape.ctx,
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.inner,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": shape.head,
+        "rope.freq_base": 10000.0,
+        "vocab_size": shape.vocab,
+    }
+    if shape.head_dim:
+        keys |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    add = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+    }
+    for name, value in (keys | dict(other or {})).items():
+        add[type(value)](f"{writer.arch}.{name}", value)
+
+
+def add_tokenizer(writer: Any, vocab: int, eos: int = 2) -> None:
+    """Add a SentencePiece tokenizer of `vocab` tokens: the bytes, then tokens without meaning."""
+    tokens = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{i:02X}>".encode() for i in range(256)]
+    types = [2, 3, 3] + [6] * 256
+    tokens += [f"t{i}".encode() for i in range(len(tokens), vocab)]
+    types += [1] * (vocab - len(types))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(vocab)])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(eos)
+    writer.add_unk_token_id(0)
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file: shape in NumPy's order, a number of GGML's types, its deviation."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Any
+    nbytes: int
+    std: float
+
+
+def _gguf() -> ModuleType:
+    try:
+        return import_module("gguf")
+    except ImportError:
+        raise NotMeasured(
+            "wants the package gguf to write its model, which is not installed: pip install gguf"
+        ) from None
+
+
+def _require_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise NotMeasured(
+            f"wants {nbytes / 1e9:.1f} GB for a model in {folder}, {free / 1e9:.1f} GB are free"
+        )
+
+
+def _tensors(gguf: ModuleType, shape: Shape, kind: Kind) -> Iterator[_Tensor]:
+    """Give the tensors of a model in the order of the file."""
+    types = gguf.GGMLQuantizationType
+    plain = {"f16": types.F16, "q8_0": types.Q8_0, "q4_k_m": types.Q4_K}[kind]
+
+    def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _Tensor:
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
+        nbytes = int(np.prod(dims)) // block_values * block_bytes
+        return _Tensor(f"{name}.weight", dims, number, nbytes, std)
+
+    def matrix(name: str, n_out: int, n_in: int, std: float, *, more: bool = False) -> _Tensor:
+        number = types.Q6_K if more and kind == "q4_k_m" else plain
+        return tensor(name, (n_out, n_in), number, std)
+
+    def norm(name: str) -> _Tensor:
+        return tensor(name, (shape.hidden,), types.F32, 0.1)
+
+    hidden, std = shape.hidden, shape.hidden**-0.5
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    # As the output, too, an embedding is small beside what the blocks add: the likeliest token is
+    # another one than the last.
+    embedding_std = std if shape.tied else 1.0
+    yield matrix("token_embd", shape.vocab, hidden, embedding_std, more=shape.tied)
+    for i in range(shape.layers):
+        more = _has_more_bits(i, shape.layers)
+        yield norm(f"blk.{i}.attn_norm")
+        yield matrix(f"blk.{i}.attn_q", q, hidden, 1.5 * std)
+        yield matrix(f"blk.{i}.attn_k", kv, hidden, 1.5 * std)
+        yield matrix(f"blk.{i}.attn_v", kv, hidden, std, more=more)
+        # A block adds little to the residual stream: what rounding differs by between two builds
+        # of ggml would grow from layer to layer otherwise.
+        yield matrix(f"blk.{i}.attn_output", hidden, q, 0.3 * q**-0.5)
+        yield norm(f"blk.{i}.ffn_norm")
+        yield matrix(f"blk.{i}.ffn_gate", shape.inner, hidden, std)
+        yield matrix(f"blk.{i}.ffn_up", shape.inner, hidden, std)
+        yield matrix(f"blk.{i}.ffn_down", hidden, shape.inner, 0.3 * shape.inner**-0.5, more=more)
+    yield norm("output_norm")
+    if not shape.tied:
+        yield matrix("output", shape.vocab, hidden, 3 * std, more=True)
+
+
+def _has_more_bits(layer: int, n_layers: int) -> bool:
+    """Tell where Q4_K_M has Q6_K for attn_v and ffn_down, about every other layer.
+
+    As `use_more_bits` in llama.cpp's ``src/llama-quant.cpp``, which also gives Q6_K to the output,
+    or to the embedding where that is the output, and Q4_K to all other matrices.
+    """
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+
+
+# Of a block: its bytes, and for each of its float16 where that begins and what it is, as a multiple
+# of the deviation that the values shall have. All else may be any bits. Values are, with x for a
+# quant and s for a scale of some bits: Q8_0 d * x; Q4_K d * s * x - dmin * s, where dmin makes the
+# mean 0; Q6_K d * s * (x - 32).
+_BLOCKS = {
+    "Q8_0": (34, {0: 1 / 73.9}),
+    "Q4_K": (144, {0: 1 / 258, 2: 7.5 / 258}),
+    "Q6_K": (210, {208: 1 / 1368}),
+}
+
+
+def _content(bits: np.random.PCG64, tensor: _Tensor) -> NDArray[Any]:
+    """Return what lies in the file for a tensor."""
+    if tensor.type.name == "F32":
+        generator = np.random.Generator(bits)
+        values = 1 + tensor.std * generator.standard_normal(tensor.shape, dtype=np.float32)
+        return values.astype(np.float32)
+    raw = bits.random_raw(-(-tensor.nbytes // 8)).view(np.uint8)[: tensor.nbytes]
+    if tensor.type.name == "F16":
+        # Any sign and mantissa under one exponent: values of deviation 1.53 times its power.
+        exponent = round(np.log2(tensor.std / 1.53)) + 15
+        words = raw.view(np.uint16)
+        words &= 0x83FF
+        words |= np.uint16(exponent << 10)
+        return raw
+    block_bytes, scales = _BLOCKS[tensor.type.name]
+    blocks = raw.reshape(-1, block_bytes)
+    for offset, scale in scales.items():
+        value = np.float16(scale * tensor.std)
+        blocks[:, offset : offset + 2] = np.frombuffer(value.tobytes(), np.uint8)
+    return raw

@@ -1,0 +1,295 @@
+"""What a run has measured, as it was measured: figures, and what they cannot be read without.
+
+A record holds no medians and no verdicts; `unimem_bench.stats` makes these, of a new record as of
+an old one. As JSON it is ``unimem.bench/1`` (docs/schemas/bench-1.json).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "BEST",
+    "CaseRecord",
+    "Record",
+    "Role",
+    "SideRecord",
+    "SuiteRecord",
+    "Target",
+    "case_from_dict",
+]
+
+SCHEMA = "unimem.bench/1"
+
+# As the other side of a target: the fastest of the peers.
+BEST = "the best peer"
+
+Role = Literal["unimem", "peer", "limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A claim about a case; `unimem_bench.suite` has a function for each kind.
+
+    Attributes
+    ----------
+    kind : {"speed", "cost", "figure", "exponent"}
+        What is claimed: how many times as fast `side` is as `other`, how many times as much it
+        costs, the figure of `side` itself, or the exponent of its growth.
+    side : str
+        A side of the case.
+    other : str or None
+        The side that it is compared with; `BEST` stands for the fastest peer.
+    at_least : bool
+        Whether the limit is a lower one.
+    limit : float
+        What the median must keep.
+    issue : int
+        The issue of unimem that asks for it.
+    """
+
+    kind: Literal["speed", "cost", "figure", "exponent"]
+    side: str
+    other: str | None
+    at_least: bool
+    limit: float
+    issue: int
+
+
+@dataclass(frozen=True, slots=True)
+class SideRecord:
+    """The figures of one side, or in a case of scaling, of one side at one size.
+
+    Attributes
+    ----------
+    name : str
+        As tables and plots show it.
+    role : {"unimem", "peer", "limit"}
+        unimem's own way, what one would use instead, or what the machine can do at best.
+    passes : list of list of float
+        For each pass, which is a process of its own, the figure of each round, in the unit of the
+        case. Round i of a pass is the same round for all sides of the case. Empty where a pass has
+        not measured it.
+    at : float or None
+        In a case of scaling the size, number of threads or whatever else is on the x axis.
+    """
+
+    name: str
+    role: Role
+    passes: list[list[float]]
+    at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRecord:
+    """What one case has measured.
+
+    Attributes
+    ----------
+    suite, name : str
+        The case is ``suite/name``.
+    question : str
+        What it answers, in a sentence.
+    unit : str
+        Of the figures. Of one that ends in ``/s`` more is better, of all others less.
+    x : str or None
+        In a case of scaling what `SideRecord.at` is, with its unit, as an axis is labelled.
+    sides : list of SideRecord
+        The first one of role "unimem" is what the others are compared with.
+    targets : list of Target
+        What is claimed, also where it could not be measured.
+    rounds_dropped : int
+        Rounds that were thrown away, since something else took CPU time from them.
+    rounds_disturbed : int
+        Rounds that are among the figures nevertheless, for want of quieter ones.
+    left_out : dict of str to str
+        Peers that were not measured, and why.
+    facts : dict
+        What the figures cannot be read without.
+    failed : str or None
+        Why nothing was measured, or not in all passes: what the machine lacks, or the error.
+    is_error : bool
+        Whether that is an error.
+    """
+
+    suite: str
+    name: str
+    question: str
+    unit: str
+    x: str | None = None
+    sides: list[SideRecord] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    rounds_dropped: int = 0
+    rounds_disturbed: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failed: str | None = None
+    is_error: bool = False
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the figures are speeds."""
+        return self.unit.endswith("/s")
+
+    def side(self, name: str, at: float | None = None) -> SideRecord | None:
+        """Find a side, in a case of scaling at one size."""
+        return next((side for side in self.sides if (side.name, side.at) == (name, at)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteRecord:
+    """What one suite has measured.
+
+    Attributes
+    ----------
+    name : str
+        As on the command line.
+    question : str
+        What its cases are about, in a sentence.
+    n_passes : int
+        Processes that measured it, one after the other.
+    seconds : float
+        What all of them took.
+    cases : list of CaseRecord
+        In the order in which the suite declares them.
+    conditions : list of dict
+        Of each pass what pyperf says of the machine in that moment, as CPU frequencies and load.
+    """
+
+    name: str
+    question: str
+    n_passes: int
+    seconds: float
+    cases: list[CaseRecord]
+    conditions: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run of `unimem bench`.
+
+    Attributes
+    ----------
+    when : str
+        Its begin, in UTC.
+    quick : bool
+        Whether it was one of ``--quick``, with smaller sizes and fewer rounds.
+    seconds : float
+        What it took.
+    machine : dict
+        As `unimem.doctor` has it.
+    versions : dict of str to str
+        Of unimem, Python, and all packages that were measured.
+    suites : list of SuiteRecord
+        In the order in which they ran.
+    """
+
+    when: str
+    quick: bool
+    seconds: float
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    suites: list[SuiteRecord]
+
+    def cases(self) -> Iterator[CaseRecord]:
+        """Give the cases of all suites."""
+        for suite in self.suites:
+            yield from suite.cases
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `to_json` writes."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_json(self) -> str:
+        """Return it as a JSON document, with the figures of a pass in a line."""
+        text = json.dumps(self.to_dict(), indent=1)
+        # A string has no line break of its own in JSON: what has one is a list.
+        return re.sub(r"\[\n[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Record:
+        """Make a record of what `to_dict` gave.
+
+        Raises
+        ------
+        ValueError
+            If it is not a document of this schema.
+        """
+        found = document.get("schema") if isinstance(document, Mapping) else None
+        if found != SCHEMA:
+            raise ValueError(
+                f"not a record of `unimem bench`: expected the schema {SCHEMA!r}, found {found!r}"
+            )
+        try:
+            rest = {key: value for key, value in document.items() if key != "schema"}
+            suites = [_suite(each) for each in rest.pop("suites")]
+            made = cls(suites=suites, **rest)
+            _check(made)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a damaged record of `unimem bench`: {error}") from error
+        return made
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read a record from a file.
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
+        ValueError
+            If it holds no record.
+        """
+        try:
+            document = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected a record in JSON: {error}") from error
+        try:
+            return cls.from_dict(document)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _suite(document: Mapping[str, Any]) -> SuiteRecord:
+    return SuiteRecord(
+        **{**document, "cases": [case_from_dict(each) for each in document["cases"]]}
+    )
+
+
+def case_from_dict(document: Mapping[str, Any]) -> CaseRecord:
+    """Make the record of a case of what `dataclasses.asdict` gave of one."""
+    sides = [SideRecord(**each) for each in document["sides"]]
+    targets = [Target(**each) for each in document["targets"]]
+    return CaseRecord(**{**document, "sides": sides, "targets": targets})
+
+
+def _check(made: Any) -> None:
+    """Refuse a record, or a part of one, with a field of another type than is declared."""
+    for name, hint in get_type_hints(type(made)).items():
+        value = getattr(made, name)
+        if not _is(value, hint):
+            raise TypeError(f"{name!r} cannot be {value!r:.40}")
+
+
+def _is(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is list:
+        return isinstance(value, list) and all(_is(each, parts[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_is(each, parts[1]) for each in value.values())
+    if kind is Literal:
+        return value in parts
+    if kind is UnionType:
+        return any(_is(value, each) for each in parts)
+    if is_dataclass(hint):
+        _check(value)
+        return True
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return hint is Any or (is_number if hint is float else isinstance(value, hint))

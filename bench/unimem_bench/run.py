@@ -1,0 +1,252 @@
+"""A run: the passes of all suites, each in a process of its own, one after the other.
+
+Pass 1 of every suite comes before pass 2 of any, so that the passes of a suite are spread over the
+run, and what changes slowly on a machine is in their spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unimem.system.doctor import doctor
+from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
+from unimem_bench.suite import Case, Suite
+from unimem_bench.suites import load_suite
+
+__all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
+
+# What is measured, or takes part in it.
+_PACKAGES = (
+    *("unimem-llm", "numpy", "torch", "safetensors", "gguf", "ggml-python", "cyllama", "cupy"),
+    *("cupy-cuda12x", "cupy-cuda13x", "pyperf"),
+)
+_END_S = 10.0  # what a child has to end in order when it is interrupted
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted.
+
+    Attributes
+    ----------
+    record : Record
+        What had been measured by then.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+
+class Pass(NamedTuple):
+    """A pass that will be run: which one of how many of its suite."""
+
+    suite: Suite
+    number: int
+    n: int
+
+    def __str__(self) -> str:
+        return self.suite.name + (f", pass {self.number} of {self.n}" if self.n > 1 else "")
+
+
+def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass]:
+    """List the passes of a run, in their order.
+
+    Parameters
+    ----------
+    suites, quick, case
+        As in `run`.
+
+    Raises
+    ------
+    ValueError
+        If no case is chosen.
+    """
+    chosen = [load_suite(name) for name in suites]
+    counts = {
+        suite.name: suite.n_passes(quick=quick)
+        for suite in chosen
+        if suite.chosen(quick=quick, case=case)
+    }
+    if not counts:
+        raise ValueError(
+            f"no case of {', '.join(suites)} has {case!r} in its name; `unimem bench --list` "
+            "shows what there is"
+        )
+    return [
+        Pass(suite, number, counts[suite.name])
+        for number in range(1, max(counts.values()) + 1)
+        for suite in chosen
+        if number <= counts.get(suite.name, 0)
+    ]
+
+
+def run(
+    suites: Sequence[str],
+    *,
+    quick: bool,
+    folder: Path,
+    case: str = "",
+    progress: Callable[[str], None] = lambda line: None,
+) -> Record:
+    """Measure suites.
+
+    Parameters
+    ----------
+    suites : sequence of str
+        Names of `unimem_bench.suites.NAMES`.
+    quick : bool
+        Whether to take smaller sizes and fewer rounds.
+    folder : Path
+        For files; what is there from a run before is used again.
+    case : str
+        Only cases whose ``suite/name`` has this in it.
+    progress : callable
+        Is given a line before each pass.
+
+    Returns
+    -------
+    Record
+        With every case that was chosen, also where nothing was measured.
+
+    Raises
+    ------
+    ValueError
+        If no case is chosen.
+    Interrupted
+        If it is interrupted, with what had been measured.
+    """
+    passes = schedule(suites, quick=quick, case=case)
+    chosen = [each.suite for each in passes if each.number == 1]
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    start = time.monotonic()
+    results = {suite.name: _Result(suite, suite.chosen(quick=quick, case=case)) for suite in chosen}
+    # Before anything is measured: what it finds free is as it was.
+    machine = doctor().to_dict()
+
+    def record() -> Record:
+        suites = [results[suite.name].record() for suite in chosen]
+        return Record(when, quick, time.monotonic() - start, machine, versions(), suites)
+
+    try:
+        for each in passes:
+            progress(str(each))
+            results[each.suite.name].add_pass(quick=quick, folder=folder, case=case)
+    except KeyboardInterrupt:
+        raise Interrupted(record()) from None
+    return record()
+
+
+class _Result:
+    """What the passes of one suite have given so far."""
+
+    def __init__(self, suite: Suite, cases: Sequence[Case]) -> None:
+        self._suite = suite
+        self._cases = {case.name: case.empty() for case in cases}
+        self._conditions: list[dict[str, Any]] = []
+        self._n_passes = 0
+        self._seconds = 0.0
+
+    def add_pass(self, *, quick: bool, folder: Path, case: str) -> None:
+        """Start a process and take what it prints."""
+        command = [sys.executable, "-m", "unimem_bench.worker", self._suite.name]
+        command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
+        start = time.monotonic()
+        missing = set(self._cases)
+        # In a group of its own: Ctrl-C at a terminal would reach it, too, and interrupt it twice.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as child:
+            try:
+                assert child.stdout is not None
+                self._conditions.append(json.loads(child.stdout.readline() or "{}"))
+                for line in child.stdout:
+                    record = case_from_dict(json.loads(line))
+                    missing.discard(record.name)
+                    self._merge(record)
+            except BaseException:
+                _end(child)
+                raise
+        for name in missing:
+            reason = f"the process that measured it ended with status {child.returncode}"
+            self._merge(replace(self._cases[name], sides=[], failed=reason, is_error=True))
+        self._n_passes += 1
+        self._seconds += time.monotonic() - start
+
+    def _merge(self, record: CaseRecord) -> None:
+        self._cases[record.name] = merge(self._cases[record.name], record, self._n_passes)
+
+    def record(self) -> SuiteRecord:
+        return SuiteRecord(
+            self._suite.name,
+            self._suite.question,
+            self._n_passes,
+            self._seconds,
+            list(self._cases.values()),
+            self._conditions,
+        )
+
+
+def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
+    """Add a pass to those before it.
+
+    Parameters
+    ----------
+    before : CaseRecord
+        Of `n_before` passes.
+    new : CaseRecord
+        Of one pass.
+    n_before : int
+        How many passes there were.
+
+    Returns
+    -------
+    CaseRecord
+        In which each side has `n_before` + 1 passes, and an empty one where it was not measured.
+    """
+    sides = {(side.name, side.at): side for side in before.sides}
+    added = {(side.name, side.at): side for side in new.sides}
+    merged = []
+    for key in dict.fromkeys([*sides, *added]):
+        side = sides.get(key) or replace(added[key], passes=[[] for _ in range(n_before)])
+        more = added[key].passes if key in added else [[]]
+        merged.append(SideRecord(side.name, side.role, [*side.passes, *more], side.at))
+    return replace(
+        before,
+        sides=merged,
+        rounds_dropped=before.rounds_dropped + new.rounds_dropped,
+        rounds_disturbed=before.rounds_disturbed + new.rounds_disturbed,
+        left_out=before.left_out | new.left_out,
+        facts=before.facts | new.facts,
+        failed=before.failed or new.failed,
+        is_error=before.is_error or new.is_error,
+    )
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Interrupt a child, so that it ends what it has started and deletes what it has made."""
+    with suppress(OSError):
+        child.terminate()
+    try:
+        child.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def versions() -> dict[str, str]:
+    """Look up what is installed of all that is measured."""
+    found = {"python": platform.python_version(), "kernel": os.uname().release}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

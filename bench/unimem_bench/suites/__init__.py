@@ -1,0 +1,47 @@
+"""The suites of `unimem bench`, a file each. A new suite is a new file and a name here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from unimem_bench.suite import Suite
+
+__all__ = ["NAMES", "load_suite"]
+
+# In the order in which they run.
+NAMES = (
+    "calls",
+    "accounting",
+    "gguf",
+    "buffers",
+    "scaling",
+    "verify",
+    "first-touch",
+    "kv",
+    "snapshot",
+    "load",
+    "decode",
+    "pages",
+    "numa",
+    "gpu",
+)
+
+
+def load_suite(name: str) -> Suite:
+    """Import a suite.
+
+    Parameters
+    ----------
+    name : str
+        One of `NAMES`.
+
+    Returns
+    -------
+    Suite
+        What its module calls ``SUITE``.
+    """
+    module = import_module(f"unimem_bench.suites.{name.replace('-', '_')}")
+    suite = module.SUITE
+    if not isinstance(suite, Suite) or suite.name != name:
+        raise TypeError(f"{module.__name__}.SUITE is not the suite {name!r}")
+    return suite

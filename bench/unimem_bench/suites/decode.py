@@ -1,0 +1,190 @@
+"""Decode and prefill speed of unimem's decoder beside llama.cpp, alternating.
+
+Both run the same file with the same number of threads, the same context, flash attention and an f16
+KV cache, from the same 128 tokens; each in a process of its own, which sleeps while another one
+computes. The two copies of ggml have to be built alike, or nothing is compared.
+
+llama.cpp has two sides: with its defaults, in which it copies weights into another order where its
+CPU backend has kernels for that, and with the weights as they lie in the mapped file, which is the
+same work on the same memory as unimem's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unimem as um
+from unimem_bench import states
+from unimem_bench.decoders import (
+    DecoderProcess,
+    Kind,
+    NoPeer,
+    SideError,
+    different_builds,
+    peer_python,
+)
+from unimem_bench.decoding import (
+    N_CTX,
+    N_DECODE,
+    PROMPT,
+    READ_BANDWIDTH,
+    model,
+    reading,
+    require_room,
+)
+from unimem_bench.models import Kind as ModelKind
+from unimem_bench.rounds import Side
+from unimem_bench.suite import Measure, Suite, at_most, faster
+
+SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
+
+PEERS: tuple[Kind, ...] = ("llama.cpp-mapped", "llama.cpp")
+N_GREEDY = 64
+# Of the logits' deviation: what two builds of the same code may differ by.
+MAX_DIFFERENCE = 0.01
+
+
+def prefill(measure: Measure, kind: ModelKind) -> None:
+    """Compute a prompt of 128 tokens, each time anew.
+
+    How fast a CPU could multiply at best is not measured, so there is no limit beside it.
+    """
+    with ExitStack() as stack:
+        sides = start(measure, stack, kind)
+        measured = {name: partial(side.prefill, PROMPT) for name, side in sides.items()}
+        compare(measure, sides, measured, rounds=9, quick_rounds=4)
+
+
+def decode(measure: Measure, kind: ModelKind) -> None:
+    """Make 8 tokens at a time, each side walking through the context as the others do."""
+    with ExitStack() as stack:
+        sides = start(measure, stack, kind)
+        measure.fact("agreement", agreement(sides))
+        for side in sides.values():
+            side.prefill(PROMPT)
+        measured: dict[str, Side] = {
+            name: partial(side.decode, N_DECODE) for name, side in sides.items()
+        }
+        weights = stack.enter_context(um.open_weights(model(measure, kind), load="map"))
+        weights.warm()
+        measured[READ_BANDWIDTH] = reading(weights, measure.cpus)
+        compare(measure, sides, measured, rounds=25, quick_rounds=6)
+
+
+def around(measure: Measure, kind: ModelKind) -> None:
+    """Measure what of a token's time is not spent in ggml's compute call."""
+    path, cpus = prepared(measure, kind)
+    with DecoderProcess(path, threads=len(cpus), ctx=N_CTX) as ours:
+        ours.prefill(PROMPT)
+        side = {"unimem": lambda: 100 * ours.around(N_DECODE)}
+        measure.compare(ours=side, rounds=15, pids=[ours.pid])
+
+
+def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, DecoderProcess]:
+    """Start unimem's decoder, and those of llama.cpp that can be compared with it."""
+    path, cpus = prepared(measure, kind)
+    options: dict[str, Any] = {"threads": len(cpus), "ctx": N_CTX}
+    ours = stack.enter_context(DecoderProcess(path, **options))
+    sides = {"unimem": ours}
+    for peer in PEERS:
+        try:
+            process = DecoderProcess(path, kind=peer, python=peer_python(), **options)
+        except (NoPeer, SideError) as error:
+            measure.leave_out(peer, str(error))
+            continue
+        stack.enter_context(process)
+        different = different_builds(ours.facts, process.facts)
+        if different is None:
+            sides[peer] = process
+        else:
+            measure.leave_out(peer, different)
+    for name, side in sides.items():
+        measure.fact(name, side.facts)
+    return sides
+
+
+def prepared(measure: Measure, kind: ModelKind) -> tuple[Path, list[int]]:
+    """Return the model, in the page cache in a known state, and the CPUs that compute."""
+    cpus = measure.pin(None)
+    path = model(measure, kind)
+    require_room(2, path)  # the mapped file, and what llama.cpp copies
+    measure.fact("share_in_huge_pages", states.heat(path))
+    return path, cpus
+
+
+def compare(
+    measure: Measure,
+    sides: dict[str, DecoderProcess],
+    measured: Mapping[str, Side],
+    *,
+    rounds: int,
+    quick_rounds: int,
+) -> None:
+    """Measure, and check that each process slept while it was another one's turn."""
+    measure.compare(
+        ours={"unimem": measured["unimem"]},
+        peers={name: side for name, side in measured.items() if name in PEERS},
+        limits={name: side for name, side in measured.items() if name == READ_BANDWIDTH},
+        rounds=rounds,
+        quick_rounds=quick_rounds,
+        pids=[side.pid for side in sides.values()],
+    )
+    for side in sides.values():
+        side.require_idle()
+
+
+def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
+    """Hold the logits after the prompt, and the tokens that follow, against unimem's.
+
+    With weights in the same order they are computed by the same code, and are equal.
+    """
+    logits, tokens = sides["unimem"].greedy(PROMPT, N_GREEDY)
+    if not np.isfinite(logits).all():
+        raise AssertionError("unimem's logits are not finite")
+    found = {}
+    for name in sides.keys() & set(PEERS):
+        other_logits, other_tokens = sides[name].greedy(PROMPT, N_GREEDY)
+        difference = float(np.abs(logits - other_logits).max() / other_logits.std())
+        same = [a == b for a, b in zip(tokens, other_tokens, strict=True)]
+        n_same = same.index(False) if False in same else len(same)
+        found[name] = {"logit_difference": difference, "n_greedy_tokens_equal": n_same}
+        if name == "llama.cpp-mapped" and difference > MAX_DIFFERENCE:
+            raise AssertionError(
+                f"the logits are {difference:.2g} of their deviation apart from those of {name}"
+            )
+    return found
+
+
+def declare(kind: ModelKind, label: str, *, in_quick: bool) -> None:
+    """Declare the cases of a kind of weights; those of issue 2 are of a model of 1.1 billion."""
+    SUITE.case(
+        f"prefill-{kind}",
+        f"How fast is a prompt of 128 tokens computed, with weights in {label}?",
+        unit="tokens/s",
+        targets=[faster(peer, 0.85, issue=2) for peer in PEERS],
+        in_quick=in_quick,
+    )(partial(prefill, kind=kind))
+    SUITE.case(
+        f"decode-{kind}",
+        f"How fast are tokens made, with weights in {label}?",
+        unit="tokens/s",
+        targets=[faster(peer, 0.97, issue=2) for peer in PEERS],
+        in_quick=in_quick,
+    )(partial(decode, kind=kind))
+    SUITE.case(
+        f"python-{kind}",
+        f"What of a token's time is Python around the compute, with weights in {label}?",
+        unit="% of a token's time",
+        targets=[at_most(0.25, issue=2)],
+        in_quick=False,  # a smaller model has less to compute
+    )(partial(around, kind=kind))
+
+
+declare("q8_0", "Q8_0", in_quick=True)
+declare("q4_k_m", "Q4_K_M", in_quick=False)

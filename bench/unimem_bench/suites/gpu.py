@@ -1,0 +1,470 @@
+"""What the GPU twin costs, against CuPy and torch on the same device.
+
+Only what runs on a device is different from the suites of main memory: calls queue work and return,
+so that what a caller pays in the end is measured until the device has done all of it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import unimem as um
+from unimem._core.empty_call import EmptyCall
+from unimem.system import gpu
+from unimem_bench.rounds import Side, stopwatch
+from unimem_bench.states import read_through
+from unimem_bench.suite import Measure, NotMeasured, Suite, faster
+from unimem_bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_file
+
+SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
+
+N_FLOATS = 4096
+SHAPE = N_HEADS, HEAD_DIM = 8, 128  # 2 KB of K and 2 KB of V a token, as float16
+ROW_BYTES = N_HEADS * HEAD_DIM * 2
+N_TOKENS = 128  # two launches each stay below what a stream queues before its host waits
+BATCH_TOKENS = 16384  # 64 MiB of K and V
+DIMS = um.ModelDims(2048, 5632, 32, 8, 128, 32000, 22, 2048)
+PINNED_BYTES = 1 << 30
+N_TENSORS, QUICK_TENSORS = 60, 4  # 4 GB and 256 MiB
+CUPY, TORCH = "CuPy slices", "torch slices"
+TORCH_UPLOAD = "torch, a mapping"
+PINNED, COPY = "pinned copy", "cudaMemcpyAsync"
+
+
+def begin(measure: Measure) -> None:
+    """See that there is a GPU, and make CUDA's context.
+
+    Its threads keep the CPUs that this process may use when they are started, so it is pinned to
+    one only afterwards.
+    """
+    measure.pin(None)
+    try:
+        gpu.require()
+    except ImportError as error:
+        raise NotMeasured(str(error)) from None
+    gpu.driver(0).free_bytes()
+    measure.pin(1)
+    for name, value in device_facts().items():
+        measure.fact(name, value)
+
+
+def device_facts() -> dict[str, Any]:
+    """Return the device's name, and the versions of CUDA."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return {
+        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": runtime.driverGetVersion(),
+        "cuda": runtime.runtimeGetVersion(),
+    }
+
+
+def torch_for(measure: Measure, peer: str) -> Any:
+    """Return PyTorch where it is there and sees the GPU; where not, leave a peer out."""
+    if not measure.installed("torch", peer):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages, about each other
+        import torch
+
+        if torch.cuda.is_available():
+            return torch
+    measure.leave_out(peer, "torch is installed, but without CUDA, or sees no GPU")
+    return None
+
+
+# ---- taking -------------------------------------------------------------------------------------
+
+
+@SUITE.case(
+    "take",
+    "What does an array of 16 KiB on the device cost?",
+    unit="ns",
+    targets=[faster("cupy.empty", 3.0, issue=5)],
+)
+def take(measure: Measure) -> None:
+    """Compare ``Tape.take`` with ``cupy.empty``, which takes the same chunk of its pool anew."""
+    begin(measure)
+    import cupy
+
+    n = 300
+    with ExitStack() as stack:
+        peers = {
+            "cupy.empty": stopwatch(
+                f"empty({N_FLOATS}, dtype)",
+                n,
+                {"empty": cupy.empty, "dtype": np.dtype("float32")},
+            )
+        }
+        torch = torch_for(measure, "torch.empty")
+        if torch is not None:
+            names = {"empty": torch.empty, "dtype": torch.float32, "device": torch.device("cuda")}
+            statement = f"empty({N_FLOATS}, dtype=dtype, device=device)"
+            peers["torch.empty"] = stopwatch(statement, n, names)
+        call = stopwatch("call(64, 64)", n, {"call": EmptyCall().call})
+        measure.compare(takes(stack, n), peers, {"empty Cython call": call}, rounds=201)
+
+
+def takes(stack: ExitStack, n: int) -> dict[str, Side]:
+    """Measure taking again what `clear` gave back, whose arrays are there, and the first time."""
+    from unimem import cuda
+
+    class First:
+        """Takes from a tape that has taken nothing yet."""
+
+        def renew(self) -> None:
+            self.tape = cuda.Tape(block)
+            self.take = self.tape.take
+
+    block = stack.enter_context(cuda.Block(n * N_FLOATS * 4))
+    tape = stack.enter_context(cuda.Tape(block))
+    first = First()
+    stack.callback(vars(first).clear)  # the last tape holds the block
+    dtype = np.dtype("float32")
+    again = {"take": tape.take, "dtype": dtype}
+    return {
+        "unimem": stopwatch(f"take({N_FLOATS}, dtype)", n, again, tape.clear),
+        "unimem, the first time": stopwatch(
+            f"first.take({N_FLOATS}, dtype)", n, {"first": first, "dtype": dtype}, first.renew
+        ),
+    }
+
+
+# ---- appending ----------------------------------------------------------------------------------
+
+
+class Statement(NamedTuple):
+    """What a side runs `N_TOKENS` times.
+
+    Attributes
+    ----------
+    source : str
+        Python; it sees the number of the run as ``i``.
+    names : mapping of str to object
+        What it uses.
+    clear : callable, optional
+        Empties what it fills, before.
+    """
+
+    source: str
+    names: Mapping[str, object]
+    clear: Callable[[], object] | None = None
+
+
+def call_time(statement: Statement) -> Side:
+    """Measure a call alone, which queues its work, on a device that has nothing else to do."""
+    return stopwatch(statement.source, N_TOKENS, statement.names, partial(idle, statement.clear))
+
+
+def until_done(statement: Statement) -> Side:
+    """Measure a call with its part of waiting until the device has done all of them."""
+    scope: dict[str, Any] = {}
+    arguments = ", ".join(f"{name}={name}" for name in statement.names)
+    source = (
+        f"def loop({arguments}):\n    for i in range({N_TOKENS}):\n        {statement.source}\n"
+    )
+    exec(source, dict(statement.names), scope)
+
+    def run() -> float:
+        idle(statement.clear)
+        start = time.perf_counter()
+        scope["loop"]()
+        synchronize()
+        return (time.perf_counter() - start) / N_TOKENS * 1e9
+
+    return run
+
+
+def idle(clear: Callable[[], object] | None = None) -> None:
+    """Empty what a side fills, and wait until the device has nothing to do."""
+    if clear is not None:
+        clear()
+    synchronize()
+
+
+def synchronize() -> None:
+    """Wait until the device has done what was queued: all of it is in the default stream."""
+    gpu.driver(0).synchronize(0)
+
+
+def append_token(measure: Measure, timed: Callable[[Statement], Side]) -> None:
+    """Compare one token, K and V of a layer, with assignments to slices."""
+    begin(measure)
+    import cupy
+
+    from unimem import cuda
+
+    k = cupy.asarray(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float16))
+    v = k + np.float16(1)
+    keys, values = (cupy.zeros((N_TOKENS, *SHAPE), "float16") for _ in range(2))
+    copies = "; ".join(
+        f"copy({to.data.ptr} + i * {ROW_BYTES}, {from_.data.ptr}, {ROW_BYTES}, 3, 0)"
+        for to, from_ in ((keys, k), (values, v))
+    )
+    assign = "keys[i] = k; values[i] = v"
+    arrays = {"keys": keys, "values": values, "k": k, "v": v}
+    with cuda.KVCache(1, *SHAPE, N_TOKENS, dtype="f16") as kv:
+        names = {"append": kv.append, "k": k[None], "v": v[None]}
+        ours = Statement("append(0, k, v)", names, kv.clear)
+        compare_appends(measure, timed, ours, assign, arrays, copies)
+        for stored, want in zip(kv.layer(0), (k, v), strict=True):
+            check(stored[0].swapaxes(0, 1), want)
+        for stored, want in ((keys, k), (values, v)):
+            check(stored, want)
+
+
+def append_row(measure: Measure, timed: Callable[[Statement], Side]) -> None:
+    """Compare one vector with an assignment to a row."""
+    begin(measure)
+    import cupy
+
+    from unimem import cuda
+
+    row = cupy.asarray(np.random.default_rng(0).standard_normal(ROW_BYTES // 2).astype(np.float16))
+    rows = cupy.zeros((N_TOKENS, row.size), "float16")
+    copies = f"copy({rows.data.ptr} + i * {ROW_BYTES}, {row.data.ptr}, {ROW_BYTES}, 3, 0)"
+    with cuda.Scratchpad(N_TOKENS, row.size, "float16") as pad:
+        ours = Statement("append(k)", {"append": pad.append, "k": row}, pad.clear)
+        arrays = {"rows": rows, "k": row}
+        compare_appends(measure, timed, ours, "rows[i] = k", arrays, copies)
+        check(pad.as_array(), row)
+        check(rows, row)
+
+
+def compare_appends(
+    measure: Measure,
+    timed: Callable[[Statement], Side],
+    ours: Statement,
+    assign: str,
+    arrays: Mapping[str, Any],
+    copies: str,
+) -> None:
+    """Compare appends with assignments of CuPy and torch, and with plain copies.
+
+    All but ours write to the same memory.
+    """
+    import cupy
+
+    peers = {CUPY: timed(Statement(assign, arrays))}
+    torch = torch_for(measure, TORCH)
+    if torch is not None:
+        tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
+        peers[TORCH] = timed(Statement(assign, tensors))
+    copy = Statement(copies, {"copy": cupy.cuda.runtime.memcpyAsync})
+    measure.compare({"unimem": timed(ours)}, peers, {COPY: timed(copy)}, rounds=101)
+
+
+def check(stored: Any, want: Any) -> None:
+    """Raise unless there are so many rows, and each is this one."""
+    if len(stored) != N_TOKENS or not bool((stored == want[None]).all()):
+        raise AssertionError("a side did not write what it was given")
+
+
+for name, what, run in (
+    ("append", "one token, 2 KB of K and 2 KB of V,", append_token),
+    ("append a vector", "a vector of 2 KB", append_row),
+):
+    SUITE.case(
+        name,
+        f"What does {what} cost until the device has it?",
+        unit="ns",
+        targets=[faster(CUPY, 2.0, issue=5), faster(TORCH, 2.0, issue=5)],
+    )(partial(run, timed=until_done))
+    SUITE.case(
+        f"{name}, the call", f"What does the call alone cost for {what.rstrip(',')}?", unit="ns"
+    )(partial(run, timed=call_time))
+
+
+@SUITE.case("append a batch", "How fast are 64 MiB of K and V appended at once?", unit="GB/s")
+def append_batch(measure: Measure) -> None:
+    """Compare a batch with slices, and with ``cudaMemcpyAsync`` of the same bytes."""
+    begin(measure)
+    import cupy
+
+    from unimem import cuda
+
+    shape = (BATCH_TOKENS, *SHAPE)
+    k = cupy.asarray(np.random.default_rng(0).integers(0, 99, shape).astype(np.float16))
+    v = k + np.float16(1)
+    keys, values = cupy.zeros(shape, "float16"), cupy.zeros(shape, "float16")
+    with cuda.KVCache(1, *SHAPE, BATCH_TOKENS, dtype="f16") as kv:
+
+        def append() -> None:
+            kv.append(0, k, v)
+
+        def slices() -> None:
+            keys[:] = k
+            values[:] = v
+
+        def copy() -> None:
+            for to, from_ in ((keys, k), (values, v)):
+                to.data.copy_from_device_async(from_.data, from_.nbytes)
+
+        nbytes = k.nbytes + v.nbytes
+        peers = {CUPY: rate(slices, nbytes)}
+        torch = torch_for(measure, TORCH)
+        if torch is not None:
+            t_keys, t_values, t_k, t_v = map(torch.from_dlpack, (keys, values, k, v))
+
+            def torch_slices() -> None:
+                t_keys[:] = t_k
+                t_values[:] = t_v
+
+            peers[TORCH] = rate(torch_slices, nbytes)
+        ours = rate(append, nbytes, kv.clear)
+        measure.compare({"unimem": ours}, peers, {COPY: rate(copy, nbytes)}, rounds=51)
+        for stored, other, want in zip(kv.layer(0), (keys, values), (k, v), strict=True):
+            if not bool((stored[0].swapaxes(0, 1) == want).all() & (other == want).all()):
+                raise AssertionError("a side did not write what it was given")
+
+
+def rate(run: Callable[[], object], nbytes: int, clear: Callable[[], object] | None = None) -> Side:
+    """Measure GB/s of what moves so many bytes, until the device has them."""
+
+    def measure() -> float:
+        idle(clear)
+        start = time.perf_counter()
+        run()
+        synchronize()
+        return nbytes / (time.perf_counter() - start) / 1e9
+
+    return measure
+
+
+# ---- a decode step ------------------------------------------------------------------------------
+
+
+@SUITE.case(
+    "graph",
+    "What does a decode step of 22 layers cost without its products, captured or launched anew?",
+    unit="us",
+)
+def graph(measure: Measure) -> None:
+    """Compare a captured step with the same step launched anew.
+
+    For each layer the step makes K and V of what is in the buffers and appends them at a position
+    that it reads from device memory, and counts that up at its end. No matrix is multiplied: what
+    is measured are launches.
+    """
+    begin(measure)
+    import cupy
+
+    from unimem import cuda
+
+    n_steps = 50
+    with (
+        cuda.DecodeBuffers(DIMS) as buffers,
+        cuda.KVCache(DIMS.num_layers, *SHAPE, DIMS.max_seq_len, dtype="f16") as kv,
+    ):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        position = buffers.batched_positions[:1]
+        k, v = (a.reshape(1, *SHAPE) for a in (buffers.k_rotated, buffers.rope_k_temp))
+
+        def step() -> None:
+            for layer in range(DIMS.num_layers):
+                cupy.multiply(buffers.residual, 0.5, out=buffers.norm_out)
+                cupy.add(buffers.norm_out, 1, out=buffers.residual)
+                cupy.add(k, 1, out=k)
+                cupy.subtract(v, 1, out=v)
+                kv.append_at(layer, k, v, position)
+            cupy.add(position, 1, out=position)
+
+        def restart() -> None:
+            for buffer in (buffers.residual, buffers.k_rotated, buffers.rope_k_temp, position):
+                buffer.fill(0)
+            stream.synchronize()
+
+        def step_time(run: Callable[[], object]) -> Side:
+            def microseconds() -> float:
+                restart()
+                start = time.perf_counter()
+                for _ in range(n_steps):
+                    run()
+                stream.synchronize()
+                elapsed = time.perf_counter() - start
+                if int(position[0]) != n_steps:
+                    raise AssertionError("a side has not counted its steps")
+                return elapsed / n_steps * 1e6
+
+            return microseconds
+
+        with stream:
+            restart()
+            step()  # compiles the kernels
+            stream.begin_capture()
+            step()
+            captured = stream.end_capture()
+            sides = {"unimem, replayed": captured.launch, "unimem, launched anew": step}
+            measure.compare({name: step_time(run) for name, run in sides.items()}, rounds=21)
+
+
+# ---- a model file -------------------------------------------------------------------------------
+
+
+@SUITE.case(
+    "upload",
+    "How fast does a model file in the page cache come to the device?",
+    unit="GB/s",
+    targets=[faster(PINNED, 0.9, issue=5), faster(TORCH_UPLOAD, 1.0, issue=5)],
+)
+def upload(measure: Measure) -> None:
+    """Compare with torch's way, and with copying pinned memory, which is the speed of the bus.
+
+    The sides that read the file begin with its path, and end with its bytes on the device.
+    """
+    begin(measure)
+    import cupy
+
+    from unimem import cuda
+
+    measure.pin(None)
+    wanted = QUICK_TENSORS if measure.quick else N_TENSORS
+    on_device = gpu.driver(0).free_bytes() // (3 * TENSOR_BYTES)
+    n_tensors = min(tensors_that_fit(measure.folder, wanted), on_device)
+    if n_tensors < 1:
+        raise NotMeasured(f"wants {3 * TENSOR_BYTES / 1e6:.0f} MB of free memory on the device")
+    file = weight_file(measure.folder, "gguf", n_tensors)
+    read_through(file.path)
+    nbytes = n_tensors * TENSOR_BYTES
+    measure.fact("file_bytes", file.nbytes)
+    piece = min(nbytes, PINNED_BYTES)
+    pinned = cupy.cuda.alloc_pinned_memory(piece)
+    np.frombuffer(pinned, np.uint8, piece)[...] = 1
+    with cuda.Tape(file.nbytes) as tape:
+        address = tape.block.address
+
+        def ours() -> dict[str, Any]:
+            tape.clear()
+            with um.open_weights(file.path) as weights:
+                return weights.to_device(tape)
+
+        def plain() -> None:
+            for at in range(0, nbytes, piece):
+                size = min(piece, nbytes - at)
+                cupy.cuda.runtime.memcpyAsync(address + at, pinned.ptr, size, 1, 0)
+
+        peers = {}
+        torch = torch_for(measure, TORCH_UPLOAD)
+        if torch is not None:
+
+            def of_torch() -> None:
+                mapped = np.memmap(file.path, np.uint8, "c", file.data_offset, nbytes)
+                torch.from_numpy(mapped).cuda()
+
+            peers[TORCH_UPLOAD] = rate(of_torch, nbytes)
+        limits = {PINNED: rate(plain, nbytes)}
+        measure.compare({"unimem": rate(ours, nbytes)}, peers, limits, rounds=7, warmup=1)
+        file.check(sum_of(ours().values()))
+
+
+def sum_of(arrays: Iterable[Any]) -> int:
+    """Add up all words of 8 bytes, as `WeightFile.sum` does."""
+    return sum(int(array.view("u8").sum()) for array in arrays) % (1 << 64)

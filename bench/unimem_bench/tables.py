@@ -1,0 +1,348 @@
+"""A record as tables: heads, rows and lines, which a terminal or a page lays out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from unimem.system.placement import format_bytes
+from unimem_bench.record import BEST, CaseRecord, Record, SuiteRecord
+from unimem_bench.stats import (
+    Growth,
+    Verdict,
+    comparisons,
+    figures,
+    growth,
+    sizes,
+    spread,
+    subject,
+    verdicts,
+)
+from unimem_bench.texts import (
+    amount,
+    claim,
+    comparison,
+    duration,
+    fact,
+    factor,
+    grown,
+    has_scale,
+    law,
+    measured,
+    middle,
+    number,
+    outcome,
+    size,
+)
+
+__all__ = [
+    "CaseTable",
+    "Row",
+    "Table",
+    "Targets",
+    "Tone",
+    "case_table",
+    "machine_facts",
+    "size_text",
+    "suite_title",
+    "targets",
+]
+
+# How a row looks where there are colours: the side in question, what is bad, what is not there.
+Tone = Literal["plain", "subject", "bad", "missing"]
+
+_NOT_THERE = "-"
+
+
+class Row(NamedTuple):
+    """A row of a table: its cells, and how it looks."""
+
+    cells: tuple[str, ...]
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table.
+
+    Attributes
+    ----------
+    head : tuple of str
+        Names of the columns.
+    rows : tuple of Row
+        With as many cells.
+    align : str
+        ``<`` for a column to the left and ``>`` for one to the right.
+    """
+
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    align: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseTable:
+    """A case.
+
+    Attributes
+    ----------
+    name : str
+        As `unimem bench --case` takes it.
+    question : str
+        What it answers.
+    table : Table or None
+        None where nothing was measured.
+    notes : tuple of str
+        What the table cannot be read without, a line each.
+    problem : str or None
+        Why something was not measured.
+    is_error : bool
+        Whether that is an error.
+    """
+
+    name: str
+    question: str
+    table: Table | None
+    notes: tuple[str, ...]
+    problem: str | None
+    is_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """All targets of a record.
+
+    Attributes
+    ----------
+    table : Table
+        A row each: issue, case, claim, what was measured, verdict.
+    notes : tuple of str
+        Why some were not measured.
+    summary : str
+        How many were met, in a sentence.
+    is_good : bool
+        Whether none was missed.
+    """
+
+    table: Table
+    notes: tuple[str, ...]
+    summary: str
+    is_good: bool
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+def case_table(case: CaseRecord) -> CaseTable:
+    """Make the table of a case: a row a side, or in a case of scaling a row a size."""
+    if not any(map(figures, case.sides)):
+        table = None
+    elif case.x is not None:
+        table = _scaling(case)
+    else:
+        table = _sides(case)
+    problem = case.failed
+    if problem is None and table is None:
+        problem = "the run was interrupted before"
+    notes = tuple(_notes(case)) if table is not None else ()
+    return CaseTable(
+        f"{case.suite}/{case.name}", case.question, table, notes, problem, case.is_error
+    )
+
+
+def _sides(case: CaseRecord) -> Table:
+    ours = subject(case)
+    against = {each.other.name: each.ratio for each in comparisons(case)}
+    unit = case.unit if has_scale(case.unit) else ""
+    rows = []
+    for side in case.sides:
+        if not figures(side):
+            continue
+        ratio = against.get(side.name)
+        is_beaten = ratio is not None and ratio.is_difference and ratio.value < 1
+        tone: Tone = "bad" if is_beaten and side.role == "peer" else "plain"
+        rows.append(
+            Row(
+                (
+                    side.name,
+                    "" if side.role == "unimem" else side.role,
+                    middle(spread(side), unit),
+                    "" if ratio is None else comparison(ratio, case.unit),
+                ),
+                "subject" if side is ours else tone,
+            )
+        )
+    head = ("", "", f"{'median' if unit else case.unit} (5 to 95 %)")
+    return Table((*head, f"{ours.name} against it" if ours else ""), tuple(rows), "<<><")
+
+
+def _scaling(case: CaseRecord) -> Table:
+    names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
+    unit = case.unit if has_scale(case.unit) else ""
+    rows = [Row((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
+    head = (case.x or "", *(name if unit else f"{name}, {case.unit}" for name in names))
+    return Table(head, tuple(rows), ">" + "<" * len(names))
+
+
+def _row(case: CaseRecord, at: float, names: Iterable[str], unit: str) -> Iterator[str]:
+    ours = subject(case, at)
+    against = {each.other.name: each.ratio for each in comparisons(case, at)}
+    for name in names:
+        side = case.side(name, at)
+        if side is None or not figures(side):
+            yield _NOT_THERE
+        elif side is ours:
+            yield middle(spread(side), unit)
+        else:
+            median = spread(side).median
+            text = amount(median, unit) if unit else number(median)
+            ratio = against.get(name)
+            if ratio is not None:
+                text += f" ({factor(ratio.value) if ratio.is_difference else 'same'})"
+            yield text
+
+
+def size_text(case: CaseRecord, at: float) -> str:
+    """Write a size of a case of scaling."""
+    return size(at) if (case.x or "").startswith("bytes") else number(at)
+
+
+def _notes(case: CaseRecord) -> Iterator[str]:
+    yield from _growths(case)
+    for name, reason in case.left_out.items():
+        yield f"{name} is left out: {reason}"
+    for name, value in case.facts.items():
+        yield f"{name}: {fact(value)}"
+    yield _rounds(case)
+
+
+def _growths(case: CaseRecord) -> Iterator[str]:
+    if case.x is None:
+        return
+    names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
+    ours = subject(case, sizes(case)[0])
+    if ours is not None and len(names) > 1:
+        yield f"In brackets: how many times as fast {ours.name} is; same: no difference."
+    for name in names:
+        if sum(side.name == name and any(figures(side)) for side in case.sides) < 2:
+            continue
+        exponent, low, high = growth(case, name)
+        if case.higher_is_better:  # what grows is the figure, and not what it costs
+            exponent, low, high = -exponent, -high, -low
+        found = Growth(exponent, low, high)
+        yield f"{name} grows as {grown(found)}: {law(found)}"
+
+
+def _rounds(case: CaseRecord) -> str:
+    ours = next((each for at in [None, *sizes(case)] if (each := subject(case, at))), None)
+    side = ours or next(filter(figures, case.sides))
+    n_passes = sum(map(bool, side.passes))
+    text = f"{_count(len(figures(side)), 'round')} in {_count(n_passes, 'pass', 'es')}"
+    text += f" ({case.rounds_disturbed} of them disturbed)" if case.rounds_disturbed else ""
+    text += f", {case.rounds_dropped} more dropped" if case.rounds_dropped else ""
+    if case.rounds_dropped or case.rounds_disturbed:
+        text += ": other processes took CPU time"
+    return text
+
+
+def _count(n: int, what: str, plural: str = "s") -> str:
+    return f"{n:,} {what}{'' if n == 1 else plural}"
+
+
+def suite_title(suite: SuiteRecord) -> str:
+    """Say what a suite is about, and what it took."""
+    passes = _count(suite.n_passes, "pass", "es")
+    return f"{suite.question} ({passes}, {duration(suite.seconds)})"
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+
+def targets(record: Record) -> Targets:
+    """Make the table of all targets, by issue."""
+    found = sorted(verdicts(record), key=lambda each: each.target.issue)
+    rows = []
+    for each in found:
+        tone: Tone = "missing" if each.met is None else "plain" if each.met else "bad"
+        cells = (
+            str(each.target.issue),
+            f"{each.case.suite}/{each.case.name}",
+            claim(each.case, each.target, each.other),
+            measured(each) or _NOT_THERE,
+            outcome(each),
+        )
+        rows.append(Row(cells, tone))
+    head = ("issue", "case", "claim", "measured", "verdict")
+    n_met = sum(each.met is True for each in found)
+    n_missed = sum(each.met is False for each in found)
+    summary = f"{n_met} of {_count(len(found), 'target')} met"
+    summary += f", {n_missed} missed" if n_missed else ""
+    if n_met + n_missed < len(found):
+        summary += f", {len(found) - n_met - n_missed} not measured"
+    return Targets(Table(head, tuple(rows), "><<<<"), tuple(_why(found)), summary, not n_missed)
+
+
+def _why(found: Iterable[Verdict]) -> Iterator[str]:
+    """Say why targets were not measured, once for all of the same reason."""
+    reasons: dict[str, list[str]] = {}
+    for each in found:
+        if each.met is None:
+            reasons.setdefault(_reason(each), []).append(f"{each.case.suite}/{each.case.name}")
+    for reason, names in reasons.items():
+        counted = [(name, len(list(group))) for name, group in groupby(sorted(names))]
+        where = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in counted)
+        yield f"not measured, {reason}: {where}"
+
+
+def _reason(verdict: Verdict) -> str:
+    case, target = verdict.case, verdict.target
+    if case.failed is not None:
+        return case.failed
+    if not any(map(figures, case.sides)):
+        return "the run was interrupted before"
+    left_out = case.left_out
+    if target.other == BEST and left_out:
+        return "; ".join(dict.fromkeys(left_out.values()))
+    wanted = target.other or target.side
+    return left_out.get(wanted, f"there are no figures of {wanted}")
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
+    """Say on what, when and with what a record was made, as names and texts."""
+    machine = record.machine
+    kernel, cpu, memory, thp = (machine.get(k) or {} for k in ("kernel", "cpu", "memory", "thp"))
+    quota = f", {cpu['usable_cores']} of them ours by quota" if cpu.get("quota") is not None else ""
+    yield (
+        "cpu",
+        f"{cpu.get('model', 'unknown')}: {cpu.get('allowed_cores')} cores, "
+        f"{cpu.get('allowed_threads')} threads{quota}",
+    )
+    yield "features", " ".join(cpu.get("features", ()))
+    nodes = len(machine.get("numa", {}).get("nodes", ()))
+    yield "memory", f"{format_bytes(memory.get('total_bytes', 0))}, {_count(nodes, 'NUMA node')}"
+    pools = [
+        f"{pool['total_pages']:,} hugetlb pages of {name}"
+        for name, pool in machine.get("pools", {}).items()
+        if pool["total_pages"]
+    ]
+    modes = [f"THP {thp.get('enabled')}", f"memfds {thp.get('shmem_enabled')}"]
+    yield "pages", ", ".join([*modes, *(pools or ["no hugetlb pages"])])
+    yield "kernel", f"Linux {kernel.get('release')}, {kernel.get('architecture')}"
+    yield "versions", ", ".join(f"{k} {v}" for k, v in record.versions.items() if k != "kernel")
+    kind = "quick, with smaller sizes and fewer rounds" if record.quick else "whole"
+    yield "run", f"{record.when}, {kind}, {duration(record.seconds)}{_load(record)}"
+
+
+def _load(record: Record) -> str:
+    loads = [
+        each["load_avg_1min"]
+        for suite in record.suites
+        for each in suite.conditions
+        if "load_avg_1min" in each
+    ]
+    return f"; load average {min(loads):.2g} to {max(loads):.2g}" if loads else ""

@@ -1,0 +1,99 @@
+"""unimem's decoder in a process of its own: ``python -m unimem_bench.unimem_side OPTIONS``.
+
+`unimem_bench.decoders` starts it; `unimem_bench.side_server` has the loop.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, cast
+
+import unimem as um
+from unimem.accounting.report import Report
+from unimem.engine import Decoder
+from unimem.system import ggml as binding
+from unimem.system.placement import together
+from unimem.weights.residency import warm_where_it_fits
+from unimem_bench.side_server import Logits, serve
+
+
+class Unimem:
+    """A conversation with a decoder on memory that is placed as ``unimem run`` places it."""
+
+    compute_s: float | None
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        ctx: int,
+        threads: int,
+        kv_dtype: str,
+        window: int | None,
+        **memory: Any,
+    ) -> None:
+        how: dict[str, Any] = {"threads": threads, "kv_dtype": kv_dtype, "window": window}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            layout = um.Layout.for_model(model, ctx=ctx, **how, **memory)
+            assert isinstance(layout.weights, um.Weights)  # for_model opened them
+            self._decoder = Decoder(layout.weights, ctx=ctx, layout=layout, **how)
+            if layout.weights.load == "map":
+                warm_where_it_fits(layout.weights, threads, None)
+            self._start_s = time.perf_counter() - start
+        self._warnings = [str(warning.message) for warning in caught]
+        self.step: Callable[[], int] = self._decoder.generate_next_token
+        self.compute_s = 0.0
+        self._time_compute()
+
+    def _time_compute(self) -> None:
+        """Add up what ggml's compute call takes; what is around it is Python's part."""
+        compute, clock = binding.graph_compute, time.perf_counter
+        total = 0.0
+
+        def timed(*arguments: Any) -> Any:
+            nonlocal total
+            start = clock()
+            result = compute(*arguments)
+            total += clock() - start
+            self.compute_s = total
+            return result
+
+        binding.graph_compute = timed
+
+    def prefill(self, tokens: list[int]) -> Logits:
+        """As `Side.prefill`."""
+        self._decoder.reset()
+        return cast(Logits, self._decoder.prefill(tokens))
+
+    def facts(self) -> dict[str, Any]:
+        """As `Side.facts`, and where the memory is."""
+        return {
+            "start_s": self._start_s,
+            "load": self._decoder.weights.load,
+            "granted": granted(self._decoder.report()),
+            "warnings": self._warnings,
+        }
+
+
+def granted(report: Report) -> dict[str, dict[str, Any]]:
+    """Return where weights, KV cache and scratch memory are, as `unimem.Placement` says it."""
+    return {
+        part: asdict(together(found))
+        for part in ("weights", "kv", "scratch")
+        if (
+            found := [
+                row.granted
+                for row in report.rows
+                if row.category.split(":")[0] == part and row.granted is not None
+            ]
+        )
+    }
+
+
+if __name__ == "__main__":
+    serve(Unimem, "ggml")

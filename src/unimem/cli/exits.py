@@ -1,0 +1,8 @@
+"""The exit codes of every command."""
+
+from __future__ import annotations
+
+__all__ = ["DOES_NOT_FIT", "FAILED", "INTERRUPTED", "OK"]
+
+# Usage errors end with 2 and interrupts with 130: typer does these.
+OK, FAILED, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130

@@ -1,0 +1,469 @@
+"""Areas of the kernel become rows whose sums are the kernel's, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import subprocess
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from project import ROOT
+from unimem._core.ledger import Entry, Part
+from unimem.accounting import attribution
+from unimem.accounting.attribution import apportion, attribute, kind_of
+from unimem.accounting.model_maps import models
+from unimem.accounting.rows import Mapping, Row
+from unimem.system.placement import Placement
+from unimem.system.process import Area, Process, read_process
+
+PAGE = mmap.PAGESIZE
+BASE = 0x7F00_0000_0000
+
+
+@dataclass(frozen=True)
+class Invented(Process):
+    """A process whose page tables are `present`: pages that are in RAM."""
+
+    present: frozenset[int] = frozenset()
+
+    def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
+        pages = range(start // PAGE, -(-end // PAGE))
+        return np.array([page in self.present for page in pages], np.bool_)
+
+
+def invented(areas: Iterable[Area], present: Iterable[int] = ()) -> Invented:
+    return Invented(1, "invented", "", 0, tuple(areas), 0, 0, 1, present=frozenset(present))
+
+
+def area(start: int, n_pages: int, in_ram: int = 0, path: str = "", **fields: Any) -> Area:
+    """Make an area at a page of `BASE`, with so many of its pages in RAM."""
+    address = BASE + start * PAGE
+    known: dict[str, Any] = {
+        "access": "rw-p",
+        "offset": 0,
+        "device": (8, 1) if path.startswith("/") else (0, 0),
+        "inode": zlib.crc32(path.encode()) if path.startswith("/") else 0,
+        "rss_bytes": in_ram * PAGE,
+        "pss_bytes": in_ram * PAGE,
+        "hugetlb_bytes": 0,
+        "huge_bytes": 0,
+        "locked_bytes": 0,
+        "swapped_bytes": 0,
+        "page_bytes": PAGE,
+        "nodes": {0: in_ram * PAGE} if in_ram else {},
+    }
+    return Area(address, address + n_pages * PAGE, path=path, **(known | fields))
+
+
+def figures(placements: Iterable[Placement]) -> dict[Any, int]:
+    """Sum up every field, with each node's."""
+    sums: dict[Any, int] = defaultdict(int)
+    for placement in placements:
+        for name in ("resident", "pss", "huge", "locked", "swapped"):
+            sums[name] += getattr(placement, f"{name}_bytes")
+        for node, nbytes in placement.nodes.items():
+            sums[node] += nbytes
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
+def of_areas(areas: Iterable[Area]) -> dict[Any, int]:
+    """The same, as the kernel says."""
+    sums: dict[Any, int] = defaultdict(int)
+    for each in areas:
+        sums["resident"] += each.rss_bytes + each.hugetlb_bytes
+        sums["pss"] += each.pss_bytes + each.hugetlb_bytes
+        sums["huge"] += each.huge_bytes + each.hugetlb_bytes
+        sums["locked"] += each.locked_bytes
+        sums["swapped"] += each.swapped_bytes
+        for node, nbytes in each.nodes.items():
+            sums[node] += nbytes
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
+def placed(things: Iterable[Row | Mapping]) -> list[Placement]:
+    return [thing.granted for thing in things if thing.granted is not None]
+
+
+def assert_adds_up(process: Process, mappings: Sequence[Mapping], rows: Sequence[Row]) -> None:
+    assert figures(placed(rows)) == figures(placed(mappings)) == of_areas(process.areas)
+    assert sum(row.resident_bytes or 0 for row in rows) == process.pss_bytes
+    by_category: dict[str, int] = defaultdict(int)
+    for mapping in mappings:
+        assert sum(mapping.parts.values()) == mapping.nbytes
+        for category, nbytes in mapping.parts.items():
+            by_category[category] += nbytes
+    assert by_category == {row.category: row.nbytes for row in rows}
+    assert list(mappings) == sorted(mappings, key=lambda mapping: mapping.address)
+
+
+# ---- any process --------------------------------------------------------------------------------
+
+
+@st.composite
+def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
+    """Areas with holes between them, and entries that begin and end anywhere in areas."""
+    areas, present = [], []
+    page = 0
+    for _ in range(draw(st.integers(1, 8))):
+        page += draw(st.integers(0, 3))
+        n = draw(st.integers(1, 6))
+        there = draw(st.lists(st.booleans(), min_size=n, max_size=n))
+        first = BASE // PAGE + page
+        present += [first + i for i, is_there in enumerate(there) if is_there]
+        rss = sum(there) * PAGE
+        on_node = draw(st.integers(0, sum(there))) * PAGE
+        areas.append(
+            area(
+                page,
+                n,
+                sum(there),
+                path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
+                access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
+                pss_bytes=draw(st.integers(0, rss)),
+                huge_bytes=draw(st.integers(0, rss)),
+                locked_bytes=draw(st.sampled_from([0, rss])),
+                swapped_bytes=draw(st.integers(0, n - sum(there))) * PAGE,
+                nodes={0: on_node, 2: rss - on_node},
+            )
+        )
+        page += n
+    entries = []
+    edges = sorted(draw(st.sets(st.integers(0, page * PAGE), max_size=6)))
+    for first, last in zip(edges[::2], edges[1::2], strict=False):
+        nbytes = draw(st.sampled_from([last - first, (last - first + 1) // 2, 0]))
+        cuts = sorted({0, nbytes, *draw(st.lists(st.integers(0, nbytes), max_size=5))})
+        parts = tuple(
+            Part(draw(st.sampled_from("abc")), BASE + first + low, high - low)
+            for low, high in itertools.pairwise(cuts)
+        )
+        name = draw(st.sampled_from(["a", "kv"]))
+        entries.append(Entry(name, name, BASE + first, nbytes, last - first, parts=parts))
+    return invented(areas, present), entries
+
+
+@settings(max_examples=150, deadline=None)
+@given(processes())
+def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
+    process, entries = known
+    mappings, rows = attribute(process, entries)
+    assert_adds_up(process, mappings, rows)
+    known_at = {entry.address: entry for entry in entries}
+    there = [each for each in process.areas if each.is_accessible or each.rss_bytes]
+    for mapping in mappings:
+        if mapping.category in ("a", "kv"):
+            one = known_at[mapping.address]
+            end = one.address + one.reserved_bytes
+            n_there = sum(max(0, min(end, a.end) - max(one.address, a.start)) for a in there)
+            assert mapping.nbytes <= min(one.nbytes, n_there)
+            if n_there == one.reserved_bytes:
+                assert mapping.nbytes == one.nbytes
+
+
+# ---- one entry ----------------------------------------------------------------------------------
+
+
+def sizes(rows: Iterable[Row]) -> dict[str, int]:
+    return {row.category: row.nbytes for row in rows}
+
+
+def in_ram(rows: Iterable[Row]) -> dict[str, int]:
+    return {row.category: row.granted.resident_bytes for row in rows if row.granted is not None}
+
+
+def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
+    """Make one at `BASE`, of parts that follow each other."""
+    known: dict[str, Any] = {"category": "kv", "name": "", "address": BASE, "path": None}
+    nbytes = sum(size for _, size in parts)
+    start = fields.get("address", BASE)
+    starts = itertools.accumulate((size for _, size in parts), initial=start)
+    made = tuple(
+        Part(name, start, size) for (name, size), start in zip(parts, starts, strict=False)
+    )
+    known |= {"nbytes": nbytes, "reserved_bytes": nbytes, "parts": made}
+    return Entry(**(known | fields))
+
+
+def test_parts_have_what_of_them_is_in_ram() -> None:
+    # Of four pages, the first and the third are there.
+    process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
+    known = entry(
+        ("weights:padding", 100),
+        ("weights:f32", PAGE),  # 3996 bytes in the first page, 100 in the second
+        ("weights:padding", PAGE - 150),
+        ("weights:q8_0", 150),  # 100 bytes in the third
+        ("weights:padding", 2 * PAGE - 100),
+        category="weights:padding",
+        name="w",
+        path="/m.gguf",
+    )
+    (mapping,), rows = attribute(process, [known])
+    assert in_ram(rows) == {
+        "weights:f32": PAGE - 100,
+        "weights:q8_0": 100,
+        "weights:padding": 100 + PAGE - 100,
+    }
+    assert (
+        sizes(rows)
+        == mapping.parts
+        == {"weights:f32": PAGE, "weights:q8_0": 150, "weights:padding": 3 * PAGE - 150}
+    )
+    assert (mapping.name, mapping.path, mapping.category) == ("w", "/m.gguf", "weights:padding")
+
+
+def test_what_is_swapped_out_is_where_nothing_is_in_ram() -> None:
+    process = invented([area(0, 4, 1, swapped_bytes=3 * PAGE)], [BASE // PAGE])
+    _, rows = attribute(process, [entry(("scratch", PAGE), ("kv", 3 * PAGE))])
+    swapped = {row.category: row.granted.swapped_bytes for row in rows if row.granted}
+    assert swapped == {"kv": 3 * PAGE, "scratch": 0}
+
+
+def test_nothing_is_asked_of_pagemap_without_need() -> None:
+    class Silent(Invented):
+        def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
+            raise AssertionError
+
+    known = invented([area(0, 2, 2), area(4, 2), area(8, 2, 1)])
+    process = Silent(**{name: getattr(known, name) for name in known.__dataclass_fields__})
+    entries = [
+        entry(("a", 9), ("kv", 2 * PAGE - 9)),
+        entry(("a", 9), ("kv", 2 * PAGE - 9), address=BASE + 4 * PAGE),
+    ]
+    _, rows = attribute(process, entries)
+    assert in_ram(rows) == {"kv": 2 * PAGE - 9, "a": 9, "anonymous": PAGE}
+
+
+def test_what_is_in_use_and_what_was_asked_for() -> None:
+    parts = (
+        Part("scratch", BASE, 1000, active_bytes=600),
+        Part("logits", BASE + 1000, 400, active_bytes=400),
+        Part("scratch", BASE + 1400, PAGE - 1400),
+    )
+    tape = entry(
+        category="scratch",
+        nbytes=PAGE,
+        reserved_bytes=PAGE,
+        parts=parts,
+        requested={"nbytes": 3000},
+    )
+    mapped = entry(("weights:f32", PAGE), address=BASE + PAGE)
+    _, rows = attribute(invented([area(0, 2)]), [tape, mapped])
+    found = {row.category: (row.nbytes, row.active_bytes, row.requested_bytes) for row in rows}
+    assert found == {
+        "scratch": (PAGE - 400, 600, 2600),
+        "logits": (400, 400, 400),
+        "weights:f32": (PAGE, None, None),
+    }
+
+
+def test_a_ring_s_memory_counts_once_and_its_pages_by_share() -> None:
+    images = [
+        area(0, 4, 4, path="/memfd:kv (deleted)", pss_bytes=2 * PAGE),
+        area(4, 4, 4, path="/memfd:kv (deleted)", pss_bytes=2 * PAGE),
+    ]
+    ring = entry(("kv", 4 * PAGE), reserved_bytes=8 * PAGE)
+    (mapping,), (row,) = attribute(invented(images), [ring])
+    assert row.nbytes == mapping.nbytes == row.resident_bytes == 4 * PAGE
+    assert row.granted is not None
+    assert row.granted.resident_bytes == 8 * PAGE  # as in the Rss of the process
+
+
+def test_pieces_of_a_growing_block_are_one_mapping() -> None:
+    areas = [
+        area(0, 2, 1),
+        area(2, 4, access="---p"),
+        area(6, 1, 1),
+        area(7, 9, access="---p"),
+    ]
+    grown = entry(("kv", 3 * PAGE), reserved_bytes=16 * PAGE, category="other")
+    (mapping,), (row,) = attribute(invented(areas), [grown])
+    assert row.category == "kv"
+    assert mapping.nbytes == row.nbytes == 3 * PAGE
+    assert mapping.granted.resident_bytes == 2 * PAGE
+
+
+def test_entries_that_are_unmapped_by_now_are_left_out() -> None:
+    gone = entry(("kv", PAGE))
+    empty = Entry("scratch", "only reserved", BASE + 64 * PAGE, 0, 64 * PAGE)
+    mappings, rows = attribute(invented([area(8, 1, 1)]), [gone, empty])
+    assert [mapping.name for mapping in mappings] == ["", "only reserved"]
+    assert sizes(rows) == {"anonymous": PAGE, "scratch": 0}
+
+
+def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
+    huge = 1 << 50
+    parts = (Part("kv", BASE, huge, active_bytes=huge), Part("logits", BASE + huge, PAGE, PAGE))
+    known = entry(nbytes=huge + PAGE, reserved_bytes=huge + PAGE, parts=parts)
+    (mapping,), (row, gone) = attribute(invented([area(0, 3, 1)]), [known])
+    assert (row.category, row.nbytes, row.active_bytes) == ("kv", 3 * PAGE, 3 * PAGE)
+    assert (gone.category, gone.nbytes, gone.active_bytes) == ("logits", 0, 0)
+    assert mapping.nbytes == 3 * PAGE
+
+
+def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counted(list[Any]):
+        n_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Counted.n_read += len(found) if isinstance(index, slice) else 1
+            return found
+
+    cut = attribution._cut
+    monkeypatch.setattr(
+        attribution, "_cut", lambda claims, *rest: cut(Counted(claims), *rest), raising=True
+    )
+    n = 300
+    entries = [entry(("kv", 100), ("a", PAGE - 100), address=BASE + 2 * i * PAGE) for i in range(n)]
+    mappings, _ = attribute(invented([area(2 * i, 1) for i in range(n)]), entries)
+    assert len(mappings) == n
+    assert Counted.n_read < 10 * n
+
+
+@pytest.mark.parametrize(
+    ("fields", "pages"),
+    [
+        ({}, ("4k", PAGE)),
+        ({"flags": frozenset({"hg"})}, ("thp", 512 * PAGE)),
+        ({"flags": frozenset({"hg"}), "rss_bytes": PAGE}, ("4k", PAGE)),
+        ({"rss_bytes": 512 * PAGE, "huge_bytes": 512 * PAGE}, ("thp", 512 * PAGE)),
+        ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
+        ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
+    ],
+)
+def test_the_pages_are_those_that_are_there(fields: Any, pages: tuple[str, int]) -> None:
+    process = invented([area(0, 1024, **fields)])
+    (mapping,), (row,) = attribute(process, [entry(("kv", 1 << 22))])
+    for thing in (mapping, row):
+        assert thing.granted is not None
+        assert (thing.granted.pages, thing.granted.page_bytes) == pages
+
+
+# ---- what is not unimem's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "access", "category"),
+    [
+        ("[heap]", "rw-p", "allocator"),
+        ("[stack]", "rw-p", "stacks"),
+        ("[vdso]", "r-xp", "kernel"),
+        ("[vvar]", "r--p", "kernel"),
+        ("[vsyscall]", "--xp", "kernel"),
+        ("", "rw-p", "anonymous"),
+        ("[anon:a name]", "rw-p", "anonymous"),
+        ("[anon: glibc: malloc arena]", "rw-p", "allocator"),
+        ("[anon: glibc: pthread stack: 7]", "rw-p", "stacks"),
+        ("[anon_shmem:a name]", "rw-s", "shared"),
+        ("/memfd:a name (deleted)", "rw-s", "shared"),
+        ("/dev/shm/psm_1", "rw-s", "shared"),
+        ("/SYSV00000000 (deleted)", "rw-s", "shared"),
+        ("/dev/zero (deleted)", "rw-s", "shared"),
+        ("/dev/zero", "rw-p", "anonymous"),
+        ("/anon_hugepage (deleted)", "rw-p", "anonymous"),
+        ("/anon_hugepage (deleted)", "rw-s", "shared"),
+        ("/usr/lib/locale/C.utf8/LC_CTYPE", "r--p", "files"),
+        ("/usr/lib/libm.so.6 (deleted)", "r--p", "files"),
+    ],
+)
+def test_kinds(path: str, access: str, category: str) -> None:
+    assert kind_of(area(0, 1, path=path, access=access)) == category
+
+
+def test_all_areas_of_a_file_with_code_are_a_library_s() -> None:
+    areas = [
+        area(0, 1, 1, "/usr/lib/libm.so.6", access="r--p"),
+        area(1, 1, 1, "/usr/lib/libm.so.6", access="r-xp"),
+        area(2, 3, 0, "/usr/lib/libm.so.6", access="---p"),
+        area(5, 1, 1, "/usr/lib/libm.so.6"),
+        area(6, 1, 1, "/usr/share/icu.dat", access="r--p"),
+        area(7, 5, 0, access="---p"),
+        area(12, 5, 2, access="---p"),  # was written before it was closed to everybody
+    ]
+    mappings, rows = attribute(invented(areas))
+    assert sizes(rows) == {"libraries": 3 * PAGE, "files": PAGE, "anonymous": 2 * PAGE}
+    assert in_ram(rows) == sizes(rows)
+    assert [mapping.name for mapping in mappings[-2:]] == ["icu.dat", ""]
+    assert [mapping.path for mapping in mappings[-2:]] == ["/usr/share/icu.dat", None]
+
+
+@given(st.integers(0, 10**12), st.lists(st.integers(0, 10**9), min_size=1).filter(any))
+def test_shares_sum_up_and_are_within_one_of_exact(total: int, weights: list[int]) -> None:
+    shares = apportion(total, weights)
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share * sum(weights) - total * weight) < sum(weights)
+
+
+# ---- real processes -----------------------------------------------------------------------------
+
+CHILD = """
+import mmap, sys
+import numpy as np
+
+kept = [np.memmap(sys.argv[1], np.uint8, "r"), mmap.mmap(-1, 1 << 20), np.ones(1 << 20)]
+kept[1][: 1 << 19] = bytes(1 << 19)
+sum(kept[0][::4096].tolist())
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[int]:
+    """A process that has a model file, shared memory and anonymous memory, and waits."""
+    model = ROOT / "src/unimem/engine/models/tiny.gguf"
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def kernel_sum(pid: int, *names: str) -> int:
+    """Sum up lines of smaps, read here anew."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    fields = (line.split() for line in text.splitlines())
+    return sum(int(words[1]) * 1024 for words in fields if words[0].rstrip(":") in names)
+
+
+def test_another_process_adds_up_to_what_the_kernel_says(child: int) -> None:
+    process = read_process(child)
+    mappings, rows = attribute(process, (), models(process))
+    assert_adds_up(process, mappings, rows)
+    placements = placed(rows)
+    rss = kernel_sum(child, "Rss", "Private_Hugetlb", "Shared_Hugetlb")
+    assert sum(p.resident_bytes for p in placements) == rss
+    assert sum(p.swapped_bytes for p in placements) == kernel_sum(child, "Swap")
+    assert sum(p.locked_bytes for p in placements) == kernel_sum(child, "Locked")
+    found = sizes(rows)
+    assert found["weights:q8_0"] > 1_000_000
+    assert found["shared"] == 1 << 20
+    assert found["anonymous"] > 8 << 20
+    assert {"allocator", "libraries", "stacks", "kernel"} < set(found)
+
+
+def test_this_process_adds_up() -> None:
+    process = read_process()
+    mappings, rows = attribute(process)
+    assert_adds_up(process, mappings, rows)
+    assert process.rss_bytes > 10 << 20

@@ -1,0 +1,376 @@
+"""Reports: rows that add up, as a table and as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import unimem as um
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from proc_maps import huge_page_bytes
+from project import ROOT
+from unimem._core import ledger
+from unimem._core.status import ledger as native_ledger
+from unimem.accounting.report import Report, Row
+from unimem.system.malloc import malloc_bytes
+
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
+SCHEMA = json.loads((ROOT / "docs/schemas/report-1.json").read_text())
+NAMES = {"scratch": "scratch", "history": "kv", "staging": "staging", "diagnostics": "diagnostics"}
+
+
+def check(report: Report) -> dict[str, Any]:
+    """Validate a report's document against the schema that is documented."""
+    document = json.loads(report.to_json())
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    assert document == report.to_dict()
+    return dict(document)
+
+
+def mapped(category: str) -> int:
+    return sum(row.nbytes for row in um.report().rows if row.category == category)
+
+
+# ---- this process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("category", NAMES)
+def test_a_block_is_in_the_row_of_its_category(category: str) -> None:
+    name = NAMES[category]
+    before = mapped(name)
+    with um.Block((1 << 20) - 5, pages="4k", category=category, name="a block") as block:
+        block.as_array()[: 1 << 19] = 1
+        report = um.report()
+        row = next(row for row in report.rows if row.category == name)
+        assert row.nbytes == before + (1 << 20)
+        assert row.requested_bytes is not None
+        assert row.requested_bytes <= row.nbytes - 5
+        assert row.high_water_bytes is not None
+        assert row.high_water_bytes >= row.nbytes
+        (mapping,) = (each for each in report.mappings if each.address == block.address)
+        assert (mapping.category, mapping.name, mapping.nbytes) == (name, "a block", 1 << 20)
+        assert mapping.requested == block.requested
+        assert mapping.granted == block.granted
+        assert mapping.granted.resident_bytes == 1 << 19
+    # What had memory keeps its mark.
+    after = um.report()
+    row = next(row for row in after.rows if row.category == name)
+    assert row.nbytes == before
+    assert (row.high_water_bytes or 0) >= before + (1 << 20)
+    check(after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pages": "4k"},
+        {"pages": "4k", "warm": True},
+        {"pages": "4k", "warm": True, "shared": True},
+        {"pages": "4k", "warm": True, "reserve": 8 << 20},
+        {"pages": "4k", "lock": True},
+        {"pages": "thp"},
+        {"pages": "thp", "warm": True},
+        {"pages": "2m", "strict": True},
+    ],
+    ids=str,
+)
+def test_a_mapping_is_placed_as_its_block(
+    options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if options["pages"] == "thp" and not huge_page_bytes():
+        pytest.skip("this kernel gives no transparent huge pages")
+    if options["pages"] == "2m":
+        request.getfixturevalue("eight_huge_pages")
+    with um.Block(4 << 20, category="diagnostics", **options) as block:
+        report = um.report()
+        (mapping,) = (each for each in report.mappings if each.address == block.address)
+        assert mapping.granted == block.verify()
+        assert mapping.nbytes == mapping.parts["diagnostics"] == 4 << 20
+        assert report.resident_bytes == report.facts["pss_bytes"]
+
+
+def test_the_sums_are_the_kernel_s_and_the_ledger_s() -> None:
+    with (
+        um.Layout(1 << 20, 1 << 20, 1 << 20) as layout,
+        um.KVCache(2, 2, 64, 256, window=64) as ring,
+    ):
+        cache = um.KVCache(2, 2, 64, 128, tape=layout.history)
+        report = um.report()
+        host = [row for row in report.rows if row.device is None]
+        placed = [row.granted for row in host if row.granted is not None]
+        assert report.resident_bytes == report.facts["pss_bytes"]
+        assert sum(each.pss_bytes for each in placed) == report.facts["pss_bytes"]
+        assert sum(each.resident_bytes for each in placed) == report.facts["rss_bytes"]
+        assert sum(each.swapped_bytes for each in placed) == report.facts["swapped_bytes"]
+        assert report.total_bytes == sum(mapping.nbytes for mapping in report.mappings)
+        native = {
+            NAMES.get(name, name): row["mapped_bytes"] for name, row in native_ledger().items()
+        }
+        by_region: dict[str, int] = defaultdict(int)
+        for mapping in report.mappings:
+            if mapping.address in {entry.address for entry in ledger.entries()}:
+                by_region[mapping.category.partition(":")[0]] += mapping.nbytes
+        assert by_region == {name: nbytes for name, nbytes in native.items() if nbytes}
+        assert report.facts["pid"] == os.getpid()
+        assert report.facts["source"] == "ledger"
+        assert check(report)["total_bytes"] == report.total_bytes
+        (mapping,) = (each for each in report.mappings if each.name == "kv")
+        assert mapping.parts == {"kv": ring.capacity_bytes}
+        cache.close()
+
+
+def test_what_malloc_has() -> None:
+    has = um.report().facts["malloc_bytes"]
+    assert has["arenas"] + has["mmapped"] == has["in_use"] + has["free"]
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    before = malloc_bytes()
+    piece = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(256 << 20)))
+    now = malloc_bytes()
+    libc.free(piece)
+    assert before is not None
+    assert now is not None
+    assert now.mmapped - before.mmapped >= 256 << 20
+    assert now.in_use - before.in_use >= 256 << 20
+
+
+def test_threads_may_map_and_unmap_meanwhile() -> None:
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            with um.Block(1 << 20, pages="4k", category="staging", warm=True):
+                pass
+
+    thread = threading.Thread(target=come_and_go)
+    with um.Block(3 << 20, pages="4k", category="scratch", name="stays") as block:
+        thread.start()
+        try:
+            for _ in range(10):
+                report = um.report()
+                assert report.resident_bytes == report.facts["pss_bytes"]
+                assert block.address in [mapping.address for mapping in report.mappings]
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_a_forked_child_reports_on_itself() -> None:
+    with um.Block(1 << 20, pages="4k", category="scratch", warm=True) as block:
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                report = um.report()
+                is_there = block.address in [mapping.address for mapping in report.mappings]
+                is_whole = report.resident_bytes == report.facts["pss_bytes"]
+                os.write(write_end, f"{report.facts['pid']} {is_there} {is_whole}".encode())
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        with open(read_end) as pipe:
+            assert pipe.read() == f"{pid} True True"
+        os.waitpid(pid, 0)
+
+
+# ---- another process ----------------------------------------------------------------------------
+
+CHILD = """
+import sys
+import unimem as um
+from unimem.accounting import published
+
+block = um.Block(5 << 20, pages="4k", category="scratch", name="theirs", warm=True)
+block.as_array()[:] = 1
+history = um.Block(1 << 20, pages="4k", category="history", warm=True)
+if sys.argv[1] == "shows":
+    tally = published.Tally(history.address)
+    tally.count(7, 3)
+    published.publish()
+    tally.hold(4096, 2)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], int]]:
+    """Start a process that has a block of unimem's, and shows its ledger or not."""
+    started = []
+
+    def start(how: str) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+def test_a_process_that_shows_its_ledger(start: Callable[[str], int]) -> None:
+    pid = start("shows")
+    report = um.report(pid)
+    assert report.facts["pid"] == pid
+    assert report.facts["source"] == "published ledger"
+    assert report.facts["counters"]["n_generated_tokens"] == 3
+    row = next(row for row in report.rows if row.category == "scratch")
+    assert row.nbytes == row.resident_bytes == 5 << 20
+    (kv,) = (row for row in report.rows if row.category == "kv")
+    assert (kv.nbytes, kv.active_bytes) == (1 << 20, 4096)
+    (mapping,) = (each for each in report.mappings if each.name == "theirs")
+    assert mapping.requested is not None
+    assert mapping.requested["pages"] == "4k"
+    assert report.resident_bytes == report.facts["pss_bytes"]
+    assert "counters: n_prompt_tokens 7, n_generated_tokens 3" in str(report)
+    check(report)
+
+
+def test_a_process_that_shows_nothing(start: Callable[[str], int]) -> None:
+    report = um.report(start("hides"))
+    assert report.facts["source"] == "kernel"
+    assert "scratch" not in {row.category for row in report.rows}
+    row = next(row for row in report.rows if row.category == "anonymous")
+    assert row.nbytes >= 5 << 20
+    assert row.high_water_bytes is row.active_bytes is row.requested_bytes is None
+    assert report.resident_bytes == report.facts["pss_bytes"]
+    check(report)
+
+
+def test_processes_that_are_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    with pytest.raises(ProcessLookupError, match="no process"):
+        um.report(process.pid)
+    with pytest.raises(ValueError, match="from 1 on"):
+        um.report(0)
+    with pytest.raises(TypeError):
+        um.report("1")  # type: ignore[arg-type]
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
+    before = um.report()
+    with cuda.Block(3 << 20, category="history"), um.Block(1 << 20, category="history"):
+        report = um.report()
+        rows = [row for row in report.rows if row.device == "cuda:0" and row.category == "kv"]
+        assert [row.nbytes for row in rows] == [3 << 20]
+        assert report.device_bytes["cuda:0"] == before.device_bytes.get("cuda:0", 0) + (3 << 20)
+        host = sum(row.nbytes for row in report.rows if row.device is None)
+        assert report.total_bytes == host
+        lines = str(report).splitlines()
+        assert any(line.startswith("kv on cuda:0 ") for line in lines)
+        assert any(line.startswith("total on cuda:0 ") for line in lines)
+        assert check(report)["device_bytes"] == report.device_bytes
+    row = next(row for row in um.report().rows if row.device and row.category == "kv")
+    assert row.nbytes == 0
+    assert row.high_water_bytes is not None
+    assert row.high_water_bytes >= 3 << 20
+
+
+def test_a_decoder_s_report_is_such_a_document() -> None:
+    engine = pytest.importorskip(
+        "unimem.engine",
+        reason="the engine needs ggml: pip install '.[run]'",
+        exc_type=ImportError,
+    )
+    with engine.Decoder(engine.embedded_model(), ctx=64, threads=1) as decoder:
+        document = check(decoder.report())
+    assert document["facts"]["ctx"] == 64
+    assert document["total_bytes"] == sum(each["nbytes"] for each in document["mappings"])
+
+
+def test_a_table_and_json() -> None:
+    with um.Block(1 << 20, pages="4k", warm=True) as block:
+        report = Report(
+            (
+                Row("kv", 2048, block.granted, 10, 1024, 20),
+                Row("weights:q8_0", 5_000_000),
+            ),
+            {"cpu_features": ["avx2", "fma"], "threads": 2},
+        )
+    assert report.total_bytes == 5_002_048
+    assert str(report).splitlines() == [
+        "category         size  pages  active  resident  high water",
+        "kv            2.0 KiB     4k    10 B   1.0 KiB        20 B",
+        "weights:q8_0  4.8 MiB      -       -         -           -",
+        "total         4.8 MiB",
+        "cpu_features: avx2, fma",
+        "threads: 2",
+    ]
+    document = check(report)
+    assert document["schema"] == "unimem.report/1"
+    assert document["total_bytes"] == 5_002_048
+    assert document["rows"][0]["granted"]["pages"] == "4k"
+    assert sum(document["rows"][0]["granted"]["nodes"].values()) == 1 << 20
+    assert document["rows"][1]["granted"] is None
+    assert document["facts"] == {"cpu_features": ["avx2", "fma"], "threads": 2}
+
+
+def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() -> None:
+    model = {
+        "path": "/" + "very/" * 30 + "long-name-of-a-model.gguf",
+        "format": "GGUF",
+        "architecture": "llama",
+        "pss_bytes": 1536,
+    }
+    report = Report(
+        (Row("files", 2048, resident_bytes=1024), Row("anonymous", 4096, resident_bytes=512)),
+        {
+            "command": "python " + "x" * 100 + " end",
+            "rss_bytes": 1536,
+            "models": [
+                model,
+                model | {"format": None, "architecture": None, "path": "/a.gguf"},
+                model | {"architecture": "x" * 500},
+            ],
+            "cpu_features": ["feature"] * 20,
+            "problem": "p" * 100,
+        },
+    )
+    lines = str(report).splitlines()
+    assert lines[:4] == [
+        "category      size  resident",
+        "files      2.0 KiB   1.0 KiB",
+        "anonymous  4.0 KiB     512 B",
+        "total      6.0 KiB   1.5 KiB",
+    ]
+    assert lines[4].startswith("command: python xxx")
+    assert lines[4].endswith("xxx end")
+    assert lines[5] == "rss: 1.5 KiB"
+    assert lines[6].startswith("model: /very/very")
+    assert lines[6].endswith("name-of-a-model.gguf (GGUF llama, 1.5 KiB resident)")
+    assert lines[7] == "model: /a.gguf (unknown header, 1.5 KiB resident)"
+    assert lines[8].endswith("model.gguf (GGUF xxxxxxxx...xxxxxxxxxxxxxx, 1.5 KiB resident)")
+    assert max(map(len, lines)) == 80
+    assert lines[10] == "  " + ", ".join(["feature"] * 8) + ","
+    assert lines[12:] == ["problem: " + "p" * 71, "  " + "p" * 29]
+
+
+def test_names_of_others_do_nothing_to_a_terminal() -> None:
+    report = Report((), {"name": "a\x1b[2J", "command": "b\nc\udcff"})
+    assert str(report).splitlines()[2:] == ["name: a?[2J", "command: b?c?"]
+    assert json.loads(report.to_json())["facts"] == report.facts
+
+
+def test_a_whole_report_fits_80_columns() -> None:
+    with um.Block(1 << 20, category="staging"):
+        assert max(map(len, str(um.report()).splitlines())) <= 80

@@ -1,0 +1,406 @@
+"""`unimem bench --advise`: what wins on decoders of invented speeds, and a run of real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from project import ROOT
+from screens import CONTROL, show
+from unimem.engine import embedded_model
+from unimem.errors import CapacityError, GGUFError
+from unimem.planning.plan import plan
+from unimem.system.limits import Node
+from unimem_bench import advise as module
+from unimem_bench import rounds, states
+from unimem_bench.advise import Advice, Effort, Speeds, advise, candidates, effort
+from unimem_bench.cli.advise import page
+from unimem_bench.decoders import SideError
+from unimem_bench.stats import Ratio
+from unimem_bench.suite import NotMeasured
+
+SCHEMA = ROOT / "docs" / "schemas" / "advice-1.json"
+
+# Of an option and its value: how many times as fast decode, prefill and start are.
+Effects = dict[tuple[str, str], tuple[float, float, float]]
+
+
+class FakeDecoder:
+    """A decoder with the speeds that a test invents, and noise of a few percent."""
+
+    effects: ClassVar[Effects] = {}
+    noise: ClassVar[float] = 0.01
+    refuses: ClassVar[set[str]] = set()
+    interrupt_after: ClassVar[int | None] = None
+    started: ClassVar[list[FakeDecoder]] = []
+    rng: ClassVar[np.random.Generator] = np.random.default_rng(0)
+
+    def __init__(self, model: Path, *, ctx: int, threads: int, **options: str) -> None:
+        if self.refuses & set(options.values()):
+            raise SideError("the unimem side: it does not start")
+        self.options = options
+        self.pid = 2**22 + len(self.started)  # of no process
+        self.is_open = True
+        self.started.append(self)
+        found = [self.effects.get(each, (1.0, 1.0, 1.0)) for each in options.items()]
+        self._decode, self._prefill, start = (
+            math.prod(column) for column in zip((20.0, 100.0, 1.0), *found, strict=True)
+        )
+        pages = options.get("pages", "4k")
+        part = {"pages": "4k" if pages == "auto" else pages}
+        self.facts = {
+            "start_s": self._noisy(1.0) / start,
+            "load": options.get("load", "map"),
+            "granted": {"weights": part, "kv": part, "scratch": part},
+        }
+
+    def _noisy(self, value: float) -> float:
+        return float(value * math.exp(self.rng.normal(0, self.noise)))
+
+    def prefill(self, tokens: list[int]) -> float:
+        assert tokens
+        return self._noisy(self._prefill)
+
+    def decode(self, n: int) -> float:
+        assert n >= 1
+        if FakeDecoder.interrupt_after is not None:
+            FakeDecoder.interrupt_after -= 1
+            if FakeDecoder.interrupt_after == 0:
+                raise KeyboardInterrupt
+        return self._noisy(self._decode)
+
+    def require_idle(self) -> None:
+        assert self.is_open
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def __enter__(self) -> FakeDecoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Machine:
+    """What a test invents of the machine, and the pool of huge pages that it has seen."""
+
+    def __init__(self) -> None:
+        self.pool: list[str] = []
+        self.has_pool = True
+
+    @contextmanager
+    def reserved(self, nbytes: int) -> Iterator[None]:
+        assert nbytes > 0
+        if not self.has_pool:
+            raise NotMeasured("wants huge pages")
+        self.pool.append("taken")
+        try:
+            yield
+        finally:
+            assert not any(each.is_open for each in FakeDecoder.started)
+            self.pool.append("given back")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Decoders that are invented, and rounds that nothing disturbs."""
+    invented = Machine()
+    for name, value in {
+        "effects": {},
+        "noise": 0.01,
+        "refuses": set(),
+        "interrupt_after": None,
+        "started": [],
+        "rng": np.random.default_rng(8),
+    }.items():
+        monkeypatch.setattr(FakeDecoder, name, value)
+    monkeypatch.setattr(module, "DecoderProcess", FakeDecoder)
+    monkeypatch.setattr(module, "reserved", invented.reserved)
+    monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
+    monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
+    return invented
+
+
+def _node(number: int, total_bytes: int = 1 << 30) -> Node:
+    return Node(number, total_bytes, total_bytes, total_bytes, (number,), (10, 20), True)
+
+
+def make(effects: Effects, **options: Any) -> Advice:
+    FakeDecoder.effects = effects
+    advice = advise(embedded_model(), quick=True, **options)
+    assert FakeDecoder.started
+    assert not any(each.is_open for each in FakeDecoder.started)
+    return advice
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
+    advice = make(
+        {
+            ("pages", "thp"): (1.3, 1.0, 0.5),
+            ("pages", "2m"): (1.1, 1.0, 1.0),
+            ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
+            ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
+        }
+    )
+    assert advice.flags == ("--pages", "thp", "--kv-dtype", "q8_0")
+    assert advice.by == "decode"
+    assert advice.margin is not None
+    assert advice.margin.value == pytest.approx(1.3 * 1.2, rel=0.03)
+    assert advice.margin.low > 1.4
+    assert {factor.name: factor.winner for factor in advice.factors} == {
+        "pages": "thp",
+        "load": None,
+        "kv_dtype": "q8_0",
+    }
+    together = FakeDecoder.started[-1].options, FakeDecoder.started[-2].options
+    assert {"pages": "thp", "kv_dtype": "q8_0"} in together
+    assert {} in together
+    costs = " ".join(advice.trade_offs)
+    assert "thp the weights are copied" in costs
+    assert "halves the KV cache" in costs
+    assert "prefill has 0.9" in costs
+    assert "the start has 0.5" in costs
+
+
+@pytest.mark.usefixtures("machine")
+def test_noise_is_no_advice() -> None:
+    FakeDecoder.noise = 0.05
+    advice = make({})
+    assert (advice.flags, advice.margin, advice.by, advice.trade_offs) == ((), None, None, ())
+    last = list(page(advice))[-1]
+    assert last == "Nothing differs by more than noise: the defaults are as good as any here."
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_wins_by_luck_does_not_win_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = module._Bench._measure
+
+    def lucky_once(bench: Any, group: Mapping[str, Any]) -> Any:
+        result = measure(bench, group)
+        FakeDecoder.effects = {}
+        return result
+
+    monkeypatch.setattr(module._Bench, "_measure", lucky_once)
+    advice = make({("pages", "4k"): (1.2, 1.0, 1.0), ("pages", "thp"): (1.3, 1.0, 1.0)})
+    assert advice.factors[0].winner == "thp"
+    assert (advice.flags, advice.margin) == ((), None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_faster_start_counts_where_nothing_else_differs() -> None:
+    advice = make({("load", "copy"): (1.0, 1.0, 2.0), ("pages", "thp"): (1.0, 1.0, 3.0)})
+    assert (advice.flags, advice.by) == (("--load", "copy"), "start")
+    assert advice.margin is not None
+    assert advice.margin.value == pytest.approx(2, rel=0.05)
+    slower = make({("load", "copy"): (0.8, 1.0, 2.0)})
+    assert slower.flags == ()
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_the_defaults_come_to_is_not_measured_against_them() -> None:
+    advice = make({})
+    same = {name for name, reason in advice.left_out.items() if "defaults come to" in reason}
+    assert same == {"--pages 4k", "--load map"}
+    assert [each.name for each in advice.factors[0].variants] == [
+        "default",
+        "--pages thp",
+        "--pages 2m",
+    ]
+
+
+def test_huge_pages_are_reserved_and_given_back(machine: Machine) -> None:
+    make({("pages", "2m"): (1.3, 1.0, 1.0)})
+    assert machine.pool == ["taken", "given back"] * 2  # once more with all that won
+    order = [each.options.get("pages") for each in FakeDecoder.started[1:5]]
+    assert order[0] == "2m", "the defaults would take the pages"
+
+
+def test_huge_pages_that_cannot_be_had_are_left_out(machine: Machine) -> None:
+    machine.has_pool = False
+    advice = make({("pages", "2m"): (9.0, 9.0, 9.0)})
+    assert advice.left_out["--pages 2m"] == "wants huge pages"
+    assert advice.flags == ()
+    assert machine.pool == []
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_does_not_start_is_left_out() -> None:
+    FakeDecoder.refuses = {"bf16"}
+    advice = make({("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)})
+    assert advice.left_out["--kv-dtype bf16"] == "the unimem side: it does not start"
+    assert advice.flags == ("--kv-dtype", "q8_0")
+
+
+def test_decoders_that_have_no_room_together_run_in_pairs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = plan(embedded_model()).total_bytes
+    monkeypatch.setattr(states, "available_bytes", lambda: 3 * total)
+    most = 0
+    with_pool: set[str] = set()
+
+    class Counting(FakeDecoder):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal most
+            super().__init__(*arguments, **options)
+            most = max(most, sum(each.is_open for each in FakeDecoder.started))
+            if len(machine.pool) % 2:
+                with_pool.add(str(self.options.get("pages")))
+
+    monkeypatch.setattr(module, "DecoderProcess", Counting)
+    advice = make({("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)})
+    assert most == 2
+    assert with_pool == {"2m", "None"}, "other defaults would take the huge pages"
+    assert advice.flags == ("--kv-dtype", "q8_0")
+    names = [each.name for each in advice.factors[2].variants]
+    assert names == ["default", "--kv-dtype f32", "--kv-dtype bf16", "--kv-dtype q8_0"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_has_no_room_beside_the_defaults_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "available_bytes", lambda: 1)
+    advice = make({("pages", "thp"): (1.5, 1.0, 1.0)})
+    assert set(advice.left_out.values()) == {"there is no room for it beside the defaults"}
+    assert all(factor.variants == () for factor in advice.factors)
+    assert list(page(advice))[-1].startswith("Nothing differs")
+
+
+def test_an_interrupt_ends_all_processes_and_gives_the_pages_back(machine: Machine) -> None:
+    FakeDecoder.interrupt_after = 12
+    with pytest.raises(KeyboardInterrupt):
+        advise(embedded_model(), quick=True)
+    assert len(FakeDecoder.started) > 3
+    assert not any(each.is_open for each in FakeDecoder.started)
+    assert machine.pool == ["taken", "given back"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_policies_are_tried_where_there_are_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "nodes", lambda: {0: _node(0), 1: _node(1), 2: _node(2, 0)})
+    monkeypatch.setattr(module, "plan", _plan_anywhere)
+    advice = make({("numa", "interleave"): (1.4, 1.0, 1.0)})
+    assert advice.flags == ("--numa", "interleave")
+    assert [each.options for each in advice.factors[3].variants] == [
+        {},
+        {"numa": "interleave"},
+        {"numa": "bind:0"},
+        {"numa": "bind:1"},
+    ]
+    assert "numa" not in candidates([0])
+
+
+def _plan_anywhere(*arguments: Any, numa: str | None = None, **options: Any) -> Any:
+    """Plan as on a machine that has all nodes."""
+    return plan(*arguments, **options)
+
+
+def test_the_effort_suits_the_speed() -> None:
+    slow, fast = Speeds(50.0, 10.0, 2.0), Speeds(20_000.0, 2000.0, 0.02)
+    full = effort(slow, 4096, quick=False)
+    assert (full.n_prompt, full.n_decode) == (150, 2)
+    assert effort(slow, 4096, quick=True).n_prompt == 32
+    assert full.passes * full.seconds * 13 < 600  # 11 sides, and two of the end
+    quick = effort(fast, 512, quick=True)
+    assert quick.passes * quick.seconds * 13 < 60
+    assert quick.n_prompt + 4 * quick.n_decode <= 512
+    smallest = effort(fast, 2, quick=True)
+    assert (smallest.n_prompt, smallest.n_decode) == (1, 1)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_document_is_as_its_schema_says() -> None:
+    jsonschema = pytest.importorskip(
+        "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+    )
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    for effects in ({}, {("pages", "thp"): (1.3, 1.0, 0.5)}):
+        advice = make(effects)
+        document = json.loads(advice.to_json())
+        validator.validate(document)
+        assert document["flags"] == list(advice.flags)
+        assert (document["margin"] is None) == (not advice.flags)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_page_ends_with_the_line_to_copy() -> None:
+    FakeDecoder.effects = {("pages", "thp"): (1.3, 1.0, 0.5)}
+    screen = show("bench", "--advise", str(embedded_model()), "--quick")
+    assert screen.code == 0
+    assert screen.lines[-1] == f"unimem run {embedded_model()} --pages thp"
+    assert "it decodes 1.3" in screen.lines[-2]
+    assert any(line.startswith("--kv-dtype") for line in screen.lines)
+    assert max(map(len, screen.lines[:-1])) <= 80
+    assert "about" in screen.err.splitlines()[0]
+    assert not CONTROL.search(screen.out)
+    assert json.loads(show("bench", "--advise", str(embedded_model()), "--json").out)["flags"]
+
+
+def test_a_path_with_spaces_can_be_copied() -> None:
+    advice = Advice(
+        model="/models/my model.gguf",
+        quick=True,
+        threads=2,
+        ctx=512,
+        effort=Effort(2, 8, 1, 7, 1.0),
+        factors=(),
+        flags=("--kv-dtype", "q8_0"),
+        margin=Ratio(1.2, 1.1, 1.3),
+        by="decode",
+        trade_offs=(),
+        left_out={},
+        seconds=1.0,
+    )
+    assert list(page(advice))[-1] == "unimem run '/models/my model.gguf' --kv-dtype q8_0"
+    assert "it starts 1.20x" in list(page(replace(advice, by="start")))[-2]
+
+
+def test_a_bad_model_is_refused_as_everywhere(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"nothing")
+    with pytest.raises(GGUFError):
+        advise(bad)
+    with pytest.raises(FileNotFoundError):
+        advise(tmp_path / "none.gguf")
+    assert show("bench", "--advise", str(bad)).code == 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(embedded_model())
+    checks = tuple(replace(each, available_bytes=1) for each in made.checks)
+    monkeypatch.setattr(module, "plan", lambda *_, **__: replace(made, checks=checks))
+    with pytest.raises(CapacityError):
+        advise(embedded_model())
+    assert FakeDecoder.started == []
+    assert show("bench", "--advise", str(embedded_model())).code == 3
+
+
+def test_real_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens of the model in the package, with one other type of the KV cache."""
+    few = Effort(1, 8, 2, 3, 0.1)
+    monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
+    monkeypatch.setattr(module, "effort", lambda *_, **__: few)
+    lines: list[str] = []
+    say: Callable[[str], None] = lines.append
+    advice = advise(embedded_model(), ctx=64, threads=1, progress=say)
+    (factor,) = advice.factors
+    default, q8_0 = factor.variants
+    assert (default.name, q8_0.options) == ("default", {"kv_dtype": "q8_0"})
+    assert q8_0.nbytes < default.nbytes
+    assert set(q8_0.ratios) == set(default.medians) == {"decode", "prefill", "start"}
+    assert min(*default.medians.values(), *q8_0.medians.values()) > 0
+    assert lines[:2] == [
+        "1 thread, 8 tokens of prompt, 1 process for each value: about 0 seconds",
+        "--kv-dtype: q8_0",
+    ]
+    assert advice.left_out == {}

@@ -1,0 +1,234 @@
+"""Two invented records beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench_records import MACHINE, record, sample_record, suite
+from unimem_bench import markdown
+from unimem_bench.cli.view import difference_lines
+from unimem_bench.compare import (
+    Change,
+    Differences,
+    Pair,
+    change_table,
+    compare,
+    pair_table,
+    suite_table,
+    summary,
+)
+from unimem_bench.record import CaseRecord, Record, SideRecord
+from unimem_bench.stats import Ratio, Spread
+from unimem_bench.tables import Row
+
+
+def run(*cases: CaseRecord, **rest: Any) -> Record:
+    return replace(record(suite("calls", "What do calls cost?", *cases)), **rest)
+
+
+def case(
+    name: str, ours: float, *peers: float, subject: str = "unimem", at: Sequence[float] = ()
+) -> CaseRecord:
+    """Figures that do not vary: a ratio agrees only with itself."""
+    sides = []
+    for size in at or (None,):
+        sides.append(SideRecord(subject, "unimem", [[ours, ours]], size))
+        sides += [
+            SideRecord(f"peer {i}", "peer", [[each, each]], size) for i, each in enumerate(peers)
+        ]
+    x = "bytes" if at else None
+    return CaseRecord("calls", name, "What?", "ns", x=x, sides=sides)
+
+
+def test_a_record_agrees_with_itself() -> None:
+    made = sample_record()
+    found = compare(made, made)
+    assert len(found.pairs) > 30
+    assert all(pair.agrees and pair.distance == 0 for pair in found.pairs)
+    assert (found.only_a, found.only_b, found.warnings) == ([], [], [])
+    assert found.share == 1
+    n = len(found.pairs)
+    assert summary(found) == f"{n} of {n} ratios (100%) are within each other's intervals"
+
+
+def test_what_differs_most_comes_first() -> None:
+    a = run(case("one", 10, 20, 30), case("two", 10, 20, at=(64, 1024)), case("three", 10, 40))
+    b = run(case("one", 20, 40, 90), case("two", 11, 22, at=(1024, 4096)), case("three", 10, 10))
+    found = compare(a, b)
+    assert [(pair.name, pair.other, pair.a.value, pair.b.value) for pair in found.pairs] == [
+        ("calls/three", "peer 0", 4.0, 1.0),
+        ("calls/one", "peer 1", 3.0, 4.5),
+        ("calls/one", "peer 0", 2.0, 2.0),
+        ("calls/two 1 KiB", "peer 0", 2.0, 2.0),
+    ]
+    assert [pair.agrees for pair in found.pairs] == [False, False, True, True]
+    assert found.share == 0.5
+    assert [(each.name, each.a.median, each.b.median) for each in found.changes] == [
+        ("calls/one", 10, 20),
+        ("calls/two 1 KiB", 10, 11),
+        ("calls/three", 10, 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "agrees"),
+    [
+        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
+        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
+        (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
+        (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
+    ],
+)
+def test_two_ratios_agree_where_each_lies_in_the_others_interval(
+    a: Ratio, b: Ratio, agrees: bool
+) -> None:
+    assert Pair("calls/one", "ns", "unimem", "peer", a, b).agrees is agrees
+    assert Pair("calls/one", "ns", "unimem", "peer", b, a).agrees is agrees
+
+
+def test_cases_of_one_record_are_listed() -> None:
+    failed = CaseRecord("calls", "failed", "What?", "ns", failed="no")
+    a = run(case("one", 1, 2), case("both", 1, 2), replace(case("x", 1, 2), name="failed"))
+    found = compare(a, run(case("both", 1, 2), case("two", 1, 2), failed))
+    assert (found.only_a, found.only_b) == (["calls/one", "calls/failed"], ["calls/two"])
+
+
+def test_subjects_that_are_not_the_same_have_no_ratio() -> None:
+    found = compare(run(case("one", 1, 2)), run(case("one", 1, 2, subject="unimem, mapped")))
+    assert (found.pairs, found.changes) == ([], [])
+    assert found.share == 1
+    assert summary(found) == "The two have no ratio in common"
+
+
+def test_another_machine_versions_and_kind_of_run_are_warned_of() -> None:
+    a = run()
+    machine = {
+        **MACHINE,
+        "cpu": {**MACHINE["cpu"], "model": "Xeon"},
+        "memory": {**MACHINE["memory"], "available_bytes": 1},
+        "thp": {},
+    }
+    versions = {**a.versions, "numpy": "2.0.0", "kernel": "7"}
+    del versions["torch"]
+    found = compare(a, replace(a, machine=machine, versions=versions, quick=True))
+    assert found.warnings == [
+        "a whole run and a quick one: sizes and rounds differ",
+        "cpu.model differs: AMD EPYC and Xeon",
+        "thp.enabled differs: madvise and None",
+        "thp.defrag differs: madvise and None",
+        "thp.shmem_enabled differs: never and None",
+        "thp.shm_mount differs: never and None",
+        "numpy differs: 2.4.6 and 2.0.0",
+        "torch differs: 2.13.0+cpu and none",
+    ]
+
+
+DIFFERENCES = Differences(
+    pairs=[
+        Pair("a/b", "ns", "unimem", "C", Ratio(2.0, 1.5, 2.5), Ratio(3.1, 3.0, 3.2)),
+        Pair("a/c", "ns", "unimem, mapped", "C", Ratio(0.5, 0.5, 0.5), Ratio(0.5, 0.5, 0.5)),
+    ],
+    changes=[
+        Change("a/b", "ns", "unimem", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
+        Change("a/c", "faults", "unimem", Spread(0, 0, 0), Spread(1, 1, 1)),
+    ],
+    only_a=["x/y"],
+    only_b=[],
+    warnings=["a|b"],
+)
+
+
+def test_tables() -> None:
+    assert pair_table(DIFFERENCES).rows == (
+        Row(("a/b", "C", "2.00x (1.50 to 2.50)", "3.10x (3.00 to 3.20)", "differ"), "bad"),
+        Row(("a/c", "unimem, mapped / C", "0.500x", "0.500x", "agree")),
+    )
+    assert change_table(DIFFERENCES).rows == (
+        Row(("a/b", "unimem", "2 us", "1 us", "0.500x")),
+        Row(("a/c", "unimem", "0 faults", "1 faults", "")),
+    )
+    assert suite_table(DIFFERENCES).rows == (Row(("a", "1 of 2", "0 of 2")),)
+    assert summary(DIFFERENCES) == "1 of 2 ratios (50%) are within each other's intervals"
+
+
+@pytest.mark.parametrize(
+    ("b", "agrees"),
+    [
+        (Spread(11, 9, 12), True),
+        (Spread(11, 10.5, 12), False),
+        (Spread(13, 9, 14), False),
+        (Spread(10, 10, 10), True),
+    ],
+)
+def test_two_medians_agree_where_each_lies_between_the_others_percentiles(
+    b: Spread, agrees: bool
+) -> None:
+    a = Spread(10, 8, 12)
+    assert Change("calls/one", "ns", "unimem", a, b).agrees is agrees
+    assert Change("calls/one", "ns", "unimem", b, a).agrees is agrees
+
+
+def test_suites_keep_the_order_of_the_record() -> None:
+    same, other = Ratio(2.0, 2.0, 2.0), Ratio(3.0, 3.0, 3.0)
+    figure = Spread(1, 1, 1)
+    found = DIFFERENCES._replace(
+        pairs=[
+            Pair("z/b", "ns", "unimem", "C", same, other),
+            Pair("a/b", "ns", "unimem", "C", same, same),
+        ],
+        changes=[
+            Change("y/b", "ns", "unimem", figure, figure),
+            Change("a/b", "ns", "unimem", figure, figure),
+            Change("z/b", "ns", "unimem", figure, figure),
+        ],
+    )
+    assert suite_table(found).rows == (
+        Row(("y", "", "1 of 1")),
+        Row(("a", "1 of 1", "1 of 1")),
+        Row(("z", "0 of 1", "1 of 1")),
+    )
+
+
+def test_a_terminal_of_80_columns_cuts_no_name_and_shows_what_differs() -> None:
+    long, short = "buffers/a question of many words, with a size 1,000", "calls/take"
+    wide, apart = Ratio(0.0292, 0.0181, 0.0469), Ratio(10.8, 0.01, 3412.1)
+    found = DIFFERENCES._replace(
+        pairs=[
+            Pair(long, "ns", "unimem, plain cache", "C memcpy of all tokens", wide, apart),
+            Pair(short, "ns", "unimem", "np.empty", wide, wide),
+        ],
+        changes=[
+            Change(long, "ns", "unimem", Spread(2e3, 1e3, 3e3), Spread(5e3, 5e3, 5e3)),
+            Change(short, "ns", "unimem", Spread(1, 1, 1), Spread(1, 1, 1)),
+        ],
+    )
+    lines = list(difference_lines(found))
+    assert max(map(len, lines)) <= 80
+    assert "..." not in "".join(lines)
+    assert [line.split("  ")[0] for line in lines if line][2:] == [
+        "Medians of unimem that lie outside the other's 5 to 95 %",
+        "case: side",
+        f"{long}: unimem",
+        "How many times as fast unimem is, where that differs, most first",
+        "case: against",
+        "buffers/a question of many",
+        "words, with a size 1,000:",
+        "unimem, plain cache / C",
+        "memcpy of all tokens",
+        "suite",
+        "buffers",
+        "calls",
+        "1 of 2 ratios (50%) are within each other's intervals.",
+    ]
+
+
+def test_markdown() -> None:
+    lines = list(markdown.difference_lines(DIFFERENCES))
+    assert lines[:3] == [r"- warning: a\|b", "- only in A: x/y", ""]
+    assert "| a/b | C | 2.00x (1.50 to 2.50) | 3.10x (3.00 to 3.20) | **differ** |" in lines
+    assert "| a/b | unimem | 2 us | 1 us | 0.500x |" in lines
+    assert lines[-1] == "**1 of 2 ratios (50%) are within each other's intervals.**"

@@ -1,0 +1,294 @@
+"""The suites that decode: that their sides do the same work, on the memory they are named after."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llama_cpp
+import unimem as um
+from bench_cases import cases_of, check_case, run_case
+from unimem.system import limits
+from unimem_bench import decoding, huge_pages, models, states
+from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
+from unimem_bench.models import Shape, write_model
+from unimem_bench.suite import Case, NotMeasured
+
+PROMPT = [1, *range(20, 50)]
+HUGE_PAGE = 2 << 20
+IDLE = {"wait_s": 1.0, "wait_cpu_s": 0.0}
+FACTS: dict[str, Any] = {"ggml": "0", "features": {"AVX512": "1"}, "start_s": 0.1} | IDLE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture
+def model(folder: Path) -> Path:
+    return write_model(folder, "15m", "q8_0")
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_a_model_is_the_same_to_unimem_and_llama_cpp(folder: Path, kind: models.Kind) -> None:
+    pytest.importorskip("cyllama", reason="compares with llama.cpp: pip install cyllama")
+    path = write_model(folder, "15m", kind)
+    with DecoderProcess(path, threads=1, ctx=64) as ours:
+        logits, tokens = ours.greedy(PROMPT, 16)
+    theirs, their_logits = llama_cpp.greedy(path, PROMPT, 16, ctx=64)
+    assert np.isfinite(logits).all()
+    # Two builds of ggml round differently, and quantizing what they multiply makes more of it.
+    assert np.corrcoef(logits, their_logits[0])[0, 1] > 0.999
+    assert tokens[:4] == theirs[:4]
+    assert len(set(tokens)) > 1
+
+
+def test_a_model_is_written_once_and_always_the_same(tmp_path: Path) -> None:
+    paths = [write_model(tmp_path / name, "15m", "q4_k_m") for name in ("a", "b")]
+    assert len({hashlib.sha256(path.read_bytes()).digest() for path in paths}) == 1
+    before = paths[0].stat()
+    assert write_model(tmp_path / "a", "15m", "q4_k_m").stat() == before
+    assert os.listdir(tmp_path / "a") == [paths[0].name]
+
+
+@pytest.mark.parametrize(("n_layers", "tied"), [(6, True), (22, False)])
+def test_the_mixture_is_the_one_of_llama_cpp(
+    n_layers: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
+    shape = Shape(
+        256, layers=n_layers, heads=4, kv_heads=4, inner=256, vocab=300, ctx=64, tied=tied
+    )
+    monkeypatch.setitem(models.SHAPES, "any", shape)
+    theirs = llama_cpp.quantize(write_model(tmp_path, "any", "f16"), tmp_path / "theirs.gguf")
+    ours = write_model(tmp_path, "any", "q4_k_m")
+    assert types_of(ours) == types_of(theirs)
+
+
+def types_of(path: Path) -> dict[str, str]:
+    with um.open_weights(path, load="map") as weights:
+        return {name: tensor.type for name, tensor in weights.tensors.items()}
+
+
+def test_a_model_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no model '70b': expected one of '15m', '110m'"):
+        write_model(tmp_path, "70b", "q8_0")
+    with pytest.raises(ValueError, match="no model 'q5': expected one of 'f16', 'q8_0'"):
+        write_model(tmp_path, "15m", "q5")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(NotMeasured, match="pip install gguf"):
+        write_model(tmp_path, "15m", "q8_0")
+    assert os.listdir(tmp_path) == []
+
+
+# ---- processes ----
+
+
+def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
+    with DecoderProcess(
+        model, threads=1, ctx=64, load="copy", pages="4k", kv_dtype="q8_0", window=32
+    ) as decoder:
+        facts = decoder.facts
+        assert facts["load"] == "copy"
+        assert {part: found["pages"] for part, found in facts["granted"].items()} == {
+            "weights": "4k",
+            "kv": "4k",
+            "scratch": "4k",
+        }
+        assert facts["granted"]["weights"]["resident_bytes"] >= model.stat().st_size * 0.9
+        assert facts["peak_rss_bytes"] > facts["anonymous_bytes"] > model.stat().st_size * 0.9
+        assert facts["start_s"] > 0
+        assert decoder.prefill(PROMPT) > 0
+        assert 0 < decoder.around(4) < 1
+        decoder.require_idle()
+
+
+def test_a_full_context_starts_anew(model: Path) -> None:
+    with DecoderProcess(model, threads=1, ctx=64) as decoder:
+        _, tokens = decoder.greedy(PROMPT, 64 - len(PROMPT))
+        assert decoder.decode(8) > 0  # 31 and 33 tokens fill it
+        assert decoder.greedy(PROMPT, 4)[1] == tokens[:4]
+
+
+def test_a_decoder_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(SideError, match=r"the unimem side: FileNotFoundError: .*none\.gguf"):
+        DecoderProcess(tmp_path / "none.gguf", threads=1, ctx=64)
+    with pytest.raises(SideError, match=r"the unimem side cannot be started: .*nothing"):
+        DecoderProcess("any", threads=1, ctx=64, python=str(tmp_path / "nothing"))
+    script = fake_python(tmp_path, error="out of luck")
+    with pytest.raises(SideError, match="the unimem side died with status 3: out of luck"):
+        DecoderProcess("any", threads=1, ctx=64, python=script)
+
+
+def test_a_decoder_that_dies_says_how(model: Path) -> None:
+    with DecoderProcess(model, threads=1, ctx=64) as decoder:
+        os.kill(decoder.pid, signal.SIGKILL)
+        with pytest.raises(SideError, match="the unimem side was ended by SIGKILL"):
+            decoder.prefill(PROMPT)
+
+
+def test_a_decoder_that_does_not_sleep_is_found(tmp_path: Path) -> None:
+    busy = {"seconds": 1.0, "wait_s": 1.0, "wait_cpu_s": 0.5}
+    script = fake_python(tmp_path, FACTS, busy)
+    with DecoderProcess("any", threads=1, ctx=64, kind="llama.cpp", python=script) as decoder:
+        decoder.require_idle()
+        decoder.prefill(PROMPT)
+        with pytest.raises(SideError, match=r"the llama\.cpp side used 25% of a CPU while it"):
+            decoder.require_idle()
+
+
+def test_builds_that_differ_are_told_apart() -> None:
+    ours = {"features": {"AVX2": "1", "AVX512": "1", "LLAMAFILE": "1"}}
+    assert different_builds(ours, ours) is None
+    theirs = {"features": {"AVX2": "1", "LLAMAFILE": "0"}}
+    sentence = different_builds(ours, theirs)
+    assert sentence is not None
+    assert "AVX512 1 in unimem's and 0 in its, LLAMAFILE 1 in unimem's and 0 in its" in sentence
+
+
+def test_where_the_peer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNIMEM_PEER_PYTHON", raising=False)
+    with pytest.raises(NoPeer, match=r"build/peer/bin/python, which is not there: .*bench-peer"):
+        peer_python()
+    here = tmp_path / "build/peer/bin/python"
+    here.parent.mkdir(parents=True)
+    here.touch()
+    assert peer_python() == str(here)
+    monkeypatch.setenv("UNIMEM_PEER_PYTHON", "/nowhere/python")
+    with pytest.raises(NoPeer, match="UNIMEM_PEER_PYTHON names /nowhere/python"):
+        peer_python()
+
+
+def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
+    """Return an interpreter that ignores its script: it answers so, or ends with an error."""
+    code = [f"print({json.dumps(answer)!r}, flush=True); input()" for answer in answers]
+    code.append(f"raise SystemExit(print({error!r}, file=__import__('sys').stderr) or 3)")
+    (folder / "fake.py").write_text("\n".join(code))
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {folder}/fake.py\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+# ---- reserved huge pages ----
+
+
+def reserved_pages() -> int:
+    """Count the pages that stay; others in the pool go once nothing uses them."""
+    if not huge_pages.POOL.exists():
+        return 0
+    total, surplus = (
+        int((huge_pages.POOL / name).read_text()) for name in ("nr_hugepages", "surplus_hugepages")
+    )
+    return total - surplus
+
+
+@pytest.fixture
+def root() -> None:
+    if os.geteuid() != 0 or not huge_pages.POOL.exists():
+        pytest.skip("needs root, and a kernel with huge pages of 2 MiB")
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_huge_pages_are_given_back(error: type[BaseException] | None) -> None:
+    free = limits.huge_pools()["2m"].available_bytes
+    before = reserved_pages()
+    with huge_pages.reserved(free):
+        assert reserved_pages() == before  # there were enough
+    wanted = free + 3 * HUGE_PAGE
+    try:
+        with huge_pages.reserved(wanted), um.Block(wanted, pages="2m", strict=True, warm=True):
+            assert reserved_pages() == before + 3
+            if error is not None:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert reserved_pages() == before
+
+
+def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = limits.HugePool(HUGE_PAGE, 5, 0, 0, 0, {})
+    monkeypatch.setattr(huge_pages, "huge_pools", lambda: {"2m": pool})
+    monkeypatch.setattr(huge_pages, "POOL", tmp_path)
+    (tmp_path / "surplus_hugepages").write_text("2")
+    count = tmp_path / "nr_hugepages"
+    count.write_text("5")
+    with pytest.raises(NotMeasured, match="wants 4 more huge pages of 2 MiB, the kernel finds"):
+        huge_pages.reserved(4 * HUGE_PAGE).__enter__()
+    assert count.read_text() == "3"  # and the two that go when they are free
+    count.unlink()
+    count.mkdir()
+    monkeypatch.setattr(huge_pages, "huge_pools", dict)
+    with pytest.raises(NotMeasured, match="this kernel has no pool of them"):
+        huge_pages.reserved(4 * HUGE_PAGE).__enter__()
+
+
+# ---- cases ----
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decoding, "QUICK_SHAPE", "15m")
+    monkeypatch.setattr(states, "ready", lambda nbytes, cpus: None)  # which is for times
+    before = reserved_pages()
+    yield
+    assert reserved_pages() == before
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    # Those of Q4_K_M differ by their file alone.
+    "case",
+    [case for case in cases_of("decode", "pages") if "q4_k_m" not in str(case.id)],
+)
+def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        record = run_case(case, folder, monkeypatch)
+    except NotMeasured as reason:
+        pytest.skip(str(reason))
+    check_case(case, record)
+    if case.suite == "pages":
+        sides = {side.name for side in record.sides} | record.left_out.keys()
+        assert sides >= {"THP", "4k", "hugetlb", "mapped file"}
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("case", cases_of("numa"))
+def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sum(bool(node.total_bytes) for node in limits.nodes().values()) > 1:
+        pytest.skip("this machine has several memory nodes; make test-numa tests these cases")
+    if case.name == "asking":
+        check_case(case, run_case(case, folder, monkeypatch))
+    else:
+        with pytest.raises(NotMeasured, match="wants two memory nodes, this machine has one"):
+            run_case(case, folder, monkeypatch)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_peer_that_was_built_for_another_cpu_is_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = FACTS | {"features": {"NO_SUCH_FEATURE": "1"}}
+    monkeypatch.setenv("UNIMEM_PEER_PYTHON", fake_python(tmp_path, other))
+    case = next(case.values[0] for case in cases_of("decode"))
+    record = run_case(case, folder, monkeypatch)
+    check_case(case, record)
+    assert [side.name for side in record.sides] == ["unimem"]
+    for peer in ("llama.cpp", "llama.cpp-mapped"):
+        assert "NO_SUCH_FEATURE 0 in unimem's and 1 in its" in record.left_out[peer]
+        assert "make bench-peer" in record.left_out[peer]

@@ -1,0 +1,161 @@
+"""The suite `gpu`: without a GPU what it says, and over host memory what does without CUDA."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from bench_cases import uninstall
+from unimem.system import gpu
+from unimem_bench import suites, weight_files
+from unimem_bench.rounds import Side
+from unimem_bench.suite import Case, Measure
+from unimem_bench.suites import gpu as suite
+from unimem_bench.suites.gpu import Statement
+from unimem_bench.worker import measure
+
+CASES = {case.name: case for case in suites.load_suite("gpu").cases}
+TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suite.SHAPE)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
+    said = "unimem.cuda needs an NVIDIA GPU, and there is none"
+
+    def require() -> None:
+        raise ImportError(said)
+
+    monkeypatch.setattr(gpu, "require", require)
+    return said
+
+
+def test_issue_5_asks_for_these() -> None:
+    found = {
+        (case.name, target.other, target.limit)
+        for case in CASES.values()
+        for target in case.targets
+        if (target.kind, target.side, target.at_least, target.issue) == ("speed", "unimem", True, 5)
+    }
+    assert found == {
+        ("take", "cupy.empty", 3.0),
+        ("append", "CuPy slices", 2.0),
+        ("append", "torch slices", 2.0),
+        ("append a vector", "CuPy slices", 2.0),
+        ("append a vector", "torch slices", 2.0),
+        ("upload", "pinned copy", 0.9),
+        ("upload", "torch, a mapping", 1.0),
+    }
+    assert len(found) == sum(len(case.targets) for case in CASES.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_gpu_nothing_is_measured(no_gpu: str, name: str, tmp_path: Path) -> None:
+    record = measure(CASES[name], quick=True, folder=tmp_path)
+    assert (record.failed, record.is_error) == (no_gpu, False)
+    assert (record.sides, record.facts) == ([], {})
+    assert record.targets == list(CASES[name].targets)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- over host memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cuda", "gives_memory_back")
+def test_arrays_of_a_tape_again_and_for_the_first_time() -> None:
+    n = 5
+    with ExitStack() as stack:
+        sides = suite.takes(stack, n)
+        assert list(sides) == ["unimem", "unimem, the first time"]
+        for _ in range(2):
+            assert all(side() > 0 for side in sides.values())
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+@pytest.mark.parametrize("timed", [suite.call_time, suite.until_done])
+def test_appends_begin_empty_and_wait_for_the_device(cuda: Any, host_gpu: Any, timed: Any) -> None:
+    from host_gpu import array_of, numpy_of
+
+    with cuda.KVCache(1, *suite.SHAPE, suite.N_TOKENS, dtype="f16") as kv:
+        names = {"append": kv.append, "k": array_of(TOKEN)[None], "v": array_of(TOKEN + 1)[None]}
+        side: Side = timed(Statement("append(0, k, v)", names, kv.clear))
+        for _ in range(2):  # without `clear` the second would find a full cache
+            host_gpu.calls.clear()
+            assert side() > 0
+            waits = [i for i, call in enumerate(host_gpu.calls) if call[0] == "synchronize"]
+            assert waits[0] == 0, "the device has something to do when it begins"
+            if timed is suite.until_done:
+                assert waits[1:] == [len(host_gpu.calls) - 1]
+        assert kv.seq_len == suite.N_TOKENS
+        for stored, want in zip(kv.layer(0), (TOKEN, TOKEN + 1), strict=True):
+            rows = numpy_of(stored)[0].swapaxes(0, 1)
+            suite.check(rows, want)
+            with pytest.raises(AssertionError, match="did not write"):
+                suite.check(rows, want + 1)
+            with pytest.raises(AssertionError, match="did not write"):
+                suite.check(rows[1:], want)
+
+
+def test_a_rate_is_of_all_bytes_until_the_device_has_them(host_gpu: Any) -> None:
+    def run() -> None:
+        host_gpu.calls.append(("run",))
+
+    def clear() -> None:
+        host_gpu.calls.append(("clear",))
+
+    assert suite.rate(run, 10**6, clear)() > 0
+    waited = ("synchronize", 0)
+    assert host_gpu.calls == [("clear",), waited, ("run",), waited]
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_what_is_uploaded_has_the_sum_that_was_written(
+    cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from host_gpu import numpy_of
+
+    monkeypatch.setattr(weight_files, "SHAPE", (16, 64))
+    monkeypatch.setattr(weight_files, "TENSOR_BYTES", 16 * 64 * 2)
+    file = weight_files.weight_file(tmp_path, "gguf", 3)
+    with um.open_weights(file.path) as weights, cuda.Tape(file.nbytes) as tape:
+        arrays = [numpy_of(array) for array in weights.to_device(tape).values()]
+        assert sum(array.nbytes for array in arrays) == 3 * 16 * 64 * 2
+        file.check(suite.sum_of(arrays))
+        arrays[1][0, 0] += 1
+        with pytest.raises(AssertionError, match="add up to"):
+            file.check(suite.sum_of(arrays))
+        del arrays
+
+
+# ---- torch --------------------------------------------------------------------------------------
+
+
+def case_measure(tmp_path: Path) -> Measure:
+    empty = Case("gpu", "take", "What?", "ns", lambda _: None)
+    return Measure(empty, quick=True, folder=tmp_path)
+
+
+def test_torch_is_left_out_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninstall(monkeypatch, "torch")
+    given = case_measure(tmp_path)
+    assert suite.torch_for(given, "torch slices") is None
+    assert given.record().left_out == {"torch slices": "torch is not installed"}
+
+
+def test_torch_is_left_out_where_it_sees_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = case_measure(tmp_path)
+    assert suite.torch_for(given, "torch slices") is None
+    assert given.record().left_out == {
+        "torch slices": "torch is installed, but without CUDA, or sees no GPU"
+    }

@@ -1,0 +1,501 @@
+"""Plots of invented records: what is drawn, that it is legible, and that files are the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import resource
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench_records import (
+    case,
+    counted_case,
+    failed_case,
+    faster,
+    grows,
+    record,
+    sample_record,
+    scaling_case,
+    suite,
+)
+from conftest import Run
+from unimem_bench import stats
+from unimem_bench.record import CaseRecord, Record, Role, Target
+
+NEEDS = "matplotlib (extra bench) draws the plots: pip install '.[bench]'"
+matplotlib = pytest.importorskip("matplotlib", reason=NEEDS)
+plots = pytest.importorskip("unimem_bench.plots", reason=NEEDS, exc_type=ImportError)
+
+LONG = "the way in which one does it with a library whose name is longer than that of all others"
+SENTENCE = f"What is {'this ' * 40}for?"
+ONCE = {"n_passes": 1, "n_rounds": 1}
+
+
+def plain(name: str, unit: str = "ns", **levels: float) -> CaseRecord:
+    """A case of unimem, a peer and a limit, as far as they are given."""
+    roles: dict[str, Role] = {"ours": "unimem", "peer": "peer", "limit": "limit"}
+    return case(name, "What?", unit, {side: (roles[side], at) for side, at in levels.items()})
+
+
+def strange_record() -> Record:
+    """All that is hard to draw."""
+    sides = {f"unimem, {LONG}": 5.0, LONG: 7e6, "x" * 70: 1.0}
+    laws = {f"unimem, {LONG}": 0.5, LONG: 0.0, "x" * 70: 1.0}
+    roles = ("unimem", "peer", "limit")
+    wide: list[Any] = [(role, level) for role, level in zip(roles, sides.values(), strict=True)]
+    powers: list[Any] = [
+        (role, lambda n, power=power: 3 * n**power)
+        for role, power in zip(roles, laws.values(), strict=True)
+    ]
+    bytes_of = f"bytes of {'a very ' * 9}long thing"
+    names = suite(
+        "names",
+        SENTENCE,
+        case(
+            f"names/{'a-name-' * 20}",
+            SENTENCE,
+            f"pieces of {LONG}",
+            dict(zip(sides, wide, strict=True)),
+            targets=[Target("speed", f"unimem, {LONG}", LONG, True, 2.0, 3)],
+            **ONCE,
+        ),
+        scaling_case(
+            "names/lines",
+            SENTENCE,
+            "bytes/s",
+            bytes_of,
+            [1024.0, 2048.0, 1e9],
+            dict(zip(laws, powers, strict=True)),
+        ),
+        plain("names/$x$ and $y_1$", ours=5.0, peer=6.0),
+    )
+    figures = suite(
+        "figures",
+        "Which figures?",
+        plain("figures/six decades", "us", ours=0.003, peer=3000, limit=0.001),
+        plain("figures/bytes", "bytes", ours=3e8, peer=5e8),
+        plain("figures/small", "s", ours=3e-5, peer=5e-5),
+        counted_case(
+            "figures/zeros",
+            "None?",
+            "pages",
+            {"unimem": [0], "b": [0, 0]},
+            targets=[Target("figure", "unimem", None, False, 0, 3)],
+        ),
+        counted_case(
+            "figures/a zero",
+            "Some?",
+            "pages",
+            {"unimem": [0], "b": [5e8]},
+            targets=[Target("figure", "unimem", None, False, 0.5, 3)],
+        ),
+        counted_case(
+            "figures/not zero",
+            "Some?",
+            "pages",
+            {"unimem": [3]},
+            targets=[Target("figure", "unimem", None, False, 0, 3)],
+        ),
+        scaling_case(
+            "figures/one size", "One?", "us", "tokens", [64], {"unimem": ("unimem", float)}, **ONCE
+        ),
+        scaling_case(
+            "figures/no figure but 0",
+            "None?",
+            "pages",
+            "tokens",
+            [1, 64],
+            {"unimem": ("unimem", lambda _: 0.0)},
+            targets=[grows(1)],
+        ),
+        scaling_case(
+            "figures/threads",
+            "Many?",
+            "ms",
+            "threads",
+            [1, 2, 3, 4, 6, 8, 16, 64],
+            {"unimem": ("unimem", lambda n: 1000 / n)},
+        ),
+        failed_case("figures/failed", "None?", "us", "there is none", [faster("b", 2, 2)]),
+    )
+    return record(names, figures)
+
+
+def forty_cases() -> Record:
+    cases = [plain(f"many/{i}", ours=4.0 + i, peer=9, limit=3) for i in range(40)]
+    return record(suite("many", "How many?", *cases))
+
+
+RECORDS = {
+    "sample": sample_record,
+    "strange": strange_record,
+    "one": lambda: record(suite("one", "One?", plain("one/one", ours=5.0))),
+    "forty": forty_cases,
+}
+
+
+@functools.cache
+def sheets(name: str) -> dict[str, Any]:
+    """The figures of one of the records by name."""
+    return drawn(RECORDS[name]())
+
+
+def drawn(found: Record) -> dict[str, Any]:
+    """The figures by name."""
+    return {drawing.name: drawing.figure for drawing in plots.draw(found)}
+
+
+def panel(found: CaseRecord) -> Any:
+    """The axes of a case's panel."""
+    (axes,) = drawn(record(suite(found.suite, "What?", found)))[found.suite].axes
+    return axes
+
+
+# ---- legible ------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """Where a line of text is drawn, in pixels."""
+
+    text: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlaps(self, other: Box) -> bool:
+        return (
+            min(self.right, other.right) - max(self.left, other.left) > 1
+            and min(self.bottom, other.bottom) - max(self.top, other.top) > 1
+        )
+
+
+def texts_of(figure: Any) -> list[Box]:
+    """Draw a figure, and note where each line of text goes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+
+    boxes: list[Box] = []
+
+    class Noting(RendererAgg):
+        def draw_text(
+            self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, *_: Any, **__: Any
+        ) -> None:
+            measure: Any = self.get_text_width_height_descent
+            width, height, descent = measure(s, prop, False)
+            assert angle in {0, 90}
+            if angle == 0:
+                boxes.append(Box(s, x, y - height + descent, x + width, y + descent))
+            else:
+                boxes.append(Box(s, x - height + descent, y - width, x + descent, y))
+
+    width, height = FigureCanvasAgg(figure).get_width_height()
+    figure.draw(Noting(width, height, figure.dpi))  # type: ignore[no-untyped-call]
+    return boxes
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_no_text_is_cut_or_lies_over_another(name: str) -> None:
+    for sheet, figure in sheets(name).items():
+        boxes = texts_of(figure)
+        assert len(boxes) > 5
+        width, height = figure.bbox.size
+        for box in boxes:
+            assert min(box.left, box.top) >= -1, (sheet, box)
+            assert box.right <= width + 1, (sheet, box)
+            assert box.bottom <= height + 1, (sheet, box)
+        for box, other in itertools.combinations(boxes, 2):
+            assert not box.overlaps(other), (sheet, box, other)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_legends_cover_nothing_and_name_everything(name: str) -> None:
+    for sheet, figure in sheets(name).items():
+        panels = [axes.get_window_extent() for axes in figure.axes]
+        legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+        assert figure.legends
+        for legend in legends:
+            names = [text.get_text() for text in legend.get_texts()]
+            assert names
+            assert all(each and not each.startswith("_") for each in names), sheet
+            box = legend.get_window_extent()
+            assert not any(box.overlaps(axes) for axes in panels), sheet
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(panels, 2)), sheet
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_axis_has_a_label(name: str) -> None:
+    for sheet, figure in sheets(name).items():
+        for axes in figure.axes:
+            assert axes.get_xlabel(), sheet
+            # The other axis of bars, and of targets, is of names.
+            assert axes.get_ylabel() or names(axes) or sheet == "targets", sheet
+
+
+def names(axes: Any) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_text_is_large_enough_and_paper_is_white() -> None:
+    for figure in sheets("sample").values():
+        assert figure.get_facecolor() == (1, 1, 1, 1)
+        assert figure.get_size_inches()[0] * 96 <= 830  # what GitHub shows without shrinking it
+        for text in figure.findobj(matplotlib.text.Text):
+            assert text.get_fontsize() >= 8
+
+
+# ---- bars ---------------------------------------------------------------------------------------
+
+
+def test_bars_are_as_long_as_the_medians() -> None:
+    found = plain("calls/take", ours=40.0, peer=110.0, limit=30.0)
+    axes = panel(found)
+    assert axes.get_xlabel() == "ns (less is better)"
+    assert axes.get_xscale() == "linear"
+    assert axes.get_xlim()[0] == 0
+    assert names(axes) == ["ours", "peer", "limit"]
+    spreads = [stats.spread(side) for side in found.sides]
+    assert [bar.get_width() for bar in axes.patches] == [each.median for each in spreads]
+    whiskers = [tuple(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2]
+    assert {(each.p5, each.p95) for each in spreads} < set(whiskers)
+    assert [bar.get_hatch() is not None for bar in axes.patches] == [False, False, True]
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+
+
+def test_more_is_better_where_figures_are_speeds() -> None:
+    assert panel(plain("touch/thp", "GB/s", ours=20)).get_xlabel() == "GB/s (more is better)"
+
+
+def test_bars_have_the_unit_that_suits_them() -> None:
+    found = plain("calls/many", "ns", ours=46_000, peer=90_000)
+    axes = panel(found)
+    assert axes.get_xlabel() == "us (less is better)"
+    want = [stats.spread(side).median / 1000 for side in found.sides]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx(want)
+
+
+def test_what_differs_too_much_for_bars_is_drawn_as_points() -> None:
+    found = plain("gguf/open", "ms", ours=2.4, peer=7000, limit=1.3)
+    axes = panel(found)
+    assert axes.get_xscale() == "log"
+    points = [line for line in axes.lines if line.get_marker() in {"o", "s", "D"}]
+    medians = [stats.spread(side).median for side in found.sides]
+    assert [line.get_xdata()[0] for line in points] == medians
+    assert [line.get_marker() for line in points] == ["o", "s", "D"]
+
+
+def test_the_limit_goes_through_all_bars() -> None:
+    found = plain("calls/take", ours=40.0, peer=110.0, limit=30.0)
+    (line,) = (each for each in panel(found).lines if each.get_linestyle() == "--")
+    assert set(line.get_xdata()) == {stats.spread(found.sides[2]).median}
+    assert list(line.get_ydata()) == [0, 1]  # of the axes
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
+
+def test_lines_are_over_logarithms_with_their_exponents() -> None:
+    found = scaling_case(
+        "scaling/gather",
+        "Does it grow?",
+        "us",
+        "tokens",
+        [10, 100, 1000],
+        {"unimem": ("unimem", float), "C memcpy": ("limit", lambda n: 0.5 * n)},
+    )
+    axes = panel(found)
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "us\n(less is better)")
+    for text, side in zip(axes.get_legend().get_texts(), ("unimem", "C memcpy"), strict=True):
+        assert text.get_text().startswith(f"{side}: n^{stats.growth(found, side).exponent:.2f} (")
+    constant, proportional, ours, limit = axes.lines
+    medians = [stats.spread(side).median for side in found.sides if side.name == "unimem"]
+    assert list(ours.get_ydata()) == medians
+    assert list(constant.get_ydata()) == [medians[0]] * 3
+    assert list(proportional.get_ydata()) == pytest.approx([medians[0] * n for n in (1, 10, 100)])
+    assert ours.get_color() != limit.get_color()
+    assert ours.get_marker() != limit.get_marker()
+    assert len(axes.collections) == 2  # bands
+
+
+def test_the_exponent_of_speeds_is_as_it_is_drawn() -> None:
+    laws: Any = {"unimem": ("unimem", lambda n: n**0.5)}
+    found = scaling_case("a/b", "Does it?", "GB/s", "bytes read", [1024, 4096, 65536], laws)
+    axes = panel(found)
+    (text,) = axes.get_legend().get_texts()
+    assert text.get_text().startswith(f"unimem: n^{-stats.growth(found, 'unimem').exponent:.2f} (")
+    assert "1 KiB" in [label.get_text() for label in axes.get_xticklabels()]
+
+
+def test_what_is_constant_looks_so() -> None:
+    laws: Any = {"unimem": ("unimem", lambda _: 46.0)}
+    axes = panel(scaling_case("a/b", "Does it?", "ns", "tokens", [1, 10_000], laws))
+    low, high = axes.get_ylim()
+    assert high / low >= 99
+
+
+@pytest.mark.parametrize(("unit", "factors"), [("GB/s", [1, 2, 4]), ("ms", [1, 0.5, 0.25])])
+def test_threads_are_held_against_the_ideal(unit: str, factors: list[float]) -> None:
+    laws: Any = {"unimem": ("unimem", lambda n: n**0.8)}
+    found = scaling_case("touch/threads", "How?", unit, "threads", [1, 2, 4], laws)
+    axes = panel(found)
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
+    assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
+    ideal, ours = axes.lines
+    first = ours.get_ydata()[0]
+    assert list(ideal.get_ydata()) == pytest.approx([first * factor for factor in factors])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["unimem"]
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+
+def marks(figure: Any) -> Iterator[tuple[float, Any]]:
+    """Where the medians of the targets are drawn, from the top to the bottom."""
+    (axes,) = figure.axes
+    for line in axes.lines:
+        if line.get_marker() in {"o", "X", "<", ">"}:
+            yield line.get_xdata()[0], line
+
+
+def test_targets_are_right_of_1_where_they_are_met() -> None:
+    found = sample_record()
+    verdicts = sorted(stats.verdicts(found), key=lambda each: each.target.issue)
+    verdicts = [each for each in verdicts if each.measured is not None]
+    shown = list(marks(sheets("sample")["targets"]))
+    assert {(each.met, each.certain) for each in verdicts} == set(
+        itertools.product((True, False), repeat=2)
+    )
+    for (x, line), verdict in zip(shown, verdicts, strict=True):
+        assert (x >= 1) == verdict.met
+        if line.get_marker() not in {"<", ">"}:
+            assert line.get_marker() == ("o" if verdict.met else "X")
+        is_hollow = line.get_markerfacecolor() == "white"
+        assert is_hollow == (not verdict.certain)
+    colours = {
+        (verdict.met, line.get_markeredgecolor())
+        for (_, line), verdict in zip(shown, verdicts, strict=True)
+    }
+    assert len(colours) == len(dict(colours)) == 2
+
+
+def test_every_target_is_over_its_limit() -> None:
+    levels = {"unimem": ("unimem", 10.0), "b": ("peer", 30.0)}
+    exact: Any = {"noise": 0.0, "n_passes": 1, "n_rounds": 1}
+    targets = [
+        faster("b", 2.0, 2),
+        Target("cost", "unimem", "b", False, 0.25, 2),
+        Target("figure", "unimem", None, False, 20.0, 2),
+    ]
+    found = case("a/b", "What?", "ns", levels, targets=targets, **exact)  # type: ignore[arg-type]
+    (ours,) = stats.figures(found.sides[0])
+    laws: Any = {"unimem": ("unimem", lambda n: n**0.5)}
+    grown = scaling_case("a/c", "What?", "ns", "n", [1, 100], laws, targets=[grows(0.7)])
+    exponent = stats.growth(grown, "unimem").exponent
+    kept = [x for x, _ in marks(drawn(record(suite("a", "What?", found, grown)))["targets"])]
+    assert kept == pytest.approx([1.5, 0.75, 20 / ours, 10 ** (0.7 - exponent)], rel=1e-5)
+
+
+def test_targets_of_nothing_and_beyond_the_axis() -> None:
+    shown = {line.get_marker(): x for x, line in marks(sheets("strange")["targets"])}
+    assert shown["o"] == 1  # 0 of 0
+    assert shown[">"] > 1  # 0 of 0.5, and what is a million times as fast
+    assert shown["<"] < 1  # 3 of 0
+
+
+def test_targets_without_figures_are_said_to_be_not_measured() -> None:
+    words = [box.text for box in texts_of(sheets("sample")["targets"])]
+    found = stats.verdicts(sample_record())
+    assert words.count("not measured") == sum(each.met is None for each in found) == 3
+
+
+# ---- sheets and files ---------------------------------------------------------------------------
+
+
+def test_a_panel_of_each_suite_in_the_overview() -> None:
+    found = sample_record()
+    overview, *rest = plots.draw(found)
+    assert overview.name == "overview"
+    measured = [each.name for each in found.suites if each.name != "gpu"]
+    assert len(overview.figure.axes) == len(measured)
+    assert [drawing.name for drawing in rest] == ["targets", *measured]
+    assert [drawing.suite for drawing in rest] == [None, *measured]
+    # Not the first case, but the first with peers and a limit.
+    cases = [plain("a/b", ours=1, peer=2), plain("a/c", ours=1, peer=2, limit=1)]
+    overview, *_ = plots.draw(record(suite("a", "What?", *cases)))
+    assert overview.alt == "A panel of each suite: a/c."
+
+
+@pytest.mark.parametrize("suites", [[], [suite("a", "What?")], [suite("gpu", "What?", failed_case(
+    "gpu/take", "What?", "ns", "there is no GPU", [faster("b", 3, 5)]))]])  # fmt: skip
+def test_nothing_measured_is_nothing_drawn(suites: list[Any]) -> None:
+    assert plots.draw(record(*suites)) == []
+
+
+def small_record() -> Record:
+    """Bars, lines and targets."""
+    wanted = {"calls", "scaling", "gpu"}
+    return record(*(each for each in sample_record().suites if each.name in wanted))
+
+
+def test_files(tmp_path: Path) -> None:
+    saved = plots.save(small_record(), tmp_path / "new")
+    assert [plot.name for plot in saved] == ["overview", "targets", "calls", "scaling"]
+    assert [plot.suite for plot in saved] == [None, None, "calls", "scaling"]
+    assert sorted(plot.path for plot in saved) == sorted((tmp_path / "new").iterdir())
+    for plot in saved:
+        assert plot.path.name == f"{plot.name}.svg"
+        assert plot.title
+        assert plot.alt
+        assert "\n" not in plot.title + plot.alt
+        assert ET.parse(plot.path).getroot().tag.endswith("svg")
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            plots.save(small_record(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value.filename).endswith(".svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_the_same_whatever_the_user_has_set(tmp_path: Path) -> None:
+    def saved(folder: Path) -> dict[str, bytes]:
+        return {plot.name: plot.path.read_bytes() for plot in plots.save(small_record(), folder)}
+
+    first = saved(tmp_path / "a")
+    with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "figure.facecolor": "black"}):
+        before = dict(matplotlib.rcParams)
+        assert saved(tmp_path / "b") == first
+        assert dict(matplotlib.rcParams) == before
+    assert not any(b"<dc:date>" in each for each in first.values())
+
+
+def test_the_global_state_of_matplotlib_is_not_used(run_python: Run) -> None:
+    ran = run_python("""
+        import sys
+        import unimem_bench.plots
+        print("matplotlib.pyplot" in sys.modules)
+    """)
+    assert ran.stdout == "False\n"
+
+
+def test_without_matplotlib_the_error_says_what_to_install(run_python: Run) -> None:
+    ran = run_python("""
+        import sys
+        sys.modules["matplotlib"] = None
+        import unimem_bench.run
+        try:
+            import unimem_bench.plots
+        except ImportError as error:
+            print(error)
+    """)
+    assert "install unimem-llm with the extra 'bench'" in ran.stdout, ran.stderr

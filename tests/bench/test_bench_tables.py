@@ -1,0 +1,311 @@
+"""Tables of invented records, to the letter, and as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench_records import MACHINE, costs, faster, grows, record, sample_record, suite
+from unimem_bench import markdown
+from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
+from unimem_bench.tables import (
+    Row,
+    case_table,
+    machine_facts,
+    suite_title,
+    targets,
+)
+from unimem_bench.texts import claim
+
+
+def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
+    """Two passes of these figures."""
+    return SideRecord(name, role, [list(figures)] * 2, at)
+
+
+def ours(*figures: float, at: float | None = None) -> SideRecord:
+    return side("unimem", *figures, role="unimem", at=at)
+
+
+def case(*sides: SideRecord, unit: str = "ns", **rest: Any) -> CaseRecord:
+    return CaseRecord("calls", "take", "What does take cost?", unit, sides=list(sides), **rest)
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+def test_a_row_a_side() -> None:
+    made = case_table(
+        case(
+            ours(50.0, 40.0, 60.0),
+            side("np.empty", 100.0, 80.0, 120.0),
+            side("a faster peer", 25.0, 20.0, 30.0),
+            side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
+            side("equal", 50.0, 40.0, 60.0),
+            left_out={"torch": "torch is not installed"},
+            facts={"bytes": 16384, "huge": True},
+            rounds_dropped=3,
+            rounds_disturbed=1,
+        )
+    )
+    assert (made.name, made.question) == ("calls/take", "What does take cost?")
+    assert (made.problem, made.is_error) == (None, False)
+    assert made.table is not None
+    assert made.table.head == ("", "", "median (5 to 95 %)", "unimem against it")
+    assert made.table.align == "<<><"
+    assert made.table.rows == (
+        Row(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
+        Row(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
+        Row(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
+        Row(("C memcpy", "limit", "40 ns (32 to 48)", "1.25x slower")),
+        Row(("equal", "peer", "50 ns (40 to 60)", "no difference")),
+    )
+    assert made.notes == (
+        "torch is left out: torch is not installed",
+        "bytes: 16,384",
+        "huge: yes",
+        "6 rounds in 2 passes (1 of them disturbed), 3 more dropped: other processes took CPU time",
+    )
+
+
+def test_a_ratio_has_its_interval() -> None:
+    passes = [[10.0, 11.0, 9.0, 10.0], [10.0, 10.0, 12.0, 9.0]]
+    noisy = SideRecord("np.empty", "peer", [[2.4 * x for x in each] for each in passes[::-1]])
+    made = case_table(case(SideRecord("unimem", "unimem", passes), noisy))
+    assert made.table is not None
+    text = made.table.rows[1].cells[-1]
+    value, _, word, low, to, high = text.replace("x", " x").split()
+    assert (word, to) == ("faster", "to")
+    assert 1 < float(low[1:]) < float(value) < float(high[:-1])
+
+
+def test_units_suit_the_figures() -> None:
+    made = case_table(case(ours(0.5), side("slow", 7082.0), unit="ms"))
+    assert made.table is not None
+    assert [row.cells[2] for row in made.table.rows] == ["500 us", "7.08 s"]
+    assert made.table.rows[1].cells[3] == "14,164x faster"
+
+
+def test_a_unit_that_has_no_other_is_in_the_head() -> None:
+    made = case_table(case(ours(1.0), side("first fit", 1.25), unit="x the lower bound"))
+    assert made.table is not None
+    assert made.table.head[2] == "x the lower bound (5 to 95 %)"
+    assert [row.cells[2:] for row in made.table.rows] == [("1", ""), ("1.25", "1.25x better")]
+
+
+def test_of_speeds_more_is_better() -> None:
+    made = case_table(case(ours(20.0), side("C", 25.0, role="limit"), unit="GB/s"))
+    assert made.table is not None
+    assert made.table.rows[1].cells[2:] == ("25 GB/s", "1.25x slower")
+
+
+def test_a_row_a_size() -> None:
+    sizes = (1024.0, 65536.0, 4194304.0)
+    sides = [ours(50.0, at=at) for at in sizes]
+    sides += [side("np.empty", 50 * (at / 1024), at=at) for at in sizes[:2]]
+    made = case_table(case(*sides, x="bytes of the tape"))
+    assert made.table is not None
+    assert made.table.head == ("bytes of the tape", "unimem", "np.empty")
+    assert made.table.align == "><<"
+    assert [row.cells for row in made.table.rows] == [
+        ("1 KiB", "50 ns", "50 ns (same)"),
+        ("64 KiB", "50 ns", "3.20 us (64x)"),
+        ("4 MiB", "50 ns", "-"),
+    ]
+    assert made.notes == (
+        "In brackets: how many times as fast unimem is; same: no difference.",
+        "unimem grows as n^0.00 (0.00 to 0.00): constant",
+        "np.empty grows as n^1.00 (1.00 to 1.00): linear",
+        "2 rounds in 2 passes",
+    )
+
+
+def test_speeds_grow_with_threads() -> None:
+    sides = [ours(12.0 * n**0.5, at=n) for n in (1.0, 4.0)]
+    made = case_table(case(*sides, unit="tokens/s", x="threads"))
+    assert made.table is not None
+    assert made.table.head == ("threads", "unimem, tokens/s")
+    assert [row.cells for row in made.table.rows] == [("1", "12"), ("4", "24")]
+    assert made.notes[0] == "unimem grows as n^0.50 (0.50 to 0.50): less than linear"
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (case(failed="wants a GPU, there is none"), "wants a GPU, there is none"),
+        (case(failed="ValueError: no", is_error=True), "ValueError: no"),
+        (case(), "the run was interrupted before"),
+        (case(SideRecord("unimem", "unimem", [[], []])), "the run was interrupted before"),
+    ],
+)
+def test_what_was_not_measured(made: CaseRecord, problem: str) -> None:
+    table = case_table(made)
+    assert (table.table, table.notes) == (None, ())
+    assert (table.problem, table.is_error) == (problem, made.is_error)
+
+
+def test_what_was_measured_in_part_has_a_table_and_a_problem() -> None:
+    table = case_table(case(ours(50.0), failed="pass 2 ended with status 1", is_error=True))
+    assert table.table is not None
+    assert table.problem == "pass 2 ended with status 1"
+
+
+def test_a_suite_says_what_it_took() -> None:
+    made = replace(suite("calls", "What do calls cost?", case(ours(50.0)), seconds=75), n_passes=5)
+    assert suite_title(made) == "What do calls cost? (5 passes, 1:15)"
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+
+def test_each_target_has_its_verdict() -> None:
+    scaling = [ours(50.0, at=at) for at in (1.0, 100.0)]
+    best = Target("speed", "unimem", BEST, True, 1.0, 6)
+    noisy = SideRecord("noisy", "peer", [[40.0, 90.0, 60.0, 55.0], [35.0, 50.0, 80.0, 45.0]])
+    sides = [ours(50.0, 50.0, 50.0, 50.0), side("np.empty", 100.0, 100.0, 100.0, 100.0), noisy]
+    made = targets(
+        record(
+            suite(
+                "calls",
+                "What do calls cost?",
+                case(
+                    *sides[:2],
+                    targets=[
+                        faster("np.empty", 3.0, 5),
+                        faster("np.empty", 1.5, 2),
+                        faster("torch", 9.0, 2),
+                        replace(best, side="unimem"),
+                    ],
+                    left_out={"torch": "torch is not installed"},
+                ),
+                replace(case(*sides, targets=[costs("noisy", 1.0, 4)]), name="noisy"),
+                replace(case(*scaling, x="bytes", targets=[grows(0.05)]), name="grow"),
+                replace(
+                    case(failed="CUDA sees no GPU", targets=[costs("cupy", 1.0, 5)] * 2), name="gpu"
+                ),
+                replace(case(targets=[Target("figure", "x", None, False, 2e3, 7)]), name="late"),
+            )
+        )
+    )
+    assert made.table.head == ("issue", "case", "claim", "measured", "verdict")
+    rows = {(row.cells[0], row.cells[1], row.cells[2]): row for row in made.table.rows}
+    assert [key[0] for key in rows] == sorted(key[0] for key in rows)
+    row = rows.pop(("4", "calls/noisy", "costs at most as much as noisy"))
+    assert row.cells[4] in ("met, within noise", "missed, within noise")
+    assert [(*key, *row.cells[3:], row.tone) for key, row in rows.items()] == [
+        ("2", "calls/take", "at least 1.5x as fast as np.empty", "2x", "met", "plain"),
+        ("2", "calls/take", "at least 9x as fast as torch", "-", "not measured", "missing"),
+        ("5", "calls/take", "at least 3x as fast as np.empty", "2x", "missed", "bad"),
+        ("5", "calls/gpu", "costs at most as much as cupy", "-", "not measured", "missing"),
+        (
+            *("6", "calls/take", "at least as fast as the best peer, np.empty", "2x"),
+            *("met", "plain"),
+        ),
+        ("7", "calls/late", "x: at most 2 us", "-", "not measured", "missing"),
+        (
+            *("8", "calls/grow", "grows no faster than n^0.05", "n^0.00 (0.00 to 0.00)"),
+            *("met", "plain"),
+        ),
+    ]
+    assert made.notes == (
+        "not measured, torch is not installed: calls/take",
+        "not measured, CUDA sees no GPU: calls/gpu (2)",
+        "not measured, the run was interrupted before: calls/late",
+    )
+    n_met = 4 if row.cells[4].startswith("met") else 3
+    assert made.summary == f"{n_met} of 9 targets met, {5 - n_met} missed, 4 not measured"
+    assert not made.is_good
+
+
+def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
+    best = Target("speed", "unimem", BEST, True, 1.0, 6)
+    left_out = {"torch": "torch is not installed", "cupy": "torch is not installed"}
+    alone = case(ours(50.0), targets=[best], left_out=left_out)
+    other = replace(case(ours(50.0), targets=[faster("C", 1.0, 6)]), name="other")
+    made = targets(record(suite("calls", "What do calls cost?", alone, other)))
+    assert made.notes == (
+        "not measured, torch is not installed: calls/take",
+        "not measured, there are no figures of C: calls/other",
+    )
+    assert made.is_good, "none was missed"
+    assert made.summary == "0 of 2 targets met, 2 not measured"
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (Target("speed", "unimem", BEST, True, 2.5, 2), "at least 2.5x as fast as the best peer"),
+        (
+            Target("cost", "unimem, copied", "read", False, 1.05, 2),
+            "unimem, copied: costs at most 1.05x as much as read",
+        ),
+        (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
+        (Target("figure", "unimem", None, False, 0, 2), "at most 0 ms"),
+        (Target("exponent", "unimem", None, False, 0.5, 2), "grows no faster than n^0.5"),
+    ],
+)
+def test_claims_are_sentences(target: Target, text: str) -> None:
+    assert claim(case(unit="ms"), target) == text
+
+
+# ---- the machine --------------------------------------------------------------------------------
+
+
+def test_the_machine_is_named() -> None:
+    facts = dict(machine_facts(sample_record(quick=True)))
+    assert facts["cpu"] == "AMD EPYC: 2 cores, 2 threads"
+    assert facts["memory"] == "23.5 GiB, 1 NUMA node"
+    assert facts["pages"] == "THP madvise, memfds never, no hugetlb pages"
+    assert facts["kernel"] == "Linux 6.18.44, x86_64"
+    assert facts["versions"].startswith("python 3.11.7, ")
+    assert facts["run"].startswith("2026-11-22T05:00:00+00:00, quick, ")
+    assert facts["run"].endswith("; load average 0.2 to 0.2")
+
+
+def test_a_quota_and_pools_are_named() -> None:
+    machine = {
+        **MACHINE,
+        "cpu": {**MACHINE["cpu"], "quota": {}, "usable_cores": 1},
+        "pools": {"2m": {"total_pages": 2560}, "1g": {"total_pages": 0}},
+    }
+    facts = dict(machine_facts(replace(record(), machine=machine)))
+    assert facts["cpu"].endswith(", 1 of them ours by quota")
+    assert facts["pages"].endswith(", 2,560 hugetlb pages of 2m")
+    assert "load" not in facts["run"], "nobody has asked for it"
+
+
+# ---- Markdown -----------------------------------------------------------------------------------
+
+
+def test_a_case_as_markdown() -> None:
+    made = case(ours(50.0), side("a | <b>", 25.0), facts={"n": 1})
+    assert list(markdown.case_lines(made)) == [
+        "**What does take cost?** `calls/take`",
+        "",
+        "|  |  | median (5 to 95 %) | unimem against it |",
+        "|---|---|--:|---|",
+        "| **unimem** |  | 50 ns |  |",
+        r"| a \| \<b\> | peer | 25 ns | **2x slower** |",
+        "",
+        "- n: 1",
+        "- 2 rounds in 2 passes",
+    ]
+
+
+def test_a_case_without_figures_as_markdown() -> None:
+    lines = list(markdown.case_lines(case(failed="no *GPU*")))
+    assert lines[1:] == ["", r"Not measured: no \*GPU\*"]
+    lines = list(markdown.case_lines(case(failed="ValueError", is_error=True)))
+    assert lines[1:] == ["", "Failed: ValueError"]
+
+
+def test_a_record_as_markdown_has_all_of_it() -> None:
+    made = sample_record()
+    text = "\n".join(markdown.record_lines(made))
+    for each in made.cases():
+        assert f"`{each.suite}/{each.name}`" in text
+    for row in targets(made).table.rows:
+        assert f"| {row.cells[0]} | {row.cells[1]} | {markdown.escape(row.cells[2])} | " in text
+    assert text.endswith(f"**{targets(made).summary}.**")

@@ -1,0 +1,514 @@
+"""`unimem bench`: what it takes, what it shows and writes, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_records import case, faster, record, sample_record, suite
+from project import ROOT
+from screens import CONTROL, Screen, show
+from unimem_bench import markdown
+from unimem_bench.compare import compare, summary
+from unimem_bench.record import CaseRecord, Record
+from unimem_bench.run import Interrupted
+from unimem_bench.suites import NAMES, load_suite
+from unimem_bench.tables import case_table, targets
+
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
+command = importlib.import_module("unimem_bench.cli.run")
+
+SCHEMA = json.loads((ROOT / "docs/schemas/bench-1.json").read_text())
+MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
+HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
+
+Measured = Callable[[Record], dict[str, Any]]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """Make the run give this record, and return what it is asked for."""
+
+    def give(made: Record) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def run(suites: Sequence[str], **options: Any) -> Record:
+            asked.update(options, suites=list(suites))
+            asked["existed"] = options["folder"].is_dir()
+            return made
+
+        monkeypatch.setattr(command, "run", run)
+        return asked
+
+    return give
+
+
+@pytest.fixture
+def small() -> Record:
+    """Some suites of a record, of which plots are made in a moment."""
+    made = sample_record()
+    return replace(made, suites=[each for each in made.suites if each.name in ("calls", "gpu")])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "record.json"
+    path.write_text(sample_record().to_json())
+    return path
+
+
+# ---- usage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("nonsense", "no suite 'nonsense': there are calls, "),
+        ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
+        ("calls --json --markdown", "expected one of --json and --markdown, got both"),
+        ("--from a --compare b c", "expected one of --list, --from, --compare, --advise"),
+        ("calls --from a", "SUITE is not for --from"),
+        ("--output a --from b", "--output is not for --from"),
+        ("--compare a b --json", "--json is not for --compare"),
+        ("--list --plots a", "--plots is not for --list"),
+        ("--advise a --case b", "--case is not for --advise"),
+        ("--compare a", "--compare"),
+        ("--quick --nonsense", "--nonsense"),
+    ],
+)
+def test_wrong_usage_ends_with_2(words: str, text: str) -> None:
+    screen = show("bench", *words.split())
+    assert (screen.code, screen.out) == (2, "")
+    assert text in " ".join(screen.err.split())
+
+
+def test_help_is_short_and_names_every_suite() -> None:
+    screen = show("bench", "--help", columns=80)
+    assert screen.code == 0
+    assert len(screen.lines) < 40
+    assert all(name in screen.out for name in NAMES)
+
+
+def test_the_document_of_the_command_line_has_every_option() -> None:
+    options = re.findall(r"--[a-z-]+", show("bench", "--help").out)
+    section = (ROOT / "docs/cli.md").read_text().split("\n## unimem bench\n")[1]
+    table = section.split("|---|---|---|\n")[1].split("\n\n")[0]
+    assert {option for option in options if f"| `{option}" not in table} == {"--help"}
+    assert all(f"`{name}`" in table for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "No such file or directory"),
+        ("{", "Expecting property name"),
+        ('{"schema": "unimem.plan/1"}', "expected the schema 'unimem.bench/1'"),
+        ("[]", "expected the schema 'unimem.bench/1'"),
+    ],
+)
+def test_files_that_are_no_records(tmp_path: Path, text: str | None, sentence: str) -> None:
+    path = tmp_path / "none.json"
+    if text is not None:
+        path.write_text(text)
+    for words in (("--from", path), ("--compare", path, path)):
+        screen = show("bench", *words)
+        assert (screen.code, screen.out) == (1, "")
+        assert "none.json: " in screen.err
+        assert sentence in screen.err
+        assert screen.err.count("\n") == 1
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def test_a_record_on_a_terminal(file: Path) -> None:
+    screen = show("bench", "--from", file, columns=80)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.widest <= 80
+    made = sample_record()
+    assert screen.lines[-1] == f"{targets(made).summary}."
+    text = " ".join(screen.plain.split())
+    for each in made.cases():
+        assert f" {each.suite}/{each.name}: {' '.join(each.question.split())} " in text
+        table = case_table(each).table
+        assert table is None or all(row.cells[0].split()[0] in text for row in table.rows)
+    colours = dict(re.findall(r"^(\x1b\[\d+m)(.*)\x1b\[0m$", screen.out, re.M)[::-1])
+    assert {"\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[36m"} <= colours.keys()
+
+
+def test_without_a_terminal_there_are_no_colours(file: Path) -> None:
+    screen = show("bench", "--from", file)
+    assert "\x1b" not in screen.out
+    assert screen.widest <= 80
+    assert show("bench", "--from", file, columns=80, NO_COLOR="1").out == screen.out
+
+
+def test_a_wide_terminal_needs_no_second_lines(file: Path) -> None:
+    screen = show("bench", "--from", file, columns=160)
+    assert 80 < screen.widest <= 160
+    row = next(line for line in screen.lines if "gguf/open: at least 5x as fast as ggml" in line)
+    assert row.endswith("met")
+
+
+DOCUMENTED = replace(
+    case(
+        "calls/append",
+        "What does one token of 2 KiB of K and 2 KiB of V cost?",
+        "ns",
+        {"unimem": ("unimem", 152), "keys[i] = k": ("peer", 311), "C memcpy": ("limit", 61)},
+        noise=0.06,
+        left_out={"torch": "torch is not installed"},
+    ),
+    rounds_dropped=3,
+)
+
+
+def test_the_example_of_the_document(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(record(suite("calls", "What do calls cost?", DOCUMENTED)).to_json())
+    section = (ROOT / "docs/cli.md").read_text().split("\n### What bench shows\n")[1]
+    example = section.split("```text\n")[1].split("```")[0]
+    assert example in show("bench", "--from", path).out
+
+
+def test_nothing_of_a_record_is_obeyed(tmp_path: Path) -> None:
+    made = case("calls/take", HOSTILE, "ns", {HOSTILE: ("unimem", 1), "b": ("peer", 2)})
+    made = replace(made, facts={HOSTILE: HOSTILE}, left_out={"c": HOSTILE})
+    failed = CaseRecord("calls", "gone", "What?", "ns", failed=HOSTILE, is_error=True)
+    path = tmp_path / "record.json"
+    path.write_text(record(suite("calls", HOSTILE, made, failed)).to_json())
+    screen = show("bench", "--from", path)
+    assert screen.code == 0
+    assert not CONTROL.search(screen.out)
+    assert screen.widest <= 80
+
+
+def test_a_record_as_markdown(file: Path) -> None:
+    screen = show("bench", "--from", file, "--markdown", columns=80)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.out.splitlines() == list(markdown.record_lines(sample_record()))
+
+
+def test_a_record_as_json(file: Path) -> None:
+    screen = show("bench", "--from", file, "--json")
+    assert (screen.code, screen.err) == (0, "")
+    document = json.loads(screen.out)
+    jsonschema.validate(document, SCHEMA)
+    assert Record.from_dict(document) == sample_record()
+
+
+def test_two_records(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    made = sample_record(1, quick=True)
+    other.write_text(replace(made, suites=made.suites[1:]).to_json())
+    screen = show("bench", "--compare", file, other, columns=80)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.widest <= 80
+    assert screen.lines[0] == "warning: a whole run and a quick one: sizes and rounds differ"
+    assert screen.lines[1] == "only in A: calls/take, calls/append"
+    found = compare(sample_record(), Record.read(other))
+    assert screen.lines[-1] == f"{summary(found)}."
+    screen = show("bench", "--compare", file, other, "--markdown")
+    assert screen.out.splitlines() == list(markdown.difference_lines(found))
+
+
+def test_the_list_has_every_case_and_claim() -> None:
+    screen = show("bench", "--list", "calls", columns=80)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.widest <= 80
+    wide = show("bench", "--list", "calls", columns=250)
+    for each in load_suite("calls").cases:
+        (line,) = (line for line in wide.lines if line.startswith(f"{each.name}  "))
+        assert each.question in line
+        assert line.endswith(".") == bool(each.targets)
+    only = show("bench", "--list", "calls", "--case", "address", "--quick")
+    assert len(only.lines) < len(wide.lines)
+
+
+# ---- measuring ----------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
+    asked = measured(record())
+    words = ("calls", "kv", "calls", "--quick", "--case", "take", "--dir", tmp_path / "a" / "b")
+    assert show("bench", *words).code == 0
+    asked.pop("progress")
+    assert asked == {
+        "suites": ["calls", "kv"],
+        "quick": True,
+        "case": "take",
+        "folder": tmp_path / "a" / "b",
+        "existed": True,
+    }
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_all_suites_and_a_folder_that_does_not_stay(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "schedule", lambda *_, **__: [])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    asked = measured(record())
+    assert show("bench", TMPDIR=str(tmp_path)).code == 0
+    assert asked["suites"] == list(NAMES)
+    assert asked["existed"]
+    assert asked["folder"].parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_written_and_shown(measured: Measured, tmp_path: Path) -> None:
+    made = sample_record()
+    good = replace(made, suites=[each for each in made.suites if each.name != "load"])
+    measured(good)
+    path = tmp_path / "record.json"
+    screen = show("bench", "calls", "--output", path)
+    assert screen.code == 0, "a target that is missed is no failure"
+    assert Record.read(path) == good
+    assert screen.out == show("bench", "--from", path).out
+
+
+def test_an_error_of_a_case_ends_with_1(measured: Measured, tmp_path: Path) -> None:
+    made = sample_record()
+    assert any(each.is_error for each in made.cases())
+    measured(made)
+    screen = show("bench", "calls", "--output", tmp_path / "record.json", "--json")
+    assert screen.code == 1
+    assert json.loads(screen.out) == made.to_dict()
+    assert Record.read(tmp_path / "record.json") == made
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = sample_record()
+
+    def run(*_: object, **__: object) -> Record:
+        raise Interrupted(made)
+
+    monkeypatch.setattr(command, "run", run)
+    out, page = tmp_path / "record.json", tmp_path / "page.md"
+    screen = show("bench", "calls", "--output", out, "--page", page)
+    assert screen.code == 130
+    assert screen.lines[-1] == f"{targets(made).summary}."
+    assert Record.read(out) == made
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
+def test_what_cannot_be_written_is_refused_before(
+    option: str, measured: Measured, tmp_path: Path
+) -> None:
+    asked = measured(sample_record())
+    (tmp_path / "file").touch()
+    screen = show("bench", "calls", option, tmp_path / "file" / "below")
+    assert (screen.code, screen.out) == (1, "")
+    assert "file" in screen.err
+    assert asked == {}
+
+
+@pytest.mark.parametrize("option", ["--dir", "--plots"])
+def test_a_file_is_no_folder(option: str, measured: Measured, tmp_path: Path) -> None:
+    asked = measured(sample_record())
+    (tmp_path / "file").touch()
+    screen = show("bench", "calls", option, tmp_path / "file")
+    assert (screen.code, screen.out) == (1, "")
+    assert screen.err.endswith("file: expected a folder, and it is a file\n")
+    assert asked == {}
+
+
+@pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
+def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
+    option: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(record())
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "there")
+
+    monkeypatch.setattr(command, "keep" if option == "--output" else "draw", fail)
+    screen = show("bench", "calls", option, tmp_path / "x", "--json")
+    assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
+    assert json.loads(screen.out) == record().to_dict()
+
+
+def test_packages_that_are_missing_are_named(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = measured(sample_record())
+    absent = {"matplotlib", "gguf"}
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else object())
+    for option in ("--plots", "--page"):
+        screen = show("bench", "calls", option, tmp_path / "x")
+        assert (screen.code, screen.out) == (1, "")
+        assert screen.err == (
+            "unimem: plots need matplotlib, which comes with: pip install 'unimem-llm[bench]'\n"
+        )
+    assert asked == {}
+    screen = show("bench", "calls")
+    assert "gguf: not installed, but would come with pip install 'unimem-llm[bench]'" in screen.err
+    assert asked
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 10
+        return self.now
+
+
+def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
+    """Two suites, of two passes and of one; each pass takes 10 seconds."""
+    suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
+    passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
+    scheduled = [command.Pass(*each) for each in passes]
+    monkeypatch.setattr(command, "schedule", lambda *_, **__: scheduled)
+    monkeypatch.setattr(command, "time", _Clock())
+
+    def run(*_: object, progress: Callable[[str], None], **__: object) -> Record:
+        for each in scheduled:
+            progress(str(each))
+        return record()
+
+    monkeypatch.setattr(command, "run", run)
+    return show("bench", "calls", columns=columns)
+
+
+def test_progress_is_a_line_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _progress(monkeypatch, None).err.splitlines() == [
+        "calls, pass 1 of 2 (1 of 3 passes), 0:00 so far",
+        "other (2 of 3 passes), 0:10 so far",
+        "calls, pass 2 of 2 (3 of 3 passes), 0:20 so far, about 0:10 to go",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _progress(monkeypatch, 50).err.split("\r\x1b[K")
+    assert len(parts) == 5
+    assert (parts[0], parts[-1]) == ("", "")
+    assert "\n" not in "".join(parts)
+    assert max(map(len, parts)) == 49
+    assert parts[3].endswith("to go")
+
+
+@pytest.mark.parametrize("words", [(), ("--quick", "--json")])
+def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def show_advice(model: Path, **options: bool) -> None:
+        asked.append((model, options))
+
+    monkeypatch.setattr("unimem_bench.cli.advise.show_advice", show_advice)
+    assert show("bench", "--advise", "m.gguf", *words) == (0, "", "")
+    assert asked == [(Path("m.gguf"), {"quick": bool(words), "as_json": bool(words)})]
+
+
+# ---- plots and the page -------------------------------------------------------------------------
+
+
+def test_plots_are_written(measured: Measured, small: Record, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[bench]'")
+    measured(small)
+    assert show("bench", "calls", "--plots", tmp_path / "plots").code == 0
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert names == {"overview.svg", "targets.svg", "calls.svg"}
+
+
+def test_a_page_is_the_same_of_the_same_record(small: Record, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[bench]'")
+    file = tmp_path / "record.json"
+    file.write_text(small.to_json())
+    pages = [tmp_path / name / "page.md" for name in "ab"]
+    for path in pages:
+        path.parent.mkdir()
+        assert show("bench", "--from", file, "--page", path).code == 0
+    first, second = (
+        {path.relative_to(page.parent): path.read_bytes() for path in page.parent.rglob("*.*")}
+        for page in pages
+    )
+    assert first == second
+    text = pages[0].read_text()
+    images = re.findall(r"^!\[.+\]\(<(.+)>\)$", text, re.M)
+    assert sorted(images) == sorted(str(name) for name in first if name.suffix == ".svg")
+    assert text.index("## All targets") < text.index(f"**{targets(small).summary}.**")
+    assert re.findall(r"^## (.*)$", text, re.M)[3:] == [each.name for each in small.suites]
+    for each in small.cases():
+        assert "\n".join(markdown.case_lines(each)) in text
+
+
+def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
+    path = ROOT / "bench/results/unimem-bench.json"
+    if not path.exists():
+        pytest.skip("no full run is recorded in bench/results/unimem-bench.json")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[bench]'")
+    page = ROOT / "docs/benchmarks.md"
+    assert show("bench", "--from", path, "--page", tmp_path / page.name).code == 0
+    again = "unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md"
+    assert (tmp_path / page.name).read_text() == page.read_text(), f"make it again: {again}"
+    plots = {each.name for each in (tmp_path / page.stem).iterdir()}
+    assert {each.name for each in (page.parent / page.stem).iterdir()} == plots
+
+
+# ---- real runs ----------------------------------------------------------------------------------
+
+
+def test_a_case_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    words = ["calls", "--quick", "--case", "take_address", "--output", str(path), "--json"]
+    made = subprocess.run(
+        [sys.executable, "-c", MAIN, "bench", *words, "--dir", str(tmp_path / "files")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == path.read_text()
+    document = json.loads(made.stdout)
+    jsonschema.validate(document, SCHEMA)
+    (only,) = Record.from_dict(document).cases()
+    assert (only.suite, only.name, only.failed) == ("calls", "take_address", None)
+    assert only.sides[0].role == "unimem"
+    assert all(min(each) > 0 for side in only.sides for each in side.passes)
+    assert made.stderr.startswith("calls, pass 1 of ")
+
+
+def test_a_run_is_interrupted(tmp_path: Path) -> None:
+    """As at a terminal, where the signal reaches all processes of the group."""
+    path = tmp_path / "record.json"
+    words = ["calls", "--case", "take_address", "--output", str(path), "--dir", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, "bench", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as child:  # fmt: skip
+        assert child.stderr is not None
+        assert child.stderr.readline().startswith("calls, pass 1 of ")
+        os.killpg(child.pid, signal.SIGINT)
+        out, err = child.communicate()
+    assert child.returncode == 130
+    assert err == ""
+    assert "the run was interrupted before" in out
+    jsonschema.validate(json.loads(path.read_text()), SCHEMA)
+
+
+def test_the_documents_of_invented_records_are_valid() -> None:
+    for made in (sample_record(), record(), record(suite("calls", "What?"))):
+        jsonschema.validate(json.loads(made.to_json()), SCHEMA)
+    wrong = record().to_dict() | {"quick": 1}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA)
+    assert faster("a", 2, 2).kind in SCHEMA["$defs"]["target"]["properties"]["kind"]["enum"]

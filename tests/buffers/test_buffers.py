@@ -1,0 +1,657 @@
+"""Decode buffers: every byte of one take, at addresses that never change."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import proc_maps
+import unimem as um
+from conftest import Run
+from unimem._core.status import counters, ledger
+from unimem.buffers import sets
+from unimem.buffers.sets import pack, total_bytes
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+# The names of the interface, with the values of each for dimensions.
+BY_HIDDEN = (
+    *("embed_out", "norm_out", "o_proj_out", "residual", "post_norm_out", "post_norm_residual"),
+    *("down_out", "final_norm_out"),
+)
+BY_QUERY = ("q_rotated", "rope_q_temp", "attn_out")
+BY_KEY = ("k_rotated", "rope_k_temp")
+POINTERS = ("batched_k_ptrs", "batched_v_ptrs")
+COUNTS = ("batched_kv_lens", "batched_positions")
+FLASH = ("flash_partial_out", "flash_partial_m", "flash_partial_l")
+UNSCALED = ("temp_dequant", "scratch_attn", *FLASH)
+NAMES = {
+    *BY_HIDDEN,
+    *BY_QUERY,
+    *BY_KEY,
+    *POINTERS,
+    *COUNTS,
+    *("qkv_out", "gate_up_out", "mlp_act", "logits"),
+    *UNSCALED,
+}
+
+DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512, quantized=True, max_batch_size=4)
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def values_of(d: um.ModelDims) -> dict[str, int]:
+    """The values of each buffer, as the interface says."""
+    b, q, kv = d.max_batch_size, d.num_attention_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    values = dict.fromkeys(BY_HIDDEN, b * d.hidden_size)
+    values |= dict.fromkeys(BY_QUERY, b * q)
+    values |= dict.fromkeys(BY_KEY, b * kv)
+    values |= dict.fromkeys(POINTERS + COUNTS, b)
+    values |= {
+        "qkv_out": b * (q + 2 * kv),
+        "gate_up_out": b * 2 * d.intermediate_size,
+        "mlp_act": b * d.intermediate_size,
+        "logits": b * d.vocab_size,
+        "scratch_attn": q,
+        "flash_partial_out": d.num_attention_heads * 32 * d.head_dim,
+        "flash_partial_m": d.num_attention_heads * 32,
+        "flash_partial_l": d.num_attention_heads * 32,
+    }
+    if d.quantized:
+        values["temp_dequant"] = d.hidden_size * 2 * d.intermediate_size
+    return values
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """The dtype of a buffer where the activations have this one."""
+    fixed = dict.fromkeys(POINTERS, "uint64") | dict.fromkeys(COUNTS, "int32")
+    return (fixed | dict.fromkeys(FLASH, "float32")).get(name, dtype)
+
+
+def random_dims(n: int, seed: int = 5) -> Iterator[tuple[um.ModelDims, str]]:
+    """Dimensions of every divisibility, and a dtype."""
+    r = random.Random(seed)
+    for _ in range(n):
+        kv_heads = r.randint(1, 4)
+        # Odd ones, and multiples of any power of two.
+        hidden, inner, vocab = (r.randint(1, 40) << r.randint(0, 6) for _ in range(3))
+        yield (
+            um.ModelDims(
+                hidden,
+                inner,
+                kv_heads * r.randint(1, 4),
+                kv_heads,
+                2 * r.randint(1, 40),
+                vocab,
+                r.randint(1, 4),
+                r.randint(1, 1000),
+                quantized=r.random() < 0.5,
+                max_batch_size=r.choice((1, 2, 3, 4, 7, 8, 16)),
+            ),
+            r.choice(DTYPES),
+        )
+
+
+def power_of_two(nbytes: int) -> int:
+    """The largest up to 256 that divides it."""
+    return next(power for power in (256, 128, 64, 32, 16, 8, 4, 2, 1) if nbytes % power == 0)
+
+
+def check_buffers(db: Any, d: um.ModelDims, dtype: str) -> None:
+    """The buffers are those of the interface, and lie one behind the other without a gap."""
+    values = values_of(d)
+    assert values.keys() == (NAMES if d.quantized else NAMES - {"temp_dequant"})
+    addresses = db.addresses()
+    assert addresses.keys() == values.keys()
+    assert d.quantized or db.temp_dequant is None
+    spans = []
+    for name, n in values.items():
+        a = getattr(db, name)
+        assert (name, a.shape, a.dtype.name) == (name, (n,), dtype_of(name, dtype))
+        address = addresses[name]
+        assert address % power_of_two(a.nbytes) == 0
+        spans.append((address, address + a.nbytes))
+    spans.sort()
+    assert spans[0][0] % 256 == 0
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
+    total = sum(getattr(db, name).nbytes for name in values)
+    assert spans[-1][1] - spans[0][0] == total
+    assert db.memory_bytes == total == type(db).bytes_needed(d, dtype)
+    assert (db.dims, db.dtype.name, db.MAX_SPLITS) == (d, dtype, 32)
+
+
+# ---- what there is ----
+
+
+def test_there_are_26_names() -> None:
+    assert len(NAMES) == 26
+
+
+def test_200_dims() -> None:
+    """What is taken is what is counted and what is there, on a tape of its own and on another."""
+    with um.Tape(64 << 20, pages="4k") as tape:
+        for i, (d, dtype) in enumerate(random_dims(200)):
+            with um.DecodeBuffers(d, dtype=dtype) as db:
+                check_buffers(db, d, dtype)
+                assert db.memory_bytes == db.tape.used_bytes == db.tape.total_bytes
+            tape.clear()
+            tape.take_bytes(i)
+            before = -(-i // 256) * 256
+            with um.DecodeBuffers(d, dtype=dtype, tape=tape) as db:
+                check_buffers(db, d, dtype)
+                assert tape.used_bytes == before + db.memory_bytes
+                first = min(db.addresses().values())
+                assert first == tape.block.address + before
+
+
+def test_arrays_are_where_they_are_said_to_be() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        for name, address in db.addresses().items():
+            array = getattr(db, name)
+            assert proc_maps.address_of(array) == address
+            assert array.flags.writeable
+            assert array.flags.aligned
+            assert db.tape.owns(array)
+
+
+def test_no_byte_is_shared() -> None:
+    for d, dtype in random_dims(20, seed=6):
+        with um.DecodeBuffers(d, dtype=dtype) as db:
+            names = sorted(db.addresses())
+            for i, name in enumerate(names):
+                getattr(db, name).view("uint8")[:] = i
+            for i, name in enumerate(names):
+                assert (getattr(db, name).view("uint8") == i).all()
+
+
+def test_a_real_models_buffers_are_aligned() -> None:
+    """Mistral 7B: every size is a multiple of 256 bytes but those of one number a sequence."""
+    d = um.ModelDims(4096, 14336, 32, 8, 128, 32000, 32, 32768, max_batch_size=8)
+    with um.DecodeBuffers(d) as db:
+        odd = {name for name, address in db.addresses().items() if address % 256}
+        assert odd <= {*POINTERS, *COUNTS}
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 1 << 20), max_size=30))
+def test_packing(sizes: dict[str, int]) -> None:
+    offsets = pack(sizes)
+    assert list(offsets) == list(sizes)
+    end = 0
+    for name in sorted(sizes, key=lambda name: offsets[name]):
+        assert offsets[name] == end
+        assert end % power_of_two(sizes[name]) == 0
+        end += sizes[name]
+
+
+def test_packing_is_stable() -> None:
+    """Among those of one power, and 256 is the largest, the order is the given one."""
+    assert pack({"b": 4, "a": 256, "c": 512, "d": 4}) == {"a": 0, "c": 256, "b": 768, "d": 772}
+
+
+def test_the_figure_of_the_origin() -> None:
+    """It leaves out pointers, lengths, positions and what is dequantized."""
+    for d, _ in random_dims(50, seed=7):
+        b, heads = d.max_batch_size, d.num_attention_heads
+        hidden, inner, vocab, q, kv = (
+            *(d.hidden_size, d.intermediate_size, d.vocab_size),
+            *(d.q_size, d.kv_size),
+        )
+        scaled = 8 * hidden + (q + 2 * kv) + 3 * q + 2 * kv + 3 * inner + vocab
+        origin = 2 * (b * scaled + q) + 4 * (q * 32 + heads * 32 * 2)
+        left_out = 24 * b + (2 * hidden * 2 * inner if d.quantized else 0)
+        assert um.DecodeBuffers.bytes_needed(d) == origin + left_out
+
+
+# ---- shaped views ----
+
+
+def test_batches() -> None:
+    widths = {name: n // 4 for name, n in values_of(DIMS).items() if name not in UNSCALED}
+    shapes = {
+        "temp_dequant": (64, 352),
+        "scratch_attn": (64,),
+        "flash_partial_out": (8, 32, 8),
+        "flash_partial_m": (8, 32),
+        "flash_partial_l": (8, 32),
+    }
+    with um.DecodeBuffers(DIMS) as db:
+        addresses = db.addresses()
+        for m in (1, 2, 4):
+            batch = db.batch(m)
+            assert batch is db.batch(m)
+            assert batch.m == m
+            for name in NAMES:
+                view, flat = getattr(batch, name), getattr(db, name)
+                shape = (m,) if name in POINTERS + COUNTS else (m, widths.get(name))
+                assert (name, view.shape) == (name, shapes.get(name, shape))
+                assert view.dtype == flat.dtype
+                assert proc_maps.address_of(view) == addresses[name]
+        db.batch(2).qkv_out[1, 3] = 7
+        assert db.qkv_out[128 + 3] == 7
+        assert db.batch(4).qkv_out[1, 3] == 7
+        del batch, view, flat
+
+
+def test_a_batch_without_dequantization() -> None:
+    with um.DecodeBuffers(replace(DIMS, quantized=False)) as db:
+        assert db.batch(3).temp_dequant is None
+
+
+@pytest.mark.parametrize("m", [0, -1, 5, 2**40])
+def test_batches_that_do_not_fit(m: int) -> None:
+    with um.DecodeBuffers(DIMS) as db, pytest.raises(ValueError, match=f"expected 1 to 4, got {m}"):
+        db.batch(m)
+
+
+def test_a_batch_by_numpys_numbers() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        assert type(db.batch(np.int64(3)).m) is int
+        assert db.batch(3) is db.batch(np.uint8(3))
+
+
+@pytest.mark.parametrize("m", [1.0, "1", None, (1,), True])
+def test_batches_of_no_number(m: Any) -> None:
+    with um.DecodeBuffers(DIMS) as db, pytest.raises(TypeError):
+        db.batch(m)
+
+
+# ---- the double buffer ----
+
+
+def test_swapping_moves_no_byte() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        four = db.batch(4)
+        before, old = db.addresses(), db.residual
+        db.residual[:] = 1
+        db.post_norm_residual[:] = 2
+        db.swap_residual()
+        swapped = db.addresses()
+        assert swapped["residual"] == before["post_norm_residual"]
+        assert swapped["post_norm_residual"] == before["residual"]
+        assert set(swapped.values()) == set(before.values())
+        assert proc_maps.address_of(db.residual) == swapped["residual"]
+        for names in (db, four, db.batch(2)):
+            assert (names.residual == 2).all()
+            assert (names.post_norm_residual == 1).all()
+        assert (old == 1).all()
+        db.swap_residual()
+        assert db.addresses() == before
+        assert (four.residual == 1).all()
+        del old, names
+
+
+def test_layers_find_their_input_under_one_name() -> None:
+    """As many layers as there are: each adds to what the one before has written."""
+    with um.DecodeBuffers(DIMS) as db:
+        db.residual[:] = 0
+        for layer in range(DIMS.num_layers):
+            np.add(db.residual, layer, out=db.post_norm_residual)
+            db.swap_residual()
+        assert (db.residual == sum(range(DIMS.num_layers))).all()
+
+
+# ---- the steady state ----
+
+
+def test_a_step_takes_nothing() -> None:
+    with um.Tape(1 << 20) as tape:
+        db = um.DecodeBuffers(DIMS, tape=tape)
+        tape.freeze()
+
+        def step() -> None:
+            for m in (1, 3):
+                batch = db.batch(m)
+                batch.embed_out[:] = 1
+                np.multiply(batch.mlp_act, 2, out=batch.gate_up_out[:, : DIMS.intermediate_size])
+            db.swap_residual()
+            db.swap_residual()
+
+        step()
+        addresses, n_takes, before, rows = db.addresses(), tape.n_takes, counters(), ledger()
+        for _ in range(100):
+            step()
+        assert db.addresses() == addresses
+        assert tape.n_takes == n_takes
+        assert counters() == before
+        assert ledger() == rows
+        db.close()
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), np.dtype(">f2")])
+def test_ways_to_name_a_dtype(dtype: Any) -> None:
+    with um.DecodeBuffers(DIMS, dtype=dtype) as db:
+        assert db.dtype == db.logits.dtype == np.float16
+        assert db.dtype.isnative
+
+
+def test_bfloat16_by_its_type() -> None:
+    with um.DecodeBuffers(DIMS, dtype=ml_dtypes.bfloat16) as db:
+        assert db.logits.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["f16", "int32", "float64", None, np.float64])
+def test_other_dtypes(dtype: Any) -> None:
+    for call in (um.DecodeBuffers, um.DecodeBuffers.bytes_needed):
+        with pytest.raises(ValueError, match="expected one of float16, bfloat16, float32, got"):
+            call(DIMS, dtype=dtype)
+
+
+def test_what_is_no_argument() -> None:
+    dims: Any = 64
+    for call in (um.DecodeBuffers, um.DecodeBuffers.bytes_needed):
+        with pytest.raises(TypeError, match="expected ModelDims, got int"):
+            call(dims)
+    tape: Any = 1 << 20
+    with pytest.raises(TypeError, match=r"^tape: expected a unimem\.Tape, got int$"):
+        um.DecodeBuffers(DIMS, tape=tape)
+    with um.Tape(1 << 20) as tape:
+        with pytest.raises(ValueError, match="pages not accepted beside tape="):
+            um.DecodeBuffers(DIMS, tape=tape, pages="4k")
+        assert tape.used_bytes == 0
+
+
+def test_a_tape_without_room_stays_as_it_was() -> None:
+    needed = um.DecodeBuffers.bytes_needed(DIMS)
+    with um.Tape(needed + 255) as tape:
+        tape.take_bytes(100)
+        with pytest.raises(um.TapeFull) as caught:
+            um.DecodeBuffers(DIMS, tape=tape)
+        assert caught.value.asked == needed
+        assert (tape.used_bytes, tape.n_takes) == (100, 1)
+        tape.clear()
+        um.DecodeBuffers(DIMS, tape=tape).close()
+
+
+def test_a_frozen_and_a_closed_tape() -> None:
+    with um.Tape(1 << 20) as tape:
+        tape.freeze()
+        with pytest.raises(um.FrozenError):
+            um.DecodeBuffers(DIMS, tape=tape)
+        assert tape.used_bytes == 0
+    with pytest.raises(um.ClosedError):
+        um.DecodeBuffers(DIMS, tape=tape)
+
+
+def test_more_than_there_can_be() -> None:
+    huge = um.ModelDims(2**30, 2**30 - 1, 1, 1, 2, 1, 1, 1, quantized=True)
+    with pytest.raises(MemoryError):
+        um.DecodeBuffers(huge)
+    with um.Tape(4096) as tape:
+        with pytest.raises(um.TapeFull):
+            um.DecodeBuffers(huge, tape=tape)
+        assert tape.used_bytes == 0
+
+
+def test_sizes_whose_sum_does_not_fit() -> None:
+    """Each of them could be, and all together could not."""
+    huge = um.ModelDims(2**27, 1, 1, 1, 2, 1, 1, 1, False, 2**31 - 1)
+    text = r"decode buffers for these dimensions are \d{19} bytes \(embed_out \d+, .* below 2\*\*63"
+    assert um.DecodeBuffers.bytes_needed(huge, "bfloat16") < 2**63
+    with um.Tape(4096) as tape:
+        for call in (
+            um.DecodeBuffers.bytes_needed,
+            um.DecodeBuffers,
+            partial(um.DecodeBuffers, tape=tape),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call(huge, dtype="float32")
+        assert tape.used_bytes == 0
+
+
+def test_sizes_just_fit() -> None:
+    assert total_bytes("buffers", {"a": 2**62, "b": 2**62 - 1}) == 2**63 - 1
+    with pytest.raises(ValueError, match=f"buffers for these dimensions are {2**63} bytes"):
+        total_bytes("buffers", {"a": 2**62, "b": 2**62})
+
+
+def test_buffers_are_made_once() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        before = db.addresses()
+        with pytest.raises(RuntimeError, match="the DecodeBuffers is made already"):
+            db.__init__(DIMS)  # type: ignore[misc]
+        assert db.addresses() == before
+        assert proc_maps.address_of(db.logits) == before["logits"]
+    half = um.DecodeBuffers.__new__(um.DecodeBuffers)
+    with pytest.raises(ValueError, match="dtype"):
+        half.__init__(DIMS, dtype="int8")  # type: ignore[misc]
+    assert half.closed
+    half.close()
+    half.__exit__()
+    for call in (half.addresses, lambda: half.residual):
+        with pytest.raises(um.ClosedError):
+            call()
+
+
+# ---- interrupts ----
+
+
+def interrupted(call: Callable[[], object], number: int) -> bool:
+    """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
+    lines = itertools.count(1)
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if event == "line" and next(lines) == number:
+            raise KeyboardInterrupt
+        # In a destructor it would be swallowed.
+        return trace if frame.f_code.co_filename == sets.__file__ else None
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(old)
+    return False
+
+
+def check_interrupts_of_swaps(db: Any, address_of: Callable[[Any], int]) -> None:
+    """Wherever it happens, names, shaped views and addresses agree."""
+    batch = db.batch(2)
+    names = ("residual", "post_norm_residual")
+    places = {db.addresses()[name] for name in names}
+    number = 1
+    while interrupted(db.swap_residual, number):
+        number += 1
+        addresses = db.addresses()
+        assert {addresses[name] for name in names} == places
+        for name in names:
+            found = {address_of(getattr(thing, name)) for thing in (db, batch, db.batch(1))}
+            assert found == {addresses[name]}
+    assert number > 3
+
+
+def check_interrupts_of_the_end(make: Callable[[], Any], end: str) -> None:
+    """Wherever it happens, the buffers are whole or closed, and can be closed."""
+    number, is_over = 1, False
+    while not is_over:
+        db = make()
+        batch, addresses = db.batch(2), db.addresses()
+        is_over = not interrupted(getattr(db, end), number)
+        if not db.closed:
+            assert db.addresses() == addresses
+            assert db.logits.shape == (4 * 512,)
+            assert batch.logits.shape == (2, 512)
+        db.close()
+        assert db.closed
+        for thing in (db, batch):
+            with pytest.raises(um.ClosedError):
+                thing.logits  # noqa: B018
+        number += 1
+    assert number > 30
+
+
+def test_an_interrupted_swap() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        check_interrupts_of_swaps(db, proc_maps.address_of)
+
+
+@pytest.mark.parametrize("end", ["close", "__exit__"])
+@pytest.mark.parametrize("owns_tape", [True, False])
+def test_an_interrupted_end(owns_tape: bool, end: str) -> None:
+    before = ledger()["scratch"]["mapped_bytes"]
+    with um.Tape(1 << 20) as tape:
+        held = ledger()["scratch"]["mapped_bytes"]
+        options: dict[str, Any] = {} if owns_tape else {"tape": tape}
+
+        def make() -> um.DecodeBuffers:
+            tape.clear()
+            return um.DecodeBuffers(DIMS, **options)
+
+        check_interrupts_of_the_end(make, end)
+        assert ledger()["scratch"]["mapped_bytes"] == held
+    assert ledger()["scratch"]["mapped_bytes"] == before
+
+
+# ---- the end ----
+
+
+def test_closing_with_live_views() -> None:
+    db = um.DecodeBuffers(DIMS, name="mine")
+    batch = db.batch(2)
+    db.swap_residual()
+    db.residual[:] = 3
+    addresses, view = db.addresses(), batch.logits
+    with pytest.raises(BufferError, match="'mine' has 1 live views"):
+        db.close()
+    # Nothing is closed, and nothing has changed.
+    assert not db.closed
+    assert db.addresses() == addresses
+    assert (db.residual == 3).all()
+    assert proc_maps.address_of(db.residual) == addresses["residual"]
+    view[:] = 5
+    assert (db.logits[: 2 * DIMS.vocab_size] == 5).all()
+    db.swap_residual()
+    assert (batch.post_norm_residual == 3).all()
+    del view
+    db.close()
+    assert db.closed
+    db.close()
+
+
+def test_leaving_a_with_keeps_what_is_looked_at() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        view = db.batch(3).logits
+        view[:] = 4
+    assert db.closed
+    assert (view == 4).all()
+    del view
+
+
+def test_closing_leaves_a_borrowed_tape_open() -> None:
+    with um.Tape(1 << 20) as tape:
+        db = um.DecodeBuffers(DIMS, tape=tape)
+        view = db.logits
+        db.close()
+        assert db.closed
+        assert not tape.closed
+        view[:] = 1
+        del view
+
+
+def test_after_the_end() -> None:
+    db = um.DecodeBuffers(DIMS)
+    batch = db.batch(1)
+    db.close()
+    for gone in (
+        lambda: db.logits,
+        lambda: db.temp_dequant,
+        lambda: batch.logits,
+        db.addresses,
+        db.swap_residual,
+        lambda: db.batch(1),
+        db.__enter__,
+    ):
+        with pytest.raises(um.ClosedError, match="'decode buffers' is closed"):
+            gone()
+    assert db.memory_bytes == um.DecodeBuffers.bytes_needed(DIMS)
+    assert repr(db) == "DecodeBuffers('decode buffers', closed)"
+
+
+def test_a_tape_that_was_closed_before() -> None:
+    with um.Tape(1 << 20) as tape:
+        db = um.DecodeBuffers(DIMS, tape=tape)
+    assert db.closed
+    with pytest.raises(um.ClosedError):
+        db.addresses()
+    db.close()
+
+
+def test_a_name_that_there_is_not() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        for thing in (db, db.batch(1)):
+            with pytest.raises(AttributeError, match="no attribute 'logit'"):
+                thing.logit  # type: ignore[union-attr]  # noqa: B018
+
+
+def test_forgotten_buffers_warn_and_give_back() -> None:
+    db = um.DecodeBuffers(DIMS)
+    with pytest.warns(ResourceWarning, match="unclosed Tape"):
+        del db
+
+
+def test_no_pickling() -> None:
+    with um.DecodeBuffers(DIMS) as db:
+        for call in (pickle.dumps, copy.copy, copy.deepcopy):
+            for thing in (db, db.batch(1)):
+                with pytest.raises(TypeError, match="cannot be pickled"):
+                    call(thing)
+
+
+def test_repr() -> None:
+    with um.DecodeBuffers(DIMS, name="step", pages="4k") as db:
+        assert repr(db).startswith("DecodeBuffers('step', 69.3 KiB of float16, batch 4, Tape('st")
+    with um.DecodeBuffers(replace(DIMS, max_batch_size=1), dtype="bfloat16") as db:
+        assert "of bfloat16, Tape(" in repr(db)
+
+
+def test_placement_and_ledger() -> None:
+    before = ledger()["scratch"]["mapped_bytes"]
+    with um.DecodeBuffers(DIMS, pages="4k", warm=True) as db:
+        assert db.tape.block.granted.pages == "4k"
+        assert ledger()["scratch"]["mapped_bytes"] - before >= db.memory_bytes
+    assert ledger()["scratch"]["mapped_bytes"] == before
+
+
+def test_a_forked_child(run_python: Run) -> None:
+    """It has its own copy, and of shared memory none."""
+    done = run_python(
+        """
+        import os
+        import unimem as um
+
+        dims = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512)
+        with um.Tape(1 << 20, shared=True) as tape, um.DecodeBuffers(dims) as own:
+            shared = um.DecodeBuffers(dims, tape=tape)
+            own.logits[:] = 1
+            child = os.fork()
+            if child == 0:
+                own.logits[:] = 2
+                try:
+                    shared.addresses()
+                except um.ClosedError as error:
+                    os._exit(7 if shared.closed and "fork" in str(error) else 1)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert (own.logits == 1).all()
+            assert not shared.closed
+            shared.close()
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,403 @@
+"""`unimem plan`: what it shows of a plan, and which plan it makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gguf_files as g
+import unimem as um
+from project import ROOT
+from screens import CONTROL, show, show_on_terminal
+from unimem.accounting.report import Row
+from unimem.cli import _app
+from unimem.engine import embedded_model
+from unimem.planning.plan import Advice, Check, Plan
+
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
+command = importlib.import_module("unimem.cli.plan")
+
+MIB, GIB = 2**20, 2**30
+HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
+
+PLAN = Plan(
+    rows=(
+        Row("weights:q4_k", 3 * GIB),
+        Row("weights:q6_k", 512 * MIB),
+        Row("weights:padding", 12 << 10),
+        Row("kv", 512 * MIB),
+        Row("scratch", 128 * MIB),
+        Row("logits", 125 << 10),
+    ),
+    checks=(
+        Check("memory of the machine", 640 * MIB, 22 * GIB, 24 * GIB, "more memory"),
+        Check("cgroup /llm", 640 * MIB, 15 * GIB, 16 * GIB, "raise memory.max"),
+    ),
+    advice=(),
+    unknown=(),
+    facts={"name": "Mistral 7B", "architecture": "llama", "format": "GGUF", "ggml": "3 MiB more"},
+    ctx=4096,
+    batch=1,
+    kv_dtype="f16",
+    window=None,
+    threads=4,
+    sessions=1,
+    load="map",
+    load_reason="a mapping shares the page cache",
+    pages="auto",
+    numa=None,
+    max_ctx=22 * 1024,
+    required_bytes=640 * MIB,
+    spilled_bytes=0,
+    available_bytes=15 * GIB,
+    scratch_bytes=128 * MIB,
+    history_bytes=512 * MIB,
+)
+TOO_LARGE = replace(
+    PLAN,
+    checks=(
+        PLAN.checks[0],
+        Check("cgroup /llm", 4 * GIB + 128 * MIB, GIB, GIB, "echo max > memory.max"),
+        Check("locked memory (memlock)", 5 * GIB, 8 * MIB, 8 * MIB, "ulimit -l unlimited", False),
+    ),
+    advice=(
+        Advice("map the file instead of copying it", 3 * GIB, {"load": "map"}, True),
+        Advice("a KV cache of q8_0", 240 * MIB, {"kv_dtype": "q8_0", "ctx": 512}, False),
+        Advice("a smaller model", -5, {}, False),
+    ),
+    unknown=("the KV cache: 'mamba' has none that unimem knows",),
+    load="copy",
+    max_ctx=0,
+    available_bytes=GIB,
+)
+ON_GPU = replace(
+    PLAN,
+    rows=tuple(replace(row, device="cuda:0") for row in PLAN.rows[:4]) + PLAN.rows[4:],
+    checks=(PLAN.checks[0], Check("cuda:0", 4 * GIB, 8 * GIB, 8 * GIB, "another GPU")),
+)
+
+PAGE = """\
+model     Mistral 7B: llama, GGUF
+file      some/mistral.gguf
+context   4,096 tokens (the longest that fits: 22,528), KV f16, 4 threads
+load      map: a mapping shares the page cache
+ggml      3 MiB more
+
+memory                 size
+weights:q4_k        3.0 GiB  █████████████████████████████████████
+weights:q6_k      512.0 MiB  ██████
+weights:padding    12.0 KiB
+kv                512.0 MiB  ██████
+scratch           128.0 MiB  █▌
+logits            125.0 KiB
+total               4.1 GiB
+must stay in RAM  640.0 MiB
+
+limit                     needed  available  fits
+memory of the machine  640.0 MiB   22.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+cgroup /llm            640.0 MiB   15.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+
+Fits: 4.1 of 15.0 GiB. Largest context 22k.
+"""
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], dict[str, Any]]:
+    """Have the command get this plan; gives what it was asked for."""
+
+    def give(made: Plan) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def plan(model: Path, **options: Any) -> Plan:
+            asked.update(options, model=model)
+            return made
+
+        monkeypatch.setattr(command, "make_plan", plan)
+        return asked
+
+    return give
+
+
+Planned = Callable[[Plan], dict[str, Any]]
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page(planned: Planned) -> None:
+    planned(PLAN)
+    assert show("plan", "some/mistral.gguf") == (0, PAGE, "")
+
+
+def test_the_page_in_ascii(planned: Planned) -> None:
+    planned(PLAN)
+    screen = show("plan", "some/mistral.gguf", encoding="ascii")
+    blocks = str.maketrans("█▌░", "##.")
+    assert screen == (0, PAGE.translate(blocks), "")
+
+
+def test_the_page_on_a_wide_terminal(planned: Planned) -> None:
+    planned(PLAN)
+    screen = show("plan", "some/mistral.gguf", columns=120)
+    assert screen.widest == 120
+    assert screen.lines[-1] == PAGE.splitlines()[-1]
+
+
+def test_colours_are_for_terminals_that_want_them(planned: Planned) -> None:
+    planned(PLAN)
+    screen = show("plan", "some/mistral.gguf", columns=80)
+    assert screen.plain == PAGE
+    styles = {"0", "1", "2", "32", "36"}  # bold heads, dim names, green, the colour of bars
+    assert set(re.findall(r"\x1b\[(\d+)m", screen.out)) == styles
+    assert "\x1b[32mFits: 4.1 of 15.0 GiB. Largest context 22k.\x1b[0m" in screen.out
+    assert show("plan", "some/mistral.gguf", columns=80, NO_COLOR="1").out == PAGE
+    assert show("plan", "some/mistral.gguf", columns=80, TERM="dumb").out == PAGE
+
+
+def test_what_does_not_fit(planned: Planned) -> None:
+    planned(TOO_LARGE)
+    screen = show("plan", "m.gguf", columns=80)
+    assert (screen.code, screen.err) == (3, "")
+    page = screen.plain
+    for line in (
+        r"context   4,096 tokens \(none fits\), KV f16, 4 threads",
+        r"cgroup /llm +4\.1 GiB    1\.0 GiB    no  █+",
+        r"-  the KV cache: 'mamba' has none that unimem knows",
+        r"1\. Map the file instead of copying it \(saves 3\.0 GiB, then it fits\):\n   --load map",
+        r"2\. A KV cache of q8_0 \(saves 240\.0 MiB\):\n   --kv-dtype q8_0 --ctx 512",
+        r"3\. A smaller model",
+        # What would end the process comes before what is only asked for.
+        r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
+    ):
+        assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
+    assert f"\x1b[33m{screen.lines[-1]}\x1b[0m" in screen.out
+
+
+def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
+    command = "echo max > /sys/fs/cgroup/" + "a/" * 40 + "memory.max"
+    check = Check("cgroup /a", 2 * GIB, GIB, GIB, command)
+    advice = Advice(f"1.0 GiB more in cgroup /a: {command}", 0, {}, False)
+    planned(replace(TOO_LARGE, checks=(check,), advice=(advice,)))
+    lines = show("plan", "m.gguf", columns=80).lines
+    number = lines.index("1. 1.0 GiB more in cgroup /a:")
+    assert lines[number + 1 : number + 3] == ["   " + command, ""]
+
+
+def test_a_page_without_figures(planned: Planned) -> None:
+    facts = {"name": None, "architecture": None, "format": "safetensors"}
+    planned(replace(PLAN, ctx=None, max_ctx=None, facts=facts, rows=(Row("weights", 0),)))
+    screen = show("plan", "folder/model.safetensors")
+    assert screen.code == 0
+    assert screen.lines[0] == "model     model: architecture unknown, safetensors"
+    assert "context   unknown, KV f16, 4 threads" in screen.lines
+    assert "total     0 B" in screen.lines
+    assert screen.lines[-1] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
+
+
+def test_what_was_asked_for_is_named(planned: Planned) -> None:
+    planned(replace(PLAN, batch=4, sessions=2, window=512, pages="2m", numa="bind:0"))
+    lines = " ".join(show("plan", "m.gguf").plain.split())
+    assert "KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads" in lines
+    assert "pages 2m numa bind:0" in lines
+
+
+def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
+    planned(ON_GPU)
+    page = show("plan", "m.gguf").plain
+    assert re.search(r"^weights:q4_k on cuda:0 +3\.0 GiB  █+", page, re.M)
+    assert re.search(r"^total +128\.1 MiB$", page, re.M)
+    assert re.search(r"^total on cuda:0 +4\.0 GiB$", page, re.M)
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (PLAN, "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+        (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
+        (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
+        (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+        (
+            replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
+            "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k.",
+        ),
+        (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
+        (
+            replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
+            "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300.",
+        ),
+    ],
+)
+def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
+    planned(made)
+    screen = show("plan", "m.gguf")
+    assert (screen.code, screen.lines[-1]) == (0 if made.fits else 3, line)
+
+
+def test_what_spills_is_said(planned: Planned) -> None:
+    planned(replace(PLAN, spilled_bytes=GIB))
+    lines = " ".join(show("plan", "m.gguf").plain.split())
+    assert "1.0 GiB of the file cannot stay in RAM beside the rest: every token reads" in lines
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
+def test_nothing_is_wider_than_the_line_nor_obeyed(
+    planned: Planned, columns: int | None, encoding: str
+) -> None:
+    check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
+    planned(
+        replace(
+            TOO_LARGE,
+            rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
+            checks=(*TOO_LARGE.checks, check),
+            advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
+            unknown=(HOSTILE,),
+            facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
+            load_reason=HOSTILE,
+        )
+    )
+    screen = show("plan", HOSTILE, columns=columns, encoding=encoding)
+    assert screen.code == 3
+    options = "   --numa " + "z" * 100  # what is to be typed is whole
+    assert options in screen.lines
+    assert screen._replace(out=screen.out.replace(options, "")).widest <= (columns or 80)
+    assert not CONTROL.search(screen.plain)
+    assert screen.lines[-1].startswith("Does not fit: 4.")
+    assert screen.lines[-1].endswith("). No context fits.")
+
+
+# ---- which plan ---------------------------------------------------------------------------------
+
+
+def test_options_are_those_of_the_library(planned: Planned) -> None:
+    asked = planned(PLAN)
+    show("plan", "m.gguf")
+    assert asked == {
+        "model": Path("m.gguf"), "ctx": None, "batch": 1, "kv_dtype": "f16", "window": None,
+        "threads": None, "sessions": 1, "load": "auto", "device": None, "pages": "auto",
+        "numa": None, "lock": False,
+    }  # fmt: skip
+    words = (
+        "--ctx 8 --batch 2 --kv-dtype q8_0 --window 4 --threads 3 --sessions 5 --load copy "
+        "--device cuda:1 --pages 2m --numa bind:0 --lock"
+    )
+    show("plan", *words.split())
+    assert asked == {
+        "model": embedded_model(), "ctx": 8, "batch": 2, "kv_dtype": "q8_0", "window": 4,
+        "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "pages": "2m",
+        "numa": "bind:0", "lock": True,
+    }  # fmt: skip
+
+
+def test_options_mean_what_they_mean_for_run() -> None:
+    import typer
+
+    commands = typer.main.get_command(_app()).commands  # type: ignore[attr-defined]
+    run, plan = ({each.name: each for each in commands[name].params} for name in ("run", "plan"))
+    same = ("ctx", "threads", "kv_dtype", "window", "load", "pages", "numa", "as_json")
+    for name in same:
+        assert (plan[name].opts, plan[name].help) == (run[name].opts, run[name].help)
+        assert plan[name].default == run[name].default
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0"],
+)
+def test_wrong_usage_ends_with_2(words: str) -> None:
+    screen = show("plan", *words.split())
+    assert (screen.code, screen.out) == (2, "")
+    assert words.split(maxsplit=1)[0] in screen.err
+
+
+def test_the_document_is_that_of_the_library(planned: Planned) -> None:
+    for made in (PLAN, TOO_LARGE):
+        planned(made)
+        screen = show("plan", "m.gguf", "--json", columns=80)
+        assert (screen.code, screen.err) == (0 if made.fits else 3, "")
+        assert screen.out == made.to_json() + "\n"
+
+
+# ---- real plans ---------------------------------------------------------------------------------
+
+
+def test_the_model_in_the_package() -> None:
+    screen = show("plan", "--json")
+    assert (screen.code, screen.err) == (0, "")
+    document = json.loads(screen.out)
+    schema = ROOT / "docs" / "schemas" / "plan-1.json"
+    jsonschema.validate(document, json.loads(schema.read_text()))
+    # These change from moment to moment.
+    now = {name: document[name] for name in ("checks", "available_bytes")}
+    assert document == um.plan(embedded_model()).to_dict() | now
+    page = show("plan").plain
+    assert page.startswith("model     unimem-tiny: llama, GGUF\n")
+    assert re.search(r"^Fits: \d\.\d MiB of .*iB\. Largest context 512\.$", page, re.M)
+
+
+def test_of_any_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    kvs = [g.kv("general.architecture", g.STRING, g.string("no\x1b[2Jne"))]
+    tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
+    path.write_bytes(g.with_data(g.head(1, 1), *kvs, *tensors, nbytes=96)[0])
+    screen = show("plan", path)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.lines[0] == r"model     odd: no\x1b[2Jne, GGUF"
+    assert "Not known:" in screen.lines
+    assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
+    assert screen.lines[-1].endswith(" Largest context unknown.")
+
+
+def test_what_cannot_fit_ends_with_3() -> None:
+    screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
+    assert (screen.code, screen.err) == (3, "")
+    assert "What helps, that costs the least first:" in screen.lines
+    assert screen.lines[-1].startswith("Does not fit: ")
+    assert screen.widest <= 80
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\3")
+    for name in ("broken.gguf", "none.gguf"):
+        screen = show("plan", tmp_path / name, "--json")
+        assert (screen.code, screen.out) == (1, "")
+        assert screen.err.startswith("unimem: ")
+        assert name in screen.err
+        assert screen.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_path_that_is_no_text(tmp_path: Path, encoding: str) -> None:
+    """In a process of its own: its words are bytes."""
+    path = os.fsencode(tmp_path) + b"/m\xff\n.gguf"
+    shutil.copy(os.fsencode(embedded_model()), path)
+    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    made = subprocess.run([*words, "plan", path], capture_output=True, env=env, check=True)
+    lines = made.stdout.decode(encoding).splitlines()
+    assert lines[1].startswith("file ")
+    assert lines[1].endswith("/m?\\n.gguf")
+    assert lines[-1].startswith("Fits: ")
+    assert made.stderr == b""
+
+
+def test_on_a_terminal() -> None:
+    screen = show_on_terminal("plan")
+    assert screen.code == 0
+    assert "\x1b[1mmemory" in screen.out
+    assert screen.widest <= 80
+    assert len(screen.lines) <= 24

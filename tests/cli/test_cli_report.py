@@ -1,0 +1,411 @@
+"""`unimem report`: which processes it finds, and what it shows of one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from project import ROOT
+from screens import CONTROL, show, show_on_terminal
+from unimem.accounting.report import Mapping, Report, Row
+from unimem.cli import processes, watch
+from unimem.cli.processes import ModelProcess, Processes
+from unimem.system.placement import Placement
+
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
+command = importlib.import_module("unimem.cli.report")
+
+DOCS = ROOT / "docs"
+MIB, GIB = 2**20, 2**30
+HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
+MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
+HOLD = """
+import sys, unimem as um
+with um.open_weights(sys.argv[1], load="map") as weights:
+    weights.warm()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def schema(name: str) -> Any:
+    return json.loads((DOCS / "schemas" / f"{name}-1.json").read_text())
+
+
+def placed(nbytes: int, huge: int = 0, **more: Any) -> Placement:
+    made = Placement("4k", 4096, nbytes, huge, 0, 0, nbytes, {0: nbytes} if nbytes else {})
+    return replace(made, **more)
+
+
+def model(path: str, **more: Any) -> dict[str, Any]:
+    return {
+        "path": path, "staged_from": None, "state": "file", "format": "GGUF",
+        "architecture": "llama", "name": "A model", "problem": None, "nbytes": 4 * GIB,
+        "rss_bytes": 4 * GIB, "pss_bytes": 2 * GIB,
+    } | more  # fmt: skip
+
+
+REPORT = Report(
+    rows=(
+        Row("weights:q4_k", 4 * GIB, placed(4 * GIB, pss_bytes=2 * GIB), resident_bytes=2 * GIB),
+        Row("kv", 512 * MIB, placed(512 * MIB, pages="thp"), 40 * MIB, 512 * MIB, 512 * MIB),
+        Row("anonymous", GIB, placed(512 * MIB, 256 * MIB), resident_bytes=512 * MIB),
+        Row("kernel", 36 << 10, placed(0), resident_bytes=0),
+    ),
+    facts={
+        "pid": 1234,
+        "name": "llama-server",
+        "command": "/bin/llama-server -m m.gguf",
+        "source": "published ledger",
+        "counters": {"n_prompt_tokens": 1005, "n_generated_tokens": 60, "kv_tokens": 64},
+        "minor_faults": 12345,
+        "major_faults": 3,
+        "models": [model("/models/m.gguf")],
+    },
+    mappings=(
+        Mapping("anonymous", "[heap]", 0x1000, GIB, placed(512 * MIB), parts={"anonymous": GIB}),
+        Mapping(
+            "weights",
+            "",
+            0x7F0000000000,
+            4 * GIB,
+            placed(2 * GIB),
+            path="/models/m.gguf",
+            parts={"weights:padding": 4096, "weights:q4_k": 4 * GIB - 4096},
+        ),
+        Mapping("kv", "history", 0x7E0000000000, 512 * MIB, placed(0)),
+    ),
+)
+PAGE = """\
+process   1234 /bin/llama-server -m m.gguf
+model     /models/m.gguf (4.0 GiB, all in RAM)
+engine    1,005 tokens read, 60 made, 64 in the KV cache
+
+memory             size     in RAM    active     pages
+weights:q4_k    4.0 GiB    2.0 GiB         -        4k  ████████████████
+kv            512.0 MiB  512.0 MiB  40.0 MiB       thp  ████
+anonymous       1.0 GiB  512.0 MiB         -  50% huge  ████
+kernel         36.0 KiB        0 B         -        4k
+total           5.5 GiB    3.0 GiB
+
+in RAM    3.0 GiB (Pss), 5.0 GiB with all that is shared (Rss)
+of Rss    256.0 MiB in huge pages (5%), 0 B locked, 5.0 GiB on node 0
+faults    12,345 minor, 3 major; 0 B swapped out
+"""
+MAPPINGS = """
+     address       size     in RAM  pages  memory           name
+7f0000000000    4.0 GiB    2.0 GiB     4k  weights:q4_k +1  m.gguf
+        1000    1.0 GiB  512.0 MiB     4k  anonymous        [heap]
+7e0000000000  512.0 MiB        0 B     4k  kv               history
+"""
+FOUND = Processes(
+    (
+        ModelProcess(
+            1234, "llama-server", "/opt/bin/llama-server -m x", ("/m/a.gguf", "/m/b.gguf"), False,
+            5 * GIB, 3 * GIB,
+        ),
+        ModelProcess(99, "python", "", (), True, 300 * MIB, 200 * MIB),
+    ),
+    2,
+)  # fmt: skip
+LIST = """\
+ pid     in RAM        Rss  command            model
+1234    3.0 GiB    5.0 GiB  llama-server -m x  a.gguf and 1 more
+  99  200.0 MiB  300.0 MiB  python             none mapped
+
+unimem report PID shows where the memory of one is, with --watch as it changes.
+2 processes are not ours to look at.
+"""
+
+
+@pytest.fixture
+def invented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
+    monkeypatch.setattr(command, "find", lambda: FOUND)
+
+
+@pytest.fixture(scope="module")
+def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A process that maps a model of its own, and the model."""
+    path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
+    words = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid, path
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+# ---- one process --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("invented")
+def test_the_page() -> None:
+    assert show("report", 1234) == (0, PAGE, "")
+    blocks = str.maketrans("█▌", "##")
+    assert show("report", 1234, encoding="ascii") == (0, PAGE.translate(blocks), "")
+    wide = show("report", 1234, columns=120)
+    assert wide.widest > 100
+    assert re.search(r"^memory +size +in RAM +active +most +pages$", wide.plain, re.M)
+    assert re.search(r"^kv +512\.0 MiB  512\.0 MiB  40\.0 MiB  512\.0 MiB +thp", wide.plain, re.M)
+
+
+@pytest.mark.usefixtures("invented")
+def test_mappings_have_a_line_each() -> None:
+    assert show("report", 1234, "--mappings") == (0, PAGE + MAPPINGS, "")
+    narrow = show("report", 1234, "--mappings", columns=48).plain
+    assert re.search(r"^ +size +in RAM  pages  memory +name$", narrow, re.M)
+    wide = show("report", 1234, "--mappings", columns=120).plain
+    assert re.search(r"^7f0000000000 .*  /models/m\.gguf$", wide, re.M)
+
+
+@pytest.mark.usefixtures("invented")
+def test_colours_are_for_terminals_that_want_them() -> None:
+    screen = show("report", 1234, columns=80)
+    assert screen.plain == PAGE
+    assert set(re.findall(r"\x1b\[(\d+)m", screen.out)) == {"0", "1", "2", "36"}
+    assert show("report", 1234, columns=80, NO_COLOR="1").out == PAGE
+    assert show("report", 1234, columns=80, TERM="dumb").out == PAGE
+
+
+def test_what_is_odd_about_a_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [
+        model("/a", nbytes=1 * GIB, rss_bytes=MIB, state="deleted"),
+        model("/b", nbytes=2 * GIB, rss_bytes=0, state="replaced", problem="no header"),
+        model("/c", nbytes=3 * GIB, state="staged", staged_from="/disk/c"),
+        model("memfd:d", nbytes=4 * GIB, state="unnamed"),
+        model("/e", nbytes=5),
+        model("/f", nbytes=6),
+    ]
+    facts = REPORT.facts | {"models": models, "counters": {}, "problem": "a ledger is broken"}
+    monkeypatch.setattr(command, "make_report", lambda pid: replace(REPORT, facts=facts))
+    assert show("report", 1234).plain.partition("\n\n")[0].splitlines()[1:] == [
+        "model     memfd:d (4.0 GiB, all in RAM; memory without a path)",
+        "model     /c (3.0 GiB, all in RAM; staged from /disk/c)",
+        "model     /b (0 B of 2.0 GiB in RAM; another file is at this path now; no",
+        "          header)",
+        "model     /a (1.0 MiB of 1.0 GiB in RAM; no file is at this path any more)",
+        "          and 2 more files, which --json names",
+        "problem   a ledger is broken",
+    ]
+
+
+def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = replace(REPORT, rows=(*REPORT.rows, Row("kv", GIB, device="cuda:0")))
+    monkeypatch.setattr(command, "make_report", lambda pid: made)
+    page = show("report", 1234).plain
+    assert re.search(r"^kv on cuda:0 +1\.0 GiB +- +- +-$", page, re.M)
+    assert re.search(r"^total on cuda:0 +1\.0 GiB$", page, re.M)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("columns", [None, 40, 64, 80, 120, 240])
+def test_nothing_is_wider_than_the_line_nor_obeyed(
+    monkeypatch: pytest.MonkeyPatch, columns: int | None, encoding: str
+) -> None:
+    odd = model(f"/{HOSTILE}", staged_from=HOSTILE, problem=HOSTILE)
+    mapped = Mapping("weights", "", 2**64 - 4096, 1, placed(0), path=f"/{HOSTILE}/{HOSTILE}")
+    made = Report(
+        (*REPORT.rows, Row("z" * 64, 1, placed(1))),
+        REPORT.facts | {"command": HOSTILE, "models": [odd]},
+        (*REPORT.mappings, mapped, replace(mapped, name=HOSTILE, path=None)),
+    )
+    found = replace(FOUND.found[0], command=HOSTILE, models=(f"/{HOSTILE}/{HOSTILE}",))
+    monkeypatch.setattr(command, "make_report", lambda pid: made)
+    monkeypatch.setattr(command, "find", lambda: Processes((found,), 0))
+    for words in (["report", 1234, "--mappings"], ["report"]):
+        screen = show(*words, columns=columns, encoding=encoding)
+        assert screen.code == 0
+        assert screen.widest <= (columns or 80)
+        assert not CONTROL.search(screen.plain)
+
+
+def test_a_real_process(holder: tuple[int, Path]) -> None:
+    pid, path = holder
+    page = show("report", pid, columns=120).plain
+    assert re.search(rf"^process   {pid} .*python", page)
+    assert re.search(rf"^model     {re.escape(str(path))} \(1\.0 MiB, all in RAM\)$", page, re.M)
+    for category in ("weights:q8_0", "weights:padding", "libraries", "total"):
+        assert re.search(rf"^{category} +\d+\.\d [KMG]iB", page, re.M), page
+    lines = show("report", pid, "--mappings").plain
+    assert re.search(r"^ *[0-9a-f]+ .* 4k  weights:q8_0 \+2 +held\.gguf$", lines, re.M)
+
+
+def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
+    pid, path = holder
+    screen = show("report", pid, "--json", columns=80)
+    assert (screen.code, screen.err, screen.out.count("\n")) == (0, "", 1)
+    document, here = json.loads(screen.out), um.report(pid).to_dict()
+    assert list(document) == list(here)
+    jsonschema.validate(document, schema("report"))
+    for shown, read in zip(document["rows"], here["rows"], strict=True):
+        assert (shown["category"], shown["nbytes"]) == (read["category"], read["nbytes"])
+    assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
+
+
+# ---- which process ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("invented")
+def test_the_list() -> None:
+    assert show("report") == (0, LIST, "")
+    assert "/m/a.gguf and 1 more" in show("report", columns=120).plain
+    document = json.loads(show("report", "--json").out)
+    jsonschema.validate(document, schema("processes"))
+    assert document == {
+        "schema": "unimem.processes/1",
+        "processes": [
+            {
+                "pid": 1234,
+                "name": "llama-server",
+                "command": "/opt/bin/llama-server -m x",
+                "models": ["/m/a.gguf", "/m/b.gguf"],
+                "has_ledger": False,
+                "rss_bytes": 5 * GIB,
+                "pss_bytes": 3 * GIB,
+            },
+            {
+                "pid": 99,
+                "name": "python",
+                "command": "",
+                "models": [],
+                "has_ledger": True,
+                "rss_bytes": 300 * MIB,
+                "pss_bytes": 200 * MIB,
+            },
+        ],
+        "n_hidden": 2,
+    }
+
+
+def test_an_empty_list_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find", lambda: Processes((), 1))
+    screen = show("report")
+    assert (screen.code, screen.err) == (0, "")
+    text = " ".join(screen.lines)
+    assert "No process has a model file mapped." in text
+    assert "unimem report PID takes any, and ps -e lists all. 1 process is not ours" in text
+
+
+def test_processes_are_found_by_their_models(holder: tuple[int, Path]) -> None:
+    pid, path = holder
+    (found,) = [each for each in processes.find().found if each.pid == pid]
+    assert found.models == (str(path),)
+    assert not found.has_ledger
+    assert 0 < found.pss_bytes <= found.rss_bytes
+    assert os.getpid() not in [each.pid for each in processes.find().found]
+
+
+def test_a_process_is_found_by_its_ledger() -> None:
+    code = """
+import sys
+from unimem.accounting.published import publish
+publish(); print(); sys.stdin.read()
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (found,) = [each for each in processes.find().found if each.pid == process.pid]
+        assert found.has_ledger
+        assert found.models == ()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: dict[int, Exception] = {
+        1: ProcessLookupError("gone"),
+        2: PermissionError("no"),
+        3: ValueError("a thread"),
+    }
+
+    def read(pid: int, *, usage: bool = True) -> None:
+        raise errors[pid]
+
+    monkeypatch.setattr(processes, "_others", lambda: iter(errors))
+    monkeypatch.setattr(processes, "read_process", read)
+    assert processes.find() == Processes((), 1)
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def test_no_such_process() -> None:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    screen = show("report", process.pid)
+    assert (screen.code, screen.out) == (1, "")
+    assert (
+        screen.err
+        == f"unimem: There is no process {process.pid} here: 'ps -e' lists those that are\n"
+    )
+
+
+def test_a_process_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> Report:
+        raise PermissionError(13, f"Process {pid} (x) is of user 'root': run this as root")
+
+    monkeypatch.setattr(command, "make_report", refuse)
+    screen = show("report", 1)
+    assert (screen.code, screen.out) == (1, "")
+    assert screen.err == "unimem: Process 1 (x) is of user 'root': run this as root\n"
+
+
+@pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])
+def test_only_numbers_name_a_process(pid: str) -> None:
+    screen = show("report", "--", pid)
+    assert (screen.code, screen.out) == (2, "")
+    text = " ".join(screen.err.split())
+    assert f"got {pid!r}: 'unimem report' lists those that have a model, 'ps -e' all" in text
+
+
+@pytest.mark.parametrize("words", ["--mappings", "--count 2", "1 --count 2", "1 --interval 2"])
+def test_wrong_usage_ends_with_2(words: str) -> None:
+    screen = show("report", *words.split())
+    assert (screen.code, screen.out) == (2, "")
+
+
+# ---- watching -----------------------------------------------------------------------------------
+
+
+def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(watch, "watch", lambda *options: asked.append(options))
+    monkeypatch.setattr(command, "find", lambda: Processes(FOUND.found[:1], 0))
+    show("report", 7, "--watch")
+    show("report", "--watch", "--interval", 0.5, "--count", 3, "--json")
+    assert asked == [(7, 1.0, None, False), (1234, 0.5, 3, True)]
+    monkeypatch.setattr(command, "find", lambda: FOUND)
+    screen = show("report", "--watch")
+    assert (screen.code, screen.out) == (1, "")
+    assert "2 processes have a model: name one" in screen.err
+    assert show("report", 7, "--watch", "--mappings").code == 2
+
+
+# ---- a terminal ---------------------------------------------------------------------------------
+
+
+def test_on_a_terminal(holder: tuple[int, Path]) -> None:
+    pid, _ = holder
+    screen = show_on_terminal("report", pid)
+    assert screen.code == 0
+    assert "\x1b[1mmemory" in screen.out
+    assert screen.widest <= 80
+    assert len(screen.lines) < 24

@@ -1,0 +1,798 @@
+"""`unimem stage`: what it prints, and the small processes that keep what it has staged."""
+
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import hashlib
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from test_stage import (
+    MIB,
+    TINY,
+    indexed,  # noqa: F401 - a fixture
+    left,
+    look,
+    model,  # noqa: F401 - a fixture
+    read_elsewhere,
+    split,  # noqa: F401 - a fixture
+    start_reader,
+    stop,
+)
+
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from unimem.cli import main
+from unimem.errors import CapacityError
+from unimem.system import limits, policy
+from unimem.system.process import read_process
+from unimem.weights.staging import held as stage_held
+from unimem.weights.staging.held import SCHEMA, Held, drop, holders
+
+cli_stage = importlib.import_module("unimem.cli.stage")
+MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
+
+pytestmark = [
+    pytest.mark.usefixtures("gives_memory_back", "nothing_is_left"),
+    # Of processes that have threads, which Python warns of.
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+
+Stage = Callable[..., str]
+
+
+def kept(folder: Path) -> list[Held]:
+    """What is staged of the models in a folder: others of this user are not ours to end."""
+    return [held for held in holders() if held.source.startswith(f"{folder}/")]
+
+
+@pytest.fixture
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    before = left()
+    yield
+    for held in kept(tmp_path):
+        drop(held)
+    gc.collect()
+    assert left() == before
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command in this process: the exit code, standard output and error."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(["stage", *map(str, arguments)])
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def stage(run: Callable[..., tuple[int, str, str]]) -> Stage:
+    """Stage a model, and give the path that was printed."""
+
+    def call(*arguments: str | Path) -> str:
+        code, out, err = run(*arguments)
+        assert code == 0, err
+        path, end = out.split("\n")
+        assert end == ""
+        return path
+
+    return call
+
+
+def status(pid: int, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return text.split(f"{name}:")[1].splitlines()[0].strip()
+
+
+def open_sockets(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError):
+        return [fd for fd in os.listdir(folder) if "socket" in os.readlink(f"{folder}/{fd}")]
+    return ["one that was just closed"]
+
+
+def kib(pid: int, name: str) -> int:
+    return int(status(pid, name).split()[0])
+
+
+# ---- staging ---------------------------------------------------------------------------------
+
+
+def test_only_the_path_goes_to_standard_output(
+    run: Any,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    code, out, err = run(model)
+    assert code == 0
+    (held,) = kept(tmp_path)
+    assert out == f"{held.path}\n"
+    assert f"{model} is staged: 6.0 MiB" in err
+    assert f"process {held.pid} keeps it, until: unimem stage --drop {held.path}" in err
+    assert read_elsewhere(held.path) == model.read_bytes()
+
+
+def test_a_name_that_is_no_text_is_passed_on_as_it_is(model: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
+    os.rename(model, name)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "stage", name], stdout=subprocess.PIPE, check=True
+    )
+    path = done.stdout.removesuffix(b"\n")
+    assert path.endswith(b"/caf\xe9.gguf")
+    assert subprocess.check_output(["cat", path]) == Path(os.fsdecode(name)).read_bytes()
+
+
+def test_a_shell_passes_it_on(model: Path) -> None:
+    command = f'cat "$("{sys.executable}" -c "$2" stage "$1")"'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", str(model), MAIN], capture_output=True, check=True
+    )
+    assert done.stdout == model.read_bytes()
+
+
+def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
+    stage(model, "--backing", "memfd")
+    (held,) = kept(tmp_path)
+    assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
+    assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
+    assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
+    folder = f"/proc/{held.pid}/fd"
+    while open_sockets(held.pid):  # until it has read that it shall keep it
+        time.sleep(0.01)
+    files = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+    memfds = {"/memfd:model.gguf (deleted)", "/memfd:unimem-stage (deleted)"}
+    assert files == {"/dev/null", *memfds}
+    assert kib(held.pid, "VmRSS") < 20 << 10
+    maps = Path(f"/proc/{held.pid}/maps").read_text()
+    for module in (um, np):
+        assert f"{os.path.dirname(str(module.__file__))}/" not in maps
+    assert um.get_library() not in maps
+
+
+def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:
+    def read_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+    path = stage(model)
+    before = read_bytes()
+    assert stage(model) == path
+    assert read_bytes() - before < MIB < model.stat().st_size
+    assert stage(os.path.relpath(model)) == path
+
+
+def test_a_changed_model_is_staged_anew(run: Any, model: Path, tmp_path: Path) -> None:
+    _, old, _ = run(model)
+    reader = start_reader(old.strip())
+    with model.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    code, new, err = run(model)
+    assert code == 0
+    assert f"{model} was written to or replaced: what was staged of it is dropped" in err
+    assert not os.path.exists(old.strip())
+    assert read_elsewhere(new.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+    look(reader)  # which asserts that it reads what it did before
+    stop(reader)
+
+
+def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Path) -> None:
+    paths = [
+        stage(model, *options)
+        for options in ((), ("--pages", "4k"), ("--backing", "memfd"), ("--numa", "bind:0"))
+    ]
+    assert len(set(paths)) == 4
+    assert sorted(held.path for held in kept(tmp_path)) == sorted(paths)
+    assert stage(model, "--pages", "4k") == paths[1]
+
+
+def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAIN, "stage", str(model)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate()[0] for process in both}
+    assert paths == {f"{held.path}\n" for held in kept(tmp_path)}
+    assert len(paths) == 1
+
+
+def test_split_models_and_indices(stage: Stage, split: list[Path], indexed: Path) -> None:
+    assert os.path.basename(stage(split[2])) == split[0].name
+    assert os.path.basename(stage(indexed)) == indexed.name
+    (of_split, of_index) = (len(held.paths) for held in kept(indexed.parent))
+    assert (of_split, of_index) == (3, 3)
+
+
+def test_llama_cpp_starts_from_the_printed_path(stage: Stage, tmp_path: Path) -> None:
+    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    import llama_cpp
+
+    shutil.copy(TINY, tmp_path / "tiny.gguf")
+    path = stage(tmp_path / "tiny.gguf")
+    expected, _ = llama_cpp.greedy(TINY, [1, 5, 9], 8)
+    assert llama_cpp.greedy(Path(path), [1, 5, 9], 8)[0] == expected
+
+
+def test_json(run: Any, model: Path) -> None:
+    code, out, _ = run(model, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["schema"] == SCHEMA
+    assert document["path"] in document["paths"]
+    assert (document["source"], document["nbytes"]) == (str(model), model.stat().st_size)
+    assert (document["reused"], document["current"]) == (False, True)
+    assert document["granted"]["resident_bytes"] >= model.stat().st_size
+    assert json.loads(run(model, "--json")[1]) == document | {"reused": True}
+
+
+# ---- the lock --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
+def test_the_lock_is_the_holders(
+    options: tuple[str, ...],
+    stage: Stage,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    if limits.memlock() is not None:
+        pytest.skip("the limit on locked memory is too small")
+    stage(model, "--lock", *options)
+    (held,) = kept(tmp_path)
+    assert kib(held.pid, "VmLck") << 10 >= model.stat().st_size
+    assert held.granted.locked_bytes >= model.stat().st_size
+    assert kib(os.getpid(), "VmLck") == 0
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_pages_of_a_pool_need_no_lock(stage: Stage, model: Path, tmp_path: Path) -> None:
+    """Where users have a limit on locked memory, they would not get a model into the pool."""
+    stage(model, "--backing", "hugetlb")
+    (held,) = kept(tmp_path)
+    assert held.granted.locked_bytes >= model.stat().st_size
+    assert not any(area.hugetlb_bytes for area in read_process(held.pid).areas)
+
+
+def test_the_page_cache_needs_no_holder(
+    stage: Stage,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    with model.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert stage(model, "--page-cache") == str(model)
+    assert kept(tmp_path) == []
+    with cli_stage.open_weights(model, load="map") as weights:
+        assert weights.residency().resident_bytes >= model.stat().st_size // 4096 * 4096
+
+
+# ---- what is staged, and its end -------------------------------------------------------------
+
+
+def test_the_list(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
+    path = stage(model)
+    code, out, _ = run("--list")
+    (held,) = kept(tmp_path)
+    assert code == 0
+    assert f"{path}\n    {model}: 6.0 MiB, {held.backing}, " in out
+    assert f"; process {held.pid}\n" in out
+    documents = json.loads(run("--list", "--json")[1])
+    (document,) = [each for each in documents if each["pid"] == held.pid]
+    assert document["current"]
+    os.utime(model)
+    assert f"; {model} was written to or replaced\n" in run("--list")[1]
+    documents = json.loads(run("--list", "--json")[1])
+    assert [each["current"] for each in documents if each["pid"] == held.pid] == [False]
+
+
+def test_nothing_staged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_stage, "holders", list)
+    assert run("--list") == (0, "", "unimem: nothing is staged\n")
+    assert run("--list", "--json") == (0, "[]\n", "")
+    assert run("--drop", "all") == (0, "", "")
+
+
+def test_drop(
+    run: Any,
+    stage: Stage,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = [stage(model), stage(model, "--pages", "4k"), stage(model, "--backing", "shm")]
+    assert run("--drop", paths[1]) == (0, "", f"unimem: dropped {paths[1]}, of {model}\n")
+    assert [os.path.exists(path) for path in paths] == [True, False, True]
+    code, out, _ = run("--drop", model, "--json")
+    assert code == 0
+    assert {document["path"] for document in json.loads(out)} == {paths[0], paths[2]}
+    assert not any(map(os.path.exists, paths))
+    code, out, err = run("--drop", model)
+    assert (code, out) == (1, "")
+    assert "nothing is staged under this name: unimem stage --list" in err
+    stage(model)
+    monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
+    assert run("--drop", "all")[0] == 0
+    assert kept(tmp_path) == []
+
+
+def test_a_holder_that_does_not_answer_is_killed(
+    run: Any,
+    stage: Stage,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
+    path = stage(model, "--backing", "shm")
+    (held,) = kept(tmp_path)
+    os.kill(held.pid, signal.SIGSTOP)
+    assert run("--drop", path)[0] == 0
+    assert kept(tmp_path) == []
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("backing", ["auto", "memfd", "shm"])
+def test_a_holder_that_was_killed(
+    backing: str,
+    run: Any,
+    stage: Stage,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    path = stage(model, "--backing", backing)
+    (held,) = kept(tmp_path)
+    reader = start_reader(path)
+    fd = os.pidfd_open(held.pid)
+    signal.pidfd_send_signal(fd, signal.SIGKILL)
+    select.select([fd], [], [])
+    os.close(fd)
+    assert str(model) not in run("--list")[1]
+    assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
+    look(reader)
+    stop(reader)
+    again = stage(model, "--backing", backing)
+    assert read_elsewhere(again) == model.read_bytes()
+
+
+# ---- what goes wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("raise SystemExit(1)", "its process has ended"),
+        ("import os, sys; os.write(int(sys.argv[2]), b'12 no memory'); sys.exit(1)", "no memory"),
+    ],
+)
+@pytest.mark.parametrize("backing", ["auto", "shm"])
+def test_a_holder_that_fails_at_its_start(
+    script: str,
+    said: str,
+    backing: str,
+    run: Any,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "stage_holder.py").write_text(script)
+    monkeypatch.setattr(stage_held, "_HOLDER", str(tmp_path / "stage_holder.py"))
+    code, out, err = run(model, "--backing", backing)
+    assert (code, out) == (1, "")
+    assert f"keeping {model}: {said}" in err
+    assert kept(tmp_path) == []
+
+
+def test_a_holder_whose_command_was_interrupted_ends(
+    run: Any,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def interrupted(path: str) -> None:
+        (held,) = kept(tmp_path)
+        assert path == held.path
+        assert os.path.exists(path)
+        seen.append(os.pidfd_open(held.pid))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_stage.terminal, "show_path", interrupted)
+        code, out, _ = run(model, "--backing", "shm")
+    assert (code, out) == (130, "")
+    select.select(seen, [], [], 10)
+    os.close(seen[0])
+    assert kept(tmp_path) == []
+
+
+def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
+    """Asked for by a process that may lock nothing."""
+    holder = stage_held._HOLDER
+    with (tmp_path / "file").open("wb+") as file:
+        file.write(bytes(MIB))
+        file.flush()
+        ours, its = os.pipe()
+        script = (
+            "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
+            "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        command = [
+            *(
+                sys.executable,
+                "-c",
+                script,
+                holder,
+                "-1",
+                str(its),
+                "True",
+                "-1",
+                str(file.fileno()),
+            )
+        ]
+        if shutil.which("setpriv") and os.geteuid() == 0:
+            command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
+        subprocess.run(command, pass_fds=[its, file.fileno()], check=True)
+        os.close(its)
+        said = os.read(ours, 256).decode()
+        os.close(ours)
+    assert "locking in RAM" in said
+    assert "ulimit -l" in said
+
+
+def test_exit_codes(
+    run: Any,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    assert run(bad)[:2] == (1, "")
+    code, out, err = run(tmp_path / "none.gguf")
+    assert (code, out) == (1, "")
+    assert "none.gguf: No such file" in err
+
+    def require(nbytes: int, what: str) -> None:
+        raise CapacityError(f"{what} does not fit", 0, 0, nbytes)
+
+    monkeypatch.setattr(limits, "require", require)
+    code, out, err = run(model, "--backing", "memfd")
+    assert (code, out) == (3, "")
+    assert "does not fit" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("model.gguf", "--list"),
+        ("--list", "--drop", "all"),
+        ("model.gguf", "--numa", "everywhere"),
+        ("model.gguf", "--pages", "8k"),
+        ("model.gguf", "--backing", "disk"),
+        ("model.gguf", "--page-cache", "--backing", "shm"),
+        ("model.gguf", "--page-cache", "--numa", "bind:0"),
+        ("model.gguf", "--page-cache", "--pages", "2m"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], run: Any) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: unimem stage" in err
+
+
+def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
+    """Make a note such as a holder has, of a model that is this test's own file."""
+    source = f"{__file__}.gguf"
+    keeps: dict[str, Any] = {
+        "schema": SCHEMA,
+        "path": __file__,
+        "paths": [__file__],
+        "source": source,
+        "versions": [],
+        "asked": {},
+        "backing": "memfd",
+        "nbytes": 0,
+        "granted": asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0)),
+        "warnings": [],
+    }
+    fd = os.memfd_create("note", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.write(fd, json.dumps(keeps | changed).encode())
+    if owner is not None:
+        os.fchown(fd, owner, owner)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@contextmanager
+def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterator[int]:
+    """A process with the command line of a holder."""
+    script = folder / "stage_holder.py"
+    script.write_text("print('ready', flush=True); input()")
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), *arguments],
+        pass_fds=fds,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid
+        process.communicate("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ({}, True),
+        ({"owner": 65534}, False),
+        ({"seals": fcntl.F_SEAL_GROW}, False),
+        ({"schema": "other"}, False),
+        ({"granted": []}, False),
+        ({"more": 1}, False),
+    ],
+)
+def test_only_a_sealed_note_of_this_user_is_believed(
+    options: dict[str, Any], listed: bool, tmp_path: Path
+) -> None:
+    """A setuid program runs as root with descriptors and command line of whoever started it."""
+    if "owner" in options and os.geteuid() != 0:
+        pytest.skip("only root may give a file to another user")
+    fd = note(**options)
+    with pretender(tmp_path, str(fd), fds=[fd]) as pid:
+        assert (pid in {held.pid for held in holders()}) is listed
+    os.close(fd)
+
+
+def test_command_lines_of_others_are_no_holders(tmp_path: Path) -> None:
+    for arguments in ((), ("{}",), ("-1",), ("0",), ("99",)):
+        with pretender(tmp_path, *arguments) as pid:
+            assert pid not in {held.pid for held in holders()}
+
+
+def test_a_setuid_program_of_another_user_is_no_holder(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("su"):
+        pytest.skip("needs root, setpriv and su")
+    text = json.dumps({"schema": SCHEMA, "path": "/tmp/evil.gguf", "paths": [], "source": "/m"})
+    found = json.loads(text) | {"versions": [], "asked": {}, "backing": "memfd", "nbytes": 0}
+    found["granted"] = asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0))
+    with subprocess.Popen(
+        [
+            *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+            *("su", "-", "root", "stage_holder.py", json.dumps(found)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    ) as process:
+        cmdline = Path(f"/proc/{process.pid}/cmdline")
+        while not cmdline.read_bytes().startswith(b"su\0"):
+            assert process.poll() is None
+        assert process.pid not in {held.pid for held in holders()}
+        process.kill()
+
+
+# ---- whatever happens, no good copy is lost and none is kept that nobody knows of -------------
+
+
+def test_what_is_gone_is_staged_anew(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
+    path = stage(model, "--backing", "shm")
+    shutil.rmtree(os.path.dirname(path))
+    assert f"; {path}: No such file or directory\n" in run("--list")[1]
+    code, out, err = run(model, "--backing", "shm")
+    assert code == 0
+    assert f"{path}: No such file or directory: what was staged of it is dropped" in err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_the_only_copy_stays_when_the_model_is_gone(run: Any, stage: Stage, model: Path) -> None:
+    path = stage(model)
+    expected = model.read_bytes()
+    model.unlink()
+    code, out, err = run(model)
+    assert (code, out) == (1, "")
+    assert f"{model}: No such file" in err
+    model.write_bytes(b"GGUF" + bytes(100))
+    assert run(model)[0] == 1
+    assert read_elsewhere(path) == expected
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+def test_what_was_not_granted_is_told_each_time(
+    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "pool_shortfall", lambda *_: "the pool has no room")
+        code, _, first = run(model, "--pages", "2m")
+    assert code == 0
+    code, _, second = run(model, "--pages", "2m")
+    assert code == 0
+    warning = f"unimem: warning: staging {model}: the pool has no room\n"
+    assert warning in first
+    assert warning in second
+    assert "was staged already" in second
+    assert json.loads(run(model, "--pages", "2m", "--json")[1])["warnings"] == [
+        f"staging {model}: the pool has no room"
+    ]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-c", MAIN, "stage", *map(str, arguments)]
+
+
+def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(model, "--backing", "shm"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert "standard output" in done.stderr
+    for held in kept(tmp_path):  # which may be about to end
+        select.select([os.pidfd_open(held.pid)], [], [], 10)
+    assert kept(tmp_path) == []
+
+
+def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(model), stdout=subprocess.PIPE, stderr=full, check=False, text=True
+        )
+    assert done.returncode == 0
+    assert [f"{held.path}\n" for held in kept(tmp_path)] == [done.stdout]
+
+
+@pytest.mark.parametrize("closed", ["<&- 2>&-", "<&-", "2>&-"])
+def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Path) -> None:
+    options = [] if limits.memlock() is not None else ["--lock"]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *command(model, "--backing", "memfd", *options)],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert read_elsewhere(done.stdout.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_a_note_may_be_long(run: Any, model: Path) -> None:
+    """Longer than an argument of a command line may be, as of an index with hundreds of files."""
+    with cli_stage.make_stage(model) as staged:
+        versions = staged._versions * 3000
+        staged._versions = versions
+        staged._names *= 3000
+        with stage_held.hold(staged, str(model), {"lock": False}, []) as held:
+            assert len(held.to_dict()["paths"]) == 3000
+            assert held in holders()
+        drop(held)
+
+
+# ---- one at a time ---------------------------------------------------------------------------
+
+
+def name_of(model: Path) -> str:
+    key = hashlib.sha256(os.fsencode(model)).hexdigest()[:32]
+    return f"\0unimem-stage-{os.geteuid()}-{key}"
+
+
+def test_who_waits_says_for_whom(model: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(name_of(model))
+        other.listen()
+        waiting = subprocess.Popen(
+            command(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert waiting.stderr is not None
+        said = f"unimem: {model}: waiting for a process that stages it, {os.getpid()}\n"
+        assert waiting.stderr.readline() == said
+        assert waiting.poll() is None
+    out, err = waiting.communicate()
+    assert waiting.returncode == 0, err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "listens",
+    [
+        "pass",
+        "s.listen()",
+        "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
+    ],
+)
+def test_another_user_keeps_nobody_waiting(listens: str, run: Any, model: Path) -> None:
+    """Neither with a lock of the model file, nor with the name that commands of this user take."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv")
+    script = (
+        "import socket, sys; n = '\\0' + sys.argv[1]; s = socket.socket(socket.AF_UNIX); "
+        f"s.bind(n); {listens}; print('ready', flush=True); input()"
+    )
+    with (
+        model.open() as file,
+        subprocess.Popen(
+            [
+                *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+                *("/usr/bin/env", "python3", "-c", script, name_of(model)[1:]),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as other,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, err = run(model)
+        assert code == 0
+        assert "waiting" not in err
+        other.communicate("\n")
+
+
+# ---- the holder ------------------------------------------------------------------------------
+
+
+def test_a_holder_removes_its_own_folder_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
+    folder = os.path.dirname(stage(model, "--backing", "shm"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    os.rename(folder, f"{folder}-moved")
+    os.symlink(other, folder)
+    try:
+        (held,) = kept(tmp_path)
+        drop(held)
+        assert (other / "precious").exists()
+        assert not os.path.exists(f"{folder}-moved")
+    finally:
+        os.unlink(folder)
+
+
+def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
+    """What is printed is the path in that /proc, and a drop ends the process that it is of."""
+    script = f'path=$("$0" -c "{MAIN}" stage "$1") && cat "$path" | cmp - "$1" && ' + (
+        f'"$0" -c "{MAIN}" stage --drop "$1" && ! test -e "$path"'
+    )
+    unshare = ["unshare", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this process may not make a PID namespace")
+    done = subprocess.run(
+        [*unshare, "sh", "-c", script, sys.executable, str(model)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert kept(tmp_path) == []

@@ -1,0 +1,241 @@
+"""Tensors in other libraries, without a copy: NumPy, ml_dtypes, torch; and back through gguf-py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gguf_files as gf
+import safetensors_files as sf
+from unimem.weights import dlpack
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, open_weights
+
+# Type, name in NumPy or ml_dtypes, and in torch if that is another.
+TYPES: dict[str, str] = {
+    "bool": "bool",
+    "u8": "uint8",
+    "i8": "int8",
+    "u16": "uint16",
+    "i16": "int16",
+    "u32": "uint32",
+    "i32": "int32",
+    "u64": "uint64",
+    "i64": "int64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "c64": "complex64",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "f8_e8m0": "float8_e8m0fnu",
+    "f8_e4m3fnuz": "float8_e4m3fnuz",
+    "f8_e5m2fnuz": "float8_e5m2fnuz",
+}
+OF_ML_DTYPES = [kind for kind, name in TYPES.items() if not hasattr(np, name)]
+PACKED = ["f4", "f6_e2m3", "f6_e3m2"]
+
+
+def dtype_of(kind: str) -> np.dtype[Any]:
+    name = TYPES[kind]
+    found: np.dtype[Any] = np.dtype(getattr(np, name, None) or getattr(ml_dtypes, name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A safetensors file with a tensor of each type, of each packed one, and without dimensions."""
+    path = tmp_path_factory.mktemp("interop") / "model.safetensors"
+    shapes: dict[str, tuple[str, sf.Shape]] = {
+        kind: (kind.upper(), (2, 3, 4)) for kind in (*TYPES, *PACKED)
+    }
+    shapes |= {f"{kind} scalar": (kind.upper(), ()) for kind in TYPES}
+    shapes |= {f"{kind} empty": (kind.upper(), (2, 0)) for kind in TYPES}
+    widest_first = sorted(shapes.items(), key=lambda item: -sf.BITS[item[1][0]])
+    path.write_bytes(sf.write(dict(widest_first)))
+    return path
+
+
+@pytest.fixture
+def weights(path: Path) -> Iterator[Weights]:
+    with open_weights(path, load="map") as w:
+        yield w
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed, and no part of the extras")
+
+
+# ---- NumPy and ml_dtypes ----
+
+
+def test_the_types_are_all_there_are() -> None:
+    assert {kind.lower() for kind in sf.BITS} == {*TYPES, *PACKED}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_arrays_are_typed(weights: Weights, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    array = tensor.as_array()
+    assert array.dtype == dtype_of(kind)
+    assert array.shape == tensor.shape == (2, 3, 4)
+    assert array.ctypes.data == tensor.address
+    assert not array.flags.writeable
+    assert array.tobytes() == ctypes.string_at(tensor.address, tensor.nbytes)
+    assert weights.tensors[f"{kind} scalar"].as_array().shape == ()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in OF_ML_DTYPES])
+def test_numpy_takes_it_without_a_copy(weights: Weights, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    assert tensor.__dlpack_device__() == (1, 0)
+    array = np.from_dlpack(tensor)
+    assert array.dtype == dtype_of(kind)
+    assert array.ctypes.data == tensor.address
+    assert not array.flags.writeable
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_who_knows_nothing_of_read_only_memory_gets_none(weights: Weights, kind: str) -> None:
+    with pytest.raises(BufferError, match="readonly"):
+        weights.tensors[kind].__dlpack__()
+
+
+def test_what_dlpack_has_no_type_for() -> None:
+    with pytest.raises(BufferError, match="DLPack"):
+        dlpack.export(np.zeros(2, ml_dtypes.int4), max_version=(1, 0))
+
+
+# ---- torch ----
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_torch_takes_it_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    theirs = torch.from_dlpack(tensor)
+    assert theirs.dtype == getattr(torch, TYPES[kind])
+    assert tuple(theirs.shape) == tensor.shape
+    assert theirs.data_ptr() == tensor.address
+    assert theirs.is_contiguous()
+    assert bytes(theirs.view(torch.uint8).flatten().tolist()) == tensor.as_array().tobytes()
+    assert torch.from_dlpack(weights.tensors[f"{kind} scalar"]).shape == ()
+    assert torch.from_dlpack(weights.tensors[f"{kind} empty"]).shape == (2, 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in OF_ML_DTYPES])
+def test_torch_takes_arrays_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    assert torch.from_dlpack(tensor.as_array()).data_ptr() == tensor.address
+
+
+@pytest.mark.parametrize("kind", OF_ML_DTYPES)
+def test_arrays_of_ml_dtypes_go_as_integers(weights: Weights, torch: Any, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    array = tensor.as_array()
+    with pytest.raises(BufferError, match="DLPack only supports"):
+        torch.from_dlpack(array)
+    integers = torch.from_dlpack(array.view(f"u{array.itemsize}"))
+    theirs = integers.view(getattr(torch, TYPES[kind]))
+    assert theirs.data_ptr() == tensor.address
+    assert torch.equal(theirs.view(torch.uint8), torch.from_dlpack(tensor).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+def test_torch_copies_when_it_is_asked_to(weights: Weights, torch: Any, kind: str) -> None:
+    tensor = weights.tensors[kind]
+    copy = torch.from_dlpack(tensor, copy=True)
+    assert copy.dtype == getattr(torch, TYPES[kind])
+    assert copy.data_ptr() != tensor.address
+    copy.zero_()
+    assert tensor.as_array().tobytes() != bytes(tensor.nbytes)
+
+
+def test_legacy_capsule_of_a_copy(weights: Weights, torch: Any) -> None:
+    tensor = weights.tensors["bf16"]
+    theirs = torch.from_dlpack(tensor.__dlpack__(copy=True))
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.view(torch.int16), torch.from_dlpack(tensor).view(torch.int16))
+
+
+@pytest.mark.parametrize("mode", ["map", "copy"])
+def test_torch_keeps_the_memory(path: Path, torch: Any, mode: Load) -> None:
+    w = open_weights(path, load=mode)
+    expected = w.tensors["bf16"].as_array().tobytes()
+    theirs = torch.from_dlpack(w.tensors["bf16"])
+    with pytest.raises(BufferError):
+        w.close()
+    with w:
+        pass
+    assert bytes(theirs.view(torch.uint8).flatten().tolist()) == expected
+    assert w.closed
+    del theirs
+    gc.collect()
+
+
+def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
+    (tmp_path / "file.gguf").write_bytes(gf.everything())
+    with open_weights(tmp_path / "file.gguf") as w:
+        tensor = w.tensors["one"]
+        assert tensor.type == "q8_0"
+        theirs = torch.from_dlpack(tensor)
+        assert theirs.dtype == torch.uint8
+        assert tuple(theirs.shape) == (68,)
+        assert theirs.data_ptr() == tensor.address
+
+
+def test_torch_writes_to_mapped_memory_at_its_peril(
+    path: Path, torch: Any, run_python: Any
+) -> None:
+    """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
+    before = path.read_bytes()
+    answer = run_python(
+        """
+        import os
+        import torch
+        from unimem.weights.opened import open_weights
+        with open_weights(os.environ["MODEL"], load="map") as w:
+            torch.from_dlpack(w.tensors["f32"]).zero_()
+        """,
+        MODEL=str(path),
+    )
+    assert answer.returncode == -signal.SIGSEGV
+    assert path.read_bytes() == before
+
+
+# ---- there and back ----
+
+
+def plain(value: Any) -> Any:
+    """Arrays as lists, which gguf-py writes."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def test_what_is_read_of_a_file_by_gguf_py_makes_the_same_file(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
+    import test_gguf
+
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    test_gguf.write_every_type(first)
+    with open_weights(first) as w:
+        again = {
+            key: (plain(w.metadata[key]), kind) for key, (_, kind) in test_gguf.METADATA.items()
+        }
+        tensors = {}
+        for tensor in w.tensors.values():
+            data = tensor.as_array()
+            data = data.view(np.uint8) if tensor.type == "bf16" else data
+            tensors[tensor.name] = data, gguf.GGMLQuantizationType(tensor.ggml_type)
+        gf.write_with_gguf_py(second, again, tensors)
+    assert second.read_bytes() == first.read_bytes()

@@ -1,0 +1,387 @@
+"""Token ids equal llama.cpp's; text comes back; broken metadata gives a ValueError."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from project import STORIES
+from tokenizer_models import (
+    CONTROL,
+    PAGE,
+    USER_DEFINED,
+    Answers,
+    Vocab,
+    ask_llama_cpp,
+    bpe_vocab,
+    spm_vocab,
+    write_model,
+)
+from unimem.engine import tokenizer as module
+from unimem.engine.tokenizer import Tokenizer, UnsupportedTokenizer
+
+VOCABS: dict[str, Callable[[], Vocab]] = {
+    "llama": spm_vocab,
+    "llama-bpe": lambda: bpe_vocab("llama-bpe"),
+    "qwen2": lambda: bpe_vocab("qwen2"),
+    "gpt-2": lambda: bpe_vocab("gpt-2"),
+    "default": lambda: bpe_vocab("default"),
+}
+
+
+def odd_texts() -> list[str]:
+    """What a page cannot hold: line ends, edges, and its characters and words in any order."""
+    texts = ["", " ", "  ", "\n", "a", " a", "a ", "\r\n\r\n x\r", "\t\t\v\f", "\u2581\u2581 a"]
+    texts += ["\x1c\x85\xa0\u1680\u2028\u202f\u3000", "\ufeff\u200b\u200d", "\U0010ffff\ue000"]
+    texts += [
+        "'\u017f 'S 'LL 'Re it'S'VE",
+        "12345678901 ٣٤٥٦ Ⅷ½²",
+        "<s><s> <s>a</s> </s>\n<unk><0x41>",
+    ]
+    rng = random.Random(1)
+    characters = sorted(set(PAGE)) + list("\r\n\t   '''stremvdl0123456789")
+    words = re.findall(r"\s+|\w+|[^\w\s]+", PAGE) + CONTROL + USER_DEFINED + ["<s>", "</s>"]
+    for _ in range(200):
+        texts.append("".join(rng.choices(characters, k=rng.randrange(1, 25))))
+        texts.append("".join(rng.choices(words, k=rng.randrange(1, 25))))
+        code_points = (rng.randrange(1, 0xD800) for _ in range(rng.randrange(1, 12)))
+        texts.append("".join(map(chr, code_points)))
+    return texts
+
+
+TEXTS = [PAGE, *PAGE.split("\n"), *odd_texts()]
+
+
+@dataclass
+class Case:
+    name: str
+    vocab: Vocab
+    tokenizer: Tokenizer
+    folder: Path
+
+    def answers(self) -> Answers:
+        """What llama.cpp says; asked once."""
+        if importlib.util.find_spec("cyllama") is None:
+            pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
+        path = self.folder / f"{self.name}.gguf"
+        if path not in ANSWERS:
+            ANSWERS[path] = ask_llama_cpp(write_model(path, self.vocab.metadata), TEXTS)
+        return ANSWERS[path]
+
+
+ANSWERS: dict[Path, Answers] = {}
+
+
+@pytest.fixture(scope="module", params=VOCABS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    vocab = VOCABS[request.param]()
+    tokenizer = Tokenizer.from_metadata(vocab.metadata)
+    return Case(request.param, vocab, tokenizer, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def spm() -> Vocab:
+    return spm_vocab()
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Vocab:
+    return bpe_vocab("qwen2")
+
+
+def test_ids_are_those_of_llama_cpp(case: Case) -> None:
+    answers = case.answers()
+    for text, plain, special in zip(TEXTS, answers.plain, answers.special, strict=True):
+        assert case.tokenizer.encode(text) == plain, text
+        assert case.tokenizer.encode(text, special=True) == special, text
+
+
+def test_text_is_that_of_llama_cpp(case: Case) -> None:
+    answers = case.answers()
+    n_vocab = case.tokenizer.n_vocab
+    # A space in front is what decode() takes away for `llama`, and no piece shows it there.
+    assert [case.tokenizer.decode([0, i], special=True) for i in range(n_vocab)] == [
+        answers.pieces[0] + piece for piece in answers.pieces
+    ]
+    if case.name in ("llama", "qwen2"):  # for the others llama.cpp rewrites spaces
+        for tokens, decoded in zip(answers.special, answers.decoded, strict=True):
+            assert case.tokenizer.decode(tokens).lstrip() == decoded.lstrip()
+
+
+def test_special_ids_are_those_of_llama_cpp(case: Case) -> None:
+    answers = case.answers()
+    assert case.tokenizer.bos_id == answers.bos
+    assert case.tokenizer.eos_id == answers.eos
+    assert case.tokenizer.add_bos == answers.add_bos
+    assert sorted(case.tokenizer.eog_ids) == answers.eog
+
+
+def test_end_tokens_by_text_and_by_key(bpe: Vocab, tmp_path: Path) -> None:
+    tokens = [*bpe.tokens, "<|end|>", "<|fim_pad|>", "<|fim_prefix|>", "[PAD]", "<x>", "<y>", "<z>"]
+    n = len(tokens)
+    metadata = bpe.metadata | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(bpe.types + [1] * 7, np.int32),
+        "tokenizer.ggml.eot_token_id": n - 1,
+        "tokenizer.ggml.eom_token_id": n - 2,
+        "tokenizer.ggml.fim_sep_token_id": n - 3,
+        "tokenizer.ggml.fim_pad_token_id": n - 6,
+    }
+    tokenizer = Tokenizer.from_metadata(metadata)
+    for added, ends in (
+        ("<|end|>", True),
+        ("<|fim_pad|>", True),
+        ("<|fim_prefix|>", False),
+        ("<x>", True),
+        ("<y>", True),
+        ("<z>", True),
+    ):
+        assert (tokens.index(added) in tokenizer.eog_ids) is ends, added
+    # What is known by its text is a control token, though the file calls it a normal one.
+    assert tokenizer.encode("a<|end|>", special=True)[-1] == tokens.index("<|end|>")
+    assert tokens.index("<|end|>") not in tokenizer.encode("a<|end|>")
+    assert tokenizer.decode([tokens.index("<|fim_prefix|>")]) == ""
+    if importlib.util.find_spec("cyllama") is None:
+        pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
+    answers = ask_llama_cpp(
+        write_model(tmp_path / "ends.gguf", metadata), ["a<|end|><|fim_prefix|>"]
+    )
+    assert sorted(tokenizer.eog_ids) == answers.eog
+    assert tokenizer.encode("a<|end|><|fim_prefix|>", special=True) == answers.special[0]
+
+
+@pytest.mark.parametrize("flags", [{"add_bos_token": False}, {"add_space_prefix": False}])
+def test_flags_of_the_file(spm: Vocab, flags: dict[str, bool], tmp_path: Path) -> None:
+    metadata = spm.metadata | {f"tokenizer.ggml.{name}": on for name, on in flags.items()}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert (tokenizer.encode("Yes")[0] == tokenizer.bos_id) is flags.get("add_bos_token", True)
+    prefix = " " * flags.get("add_space_prefix", True)
+    assert "".join(map(tokenizer.stream().push, tokenizer.encode("Yes"))) == prefix + "Yes"
+    if importlib.util.find_spec("cyllama") is None:
+        pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
+    answers = ask_llama_cpp(write_model(tmp_path / "flags.gguf", metadata), TEXTS)
+    assert [tokenizer.encode(text) for text in TEXTS] == answers.plain
+    assert [tokenizer.decode(tokens).lstrip() for tokens in answers.special] == [
+        text.lstrip() for text in answers.decoded
+    ]
+
+
+def test_real_vocabulary(tmp_path: Path) -> None:
+    if not STORIES.exists():
+        pytest.skip(f"the model {STORIES.name} is not beside the project")
+    if importlib.util.find_spec("cyllama") is None:
+        pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
+    gguf = pytest.importorskip("gguf")
+    fields = gguf.GGUFReader(STORIES).fields
+    tokenizer = Tokenizer.from_metadata({key: value.contents() for key, value in fields.items()})
+    answers = ask_llama_cpp(STORIES, TEXTS)
+    assert [tokenizer.encode(text) for text in TEXTS] == answers.plain
+    assert [tokenizer.encode(text, special=True) for text in TEXTS] == answers.special
+    assert sorted(tokenizer.eog_ids) == answers.eog
+
+
+def test_text_comes_back(case: Case) -> None:
+    for text in (*TEXTS, "nul\0nul"):
+        if case.name == "llama" and ("\u2581" in text or any(t in text for t in USER_DEFINED)):
+            continue  # SentencePiece writes spaces as U+2581, and adds one after a special token
+        tokens = case.tokenizer.encode(text, add_bos=False)
+        assert case.tokenizer.decode(tokens) == text
+
+
+def test_stream_gives_the_same_text_and_whole_characters(case: Case) -> None:
+    tokens = case.tokenizer.encode(PAGE, add_bos=False)
+    stream = case.tokenizer.stream()
+    pushed = [stream.push(token) for token in tokens]
+    assert stream.flush() == ""
+    space = case.name == "llama"  # the one that decode() takes away in front
+    assert "".join(pushed) == " " * space + case.tokenizer.decode(tokens)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pushed)
+    assert "" in pushed  # the page has characters that are no token
+
+
+def test_stream_flushes_half_a_character(spm: Vocab) -> None:
+    tokenizer = Tokenizer.from_metadata(spm.metadata)
+    first, second, third = (spm.tokens.index(f"<0x{byte:02X}>") for byte in "☃".encode())
+    stream = tokenizer.stream()
+    assert [stream.push(token) for token in (first, second)] == ["", ""]
+    assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert [stream.push(token) for token in (first, second, third)] == ["", "", "☃"]
+    assert stream.flush() == ""
+
+
+def test_control_tokens_give_text_only_when_asked(case: Case) -> None:
+    end = case.vocab.tokens.index("<|eot_id|>")
+    assert case.tokenizer.decode([end]) == ""
+    assert case.tokenizer.stream().push(end) == ""
+    assert case.tokenizer.decode([end], special=True) == "<|eot_id|>"
+
+
+def test_aliases_and_missing_pre(bpe: Vocab) -> None:
+    def ids(pre: str | None) -> list[int]:
+        metadata = bpe.metadata | {"tokenizer.ggml.pre": pre}
+        if pre is None:
+            del metadata["tokenizer.ggml.pre"]
+        return Tokenizer.from_metadata(metadata).encode(PAGE)
+
+    assert ids("llama-bpe") == ids("llama3") == ids("llama-v3")
+    assert ids("qwen2") == ids("deepseek-r1-qwen")
+    assert ids(None) == ids("default")
+    assert len({tuple(ids(pre)) for pre in ("llama-bpe", "qwen2", "gpt-2", "default")}) == 4
+
+
+def test_tokens_as_bytes(bpe: Vocab) -> None:
+    raw = [text.encode() for text in bpe.tokens]
+    tokenizer = Tokenizer.from_metadata(bpe.metadata | {"tokenizer.ggml.tokens": raw})
+    assert tokenizer.encode(PAGE) == Tokenizer.from_metadata(bpe.metadata).encode(PAGE)
+
+
+def test_no_begin_token(bpe: Vocab) -> None:
+    metadata = {k: v for k, v in bpe.metadata.items() if k != "tokenizer.ggml.bos_token_id"}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert tokenizer.bos_id is None
+    assert not tokenizer.add_bos
+    with pytest.raises(ValueError, match="no token that begins a text"):
+        tokenizer.encode("a", add_bos=True)
+    with pytest.raises(ValueError, match=r"no tokenizer\.ggml\.bos_token_id"):
+        Tokenizer.from_metadata(metadata | {"tokenizer.ggml.add_bos_token": True})
+
+
+def test_ids_and_texts_out_of_range(case: Case) -> None:
+    for token in (-1, case.tokenizer.n_vocab):
+        with pytest.raises(ValueError, match=f"expected 0 to .*, got {token}"):
+            case.tokenizer.decode([0, token])
+        with pytest.raises(ValueError, match="token id"):
+            case.tokenizer.stream().push(token)
+    with pytest.raises(ValueError, match="surrogates"):
+        case.tokenizer.encode("half a pair: \ud83d")
+    assert case.tokenizer.decode(np.array([], np.int32)) == ""
+    assert case.tokenizer.encode("", add_bos=False) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": None}, "has none"),
+        ({"model": "rwkv"}, "'rwkv'"),
+        ({"model": ["gpt2"]}, r"\['gpt2'\]"),
+        ({"pre": "tekken"}, "'tekken'"),
+        ({"pre": 3}, "pre 3"),
+    ],
+)
+def test_unsupported_kinds_are_named(bpe: Vocab, changes: dict[str, Any], named: str) -> None:
+    metadata = bpe.metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    with pytest.raises(UnsupportedTokenizer, match=named) as caught:
+        Tokenizer.from_metadata(metadata)
+    for supported in ("'llama'", "'gpt2'", "'llama-bpe'", "'qwen2'", "'gpt-2'"):
+        assert supported in str(caught.value)
+
+
+def test_broken_metadata_is_named(spm: Vocab, bpe: Vocab) -> None:
+    def refused(vocab: Vocab, key: str, value: object, match: str) -> None:
+        with pytest.raises(ValueError, match=match) as caught:
+            Tokenizer.from_metadata(vocab.metadata | {f"tokenizer.ggml.{key}": value})
+        assert f"tokenizer.ggml.{key}" in str(caught.value)
+
+    tokens, n = spm.tokens, len(spm.tokens)
+    refused(spm, "tokens", None, "no such key")
+    refused(spm, "tokens", [], "at least one token")
+    refused(spm, "tokens", "abc", "got one string")
+    refused(spm, "tokens", 7, "array of strings")
+    refused(spm, "tokens", [*tokens[:-1], 7], "found")
+    refused(spm, "tokens", [*tokens[:-1], b"\xff"], "UTF-8")
+    refused(spm, "tokens", [*tokens[:-1], "\ud800"], "UTF-8")
+    refused(spm, "tokens", [*tokens[:-1], tokens[300]], f"tokens 300 and {n - 1} are both")
+    untyped = Vocab(spm.tokens, spm.types, dict(spm.metadata))
+    del untyped.metadata["tokenizer.ggml.token_type"]
+    refused(
+        untyped, "tokens", [*tokens[:100], "a byte", *tokens[101:]], "1 are missing, first <0x61>"
+    )
+    refused(spm, "tokens", [*tokens[:-1], "nul\0"], "null character")
+    refused(spm, "token_type", spm.types[:-1], f"expected {n} numbers")
+    refused(spm, "token_type", ["a"] * n, f"expected {n} numbers")
+    refused(spm, "token_type", [[1], [1, 2]], f"expected {n} numbers")
+    refused(spm, "token_type", [1.0] * n, f"expected {n} numbers")
+    refused(spm, "token_type", [*spm.types[:-1], 6], f"token {n - 1} is a byte")
+    refused(spm, "scores", [0.0] * (n + 1), f"expected {n} numbers")
+    refused(spm, "scores", [float("nan")] * n, "NaN")
+    refused(spm, "bos_token_id", n, f"from 0 to {n - 1}, got {n}")
+    refused(spm, "eos_token_id", -1, "got -1")
+    refused(spm, "eot_token_id", 2.0, "got 2.0")
+    refused(spm, "fim_pad_token_id", True, "got True")
+    refused(spm, "add_bos_token", 1, "true or false, got 1")
+    refused(spm, "add_space_prefix", "yes", "true or false, got 'yes'")
+    refused(bpe, "merges", None, "no such key")
+    refused(bpe, "merges", ["a zz"], "zz")
+    refused(bpe, "merges", ["ab"], "vocabulary")
+    swapped = ["+" * 9 if text == "a" else text for text in bpe.tokens]
+    refused(bpe, "tokens", swapped, "1 are missing, first 0x61")
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3000),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(exclude_categories=()), max_size=4),
+    st.binary(max_size=4),
+    st.lists(st.one_of(st.text(max_size=2), st.integers(-1, 9), st.floats()), max_size=3),
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_metadata_give_a_tokenizer_or_a_value_error(
+    spm: Vocab, bpe: Vocab, data: st.DataObject
+) -> None:
+    metadata = dict(data.draw(st.sampled_from([spm, bpe])).metadata)
+    for _ in range(data.draw(st.integers(1, 3))):
+        key = data.draw(st.sampled_from(sorted(metadata)))
+        value = metadata[key]
+        if isinstance(value, list | np.ndarray) and len(value) and data.draw(st.booleans()):
+            changed = list(value)
+            i = data.draw(st.integers(0, len(changed) - 1))
+            action = data.draw(st.sampled_from(["set", "drop", "copy", "cut"]))
+            if action == "set":
+                changed[i] = data.draw(VALUES)
+            elif action == "drop":
+                del changed[i]
+            elif action == "copy":
+                changed[i] = changed[-1]
+            else:
+                del changed[i:]
+            metadata[key] = changed
+        else:
+            metadata[key] = data.draw(VALUES)
+    try:
+        tokenizer = Tokenizer.from_metadata(metadata)
+    except ValueError:
+        return
+    tokens = tokenizer.encode("A few words, été 12 <|im_end|>", special=True)
+    assert all(0 <= token < tokenizer.n_vocab for token in tokens)
+    assert isinstance(tokenizer.decode(range(tokenizer.n_vocab), special=True), str)
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "sentencepiece"])
+def test_missing_extra_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    spec = importlib.util.spec_from_file_location("without_extra", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=rf"needs {library}.*pip install 'unimem-llm\[run\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,884 @@
+"""Snapshots: what is saved comes back, and what is wrong with a file is named."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import pickle
+import re
+import struct
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unimem as um
+from conftest import Run
+from project import ROOT
+from snapshot_files import append, cache, rows, small_chunks
+from unimem.errors import SnapshotError
+from unimem.kv import snapshot
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
+FIELDS = {
+    "magic": (0, "8s"),
+    "version": (8, "I"),
+    "header_bytes": (12, "I"),
+    "file_bytes": (16, "Q"),
+    "data_offset": (24, "Q"),
+    "lane_stride": (32, "Q"),
+    "row_bytes": (40, "Q"),
+    "chunk_bytes": (48, "Q"),
+    "seq_len": (56, "Q"),
+    "next_position": (64, "Q"),
+    "max_seq_len": (72, "Q"),
+    "window": (80, "Q"),
+    "spare_rows": (88, "Q"),
+    "n_layers": (96, "I"),
+    "n_kv_heads": (100, "I"),
+    "head_dim": (104, "I"),
+    "batch": (108, "I"),
+    "dtype": (112, "I"),
+    "flags": (116, "I"),
+    "alignment": (120, "I"),
+    "model_bytes": (124, "I"),
+    "tables_checksum": (128, "Q"),
+    "header_checksum": (136, "Q"),
+}
+HEADER_BYTES = 144
+MODES: list[Literal["map", "copy"]] = ["map", "copy"]
+
+
+def header(raw: bytes) -> dict[str, Any]:
+    return {name: struct.unpack_from("<" + code, raw, at)[0] for name, (at, code) in FIELDS.items()}
+
+
+def with_fields(raw: bytes, **fields: int) -> bytes:
+    """The file with other fields, and the header's checksum right."""
+    changed = bytearray(raw)
+    for name, value in fields.items():
+        at, code = FIELDS[name]
+        struct.pack_into("<" + code, changed, at, value)
+    struct.pack_into("<Q", changed, 136, xxhash.xxh3_64_intdigest(bytes(changed[:136])))
+    return bytes(changed)
+
+
+def with_tables(raw: bytes) -> bytes:
+    """The file with the checksum of its tables right."""
+    tables = raw[HEADER_BYTES : header(raw)["data_offset"]]
+    return with_fields(raw, tables_checksum=xxhash.xxh3_64_intdigest(tables))
+
+
+def flipped(raw: bytes, at: int, bit: int = 0) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of 40 tokens with ids and a model."""
+    path = tmp_path / "session"
+    with cache(40) as kv:
+        kv.save(path, tokens=range(40), model="tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of such a file."""
+    path = tmp_path_factory.mktemp("snapshot") / "session"
+    with cache(40) as kv:
+        kv.save(path, tokens=range(40), model="tiny")
+    return path.read_bytes()
+
+
+def refused(path: Path, rule: str, **options: Any) -> SnapshotError:
+    """Restore refuses the file in both modes, for this reason."""
+    for mode in MODES:
+        with pytest.raises(SnapshotError) as caught:
+            um.KVCache.restore(path, mode=mode, **options)
+        assert re.search(rule, caught.value.rule), caught.value.rule
+        assert caught.value.path == str(path)
+    return caught.value
+
+
+# ---- what is saved comes back ----
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "grow": {"grow": True},
+    "ring": {"window": 24},
+    "ring with spare rows": {"window": 24, "spare_rows": 5},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_comes_back(
+    kind: str, batch: int, dtype: str, mode: Literal["map", "copy"], tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with cache(50, batch=batch, dtype=dtype, **KINDS[kind]) as kv:
+        kv.save(path, tokens=range(50), model="tiny")
+        restored = um.KVCache.restore(path, mode=mode, tokens=range(60), model="tiny", verify=True)
+        with restored:
+            for name in ("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype"):
+                assert getattr(restored, name) == getattr(kv, name)
+            assert restored.window == kv.window
+            # What is mapped goes on in memory that grows.
+            assert restored.grow == (kv.grow or (mode == "map" and kv.window is None))
+            assert restored.n_rows == kv.n_rows or kv.window is None
+            assert (restored.seq_len, restored.next_position) == (kv.seq_len, 50)
+            assert rows(restored) == rows(kv)
+            for one in (kv, restored):
+                append(one, 9, seed=1)
+            assert (restored.seq_len, restored.next_position) == (kv.seq_len, 59)
+            assert rows(restored) == rows(kv)
+        assert rows(kv) != []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trimmed_tokens_are_not_saved_and_positions_stay(
+    kind: str, mode: Literal["map", "copy"], tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with cache(50, **KINDS[kind]) as kv:
+        kv.trim_to(13)
+        kv.save(path, tokens=range(50))
+        assert snapshot.describe(path).seq_len == 13
+        with um.KVCache.restore(path, mode=mode) as restored:
+            assert (restored.seq_len, restored.next_position) == (13, 50)
+            assert rows(restored) == rows(kv)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("position", [0, 50])
+def test_an_empty_cache_comes_back(
+    position: int, kind: str, mode: Literal["map", "copy"], tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with cache(position, **KINDS[kind]) as kv:
+        kv.trim_to(0)
+        kv.save(path, tokens=range(position))
+        with um.KVCache.restore(path, mode=mode, tokens=range(position), verify=True) as restored:
+            assert (restored.seq_len, restored.next_position) == (0, position)
+            append(restored, 3)
+            assert (restored.seq_len, restored.next_position) == (3, position + 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_of_several_chunks(
+    mode: Literal["map", "copy"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
+    with cache(500, 512, dtype="f32", batch=2) as kv:
+        kv.save(path)
+        assert len(snapshot.describe(path).checksums) == 8 * 32
+        with um.KVCache.restore(path, mode=mode, verify=True) as restored:
+            assert rows(restored) == rows(kv)
+
+
+def test_a_restored_cache_is_saved_again(file: Path, tmp_path: Path) -> None:
+    with um.KVCache.restore(file) as mapped:
+        append(mapped, 5, seed=2)
+        mapped.save(file)  # over the file that it is mapped from
+        with um.KVCache.restore(file, mode="copy") as again:
+            assert rows(again) == rows(mapped)
+            assert again.seq_len == 45
+
+
+def test_what_is_written_to_a_mapped_cache_does_not_reach_the_file(file: Path) -> None:
+    before = file.read_bytes()
+    with um.KVCache.restore(file) as mapped:
+        for layer in range(2):
+            for array in mapped.layer(layer):
+                array[:] = 0
+        assert not any(any(lane) for lane in rows(mapped))
+        mapped.verify()
+    assert file.read_bytes() == before
+
+
+def test_placement_is_for_copies(file: Path) -> None:
+    with um.KVCache.restore(file, mode="copy", pages="4k") as kv:
+        assert kv.granted.pages == "4k"
+    with pytest.raises(ValueError, match="pages, lock not accepted with mode='map'"):
+        um.KVCache.restore(file, pages="4k", lock=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["foo", "budget_bytes", "grow"])
+def test_an_unknown_option_is_refused(name: str, mode: Literal["map", "copy"], file: Path) -> None:
+    accepted = "mode, tokens, model, verify, pages, numa, lock, warm, strict"
+    with pytest.raises(TypeError, match=rf"expected {accepted}; got {name}$"):
+        um.KVCache.restore(file, mode=mode, **{name: 1})  # type: ignore[arg-type]
+
+
+def test_of_a_cache_that_its_budget_has_cut_the_rows_that_it_has_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(10, 2**32 - 1, budget_bytes=1 << 16) as kv:
+        kv.save(path)
+        assert snapshot.describe(path).max_seq_len == kv.n_rows == 128
+        for mode in MODES:
+            with um.KVCache.restore(path, mode=mode) as restored:
+                assert (restored.max_seq_len, restored.seq_len) == (128, 10)
+                assert rows(restored) == rows(kv)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_small_ring_of_a_conversation_without_end(
+    mode: Literal["map", "copy"], tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with um.KVCache(2, 64, 128, 2**32 - 1, window=8, dtype="f32") as kv:
+        append(kv, 20)
+        kv.save(path)
+        with um.KVCache.restore(path, mode=mode) as restored:
+            assert (restored.max_seq_len, restored.window) == (2**32 - 1, 8)
+            assert rows(restored) == rows(kv)
+
+
+def test_the_first_tokens_that_were_kept_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(40) as kv:
+        kv.trim_to(5, keep_first=3)
+        kv.save(path)
+        assert "8 tokens up to position 39," in str(snapshot.describe(path))
+        with um.KVCache.restore(path) as restored:
+            assert rows(restored) == rows(kv)
+
+
+def test_an_unknown_mode_is_refused(file: Path) -> None:
+    with pytest.raises(ValueError, match="mode: expected 'map' or 'copy', got 'read'"):
+        um.KVCache.restore(file, mode="read")  # type: ignore[arg-type]
+
+
+# ---- the format ----
+
+
+def test_the_file_is_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 1 << 16)
+    path = tmp_path / "session"
+    page = mmap.PAGESIZE
+    with cache(900, 1000, batch=3) as kv:
+        kv.trim_to(700)
+        kv.save(path, tokens=range(100, 1000), model="größer")
+        raw = path.read_bytes()
+        lane_bytes = 700 * 128
+        stride = -(-lane_bytes // page) * page
+        chunks = -(-stride // (1 << 16))
+        tables_end = HEADER_BYTES + 8 * 12 * chunks + 4 * 900 + len("größer".encode())
+        data = -(-tables_end // page) * page
+        assert header(raw) | {"tables_checksum": 0, "header_checksum": 0} == {
+            "magic": b"UNIMEMKV",
+            "version": 1,
+            "header_bytes": HEADER_BYTES,
+            "file_bytes": data + 12 * stride,
+            "data_offset": data,
+            "lane_stride": stride,
+            "row_bytes": 128,
+            "chunk_bytes": 1 << 16,
+            "seq_len": 700,
+            "next_position": 900,
+            "max_seq_len": 1000,
+            "window": 0,
+            "spare_rows": 0,
+            "n_layers": 2,
+            "n_kv_heads": 2,
+            "head_dim": 32,
+            "batch": 3,
+            "dtype": 1,
+            "flags": 6,
+            "alignment": page,
+            "model_bytes": 8,
+            "tables_checksum": 0,
+            "header_checksum": 0,
+        }
+        assert len(raw) == data + 12 * stride
+        assert with_tables(raw) == raw
+        sums = np.frombuffer(raw, "<u8", 12 * chunks, HEADER_BYTES)
+        tokens = np.frombuffer(raw, "<i4", 900, HEADER_BYTES + sums.nbytes)
+        assert tokens.tolist() == list(range(100, 1000))
+        assert raw[tables_end - 8 : tables_end].decode() == "größer"
+        assert not any(raw[tables_end:data])
+        for lane, expected in enumerate(rows(kv)):
+            at = data + lane * stride
+            assert raw[at : at + stride] == expected + bytes(stride - lane_bytes)
+            for i in range(chunks):
+                piece = raw[at + (i << 16) : at + min((i + 1) << 16, stride)]
+                assert xxhash.xxh3_64_intdigest(piece) == sums[lane * chunks + i]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"dtype": "f32"}, {"dtype": 0, "row_bytes": 256}),
+        ({"dtype": "bf16"}, {"dtype": 2, "row_bytes": 128}),
+        ({"dtype": "q8_0"}, {"dtype": 3, "row_bytes": 68}),
+        ({"grow": True}, {"flags": 1}),
+        ({"window": 8, "spare_rows": 3}, {"window": 8, "seq_len": 8, "next_position": 12}),
+    ],
+)
+def test_kinds_in_the_header(
+    options: dict[str, Any], fields: dict[str, int], tmp_path: Path
+) -> None:
+    with cache(12, **options) as kv:
+        kv.save(tmp_path / "session")
+        got = header((tmp_path / "session").read_bytes())
+        # A ring's rows fill whole pages.
+        assert got["spare_rows"] == (kv.n_rows - 8 if kv.window else 0)
+        assert not kv.window or got["spare_rows"] >= 3
+    assert {name: got[name] for name in fields} == fields
+
+
+def test_a_cache_that_no_snapshot_can_describe_is_not_saved(tmp_path: Path) -> None:
+    with (
+        um.KVCache(2, 64, 128, 3 * 2**26, grow=True, dtype="f32") as kv,
+        pytest.raises(ValueError, match=r"at most 16\.0 TiB, and this one has room for 24\.0 TiB"),
+    ):
+        kv.save(tmp_path / "session")
+    with (
+        um.KVCache(1, 1, 1, 1, batch=2**19 + 1) as kv,
+        pytest.raises(ValueError, match=r"at most 1048576 lanes .* and this cache 1048578"),
+    ):
+        kv.save(tmp_path / "session")
+    assert os.listdir(tmp_path) == []
+
+
+def test_equal_caches_make_equal_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with cache(40) as kv:
+            kv.save(tmp_path / name, tokens=range(40), model="tiny")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_describe(file: Path) -> None:
+    facts = snapshot.describe(file)
+    assert (facts.path, facts.model, facts.dtype, facts.window) == (str(file), "tiny", "f16", None)
+    assert facts.tokens is not None
+    assert facts.tokens.dtype == np.int32
+    assert facts.tokens.tolist() == list(range(40))
+    assert not facts.tokens.flags.writeable
+    assert facts.file_bytes == file.stat().st_size
+    assert str(facts) == (
+        "2 layers of 2 heads of 32 f16; 40 tokens up to position 39, at most 64; model 'tiny'; "
+        "with token ids; 36.0 KiB"
+    )
+    with cache(40, window=16, batch=2) as kv:
+        kv.save(file)
+    assert str(snapshot.describe(file)) == (
+        "2 layers of 2 heads of 32 f16, 2 streams; 16 tokens up to position 39, window of 16; "
+        "no model named; without token ids; 36.0 KiB"
+    )
+
+
+def test_the_document_has_the_header_and_an_example_that_runs(
+    run_python: Run, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs/snapshots.md").read_text()
+    codes = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
+    table = re.findall(r"^\| (\d+) \| (\S+) \| `(\w+)` \|", text, re.M)
+    assert {name: (int(at), codes[code]) for at, code, name in table} == FIELDS
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    done = run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}", "-Werror")
+    assert done.stderr == ""
+    assert done.stdout == (
+        "5 tokens restored, the next is at position 5\n"
+        "2 layers of 4 heads of 64 f16; 5 tokens up to position 4, at most 256; model 'tiny'; "
+        "with token ids; 20.0 KiB\n"
+    )
+
+
+def test_check_reads_all_and_says_what_describe_says(file: Path) -> None:
+    assert str(snapshot.check(file)) == str(snapshot.describe(file))
+    raw = file.read_bytes()
+    file.write_bytes(flipped(raw, len(raw) - 1))
+    assert snapshot.describe(file).seq_len == 40
+    with pytest.raises(SnapshotError, match="checksum does not match in v of layer 1") as caught:
+        snapshot.check(file)
+    assert caught.value.path == str(file)
+    file.write_bytes(flipped(raw, 50))
+    with pytest.raises(SnapshotError, match="the header's checksum"):
+        snapshot.check(file)
+    with cache(0) as kv:
+        kv.save(file)
+    assert snapshot.check(file).seq_len == 0
+
+
+# ---- what is asked for ----
+
+
+def test_another_model_is_refused(file: Path) -> None:
+    error = refused(
+        file, "expected a snapshot of model 'big', got one of model 'tiny'", model="big"
+    )
+    assert file.read_bytes()[error.offset :].startswith(b"tiny\0")
+    with cache(3) as kv:
+        kv.save(file)
+    refused(file, "expected a snapshot of model 'big', got one of no model", model="big")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "at"),
+    [
+        (list(range(39)), 39),
+        ([], 0),
+        ([0, 1, 2, 4], 3),
+        ([*range(20), 7, *range(21, 100)], 20),
+    ],
+)
+def test_tokens_that_do_not_begin_alike_are_refused(file: Path, tokens: list[int], at: int) -> None:
+    rule = rf"its 40 tokens are no prefix of the {len(tokens)} given, from token {at} on"
+    error = refused(file, rule, tokens=tokens)
+    assert error.offset is not None
+    assert np.frombuffer(file.read_bytes(), "<i4", 1, error.offset) == at
+
+
+@pytest.mark.parametrize("model", [None, "tiny"])
+@pytest.mark.parametrize("tokens", [None, range(40), np.arange(50, dtype=np.uint64)])
+def test_what_is_not_asked_for_is_not_looked_at(file: Path, model: str | None, tokens: Any) -> None:
+    with um.KVCache.restore(file, model=model, tokens=tokens) as kv:
+        assert kv.seq_len == 40
+
+
+def test_a_snapshot_without_ids_is_refused_where_tokens_are_given(tmp_path: Path) -> None:
+    with cache(40) as kv:
+        kv.save(tmp_path / "session", model="tiny")
+    refused(tmp_path / "session", "got a snapshot without token ids", tokens=range(40))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (range(39), ValueError, "expected the ids of all 40 tokens up to next_position, got 39"),
+        (range(41), ValueError, "got 41"),
+        (np.zeros((40, 1), int), ValueError, r"expected one dimension, got shape \(40, 1\)"),
+        (np.zeros(40), TypeError, "expected integers, got float64"),
+        ([True] * 40, TypeError, "expected integers, got bool"),
+        ([*range(39), -1], ValueError, r"expected 0 to 2\*\*31 - 1, got -1 to 38"),
+        ([*range(39), 2**31], ValueError, "got 0 to 2147483648"),
+    ],
+)
+def test_wrong_tokens_are_not_saved(
+    file: Path, tokens: Any, error: type[Exception], message: str
+) -> None:
+    before = file.read_bytes()
+    with cache(40) as kv, pytest.raises(error, match=message):
+        kv.save(file, tokens=tokens)
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_wrong_model_is_not_saved(file: Path) -> None:
+    with cache(40) as kv:
+        with pytest.raises(ValueError, match="expected at most 65535 bytes of UTF-8, got 65536"):
+            kv.save(file, model="ä" * 32768)
+        with pytest.raises(TypeError, match="model: expected a str, got bytes"):
+            kv.save(file, model=b"tiny")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="path: expected str or"):
+            kv.save(b"file")  # type: ignore[arg-type]
+        kv.save(file, model="ä" * 32767)
+    assert snapshot.describe(file).model == "ä" * 32767
+
+
+# ---- what is wrong with the file ----
+
+
+def test_every_flipped_byte_before_the_data_is_found(file: Path) -> None:
+    raw = file.read_bytes()
+    with file.open("r+b", buffering=0) as target:
+        for at in range(header(raw)["data_offset"]):
+            os.pwrite(target.fileno(), bytes([raw[at] ^ 1 << at % 8]), at)
+            with pytest.raises(SnapshotError):
+                snapshot.describe(file)
+            os.pwrite(target.fileno(), raw[at : at + 1], at)
+    assert file.read_bytes() == raw
+
+
+def test_a_flipped_bit_of_the_data_is_found_where_data_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    file = tmp_path / "session"
+    with cache(40) as kv:  # two chunks a lane, the second mostly padding
+        kv.save(file)
+    raw = file.read_bytes()
+    data, stride = header(raw)["data_offset"], header(raw)["lane_stride"]
+    for at in range(data, len(raw), 509):
+        file.write_bytes(flipped(raw, at, at % 8))
+        lane, chunk = (at - data) // stride, (at - data) // 4096 * 4096 + data
+        where = f"checksum does not match in {'kv'[lane % 2]} of layer {lane // 2}; "
+        assert refused(file, where, verify=True).offset == chunk
+        with pytest.raises(SnapshotError, match=where):
+            um.KVCache.restore(file, mode="copy")
+        with um.KVCache.restore(file) as mapped, pytest.raises(SnapshotError, match=where):
+            mapped.verify()
+    with um.KVCache.restore(file, mode="copy", verify=False) as unchecked:
+        assert unchecked.seq_len == 40
+
+
+def test_a_ring_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "session"
+    with cache(40, window=16) as kv:
+        kv.save(file)
+        with um.KVCache.restore(file) as restored:
+            restored.verify()
+    file.write_bytes(flipped(file.read_bytes(), header(file.read_bytes())["data_offset"]))
+    refused(file, "checksum does not match in k of layer 0")
+
+
+def test_a_file_that_is_cut_off_is_refused(file: Path) -> None:
+    raw = file.read_bytes()
+    data = header(raw)["data_offset"]
+    for n in (1, 7, 8, 9, 100, HEADER_BYTES - 1):
+        file.write_bytes(raw[:n])
+        assert refused(file, rf"cut off inside its header: it has {n} bytes").offset == n
+    for n in (HEADER_BYTES, data - 1, data, data + 5000, len(raw) - 1):
+        file.write_bytes(raw[:n])
+        assert refused(file, f"is cut off: it has {n} of {len(raw)} bytes").offset == n
+
+
+def test_a_file_that_is_too_long_is_refused(file: Path) -> None:
+    raw = file.read_bytes()
+    file.write_bytes(raw + b"\0")
+    rule = f"longer than it should be: {len(raw) + 1} bytes, not {len(raw)}"
+    assert refused(file, rule).offset == len(raw)
+
+
+@pytest.mark.parametrize("raw", [b"", b"GGUF", b"GGUF" + bytes(1000), b"UNIMEMKX" + bytes(1000)])
+def test_another_file_is_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(raw)
+    assert refused(tmp_path / "file", "no snapshot of unimem").offset == 0
+
+
+def test_the_error_says_all_and_pickles(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+    error = refused(file, "is cut off")
+    assert isinstance(error, um.FormatError)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is um.SnapshotError
+    assert str(again) == str(error)
+    assert str(error) == (
+        f"{file}: the file is cut off: it has 36863 of 36864 bytes; the file is damaged, take "
+        "another copy of it or save anew (at byte 36863)"
+    )
+
+
+def test_a_newer_version_is_refused_whatever_follows(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[8:12] = struct.pack("<I", 2)
+    file.write_bytes(raw)
+    error = refused(file, "version 2 is newer than this unimem, which reads version 1: update")
+    assert error.offset == 8
+    raw[8:12] = bytes(4)
+    file.write_bytes(raw)
+    refused(file, "expected version 1, got 0")
+
+
+# Fields that make no sense, in a header whose checksum is right, and the field that is named.
+NONSENSE: list[tuple[dict[str, int], str]] = [
+    ({"header_bytes": 145}, "header_bytes"),
+    ({"file_bytes": 2**64 - 1}, "file_bytes"),
+    ({"data_offset": 2**63}, "data_offset"),
+    ({"data_offset": 0}, "data_offset"),
+    ({"lane_stride": 4096}, "lane_stride"),
+    ({"row_bytes": 127}, "row_bytes"),
+    ({"chunk_bytes": 0}, "chunk_bytes"),
+    ({"chunk_bytes": 5000}, "chunk_bytes"),
+    ({"chunk_bytes": 128 << 20}, "chunk_bytes"),
+    ({"seq_len": 41}, "seq_len"),
+    ({"seq_len": 65, "next_position": 65}, "seq_len"),
+    ({"seq_len": 2**64 - 1}, "seq_len"),
+    ({"next_position": 39}, "seq_len"),
+    ({"next_position": 2**62}, "next_position"),
+    ({"next_position": 2**62 - 1}, "data_offset"),
+    ({"max_seq_len": 0}, "max_seq_len"),
+    ({"max_seq_len": 2**32}, "max_seq_len"),
+    ({"max_seq_len": 2**62}, "max_seq_len"),
+    ({"window": 65}, "window"),
+    ({"window": 64, "max_seq_len": 2**32}, "max_seq_len"),
+    ({"window": 16}, "seq_len"),
+    ({"window": 64, "flags": 7}, "window"),
+    ({"spare_rows": 1}, "spare_rows"),
+    ({"window": 64, "spare_rows": 2**61}, "spare_rows"),
+    ({"window": 64, "spare_rows": 2**36}, "spare_rows"),
+    ({"n_layers": 0}, "n_layers"),
+    ({"n_layers": 2**32 - 1}, "n_layers"),
+    ({"batch": 0}, "batch"),
+    ({"batch": 2**32 - 1, "n_layers": 2**32 - 1}, "n_layers"),
+    ({"n_kv_heads": 0}, "n_kv_heads"),
+    ({"n_kv_heads": 3}, "row_bytes"),
+    ({"head_dim": 0}, "head_dim"),
+    ({"head_dim": 2**32 - 1, "n_kv_heads": 2**32 - 1}, "row_bytes"),
+    ({"head_dim": 33, "dtype": 3}, "head_dim"),
+    ({"dtype": 4}, "dtype"),
+    ({"dtype": 0}, "row_bytes"),
+    ({"flags": 8}, "flags"),
+    ({"flags": 4}, "model_bytes"),
+    ({"alignment": 2048}, "alignment"),
+    ({"alignment": 12288}, "alignment"),
+    ({"alignment": 2 << 20}, "alignment"),
+    ({"alignment": 8192}, "data_offset"),
+    ({"model_bytes": 65536}, "model_bytes"),
+    ({"model_bytes": 65535}, "data_offset"),
+]
+
+
+@pytest.mark.parametrize("fields", NONSENSE, ids=lambda case: ",".join(map(str, case[0].items())))
+def test_a_header_that_makes_no_sense_is_refused(
+    fields: tuple[dict[str, int], str], file: Path
+) -> None:
+    values, named = fields
+    file.write_bytes(with_fields(file.read_bytes(), **values))
+    with pytest.raises(SnapshotError) as caught:
+        snapshot.describe(file)
+    assert caught.value.rule.startswith(f"{named}: expected ")
+    assert caught.value.offset == FIELDS[named][0]
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(sorted(set(FIELDS) - {"magic", "header_checksum"})),
+        st.sampled_from([0, 1, 2, 3, 31, 4096, 2**16, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]),
+        min_size=1,
+        max_size=4,
+    ),
+    change=st.integers(-2, 2),
+)
+@settings(deadline=None)
+def test_whatever_a_header_says_little_memory_is_taken(
+    fields: dict[str, int], change: int, whole: bytes
+) -> None:
+    """Also where the header's checksum is right, as in a file that was made to do harm."""
+    values = {}
+    for name, value in fields.items():
+        bits = 8 * struct.calcsize(FIELDS[name][1])
+        values[name] = (value + change * (value > 1)) % (1 << bits)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(with_fields(whole, **values))
+        file.flush()
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(SnapshotError):
+                assert snapshot.describe(file.name).file_bytes == len(whole)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 20 * len(whole)
+
+
+def test_tables_that_make_no_sense_are_refused(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    tokens = HEADER_BYTES + 8 * 4
+    name = tokens + 4 * 40
+    assert raw[name : name + 4] == b"tiny"
+    file.write_bytes(with_tables(bytes(raw[: name + 2] + b"\xff" + raw[name + 3 :])))
+    assert refused(file, "the model's name is not valid UTF-8").offset == name + 2
+    raw[tokens + 4 * 7 : tokens + 4 * 8] = struct.pack("<i", -5)
+    file.write_bytes(with_tables(bytes(raw)))
+    assert refused(file, "the id of a token is negative").offset == tokens + 4 * 7
+
+
+def test_a_file_that_becomes_shorter_meanwhile_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = os.preadv
+    data = header(file.read_bytes())["data_offset"]
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if offset > data:
+            os.truncate(file, data + 100)
+        return true(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(SnapshotError, match="became shorter while it was read"):
+        um.KVCache.restore(file, mode="copy")
+
+
+def test_a_read_error_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preadv(*_: Any) -> int:
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        um.KVCache.restore(file, mode="copy")
+    assert caught.value.filename == str(file)
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        um.KVCache.restore(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        um.KVCache.restore(tmp_path / "none")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="Is not a regular file"):
+        um.KVCache.restore(tmp_path / "fifo")
+
+
+@pytest.fixture
+def n_descriptors() -> Iterator[Callable[[], int]]:
+    """How many files are open, which is the same at the end."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    yield count
+    assert count() == before
+
+
+def test_descriptors_are_closed(file: Path, n_descriptors: Callable[[], int]) -> None:
+    before = n_descriptors()
+    for mode in MODES:
+        with um.KVCache.restore(file, mode=mode, verify=True) as kv:
+            kv.save(file)
+    refused(file, "no model", model="tiny")
+    snapshot.describe(file)
+    file.write_bytes(flipped(file.read_bytes(), -1 + file.stat().st_size))
+    refused(file, "checksum", verify=True)
+    del kv
+    assert n_descriptors() == before
+
+
+# ---- verify() ----
+
+
+def test_verify_checks_the_file_that_was_mapped(file: Path) -> None:
+    with um.KVCache.restore(file) as mapped:
+        append(mapped, 5)
+        mapped.verify()
+        with cache(3) as other:
+            other.save(file)  # takes the name; the mapped file stays
+        mapped.verify()
+        mapped.clear()
+        mapped.verify()
+
+
+def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
+    with cache(3) as kv, pytest.raises(ValueError, match="nothing to verify"):
+        kv.verify()
+    with (
+        um.KVCache.restore(file, mode="copy", verify=False) as kv,
+        pytest.raises(ValueError, match=r"not restored with mode='map'$"),
+    ):
+        kv.verify()
+
+
+def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
+    whole = file.stat().st_size
+    with um.KVCache.restore(file) as mapped:
+        os.truncate(file, 8192)
+        match = f"truncated after it was mapped: it has 8192 of {whole} bytes"
+        with pytest.raises(SnapshotError, match=match) as caught:
+            mapped.verify()
+        assert (caught.value.offset, caught.value.path) == (8192, str(file))
+
+
+# ---- read_into ----
+
+
+@pytest.mark.parametrize("kind", ["fixed", "grow"])
+def test_reading_into_a_cache_that_is_there(kind: str, file: Path) -> None:
+    with (
+        um.KVCache.restore(file) as expected,
+        um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv,
+    ):
+        facts = snapshot.read_into(kv, file, range(44), "tiny")
+        assert facts.seq_len == 40
+        assert rows(kv) == rows(expected)
+        assert (kv.seq_len, kv.next_position, kv.max_seq_len) == (40, 40, 100)
+        append(kv, 60)
+        assert kv.seq_len == 100
+
+
+def test_reading_into_a_ring(tmp_path: Path) -> None:
+    file = tmp_path / "session"
+    with cache(50, window=24) as kv, um.KVCache(2, 2, 32, 90, window=24, spare_rows=9) as other:
+        kv.save(file)
+        snapshot.read_into(other, file)
+        assert (other.seq_len, other.next_position) == (24, 50)
+        assert rows(other) == rows(kv)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "named"),
+    [
+        ((3, 2, 32), {}, "n_layers=2, and this one has 3"),
+        ((2, 4, 16), {}, "n_kv_heads=2, and this one has 4"),
+        ((2, 2, 64), {}, "head_dim=32, and this one has 64"),
+        ((2, 2, 32), {"batch": 2}, "batch=1, and this one has 2"),
+        ((2, 2, 32), {"dtype": "bf16"}, "dtype='f16', and this one has 'bf16'"),
+        ((2, 2, 32), {"window": 50}, "window=None, and this one has 50"),
+    ],
+)
+def test_a_cache_of_other_dimensions_is_refused(
+    dims: tuple[int, int, int], options: dict[str, Any], named: str, file: Path
+) -> None:
+    with um.KVCache(*dims, 64, **options) as kv:
+        with pytest.raises(SnapshotError, match=re.escape(named)) as caught:
+            snapshot.read_into(kv, file)
+        assert caught.value.offset == FIELDS[named.partition("=")[0]][0]
+        assert kv.seq_len == kv.next_position == 0
+
+
+def test_reading_into_a_cache_is_all_or_nothing(file: Path) -> None:
+    with um.KVCache(2, 2, 32, 64) as kv:
+        with pytest.raises(SnapshotError, match="expected a snapshot of model"):
+            snapshot.read_into(kv, file, model="big")
+        with pytest.raises(SnapshotError, match="no prefix"):
+            snapshot.read_into(kv, file, tokens=[1])
+        raw = file.read_bytes()
+        file.write_bytes(flipped(raw, len(raw) - 1))
+        with pytest.raises(SnapshotError, match="checksum does not match in v of layer 1"):
+            snapshot.read_into(kv, file)
+        assert kv.seq_len == kv.next_position == 0
+        file.write_bytes(raw)
+        snapshot.read_into(kv, file)
+        before = rows(kv)
+        with pytest.raises(ValueError, match="expected a cleared cache, got one at position 40"):
+            snapshot.read_into(kv, file)
+        assert rows(kv) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_cleared_cache_is_read_into(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "session"
+    with cache(20, **KINDS[kind]) as saved, um.KVCache(2, 2, 32, 64, **KINDS[kind]) as kv:
+        saved.save(file)
+        one = np.full((1, 2, 32), 3, np.float32)
+        kv.append(0, one, one)  # a token that layer 1 lacks
+        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
+            snapshot.read_into(kv, file)
+        assert (kv.layer(0)[0] == 3).all()
+        assert kv.layer(0)[0].shape[2] == 1
+        kv.clear()
+        kv.reserve(2)
+        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
+            snapshot.read_into(kv, file)
+        kv.commit(1)
+        assert kv.seq_len == 1
+        kv.clear()
+        snapshot.read_into(kv, file)
+        assert rows(kv) == rows(saved)
+
+
+def test_a_cache_without_room_is_refused(file: Path) -> None:
+    with um.KVCache(2, 2, 32, 39) as kv:
+        with pytest.raises(um.CacheFull, match="40 tokens, and the cache has room for 39") as error:
+            snapshot.read_into(kv, file)
+        assert (error.value.limit, error.value.used, error.value.asked) == (39, 0, 40)
+        assert kv.seq_len == 0

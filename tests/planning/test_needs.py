@@ -1,0 +1,336 @@
+"""What is planned of one block, of any architecture's cache, and of what strangers write."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gguf_files as gf
+import unimem as um
+from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from proc_maps import PAGE, huge_page_bytes
+from unimem.buffers import shapes
+from unimem.planning.needs import Budget, Machine, Storage
+from unimem.system import limits, policy
+
+gguf = pytest.importorskip(
+    "gguf", reason="gguf (extra test) writes the models: pip install '.[test]'"
+)
+
+MIB = 1 << 20
+SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 5 * MIB, 7 * MIB + 99]
+
+
+# ---- blocks -------------------------------------------------------------------------------------
+
+
+def extent(nbytes: int, pages: Any, **request: Any) -> policy.Extent:
+    asked = policy.Request(
+        nbytes=nbytes, pages=pages, page_bytes=PAGE, thp_bytes=huge_page_bytes(), **request
+    )
+    return policy.extent(asked, limits)
+
+
+@pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
+@pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
+@pytest.mark.parametrize("pool", ["no_huge_pages", "eight_huge_pages"])
+def test_an_extent_is_what_a_block_maps(
+    pages: Any, pool: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(pool)
+    for nbytes in SIZES:
+        for reserve in (None, nbytes + 3 * MIB):
+            found = extent(nbytes, pages, reserve=reserve or nbytes)
+            with um.Block(nbytes, pages=pages, reserve=reserve) as block:
+                assert found.nbytes == block.nbytes, (nbytes, reserve)
+                assert found.is_hugetlb == (block.granted.pages == "2m")
+        found = extent(nbytes, pages, shared=True)
+        with um.Block(nbytes, pages=pages, shared=True) as block:
+            assert found.nbytes == block.nbytes
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_blocks_of_a_plan_share_one_pool() -> None:
+    sizes = [5 * MIB, 7 * MIB, 9 * MIB, MIB, 3 * MIB]
+    budget = Budget(Machine())
+    planned = [Storage().block(nbytes, "scratch", budget) for nbytes in sizes]
+    blocks = [um.Block(nbytes) for nbytes in sizes]
+    for need, block in zip(planned, blocks, strict=True):
+        assert need.nbytes == block.nbytes
+        assert (need.ram_bytes == 0) == (block.granted.pages == "2m")
+        block.close()
+    assert {need.ram_bytes == 0 for need in planned} == {True, False}
+
+
+# ---- architectures ------------------------------------------------------------------------------
+
+
+def write(path: Path, arch: str, keys: dict[str, Any], n_tensors: int = 8) -> Path:
+    """Write a model of n small tensors; a list is an array of unsigned integers."""
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, arch)
+    for name, value in keys.items():
+        key = f"{arch}.{name}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            (writer.add_uint32 if 0 <= value < 2**32 else writer.add_int64)(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_float32(key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((320, 64), np.float16))
+    for i in range(n_tensors - 1):
+        writer.add_tensor(f"blk.{i}.x.weight", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+BASE = {
+    "context_length": 8192,
+    "block_count": 4,
+    "embedding_length": 64,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+}
+
+
+def rows(plan: um.Plan) -> dict[str, int]:
+    return {row.category: row.nbytes for row in plan.rows}
+
+
+def in_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+@pytest.mark.parametrize(
+    ("keys", "values_of_a_token"),
+    [
+        ({}, 4 * 2 * (32 + 32)),
+        ({"attention.value_length": 64}, 4 * 2 * (32 + 64)),
+        ({"attention.head_count_kv": [1, 2, 3, 4]}, 10 * (32 + 32)),
+        # Layers without attention.
+        ({"attention.head_count_kv": [0, 2, 0, 2], "ssm.state_size": 16}, 4 * (32 + 32)),
+        ({"attention.sliding_window": 512}, 4 * 2 * (32 + 32)),
+        ({"attention.causal": False}, 0),
+    ],
+)
+def test_the_cache_of_an_architecture_that_the_engine_does_not_run(
+    tmp_path: Path, keys: dict[str, Any], values_of_a_token: int
+) -> None:
+    path = write(tmp_path / "m.gguf", "gemma9", BASE | keys)
+    for ctx in (64, 1000):
+        plan = um.plan(path, ctx=ctx, pages="4k", batch=3)
+        assert rows(plan).get("kv", 0) == in_pages(3 * 2 * values_of_a_token * ctx)
+    assert "scratch" not in rows(plan)
+    assert any(text.startswith("the scratch") for text in plan.unknown)
+    bound = any("keeps less" in text or "the state of" in text for text in plan.unknown)
+    assert bound == ("ssm.state_size" in keys or "attention.sliding_window" in keys)
+    assert plan.max_ctx == 8192
+    assert um.plan(path).ctx == 4096
+    # One that is alike in all layers is what a cache takes.
+    if not keys:
+        assert plan.history_bytes == um.KVCache.storage_bytes(4, 2, 32, 1000, batch=3)
+
+
+NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
+    ("mamba", {"block_count": 4, "ssm.state_size": 16, "attention.head_count": 0}),
+    ("rwkv7", {"block_count": 4, "wkv.head_size": 64}),
+    ("deepseek2", BASE | {"attention.kv_lora_rank": 512}),
+    ("t5", BASE),
+    ("clip", {"has_vision_encoder": True}),
+    ("qwen3next", BASE | {"ssm.state_size": 16}),
+    # What no model has.
+    ("gemma9", BASE | {"block_count": 2**31}),
+    ("gemma9", BASE | {"block_count": -4}),
+    ("gemma9", BASE | {"block_count": 2**40}),
+    ("gemma9", BASE | {"block_count": "four"}),
+    ("gemma9", BASE | {"attention.head_count_kv": [2, 2]}),
+    ("gemma9", BASE | {"attention.head_count_kv": ["2", "2", "2", "2"]}),
+    ("gemma9", BASE | {"attention.head_count_kv": "2"}),
+    ("gemma9", BASE | {"attention.key_length": 0}),
+    ("gemma9", BASE | {"attention.key_length": 1.5}),
+    ("gemma9", BASE | {"attention.head_count_kv": list(range(100_000))}),
+    ("llama", BASE | {"block_count": 100_000_000}),
+    ("llama", {}),
+]
+
+
+@pytest.mark.parametrize(("arch", "keys"), NOTHING_KNOWN)
+def test_what_is_not_known_is_said_and_is_no_figure(
+    tmp_path: Path, arch: str, keys: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "m.gguf", arch, keys)
+    start = time.perf_counter()
+    plan = um.plan(path)
+    assert time.perf_counter() - start < 5
+    assert "kv" not in rows(plan)
+    assert (plan.ctx, plan.max_ctx, plan.history_bytes) == (None, None, 0)
+    assert any(text.startswith("the KV cache: ") for text in plan.unknown)
+    weights = sum(nbytes for name, nbytes in rows(plan).items() if name.startswith("weights"))
+    assert weights == in_pages(path.stat().st_size)
+    assert um.plan(path, ctx=77).ctx == 77
+    assert plan.to_dict()["facts"]["architecture"] == arch
+    with pytest.raises(ValueError, match=r"."):
+        um.Layout.for_model(path)
+
+
+def test_huge_but_possible_sizes_are_no_error(tmp_path: Path) -> None:
+    keys = BASE | {"attention.key_length": 2**30, "context_length": 2**31 - 1}
+    path = write(tmp_path / "m.gguf", "gemma9", keys)
+    plan = um.plan(path, ctx=2**31 - 1, batch=2**20)
+    assert not plan.fits
+    assert plan.max_ctx is not None
+
+
+def test_a_long_array_in_metadata_is_not_walked(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    n = 10_000_000
+    path.write_bytes(
+        gf.head(0, 2)
+        + gf.string("general.architecture")
+        + gf.u32(gf.STRING)
+        + gf.string("gemma9")
+        + gf.string("gemma9.attention.head_count_kv")
+        + gf.u32(gf.ARRAY)
+        + gf.u32(gf.UINT8)
+        + gf.u64(n)
+        + b"\1" * n
+        + b"\0" * 64
+    )
+    plan = um.plan(path)
+    assert plan.max_ctx is None
+
+
+# ---- safetensors --------------------------------------------------------------------------------
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "vocab_size": 320,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def safetensors(tmp_path: Path) -> Path:
+    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors writes the files")
+    import numpy as np
+
+    path = tmp_path / "model.safetensors"
+    numpy.save_file({"a": np.zeros((64, 320), np.float16), "b": np.zeros(9, np.float32)}, path)
+    return path
+
+
+def test_safetensors_beside_a_config(safetensors: Path) -> None:
+    beside = safetensors.with_name("config.json")
+    alone = um.plan(safetensors)
+    assert set(rows(alone)) == {"weights:f16", "weights:f32", "weights:padding", "other"}
+    assert any("config.json" in text for text in alone.unknown)
+    beside.write_text(json.dumps(CONFIG))
+    plan = um.plan(safetensors, ctx=100, pages="4k")
+    dims = um.ModelDims(64, 128, 4, 2, 16, 320, 3, 2048)
+    made = um.plan(dims, ctx=100, pages="4k")
+    for name in ("kv", "scratch", "logits", "tokens"):
+        assert rows(plan)[name] == rows(made)[name]
+    assert plan.unknown == ()
+    assert plan.max_ctx == 2048
+    assert plan.facts["format"] == "safetensors"
+    assert plan.facts["architecture"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("config", "cache"),
+    [
+        ({"model_type": "gemma3_text", "head_dim": 32}, (3, 2, 32, 32)),
+        ({"text_config": CONFIG, "model_type": "llava"}, (3, 2, 16, 16)),
+        ({"num_local_experts": 8, "model_type": "mixtral"}, (3, 2, 16, 16)),
+        ({"kv_lora_rank": 512}, None),
+        ({"is_encoder_decoder": True}, None),
+        ({"layer_types": ["linear_attention", "full_attention"]}, None),
+        ({"num_hidden_layers": -3}, None),
+        ({"num_hidden_layers": "3"}, None),
+        ({"num_attention_heads": 10**30}, None),
+        ({"hidden_size": 2}, None),
+        # Fields of their own, no cache, or what is left out since it is the default.
+        ({"model_type": "falcon", "multi_query": True}, None),
+        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, None),
+        ({"model_type": "bert"}, None),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
+        ({"model_type": None}, None),
+        ({"model_type": "gemma3_text"}, None),
+        (
+            {
+                "model_type": "llava",
+                "text_config": {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"},
+            },
+            None,
+        ),
+    ],
+)
+def test_configs(config: dict[str, Any], cache: Any) -> None:
+    shape = shapes.of_config(CONFIG | config, "")
+    assert shape.cache == (None if cache is None else (cache,))
+    assert shape.dims is None
+    assert shape.unknown
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": 1e999}', "x" * (5 << 20)])
+def test_a_config_that_is_none(safetensors: Path, text: str) -> None:
+    safetensors.with_name("config.json").write_text(text)
+    assert any("config.json" in sentence for sentence in um.plan(safetensors).unknown)
+
+
+# ---- a GPU --------------------------------------------------------------------------------------
+
+
+def test_a_gpu(cuda: Any, host_gpu: Any, tmp_path: Path) -> None:
+    from models.make import TINY, write_model
+
+    host_gpu.page_bytes = 2 * MIB
+    path = write_model(tmp_path / "m.gguf", shape=TINY)
+    free = host_gpu.free_bytes()
+    plan = um.plan(path, ctx=64, batch=2, kv_dtype="f32", device="cuda:0")
+    with cuda.Layout.for_model(path, ctx=64, batch=2, kv_dtype="f32") as layout:
+        on_device = sum(row.nbytes for row in plan.rows if row.device == "cuda:0")
+        assert on_device == free - host_gpu.free_bytes()
+        assert plan.history_bytes == layout.history.total_bytes
+        assert plan.scratch_bytes == layout.scratch.total_bytes
+    (check,) = (check for check in plan.checks if check.name == "cuda:0")
+    assert check.needed_bytes == on_device
+    assert check.available_bytes == free
+    assert [row.category for row in plan.rows if row.device is None] == ["staging"]
+    assert plan.fits
+    host_gpu.total_bytes = on_device - 2 * MIB
+    small = um.plan(path, ctx=64, batch=2, kv_dtype="f32", device="cuda:0")
+    assert not small.fits
+    with pytest.raises(um.CapacityError, match="cuda:0"):
+        small.require_fits()
+    for advice in small.advice:
+        if advice.options:
+            options: Any = {"ctx": 64, "batch": 2, "kv_dtype": "f32"} | advice.options
+            other = um.plan(path, **options, device="cuda:0")
+            assert advice.fits == other.fits
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:x", "cpu", 0, "cuda:0:1"])
+def test_devices_that_are_none(device: Any) -> None:
+    with pytest.raises(ValueError, match="device"):
+        um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device=device)

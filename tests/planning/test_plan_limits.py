@@ -1,0 +1,361 @@
+"""Plans against limits: a cgroup smaller than the model, pools, locks, nodes; and advice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from cgroups import SmallCgroup, cgroup_1gb  # noqa: F401 - a fixture
+from project import ROOT
+from unimem.accounting import published
+from unimem.system import limits
+from unimem.system.limits import HugePool, Limit, Node
+
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
+)
+
+SCHEMA = json.loads((ROOT / "docs/schemas/plan-1.json").read_text())
+GIB, MIB = 1 << 30, 1 << 20
+DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the machine, and cgroups in it, have so much room."""
+
+    def set_room(machine: int, *cgroups: Limit) -> None:
+        limit = Limit("memory of the machine", 2 * machine, machine, "take less")
+        monkeypatch.setattr(limits, "memory_limits", lambda: (limit, *cgroups))
+
+    monkeypatch.setattr(limits, "huge_pools", dict)  # what lies in a pool needs no such room
+    return set_room
+
+
+def validated(plan: um.Plan) -> dict[str, Any]:
+    document = json.loads(plan.to_json())
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    return document  # type: ignore[no-any-return]
+
+
+def assert_true(plan: um.Plan, model: Any, **options: Any) -> None:
+    """Advice is what planning with it says."""
+    assert plan.advice
+    for advice in plan.advice:
+        if not advice.options:
+            continue
+        other = um.plan(model, **(options | {"ctx": plan.ctx} | advice.options))
+        assert advice.saves_bytes == plan.required_bytes - other.required_bytes, advice
+        assert advice.fits == (other.fits and other.spilled_bytes == 0), advice
+
+
+# ---- a cgroup of 1 GB, and a model of 2 GB ------------------------------------------------------
+
+
+@pytest.fixture
+def large_model(tmp_path: Path) -> Path:
+    """A model of 2 GB, of which nothing but the header is on the disk."""
+    pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "large.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    shape = {
+        "context_length": 512,
+        "embedding_length": 2048,
+        "block_count": 4,
+        "feed_forward_length": 21504,
+        "attention.head_count": 16,
+        "attention.head_count_kv": 2,
+        "rope.dimension_count": 128,
+    }
+    for name, value in shape.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    matrices = {"token_embd": (32000, 2048)}
+    vectors = ["output_norm"]
+    for i in range(4):
+        vectors += [f"blk.{i}.attn_norm", f"blk.{i}.ffn_norm"]
+        for name, rows, columns in (
+            ("attn_q", 2048, 2048),
+            ("attn_k", 256, 2048),
+            ("attn_v", 256, 2048),
+            ("attn_output", 2048, 2048),
+            ("ffn_gate", 21504, 2048),
+            ("ffn_up", 21504, 2048),
+            ("ffn_down", 2048, 21504),
+        ):
+            matrices[f"blk.{i}.{name}"] = rows, columns
+    for name, shape_of in [*matrices.items(), *((name, (2048,)) for name in vectors)]:
+        n = int(np.prod(shape_of)) * 4
+        writer.add_tensor_info(f"{name}.weight", shape_of, np.dtype(np.float32), n)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    total = 4 * (sum(a * b for a, b in matrices.values()) + 2048 * len(vectors))
+    with path.open("r+b") as file:
+        file.truncate(file.seek(0, 2) + total + 4096)
+    assert path.stat().st_blocks * 512 < MIB
+    return path
+
+
+REFUSE = """
+import warnings
+import unimem as um
+from unimem.system import limits
+from unimem._core.status import ledger
+
+path, name = {path!r}, {name!r}
+plan = um.plan(path, load="copy")
+assert not plan.fits
+(worst,) = [check for check in plan.checks if check.name == name]
+assert worst.limit_bytes == 1 << 30 and worst.needed_bytes > 2 * 10**9 and not worst.fits
+assert plan.advice[0].options == {{"load": "map"}}, plan.advice
+assert um.plan(path).fits and um.plan(path).load == "map"
+assert um.plan(path).spilled_bytes > 10**9
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def reads():
+    fields = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+    return int(fields["rchar"])
+
+makers = [
+    lambda: um.open_weights(path, load="copy"),
+    lambda: um.Layout.for_model(path, load="copy"),
+]
+try:
+    from unimem.engine import Decoder
+    makers.append(lambda: Decoder(path, load="copy"))
+except ImportError:
+    pass
+for make in makers:
+    before, read = rss(), reads()
+    try:
+        make()
+    except um.CapacityError as error:
+        assert name in str(error), error
+    else:
+        raise AssertionError("not refused")
+    assert all(row["mapped_bytes"] == 0 for row in ledger().values()), ledger()
+    assert rss() - before < 32 << 20 and reads() - read < 8 << 20
+print("refused", len(makers))
+"""
+
+
+def test_a_copy_that_a_cgroup_cannot_hold_is_refused_before_anything_is_taken(
+    cgroup_1gb: SmallCgroup,  # noqa: F811
+    large_model: Path,
+) -> None:
+    said = cgroup_1gb.run(REFUSE.format(path=str(large_model), name=cgroup_1gb.name))
+    assert said.startswith("refused")
+
+
+RUN = """
+import warnings
+import unimem as um
+from unimem.engine import Decoder
+
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    with Decoder({path!r}, load="map", threads=2, ctx=64) as decoder:
+        in_ram = decoder.weights.residency().resident_bytes
+assert [w.category for w in told] == [um.PlacementWarning], told
+assert {name!r} in str(told[0].message) and "every token" in str(told[0].message)
+print(in_ram)
+"""
+
+
+def test_a_mapped_model_that_spills_is_not_warmed_and_runs(
+    cgroup_1gb: SmallCgroup,  # noqa: F811
+    large_model: Path,
+) -> None:
+    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    said = cgroup_1gb.run(RUN.format(path=str(large_model), name=cgroup_1gb.name))
+    assert int(said) < 64 * MIB
+
+
+# ---- limits that are invented -------------------------------------------------------------------
+
+
+def test_a_cgroup_holds_files_that_others_have_read(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = um.plan(DIMS, ctx=100, pages="4k")
+    rest = plan.required_bytes
+    file = plan.total_bytes - rest
+    for group, spilled in (
+        (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file, ""), 0),
+        (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file + 4096, ""), 4096),
+        # File pages that were used lately are dropped for others.
+        (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file + 4096, "", 4096, 4096), 0),
+    ):
+        memory(64 * GIB, group)
+        assert um.plan(DIMS, ctx=100, pages="4k").spilled_bytes == spilled
+
+
+def test_every_limit_is_checked(memory: Any) -> None:
+    memory(64 * GIB, Limit("cgroup /a", 8 * GIB, 7 * GIB, "raise a"))
+    plan = um.plan(DIMS, load="copy", ctx=100)
+    assert [check.name for check in plan.checks] == ["memory of the machine", "cgroup /a"]
+    assert [check.fits for check in plan.checks] == [True, False]
+    with pytest.raises(um.CapacityError, match="cgroup /a"):
+        plan.require_fits()
+    assert any("raise a" in advice.text for advice in plan.advice)
+    document = validated(plan)
+    assert document["checks"][1]["needed_bytes"] == plan.required_bytes
+
+
+def test_locked_memory(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory(64 * GIB)
+    limit = Limit("locked memory (memlock)", 8 * MIB, MIB, "ulimit -l unlimited")
+    monkeypatch.setattr(limits, "memlock", lambda: limit)
+    plan = um.plan(DIMS, ctx=100, pages="4k", lock=True)
+    (check,) = (check for check in plan.checks if "memlock" in check.name)
+    assert check.needed_bytes == plan.total_bytes - published.NBYTES
+    assert (check.available_bytes, check.fits, check.is_hard) == (7 * MIB, False, False)
+    plan.require_fits(strict=False)
+    with pytest.raises(um.CapacityError, match="memlock"):
+        plan.require_fits()
+    assert {"lock": False} in [advice.options for advice in plan.advice]
+    assert_true(plan, DIMS, pages="4k", lock=True)
+    # What is locked cannot be dropped.
+    monkeypatch.setattr(limits, "memlock", lambda: None)
+    free = um.plan(DIMS, ctx=100, pages="4k", lock=True)
+    assert free.required_bytes == free.total_bytes
+
+
+def test_a_pool_of_huge_pages(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory(64 * GIB)
+    pool = HugePool(2 * MIB, 10, 10, 0, 0, {0: (10, 10)})
+    monkeypatch.setattr(limits, "huge_pools", lambda: {"2m": pool})
+    plan = um.plan(DIMS, ctx=100, pages="2m", load="copy")
+    (check,) = (check for check in plan.checks if check.name == "hugetlb pool of 2m pages")
+    assert not check.fits
+    assert check.available_bytes == 20 * MIB
+    assert check.needed_bytes % (2 * MIB) == 0
+    assert check.needed_bytes >= plan.total_bytes - published.NBYTES
+    assert "nr_hugepages" in check.remedy
+    assert {"pages": "thp"} in [advice.options for advice in plan.advice]
+    assert_true(plan, DIMS, pages="2m", load="copy")
+    # What is in the pool is not taken of other memory.
+    small = replace(DIMS, num_layers=1, vocab_size=512, hidden_size=64, intermediate_size=64)
+    inside = um.plan(small, ctx=100, pages="2m", load="copy")
+    assert inside.fits
+    (ram,) = (check for check in inside.checks if check.is_hard)
+    assert ram.needed_bytes == published.NBYTES
+    assert inside.required_bytes == inside.total_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("numa", "names", "needed"),
+    [
+        ("bind:1", ["node 1"], [1.0]),
+        ("bind:0-1", ["nodes 0-1"], [1.0]),
+        ("interleave", ["node 0", "node 1"], [0.5, 0.5]),
+        ("weighted:0,1", ["node 0", "node 1"], [0.75, 0.25]),
+        ("preferred:1", [], []),
+    ],
+)
+def test_nodes(
+    memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    numa: str,
+    names: list[str],
+    needed: list[float],
+) -> None:
+    memory(64 * GIB)
+    nodes = {n: Node(n, 8 * GIB, GIB, GIB + n, (n,), (10, 20), True) for n in (0, 1)}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    monkeypatch.setattr(limits, "node_weights", lambda _: {0: 3, 1: 1})
+    plan = um.plan(DIMS, ctx=100, pages="4k", numa=numa, load="copy")
+    checks = [check for check in plan.checks if check.name.startswith("node")]
+    assert [check.name for check in checks] == names
+    placed = plan.total_bytes - published.NBYTES
+    for check, share in zip(checks, needed, strict=True):
+        assert check.needed_bytes == pytest.approx(share * placed, abs=8)
+        assert not check.is_hard
+    # What is only preferred is no limit, and what will lie elsewhere is said.
+    assert ("numa" in plan.facts) == numa.startswith("preferred")
+    if numa.startswith("preferred"):
+        assert plan.fits
+        assert "preferred:1: there is room for 1.0 GiB of 2.1 GiB" in str(plan)
+        validated(plan)
+    if numa == "bind:1":
+        assert checks[0].available_bytes == GIB + 1
+        assert not checks[0].fits
+        assert {"numa": "preferred:1"} in [advice.options for advice in plan.advice]
+
+
+def test_a_node_that_is_not_there_is_not_preferred_instead(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(64 * GIB)
+    nodes = {0: Node(0, 8 * GIB, 8 * GIB, 8 * GIB, (0,), (10,), True)}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    plan = um.plan(DIMS, ctx=100, pages="4k", numa="bind:99", load="copy")
+    advised = [advice.options["numa"] for advice in plan.advice if "numa" in advice.options]
+    assert advised == [None]
+
+
+# ---- advice -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load": "copy", "ctx": 4000},
+        {"load": "copy", "ctx": 4000, "kv_dtype": "f32", "sessions": 3, "batch": 2},
+        {"load": "map", "ctx": 8000, "kv_dtype": "float32", "pages": "4k"},
+        {"load": "direct", "ctx": 300, "window": 300, "threads": 1},
+    ],
+)
+@pytest.mark.parametrize("part", [0.999, 0.7, 0.2, 0.001])
+def test_advice_is_what_planning_with_it_says(
+    memory: Any, options: dict[str, Any], part: float
+) -> None:
+    memory(64 * GIB)
+    whole = um.plan(DIMS, **options)
+    assert whole.advice == ()
+    memory(int(whole.total_bytes * part))
+    plan = um.plan(DIMS, **options)
+    assert not plan.fits or plan.spilled_bytes
+    assert_true(plan, DIMS, **options)
+    validated(plan)
+
+
+def test_what_costs_least_comes_first(memory: Any) -> None:
+    memory(64 * GIB)
+    options: dict[str, Any] = {"ctx": 8000, "load": "copy", "sessions": 2, "pages": "4k"}
+    whole = um.plan(DIMS, **options)
+    memory(whole.total_bytes - 4096)
+    plan = um.plan(DIMS, **options)
+    names = [name for advice in plan.advice for name in advice.options]
+    assert names == ["load", "sessions", "kv_dtype", "ctx", "window"]
+    assert plan.advice[-1].text.endswith("memory of the machine: take less")
+    assert "q4_K" in plan.advice[-2].text
+
+
+def test_changes_that_fit_together(memory: Any) -> None:
+    options: dict[str, Any] = {"ctx": 8000, "kv_dtype": "f32", "sessions": 4, "pages": "4k"}
+    memory(um.plan(DIMS, ctx=8000, kv_dtype="q8_0", pages="4k").total_bytes)
+    plan = um.plan(DIMS, **options)
+    (together,) = (advice for advice in plan.advice if advice.text.startswith("together"))
+    assert together.options == {"sessions": 1, "kv_dtype": "q8_0"}
+    assert together.fits
+    assert_true(plan, DIMS, **options)
+    # Where these are not enough, the context is as long as it can be with them.
+    memory(um.plan(DIMS, ctx=3000, kv_dtype="q8_0", pages="4k").total_bytes)
+    plan = um.plan(DIMS, **options)
+    (together,) = (advice for advice in plan.advice if advice.text.startswith("together"))
+    assert together.options == {"sessions": 1, "kv_dtype": "q8_0", "ctx": 3000}
+    assert_true(plan, DIMS, **options)

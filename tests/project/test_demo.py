@@ -1,0 +1,207 @@
+"""The demo, as a person starts it: what it says is what the kernel says, and nothing is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gguf_files
+import unimem as um
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from models.make import small, write_model
+from proc_maps import huge_page_bytes
+from project import ROOT
+from unimem.weights.staging.held import holders
+
+MIB = 1 << 20
+DEMO = ROOT / "tools" / "demo.py"
+FIELDS = ("Rss", "Pss", "Shared_Hugetlb", "Private_Hugetlb", "ShmemPmdMapped")
+
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("cyllama") is None, reason="cyllama is not installed"
+)
+
+
+@pytest.fixture
+def demo() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules["demo"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One of some 10 MB, so that there is room for huge pages."""
+    return write_model(tmp_path / "small.gguf", shape=small(layers=10))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    before = children()
+    yield
+    assert children() == before
+    # Others on this machine may stage models of theirs meanwhile.
+    folder = tmp_path.resolve()
+    assert not [held for held in holders() if Path(held.source).resolve().is_relative_to(folder)]
+
+
+def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
+    """Figures of smaps of all that a process maps of files, in bytes."""
+    found = dict.fromkeys(FIELDS, 0)
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = int(line.split()[4]) in inodes
+        elif inside and (name := line.partition(":")[0]) in found:
+            found[name] += int(line.split()[1]) << 10
+    return found
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["split", "hugetlb"])
+def test_what_is_said_is_what_the_kernel_says(
+    demo: Any,
+    model: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    files = gguf_files.split(model, 50) if kind == "split" else [model]
+    if kind == "hugetlb":
+        request.getfixturevalue("eight_huge_pages")
+        monkeypatch.setattr(um, "stage", partial(um.stage, backing="hugetlb"))
+    lines: list[str] = []
+    with ExitStack() as stack:
+        facts = demo.demonstrate(files[0], 1, lines.append, stack)
+        pids = [report.facts["pid"] for report in facts.reports]
+        assert len(set(pids)) == 2
+        inodes = {os.stat(path).st_ino for path in facts.staged.paths}
+        there = [mapped(pid, inodes) for pid in pids]
+        assert facts.plan.fits
+        for pid, parts, each, granted in zip(
+            pids, facts.models, there, facts.placements, strict=True
+        ):
+            hugetlb = each["Shared_Hugetlb"] + each["Private_Hugetlb"]
+            assert {one["staged_from"] for one in parts} == set(map(str, files))
+            for one in parts:
+                assert (one["format"], one["state"]) == ("GGUF", "staged")
+            assert sum(one["rss_bytes"] for one in parts) == each["Rss"] + hugetlb > MIB
+            assert sum(one["pss_bytes"] for one in parts) == each["Pss"] + hugetlb
+            assert granted.huge_bytes == each["ShmemPmdMapped"] + hugetlb
+            assert granted.resident_bytes == each["Rss"] + hugetlb
+            # What was staged so, which takes memory that is not fragmented, is mapped so.
+            if facts.staged.backing == "tmpfs" and facts.staged.granted.huge_bytes:
+                assert granted.huge_bytes > 0
+                assert granted.page_bytes == huge_page_bytes()
+            assert f"   {pid} " in "\n".join(lines)
+        if kind == "hugetlb":
+            assert there[0]["Shared_Hugetlb"] == facts.ram_bytes, "one copy"
+        else:
+            assert there[0]["Pss"] == there[1]["Pss"]
+            assert facts.ram_bytes == pytest.approx(there[0]["Rss"], rel=0.01), "one copy"
+        assert "   two processes, 1.00 copies of the model in RAM" in lines
+        paths = facts.staged.paths
+    assert not any(map(os.path.exists, paths))
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert {len(times) for times in facts.seconds.values()} == {1}
+    assert facts.cached_bytes == sum(path.stat().st_size for path in files)
+    assert facts.skipped == []
+
+
+@needs_llama_cpp
+def test_the_demo_is_one_screen(model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, DEMO, str(model), "--rounds", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "1. What will it need?  unimem plan small.gguf"
+    summary = lines.index("Summary, as the kernel and the clock say:")
+    assert lines[summary + 1] == "   two processes, 1.00 copies of the model in RAM"
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(
+    tmp_path: Path, model: Path, number: signal.Signals
+) -> None:
+    """Once both processes have the model, which one time is the demo's own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    is_own = number == signal.SIGINT
+    with subprocess.Popen(
+        [sys.executable, DEMO, *([] if is_own else [str(model)])],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        pids: list[int] = []
+        paths = []
+        for line in process.stdout:
+            if "/proc/" in line or "/dev/shm/" in line:
+                paths.append(line.strip())
+            if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
+                pids = [int(found[1]), int(found[2])]
+                assert bool(os.listdir(folder)) == is_own
+                # As a terminal does: all of them.
+                os.killpg(process.pid, number)
+        assert process.wait(60) == 130
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert paths
+    assert not any(map(os.path.exists, paths))
+    assert os.listdir(folder) == []
+
+
+def test_without_llama_cpp_it_is_said_what_is_left_out(
+    demo: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines: list[str] = []
+    with ExitStack() as stack:
+        facts = demo.demonstrate(model, 1, lines.append, stack)
+        assert os.path.exists(facts.staged.path)
+    assert facts.skipped == ["processes", "report", "start"]
+    assert lines[-1].startswith("SKIPPED, steps 3 to 5: llama.cpp (the package cyllama) is not ins")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"hello")
+    done = subprocess.run(
+        [sys.executable, DEMO, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"demo: {path}: ")

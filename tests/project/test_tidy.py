@@ -1,0 +1,284 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import unimem
+import unimem.system.gpu
+from project import ROOT
+
+with mock.patch.object(unimem.system.gpu, "require"):  # what is looked at here needs no device
+    import unimem.cuda
+
+FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci")
+CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cu"}
+TEXT = CODE | {".md", ".toml", ".txt", ".sh", ".yml", ""}
+
+
+def files(suffixes: set[str]) -> list[Path]:
+    """Files of the repository but this one, which names what it forbids."""
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        found += (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return sorted(
+        path
+        for path in found
+        if path.suffix in suffixes
+        and "__pycache__" not in path.parts
+        and path not in (Path(__file__), ROOT / ".git")
+    )
+
+
+def lines(suffixes: set[str]) -> Iterator[tuple[str, str]]:
+    """Every line, with its place."""
+    for path in files(suffixes):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{path.relative_to(ROOT)}:{number}", line
+
+
+def places(pattern: str, suffixes: set[str] = TEXT) -> list[str]:
+    """Where a pattern is found."""
+    wanted = re.compile(pattern)
+    return [f"{place}: {line.strip()}" for place, line in lines(suffixes) if wanted.search(line)]
+
+
+# ---- text ----
+
+
+def test_the_repository_is_found() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in files(TEXT)}
+    assert {"README.md", "Makefile", ".ci/run", "src/unimem/_core/tape.pyx"} <= names
+    assert len(names) > 60
+
+
+def test_nothing_is_left_to_do() -> None:
+    assert places(r"\b(TODO|FIXME|XXX)\b") == []
+
+
+def test_lines_are_short() -> None:
+    assert [place for place, line in lines(CODE) if len(line) > 100] == []
+
+
+def test_files_are_short() -> None:
+    generated = ROOT / "docs/benchmarks.md"
+    written = [path for path in files(CODE | {".md"}) if path != generated]
+    count = {path: path.read_text().count("\n") for path in written}
+    assert [str(path) for path, n in count.items() if n > 900] == []
+
+
+def test_no_code_is_commented_out() -> None:
+    """In Cython and C; ruff looks at Python."""
+    found = []
+    for place, line in lines({".pyx", ".pxd"}):
+        comment = line.strip().removeprefix("#").strip()
+        if line.strip().startswith("#") and not comment.startswith("cython:") and is_code(comment):
+            found.append(f"{place}: {comment}")
+    found += places(r"^\s*(//|/\*).*[;{]\s*(\*/)?$", {".c", ".h", ".cu"})
+    assert found == []
+
+
+def is_code(text: str) -> bool:
+    if re.match(r"(cdef|cpdef|cimport)\b.*[:)\]=\w]$", text):
+        return True
+    try:
+        statements = ast.parse(text).body
+    except SyntaxError:
+        return False
+    # A word is a name, and a few are a tuple: those are no code.
+    return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in statements)
+
+
+def test_the_distribution_is_called_by_its_name() -> None:
+    assert places(r"pip install\b.*\bunimem\b(?!-llm)") == []
+
+
+def test_no_path_of_somebodys_machine() -> None:
+    assert places(r"(?<![\w.])/(work|home|Users)/") == []
+
+
+def test_only_the_command_line_prints() -> None:
+    found = [
+        place
+        for place, line in lines({".py", ".pyx"})
+        if place.startswith("src/unimem/")
+        and not place.startswith("src/unimem/cli/")
+        and re.match(r"\s*print\(", line)
+    ]
+    assert found == []
+
+
+# ---- native code ----
+
+
+def test_one_file_makes_system_calls() -> None:
+    headers = r"#include <(sys/(mman|stat|syscall|ioctl)|fcntl|unistd|sched|pthread|numaif)\.h>"
+    users = {place.split(":")[0] for place in places(headers, {".c", ".h"})}
+    assert [user for user in users if user.startswith("native/src/")] == ["native/src/os_linux.c"]
+    assert [user for user in users if user.startswith("native/include/")] == []
+
+
+def test_every_source_file_has_its_test() -> None:
+    sources = {path.stem for path in (ROOT / "native/src").glob("*.c")}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "native/tests").glob("test_*.c")}
+    assert sorted(sources - tests) == []
+
+
+def test_every_system_call_can_be_made_to_fail() -> None:
+    calls = re.findall(r"^int (um_os_\w+)\(", (ROOT / "native/src/os.h").read_text(), re.M)
+    assert "um_os_reserve" in calls
+    wrappers = (ROOT / "native/tests/fault_os.c").read_text()
+    assert [call for call in calls if call.removeprefix("um_os_") not in wrappers] == []
+
+
+def test_every_function_of_the_header_is_declared_for_cython() -> None:
+    pattern = r"\b(um_[a-z_]+)\("
+    header = "".join(path.read_text() for path in sorted((ROOT / "native/include").glob("*.h")))
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    declared = set(re.findall(pattern, (ROOT / "src/unimem/_core/native.pxd").read_text()))
+    assert sorted(set(re.findall(pattern, header)) - declared) == []
+
+
+# ---- the package ----
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
+
+
+ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine"}
+# These two are programs, and nothing imports them.
+PROGRAMS = {"unimem.weights.staging.holder", "unimem.weights.staging.mount"}
+BINDINGS = {"unimem.system.ggml"}  # names of ggml, taken over as they are
+MODULES = sorted(
+    {
+        module_name(path)
+        for path in (ROOT / "src/unimem").rglob("*.py")
+        if path.name != "__init__.py" and not ROOMS_WITHOUT_INTERFACE & set(path.parts)
+    }
+    - PROGRAMS
+    - BINDINGS
+)
+STUBS = sorted(module_name(path) for path in (ROOT / "src/unimem").glob("*/*.pyi"))
+
+
+def test_the_public_names_are_all_there_is() -> None:
+    modules = {name for name, value in vars(unimem).items() if inspect.ismodule(value)}
+    names = {name for name in vars(unimem) if not name.startswith("_")}
+    assert sorted(names - modules | {"plan", "report"}) == unimem.__all__
+    assert sorted(unimem.__all__) == unimem.__all__
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_names_exist(name: str) -> None:
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == list(module.__all__)
+    assert [public for public in module.__all__ if not hasattr(module, public)] == []
+
+
+def members_of(cls: type) -> Iterator[tuple[str, Any]]:
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("unimem")]
+    for name in dict.fromkeys(name for base in ours for name in vars(base)):
+        value = getattr(cls, name)
+        is_property = isinstance(value, property) or inspect.isgetsetdescriptor(value)
+        if not name.startswith("_") and (callable(value) or is_property):
+            yield name, value
+
+
+def public_things() -> Iterator[tuple[str, Any]]:
+    """The public names, and the methods and properties of classes."""
+    named = {name: getattr(unimem, name) for name in unimem.__all__}
+    named |= {f"cuda.{name}": getattr(unimem.cuda, name) for name in unimem.cuda.__all__}
+    del named["cuda.CAPABILITIES"]
+    for name, thing in named.items():
+        yield name, thing
+        if inspect.isclass(thing):
+            for member, value in members_of(thing):
+                # A plain attribute of a Cython class has no docstring: the class's names it.
+                in_class = re.search(rf"^ *(.*, )?{member}\b.* : ", thing.__doc__ or "", re.M)
+                if value.__doc__ is not None or not in_class:
+                    yield f"{name}.{member}", value
+
+
+THINGS = dict(public_things())
+SECTIONS = {
+    *("Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes", "Notes", "Examples"),
+    *("See Also", "References"),
+}
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_docstrings_are_numpy_style(name: str) -> None:
+    text = inspect.getdoc(THINGS[name])
+    assert text, f"{name} has no docstring"
+    rows = text.splitlines()
+    assert rows[0].rstrip().endswith((".", ":")), "the first line is a sentence"
+    assert len(rows) == 1 or rows[1] == "", "a blank line behind the first"
+    for title, underline in itertools.pairwise(rows):
+        if underline and set(underline) == {"-"}:
+            assert title in SECTIONS
+            assert len(underline) == len(title)
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_documented_parameters_are_those_of_the_signature(name: str) -> None:
+    thing = THINGS[name]
+    section = re.search(
+        r"^Parameters\n-+\n(.*?)(\n\n\w|\Z)", inspect.getdoc(thing) or "", re.S | re.M
+    )
+    if section is None or not callable(thing):
+        return
+    try:
+        parameters = inspect.signature(thing).parameters
+    except ValueError:
+        return  # a class in Cython tells no signature
+    if list(parameters) == ["args", "kwargs"]:
+        return
+    heads = re.findall(r"^(?! )([^:\n]+?)(?: :.*)?$", section[1], re.M)
+    named = {part.strip(" *") for head in heads for part in head.split(",")}
+    assert named == set(parameters) - {"self", "cls"}
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_stubs_name_what_the_module_has(name: str) -> None:
+    module = importlib.import_module(name)
+    stub = ast.parse((ROOT / "src" / f"{name.replace('.', '/')}.pyi").read_text())
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef) and hasattr(module, node.name):
+            cls = getattr(module, node.name)
+            in_stub = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            in_stub |= {
+                ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)
+            }
+            there = {member for member in vars(cls) if not member.startswith("_")}
+            assert {member for member in in_stub if not member.startswith("_")} == there
+        elif isinstance(node, ast.FunctionDef):
+            assert hasattr(module, node.name)
+
+
+# ---- versions ----
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = unimem.__version__
+    assert project["version"] == version
+    assert f"project(unimem VERSION {version} " in (ROOT / "CMakeLists.txt").read_text()
+    header = (ROOT / "native/include/unimem.h").read_text()
+    parts = [re.search(rf"UM_VERSION_{p} (\d+)", header) for p in ("MAJOR", "MINOR", "PATCH")]
+    assert ".".join(part[1] for part in parts if part) == version
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (.*)$", changes, re.M)
+    assert newest is not None
+    assert newest[1].startswith((version, "Unreleased"))

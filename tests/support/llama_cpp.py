@@ -1,0 +1,137 @@
+"""llama.cpp as the peer, through the cyllama wheel, in a process of its own.
+
+Both libraries bring a ggml whose symbols must not meet, so tests start this file:
+``python tests/support/llama_cpp.py greedy|quantize|hold JSON``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Q4_K_M = 15  # llama_ftype
+
+
+def greedy(
+    model: Path, prompt: list[int], n: int, *, ctx: int = 1024, kv_dtype: str = "f16"
+) -> tuple[list[int], NDArray[Any]]:
+    """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
+
+    Weights are used as they lie in the file (no repacking), attention is flash attention, and
+    what is written to a quantized cache is not rotated before.
+    """
+    options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
+    with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
+        out = f"{folder}/out.npz"
+        _run("greedy", options | {"out": out})
+        with np.load(out) as data:
+            return [int(token) for token in data["tokens"]], data["logits"]
+
+
+def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
+    """Quantize a model with llama.cpp's own quantizer."""
+    _run("quantize", {"source": str(source), "target": str(target), "ftype": ftype})
+    return target
+
+
+@contextmanager
+def holding(model: Path | str) -> Iterator[int]:
+    """A process that has generated a token of the model, from its file; gives its number."""
+    with subprocess.Popen(
+        [sys.executable, __file__, "hold", json.dumps({"model": str(model)})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready %d\n" % process.pid:
+                raise RuntimeError("llama.cpp could not load the model")
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def _run(command: str, options: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, command, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LLAMA_ATTN_ROT_DISABLE": "1"},
+        timeout=600,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed ({done.returncode}): {done.stderr[-2000:]}")
+
+
+def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
+    """A model, as it lies in its file, and a context of it."""
+    from cyllama.llama import llama_cpp
+
+    class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
+        @property
+        def n_vocab(self) -> int:  # the wheel's context asks its model for it, which has none
+            return int(self.get_vocab().n_vocab)
+
+    params = llama_cpp.LlamaModelParams()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    opened = Model(model, params)
+    params = llama_cpp.LlamaContextParams()
+    params.n_ctx = params.n_batch = ctx
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = 1
+    params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[kv_dtype]
+    return opened, llama_cpp.LlamaContext(opened, params)
+
+
+def _greedy(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    _model, context = _open(options["model"], options["ctx"], options["kv"])
+    batch, past = options["prompt"], 0
+    tokens: list[int] = []
+    rows = []
+    while len(tokens) < options["n"]:
+        if context.decode(llama_cpp.llama_batch_get_one(batch, past)):
+            raise RuntimeError("decode failed")
+        past += len(batch)
+        rows.append(np.array(context.get_logits_ith(-1), np.float32))
+        tokens.append(int(rows[-1].argmax()))
+        batch = [tokens[-1]]
+    np.savez(options["out"], tokens=tokens, logits=rows)
+
+
+def _quantize(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    params = llama_cpp.LlamaModelQuantizeParams()
+    params.ftype = options["ftype"]
+    params.nthread = 2
+    if llama_cpp.model_quantize(options["source"], options["target"], params):
+        raise RuntimeError("quantizing failed")
+
+
+def _hold(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    _model, context = _open(options["model"], 256, "f16")
+    if context.decode(llama_cpp.llama_batch_get_one([1], 0)):
+        raise RuntimeError("decode failed")
+    print("ready", os.getpid(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    {"greedy": _greedy, "quantize": _quantize, "hold": _hold}[sys.argv[1]](json.loads(sys.argv[2]))

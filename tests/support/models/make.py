@@ -1,0 +1,141 @@
+"""Writes GGUF models of random weights that unimem and llama.cpp both load.
+
+python tests/models/make.py OUT.gguf [llama|qwen2|qwen3] [small|1.1b] [TYPE]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from unimem_bench import models as bench
+
+Shape = bench.Shape
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+
+TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
+SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, ctx=1024)
+SHAPES = {
+    "tiny": TINY,
+    "small": SMALL,
+    "1.1b": bench.SHAPES["1.1b"],
+    "wide": bench.SHAPES["wide"],
+}
+
+
+def write_model(
+    path: Path,
+    arch: str = "llama",
+    shape: Shape = SMALL,
+    kind: str = "q8_0",
+    *,
+    tied: bool = False,
+    bias: bool = False,
+    rope_factors: bool = False,
+    gain: float = 0.3,
+    metadata: dict[str, Any] | None = None,
+    eos: int = 2,
+    random_bits: bool = False,
+    dequantized: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a model.
+
+    `metadata` adds keys (without the architecture's prefix) or replaces them. `gain` is what a
+    block adds, beside what it adds it to. Quantizing activations turns a difference of one bit
+    between two builds of ggml into one of a quantum, which a model of gain 1 makes larger from
+    layer to layer, and a small gain does not. With `random_bits` matrices are bytes without
+    meaning, of any type that ggml knows; with `dequantized` they are f32, of values `kind` has.
+    """
+    rng = np.random.default_rng(seed)
+    w = gguf.GGUFWriter(path, arch)
+    head = {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    bench.add_metadata(w, shape, (head if arch == "qwen3" else {}) | (metadata or {}))
+    w.add_file_type(FILE_TYPES.get(kind, 0))
+    bench.add_tokenizer(w, shape.vocab, eos)
+
+    def matrix(name: str, n_out: int, n_in: int, std: float) -> NDArray[Any] | None:
+        if random_bits:
+            number = GGMLQuantizationType[kind.upper()]
+            block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
+            row_bytes = n_in // block_values * block_bytes
+            bits = rng.integers(0, 256, (n_out, row_bytes), np.uint8)
+            w.add_tensor(name, bits, raw_dtype=number)
+            return None
+        if kind == "q8_0" and n_out * n_in > 1 << 22:
+            # Random blocks directly: quantizing a billion values takes minutes.
+            blocks = rng.integers(0, 256, (n_out, n_in // 32, 34), np.uint8)
+            blocks[..., :2] = np.frombuffer(np.float16(std / 73.9).tobytes(), np.uint8)
+            w.add_tensor(name, blocks.reshape(n_out, -1), raw_dtype=GGMLQuantizationType.Q8_0)
+            return None
+        values = rng.standard_normal((n_out, n_in), dtype=np.float32) * np.float32(std)
+        if name == "output.weight" and embedding is not None:
+            # Each token has one that likely follows it, so that the likeliest token is seldom in
+            # doubt by less than what rounding makes.
+            values += np.roll(embedding, 1, axis=0) * np.float32(std / 3)
+        if kind in ("f32", "f16"):
+            w.add_tensor(name, values.astype({"f32": np.float32, "f16": np.float16}[kind]))
+        else:
+            number = GGMLQuantizationType[kind.upper()]
+            data = gguf.quants.quantize(values, number)
+            if dequantized:
+                w.add_tensor(name, gguf.quants.dequantize(data, number))
+            else:
+                w.add_tensor(name, data, raw_dtype=number)
+        return values
+
+    def vector(name: str, n: int, mean: float, std: float) -> None:
+        w.add_tensor(name, (mean + std * rng.standard_normal(n)).astype(np.float32))
+
+    hidden, std = shape.hidden, shape.hidden**-0.5
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    embedding = None
+    embedding = matrix("token_embd.weight", shape.vocab, hidden, 1.0)
+    if rope_factors:
+        factors = np.linspace(1, 8, shape.head // 2, dtype=np.float32)
+        w.add_tensor("rope_freqs.weight", factors)
+    for i in range(shape.layers):
+        blk = f"blk.{i}"
+        vector(f"{blk}.attn_norm.weight", hidden, 1, 0.1)
+        for name, n_out, scale in (("attn_q", q, 1.5), ("attn_k", kv, 1.5), ("attn_v", kv, 1)):
+            matrix(f"{blk}.{name}.weight", n_out, hidden, std * scale)
+            if bias or arch == "qwen2":
+                vector(f"{blk}.{name}.bias", n_out, 0, 0.2)
+        if arch == "qwen3":
+            vector(f"{blk}.attn_q_norm.weight", shape.head, 1, 0.1)
+            vector(f"{blk}.attn_k_norm.weight", shape.head, 1, 0.1)
+        matrix(f"{blk}.attn_output.weight", hidden, q, q**-0.5 * gain)
+        vector(f"{blk}.ffn_norm.weight", hidden, 1, 0.1)
+        matrix(f"{blk}.ffn_gate.weight", shape.inner, hidden, std)
+        matrix(f"{blk}.ffn_up.weight", shape.inner, hidden, std)
+        matrix(f"{blk}.ffn_down.weight", hidden, shape.inner, shape.inner**-0.5 * gain)
+    vector("output_norm.weight", hidden, 1, 0.1)
+    if not tied:
+        matrix("output.weight", shape.vocab, hidden, std * 3)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+def small(**changes: Any) -> Shape:
+    """Return the small shape with other dimensions."""
+    return replace(SMALL, **changes)
+
+
+if __name__ == "__main__":
+    arguments = dict(enumerate(sys.argv[1:]))
+    write_model(
+        Path(arguments[0]),
+        arguments.get(1, "llama"),
+        SHAPES[arguments.get(2, "small")],
+        arguments.get(3, "q8_0"),
+    )

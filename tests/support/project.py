@@ -1,0 +1,11 @@
+"""Where the files of the project are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+"""The checkout."""
+
+STORIES = ROOT.parent / "shared" / "models" / "stories260K.gguf"
+"""A model that others trained, which lies beside some checkouts."""

@@ -1,0 +1,393 @@
+"""The hash of a model's content: by its definition, in every mode, in the end and when stopped."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import gguf_files as gf
+import interrupts
+from conftest import Run
+from unimem.engine import embedded_model
+from unimem.errors import ClosedError
+from unimem.weights import content_hash
+from unimem.weights.loading import Load
+from unimem.weights.opened import Weights, open_weights
+
+MIB = 1 << 20
+HASHER = xxhash.xxh3_128
+
+
+def u64(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def by_definition(metadata: dict[str, bytes], tensors: list[tuple[str, str, Any, bytes]]) -> str:
+    """The hash, from the raw values of the keys and the name, type, ne and data of each tensor."""
+    out = b"unimem content 1\n" + u64(len(metadata))
+    for key, value in sorted(metadata.items()):
+        out += u64(len(key.encode())) + key.encode() + u64(len(value)) + value
+    out += u64(len(tensors))
+    for name, kind, ne, data in sorted(tensors):
+        out += u64(len(name.encode())) + name.encode() + u64(len(kind)) + kind.encode()
+        out += u64(len(ne), *ne, len(data))
+        for at in range(0, len(data), 8 * MIB):
+            out += xxhash.xxh3_128_digest(data[at : at + 8 * MIB])
+    return xxhash.xxh3_128_hexdigest(out)
+
+
+def model(path: Path, data: bytes, *, key: bytes = b"\x07", name: str = "b") -> Path:
+    """A file of three tensors, one of them empty; `data` is that of the one called `name`."""
+    raw, _ = gf.join(
+        gf.head(3, 2),
+        gf.kv("z", gf.UINT8, key),
+        gf.kv("list", gf.ARRAY, gf.array(gf.STRING, 1, gf.string("x"))),
+        gf.tensor(name, (len(data) // 4,), gf.F32, 32),
+        gf.tensor("a", (4, 2), gf.F32, 0),
+        gf.tensor("none", (0,), gf.F32, 0),
+    )
+    path.write_bytes(raw + bytes(-len(raw) % 32) + bytes(range(32)) + data)
+    return path
+
+
+SMALL = bytes(range(240))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a tensor of two whole chunks and a part of one."""
+    path = tmp_path_factory.mktemp("hash") / "large.gguf"
+    return model(path, gf.random_bytes(17 * MIB + 12).tobytes())
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_thread() -> Iterator[None]:
+    yield
+    assert interrupts.others_in(content_hash) == []
+
+
+def test_hash_is_as_defined(tmp_path: Path, large: Path) -> None:
+    metadata = {
+        "z": struct.pack("<IB", gf.UINT8, 7),
+        "list": struct.pack("<IIQQ", gf.ARRAY, gf.STRING, 1, 1) + b"x",
+    }
+    others = [("a", "f32", (4, 2), bytes(range(32))), ("none", "f32", (0,), b"")]
+    for path in (model(tmp_path / "small.gguf", SMALL), large):
+        with open_weights(path) as w:
+            data = w.tensors["b"].as_array().tobytes()
+            tensors = [("b", "f32", (len(data) // 4,), data), *others]
+            assert w.content_hash() == by_definition(metadata, tensors)
+
+
+def test_hash_of_safetensors_is_as_defined(tmp_path: Path) -> None:
+    header = (
+        b'{"__metadata__":{"format":"p\\u0074"},'
+        b'"\xc3\xb6":{"dtype":"F8_E4M3","shape":[2,3],"data_offsets":[0,6]},'
+        b'"a":{"dtype":"I16","shape":[],"data_offsets":[6,8]}}'
+    )
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(u64(len(header)) + header + bytes(range(8)))
+    with open_weights(path) as w:
+        assert w.content_hash() == by_definition(
+            {"format": b"str\0pt"},
+            [("ö", "f8_e4m3", (3, 2), bytes(range(6))), ("a", "i16", (), b"\6\7")],
+        )
+
+
+def test_known_hash() -> None:
+    with open_weights(embedded_model()) as w:
+        assert w.content_hash() == "0d9b02bc8200363980d629087d4e09cc"
+
+
+def test_every_mode_and_number_of_threads_gives_the_same(large: Path) -> None:
+    found = set()
+    modes: tuple[Load, ...] = ("map", "copy", "direct")
+    for mode in modes:
+        with open_weights(large, load=mode) as w:
+            found |= {w.content_hash(threads=n) for n in (1, 3, 20)}
+    assert len(found) == 1
+
+
+def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
+    def split(no: int, count: int) -> list[gf.Part]:
+        return [
+            gf.kv("split.no", gf.UINT16, struct.pack("<H", no)),
+            gf.kv("split.count", gf.UINT16, struct.pack("<H", count)),
+            gf.kv("split.tensors.count", gf.INT32, struct.pack("<i", 2)),
+        ]
+
+    key = gf.kv("general.name", gf.STRING, gf.string("n"))
+    a, b = gf.tensor("a", (8,), gf.F32, 0), gf.tensor("b", (8,), gf.F32, 0)
+    data = bytes(range(32)), bytes(range(100, 132))
+    b_behind_a = gf.tensor("b", (8,), gf.F32, 32)
+    files = {
+        "whole.gguf": gf.join(gf.head(2, 1), key, a, b_behind_a)[0],
+        "merged.gguf": gf.join(gf.head(2, 4), *split(0, 0), key, a, b_behind_a)[0],
+        "m-00001-of-00002.gguf": gf.join(gf.head(1, 4), *split(0, 2), key, b)[0],
+        "m-00002-of-00002.gguf": gf.join(gf.head(1, 3), *split(1, 2), a)[0],
+    }
+    behind = [data[0] + data[1], data[0] + data[1], data[1], data[0]]
+    for (name, raw), rest in zip(files.items(), behind, strict=True):
+        (tmp_path / name).write_bytes(raw + bytes(-len(raw) % 32) + rest)
+    found = []
+    for name in ("whole.gguf", "merged.gguf", "m-00001-of-00002.gguf"):
+        with open_weights(tmp_path / name) as w:
+            found.append(w.content_hash())
+    assert found == [found[0]] * 3
+
+
+def test_any_change_shows(tmp_path: Path) -> None:
+    def hash_of(path: Path) -> str:
+        with open_weights(path) as w:
+            return w.content_hash()
+
+    flipped = bytearray(SMALL)
+    flipped[-1] ^= 1
+    hashes = [
+        hash_of(model(tmp_path / "0.gguf", SMALL)),
+        hash_of(model(tmp_path / "1.gguf", bytes(flipped))),
+        hash_of(model(tmp_path / "2.gguf", SMALL, key=b"\x08")),
+        hash_of(model(tmp_path / "3.gguf", SMALL, name="c")),
+        hash_of(model(tmp_path / "4.gguf", SMALL[:-4])),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    # What does not matter: the order of the file, and what lies between the tensors.
+    raw, _ = gf.join(
+        gf.head(3, 2),
+        gf.kv("list", gf.ARRAY, gf.array(gf.STRING, 1, gf.string("x"))),
+        gf.kv("z", gf.UINT8, b"\x07"),
+        gf.tensor("none", (0,), gf.F32, 0),
+        gf.tensor("a", (4, 2), gf.F32, 512),
+        gf.tensor("b", (60,), gf.F32, 0),
+    )
+    data = SMALL + b"\xff" * (512 - len(SMALL)) + bytes(range(32))
+    (tmp_path / "5.gguf").write_bytes(raw + bytes(-len(raw) % 32) + data)
+    assert hash_of(tmp_path / "5.gguf") == hashes[0]
+
+
+# ---- files that change ----
+
+
+def when_it_runs(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> list[None]:
+    """Change something when the data is about to be hashed; returns an item for each time."""
+    ran: list[None] = []
+    hash_all = content_hash._Work.run
+
+    def run(*arguments: Any) -> None:
+        ran.append(None)
+        change()
+        hash_all(*arguments)
+
+    monkeypatch.setattr(content_hash._Work, "run", run)
+    return ran
+
+
+def test_mapped_file_that_is_truncated_raises(
+    tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.gguf"
+    path.write_bytes(large.read_bytes())
+    ran = when_it_runs(monkeypatch, lambda: os.truncate(path, 9 * MIB))
+    with open_weights(path, load="map") as w:
+        for code in (errno.EIO, errno.ESTALE):  # the second time it is seen at once
+            with pytest.raises(OSError, match=r"file\.gguf") as caught:
+                w.content_hash()
+            assert caught.value.errno == code
+            assert len(ran) == 1
+        w.close()  # the error keeps nothing
+
+
+@pytest.mark.parametrize("mode", ["copy", "direct"])
+def test_memory_of_our_own_does_not_need_the_file(tmp_path: Path, mode: Load) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    with open_weights(path, load=mode) as w:
+        expected = w.content_hash()
+        path.unlink()
+        assert w.content_hash() == expected
+
+
+def test_mapped_file_that_is_replaced_or_written_to_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    other = model(tmp_path / "other.gguf", SMALL)
+    ran = when_it_runs(monkeypatch, lambda: os.replace(other, path))
+    with open_weights(path, load="map") as w:
+        for _ in range(2):  # while it is hashed, and before
+            with pytest.raises(OSError, match="replaced or written to") as caught:
+                w.content_hash()
+            assert caught.value.errno == errno.ESTALE
+            assert len(ran) == 1
+
+
+def test_an_intact_mapping_is_hashed_wherever_its_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    monkeypatch.chdir(tmp_path)
+    with open_weights(path.name, load="map") as w:
+        assert w.files == (path.name,)
+        expected = w.content_hash()
+        monkeypatch.chdir("/")
+        assert w.content_hash() == expected
+        path.unlink()
+        assert w.content_hash() == expected
+
+
+def test_a_mapping_of_a_descriptor_outlives_it(tmp_path: Path) -> None:
+    path = model(tmp_path / "file.gguf", SMALL)
+    with path.open("rb") as file:
+        w = open_weights(f"/proc/self/fd/{file.fileno()}", load="map")
+    with w, open_weights(path) as same:
+        assert w.content_hash() == same.content_hash()
+
+
+# ---- progress, and stopping ----
+
+
+@pytest.mark.parametrize("mode", ["map", "copy"])
+def test_progress_grows_and_ends_with_all(large: Path, mode: Load) -> None:
+    calls: list[tuple[int, int]] = []
+    with open_weights(large, load=mode) as w:
+        w.content_hash(progress=lambda done, total: calls.append((done, total)))
+        assert {total for _, total in calls} == {w.nbytes}
+        assert calls[-1] == (w.nbytes, w.nbytes)
+        done = [done for done, _ in calls]
+        assert done == sorted(set(done))
+
+
+def test_progress_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").write_bytes(gf.head(0, 0))
+    calls = []
+    with open_weights(tmp_path / "file.gguf") as w:
+        assert w.content_hash(progress=lambda *args: calls.append(args)) == by_definition({}, [])
+    assert calls == [(0, 0)]
+
+
+class Slow:
+    """A hasher that takes so long that progress is told in between."""
+
+    SECONDS = 0.02
+
+    def __init__(self, *_: Any) -> None:
+        self.hasher = HASHER(*_)
+
+    def update(self, data: Any) -> None:
+        time.sleep(self.SECONDS)
+        self.hasher.update(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hasher, name)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unimem.weights.content_hash.xxhash.xxh3_128", Slow)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_progress_raises_stops(large: Path) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def progress(done: int, total: int) -> None:
+        assert done < total
+        raise EnoughError
+
+    with open_weights(large) as w, pytest.raises(EnoughError):
+        w.content_hash(threads=2, progress=progress)
+
+
+@pytest.mark.usefixtures("slow")
+def test_interrupt_stops(large: Path) -> None:
+    def progress(_done: int, _total: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with open_weights(large) as w:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            w.content_hash(threads=2, progress=progress)
+        w.close()  # nobody uses it any more
+        assert caught.traceback
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_interrupt_at_any_moment_leaves_no_thread(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "SECONDS", 0.002)
+    with open_weights(large) as w:
+        files = ("unimem/", "threading.py", "concurrent/")
+        call = functools.partial(w.content_hash, threads=2)
+        for _ in interrupts.at_each_line(call, *files):
+            assert interrupts.others_in(content_hash) == []
+            w._check_unused()
+
+
+def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> None:
+    script = f"""
+        import os, time
+        import unimem as um
+        import xxhash
+
+        class Slow:
+            def __init__(self, *of):
+                self.hasher = hasher(*of)
+            def update(self, data):
+                time.sleep(0.02)
+                self.hasher.update(data)
+            def __getattr__(self, name):
+                return getattr(self.hasher, name)
+
+        hasher, xxhash.xxh3_128 = xxhash.xxh3_128, Slow
+        child = None
+        def progress(done, total):
+            global child
+            if child is None:
+                child = os.fork()
+            if child == 0:
+                import signal
+                signal.alarm(30)
+        weights = um.open_weights({str(large)!r})
+        try:
+            weights.content_hash(threads=2, progress=progress)
+        except um.ClosedError as error:
+            assert child == 0 and "forked child" in str(error)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """
+    done = run_python(script, "-W", "ignore")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("slow")
+def test_nothing_is_closed_under_a_hash(large: Path) -> None:
+    refused: list[bool] = []
+
+    def progress(_done: int, _total: int) -> None:
+        with pytest.raises(BufferError):
+            w.close()
+        refused.append(True)
+
+    with open_weights(large) as w:
+        w.content_hash(progress=lambda d, t: None if d == t else progress(d, t))
+        assert refused
+
+
+def test_misuse(large: Path) -> None:
+    with open_weights(large) as w:
+        with pytest.raises(ValueError, match="threads: expected 1 or more, got 0"):
+            w.content_hash(threads=0)
+        with pytest.raises(TypeError):
+            w.content_hash(threads="many")  # type: ignore[arg-type]
+    with pytest.raises(ClosedError):
+        Weights.content_hash(w)

@@ -1,0 +1,655 @@
+"""What of a model is in RAM, held against the kernel's page tables; warm, lock and evict."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import mmap
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_block_lock import DROP_LOCK
+
+import gguf_files as g
+import unimem as um
+from conftest import Run
+from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
+from unimem.system import limits
+from unimem.weights import residency
+from unimem.weights.opened import Weights
+from unimem.weights.residency import Residency
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
+LIBC = ctypes.CDLL(None, use_errno=True)
+# From much less than a page to many, and none that ends where a page does but by chance.
+SIZES = (4, 96, 5000, 0, 32, 40_000, 8192, 12, 1_000_000, 64, 300_000, 77_776)
+
+
+def drop_from_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def write_model(path: Path, sizes: tuple[int, ...] = SIZES, *, part: int = 0, of: int = 1) -> Path:
+    """A file of float32 tensors of these bytes; of several parts, one."""
+    entries: list[list[g.Part]] = [g.kv("general.architecture", g.STRING, g.string("none"))]
+    if of > 1:
+        entries += [
+            g.kv("split.no", g.UINT16, struct.pack("<H", part)),
+            g.kv("split.count", g.UINT16, struct.pack("<H", of)),
+            g.kv("split.tensors.count", g.INT32, struct.pack("<i", of * len(sizes))),
+        ]
+    tensors, offset = [], 0
+    for i, nbytes in enumerate(sizes):
+        tensors.append(g.tensor(f"part {part}, tensor {i}", (nbytes // 4,), g.F32, offset))
+        offset += -(-nbytes // 32) * 32
+    raw, _ = g.with_data(g.head(len(tensors), len(entries)), *entries, *tensors, nbytes=offset)
+    path.write_bytes(raw)
+    return path
+
+
+def open_cold(path: Path) -> Weights:
+    """Mapped, and nothing of it in the page cache: not even what reading the header has brought."""
+    weights = um.open_weights(path, load="map")
+    for file in weights.files:
+        drop_from_cache(Path(file))
+    if any(any(in_cache(Path(file))) for file in weights.files):
+        weights.close()
+        pytest.skip(f"the file system of {path} keeps files in memory")
+    return weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    return [
+        write_model(tmp_path / f"model-{i + 1:05}-of-00002.gguf", part=i, of=2) for i in range(2)
+    ]
+
+
+def in_cache(path: Path) -> list[bool]:
+    """What mincore says of each page, through a mapping of our own."""
+    nbytes = path.stat().st_size
+    n_pages = -(-nbytes // PAGE)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        flags = (ctypes.c_ubyte * n_pages)()
+        address = ctypes.c_void_p(view.ctypes.data)
+        assert LIBC.mincore(address, ctypes.c_size_t(nbytes), flags) == 0
+        del view
+    return [bool(flag & 1) for flag in flags]
+
+
+def in_tables(address: int, nbytes: int) -> list[bool]:
+    """Of each page whether this process maps it."""
+    n_pages = -(-nbytes // PAGE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(address // PAGE * 8)
+        entries = struct.unpack(f"<{n_pages}Q", pagemap.read(n_pages * 8))
+    return [bool(entry >> 63) for entry in entries]
+
+
+def covered(pages: list[bool], offset: int, nbytes: int) -> int:
+    """Bytes of a range that lie in the pages, page by page."""
+    total = 0
+    for i, chosen in enumerate(pages):
+        low, high = max(offset, i * PAGE), min(offset + nbytes, (i + 1) * PAGE)
+        total += max(0, high - low) if chosen else 0
+    return total
+
+
+def check_against_the_kernel(weights: Weights, look: Residency) -> None:
+    """Look at each byte once more, slowly, in mapped files."""
+    for path, block in zip(weights.files, weights.blocks, strict=True):
+        size = Path(path).stat().st_size
+        cache, tables = in_cache(Path(path)), in_tables(block.address, size)
+        whole = look.by_file[path]
+        assert whole.nbytes == size
+        assert whole.resident_bytes == covered(cache, 0, size)
+        assert whole.mapped_bytes == covered(tables, 0, size) == sum(whole.nodes.values())
+        for tensor in weights.tensors.values():
+            if tensor.file == path:
+                part = look.tensors[tensor.name]
+                assert part.nbytes == tensor.nbytes
+                assert part.resident_bytes == covered(cache, tensor.offset, tensor.nbytes)
+                assert part.mapped_bytes == covered(tables, tensor.offset, tensor.nbytes)
+                assert sum(part.nodes.values()) == part.mapped_bytes
+
+
+def warm_pages(weights: Weights, n: int, seed: int = 0) -> None:
+    """Bring some pages in, none of them because its neighbour was touched."""
+    rng = np.random.default_rng(seed)
+    for block in weights.blocks:
+        block.advise("random")
+        for page in rng.choice(-(-block.nbytes // PAGE), n, replace=False).tolist():
+            block._warm_range(page * PAGE, 1)
+
+
+# ---- telling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pages_at_once", [1, 3, 1 << 22])
+def test_bytes_are_those_of_the_page_tables(
+    model: Path, monkeypatch: pytest.MonkeyPatch, pages_at_once: int
+) -> None:
+    monkeypatch.setattr(residency, "_SLICE", pages_at_once)
+    with open_cold(model) as weights:
+        check_against_the_kernel(weights, weights.residency())
+        warm_pages(weights, 60)
+        look = weights.residency()
+        check_against_the_kernel(weights, look)
+        assert 0 < look.mapped_bytes < look.nbytes
+        assert list(look.tensors) == list(weights.tensors)
+        assert look.unknown_bytes == look.locked_bytes == 0
+
+
+def test_a_model_of_several_files(split: list[Path]) -> None:
+    with open_cold(split[1]) as weights:
+        warm_pages(weights, 40)
+        look = weights.residency()
+        check_against_the_kernel(weights, look)
+        assert list(look.by_file) == list(map(str, split))
+        assert len(look.tensors) == 2 * len(SIZES)
+        for name in ("nbytes", "resident_bytes", "mapped_bytes"):
+            parts = [getattr(part, name) for part in look.by_file.values()]
+            assert getattr(look, name) == sum(parts)
+
+
+def test_ranges_are_the_file(model: Path) -> None:
+    with open_cold(model) as weights:
+        warm_pages(weights, 60)
+        look = weights.residency()
+        whole = look.by_file[str(model)]
+        for n in (1, 7, 1000):
+            ranges = look.ranges(str(model), n)
+            sizes = [part.nbytes for part in ranges]
+            assert len(ranges) == n
+            assert max(sizes) - min(sizes) <= 1
+            for name in ("nbytes", "resident_bytes", "mapped_bytes", "huge_bytes"):
+                assert sum(getattr(part, name) for part in ranges) == getattr(whole, name)
+        with pytest.raises(ValueError, match="at least 1 range, got 0"):
+            look.ranges(str(model), 0)
+        with pytest.raises(TypeError):
+            look.ranges(str(model), 2.5)  # type: ignore[arg-type]
+        with pytest.raises(KeyError):
+            look.ranges("another", 3)
+    small = write_model(model.with_name("small.gguf"), (32,))
+    with um.open_weights(small, load="map") as weights:
+        look = weights.residency()
+        assert len(look.ranges(str(small), look.nbytes + 5)) == look.nbytes
+
+
+@pytest.mark.parametrize("passed_on", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy])
+def test_it_pickles_and_copies(split: list[Path], passed_on: Callable[[Any], Any]) -> None:
+    with open_cold(split[0]) as weights:
+        warm_pages(weights, 40)
+        look = weights.residency()
+        again = passed_on(look)
+        assert again == look
+        for path in weights.files:
+            assert again.ranges(path, 9) == look.ranges(path, 9)
+        one = look.tensors["part 1, tensor 2"]
+        assert passed_on(one) == one
+
+
+def test_it_says_itself_in_a_line(model: Path) -> None:
+    with um.open_weights(model, load="map", warm=True) as weights:
+        look = weights.residency()
+        assert str(look) == "1.4 MiB of 1.4 MiB in RAM, 1.4 MiB mapped, 1.4 MiB on node 0"
+        assert "tensors" not in repr(look)
+
+
+def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", (3 * MIB, 100, 5 * MIB, 4))
+    with um.open_weights(path, load="copy", pages="thp") as weights:
+        (block,) = weights.blocks
+        if block.verify().huge_bytes < block.nbytes:
+            pytest.skip("this kernel gave no transparent huge pages")
+        look = weights.residency()
+        for name, part in look.tensors.items():
+            nbytes = weights.tensors[name].nbytes
+            assert part == Residency(nbytes, nbytes, nbytes, nbytes, 0, 0, {0: nbytes})
+        with pytest.raises(ValueError, match=r"memory of their own.*load='map'"):
+            weights.evict()
+        weights.lock()
+        assert weights.residency().locked_bytes == look.nbytes
+        assert block.verify().locked_bytes == block.nbytes
+
+
+def test_huge_pages_of_the_page_cache(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", (20 * MIB, 100, 27 * MIB))
+    with open_cold(path) as weights:
+        weights.warm(threads=1)  # some file systems bring in huge pages by themselves
+        huge = weights.blocks[0].verify().huge_bytes
+        if huge == 0:
+            pytest.skip(f"the file system of {tmp_path} gives no huge pages")
+        look = weights.residency()
+        assert look.huge_bytes == huge
+        assert sum(part.huge_bytes for part in look.tensors.values()) <= huge
+        ranges = look.ranges(str(path), 11)
+        assert sum(part.huge_bytes for part in ranges) == huge
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_a_copy_in_reserved_huge_pages(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", (3 * MIB, 100, 5 * MIB, 4))
+    with um.open_weights(path, load="copy", pages="2m", strict=True) as weights:
+        for part in weights.residency().tensors.values():
+            n = part.nbytes
+            # They never leave RAM.
+            assert part == Residency(n, n, n, n, n, 0, {0: n})
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_staged_in_reserved_huge_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = limits.Limit("memory of the machine", 10 * MIB, 10 * MIB, "take less")
+    with (
+        um.stage(model, backing="hugetlb") as staged,
+        um.open_weights(staged.path, load="map") as weights,
+    ):
+        look = weights.residency()
+        nbytes = look.nbytes
+        assert look == Residency(nbytes, 0, 0, 0, 0, nbytes, {}, look.tensors, look.by_file)
+        # It lies in memory, and needs no room there once more.
+        monkeypatch.setattr(limits, "memory_limits", lambda: (full,))
+        weights.warm()
+        look = weights.residency()
+        assert look.mapped_bytes == look.huge_bytes == look.locked_bytes == nbytes
+        assert look.unknown_bytes == 0
+        weights.lock()
+        weights.lock(False)
+        # There is no place that its pages could come back from.
+        assert weights.evict() == 0
+        assert weights.residency().unknown_bytes == nbytes
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "shm", "memfd"])
+def test_staged_models_stay_in_ram(model: Path, backing: Any) -> None:
+    try:
+        staged = um.stage(model, backing=backing)
+    except um.PlacementError as error:
+        pytest.skip(f"nothing can be staged so: {error}")
+    with staged, um.open_weights(staged.path, load="map") as weights:
+        look = weights.residency()
+        assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0)
+        weights.warm()
+        assert weights.residency().mapped_bytes == look.nbytes
+        assert weights.evict() == 0
+        assert weights.residency() == look
+
+
+def test_on_a_tape(model: Path) -> None:
+    with um.Tape(4 * MIB, warm=True) as tape:
+        tape.take_bytes(100)
+        with um.open_weights(model, tape=tape) as weights:
+            look = weights.residency()
+            assert all(part.mapped_bytes == part.nbytes for part in look.tensors.values())
+            assert look.nbytes < tape.total_bytes
+            with pytest.raises(ValueError, match=r"lie on a tape.*lock=True"):
+                weights.lock()
+
+
+@pytest.fixture
+def readable_by_all() -> Iterator[Path]:
+    """A folder that every user may look into, which those of pytest are not."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_what_the_kernel_keeps_from_other_users(readable_by_all: Path, run_python: Run) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a file of another user needs root")
+    path = write_model(readable_by_all / "model.gguf")
+    path.chmod(0o644)
+    drop_from_cache(path)
+    script = f"""
+        import ctypes, os
+        import unimem as um
+        from unimem.weights import residency
+        os.seteuid(65534)
+        assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE: /proc/self is ours
+        with um.open_weights({str(path)!r}, load="map") as weights:
+            look = weights.residency()
+            assert (look.resident_bytes, look.unknown_bytes) == (0, look.nbytes), look
+            weights.blocks[0]._warm_range(0, {2 * PAGE})
+            look = weights.residency()
+            assert look.resident_bytes == look.mapped_bytes >= {2 * PAGE}, look
+            assert look.unknown_bytes == look.nbytes - look.mapped_bytes, look
+            assert weights.evict() == 0  # it cannot be told
+            weights.warm()
+            assert weights.residency().mapped_bytes == look.nbytes
+    """
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_process_that_may_not_read_its_own_page_tables(
+    readable_by_all: Path, run_python: Run
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("to change the user needs root")
+    path = write_model(readable_by_all / "model.gguf")
+    path.chmod(0o644)
+    os.chown(path, 65534, 65534)
+    drop_from_cache(path)
+    script = f"""
+        import os
+        import unimem as um
+        from unimem.weights import residency  # while it may be read
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            open("/proc/self/pagemap", "rb")
+        except PermissionError:
+            pass
+        else:
+            raise AssertionError("it may be read")
+        with um.open_weights({str(path)!r}, load="map") as weights:
+            weights.evict()  # what reading the header has brought
+            weights.warm()
+            look = weights.residency()
+            assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0), look
+            assert (look.nodes, look.unknown_bytes) == ({{}}, 0)
+            assert weights.evict() == look.nbytes
+            assert weights.residency().resident_bytes == 0
+        with um.open_weights({str(path)!r}, load="copy") as weights:
+            weights.warm()
+            look = weights.residency()
+            assert look.resident_bytes == look.nbytes
+    """
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
+
+
+def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with um.open_weights(model, load="map", warm=True) as weights:
+        (part,) = weights._parts
+
+        class Refused:
+            def _pages(self, offset: int, nbytes: int, nodes: bool = False) -> Any:
+                if nodes:
+                    raise um.PlacementError(errno.EPERM, "move_pages")
+                return part.memory.block._pages(offset, nbytes)
+
+        memory = part.memory._replace(block=Refused())  # type: ignore[arg-type]
+        monkeypatch.setattr(weights, "_parts", (part._replace(memory=memory),))
+        look = weights.residency()
+        assert look.mapped_bytes == look.nbytes
+        assert look.nodes == {}
+        assert look.tensors["part 0, tensor 2"].nodes == {}
+
+
+def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
+    with open_cold(model) as weights:
+        warm_pages(weights, 60)
+        for block in weights.blocks:
+            block.advise("dontneed")  # it stays in the page cache
+        before = weights.residency()
+        residency.map_resident(weights)
+        after = weights.residency()
+        assert before.mapped_bytes == 0 < before.resident_bytes < before.nbytes
+        assert after.mapped_bytes == after.resident_bytes == before.resident_bytes
+        check_against_the_kernel(weights, after)
+
+
+# ---- warm ---------------------------------------------------------------------------------------
+
+
+def test_warm_brings_all_files_in_and_tells_how_far_it_is(
+    split: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_WARM_BYTES", 100_000)
+    monkeypatch.setattr(residency, "_TICK_SECONDS", 0.0)
+    calls: list[tuple[int, int]] = []
+    with um.open_weights(split[0], load="map") as weights:
+        weights.warm(threads=2, progress=lambda *call: calls.append(call))
+        look = weights.residency()
+        assert look.mapped_bytes == look.nbytes == sum(path.stat().st_size for path in split)
+        assert calls == sorted(set(calls))
+        assert len(calls) > 20
+        assert {total for _, total in calls} == {look.nbytes}
+        assert calls[-1] == (look.nbytes, look.nbytes)
+        with pytest.raises(ValueError, match="threads"):
+            weights.warm(threads=0)
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> None:
+    path = write_model(tmp_path / "empty.gguf", ())
+    told = []
+    with um.open_weights(path, load=load) as weights:
+        weights.warm(progress=lambda *figures: told.append(figures))
+        total = sum(part.memory.nbytes for part in weights._parts)
+        assert (total == 0) is (load == "copy")
+        assert told == [(total, total)]
+
+
+def test_what_progress_raises_ends_the_warming(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_WARM_BYTES", 16 * PAGE)
+    with open_cold(model) as weights:
+        weights.blocks[0].advise("random")
+
+        def stop(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            weights.warm(progress=stop)
+        assert weights.residency().mapped_bytes == 16 * PAGE
+
+
+def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = limits.Limit("memory of the machine", 10 * MIB, 9 * MIB, "take less")
+    locked = locked_bytes()
+    with open_cold(model) as weights:
+        before = weights.residency().resident_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "memory_limits", lambda: (full,))
+            for call in (weights.warm, weights.lock):
+                with pytest.raises(um.CapacityError, match="memory of the machine has room for"):
+                    call()
+            look = weights.residency()
+            assert (look.resident_bytes, locked_bytes()) == (before, locked)
+        weights.warm()
+        with monkeypatch.context() as patch:
+            # What is there already needs no room.
+            patch.setattr(limits, "memory_limits", lambda: (full,))
+            weights.warm()
+            weights.lock()
+            weights.lock(False)
+
+
+def test_a_file_that_was_truncated(model: Path) -> None:
+    with um.open_weights(model, load="map") as weights:
+        os.truncate(model, 100_000)
+        look = weights.residency()
+        assert look.mapped_bytes == 0
+        for call in (weights.warm, weights.lock):
+            with pytest.raises(OSError, match="shorter") as raised:
+                call()
+            assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(model))
+        assert weights.residency().locked_bytes == 0
+        with pytest.raises(OSError, match="replaced or written to") as raised:
+            weights.evict()
+        assert raised.value.filename == str(model)
+
+
+# ---- lock ---------------------------------------------------------------------------------------
+
+
+def locked_bytes() -> int:
+    with open("/proc/self/status") as status:
+        (line,) = (line for line in status if line.startswith("VmLck:"))
+    return int(line.split()[1]) << 10
+
+
+def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
+    before = locked_bytes()
+    with open_cold(split[0]) as weights:
+        whole = sum(-(-block.nbytes // PAGE) * PAGE for block in weights.blocks)
+        for block in weights.blocks:
+            block.advise("random")
+        weights.lock("onfault")
+        look = weights.residency()
+        assert look.locked_bytes == look.mapped_bytes == 0
+        assert locked_bytes() == before + whole
+        weights.blocks[1]._warm_range(0, PAGE)
+        look = weights.residency()
+        assert look.locked_bytes == look.mapped_bytes == PAGE
+        weights.lock()
+        look = weights.residency()
+        assert look.locked_bytes == look.nbytes
+        assert all(part.locked_bytes == part.nbytes for part in look.tensors.values())
+        with pytest.raises(ValueError, match="locked in RAM: lock\\(False\\) first"):
+            weights.evict()
+        assert weights.residency() == look
+        weights.lock(False)
+        assert locked_bytes() == before
+        assert weights.residency().locked_bytes == 0
+        for wrong in ("now", None, 2):
+            with pytest.raises(ValueError, match="expected False, True or 'onfault'"):
+                weights.lock(wrong)  # type: ignore[arg-type]
+        assert locked_bytes() == before
+
+
+def test_all_files_are_locked_or_none(split: list[Path], run_python: Run) -> None:
+    script = f"""{DROP_LOCK}
+weights = um.open_weights({str(split[0])!r}, load="map")
+sizes = [-(-block.nbytes // {PAGE}) * {PAGE} for block in weights.blocks]
+limit_memlock(sizes[0] + sizes[1] // 2)
+
+def locked():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmLck:")[1].split()[0]) << 10
+
+resident = weights.residency().resident_bytes
+for how in (True, "onfault"):
+    try:
+        weights.lock(how)
+    except um.PlacementError as error:
+        assert "locked memory (memlock) has room for" in str(error), error
+        assert "ulimit -l" in str(error), error
+        assert f"lock={{how!r}} needs" in str(error), error
+        assert {str(split[1])!r} in str(error), error
+    else:
+        raise AssertionError("it was locked")
+    assert locked() == 0
+    assert weights.residency().resident_bytes == resident, "what is refused is refused at once"
+real, limits.memlock = limits.memlock, lambda: None
+try:
+    # What only the kernel knows it says itself.
+    weights.lock("onfault")
+except um.PlacementError as error:
+    assert "mlock2: Cannot allocate memory: 'ulimit -l'" in str(error), error
+    assert error.errno == 12
+else:
+    raise AssertionError("it was locked")
+assert locked() == 0
+limits.memlock = real
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    um.open_weights({str(split[0])!r}, load="map", lock=True).close()
+assert [str(w.message)[:7] for w in caught] == ["locking"], caught
+weights.blocks[0]._lock("onfault")
+try:
+    weights.lock()
+except um.PlacementError:
+    # What was locked before stays so.
+    assert locked() == sizes[0]
+else:
+    raise AssertionError("it was locked")
+weights.close()
+"""
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- evict --------------------------------------------------------------------------------------
+
+
+def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:
+    with open_cold(split[0]) as weights:
+        view = weights.tensors["part 1, tensor 8"].as_array()
+        data = view.copy()
+        warm_pages(weights, 60)
+        resident = weights.residency().resident_bytes
+        assert weights.evict() == resident > 0
+        look = weights.residency()
+        assert look.resident_bytes == look.mapped_bytes == 0
+        assert not any(any(in_cache(path)) for path in split)
+        assert weights.evict() == 0
+        # Arrays go on: the file is read again.
+        assert np.array_equal(view, data)
+        assert weights.residency().resident_bytes >= view.nbytes
+
+
+def test_what_other_processes_map_stays(model: Path) -> None:
+    script = f"""
+import mmap, sys
+with open({str(model)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    sum(mapped[::{PAGE}])
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    with open_cold(model) as weights:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", script], **pipes) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            weights.warm()
+            assert weights.evict() == 0
+            look = weights.residency()
+            assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0)
+            other.communicate(timeout=60)
+        assert weights.evict() == look.nbytes
+
+
+def test_evict_writes_what_is_not_on_the_disk(model: Path) -> None:
+    copy = model.with_name("copy.gguf")
+    copy.write_bytes(model.read_bytes())
+    with um.open_weights(copy, load="map") as weights:
+        assert weights.evict() == copy.stat().st_size
+        assert not any(in_cache(copy))
+
+
+def test_a_file_that_was_replaced_is_left_alone(split: list[Path]) -> None:
+    with um.open_weights(split[0], load="map") as weights:
+        weights.warm()
+        split[1].rename(split[1].with_name("away"))
+        shutil.copy(split[0], split[1])
+        with pytest.raises(OSError, match="replaced or written to") as raised:
+            weights.evict()
+        assert raised.value.errno == errno.ESTALE
+        # Nor are the others dropped.
+        assert weights.residency().mapped_bytes == sum(block.nbytes for block in weights.blocks)
+
+
+def test_closed_weights_tell_nothing(model: Path) -> None:
+    weights = um.open_weights(model, load="map")
+    weights.close()
+    for call in (weights.residency, weights.warm, weights.lock, weights.evict):
+        with pytest.raises(um.ClosedError):
+            call()

@@ -1,0 +1,886 @@
+"""Staged models: what others get of them, what they are sealed against, what is left of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import mmap
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gguf_files as gf
+import unimem as um
+from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from proc_maps import huge_page_bytes
+from unimem._core import tmpfs
+from unimem.errors import PlacementError
+from unimem.system import limits
+from unimem.weights.staging import places
+from unimem.weights.staging.places import BACKINGS
+
+TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
+PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+
+def may_mount() -> bool:
+    try:
+        os.close(tmpfs.open_mount(MIB, False))
+    except PlacementError:
+        return False
+    return True
+
+
+needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not mount a tmpfs")
+
+
+def left() -> tuple[list[str], list[str], set[str]]:
+    """Open descriptors, what lies in /dev/shm and is nobody's, children."""
+    fds = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            fds.append(os.readlink(f"/proc/self/fd/{fd}"))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return sorted(fds), sorted(stale()), set(children)
+
+
+def stale() -> Iterator[str]:
+    for folder in Path("/dev/shm").glob("unimem-stage-*"):
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                yield folder.name
+            finally:
+                os.close(fd)
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    before = left()
+    yield
+    gc.collect()
+    assert left() == before
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of a little more than three huge pages, which ends inside of a page."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(TINY, path)
+    os.truncate(path, 6 * MIB + 12345)
+    return path
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    pytest.importorskip("gguf", reason="gguf (extra test) writes split models")
+    (tmp_path / "parts").mkdir()
+    return gf.write_split(TINY, tmp_path / "parts" / "tiny", 3)
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """A safetensors model of two files and an index."""
+    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors (extra test) is missing")
+    where = {}
+    for i in range(2):
+        name = f"model-0000{i + 1}-of-00002.safetensors"
+        numpy.save_file({f"t{i}": np.arange(1000, dtype=np.float32) + i}, tmp_path / name)
+        where[f"t{i}"] = name
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return index
+
+
+def cached_bytes(path: Path) -> int:
+    with um.Block.map(path) as block:
+        return block._resident_range(0, path.stat().st_size)
+
+
+def evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path):
+        pytest.skip("this file system keeps its files in RAM")
+
+
+def read_elsewhere(path: str) -> bytes:
+    """What another process reads there."""
+    return subprocess.run(["cat", path], capture_output=True, check=True).stdout
+
+
+# ---- what others get ----
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_others_read_the_same_bytes(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with um.stage(model, backing=backing) as staged:
+        assert staged.backing == backing
+        assert staged.reason == "it was asked for"
+        assert staged.nbytes == os.path.getsize(staged.path) == model.stat().st_size
+        assert read_elsewhere(staged.path) == model.read_bytes()
+        assert staged.granted.resident_bytes >= staged.nbytes
+        assert staged.paths == (staged.path,)
+        assert staged.source == str(model)
+        path = staged.path
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_nobody_else_may_read_what_lay_in_a_private_folder(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    model.chmod(0o644)
+    with um.stage(model, backing=backing) as staged:
+        assert os.stat(staged.path).st_mode & 0o777 == 0o400
+        if backing == "shm":
+            assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
+
+
+@needs_mount
+def test_an_index_is_as_private_as_its_files(indexed: Path) -> None:
+    with um.stage(indexed) as staged:
+        assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
+
+
+@needs_mount
+def test_the_first_choice_is_a_tmpfs_of_its_own(model: Path) -> None:
+    before = Path("/proc/self/mountinfo").read_text()
+    with um.stage(model) as staged:
+        assert (staged.backing, staged.reason) == ("tmpfs", "the first choice")
+        assert staged.path == f"/proc/{os.getpid()}/fd/{staged.fd}/model.gguf"
+        assert Path("/proc/self/mountinfo").read_text() == before, "it is mounted nowhere"
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_weights_are_those_of_the_file(backing: Any, load: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with (
+        um.stage(model, backing=backing) as staged,
+        um.open_weights(staged.path, load=load) as there,
+        um.open_weights(model) as here,
+    ):
+        assert there.fingerprint == here.fingerprint
+        for name, tensor in here.tensors.items():
+            np.testing.assert_array_equal(there.tensors[name].as_array(), tensor.as_array())
+
+
+@needs_mount
+def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path) -> None:
+    huge = huge_page_bytes()
+    if not huge:
+        pytest.skip("this kernel gives no transparent huge pages")
+    whole = model.stat().st_size // huge * huge
+    with um.stage(model, backing="tmpfs", pages="thp", strict=True) as staged:
+        assert (staged.granted.pages, staged.granted.huge_bytes) == ("thp", whole)
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == whole
+    with um.stage(model, backing="tmpfs", pages="4k", strict=True) as staged:
+        assert (staged.granted.pages, staged.granted.huge_bytes) == ("4k", 0)
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+
+
+@pytest.mark.parametrize("backing", ["memfd", "shm"])
+def test_huge_pages_that_only_some_readers_get_are_told(backing: Any, model: Path) -> None:
+    """Without shmem_enabled, programs get them only where they align their mapping."""
+    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    if not huge_page_bytes() or "[never]" not in switch:
+        pytest.skip("shared memory gets huge pages here, or none")
+    if any("huge=" in mount for mount in mounts if mount.split()[1] == "/dev/shm"):
+        pytest.skip("/dev/shm is mounted with huge pages")
+    with um.stage(model, backing=backing) as staged:
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+        assert staged.granted.huge_bytes == 6 * MIB
+    with pytest.raises(PlacementError, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp", strict=True)
+    with pytest.warns(um.PlacementWarning, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp").close()
+
+
+READER = """
+import mmap, os, re, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+size = os.fstat(fd).st_size
+memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+total = sum(memory[i] for i in range(0, size, mmap.PAGESIZE))
+print("ready", flush=True)
+for line in sys.stdin:
+    inode, found = os.fstat(fd).st_ino, False
+    for row in open("/proc/self/smaps"):
+        head = re.match(r"[0-9a-f]+-[0-9a-f]+ \\S+ \\S+ \\S+ (\\d+)", row)
+        found = int(head[1]) == inode if head else found
+        if found and not head and row.split()[-1] == "kB":
+            print(row.split()[0][:-1], int(row.split()[1]) << 10)
+    print(f"read {sum(memory[i] for i in range(0, size, mmap.PAGESIZE)) == total}", flush=True)
+"""
+
+
+def start_reader(path: str) -> subprocess.Popen[str]:
+    """A process that knows nothing of unimem, and has mapped and touched the file."""
+    reader = subprocess.Popen(
+        [sys.executable, "-I", "-c", READER, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "ready\n"
+    return reader
+
+
+def look(reader: subprocess.Popen[str]) -> dict[str, int]:
+    """What smaps says of its mapping, once it has read all of it again."""
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    reader.stdin.write("\n")
+    reader.stdin.flush()
+    found = {}
+    for line in iter(reader.stdout.readline, "read True\n"):
+        name, value = line.split()
+        assert name != "read"
+        found[name] = int(value)
+    return found
+
+
+def stop(reader: subprocess.Popen[str]) -> None:
+    reader.communicate("")
+    assert reader.returncode == 0
+
+
+def plain_reader(path: str) -> dict[str, int]:
+    reader = start_reader(path)
+    try:
+        return look(reader)
+    finally:
+        stop(reader)
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with um.stage(model, backing=backing) as staged:
+        readers = [start_reader(staged.path) for _ in range(2)]
+        for reader in readers:
+            fields = look(reader)
+            assert fields["Rss"] >= staged.nbytes
+            assert fields["Pss"] == pytest.approx(fields["Rss"] / 2, abs=2 * mmap.PAGESIZE)
+        for reader in readers:
+            stop(reader)
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_hugetlb_pages(model: Path) -> None:
+    with um.stage(model, pages="2m", strict=True) as staged:
+        assert staged.backing == "hugetlb"
+        assert staged.granted.pages == "2m"
+        assert staged.granted.huge_bytes == os.path.getsize(staged.path) == 8 * MIB
+        # hugetlb files cannot be read by programs whose buffer is less than a page: mapped then.
+        fields = plain_reader(staged.path)
+        assert fields["Shared_Hugetlb"] + fields["Private_Hugetlb"] == 8 * MIB
+        with um.open_weights(staged.path) as w:
+            tensor = w.tensors["output_norm.weight"].as_array()
+            with um.open_weights(model) as here:
+                np.testing.assert_array_equal(tensor, here.tensors["output_norm.weight"].as_array())
+        with pytest.raises(PlacementError, match="sealed"):
+            um.Block.attach(staged.fd, writable=True)
+
+
+@pytest.mark.usefixtures("no_huge_pages")
+def test_an_empty_pool_is_told(model: Path) -> None:
+    with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
+        um.stage(model, pages="2m", strict=True)
+    with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
+        um.stage(model, backing="hugetlb")
+    with pytest.warns(um.PlacementWarning, match="needs 4 hugetlb pages"):
+        staged = um.stage(model, pages="2m")
+    with staged:
+        assert staged.backing != "hugetlb"
+
+
+def test_split_models_keep_their_names(split: list[Path]) -> None:
+    for backing in ("tmpfs", "shm") if may_mount() else ("shm",):
+        with um.stage(split[1], backing=backing) as staged:
+            assert [os.path.basename(path) for path in staged.paths] == [p.name for p in split]
+            assert len({os.path.dirname(path) for path in staged.paths}) == 1
+            assert staged.path == staged.paths[0]
+            with um.open_weights(staged.path) as there, um.open_weights(split[0]) as here:
+                assert there.fingerprint == here.fingerprint
+    for backing in ("memfd", "hugetlb"):
+        with pytest.raises(ValueError, match="names side by side"):
+            um.stage(split[0], backing=backing)  # type: ignore[arg-type]
+
+
+def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
+    with um.stage(indexed) as staged:
+        assert os.path.basename(staged.path) == indexed.name
+        assert len(staged.paths) == 3
+        with um.open_weights(staged.path) as w:
+            np.testing.assert_array_equal(
+                w.tensors["t1"].as_array(), np.arange(1000, dtype=np.float32) + 1
+            )
+
+
+def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="safetensors (extra test) is missing")
+    file = indexed.with_name("model-00001-of-00002.safetensors")
+    for backing in PLAIN if may_mount() else PLAIN[1:]:
+        with (
+            um.stage(file, backing=backing) as staged,
+            safetensors.safe_open(staged.path, framework="np") as opened,
+        ):
+            np.testing.assert_array_equal(
+                opened.get_tensor("t0"), np.arange(1000, dtype=np.float32)
+            )
+    with pytest.raises(ValueError, match="ends exactly"):
+        um.stage(file, backing="hugetlb")
+
+
+def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> None:
+    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    pytest.importorskip("unimem.system.ggml", reason="the engine needs ggml", exc_type=ImportError)
+    import llama_cpp
+    from unimem.engine import Decoder
+
+    prompt = [1, 5, 9]
+    expected, _ = llama_cpp.greedy(TINY, prompt, 8)
+    for source in (TINY, split[0]):
+        with um.stage(source) as staged:
+            assert llama_cpp.greedy(Path(staged.path), prompt, 8)[0] == expected
+            with Decoder(staged.path, ctx=64, threads=1) as decoder:
+                decoder.prefill(prompt)
+                assert [decoder.generate_next_token() for _ in range(8)] == expected
+
+
+# ---- what it is sealed against ----
+
+
+def test_nobody_can_write(model: Path) -> None:
+    before = model.read_bytes()
+    with um.stage(model, backing="memfd") as staged:
+        fd = os.open(staged.path, os.O_RDONLY)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        os.close(fd)
+        all_seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        assert seals & all_seals == all_seals
+        with pytest.raises(PermissionError):
+            os.pwrite(staged.fd, b"x", 0)
+        assert read_elsewhere(staged.path) == before
+
+
+@needs_mount
+def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
+    with um.stage(model, backing="tmpfs") as staged:
+        for attempt in (
+            lambda: os.open(staged.path, os.O_RDWR),
+            lambda: os.unlink(staged.path),
+            lambda: os.truncate(staged.path, 0),
+            lambda: os.chmod(staged.path, 0o666),
+            lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
+        ):
+            with pytest.raises(OSError, match="Read-only") as caught:
+                attempt()
+            assert caught.value.errno == errno.EROFS
+
+
+@needs_mount
+def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
+    attributes = (ctypes.c_uint64 * 4)(0, 1)  # to be cleared: MOUNT_ATTR_RDONLY
+    with um.stage(model, backing="tmpfs") as staged:
+        libc = ctypes.CDLL(None, use_errno=True)
+        at_empty_path, number = 0x1000, 442
+        if libc.syscall(number, staged.fd, b"", at_empty_path, attributes, 32):
+            pytest.skip(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(staged.path, os.O_RDWR)
+
+
+# ---- in namespaces ----
+
+
+def test_the_path_is_of_the_proc_that_is_there(model: Path) -> None:
+    """In a PID namespace without a /proc of its own, others find it under the outer PID."""
+    unshare = ("unshare", "--pid", "--fork")
+    if (
+        os.geteuid()
+        or subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("a PID namespace needs root and unshare")
+    script = f"""
+import os, unimem as um
+with um.stage({str(model)!r}) as staged:
+    print(os.getpid(), staged.path, flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [*unshare, sys.executable, "-c", script],
+        text=True,
+        **pipes,  # type: ignore[call-overload]
+    ) as process:
+        pid, path = process.stdout.readline().split()
+        assert pid == "1"
+        assert read_elsewhere(path) == model.read_bytes()
+        process.communicate("\n")
+    assert process.returncode == 0
+
+
+def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    with pytest.raises(PlacementError, match=r"/proc/self: No such file.*mount -t proc"):
+        um.stage(model, progress=lambda *now: pytest.fail("it was read"))
+
+
+# ---- where it cannot be ----
+
+
+@needs_mount
+def test_without_the_right_to_mount_a_namespace_of_its_own_serves(model: Path) -> None:
+    """Root without CAP_SYS_ADMIN, which a container has."""
+    if os.geteuid() or shutil.which("setpriv") is None:
+        pytest.skip("taking rights away needs root and setpriv")
+    script = f"""
+import os, unimem as um
+from unimem._core import tmpfs
+try:
+    tmpfs.open_mount(4096, False)
+except um.PlacementError as error:
+    print(error.errno)
+with um.stage({str(model)!r}) as staged:
+    print(staged.backing, staged.reason)
+    print(open(staged.path, "rb").read() == open({str(model)!r}, "rb").read())
+    try:
+        os.open(staged.path, os.O_RDWR)
+    except OSError as error:
+        print(error.strerror)
+"""
+    ended = subprocess.run(
+        [
+            *("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"),
+            *(sys.executable, "-c", script),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    error, backing, same, sealed = ended.stdout.splitlines()
+    assert int(error) == errno.EPERM
+    if not backing.startswith("tmpfs"):
+        pytest.skip(f"user namespaces are refused here: {backing}")
+    assert (same, sealed) == ("True", "Read-only file system")
+
+
+@needs_mount
+def test_another_user_stages_and_root_may_read(model: Path) -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    python = shutil.which("python3", path="/usr/bin")
+    if python is None:
+        pytest.skip("there is no Python that other users may run")
+    with tempfile.TemporaryDirectory() as folder:
+        # What the other user reads lies where that one may read it.
+        os.chmod(folder, 0o755)
+        child = shutil.copy(places._CHILD, folder)
+        library = shutil.copy(um.get_library(), folder)
+        copied = shutil.copy(model, folder)
+        script = f"""
+import ctypes, os, sys
+import unimem as um
+from unimem.weights import loading
+from unimem.weights.staging import places
+from unimem.system import limits
+sys.executable, places._CHILD = {python!r}, {child!r}
+um.get_library = lambda: {library!r}
+os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
+with um.stage({copied!r}) as staged:
+    print(staged.backing, staged.path, flush=True)
+    try:
+        os.chmod(staged.path, 0o666)
+    except OSError as error:
+        print(error.strerror, flush=True)
+    input()
+"""
+        command = [sys.executable, "-c", script]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(
+            command,
+            text=True,
+            **pipes,  # type: ignore[call-overload]
+        ) as process:
+            backing, path = process.stdout.readline().split()
+            refused = process.stdout.readline().strip()
+            same = Path(path).read_bytes() == model.read_bytes()
+            process.communicate("\n")
+    assert process.returncode == 0
+    if backing != "tmpfs":
+        pytest.skip("user namespaces are refused here")
+    assert (same, refused) == (True, "Read-only file system")
+
+
+def forbid_mounts(monkeypatch: pytest.MonkeyPatch, child: Path) -> None:
+    def refuse(nbytes: int, huge: bool) -> int:
+        raise PlacementError(errno.EPERM, "mounting a tmpfs: fsopen: Operation not permitted")
+
+    child.write_text(
+        "import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n"  # ENOSPC: none are allowed
+    )
+    monkeypatch.setattr(tmpfs, "open_mount", refuse)
+    monkeypatch.setattr(places, "_CHILD", str(child))
+
+
+@pytest.mark.usefixtures("no_huge_pages")
+def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
+    monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
+) -> None:
+    forbid_mounts(monkeypatch, tmp_path / "child.py")
+    with um.stage(model) as staged:
+        assert staged.backing == "memfd"
+        assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
+        assert "not hugetlb: pages='2m' needs 4" in staged.reason
+        assert read_elsewhere(staged.path) == model.read_bytes()
+    with um.stage(split[0]) as staged:
+        assert staged.backing == "shm"
+        assert "not memfd: several files" in staged.reason
+    with pytest.raises(PlacementError, match="user namespace"):
+        um.stage(model, backing="tmpfs")
+
+
+def test_a_child_that_dies_is_no_mount(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    forbid_mounts(monkeypatch, tmp_path / "child.py")
+    (tmp_path / "child.py").write_text("raise SystemExit(1)")
+    with pytest.raises(PlacementError, match="child"):
+        um.stage(model, backing="tmpfs")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(PlacementError, match="no-python"):
+        um.stage(model, backing="tmpfs")
+
+
+def test_no_room_is_told_before_anything_is_taken(
+    cgroup_512mb: SmallCgroup,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "large.gguf"
+    shutil.copy(TINY, model)
+    os.truncate(model, 600 * MIB)
+    said = cgroup_512mb.run(f"""
+import os, unimem as um
+for backing in ("auto", "tmpfs", "memfd", "shm"):
+    before = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    try:
+        um.stage({str(model)!r}, backing=backing)
+    except um.CapacityError as error:
+        print(error)
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == before
+""")
+    assert said.count(f"{cgroup_512mb.name} has room for") == 4
+
+
+@pytest.mark.usefixtures("no_huge_pages")
+def test_without_dev_shm(
+    monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
+) -> None:
+    for module in (limits, places):
+        monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
+    um.stage(model).close()
+    forbid_mounts(monkeypatch, tmp_path / "child.py")
+    with um.stage(model) as staged:
+        assert staged.backing == "memfd"
+    with pytest.raises(PlacementError, match=r"there is no .*none"):
+        um.stage(model, backing="shm")
+    with pytest.raises(PlacementError, match=r"not shm: there is no .*none"):
+        um.stage(split[0])
+
+
+def test_a_dev_shm_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str, mode: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
+        um.stage(model, backing="shm")
+
+
+def test_a_full_shm_is_told(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def require(nbytes: int, what: str) -> None:
+        assert nbytes == model.stat().st_size
+        raise um.CapacityError(f"{what}: /dev/shm is full", 0, 0, nbytes)
+
+    monkeypatch.setattr(limits, "require_shm", require)
+    with pytest.raises(um.CapacityError, match="shm is full"):
+        um.stage(model, backing="shm")
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_a_pool_has_room_where_other_memory_has_none(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    def require(nbytes: int, what: str) -> None:
+        raise um.CapacityError(f"{what} does not fit", 0, 0, nbytes)
+
+    monkeypatch.setattr(limits, "require", require)
+    with um.stage(model) as staged:
+        assert staged.backing == "hugetlb"
+        assert "does not fit" in staged.reason
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_a_model_that_is_written_to_meanwhile(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+
+    def write(done: int, total: int) -> None:
+        with model.open("r+b") as file:
+            file.seek(0, os.SEEK_END)
+            file.write(b"more")
+
+    with pytest.raises(OSError, match="written to") as caught:
+        um.stage(model, backing=backing, progress=write)
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
+    """Not even where it looks as if the file system had no reads past the page cache."""
+    evict(model)
+    seen = []
+
+    def fail_once(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 1:
+            raise OSError(errno.EINVAL, "mine")
+
+    with pytest.raises(OSError, match="mine"):
+        um.stage(model, progress=fail_once)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_a_callback_that_raises_ends_it(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+
+    def cancel(done: int, total: int) -> None:
+        assert 0 < done <= total == model.stat().st_size
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(model, backing=backing, progress=cancel)
+
+
+def test_progress_counts_all_parts(split: list[Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    um.stage(split[0], progress=lambda *now: seen.append(now)).close()
+    total = sum(part.stat().st_size for part in split)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    assert {of for _, of in seen} == {total}
+
+
+def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(um.GGUFError):
+        um.stage(bad)
+    with pytest.raises(FileNotFoundError):
+        um.stage(tmp_path / "none.gguf")
+    with pytest.raises(IsADirectoryError):
+        um.stage(tmp_path)
+    split[2].unlink()
+    with pytest.raises(FileNotFoundError, match="Part 3 of 3"):
+        um.stage(split[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backing": "disk"}, "backing: expected"),
+        ({"pages": "8k"}, "pages: expected"),
+        ({"numa": "everywhere"}, "numa: expected"),
+        ({"lock": "maybe"}, "lock: expected"),
+        ({"backing": "shm", "pages": "2m"}, "come from a pool"),
+        ({"backing": "hugetlb", "pages": "4k"}, "come from no pool"),
+    ],
+)
+def test_wrong_options(options: Any, message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        um.stage(model, **options)
+
+
+# ---- how long it lives ----
+
+
+def test_a_closed_stage(model: Path) -> None:
+    staged = um.stage(model)
+    assert repr(staged).startswith(f"Stage('{model}', {staged.backing}, 6.0 MiB, ")
+    with pytest.raises(TypeError, match="pass its path"):
+        pickle.dumps(staged)
+    staged.close()
+    staged.close()
+    assert staged.closed
+    assert repr(staged) == f"Stage('{model}', closed)"
+    for name in ("path", "paths", "fd", "__enter__"):
+        with pytest.raises(um.ClosedError, match="is closed"):
+            getattr(staged, name)()
+
+
+def test_who_forgets_it_is_told(model: Path) -> None:
+    staged = um.stage(model, backing="shm")
+    path = staged.path
+    with pytest.warns(ResourceWarning, match="unclosed Stage"):
+        del staged
+    assert not os.path.exists(path)
+
+
+def test_the_end_of_the_process_ends_it(model: Path) -> None:
+    script = f"import unimem as um; s = um.stage({str(model)!r}, backing='shm'); print(s.path)"
+    path = subprocess.check_output([sys.executable, "-c", script], text=True).strip()
+    assert path.startswith("/dev/shm/")
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    script = f"""
+import time, unimem as um
+staged = um.stage({str(model)!r}, backing={backing!r})
+print(staged.path, flush=True)
+time.sleep(1000)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    path = holder.stdout.readline().strip()
+    reader = start_reader(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert look(reader)["Rss"] >= model.stat().st_size
+    stop(reader)
+    assert os.path.exists(path) == (backing == "shm")
+    # What is left of it in /dev/shm goes with the next call.
+    um.stage(model).close()
+    assert not os.path.exists(path)
+
+
+def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
+    folder = Path("/dev/shm/unimem-stage-test")
+    (folder / "a" / "deeper").mkdir(parents=True)
+    (folder / "a" / "file").touch()
+    (folder / "z").touch()
+    places.sweep()
+    assert not folder.exists()
+
+
+def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(model: Path) -> None:
+    script = f"""
+import os, signal, unimem as um
+um.stage({str(model)!r}, backing="shm", progress=lambda *now: os.kill(os.getpid(), signal.SIGTERM))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert list(stale())
+    places.sweep()
+    assert not list(stale())
+
+
+def test_a_folder_that_somebody_keeps_is_not_stale(model: Path) -> None:
+    with um.stage(model, backing="shm") as staged:
+        script = "from unimem.weights.staging.places import sweep; sweep()"
+        subprocess.run([sys.executable, "-c", script], check=True)
+        assert read_elsewhere(staged.path) == model.read_bytes()
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with um.stage(model, backing=backing) as staged:
+        path = staged.path
+        with warnings.catch_warnings():  # of forks in processes that have threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            ok = staged.path == path and open(path, "rb").read(4) == b"GGUF"  # noqa: SIM115
+            staged.close()
+            os._exit(0 if ok and staged.closed else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read_elsewhere(path) == model.read_bytes()
+
+
+# ---- how it is placed ----
+
+
+def locked_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmLck:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    if limits.memlock() is not None:
+        pytest.skip("the limit on locked memory is too small")
+    before = locked_bytes()
+    with um.stage(model, backing=backing, lock=True, strict=True) as staged:
+        assert staged.granted.locked_bytes >= staged.nbytes
+        assert locked_bytes() - before >= staged.nbytes
+    assert locked_bytes() == before
+
+
+def test_a_lock_that_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    limit = limits.Limit("locked memory (memlock)", 4096, 0, "ulimit -l unlimited")
+    monkeypatch.setattr(limits, "memlock", lambda: limit)
+    with pytest.raises(PlacementError, match="ulimit -l"):
+        um.stage(model, lock=True, strict=True)
+    with pytest.warns(um.PlacementWarning, match="ulimit -l"):
+        staged = um.stage(model, lock=True)
+    with staged:
+        assert staged.granted.locked_bytes == 0
+
+
+@pytest.mark.parametrize("backing", PLAIN)
+def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+    with um.stage(model, backing=backing, numa="bind:0", strict=True) as staged:
+        assert set(staged.granted.nodes) <= {0}
+    with pytest.raises(PlacementError, match="node 1000"):
+        um.stage(model, backing=backing, numa="bind:1000", strict=True)
+
+
+def test_what_is_not_in_the_page_cache_does_not_come_there(model: Path) -> None:
+    evict(model)
+    with um.stage(model) as staged:
+        assert cached_bytes(model) < 2 * MIB, "the header, and what was read ahead"
+        assert read_elsewhere(staged.path) == model.read_bytes()

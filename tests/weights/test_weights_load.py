@@ -1,0 +1,877 @@
+"""How weights come into memory: each mode, what `auto` chooses and why, and nothing left of a load
+that fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gguf_files as gf
+import safetensors_files as st
+import unimem as um
+from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from unimem._core.status import ledger
+from unimem.system.limits import HugePool
+from unimem.system.policy import check_options
+from unimem.weights import loading
+from unimem.weights.files import open_model
+from unimem.weights.opened import open_weights
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+MIB = 1 << 20
+I8 = 24
+READS = ["copy", "direct"]
+LOADS = ["map", *READS]
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """No descriptor and no thread is left, whatever is raised."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    before = held()
+    yield
+    assert held() == before
+
+
+def write(path: Path, *nbytes: int) -> Path:
+    """A file of tensors of random bytes, each of this many."""
+    rows, offset = [], 0
+    for i, n in enumerate(nbytes):
+        rows.append(gf.tensor(f"t{i}", (n,), I8, offset))
+        offset += -(-n // 32) * 32
+    raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
+    raw += bytes(-len(raw) % 32)
+    path.write_bytes(raw + bytes(gf.random_bytes(offset, seed=offset)))
+    return path
+
+
+def write_hole(path: Path, nbytes: int) -> Path:
+    """A file of one tensor, which takes no room on the disk."""
+    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), I8, 0))
+    path.write_bytes(raw)
+    os.truncate(path, len(raw) + -len(raw) % 32 + nbytes)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of some MiB whose tensors are no whole pages."""
+    return write(tmp_path / "model.gguf", 3 * MIB + 1, 5000, 2 * MIB)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    pytest.importorskip("gguf", reason="gguf splits the model: pip install '.[test]'")
+    return gf.split(write(tmp_path / "m.gguf", 100_000, 1, 70_000, 4096, 5 * MIB), 2)
+
+
+def check(weights: um.Weights) -> None:
+    """Each tensor has the bytes of its file."""
+    for tensor in weights.tensors.values():
+        with open(tensor.file, "rb") as file:
+            file.seek(tensor.offset)
+            assert tensor.as_array().tobytes() == file.read(tensor.nbytes)
+
+
+# ---- each mode ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("threads", [None, 1, 5])
+def test_what_is_read_is_what_is_in_the_files(
+    path: Path, parts: list[Path], load: Any, threads: int | None
+) -> None:
+    for file in (path, parts[0]):
+        with open_weights(file, load=load, threads=threads) as weights:
+            assert (weights.load, weights.load_reason) == (load, "it was asked for")
+            check(weights)
+
+
+@pytest.mark.parametrize("load", READS)
+def test_a_copy_is_a_block_of_its_own(path: Path, parts: list[Path], load: Any) -> None:
+    for file in (path, parts[0]):
+        with open_weights(file, load=load, pages="4k") as weights:
+            (block,) = weights.blocks
+            assert weights.mapped_bytes == block.nbytes
+            # Of each file at most a page before its data, and one behind it.
+            assert 0 <= block.nbytes - weights.nbytes < 3 * 4096 * len(weights.files)
+            assert block.verify().resident_bytes == block.nbytes
+            assert block.category == "weights"
+            for tensor in weights.tensors.values():
+                assert not tensor.as_array().flags.writeable
+                assert tensor.address % 4096 == tensor.offset % 4096
+        # The files are not needed any more.
+    expected = {name: t.tobytes() for name, t in arrays_of(path).items()}
+    with open_weights(path, load=load) as weights:
+        os.truncate(path, 100)
+        path.unlink()
+        for name, tensor in weights.tensors.items():
+            assert tensor.as_array().tobytes() == expected[name]
+
+
+def arrays_of(path: Path) -> dict[str, Any]:
+    with open_weights(path) as weights:
+        return {name: tensor.as_array().copy() for name, tensor in weights.tensors.items()}
+
+
+def test_a_mapping_has_one_block_a_file(parts: list[Path]) -> None:
+    before = ledger()["weights"]["n_mappings"]
+    with open_weights(parts[0], load="map") as weights:
+        assert ledger()["weights"]["n_mappings"] == before + len(parts)
+        assert [block.nbytes for block in weights.blocks] == [p.stat().st_size for p in parts]
+
+
+@pytest.mark.parametrize("load", READS)
+def test_arrays_keep_a_copy(path: Path, load: Any) -> None:
+    with open_weights(path, load=load) as weights:
+        array = weights.tensors["t0"].as_array()
+        with pytest.raises(BufferError, match="live users"):
+            weights.close()
+        expected = array.copy()
+    assert weights.closed
+    assert np.array_equal(array, expected)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("shapes", [[], [(4, 0)]], ids=["no tensors", "an empty one"])
+def test_a_model_without_data(tmp_path: Path, load: Any, shapes: list[tuple[int, ...]]) -> None:
+    rows = [gf.tensor("t", ne, gf.F32, 0) for ne in shapes]
+    file = tmp_path / "empty.gguf"
+    file.write_bytes(gf.with_data(gf.head(len(rows), 0), *rows, nbytes=0)[0])
+    told: list[tuple[int, int]] = []
+    with open_weights(file, load=load, progress=lambda *n: told.append(n)) as weights:
+        assert weights.nbytes == 0
+        for tensor in weights.tensors.values():
+            assert tensor.as_array().shape == (0, 4)
+    assert all(done == total < 4096 for done, total in told)
+
+
+def test_direct_leaves_the_page_cache_as_it_was(tmp_path: Path) -> None:
+    file = write(tmp_path / "large.gguf", 64 * MIB)
+    with file.open("rb") as opened:
+        os.fdatasync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(file) > MIB:
+        pytest.skip("this file system keeps the file in RAM")
+    with open_weights(file, load="direct") as weights:
+        # The header is read through it, with nothing that the kernel would read ahead.
+        assert cached_bytes(file) < MIB
+        check(weights)
+    with open_weights(file, load="copy"):
+        assert cached_bytes(file) >= file.stat().st_size
+
+
+def cached_bytes(path: Path) -> int:
+    with um.Block.map(path) as block:
+        return int(block._resident_range(0, block.nbytes))
+
+
+def test_a_file_system_without_direct_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = os.open
+
+    def without(name: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", name)
+        return true(name, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", without)
+    with pytest.warns(um.PlacementWarning, match=r"load='direct'.*O_DIRECT.*load='copy'") as caught:
+        weights = open_weights(path, load="direct")
+    with weights:
+        assert weights.load == "copy"
+        assert "O_DIRECT" in weights.load_reason
+        check(weights)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(um.PlacementError, match="O_DIRECT"):
+        open_weights(path, load="direct", strict=True)
+    # Who did not ask for it need not be told.
+    monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
+    with open_weights(path, numa="preferred:0") as weights:
+        assert weights.load == "copy"
+        assert "O_DIRECT" in weights.load_reason
+
+
+# ---- what auto chooses -------------------------------------------------------------------------
+
+
+def with_huge_pages() -> None:
+    if not THP.exists() or "[never]" in THP.read_text():
+        pytest.skip("this system gives no transparent huge pages")
+
+
+@pytest.mark.parametrize(
+    ("placement", "cached", "load", "reason"),
+    [
+        ({}, 0, "map", "a mapping shares the page cache"),
+        ({"pages": "4k"}, 0, "map", "shares the page cache"),
+        ({"lock": "onfault", "warm": True}, 0, "map", "shares the page cache"),
+        ({"pages": "thp"}, 0, "direct", "pages='thp'.*0% of the file"),
+        ({"pages": "thp"}, 0.49, "direct", "49% of the file"),
+        ({"pages": "thp"}, 0.51, "copy", "51% of the file are in the page cache"),
+        ({"numa": "preferred:0"}, 1, "copy", "numa='preferred:0' is not kept.*100%"),
+        ({"numa": "interleave", "pages": "thp"}, 0, "direct", "pages='thp'"),
+    ],
+)
+def test_auto(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: Any,
+    cached: float,
+    load: str,
+    reason: str,
+) -> None:
+    if "pages" in placement:
+        with_huge_pages()
+    size = path.stat().st_size
+    monkeypatch.setattr(loading, "cached_bytes", lambda model: int(cached * size))
+    monkeypatch.setattr(loading, "_file_system", lambda file: "ext4")
+    with open_weights(path, **placement) as weights:
+        assert weights.load == load
+        assert_matches(weights.load_reason, reason)
+        check(weights)
+
+
+def assert_matches(text: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):  # which says both when they do not
+        raise ValueError(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        ("nfs", "direct"),
+        ("nfs4", "direct"),
+        ("cifs", "direct"),
+        ("smb3", "direct"),
+        ("9p", "direct"),
+        ("ceph", "direct"),
+        ("lustre", "direct"),
+        ("fuse.sshfs", "direct"),
+        ("fuse", "direct"),
+        ("virtiofs", "direct"),
+        ("orangefs", "direct"),
+        ("smbfs", "direct"),
+        ("vboxsf", "direct"),
+        ("fuseblk", "map"),  # a disk
+        ("ext4", "map"),
+        ("xfs", "map"),
+        ("tmpfs", "map"),
+        ("overlay", "map"),
+        ("", "map"),
+    ],
+)
+def test_auto_maps_nothing_over_a_network(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load: str
+) -> None:
+    monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
+    monkeypatch.setattr(loading, "_file_system", lambda file: kind)
+    with open_weights(path) as weights:
+        assert weights.load == load
+        assert (f"a mapping on {kind} would wait" in weights.load_reason) == (load != "map")
+    # Who asks for it gets it.
+    with open_weights(path, load="map") as weights:
+        assert weights.load == "map"
+
+
+def test_one_file_of_a_network_is_enough(
+    parts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        loading, "_file_system", lambda file: "nfs4" if file.path == str(parts[-1]) else "ext4"
+    )
+    with open_weights(parts[0]) as weights:
+        assert weights.load != "map"
+
+
+def test_files_that_lie_in_memory(path: Path) -> None:
+    fd = os.memfd_create("model", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, path.read_bytes())
+        with open_weights(f"/proc/self/fd/{fd}") as weights:
+            assert weights._parts[0].file.in_memory
+    finally:
+        os.close(fd)
+    with open_weights(path) as weights:
+        kind = loading._file_system(weights._parts[0].file)
+        assert weights._parts[0].file.in_memory == (kind == "tmpfs")
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("/dev/shm is no mount here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        copy = shutil.copy(path, folder)
+        with open_weights(copy) as weights:
+            assert loading._file_system(weights._parts[0].file) == "tmpfs"
+            assert weights._parts[0].file.in_memory
+
+
+def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_huge_pages()
+    monkeypatch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
+    with pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit") as caught:
+        weights = open_weights(path, pages="thp")
+    assert len(caught) == 1
+    with weights:
+        assert weights.load == "map"
+        assert "does not fit into 1.0 MiB" in weights.load_reason
+        check(weights)
+    # Over a network it is told by the reason alone: nothing was asked for.
+    monkeypatch.setattr(loading, "_file_system", lambda file: "nfs4")
+    with open_weights(path) as weights:
+        assert weights.load == "map"
+        assert "nfs4" in weights.load_reason
+        assert "does not fit" in weights.load_reason
+
+
+def test_auto_maps_what_fits_neither_memory_nor_the_pool(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
+    monkeypatch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool(free=0)})
+    with (
+        pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit"),
+        open_weights(path, pages="2m") as weights,
+    ):
+        assert weights.load == "map"
+    # What a pool holds is not of that room.
+    monkeypatch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool(free=4)})
+    with open_model(path) as model:
+        for placement in ({"pages": "2m"}, {"pages": "auto", "numa": "preferred:0"}):
+            choice = loading.choose(model, "auto", None, placement)  # type: ignore[arg-type]
+            assert choice.mode in READS
+
+
+def pool(*, free: int) -> HugePool:
+    return HugePool(2 * MIB, free, free, 0, 0, {0: (free, free)})
+
+
+AS_NOBODY = """
+import ctypes, os, sys, warnings
+from unimem.weights.opened import open_weights
+warnings.simplefilter("ignore")
+path, other = sys.argv[1:]
+open_weights(other, numa="preferred:0").close()  # so that all is imported
+os.seteuid(65534)
+assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE: /proc/self is ours
+with open_weights(path, numa="preferred:0") as weights:
+    print(weights.load, weights.load_reason)
+"""
+
+
+def test_auto_believes_nothing_of_a_page_cache_that_is_hidden(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a file of another user needs root")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        copy = Path(shutil.copy(path, folder))
+        copy.chmod(0o644)
+        command = [sys.executable, "-c", AS_NOBODY, str(copy), str(path)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    assert_matches(told.stdout, r"^(direct|copy) .*; 0% .*as far as the kernel tells this user")
+
+
+def test_a_mapping_tells_what_it_lacks(path: Path) -> None:
+    for placement in ({"pages": "thp"}, {"numa": "interleave"}, {"pages": "2m"}):
+        text = r"page cache's: load='copy' or 'direct'"
+        with pytest.warns(um.PlacementWarning, match=text) as caught:
+            open_weights(path, load="map", **placement).close()  # type: ignore[arg-type]
+        assert len(caught) == 1
+        with pytest.raises(um.PlacementError, match=text):
+            open_weights(path, load="map", strict=True, **placement)  # type: ignore[arg-type]
+    open_weights(path, load="map", pages="4k", strict=True).close()
+
+
+def test_a_mapping_is_warmed_and_locked(parts: list[Path]) -> None:
+    with open_weights(parts[0], load="map", warm=2, lock="onfault") as weights:
+        resident = weights.residency()
+        assert resident.resident_bytes == resident.nbytes == weights.mapped_bytes
+        for block in weights.blocks:
+            assert block.verify().locked_bytes > 0
+
+
+@pytest.mark.parametrize("advice", ["willneed", "sequential", "random"])
+def test_advice(path: Path, advice: Any) -> None:
+    for load in ("auto", "map"):
+        with open_weights(path, load=load, advice=advice) as weights:
+            check(weights)
+    for load in READS:
+        with pytest.raises(ValueError, match=f"advice='{advice}' is for mapped files"):
+            open_weights(path, load=load, advice=advice)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load", ["auto", *LOADS])
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"page": "thp"}, TypeError, "page: no such option; placement is pages, numa"),
+        ({"fd": 3}, TypeError, "fd: no such option"),
+        ({"name": "x"}, TypeError, "name: no such option"),
+        ({"category": "other"}, TypeError, "category: no such option"),
+        ({"pages": "7m"}, ValueError, "pages: expected one of"),
+        ({"numa": "zzz"}, ValueError, "numa: expected 'bind:NODES'"),
+        ({"numa": 0}, TypeError, "numa"),
+        ({"lock": "x"}, ValueError, "lock: expected"),
+        ({"warm": "zzz"}, ValueError, "warm: expected"),
+        ({"warm": -3}, ValueError, "warm: expected"),
+        ({"strict": "x"}, ValueError, "strict: expected"),
+        ({"threads": 0}, ValueError, "threads: expected 1 or more"),
+        ({"threads": "a"}, ValueError, "threads: expected 1 or more"),
+        ({"progress": 3}, TypeError, "progress: expected a function"),
+        ({"advice": "soon"}, ValueError, "advice: expected one of"),
+    ],
+)
+def test_options_that_are_none(path: Path, load: Any, options: Any, kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        open_weights(path, load=load, **options)
+    if "threads" not in options and "advice" not in options and "progress" not in options:
+        with pytest.raises(kind, match=text):
+            check_options(options)
+
+
+@pytest.mark.parametrize("load", ["mmap", None, True])
+def test_loads_that_are_none(path: Path, load: Any) -> None:
+    with pytest.raises(ValueError, match="load: expected 'auto', 'map', 'copy' or 'direct'"):
+        open_weights(path, load=load)
+
+
+# ---- on a tape ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", ["auto", *READS])
+def test_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
+    with um.Tape(32 * MIB) as tape:
+        first = tape.take_bytes(100)
+        first[:] = 7
+        for file in (path, parts[0]):
+            used = tape.used_bytes
+            with open_weights(file, load=load, tape=tape) as weights:
+                assert weights.load in READS
+                assert load != "auto" or "a tape was given" in weights.load_reason
+                assert weights.blocks == (tape.block,)
+                assert tape.used_bytes - used < weights.mapped_bytes + 4096
+                assert weights.mapped_bytes < weights.nbytes + 3 * 4096 * len(weights.files)
+                check(weights)
+                with pytest.raises(BufferError):
+                    tape.close()
+        assert (first == 7).all()
+        # What was taken stays the tape's, and an array keeps it.
+        with open_weights(path, load=load, tape=tape) as weights:
+            array = weights.tensors["t2"].as_array()
+            expected = array.copy()
+        assert np.array_equal(array, expected)
+        del first
+    assert np.array_equal(array, expected)
+
+
+def test_a_tape_that_goes_closes_the_weights(path: Path) -> None:
+    tape = um.Tape(16 * MIB)
+    weights = open_weights(path, tape=tape)
+    tape.__exit__()
+    assert weights.closed
+    with pytest.raises(um.ClosedError):
+        _ = weights.tensors
+    weights.close()
+
+
+def clear_and_take(tape: um.Tape, mark: int) -> None:
+    tape.clear()
+    tape.take_bytes(15 * MIB)
+
+
+TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
+    "clear": lambda tape, mark: tape.clear(),
+    "rewind": lambda tape, mark: tape.rewind(mark + 1),
+    "clear, and others take it": clear_and_take,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BACK)
+def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: str) -> None:
+    with um.Tape(16 * MIB) as tape:
+        tape.take_bytes(100)
+        tape.keep()
+        mark = tape.mark()
+        weights = open_weights(path, tape=tape)
+        tensor = weights.tensors["t0"]
+        tape.rewind(tape.used_bytes)  # nothing of it
+        check(weights)
+        TAKEN_BACK[name](tape, mark)
+        assert weights.closed
+        uses: list[Callable[[], object]] = [
+            lambda: weights.tensors,
+            weights.content_hash,
+            weights.residency,
+            lambda: tensor.address,
+            *uses_of(tensor),
+        ]
+        for use in uses:
+            with pytest.raises(um.ClosedError, match="Tape 'tape', which took the memory back"):
+                use()
+        weights.close()
+
+
+def uses_of(tensor: um.Tensor) -> list[Callable[[], object]]:
+    return [lambda: tensor.address, tensor.as_array, tensor.dequantize, tensor.__dlpack__]
+
+
+def test_what_a_tape_keeps_stays_open(path: Path) -> None:
+    with um.Tape(32 * MIB) as tape, open_weights(path, tape=tape) as weights:
+        tape.keep()
+        with tape.frame():
+            open_weights(path, tape=tape)  # collected, and not told
+            other = open_weights(path, tape=tape)
+        assert other.closed
+        tape.clear()
+        check(weights)
+
+
+@pytest.mark.parametrize("on_a_tape", [False, True])
+@pytest.mark.parametrize("leave", [um.Weights.close, lambda w: w.__exit__(None, None, None)])
+def test_tensors_of_closed_weights(path: Path, leave: Any, on_a_tape: bool) -> None:
+    with um.Tape(16 * MIB) as tape:
+        weights = open_weights(path, tape=tape if on_a_tape else None)
+        tensor = weights.tensors["t0"]
+        assert len(uses_of(tensor)[1]()) == tensor.nbytes  # type: ignore[arg-type]
+        leave(weights)
+        for use in uses_of(tensor):
+            with pytest.raises(um.ClosedError, match="are closed"):
+                use()
+
+
+def test_what_a_tape_refuses(path: Path) -> None:
+    with um.Tape(4 * MIB) as tape:
+        tape.take_bytes(100)
+        with pytest.raises(um.TapeFull) as caught:
+            open_weights(path, tape=tape)
+        assert caught.value.limit == tape.total_bytes
+        assert tape.used_bytes == 100
+        with pytest.raises(ValueError, match="load='map' maps the file"):
+            open_weights(path, tape=tape, load="map")
+        with pytest.raises(ValueError, match="pages, lock: the tape's memory is placed already"):
+            open_weights(path, tape=tape, pages="4k", lock=True)
+        with pytest.raises(TypeError, match=r"expected a unimem\.Tape, got Block"):
+            open_weights(path, tape=tape.block)  # type: ignore[arg-type]
+        assert tape.used_bytes == 100
+    with um.Tape(16 * MIB) as tape:
+        tape.freeze()
+        with pytest.raises(um.FrozenError):
+            open_weights(path, tape=tape)
+        assert tape.used_bytes == 0
+
+
+# ---- progress, and what stops a load -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", READS)
+def test_progress_is_told_in_this_thread(parts: list[Path], load: Any) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        told.append((done, total))
+
+    with open_weights(parts[0], load=load, progress=progress) as weights:
+        (total,) = {total for _, total in told}
+        assert weights.nbytes <= total <= weights.mapped_bytes
+    assert told == sorted(told)
+    assert told.count((total, total)) == 1
+
+
+def test_a_mapping_tells_of_warming_alone(parts: list[Path]) -> None:
+    told: list[tuple[int, int]] = []
+    open_weights(parts[0], load="map", progress=lambda *n: told.append(n)).close()
+    assert told == []
+    with open_weights(parts[0], load="map", warm=True, progress=lambda *n: told.append(n)) as w:
+        assert told[-1] == (w.mapped_bytes, w.mapped_bytes)
+
+
+class StopError(Exception):
+    pass
+
+
+def raising(done: int, total: int) -> None:
+    raise StopError
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_what_progress_raises_stops_it_and_nothing_is_left(path: Path, load: Any) -> None:
+    with pytest.raises(StopError):
+        open_weights(path, load=load, warm=True, progress=raising)
+
+
+def test_a_tape_is_as_it_was(path: Path) -> None:
+    with um.Tape(16 * MIB) as tape:
+        tape.take_bytes(100)
+        with pytest.raises(StopError):
+            open_weights(path, tape=tape, progress=raising)
+        assert tape.used_bytes == 100
+
+        def taking(done: int, total: int) -> None:
+            tape.take_bytes(1)
+            raise StopError
+
+        # Others' memory lies behind it: it stays taken, and theirs is theirs.
+        with pytest.raises(StopError):
+            open_weights(path, tape=tape, progress=taking)
+        assert tape.used_bytes > 5 * MIB
+        tape.clear()
+
+
+def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
+    with um.Tape(16 * MIB) as tape:
+        with pytest.raises(um.ClosedError, match="took the memory back"):
+            open_weights(path, tape=tape, progress=lambda *n: tape.clear())
+        assert tape.used_bytes == 0
+        with pytest.raises(um.ClosedError):
+            open_weights(path, tape=tape, progress=lambda *n: tape.__exit__())
+
+
+@pytest.mark.parametrize("load", READS)
+def test_an_error_of_the_callback_is_not_the_file_systems(path: Path, load: Any) -> None:
+    told = []
+
+    def progress(done: int, total: int) -> None:
+        told.append(done)
+        if len(told) == 1:
+            raise OSError(errno.EINVAL, "mine")
+
+    with pytest.raises(OSError, match="mine"):
+        open_weights(path, load=load, progress=progress)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("load", [*LOADS, "tape"])
+def test_an_interrupt_behind_the_last_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, load: Any
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("unimem.weights.opened.Weights.__init__", "unimem.weights.loading.Loaded"):
+        with um.Tape(16 * MIB) as tape, monkeypatch.context() as patch:
+            tape.take_bytes(100)
+            before = ledger()
+            patch.setattr(name, interrupted)
+            options: Any = {"tape": tape} if load == "tape" else {"load": load}
+            with pytest.raises(KeyboardInterrupt):
+                open_weights(path, **options)
+            assert tape.used_bytes == 100
+            assert ledger() == before
+            tape.close()
+
+
+def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
+    def interrupt_at(n: int) -> bool:
+        """Whether the nth line of the loading was reached, and interrupted."""
+        left = n
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code not in reading:
+                return None
+            left -= event == "line"
+            if left == 0 and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            open_weights(path, tape=tape)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    before = sys.gettrace()
+    reading = {f.__code__ for f in (loading.bring, loading._read, loading._take)}
+    with um.Tape(16 * MIB) as tape:
+        n = 1
+        while interrupt_at(n):
+            assert tape.used_bytes == 0, n
+            n += 1
+        assert n > 20
+        assert tape.used_bytes > 5 * MIB
+
+
+def test_ctrl_c_stops_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    for load in READS:
+        with pytest.raises(KeyboardInterrupt):
+            open_weights(path, load=load, progress=interrupted)  # type: ignore[arg-type]
+
+
+# ---- files that change meanwhile ---------------------------------------------------------------
+
+
+def replace(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(0, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
+def write_a_byte(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(path, ns=(0, before + 1))  # two writes within a tick of the kernel have the same time
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "longer": (lambda path: os.truncate(path, 90 * MIB), "replaced or written to"),
+    "shorter": (lambda path: os.truncate(path, path.stat().st_size - 1), "shorter|written to"),
+    "replaced": (replace, "replaced or written to"),
+    "written to": (write_a_byte, "replaced or written to"),
+    "removed": (Path.unlink, "No such file"),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_changes_while_it_is_loaded(
+    parts: list[Path], monkeypatch: pytest.MonkeyPatch, load: Any, name: str
+) -> None:
+    change, text = CHANGES[name]
+    true = loading.choose
+
+    def choose(*arguments: Any) -> loading.Choice:
+        change(parts[1])
+        return true(*arguments)
+
+    monkeypatch.setattr(loading, "choose", choose)
+    with pytest.raises(OSError, match=text) as caught:
+        open_weights(parts[0], load=load)
+    assert caught.value.filename == str(parts[1])
+
+
+@pytest.mark.parametrize("load", READS)
+def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None:
+    with um.Tape(16 * MIB) as tape:
+        places: list[dict[str, Any]] = [{}, {"tape": tape}]
+        for options in places:
+
+            def at_the_end(done: int, total: int) -> None:
+                if done == total:
+                    write_a_byte(path)
+
+            with pytest.raises(OSError, match="replaced or written to") as caught:
+                open_weights(path, load=load, progress=at_the_end, **options)
+            assert caught.value.filename == str(path)
+        assert tape.used_bytes == 0
+
+
+# ---- arrays ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_nothing_of_an_array_can_be_written(tmp_path: Path, load: Any) -> None:
+    file = tmp_path / "model.safetensors"
+    # The second tensor is not aligned.
+    file.write_bytes(st.write({"a": ("U8", (1,)), "b": ("F32", (2,))}))
+    with open_weights(file, load=load) as weights:
+        for tensor in weights.tensors.values():
+            array: Any = tensor.as_array()
+            while isinstance(array, np.ndarray):
+                assert not array.flags.writeable
+                array = array.base
+        del array
+
+
+# ---- what does not fit -------------------------------------------------------------------------
+
+IN_512_MB = """
+import resource, warnings
+import unimem as um
+path = {path!r}
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+before = peak()
+for load in ("copy", "direct"):
+    for options in ({{}}, {{"pages": "4k"}}, {{"progress": print}}):
+        try:
+            um.open_weights(path, load=load, **options)
+        except um.CapacityError as error:
+            assert "cgroup" in str(error), error
+            assert error.asked > 600 << 20
+        else:
+            raise SystemExit(f"{{load}} was not refused")
+try:
+    um.open_weights(path, pages="thp", strict=True)
+except um.CapacityError as error:
+    assert "a copy of" in str(error), error
+else:
+    raise SystemExit("strict was not refused")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    with um.open_weights(path, pages="thp") as weights:
+        assert weights.load == "map", weights.load
+        assert "does not fit" in weights.load_reason
+        try:
+            weights.warm()
+        except um.CapacityError:
+            pass
+        else:
+            raise SystemExit("warming was not refused")
+assert len(told) == 1, told
+assert peak() - before < 16 << 20, (before, peak())
+print("refused")
+"""
+
+
+def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
+    tmp_path: Path,
+    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
+) -> None:
+    file = write_hole(tmp_path / "large.gguf", 640 * MIB)
+    assert cgroup_512mb.run(IN_512_MB.format(path=str(file))) == "refused\n"
+
+
+ON_TAPES = """
+import unimem as um
+path = {path!r}
+with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as tape:
+    tape.take_bytes(100)
+    other.warm()
+    try:
+        um.open_weights(path, tape=tape, load="direct")
+    except um.CapacityError as error:
+        assert "cgroup" in str(error), error
+    else:
+        raise SystemExit("it was not refused")
+    assert tape.used_bytes == 100
+    other.close()
+    cold.warm()
+    # What is in RAM already needs no room.
+    with um.Block(150 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
+        print(weights.load)
+"""
+
+
+def test_a_tape_without_room_for_its_pages(
+    tmp_path: Path,
+    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
+) -> None:
+    file = write_hole(tmp_path / "large.gguf", 280 * MIB)
+    assert cgroup_512mb.run(ON_TAPES.format(path=str(file))) == "direct\n"
