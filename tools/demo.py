@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import unimem as um
-from unimem.accounting.rows import table
-from unimem.system.placement import format_bytes, together
+from unimem.system.placement import together
+from unimem.system.text import format_bytes, table
 from unimem.weights.staging.held import Held, drop, hold
 from unimem_bench.suites.load import llama_start
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 from unimem_bench.record import BEST, CaseRecord, Record, SuiteRecord
 from unimem_bench.stats import (
     Growth,

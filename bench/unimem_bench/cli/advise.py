@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unimem.cli import terminal
 from unimem.cli.tables import fact_lines, room, table_lines, wrap
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 from unimem_bench import texts
 from unimem_bench.advise import Advice, Factor, Variant, advise, count, flag
 from unimem_bench.stats import Ratio

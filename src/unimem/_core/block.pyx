@@ -11,7 +11,7 @@ import numpy as np
 
 from unimem.system import limits, policy
 from unimem.errors import ClosedError, PlacementError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
@@ -117,8 +117,8 @@ cdef class Block:
         path = policy.shared_name(shared) if isinstance(shared, str) else None
         cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
         request = policy.Request(nbytes=size, pages=pages, numa=policy.parse_numa(numa),
-                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
-                                  mirror=mirror, of_file=fd >= 0)
+                                 lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
+                                 mirror=mirror, of_file=fd >= 0)
         self.name = name or "block"
         self.category = category
         self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
@@ -211,7 +211,7 @@ cdef class Block:
             self._choice = lock_region(region, choice, problems)
         if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
             problems += policy.comparison(request, self._choice, self.verify(),
-                                           memory_bytes(region, region.block.nbytes), warm=warm)
+                                          memory_bytes(region, region.block.nbytes), warm=warm)
         if problems:
             text = policy.told(self.name, request.nbytes, problems, self._granted)
             if strict:
@@ -360,7 +360,7 @@ cdef class Block:
         if pages not in PAGES:
             raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
         request = policy.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
-                                  reserve=source.block.nbytes, thp_bytes=THP_BYTES)
+                                 reserve=source.block.nbytes, thp_bytes=THP_BYTES)
         block.name, block.category = name or f"sealed copy of {self.name}", self.category
         block._region, block._choice = map_request(block.name, request, source.block.category, -1,
                                                    False, source)
@@ -371,7 +371,7 @@ cdef class Block:
         problems = list(block._choice.shortfalls)
         if pages != "auto":
             problems += policy.comparison(request, block._choice, block.verify(),
-                                           region.block.nbytes, warm=True)
+                                          region.block.nbytes, warm=True)
         if problems:
             policy.warn(policy.told(block.name, request.nbytes, problems, block._granted))
         return block
@@ -647,7 +647,7 @@ cdef class Block:
         what = f"growth of block '{self.name}'"
         cdef bint hugetlb = region.is_hugetlb()
         policy.require_growth(self.name, more, self._choice, limits,
-                               PAGE_NAMES[<int>region.block.requested_pages])
+                              PAGE_NAMES[<int>region.block.requested_pages])
         if not hugetlb:
             limits.require(more, what)
         if self.path is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from unimem.system import policy
 from unimem.errors import ClosedError, TapeFull
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index

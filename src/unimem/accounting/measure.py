@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from unimem._core.status import Marks, counters, ledger, row_name
-from unimem.accounting.rows import table
 from unimem.errors import ClosedError
 from unimem.system.malloc import malloc_bytes
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes, table
 
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 

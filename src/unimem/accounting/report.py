@@ -15,10 +15,10 @@ from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute
 from unimem.accounting.model_maps import MappedModel, models
 from unimem.accounting.published import failure, published
-from unimem.accounting.rows import Mapping, Row, in_order, plain, table
+from unimem.accounting.rows import Mapping, Row, in_order, plain
 from unimem.system.malloc import malloc_bytes
-from unimem.system.placement import format_bytes
 from unimem.system.process import Process, counters, read_process
+from unimem.system.text import format_bytes, table
 
 __all__ = ["Mapping", "Report", "Row", "report", "table"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unimem.system.placement import Placement
 
-__all__ = ["Mapping", "Row", "in_order", "plain", "table"]
+__all__ = ["Mapping", "Row", "in_order", "plain"]
 
 # What a runtime needs of it comes first, then what else there is.
 _ORDER = (
@@ -105,23 +104,3 @@ def plain(thing: Row | Mapping) -> dict[str, Any]:
         nodes = thing.granted.nodes.items()
         document["granted"]["nodes"] = {str(node): nbytes for node, nbytes in nodes}
     return document
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lay out texts in columns: the first to the left, the others to the right.
-
-    Examples
-    --------
-    >>> print(table(("category", "size"), [("kv", "1 B"), ("scratch", "20 B")]))
-    category  size
-    kv         1 B
-    scratch   20 B
-    """
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (head, *lines)
-    )

@@ -31,7 +31,8 @@ from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.dims import MAX_SPLITS, ModelDims
 from unimem.errors import ClosedError
 from unimem.system.integers import integer
-from unimem.system.placement import PlacementOptions, format_bytes
+from unimem.system.placement import PlacementOptions
+from unimem.system.text import format_bytes
 
 __all__ = ["BufferSet", "DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
 

@@ -25,7 +25,7 @@ from unimem.cli.options import (
 from unimem.cli.tables import Bar, fact_lines, fit, room, table_lines, wrap
 from unimem.planning.plan import MOST_SESSIONS, Advice, Check, Plan
 from unimem.planning.plan import plan as make_plan
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = ["plan"]
 

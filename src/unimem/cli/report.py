@@ -15,7 +15,8 @@ from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.cli.tables import Bar, fact_lines, room, table_lines, wrap
-from unimem.system.placement import Placement, format_bytes, together
+from unimem.system.placement import Placement, together
+from unimem.system.text import format_bytes
 
 __all__ = ["memory_lines", "report"]
 

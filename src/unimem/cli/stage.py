@@ -13,7 +13,8 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
-from unimem.system.placement import Pages, format_bytes, together
+from unimem.system.placement import Pages, together
+from unimem.system.text import format_bytes
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
 from unimem.weights.staging.held import Held, alone, drop, hold, hold_files, holders

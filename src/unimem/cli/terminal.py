@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = [
     "Flow",

@@ -16,7 +16,7 @@ from unimem.cli.tables import fit
 from unimem.cli.terminal import one_line
 from unimem.cli.watch_state import Line, Rates, Sample, Sort, State
 from unimem.system.limits import Limit
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = ["LEAST_HEIGHT", "LEAST_WIDTH", "frame", "whole"]
 

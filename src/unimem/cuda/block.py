@@ -17,7 +17,8 @@ from unimem._core.arrays import array_within, checked_size
 from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
 from unimem.system import gpu
-from unimem.system.placement import Placement, PlacementOptions, format_bytes
+from unimem.system.placement import Placement, PlacementOptions
+from unimem.system.text import format_bytes
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 

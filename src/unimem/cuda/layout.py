@@ -20,7 +20,8 @@ from unimem.kv.cache import KVCache
 from unimem.layout import Lifetimes
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.system import gpu
-from unimem.system.placement import PlacementOptions, format_bytes
+from unimem.system.placement import PlacementOptions
+from unimem.system.text import format_bytes
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["RESERVE_BYTES", "Layout", "on_device"]

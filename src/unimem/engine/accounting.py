@@ -13,8 +13,8 @@ from unimem.accounting import published
 from unimem.accounting.attribution import attribute
 from unimem.accounting.report import Report
 from unimem.system import ggml
-from unimem.system.placement import format_bytes
 from unimem.system.process import read_process
+from unimem.system.text import format_bytes
 
 if TYPE_CHECKING:
     from unimem.engine.decoder import Decoder

@@ -7,7 +7,7 @@ import numpy as np
 
 from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 cimport numpy as cnp
 from cpython.ref cimport PyObject

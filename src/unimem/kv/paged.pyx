@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 from unimem.kv.prefix import PrefixIndex
 
 cimport cython

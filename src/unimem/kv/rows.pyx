@@ -4,7 +4,7 @@ import os
 import weakref
 
 from unimem.errors import CacheFull
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t

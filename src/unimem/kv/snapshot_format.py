@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = [
     "Chunk",

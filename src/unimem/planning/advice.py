@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unimem._core.gguf import tensor_type
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 if TYPE_CHECKING:
     from unimem.planning.plan import Check, Plan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Unpack
 
-from unimem.accounting.rows import Row, in_order, table
+from unimem.accounting.rows import Row, in_order
 from unimem.buffers.dims import ModelDims
 from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
@@ -18,8 +18,9 @@ from unimem.planning.advice import Advice, advise, lacking
 from unimem.planning.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
 from unimem.planning.sources import OfDims, OfFile, OfWeights, Source
 from unimem.system import limits, policy
-from unimem.system.placement import Pages, PlacementOptions, format_bytes
+from unimem.system.placement import Pages, PlacementOptions
 from unimem.system.policy import NumaPolicy, show_nodes
+from unimem.system.text import format_bytes, table
 from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.loading import Load

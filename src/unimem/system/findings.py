@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unimem.system.doctor import Finding, Machine
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = ["findings"]
 

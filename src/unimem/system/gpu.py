@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
 

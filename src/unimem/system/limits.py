@@ -16,7 +16,7 @@ from functools import cache
 from itertools import compress
 
 from unimem.errors import CapacityError
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes
 
 __all__ = [
     "CpuQuota",

@@ -6,10 +6,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unimem.accounting.report import table
 from unimem.system.doctor import Finding, Machine
 from unimem.system.limits import Limit
-from unimem.system.placement import format_bytes
+from unimem.system.text import format_bytes, table
 
 __all__ = ["Style", "ranges", "render"]
 

@@ -6,29 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "format_bytes", "together"]
+from unimem.system.text import format_bytes
+
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "together"]
 
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
-
-_KIB = 1024
-
-
-def format_bytes(nbytes: float) -> str:
-    """Write a size in the largest unit that keeps it at 1 or above.
-
-    Examples
-    --------
-    >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(0)
-    ('1.5 KiB', '3.0 GiB', '0 B')
-    """
-    if nbytes < _KIB:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        nbytes /= _KIB
-        if nbytes < _KIB:
-            return f"{nbytes:.1f} {unit}"
-    return f"{nbytes / _KIB:.1f} TiB"
 
 
 class PlacementOptions(TypedDict, total=False):

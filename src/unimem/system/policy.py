@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
 from unimem.system.limits import SHM
-from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
+from unimem.system.text import format_bytes
 
 if TYPE_CHECKING:
     from unimem.system.limits import HugePool, Limit, Node

@@ -15,7 +15,8 @@ from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.placement import PlacementOptions, format_bytes
+from unimem.system.placement import PlacementOptions
+from unimem.system.text import format_bytes
 from unimem.weights.files import Model, ModelFile
 
 __all__ = [

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from unimem.errors import CapacityError
 from unimem.system import limits, policy
-from unimem.system.placement import Lock, format_bytes
+from unimem.system.placement import Lock
+from unimem.system.text import format_bytes
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
 

@@ -21,7 +21,8 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, format_bytes, together
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, together
+from unimem.system.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.files import Model, ModelFile, Version, open_model, version_of
 from unimem.weights.loading import Progress
