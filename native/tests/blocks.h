@@ -37,6 +37,12 @@ static inline um_ledger_row ledger_row(um_category category) {
     return row;
 }
 
+static inline void check_nothing_mapped(um_category category) {
+    um_ledger_row row = ledger_row(category);
+    CHECK_EQ_U64(row.n_mappings, 0);
+    CHECK_EQ_U64(row.mapped_bytes, 0);
+}
+
 /* Whether a range holds one byte only. */
 static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
     const unsigned char *bytes = at;

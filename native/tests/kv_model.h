@@ -50,7 +50,9 @@ static inline size_t page_up(size_t nbytes) {
 static inline void map_ring(kv_model *m, size_t gap) {
     size_t lane = m->lane_nbytes;
     int fd = memfd_create("test_kv", MFD_CLOEXEC);
-    REQUIRE(page_up(lane) == lane && fd >= 0 && ftruncate(fd, (off_t)(m->n_lanes * lane)) == 0);
+    REQUIRE(page_up(lane) == lane);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(m->n_lanes * lane)) == 0);
     m->storage.lane_stride = 2 * lane + page_up(gap);
     m->map_nbytes = m->n_lanes * m->storage.lane_stride;
     m->map = mmap(NULL, m->map_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -101,7 +103,8 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
                    um_dtype_block_bytes(spec.type);
     m->storage = (um_kv_storage){.n_rows = n_rows, .usable_rows = usable};
     m->lane_nbytes = (size_t)n_rows * m->row_bytes;
-    REQUIRE(spec.n_layers <= MAX_LAYERS && n_rows < SPAN);
+    REQUIRE(spec.n_layers <= MAX_LAYERS);
+    REQUIRE(n_rows < SPAN);
     if (spec.window != 0) {
         map_ring(m, gap);
     } else {
@@ -111,7 +114,9 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
     m->image = malloc(m->n_lanes * m->lane_nbytes);
     m->given = malloc(m->n_lanes * SPAN * m->row_bytes);
     m->holder = malloc(spec.n_layers * n_rows * sizeof *m->holder);
-    REQUIRE(m->image != NULL && m->given != NULL && m->holder != NULL);
+    REQUIRE(m->image != NULL);
+    REQUIRE(m->given != NULL);
+    REQUIRE(m->holder != NULL);
     memset(m->image, FILL, m->n_lanes * m->lane_nbytes);
     memset(m->holder, 0xFF, spec.n_layers * n_rows * sizeof *m->holder);
     protect_rows(m, usable);
@@ -293,7 +298,8 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
         CHECK_EQ_U64(test_err.limit, expected.limit);
         CHECK_EQ_U64(test_err.used, expected.used);
         CHECK_EQ_U64(test_err.asked, expected.asked);
-        CHECK(test_err.what != NULL && test_err.what[0] != '\0');
+        REQUIRE(test_err.what != NULL);
+        CHECK(test_err.what[0] != '\0');
         CHECK(expected.what == NULL || strcmp(test_err.what, expected.what) == 0);
     } else if (got == UM_OK) {
         um_error pattern;
@@ -315,7 +321,8 @@ static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     size_t nbytes = n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     float *floats = malloc(n * sizeof *floats + 1);
     void *out = malloc(nbytes + (nbytes == 0));
-    REQUIRE(floats != NULL && out != NULL);
+    REQUIRE(floats != NULL);
+    REQUIRE(out != NULL);
     for (size_t i = 0; i < n; i++) {
         floats[i] = (float)(int32_t)test_random(&m->random) * 0x1p-28f;
     }
@@ -626,7 +633,8 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     size_t head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     size_t nbytes = valid ? m->spec.batch * heads * (size_t)n * head : 64;
     unsigned char *out = malloc(nbytes + 1), *expected = malloc(nbytes + 1);
-    REQUIRE(out != NULL && expected != NULL);
+    REQUIRE(out != NULL);
+    REQUIRE(expected != NULL);
     memset(out, FILL, nbytes + 1);
     memset(expected, FILL, nbytes + 1);
     unsigned char *to = expected;

@@ -79,12 +79,25 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
 #define CHECK_STATUS(expected, call)                                                               \
     (test_err_pattern(&test_err), test_status((call), (expected), __FILE__, __LINE__, #call))
 #define CHECK_OK(call) CHECK_STATUS(UM_OK, call)
-#define CHECK_FULL(call, limit_, used_, asked_)                                                    \
+/* What a call that failed for want of room has written to test_err. */
+#define CHECK_ROOM(limit_, used_, asked_)                                                          \
     do {                                                                                           \
-        CHECK_STATUS(UM_E_FULL, call);                                                             \
         CHECK_EQ_U64(test_err.limit, limit_);                                                      \
         CHECK_EQ_U64(test_err.used, used_);                                                        \
         CHECK_EQ_U64(test_err.asked, asked_);                                                      \
+    } while (0)
+#define CHECK_FULL(call, limit_, used_, asked_)                                                    \
+    do {                                                                                           \
+        CHECK_STATUS(UM_E_FULL, call);                                                             \
+        CHECK_ROOM(limit_, used_, asked_);                                                         \
+    } while (0)
+/* What a failed system call has written to test_err. The name is read only where the errno is
+ * right: after a call that succeeded it points nowhere. */
+#define CHECK_OS_ERR(os_errno_, name_)                                                             \
+    do {                                                                                           \
+        if (CHECK_EQ_U64(test_err.os_errno, os_errno_)) {                                          \
+            CHECK(strcmp(test_err.what, name_) == 0);                                              \
+        }                                                                                          \
     } while (0)
 /* What the test itself needs and cannot go on without. */
 #define REQUIRE(cond)                                                                              \

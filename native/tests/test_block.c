@@ -21,7 +21,10 @@ static void test_page_sizes(void) {
     page = um_page_bytes();
     CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
     huge_page = um_huge_page_bytes();
-    CHECK(huge_page == 0 || (huge_page > page && huge_page % page == 0));
+    if (huge_page != 0) {
+        CHECK(huge_page > page);
+        CHECK_EQ_U64(huge_page % page, 0);
+    }
     CHECK_EQ_U64(huge_page != 0, access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0);
 }
 
@@ -47,10 +50,12 @@ static void check_fields(const um_block *block, const um_block_options *options,
     CHECK(block->requested_pages == options->pages);
     CHECK(block->category == options->category);
     CHECK(memcmp(&block->numa, &options->numa, sizeof block->numa) == 0);
-    CHECK(block->lock == UM_LOCK_NONE && block->sharing == options->sharing);
+    CHECK(block->lock == UM_LOCK_NONE);
+    CHECK(block->sharing == options->sharing);
     bool shared = options->sharing != UM_SHARING_NONE;
     CHECK(block->access == (shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
-    CHECK((block->fd >= 0) == shared && block->is_file == 0);
+    CHECK((block->fd >= 0) == shared);
+    CHECK(block->is_file == 0);
 }
 
 static void check_permissions(const um_block *block, const char *permissions) {
@@ -287,7 +292,7 @@ static void test_unmap(void) {
     os_state_read(&before);
     fault_os_fail_nth(1, EPERM);
     CHECK_STATUS(UM_E_OS, um_block_unmap(&block, &test_err));
-    CHECK(test_err.os_errno == EPERM && strcmp(test_err.what, "munmap") == 0);
+    CHECK_OS_ERR(EPERM, "munmap");
     fault_os_fail_nth(1, ENOMEM);
     CHECK(um_block_unmap(&block, NULL) != UM_OK);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
@@ -310,7 +315,7 @@ static bool child_forgets(void *arg) {
     bool good = CHECK(strcmp(os_state_permissions(base), "") == 0);
     um_block_forget(&blocks[0]);
     good = CHECK(memcmp(&blocks[0], &zeroed, sizeof zeroed) == 0) && good;
-    good = CHECK(fcntl(fd, F_GETFD) == -1 && errno == EBADF) && good;
+    good = CHECK(fcntl(fd, F_GETFD) == -1) && CHECK(errno == EBADF) && good;
     um_ledger_row forgotten = ledger_row(UM_CAT_SCRATCH);
     good = CHECK(forgotten.n_mappings == row.n_mappings - 1) && good;
     good = CHECK(forgotten.mapped_bytes == row.mapped_bytes - 4 * page) && good;
@@ -325,9 +330,11 @@ static void test_fork(void) {
     um_block blocks[2] = {make_block(4 * page, &options), make_block(4 * page, of(UM_PAGES_4K))};
     memset(blocks[0].base, 1, 4 * page);
     memset(blocks[1].base, 2, 4 * page);
-    CHECK(has_vm_flag(blocks[0].base, "dc") && !has_vm_flag(blocks[1].base, "dc"));
+    CHECK(has_vm_flag(blocks[0].base, "dc"));
+    CHECK(!has_vm_flag(blocks[1].base, "dc"));
     CHECK(in_child(child_forgets, blocks));
-    CHECK(is_filled(blocks[0].base, 4 * page, 1) && is_filled(blocks[1].base, 4 * page, 2));
+    CHECK(is_filled(blocks[0].base, 4 * page, 1));
+    CHECK(is_filled(blocks[1].base, 4 * page, 2));
     unmap_block(&blocks[0]);
     unmap_block(&blocks[1]);
     um_block_forget(&blocks[0]); /* nothing is left to forget */
@@ -345,7 +352,8 @@ static void test_lock(void) {
             unmap_block(&block);
             return;
         }
-        CHECK(block.lock == UM_LOCK_ONFAULT && has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_ONFAULT);
+        CHECK(has_vm_flag(block.base, "lo"));
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
         ((unsigned char *)block.base)[page] = 1;
         CHECK_EQ_U64(placement_of(&block).locked_bytes, page);
@@ -353,16 +361,18 @@ static void test_lock(void) {
         CHECK(block.lock == UM_LOCK_NOW);
         CHECK_EQ_U64(placement_of(&block).locked_bytes, 8 * page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(block.base, "lo"));
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)3, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)-1, &test_err));
         /* The kernel's word for a page that could not be had. */
         fault_os_fail_nth(1, EAGAIN);
         CHECK_STATUS(UM_E_NOMEM, um_block_lock(&block, UM_LOCK_NOW, &test_err));
-        CHECK(test_err.os_errno == EAGAIN && strcmp(test_err.what, "mlock2") == 0);
+        CHECK_OS_ERR(EAGAIN, "mlock2");
         fault_os_fail_nth(0, 0);
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(block.base, "lo"));
         unmap_block(&block);
     }
 }
@@ -376,8 +386,9 @@ static bool child_passes_limit(void *arg) {
         return CHECK(!"the child cannot take a limit on");
     }
     bool good = CHECK(um_block_lock(block, UM_LOCK_NOW, &err) == UM_E_NOMEM);
-    good = CHECK(err.os_errno == ENOMEM && strcmp(err.what, "mlock2") == 0) && good;
-    good = CHECK(block->lock == UM_LOCK_NONE && !has_vm_flag(block->base, "lo")) && good;
+    good = CHECK(err.os_errno == ENOMEM) && CHECK(strcmp(err.what, "mlock2") == 0) && good;
+    good = CHECK(block->lock == UM_LOCK_NONE) && good;
+    good = CHECK(!has_vm_flag(block->base, "lo")) && good;
     um_block small;
     um_block_options options = *of(UM_PAGES_4K);
     good = CHECK(um_block_map(&small, 2 * page, &options, NULL) == UM_OK) && good;
@@ -405,16 +416,18 @@ static void test_advise(void) {
         CHECK_OK(um_block_advise(&block, UM_ADVICE_SEQUENTIAL, &test_err));
         CHECK(has_vm_flag(block.base, "sr"));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
-        CHECK(has_vm_flag(block.base, "rr") && !has_vm_flag(block.base, "sr"));
+        CHECK(has_vm_flag(block.base, "rr"));
+        CHECK(!has_vm_flag(block.base, "sr"));
         if (huge_page != 0) {
             CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
             CHECK(has_vm_flag(block.base, "hg"));
             CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
-            CHECK(has_vm_flag(block.base, "nh") && !has_vm_flag(block.base, "hg"));
+            CHECK(has_vm_flag(block.base, "nh"));
+            CHECK(!has_vm_flag(block.base, "hg"));
         }
         fault_os_fail_nth(1, EIO);
         CHECK_STATUS(UM_E_OS, um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
-        CHECK(test_err.os_errno == EIO && strcmp(test_err.what, "madvise") == 0);
+        CHECK_OS_ERR(EIO, "madvise");
         fault_os_fail_nth(0, 0);
         unmap_block(&block);
     }
@@ -447,7 +460,8 @@ static void check_collapse(um_sharing sharing) {
         um_placement p = placement_of(&block);
         CHECK_EQ_U64(p.huge_bytes, 2 * huge_page);
         CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* what was not touched is not there */
-        CHECK(is_filled(bytes, page, 0) && is_filled(bytes + page, 3 * page, 5));
+        CHECK(is_filled(bytes, page, 0));
+        CHECK(is_filled(bytes + page, 3 * page, 5));
         CHECK(is_filled(bytes + 4 * page, huge_page - 4 * page, 0));
         CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
         CHECK_OK(um_block_collapse(&block, &test_err)); /* of huge pages there is nothing to do */
@@ -465,7 +479,7 @@ static void test_collapse(void) {
     um_block block = make_block(2 * huge_page, of(UM_PAGES_4K));
     memset(block.base, 1, block.nbytes);
     CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
-    CHECK(test_err.os_errno == EINVAL && strcmp(test_err.what, "madvise") == 0);
+    CHECK_OS_ERR(EINVAL, "madvise");
     unmap_block(&block);
     /* Nothing of it could be a huge page. */
     block = make_block(3 * page, of(UM_PAGES_AUTO));
@@ -482,7 +496,7 @@ static void test_collapse_answers(void) {
     um_block block = make_scattered(UM_SHARING_NONE);
     fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
-    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "madvise") == 0);
+    CHECK_OS_ERR(EBUSY, "madvise");
     fault_os_fail_nth(2, EAGAIN); /* what is busy now is tried again */
     CHECK_OK(um_block_collapse(&block, &test_err));
     CHECK_EQ_U64(fault_os_calls_of("um_os_advise"), 3);
@@ -639,7 +653,6 @@ int main(void) {
     test_map_faults();
     test_page_faults();
     test_huge_page_faults();
-    um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_SCRATCH);
     return test_report();
 }

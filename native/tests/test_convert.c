@@ -113,26 +113,40 @@ static void quantize(um_q8_0 *out, const float *in) {
 /* The references themselves, against what everybody knows. */
 static void test_references(void) {
     const format *f16 = &formats[0], *bf16 = &formats[1];
-    CHECK(f16->magnitudes[1] == 0x1p-24 && f16->magnitudes[0x400] == 0x1p-14);
-    CHECK(f16->magnitudes[0x3c00] == 1.0 && f16->magnitudes[0x3555] == 0.333251953125);
-    CHECK(f16->magnitudes[0x7bff] == 65504.0 && f16->magnitudes[0x7c00] == 65536.0);
-    CHECK(nearest(f16, 65519.996f) == 0x7bff && nearest(f16, 65520.0f) == 0x7c00);
-    CHECK(nearest(f16, -INFINITY) == 0xfc00 && nearest(f16, -0.0f) == 0x8000);
-    CHECK(nearest(f16, 0x1p-25f) == 0 && nearest(f16, 0x1.000002p-25f) == 1);
-    CHECK(nearest(f16, 0x1.8p-24f) == 2 && nearest(f16, 0x1.4p-23f) == 2);
-    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00 && nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
+    CHECK(f16->magnitudes[1] == 0x1p-24);
+    CHECK(f16->magnitudes[0x400] == 0x1p-14);
+    CHECK(f16->magnitudes[0x3c00] == 1.0);
+    CHECK(f16->magnitudes[0x3555] == 0.333251953125);
+    CHECK(f16->magnitudes[0x7bff] == 65504.0);
+    CHECK(f16->magnitudes[0x7c00] == 65536.0);
+    CHECK(nearest(f16, 65519.996f) == 0x7bff);
+    CHECK(nearest(f16, 65520.0f) == 0x7c00);
+    CHECK(nearest(f16, -INFINITY) == 0xfc00);
+    CHECK(nearest(f16, -0.0f) == 0x8000);
+    CHECK(nearest(f16, 0x1p-25f) == 0);
+    CHECK(nearest(f16, 0x1.000002p-25f) == 1);
+    CHECK(nearest(f16, 0x1.8p-24f) == 2);
+    CHECK(nearest(f16, 0x1.4p-23f) == 2);
+    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00);
+    CHECK(nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
     CHECK(nearest(f16, float_of(0xff812345)) == (0xfe00 | 0x12345 >> 13));
-    CHECK(bf16->magnitudes[0x3f80] == 1.0 && bf16->magnitudes[0x80] == 0x1p-126);
-    CHECK(bf16->magnitudes[1] == 0x1p-133 && bf16->magnitudes[0x7f80] == 0x1p128);
-    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80 && nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
-    CHECK(nearest(bf16, 0x1p-134f) == 0 && nearest(bf16, -0x1.8p-133f) == 0x8002);
-    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80 && nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
+    CHECK(bf16->magnitudes[0x3f80] == 1.0);
+    CHECK(bf16->magnitudes[0x80] == 0x1p-126);
+    CHECK(bf16->magnitudes[1] == 0x1p-133);
+    CHECK(bf16->magnitudes[0x7f80] == 0x1p128);
+    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80);
+    CHECK(nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
+    CHECK(nearest(bf16, 0x1p-134f) == 0);
+    CHECK(nearest(bf16, -0x1.8p-133f) == 0x8002);
+    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80);
+    CHECK(nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
     CHECK(nearest(bf16, float_of(0x7f800001)) == 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
     um_q8_0 block;
     quantize(&block, in);
-    CHECK(block.d == 0x3c00 && memcmp(block.qs, qs, sizeof qs) == 0);
+    CHECK(block.d == 0x3c00);
+    CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
 
 /* ---- floating-point modes ---- */
@@ -510,8 +524,11 @@ static void test_convert(void) {
     CHECK(memcmp(out, (const uint16_t[5]){0x3c00, 0xc000, 0x3800, 0x7c00, 2}, sizeof out) == 0);
     float back[5];
     CHECK_OK(um_convert(back, UM_F32, halves, UM_F16, 5, &test_err));
-    CHECK(back[0] == 1.0f && back[1] == -2.0f && back[2] == 0.5f && back[3] == 65504.0f &&
-          back[4] == 0x1p-23f);
+    CHECK(back[0] == 1.0f);
+    CHECK(back[1] == -2.0f);
+    CHECK(back[2] == 0.5f);
+    CHECK(back[3] == 65504.0f);
+    CHECK(back[4] == 0x1p-23f);
 
     /* The same type is copied bit for bit, signalling NaNs too. */
     uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};

@@ -76,10 +76,15 @@ static void test_map(void) {
             CHECK_EQ_U64(block.nbytes, nbytes);
             CHECK_EQ_U64(block.requested_nbytes, nbytes);
             CHECK_EQ_U64((uintptr_t)block.base % page, 0);
-            CHECK(block.is_file != 0 && block.category == UM_CAT_WEIGHTS);
-            CHECK(block.access == (um_access)access && block.sharing == UM_SHARING_NONE);
-            CHECK(block.fd == -1 && block.step_nbytes == page && block.committed == NULL);
-            CHECK(block.reserved_nbytes == whole && block.committed_nbytes == whole);
+            CHECK(block.is_file != 0);
+            CHECK(block.category == UM_CAT_WEIGHTS);
+            CHECK(block.access == (um_access)access);
+            CHECK(block.sharing == UM_SHARING_NONE);
+            CHECK(block.fd == -1);
+            CHECK(block.step_nbytes == page);
+            CHECK(block.committed == NULL);
+            CHECK(block.reserved_nbytes == whole);
+            CHECK(block.committed_nbytes == whole);
             CHECK(um_block_is_committed(&block, 0, nbytes));
             CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
@@ -91,7 +96,8 @@ static void test_map(void) {
             CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes + whole);
             um_placement p = placement_of(&block);
             CHECK_EQ_U64(p.resident_bytes, whole);
-            CHECK(p.pss_bytes <= whole && p.pss_bytes > 0);
+            CHECK(p.pss_bytes <= whole);
+            CHECK(p.pss_bytes > 0);
             uint64_t resident = 0;
             CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
             CHECK_EQ_U64(resident, whole);
@@ -111,7 +117,8 @@ static void test_private_writes_stay_private(void) {
     CHECK(holds_file(&other, 0));
     unsigned char bytes[64];
     CHECK_OK(um_file_read(fd, page, bytes, sizeof bytes, &test_err));
-    CHECK(bytes[0] == byte_at(page) && bytes[63] == byte_at(page + 63));
+    CHECK(bytes[0] == byte_at(page));
+    CHECK(bytes[63] == byte_at(page + 63));
     unmap_block(&written);
     unmap_block(&other);
     close(fd);
@@ -163,7 +170,8 @@ static void test_shared_writes_are_the_files(void) {
     unmap_block(&written);
     unsigned char bytes[2];
     CHECK_OK(um_file_read(fd, 2 * page - 1, bytes, sizeof bytes, &test_err));
-    CHECK(bytes[0] == 0xAB && bytes[1] == byte_at(2 * page));
+    CHECK(bytes[0] == 0xAB);
+    CHECK(bytes[1] == byte_at(2 * page));
     unmap_block(&other);
     close(fd);
 }
@@ -369,7 +377,8 @@ static void test_read(void) {
     /* The file's position is not used, nor moved. */
     CHECK(lseek(fd, 5, SEEK_SET) == 5);
     CHECK_OK(um_file_read(fd, 9, bytes, 1, &test_err));
-    CHECK(bytes[0] == byte_at(9) && lseek(fd, 0, SEEK_CUR) == 5);
+    CHECK(bytes[0] == byte_at(9));
+    CHECK(lseek(fd, 0, SEEK_CUR) == 5);
     CHECK_OK(um_file_read(fd, n, NULL, 0, &test_err));
 
     CHECK_STATUS(UM_E_IO, um_file_read(-1, 0, bytes, 1, &test_err));
@@ -439,7 +448,8 @@ static void test_faults(void) {
     fault_os_fail_nth(3, EINTR);
     CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
     CHECK(strcmp(fault_os_failed(), "um_os_pread") == 0);
-    CHECK(bytes[0] == byte_at(page) && bytes[99] == byte_at(page + 99));
+    CHECK(bytes[0] == byte_at(page));
+    CHECK(bytes[99] == byte_at(page + 99));
     fault_os_fail_nth(3, EIO);
     CHECK_STATUS(UM_E_IO, um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
     CHECK(test_err.os_errno == EIO);
@@ -464,7 +474,6 @@ int main(void) {
     test_warm();
     test_read();
     test_faults();
-    um_ledger_row row = ledger_row(UM_CAT_WEIGHTS);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_WEIGHTS);
     return test_report();
 }

@@ -141,7 +141,8 @@ static void test_everything(void) {
     CHECK_EQ_U64(g.n_kv, 2 * UM_GGUF_TYPE_COUNT);
     CHECK_EQ_U64(g.n_tensors, 4);
     CHECK_EQ_U64(g.data_offset, file_nbytes - DATA_NBYTES);
-    CHECK(g.header_nbytes <= g.data_offset && g.data_offset - g.header_nbytes < 64);
+    CHECK(g.header_nbytes <= g.data_offset);
+    CHECK(g.data_offset - g.header_nbytes < 64);
     for (uint32_t type = 0; type < UM_GGUF_TYPE_COUNT; type++) {
         const um_gguf_kv *value = &g.kv[2 * type], *array = &g.kv[2 * type + 1];
         if (type != UM_GGUF_ARRAY) {
@@ -175,7 +176,8 @@ static void test_everything(void) {
     CHECK_EQ_U64(g.tensors[1].ne[3], 1);
     CHECK_EQ_U64(g.tensors[3].ne[1], 3);
     um_gguf_free(&g);
-    CHECK(g.kv == NULL && g.tensors == NULL);
+    CHECK(g.kv == NULL);
+    CHECK(g.tensors == NULL);
     um_gguf_free(&g);
 }
 
@@ -191,7 +193,8 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 /* `file` must break the rule, at the mark. */
 static void check_rule(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
-    if (!CHECK(test_err.status == UM_E_FORMAT && strcmp(test_err.what, rule) == 0)) {
+    REQUIRE(test_err.status == UM_E_FORMAT);
+    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
     CHECK_EQ_U64(test_err.offset, marked);
@@ -209,7 +212,8 @@ static void test_prefixes(void) {
         check_fails(UM_E_FULL, n, file_nbytes); /* more of it can be read */
         CHECK_EQ_U64(test_err.used, n);
         CHECK_EQ_U64(test_err.limit, file_nbytes);
-        CHECK(test_err.asked > n && test_err.asked <= file_nbytes);
+        CHECK(test_err.asked > n);
+        CHECK(test_err.asked <= file_nbytes);
     }
     CHECK_OK(parse(&g, header_nbytes, file_nbytes));
     um_gguf_free(&g);
@@ -236,7 +240,8 @@ static void test_failing_allocations(void) {
     for (unsigned n = 1; n <= n_allocs; n++) {
         fault_os_fail_nth_alloc(n);
         check_fails(UM_E_NOMEM, file_nbytes, file_nbytes);
-        CHECK(test_err.os_errno == ENOMEM && test_err.asked > 0);
+        CHECK(test_err.os_errno == ENOMEM);
+        CHECK(test_err.asked > 0);
     }
     fault_os_fail_nth_alloc(0);
 }
@@ -488,8 +493,11 @@ static void test_type_rules(void) {
     unsigned n_known = 0;
     for (uint32_t type = 0; type < UNKNOWN_TENSOR_TYPE; type++) {
         const um_gguf_tensor_type *known = um_gguf_type_of_tensor(type);
-        n_known += known != NULL;
-        CHECK(known == NULL || (known->block_values > 0 && known->block_bytes > 0));
+        if (known != NULL) {
+            n_known++;
+            CHECK(known->block_values > 0);
+            CHECK(known->block_bytes > 0);
+        }
     }
     CHECK_EQ_U64(n_known, UNKNOWN_TENSOR_TYPE - sizeof removed / sizeof *removed);
     CHECK(strcmp(um_gguf_type_of_tensor(8)->name, "q8_0") == 0);
@@ -592,17 +600,19 @@ static void test_random_damage(void) {
         if (status == UM_OK) {
             n_ok++;
             for (uint64_t i = 0; i < g.n_tensors; i++) {
-                CHECK(g.tensors[i].offset >= g.data_offset &&
-                      g.tensors[i].nbytes <= nbytes - g.tensors[i].offset);
+                CHECK(g.tensors[i].offset >= g.data_offset);
+                CHECK(g.tensors[i].nbytes <= nbytes - g.tensors[i].offset);
             }
             um_gguf_free(&g);
         } else {
             n_format++;
-            CHECK(status == UM_E_FORMAT && err.offset <= nbytes);
+            CHECK(status == UM_E_FORMAT);
+            CHECK(err.offset <= nbytes);
         }
         free(exact);
     }
-    CHECK(n_ok > 0 && n_format > 0);
+    CHECK(n_ok > 0);
+    CHECK(n_format > 0);
 }
 
 int main(void) {

@@ -52,7 +52,8 @@ static void test_bad_sizes(void) {
         CHECK(um_grid_bytes(bad[i].cell_bytes, bad[i].n_cells, &nbytes, NULL) == UM_E_INVALID);
         CHECK_EQ_U64(nbytes, 12345);
         um_status status = um_grid_init(&grid, &tape, bad[i].cell_bytes, bad[i].n_cells, &test_err);
-        CHECK(status == UM_E_INVALID || (status == UM_E_FULL && bad[i].n_cells == 1));
+        CHECK(status == UM_E_INVALID || status == UM_E_FULL);
+        CHECK(status == UM_E_INVALID || bad[i].n_cells == 1);
     }
     CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
     CHECK(memcmp(&tape_before, &tape, sizeof tape) == 0);
@@ -92,7 +93,8 @@ static void test_init_without_room(void) {
             continue;
         }
         CHECK(smallest == 0);
-        CHECK(status == UM_E_FULL && test_err.status == UM_E_FULL);
+        CHECK(status == UM_E_FULL);
+        CHECK(test_err.status == UM_E_FULL);
         CHECK_EQ_U64(test_err.limit, total);
         CHECK_EQ_U64(test_err.used, 0);
         CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
@@ -205,7 +207,8 @@ static void test_apart(void) {
     check_give_fails(UM_E_STATE, &grid, 4);
     CHECK_OK(um_grid_take(&grid, &id, &test_err));
     CHECK_EQ_U64(id, 4);
-    CHECK(links[0] == 0x5A5A5A5A && links[N + 1] == 0x5A5A5A5A);
+    CHECK(links[0] == 0x5A5A5A5A);
+    CHECK(links[N + 1] == 0x5A5A5A5A);
 }
 
 static void test_bad_places(void) {
@@ -254,7 +257,8 @@ static void test_random_order(void) {
             um_status status = um_grid_take(&grid, &id, NULL);
             CHECK(status == (n_taken < N ? UM_OK : UM_E_FULL));
             if (status == UM_OK) {
-                REQUIRE(id < N && !taken[id]);
+                REQUIRE(id < N);
+                REQUIRE(!taken[id]);
                 taken[id] = true;
                 n_taken++;
             }

@@ -65,7 +65,8 @@ static void check_growth(um_sharing sharing) {
     commit(&block, 2 * page, 1); /* whole steps */
     CHECK_EQ_U64(block.nbytes, 3 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1) && is_filled(bytes + 2 * page, page, 0));
+    CHECK(is_filled(bytes, 2 * page, 1));
+    CHECK(is_filled(bytes + 2 * page, page, 0));
     CHECK(strcmp(os_state_permissions(bytes + 3 * page - 1), usable) == 0);
     CHECK(strcmp(os_state_permissions(bytes + 3 * page), "---p") == 0);
 
@@ -83,8 +84,10 @@ static void check_growth(um_sharing sharing) {
     commit(&block, 0, 10 * page); /* the gaps; what was there stays as it is */
     CHECK_EQ_U64(block.nbytes, 10 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1) && is_filled(bytes + 2 * page, 3 * page, 0));
-    CHECK(is_filled(bytes + 5 * page, 2 * page, 5) && is_filled(bytes + 7 * page, 3 * page, 0));
+    CHECK(is_filled(bytes, 2 * page, 1));
+    CHECK(is_filled(bytes + 2 * page, 3 * page, 0));
+    CHECK(is_filled(bytes + 5 * page, 2 * page, 5));
+    CHECK(is_filled(bytes + 7 * page, 3 * page, 0));
     unmap_block(&block);
 }
 
@@ -105,7 +108,8 @@ static void check_release(um_sharing sharing) {
     if (sharing != UM_SHARING_NONE) {
         CHECK_EQ_U64(file_bytes(&block), 8 * page);
     }
-    CHECK(is_filled(bytes, 4 * page, 3) && is_filled(bytes + 6 * page, 4 * page, 3));
+    CHECK(is_filled(bytes, 4 * page, 3));
+    CHECK(is_filled(bytes + 6 * page, 4 * page, 3));
     release(&block, 4 * page, 2 * page, 0); /* again */
     release(&block, 7 * page + 1, page, 0); /* no whole step */
     release(&block, 8 * page, 0, 0);
@@ -154,7 +158,8 @@ static void test_is_committed(void) {
         commit(&block, 7 * page, page); /* now with a bitmap */
     }
     unmap_block(&block);
-    CHECK(um_block_is_committed(&block, 0, 0) && !um_block_is_committed(&block, 0, 1));
+    CHECK(um_block_is_committed(&block, 0, 0));
+    CHECK(!um_block_is_committed(&block, 0, 1));
 }
 
 static void check_refused(um_block *block, size_t offset, size_t nbytes) {
@@ -164,7 +169,8 @@ static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     CHECK_STATUS(UM_E_INVALID, um_block_release(block, offset, nbytes, &out, &test_err));
     CHECK(um_block_commit(block, offset, nbytes, NULL) == UM_E_INVALID);
     CHECK(um_block_release(block, offset, nbytes, NULL, NULL) == UM_E_INVALID);
-    CHECK(out == 12345 && memcmp(block, &copy, sizeof copy) == 0);
+    CHECK(out == 12345);
+    CHECK(memcmp(block, &copy, sizeof copy) == 0);
 }
 
 static void test_refused(void) {
@@ -203,7 +209,8 @@ static void test_new_steps_are_as_the_block(void) {
         if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
             test_skip("locked growth", "this process may not lock memory");
         } else {
-            CHECK(has_vm_flag(bytes + 4 * page, "lo") && !has_vm_flag(bytes + 2 * page, "lo"));
+            CHECK(has_vm_flag(bytes + 4 * page, "lo"));
+            CHECK(!has_vm_flag(bytes + 2 * page, "lo"));
             commit(&block, 6 * page, 2 * page);
             CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and there already */
             release(&block, 6 * page, page, page);
@@ -275,12 +282,14 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     uint64_t word = block.committed[0];
     CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 4 * huge, 60 * huge, &test_err));
     CHECK(strcmp(test_err.what, "mmap") == 0);
-    CHECK(memcmp(&block, &copy, sizeof copy) == 0 && block.committed[0] == word);
+    REQUIRE(memcmp(&block, &copy, sizeof copy) == 0);
+    CHECK_EQ_U64(block.committed[0], word);
     CHECK_EQ_U64(huge_pages_available(), available - 3);
     if (sharing == UM_SHARING_NONE) {
         /* In two parts, the first of which could be had. */
         CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 0, 64 * huge, &test_err));
-        CHECK(memcmp(&block, &copy, sizeof copy) == 0 && block.committed[0] == word);
+        REQUIRE(memcmp(&block, &copy, sizeof copy) == 0);
+        CHECK_EQ_U64(block.committed[0], word);
         CHECK_EQ_U64(huge_pages_available(), available - 3);
     }
     CHECK(strcmp(os_state_permissions(bytes + huge), "---p") == 0);
@@ -292,7 +301,8 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     release(&block, huge, 2 * huge, 2 * huge); /* never touched */
     CHECK_EQ_U64(huge_pages_available(), available - 2);
     commit(&block, 5 * huge, huge);
-    CHECK(is_filled(bytes + 4 * huge, huge, 4) && is_filled(bytes + 5 * huge, huge, 0));
+    CHECK(is_filled(bytes + 4 * huge, huge, 4));
+    CHECK(is_filled(bytes + 5 * huge, huge, 0));
     CHECK_EQ_U64(placement_of(&block).huge_bytes, 2 * huge);
     unmap_block(&block);
     CHECK_EQ_U64(huge_pages_available(), available);
@@ -402,7 +412,7 @@ static void test_release_of_sealed_memory(void) {
         test_skip("memory sealed by others", "the kernel has not F_SEAL_FUTURE_WRITE");
     } else {
         CHECK_STATUS(UM_E_OS, um_block_release(&block, 2 * page, 2 * page, NULL, &test_err));
-        CHECK(test_err.os_errno == EPERM && strcmp(test_err.what, "fallocate") == 0);
+        CHECK_OS_ERR(EPERM, "fallocate");
         CHECK_EQ_U64(block.nbytes, 2 * page);
         CHECK_EQ_U64(block.committed_nbytes, 6 * page);
         CHECK(!um_block_is_committed(&block, 2 * page, 1));
@@ -517,7 +527,7 @@ static void test_heap_faults(void) {
     os_state_read(&before);
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 6 * page, page, &test_err));
-    CHECK(test_err.os_errno == ENOMEM && strcmp(test_err.what, "calloc") == 0);
+    CHECK_OS_ERR(ENOMEM, "calloc");
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_release(&block, page, page, &out, &test_err));
     fault_os_fail_nth_alloc(0);
@@ -529,7 +539,8 @@ static void test_heap_faults(void) {
     fault_os_fail_nth(2, EPERM);
     CHECK_STATUS(UM_E_OS, um_block_release(&block, page, page, &out, &test_err));
     fault_os_fail_nth(0, 0);
-    CHECK(out == 12345 && memcmp(&block, &copy, sizeof copy) == 0);
+    CHECK(out == 12345);
+    CHECK(memcmp(&block, &copy, sizeof copy) == 0);
     CHECK(is_filled(block.base, block.nbytes, 1));
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
@@ -557,7 +568,6 @@ int main(void) {
     test_release_of_sealed_memory();
     test_faults();
     test_heap_faults();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

@@ -23,9 +23,11 @@ static unsigned char buffer[FILE_PAGES * 65536];
 
 static unsigned char *map_cut(void) {
     int fd = memfd_create("cut", MFD_CLOEXEC);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(FILE_PAGES * page)) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(FILE_PAGES * page)) == 0);
     void *base = mmap(NULL, FILE_PAGES * page, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
-    REQUIRE(base != MAP_FAILED && pwrite(fd, "begin", 5, 0) == 5);
+    REQUIRE(base != MAP_FAILED);
+    REQUIRE(pwrite(fd, "begin", 5, 0) == 5);
     REQUIRE(ftruncate(fd, (off_t)page) == 0);
     close(fd);
     return base;
@@ -95,7 +97,8 @@ static void test_copy(void) {
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
     CHECK(memcmp(buffer, "begin", 6) == 0);
     CHECK_STATUS(UM_E_IO, read_cut(&test_err));
-    CHECK(test_err.os_errno == 0 && test_err.offset == 0);
+    CHECK(test_err.os_errno == 0);
+    CHECK(test_err.offset == 0);
     CHECK_STATUS(UM_E_IO, um_guard_copy(buffer, cut + page, 1, &test_err));
     CHECK(um_guard_copy(buffer, cut + page, 1, NULL) == UM_E_IO);
     CHECK_OK(um_guard_copy(buffer, cut + page, 0, &test_err));
@@ -112,7 +115,8 @@ static void write_cut(void *context) {
 
 static void test_writing(void) {
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, write_cut, cut, &test_err));
-    CHECK(cut[0] == 1 && cut[page - 1] == 1); /* half done */
+    CHECK(cut[0] == 1); /* half done */
+    CHECK(cut[page - 1] == 1);
     memcpy(cut, "begin", 6);
 }
 
@@ -140,7 +144,9 @@ static void test_nested(void) {
     /* A page of the inner range ends the inner run, one of the outer range both. */
     nesting inner = {.inner_from = 2, .inner_n = 1, .touched = 2};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &inner, &test_err));
-    CHECK(inner.inner == UM_E_IO && inner.came_back && !inner.ran);
+    CHECK(inner.inner == UM_E_IO);
+    CHECK(inner.came_back);
+    CHECK(!inner.ran);
     nesting outer = {.inner_from = 2, .inner_n = 1, .touched = 3};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &outer, &test_err));
     CHECK(!outer.came_back);
@@ -162,7 +168,8 @@ static void *run_blocked(void *arg) {
         CHECK(read_cut(NULL) == UM_E_IO);
         CHECK(um_guard_copy(buffer, cut, page, NULL) == UM_OK);
         sigset_t mask = mask_now();
-        CHECK(sigismember(&mask, SIGBUS) == 1 && sigismember(&mask, SIGINT) == 1);
+        CHECK(sigismember(&mask, SIGBUS) == 1);
+        CHECK(sigismember(&mask, SIGINT) == 1);
     }
     return arg;
 }
@@ -266,19 +273,26 @@ static void goes_on_to_a_handler(void) {
     sigaddset(&action.sa_mask, SIGUSR1);
     REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && seen_number == SIGBUS);
-    CHECK(sigismember(&seen_mask, SIGBUS) == 1 && sigismember(&seen_mask, SIGUSR1) == 1);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen_number == SIGBUS);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 1);
+    CHECK(sigismember(&seen_mask, SIGUSR1) == 1);
     sigset_t mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0 && sigismember(&mask, SIGUSR1) == 0);
+    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(sigismember(&mask, SIGUSR1) == 0);
 
     install(mend, SA_NODEFER, NULL);
     fault_outside();
-    CHECK(atomic_load(&n_called) == 2 && seen.si_addr == foreign + page);
+    CHECK(atomic_load(&n_called) == 2);
+    CHECK(seen.si_addr == foreign + page);
     CHECK(seen.si_code == BUS_ADRERR);
-    CHECK(sigismember(&seen_mask, SIGBUS) == 0 && sigismember(&seen_mask, SIGUSR1) == 0);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 0);
+    CHECK(sigismember(&seen_mask, SIGUSR1) == 0);
     CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 3 && seen.si_code == SI_QUEUE);
-    CHECK(seen.si_value.sival_ptr == cut + page && seen.si_pid == getpid());
+    CHECK(atomic_load(&n_called) == 3);
+    CHECK(seen.si_code == SI_QUEUE);
+    CHECK(seen.si_value.sival_ptr == cut + page);
+    CHECK(seen.si_pid == getpid());
     CHECK(read_cut(NULL) == UM_E_IO);
     CHECK(atomic_load(&n_called) == 3);
 }
@@ -286,7 +300,8 @@ static void goes_on_to_a_handler(void) {
 static void calls_once(void) {
     install(note, (int)SA_RESETHAND, NULL);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && action_now().sa_handler == SIG_DFL);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(action_now().sa_handler == SIG_DFL);
     /* Installed again it is called again, and then no more. */
     install(note, (int)SA_RESETHAND, NULL);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
@@ -325,7 +340,8 @@ static void hardware_losses(void) {
     /* What nobody touched is no fault of the run. */
     install(note, 0, NULL);
     CHECK(um_guard_run(cut, page, tell_of_loss, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && seen.si_code == BUS_MCEERR_AO);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen.si_code == BUS_MCEERR_AO);
     default_action();
     if (is_well()) {
         um_guard_run(cut, page, tell_of_loss, NULL, NULL);
@@ -423,7 +439,8 @@ static void hears_first(void) {
     int calls = 1;
     default_action();
     CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
-    CHECK(atomic_load(&n_called) == 1 && seen.si_addr == cut + page);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen.si_addr == cut + page);
     sigset_t mask = mask_now();
     CHECK(sigismember(&mask, SIGBUS) == 0);
     /* One who blocks the signal in his handler is jumped over, too. */
@@ -457,7 +474,7 @@ static void meets_many(void) {
     }
     CHECK(n_met + n_at_first == 18); /* 16 there is room for, the last is refused */
     CHECK_STATUS(UM_E_OS, um_guard_copy(buffer, cut, page, &test_err));
-    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "sigaction") == 0);
+    CHECK_OS_ERR(EBUSY, "sigaction");
     CHECK(action_now().sa_handler == count);
     /* Those that were met before are as good as ever. */
     default_action();
@@ -471,11 +488,14 @@ static void keeps_restarting(void *context) {
 static void restarts_as_before(void) {
     int flag = -1;
     install(note, 0, NULL);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag == 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag == 0);
     install(note, SA_RESTART, NULL);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag != 0);
     install_plain(SIG_IGN);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag != 0);
 }
 
 /* faulthandler's way: puts back what was there before him, and sends the signal to that. */
@@ -525,8 +545,10 @@ static void *fault_often(void *arg) {
     for (int i = 0; i < N_FAULTS; i++) {
         um_error err;
         size_t at = (size_t)(1 + i % (FILE_PAGES - 1)) * page + (size_t)i % page;
-        CHECK(um_guard_copy(out, own + at, 1, &err) == UM_E_IO && err.status == UM_E_IO);
-        CHECK(um_guard_copy(out, own, 5, &err) == UM_OK && memcmp(out, "begin", 5) == 0);
+        CHECK(um_guard_copy(out, own + at, 1, &err) == UM_E_IO);
+        CHECK(err.status == UM_E_IO);
+        CHECK(um_guard_copy(out, own, 5, &err) == UM_OK);
+        CHECK(memcmp(out, "begin", 5) == 0);
         CHECK(um_guard_copy(out, own + page - 1, 2, &err) == UM_E_IO);
     }
     munmap(own, FILE_PAGES * page);
@@ -571,7 +593,9 @@ static void others_hear_theirs(void) {
     atomic_store(&is_over, true);
     pthread_join(sender, NULL);
     /* Signals that wait are one. */
-    CHECK(n_sent > 0 && atomic_load(&n_called) > 0 && (unsigned)atomic_load(&n_called) <= n_sent);
+    CHECK(n_sent > 0);
+    CHECK(atomic_load(&n_called) > 0);
+    CHECK((unsigned)atomic_load(&n_called) <= n_sent);
     CHECK(action_now().sa_handler == count);
 }
 
@@ -692,7 +716,9 @@ static void test_faults(void) {
         bool ran = false;
         fault_os_fail_nth(nth, EPERM);
         CHECK_STATUS(UM_E_OS, um_guard_run(cut, page, mark, &ran, &test_err));
-        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0 && test_err.os_errno == EPERM && !ran);
+        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0);
+        CHECK(test_err.os_errno == EPERM);
+        CHECK(!ran);
         fault_os_fail_nth(0, 0);
         after = action_now();
         CHECK(same_action(&before, &after));
@@ -716,7 +742,8 @@ static void test_first(void) {
     bool ran = false;
     fault_os_fail_nth(2, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(strcmp(test_err.what, "pthread_atfork") == 0 && !ran);
+    CHECK(strcmp(test_err.what, "pthread_atfork") == 0);
+    CHECK(!ran);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
     CHECK(ran);

@@ -220,14 +220,17 @@ static void test_sizes(void) {
 
         kv_model m;
         make_fixed(&m, spec);
-        CHECK(m.kv.base == m.map && memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
+        CHECK(m.kv.base == m.map);
+        CHECK(memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
         CHECK_EQ_U64(m.kv.row_bytes, row);
         CHECK_EQ_U64(m.kv.lane_stride, m.storage.lane_stride);
         CHECK_EQ_U64(m.kv.n_rows, 7);
         CHECK_EQ_U64(m.kv.usable_rows, 7);
         CHECK(um_kv_lane(&m.kv, 2, 1, 2) == m.map + 17 * m.storage.lane_stride);
-        CHECK(um_kv_lane(&m.kv, 3, 0, 0) == NULL && um_kv_lane(&m.kv, UINT32_MAX, 1, 0) == NULL);
-        CHECK(um_kv_lane(&m.kv, 0, 0, 3) == NULL && um_kv_lane(&m.kv, 0, 1, UINT32_MAX) == NULL);
+        CHECK(um_kv_lane(&m.kv, 3, 0, 0) == NULL);
+        CHECK(um_kv_lane(&m.kv, UINT32_MAX, 1, 0) == NULL);
+        CHECK(um_kv_lane(&m.kv, 0, 0, 3) == NULL);
+        CHECK(um_kv_lane(&m.kv, 0, 1, UINT32_MAX) == NULL);
         uint64_t first = 777;
         CHECK_EQ_U64(um_kv_layer_len(&m.kv, 3, &first), 0);
         CHECK_EQ_U64(um_kv_layer_len(&m.kv, UINT32_MAX, NULL), 0);
@@ -283,7 +286,7 @@ static void test_append_all(void) {
             CHECK_EQ_U64(um_kv_seq_len(&m.kv), token + 1);
         }
         CHECK_EQ_U64(do_append_all(&m, in_type), UM_E_FULL);
-        CHECK(test_err.limit == 7 && test_err.used == 7 && test_err.asked == 1);
+        CHECK_ROOM(7, 7, 1);
         CHECK(strcmp(test_err.what, "kv") == 0);
         free_model(&m);
     }
@@ -349,7 +352,7 @@ static void test_append_halves(void) {
     append_everywhere(&m, 5);
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_begin(kv, 3, 1, &row, &test_err));
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 1, 3, &row, &test_err));
-    CHECK(test_err.limit == 7 && test_err.used == 5 && test_err.asked == 3);
+    CHECK_ROOM(7, 5, 3);
     CHECK(um_kv_append_begin(kv, 1, UINT64_MAX, &row, NULL) == UM_E_FULL);
     CHECK_EQ_U64(row, 12345);
     CHECK_OK(um_kv_append_begin(kv, 1, 2, &row, &test_err));
@@ -551,10 +554,10 @@ static void test_trim(void) {
     CHECK_EQ_U64(um_kv_row(kv, 2), 2);
     /* max_seq_len would have room, the rows have not; moving makes some. */
     CHECK_EQ_U64(do_append(&m, 0, 2, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 7 && test_err.used == 7 && test_err.asked == 2);
+    CHECK_ROOM(7, 7, 2);
     CHECK(strcmp(test_err.what, "rows") == 0);
     CHECK_EQ_U64(do_append(&m, 0, 3, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 7 && test_err.used == 5 && test_err.asked == 3);
+    CHECK_ROOM(7, 5, 3);
     CHECK(strcmp(test_err.what, "kv") == 0);
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_FULL);
     CHECK(strcmp(test_err.what, "rows") == 0);
@@ -626,11 +629,13 @@ static void test_mover(void) {
         append_everywhere(&m, 7);
         left = n;
         CHECK_STATUS(UM_E_IO, um_kv_trim(kv, 3, 2, &test_err));
-        CHECK(um_kv_seq_len(kv) == 7 && um_kv_first_position(kv) == 0);
+        CHECK(um_kv_seq_len(kv) == 7);
+        CHECK(um_kv_first_position(kv) == 0);
         CHECK_OK(um_kv_trim(kv, 4, 0, &test_err));
         left = n;
         CHECK_STATUS(UM_E_IO, um_kv_move(kv, 1, &test_err));
-        CHECK(um_kv_seq_len(kv) == 4 && um_kv_row(kv, 3) == 3);
+        CHECK(um_kv_seq_len(kv) == 4);
+        CHECK(um_kv_row(kv, 3) == 3);
         free_model(&m);
     }
 }
@@ -646,15 +651,15 @@ static void test_growing(void) {
     make_model(&m, spec, 12, 0, 0, true);
     CHECK_EQ_U64(do_append(&m, 0, 0, UM_F32, UM_KV_HEAD_MAJOR), UM_OK);
     CHECK_EQ_U64(do_append(&m, 0, 1, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 0 && test_err.used == 0 && test_err.asked == 1);
+    CHECK_ROOM(0, 0, 1);
     CHECK(strcmp(test_err.what, "rows") == 0);
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_FULL);
     CHECK_EQ_U64(do_set_usable(&m, 4), UM_OK);
     append_everywhere(&m, 3);
     CHECK_EQ_U64(do_append(&m, 1, 2, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 4 && test_err.used == 3 && test_err.asked == 2);
+    CHECK_ROOM(4, 3, 2);
     CHECK_EQ_U64(do_append(&m, 1, 98, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 100 && test_err.used == 3 && test_err.asked == 98);
+    CHECK_ROOM(100, 3, 98);
     append_everywhere(&m, 1);
     CHECK_EQ_U64(do_set_usable(&m, 12), UM_OK);
     append_everywhere(&m, 7);

@@ -76,7 +76,7 @@ static void test_refused(void) {
     CHECK_EQ_U64(do_adopt(&m, 11, 12), UM_E_INVALID);
     CHECK_EQ_U64(do_crop(&m, 13), UM_E_INVALID);
     CHECK_EQ_U64(do_reserve(&m, ROWS + 1), UM_E_FULL);
-    CHECK(test_err.limit == ROWS && test_err.used == 0 && test_err.asked == ROWS + 1);
+    CHECK_ROOM(ROWS, 0, ROWS + 1);
     uint64_t row = 777;
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_reserve(kv, 0, &row, &test_err));
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_reserve(kv, UINT64_MAX, &row, &test_err));

@@ -108,7 +108,8 @@ static void test_sizes(void) {
         CHECK(is_filled(base, (size_t)(to - base), 0xEE));
         CHECK(is_filled(to + nbytes, block.nbytes - (size_t)(to - base) - nbytes, 0xEE));
         unsigned n_started = fault_os_calls_of("um_os_thread_start");
-        CHECK(n_started <= options.n_threads && (n_started > 0) == (nbytes > 0));
+        CHECK(n_started <= options.n_threads);
+        CHECK((n_started > 0) == (nbytes > 0));
         CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
     }
     close(fd);
@@ -319,7 +320,9 @@ static void test_shorter_meanwhile(void) {
     }
     size_t failed = 777;
     CHECK_STATUS(UM_E_IO, um_load_end(load, &failed, &test_err));
-    CHECK(failed == 0 && test_err.os_errno == 0 && nbytes < ENDLESS);
+    CHECK(failed == 0);
+    CHECK(test_err.os_errno == 0);
+    CHECK(nbytes < ENDLESS);
     fault_os_limit_read(0);
     close(fd);
     unmap_block(&block);
@@ -342,7 +345,8 @@ static void test_failure_stops(void) {
     size_t part = 777;
     um_load_options options = {.n_threads = 2};
     CHECK_STATUS(UM_E_IO, load_all(parts, 3, &options, &nbytes, &part, &test_err));
-    CHECK(part == 1 && test_err.os_errno == EBADF);
+    CHECK(part == 1);
+    CHECK(test_err.os_errno == EBADF);
     CHECK(nbytes <= border);
     CHECK(is_filled((char *)block.base + border, ENDLESS - border, 0));
     fault_os_limit_read(0);
@@ -367,7 +371,8 @@ static void test_no_memory(void) {
         } while (strcmp(fault_os_failed(), "um_os_pread") != 0);
         CHECK(status == UM_E_NOMEM);
         fault_os_fail_nth(0, 0);
-        CHECK(failed == 0 && test_err.os_errno == ENOMEM);
+        CHECK(failed == 0);
+        CHECK(test_err.os_errno == ENOMEM);
         CHECK_EQ_U64(test_err.asked, 20 * page);
         unmap_block(&block);
     }
@@ -431,7 +436,8 @@ static void test_faults(void) {
         }
     }
     /* All but a thread that cannot be started goes on after an interruption. */
-    CHECK(fault_os_failed() != NULL && strcmp(fault_os_failed(), "um_os_thread_start") == 0);
+    REQUIRE(fault_os_failed() != NULL);
+    CHECK(strcmp(fault_os_failed(), "um_os_thread_start") == 0);
     fault_os_fail_nth(0, 0);
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
@@ -581,14 +587,17 @@ static void test_end_in_the_middle(void) {
         test_interrupt(on_signal);
         um_load_wait(load, 3600000, &more, &running); /* a signal ends it */
         test_interrupt(NULL);
-        CHECK(running && more >= nbytes && more < ENDLESS);
+        CHECK(running);
+        CHECK(more >= nbytes);
+        CHECK(more < ENDLESS);
         CHECK_OK(um_load_end(load, NULL, &test_err));
         /* The kernel lists one on its way out that was joined. */
         for (int i = 0; i < 10000 && n_threads_now() != n_before; i++) {
             usleep(1000);
         }
         CHECK_EQ_U64(n_threads_now(), n_before);
-        CHECK(base[0] == byte_of(1, 0) && base[ENDLESS - 1] == 0);
+        CHECK(base[0] == byte_of(1, 0));
+        CHECK(base[ENDLESS - 1] == 0);
     }
     CHECK(atomic_load(&n_signals) > 0);
     CHECK_EQ_U64(atomic_load(&n_elsewhere), 0);

@@ -62,8 +62,8 @@ static void test_images(void) {
     fill(&block);
     for (size_t i = 0; i < N_PIECES; i++) {
         CHECK(is_filled(image(&block, 2 * i), 2 * m, (unsigned char)(2 * i + 1)));
-        CHECK(has_vm_flag(image(&block, 2 * i), "dc") &&
-              has_vm_flag(image(&block, 2 * i + 1), "dc"));
+        CHECK(has_vm_flag(image(&block, 2 * i), "dc"));
+        CHECK(has_vm_flag(image(&block, 2 * i + 1), "dc"));
         /* Each image is an entry of its own, with no neighbour joined to it. */
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i), "Size"), m);
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i + 1), "Size"), m);
@@ -71,7 +71,8 @@ static void test_images(void) {
     image(&block, 3)[m - 1] = 77;
     CHECK(image(&block, 2)[m - 1] == 77);
     memset(image(&block, 4) + m - 5, 88, 10); /* over the end, which is the beginning */
-    CHECK(is_filled(image(&block, 4), 5, 88) && is_filled(image(&block, 5) + m - 5, 5, 88));
+    CHECK(is_filled(image(&block, 4), 5, 88));
+    CHECK(is_filled(image(&block, 5) + m - 5, 5, 88));
     CHECK(image(&block, 4)[5] == 5);
     CHECK_EQ_U64(file_bytes(&block), N_PIECES * m);
     unmap_block(&block);
@@ -174,7 +175,8 @@ static void test_warm(void) {
     um_placement placement = placement_of(&block);
     CHECK_EQ_U64(placement.resident_bytes, N_PIECES * m);
     CHECK_EQ_U64(placement.pss_bytes, N_PIECES * m);
-    CHECK(placement.pages == UM_PAGES_4K && placement.huge_bytes == 0);
+    CHECK(placement.pages == UM_PAGES_4K);
+    CHECK(placement.huge_bytes == 0);
     CHECK_EQ_U64(placement.locked_bytes, 0);
     CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
     uint64_t resident;
@@ -203,7 +205,8 @@ static void test_touched_in_part(void) {
     CHECK(other.mirror_nbytes == 0);
     CHECK_EQ_U64(placement_of(&other).resident_bytes, 0);
     memset(other.base, 2, other.nbytes);
-    CHECK(is_filled(block.base, 4 * m, 2) && is_filled(image(&block, 5), m, 2));
+    CHECK(is_filled(block.base, 4 * m, 2));
+    CHECK(is_filled(image(&block, 5), m, 2));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * m);
     unmap_block(&other);
     unmap_block(&block);
@@ -269,7 +272,8 @@ static void test_other_calls(void) {
     unmap_block(&other);
     um_block_options options = {.category = UM_CAT_OTHER};
     CHECK_OK(um_block_copy_sealed(&copy, &block, &options, &test_err));
-    CHECK(copy.mirror_nbytes == 0 && memcmp(copy.base, block.base, block.nbytes) == 0);
+    CHECK(copy.mirror_nbytes == 0);
+    CHECK(memcmp(copy.base, block.base, block.nbytes) == 0);
     unmap_block(&copy);
     options.mirror_nbytes = m;
     CHECK_STATUS(UM_E_INVALID, um_block_copy_sealed(&copy, &block, &options, &test_err));
@@ -346,8 +350,8 @@ static void test_discard(void) {
             fault_os_fail_nth(0, 0);
             CHECK_OK(um_block_discard(&block, first * page, (end - first) * page, &out, &test_err));
             /* The pieces in the middle are one hole; at each end is one more, or a wrapped one. */
-            CHECK(fault_os_calls() <= 4 &&
-                  fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
+            CHECK(fault_os_calls() <= 4);
+            CHECK(fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
             CHECK((fault_os_calls() == 0) == (n == 0));
             CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
             CHECK_EQ_U64(out, n * page);
@@ -482,7 +486,8 @@ static void test_hugetlb(void) {
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
     fill(&block);
-    CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1) && is_filled(image(&block, 3), HUGE_BYTES, 3));
+    CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1));
+    CHECK(is_filled(image(&block, 3), HUGE_BYTES, 3));
     um_placement placement = placement_of(&block);
     CHECK(placement.pages == UM_PAGES_2M);
     CHECK_EQ_U64(placement.resident_bytes, 2 * HUGE_BYTES);
@@ -612,7 +617,8 @@ static void test_repair_in_part(void) {
     CHECK_EQ_U64(elsewhere, 0);
     CHECK_EQ_U64(kernel.n_moved, 2);
     CHECK_EQ_U64(file_bytes(&block), 2 * page);
-    CHECK(image(&block, 0)[3 * page] == 77 && image(&block, 5)[0] == 88);
+    CHECK(image(&block, 0)[3 * page] == 77);
+    CHECK(image(&block, 5)[0] == 88);
     /* Locked pages are mapped twice, and stay where they are. */
     kernel.node[file_page_of(image(&block, 4))] = 1;
     play(&block, UM_NUMA_PREFERRED, 1);
@@ -643,7 +649,8 @@ static void test_failures_of_repair(void) {
         const char *failed = fault_os_failed();
         fault_os_fail_nth(0, 0);
         if (failed == NULL) {
-            CHECK(status == UM_OK && elsewhere == 0);
+            CHECK(status == UM_OK);
+            CHECK(elsewhere == 0);
             break;
         }
         if (strcmp(failed, "um_os_residency") == 0 || strcmp(failed, "um_os_advise") == 0) {
@@ -686,7 +693,6 @@ int main(void) {
     test_repair();
     test_repair_in_part();
     test_failures_of_repair();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

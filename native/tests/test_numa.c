@@ -277,7 +277,9 @@ static void test_pattern(void) {
     last.nodes[15] = UINT64_C(1) << 63;
     um_numa_pattern pattern;
     um_numa_pattern_make(&pattern, &last, NULL);
-    CHECK(pattern.n_nodes == 1 && pattern.nodes[0] == 1023 && pattern.cycle == 1);
+    CHECK(pattern.n_nodes == 1);
+    CHECK(pattern.nodes[0] == 1023);
+    CHECK(pattern.cycle == 1);
     CHECK_EQ_U64(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
 }
 
@@ -364,7 +366,9 @@ static void test_interleave(void) {
     memset(kernel.node, 0, sizeof kernel.node);
     um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
     CHECK_EQ_U64(repair(&block), 0);
-    CHECK(n_on(0) == 3000 && n_on(1) == 3000 && n_on(3) == 3000);
+    CHECK(n_on(0) == 3000);
+    CHECK(n_on(1) == 3000);
+    CHECK(n_on(3) == 3000);
     CHECK_EQ_U64(kernel.n_moved, 6000);
 
     /* Over one node it is what bind is. */
@@ -539,7 +543,8 @@ static void test_immovable_pages(void) {
         n_pinned += r < 2;
         n_shared += r == 3;
     }
-    REQUIRE(n_pinned > 50 && n_shared > 50);
+    REQUIRE(n_pinned > 50);
+    REQUIRE(n_shared > 50);
     um_block block = make_block(UM_NUMA_BIND, 1, 1);
     CHECK_EQ_U64(repair(&block), n_pinned + n_shared);
     CHECK_EQ_U64(n_on(1), n_pinned + n_shared);
@@ -617,7 +622,9 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
         CHECK_EQ_U64(elsewhere, n_wrong * kernel.page_bytes);
         CHECK((n_wrong == 0) == !full);
     } else {
-        CHECK(failed != NULL && test_err.status == status && test_err.os_errno == os_errno);
+        CHECK(failed != NULL);
+        CHECK(test_err.status == status);
+        CHECK(test_err.os_errno == os_errno);
         CHECK(status == (os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS) || status == UM_E_IO);
         CHECK_EQ_U64(elsewhere, 12345);
         CHECK_EQ_U64(n_on(NOWHERE), 0);
@@ -695,7 +702,8 @@ static void test_real_kernel(void) {
     int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {-1, -1};
     void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
     if (um_os_move_pages(2, pages, NULL, where) == 0) {
-        CHECK(where[0] == node && where[1] == node);
+        CHECK(where[0] == node);
+        CHECK(where[1] == node);
     } else {
         test_skip("move_pages", "the kernel refuses it here");
     }

@@ -31,7 +31,8 @@ static size_t page;
 static void test_memory(void) {
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(16 * page, (void **)&base));
-    REQUIRE(base != NULL && (uintptr_t)base % page == 0);
+    REQUIRE(base != NULL);
+    REQUIRE((uintptr_t)base % page == 0);
     CHECK(strcmp(os_state_permissions(base), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 16 * page - 1), "---p") == 0);
 
@@ -50,8 +51,12 @@ static void test_memory(void) {
     CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
     CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
     CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    CHECK((pages[0] & 1) == 0 && (pages[1] & 1) == 1 && (pages[2] & 1) == 1 && (pages[3] & 1) == 0);
-    CHECK(base[5 * page] == 0 && base[7 * page - 1] == 0);
+    CHECK((pages[0] & 1) == 0);
+    CHECK((pages[1] & 1) == 1);
+    CHECK((pages[2] & 1) == 1);
+    CHECK((pages[3] & 1) == 0);
+    CHECK(base[5 * page] == 0);
+    CHECK(base[7 * page - 1] == 0);
 
     /* Pages 1, 2 and 6 of the 8. */
     int pagemap = -1;
@@ -61,18 +66,23 @@ static void test_memory(void) {
     int os_errno = um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 4, &n_runs, &scanned);
     if (os_errno == ENOTTY) {
         test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
-        CHECK(n_runs == 777 && scanned == 777);
+        CHECK(n_runs == 777);
+        CHECK(scanned == 777);
     } else {
         CHECK_EQ_U64(os_errno, 0);
-        CHECK(n_runs == 2 && scanned == 8 * page);
+        CHECK(n_runs == 2);
+        CHECK(scanned == 8 * page);
         CHECK_EQ_U64(runs[0].start, (uintptr_t)base + 5 * page);
         CHECK_EQ_U64(runs[0].end, (uintptr_t)base + 7 * page);
         CHECK_EQ_U64(runs[1].start, (uintptr_t)base + 10 * page);
         CHECK_EQ_U64(runs[1].end, (uintptr_t)base + 11 * page);
-        CHECK(runs[0].huge == 0 && runs[1].huge == 0);
+        CHECK(runs[0].huge == 0);
+        CHECK(runs[1].huge == 0);
         CHECK_CALL(
             0, um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 1, &n_runs, &scanned));
-        CHECK(n_runs == 1 && scanned >= 3 * page && scanned <= 6 * page);
+        CHECK(n_runs == 1);
+        CHECK(scanned >= 3 * page);
+        CHECK(scanned <= 6 * page);
         n_runs = 777;
         CHECK_CALL(EBADF, um_os_scan_pages(-1, base, page, runs, 4, &n_runs, &scanned));
         CHECK_EQ_U64(n_runs, 777);
@@ -99,7 +109,8 @@ static void test_memory(void) {
 static void test_files(void) {
     int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
     REQUIRE(fd >= 0);
-    CHECK(pwrite(fd, "first", 5, 0) == 5 && pwrite(fd, "second", 6, (off_t)page) == 6);
+    CHECK(pwrite(fd, "first", 5, 0) == 5);
+    CHECK(pwrite(fd, "second", 6, (off_t)page) == 6);
     uint64_t file_nbytes = 777;
     CHECK_CALL(0, um_os_file_nbytes(fd, &file_nbytes));
     CHECK_EQ_U64(file_nbytes, page + 6);
@@ -112,11 +123,14 @@ static void test_files(void) {
     CHECK((fcntl(opened, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK((fcntl(opened, F_GETFL) & O_ACCMODE) == O_RDONLY);
     CHECK_CALL(0, um_os_read(opened, bytes, 3, &n));
-    CHECK(n == 3 && memcmp(bytes, "fir", 3) == 0);
+    CHECK(n == 3);
+    CHECK(memcmp(bytes, "fir", 3) == 0);
     CHECK_CALL(0, um_os_read(opened, bytes, 2, &n));
-    CHECK(n == 2 && memcmp(bytes, "st", 2) == 0);
+    CHECK(n == 2);
+    CHECK(memcmp(bytes, "st", 2) == 0);
     CHECK_CALL(0, um_os_pread(opened, bytes, sizeof bytes, page, &n));
-    CHECK(n == 6 && memcmp(bytes, "second", 6) == 0);
+    CHECK(n == 6);
+    CHECK(memcmp(bytes, "second", 6) == 0);
     CHECK_CALL(0, um_os_pread(opened, bytes, sizeof bytes, page + 6, &n));
     CHECK_EQ_U64(n, 0);
     CHECK_CALL(0, um_os_close(opened));
@@ -129,7 +143,8 @@ static void test_files(void) {
     CHECK_CALL(0, um_os_map_file_at(private, fd, 0, 2 * page, UM_ACCESS_PRIVATE));
     CHECK(strcmp(os_state_permissions(shared), "r--s") == 0);
     CHECK(strcmp(os_state_permissions(private), "rw-p") == 0);
-    CHECK(memcmp(shared, "second", 6) == 0 && memcmp(private + page, "second", 6) == 0);
+    CHECK(memcmp(shared, "second", 6) == 0);
+    CHECK(memcmp(private + page, "second", 6) == 0);
     private[page] = 'S';
     CHECK(shared[0] == 's');
     CHECK_CALL(0, um_os_unmap(private, 2 * page));
@@ -149,7 +164,9 @@ static void test_files(void) {
     CHECK_CALL(EBADF, um_os_read(-1, bytes, 1, &n));
     CHECK_CALL(EBADF, um_os_file_nbytes(-1, &file_nbytes));
     CHECK_CALL(ENOENT, um_os_open_read("/no/such/file", &opened));
-    CHECK(n == 777 && file_nbytes == 777 && opened == 777);
+    CHECK(n == 777);
+    CHECK(file_nbytes == 777);
+    CHECK(opened == 777);
     close(fd);
 }
 
@@ -164,9 +181,11 @@ static void test_reserve_at(void) {
     CHECK(strcmp(os_state_permissions(base + 2 * page - 1), "rw-p") == 0);
     CHECK(strcmp(os_state_permissions(base + 2 * page), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 5 * page - 1), "---p") == 0);
-    CHECK(has_vm_flag(base, "ac") && !has_vm_flag(base + 2 * page, "ac"));
+    CHECK(has_vm_flag(base, "ac"));
+    CHECK(!has_vm_flag(base + 2 * page, "ac"));
     CHECK_CALL(0, um_os_map_at(base + 2 * page, 3 * page, 0));
-    CHECK(is_filled(base, 2 * page, 1) && is_filled(base + 2 * page, 3 * page, 0));
+    CHECK(is_filled(base, 2 * page, 1));
+    CHECK(is_filled(base + 2 * page, 3 * page, 0));
     CHECK_CALL(EINVAL, um_os_reserve_at(base + 1, page));
     CHECK(is_filled(base, 2 * page, 1));
     CHECK_CALL(0, um_os_unmap(base, 8 * page));
@@ -209,11 +228,14 @@ static void test_lock(void) {
         unsigned char pages[4];
         CHECK_CALL(0, um_os_lock(base, 2 * page, 0));
         CHECK_CALL(0, um_os_lock(base + 2 * page, 2 * page, 1));
-        CHECK(has_vm_flag(base, "lo") && has_vm_flag(base + 3 * page, "lo"));
+        CHECK(has_vm_flag(base, "lo"));
+        CHECK(has_vm_flag(base + 3 * page, "lo"));
         CHECK_CALL(0, um_os_residency(base, 4 * page, pages));
-        CHECK((pages[1] & 1) == 1 && (pages[2] & 1) == 0);
+        CHECK((pages[1] & 1) == 1);
+        CHECK((pages[2] & 1) == 0);
         CHECK_CALL(0, um_os_unlock(base, 4 * page));
-        CHECK(!has_vm_flag(base, "lo") && !has_vm_flag(base + 3 * page, "lo"));
+        CHECK(!has_vm_flag(base, "lo"));
+        CHECK(!has_vm_flag(base + 3 * page, "lo"));
     }
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
     CHECK_CALL(ENOMEM, um_os_lock(base, page, 0));
@@ -272,10 +294,12 @@ static void test_move_pages(void) {
         test_skip("move_pages", "it is refused here");
     } else {
         CHECK_CALL(0, um_os_move_pages(2, pages, NULL, status));
-        CHECK(status[0] == -ENOENT && status[1] >= 0);
+        CHECK(status[0] == -ENOENT);
+        CHECK(status[1] >= 0);
         nodes[0] = nodes[1] = status[1];
         CHECK_CALL(0, um_os_move_pages(2, pages, nodes, status));
-        CHECK(status[1] == nodes[1] && base[page] == 1);
+        CHECK(status[1] == nodes[1]);
+        CHECK(base[page] == 1);
         nodes[1] = UM_MAX_NODES + 1;
         CHECK_CALL(ENODEV, um_os_move_pages(2, pages, nodes, status));
     }
@@ -303,7 +327,9 @@ static void test_memfd(void) {
     CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
     CHECK_EQ_U64(file_page, page);
     CHECK_CALL(0, um_os_duplicate(fd, &copy));
-    CHECK(copy != fd && copy != 777 && (fcntl(copy, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK(copy != fd);
+    CHECK(copy != 777);
+    CHECK((fcntl(copy, F_GETFD) & FD_CLOEXEC) != 0);
 
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
@@ -311,7 +337,8 @@ static void test_memfd(void) {
     CHECK(strcmp(os_state_permissions(base), "rw-s") == 0);
     memset(base, 1, 4 * page);
     CHECK_CALL(0, um_os_punch_hole(fd, page, 2 * page));
-    CHECK(is_filled(base, page, 1) && is_filled(base + page, 2 * page, 0));
+    CHECK(is_filled(base, page, 1));
+    CHECK(is_filled(base + page, 2 * page, 0));
     CHECK(is_filled(base + 3 * page, page, 1));
 
     int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
@@ -337,7 +364,8 @@ static void test_memfd_failures(void) {
     CHECK_CALL(EBADF, um_os_seal(-1, 0));
     CHECK_CALL(EBADF, um_os_punch_hole(-1, 0, page));
     CHECK(um_os_memfd("huge pages of 2 bytes", 1, &fd) != 0);
-    CHECK(fd == 777 && file_page == 777);
+    CHECK(fd == 777);
+    CHECK(file_page == 777);
 }
 
 static void test_hugetlb(void) {
@@ -454,7 +482,8 @@ static void test_file_systems(void) {
     CHECK_CALL(EBADF, um_os_fs_mount(-1, &mount));
     CHECK_CALL(EBADF, um_os_fs_pick(-1, &fs));
     CHECK_CALL(EINVAL, um_os_fs_reconfigure(-1));
-    CHECK(fs == 777 && mount == 777);
+    CHECK(fs == 777);
+    CHECK(mount == 777);
     CHECK_CALL(0, um_os_fs_open("tmpfs", &fs));
     CHECK((fcntl(fs, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK_CALL(EINVAL, um_os_fs_set(fs, "no such option", "1"));
@@ -469,7 +498,8 @@ static void test_file_systems(void) {
     CHECK_CALL(0, um_os_fs_set(fs, "ro", NULL));
     CHECK_CALL(0, um_os_fs_reconfigure(fs));
     CHECK_CALL(0, um_os_close(fs));
-    CHECK(mkdirat(mount, "a", 0700) == -1 && errno == EROFS);
+    CHECK(mkdirat(mount, "a", 0700) == -1);
+    CHECK(errno == EROFS);
     CHECK_CALL(0, um_os_close(mount));
 }
 
@@ -495,7 +525,8 @@ static void test_threads(void) {
         CHECK_EQ_U64(end.n_os_calls, start.n_os_calls + 3); /* start, set_affinity, join */
         CHECK_EQ_U64(atomic_load(&r.ran), 1);
         CHECK_EQ_U64(r.result, 0);
-        CHECK(CPU_COUNT(&r.cpus) == 1 && CPU_ISSET(cpu, &r.cpus));
+        CHECK(CPU_COUNT(&r.cpus) == 1);
+        CHECK(CPU_ISSET(cpu, &r.cpus));
     }
     /* Pinning a thread leaves the others where they were. */
     CPU_ZERO(&mask);

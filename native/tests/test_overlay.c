@@ -23,7 +23,8 @@ static size_t page, huge_page;
 static int make_file(void) {
     char path[] = "/tmp/unimem-overlay-XXXXXX";
     int fd = mkstemp(path);
-    REQUIRE(fd >= 0 && unlink(path) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(unlink(path) == 0);
     unsigned char *bytes = malloc(FILE_PAGES * page);
     REQUIRE(bytes != NULL);
     for (size_t i = 0; i < FILE_PAGES; i++) {
@@ -78,8 +79,8 @@ static void test_contents(void) {
     CHECK_EQ_U64(fault_os_calls_of("um_os_map_file_at"), 1);
     close(copy);
     CHECK(um_block_is_committed(&block, 2 * page, 3 * page));
-    CHECK(!um_block_is_committed(&block, page, page) &&
-          !um_block_is_committed(&block, 5 * page, page));
+    CHECK(!um_block_is_committed(&block, page, page));
+    CHECK(!um_block_is_committed(&block, 5 * page, page));
     CHECK_EQ_U64(block.nbytes, page);
     CHECK_EQ_U64(block.committed_nbytes, 4 * page);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
@@ -87,22 +88,25 @@ static void test_contents(void) {
     for (size_t i = 2; i < 5; i++) {
         CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
     }
-    CHECK(um_block_is_overlaid(&block, 0, RESERVED * page) &&
-          um_block_is_overlaid(&block, 5 * page - 1, page) &&
-          um_block_is_overlaid(&block, 2 * page - 1, 2));
-    CHECK(!um_block_is_overlaid(&block, 0, 2 * page) &&
-          !um_block_is_overlaid(&block, 5 * page, page) &&
-          !um_block_is_overlaid(&block, 3 * page, 0) &&
-          !um_block_is_overlaid(&block, 3 * page, SIZE_MAX));
+    CHECK(um_block_is_overlaid(&block, 0, RESERVED * page));
+    CHECK(um_block_is_overlaid(&block, 5 * page - 1, page));
+    CHECK(um_block_is_overlaid(&block, 2 * page - 1, 2));
+    CHECK(!um_block_is_overlaid(&block, 0, 2 * page));
+    CHECK(!um_block_is_overlaid(&block, 5 * page, page));
+    CHECK(!um_block_is_overlaid(&block, 3 * page, 0));
+    CHECK(!um_block_is_overlaid(&block, 3 * page, SIZE_MAX));
     /* What is written is the block's; the file stays as it is. */
     memset(at(&block, 3), 9, page);
-    CHECK(is_filled(at(&block, 3), page, 9) && is_filled(at(&block, 4), page, 104));
+    CHECK(is_filled(at(&block, 3), page, 9));
+    CHECK(is_filled(at(&block, 4), page, 104));
     CHECK(file_is_as_it_was(fd));
     /* Around it the block grows as before. */
     CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err));
     CHECK_EQ_U64(block.nbytes, 7 * page);
-    CHECK(is_filled(at(&block, 0), page, 1) && is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 1), page, 0) && is_filled(at(&block, 5), 2 * page, 0));
+    CHECK(is_filled(at(&block, 0), page, 1));
+    CHECK(is_filled(at(&block, 3), page, 9));
+    CHECK(is_filled(at(&block, 1), page, 0));
+    CHECK(is_filled(at(&block, 5), 2 * page, 0));
     overlay(&block, 7, fd, 5, 1);
     CHECK_EQ_U64(block.nbytes, 8 * page);
     CHECK(is_filled(at(&block, 7), page, 106));
@@ -117,7 +121,8 @@ static void test_contents(void) {
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));
     CHECK(is_filled(at(&block, 2), page, 0));
     overlay(&block, 3, fd, 0, 1);
-    CHECK(is_filled(at(&block, 3), page, 101) && is_filled(at(&block, 4), page, 104));
+    CHECK(is_filled(at(&block, 3), page, 101));
+    CHECK(is_filled(at(&block, 4), page, 104));
     unmap_block(&block);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
     close(fd);
@@ -223,7 +228,8 @@ static void test_shrunk_file(void) {
     } else {
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK(um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK);
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(at(&block, 1), "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(at(&block, 1), "lo"));
     }
     /* What was lost can be given up. */
     size_t out = 0;
@@ -245,8 +251,10 @@ static void test_discard(void) {
     CHECK_OK(um_block_discard(&block, page, 4 * page, &out, &test_err));
     CHECK_EQ_U64(out, 4 * page);
     CHECK_EQ_U64(block.nbytes, 10 * page);
-    CHECK(is_filled(at(&block, 0), page, 1) && is_filled(at(&block, 1), 4 * page, 0));
-    CHECK(is_filled(at(&block, 5), page, 104) && is_filled(at(&block, 7), page, 106));
+    CHECK(is_filled(at(&block, 0), page, 1));
+    CHECK(is_filled(at(&block, 1), 4 * page, 0));
+    CHECK(is_filled(at(&block, 5), page, 104));
+    CHECK(is_filled(at(&block, 7), page, 106));
     CHECK(has_vm_flag(at(&block, 3), "nh") || huge_page == 0); /* as the block is */
     memset(at(&block, 1), 7, 4 * page);
     fault_os_fail_nth(0, 0);
@@ -374,7 +382,7 @@ static void test_faults(void) {
     for (unsigned nth = 1; nth <= 2; nth++) { /* a bitmap of files, and one of gaps */
         fault_os_fail_nth_alloc(nth);
         CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
-        CHECK(test_err.os_errno == ENOMEM && strcmp(test_err.what, "calloc") == 0);
+        CHECK_OS_ERR(ENOMEM, "calloc");
     }
     fault_os_fail_nth_alloc(0);
     CHECK(memcmp(&l.block, &copy, sizeof copy) == 0);
@@ -407,7 +415,6 @@ int main(void) {
     test_discard();
     test_any_order();
     test_faults();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

@@ -70,7 +70,8 @@ static void *make_rows(const um_paged_spec *s, uint32_t layer, int v, const uint
     size_t heads = s->n_kv_heads, dim = s->head_dim;
     unsigned char *rows = malloc(bytes_of(type, n * heads * dim) + (n == 0));
     float *head = malloc(dim * sizeof *head);
-    REQUIRE(rows != NULL && head != NULL);
+    REQUIRE(rows != NULL);
+    REQUIRE(head != NULL);
     for (uint64_t t = 0; t < n; t++) {
         for (size_t h = 0; h < heads; h++) {
             for (size_t i = 0; i < dim; i++) {
@@ -215,9 +216,12 @@ static void test_storage(void) {
             CHECK_EQ_U64(um_paged_n_holders(paged, at), 0);
             CHECK(!um_paged_is_cached(paged, at));
         }
-        CHECK(um_paged_lane(paged, 3, 0, 0) == NULL && um_paged_lane(paged, 0, 2, 0) == NULL);
-        CHECK(um_paged_n_holders(paged, 3) == 0 && !um_paged_is_cached(paged, UINT32_MAX));
-        CHECK(paged->n_free == 3 && paged->n_evictable == 0);
+        CHECK(um_paged_lane(paged, 3, 0, 0) == NULL);
+        CHECK(um_paged_lane(paged, 0, 2, 0) == NULL);
+        CHECK(um_paged_n_holders(paged, 3) == 0);
+        CHECK(!um_paged_is_cached(paged, UINT32_MAX));
+        CHECK(paged->n_free == 3);
+        CHECK(paged->n_evictable == 0);
         free_pool(&p);
     }
     um_paged_spec spec = spec_of(UM_F16, 3);
@@ -379,7 +383,8 @@ static void test_refused_calls(void) {
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 3);
     um_paged_rollback(&seq);
     check_count_from(&seq, 0, 7);
-    CHECK(p.paged.n_free == 1 && um_paged_n_holders(&p.paged, (uint32_t)free_block) == 0);
+    CHECK(p.paged.n_free == 1);
+    CHECK(um_paged_n_holders(&p.paged, (uint32_t)free_block) == 0);
     um_paged_seq_free(&seq);
     um_paged_seq_free(&other);
     free_pool(&p);
@@ -458,18 +463,22 @@ static void test_fork(void) {
     um_paged_seq b = fork_of(&a), c = fork_of(&b);
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 2);
     CHECK_EQ_U64(um_paged_n_holders(&p.paged, block_of(&a, 0)), 3);
-    CHECK(um_paged_will_copy(&a, 0) && um_paged_will_copy(&c, 1));
+    CHECK(um_paged_will_copy(&a, 0));
+    CHECK(um_paged_will_copy(&c, 1));
     uint32_t shared = block_of(&a, 1);
     append_tokens(&b, 7, 1);
-    CHECK(block_of(&b, 0) == block_of(&a, 0) && block_of(&b, 1) != shared);
-    CHECK(block_of(&a, 1) == shared && um_paged_n_holders(&p.paged, shared) == 2);
+    CHECK(block_of(&b, 0) == block_of(&a, 0));
+    CHECK(block_of(&b, 1) != shared);
+    CHECK(block_of(&a, 1) == shared);
+    CHECK(um_paged_n_holders(&p.paged, shared) == 2);
     CHECK(!um_paged_will_copy(&b, 0));
 
     /* A copy and a new block are needed, and one is there: nothing is done. */
     static const float k[200], v[200];
     um_paged before = p.paged;
     CHECK_FULL(um_paged_append(&c, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 3, 2);
-    CHECK(memcmp(&before, &p.paged, sizeof before) == 0 && block_of(&c, 1) == shared);
+    CHECK(memcmp(&before, &p.paged, sizeof before) == 0);
+    CHECK(block_of(&c, 1) == shared);
     append_tokens(&c, 50, 3);
     CHECK_FULL(um_paged_append(&a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 4, 1);
     /* Nobody shares the tail of `a` any more. */
@@ -483,7 +492,8 @@ static void test_fork(void) {
 
     /* Cropped to a whole block, nothing is shared that would be written. */
     CHECK_OK(um_paged_crop(&b, 5, &test_err));
-    CHECK(!um_paged_will_copy(&b, 0) && b.n_blocks == 1);
+    CHECK(!um_paged_will_copy(&b, 0));
+    CHECK(b.n_blocks == 1);
     CHECK_OK(um_paged_crop(&b, 4, &test_err));
     CHECK(um_paged_will_copy(&b, 0));
     append_tokens(&b, 4, 1);
@@ -514,7 +524,8 @@ static void test_cached_blocks(void) {
     int32_t of_a[] = {a.table[0], a.table[1]};
     um_paged_seq_free(&a);
     um_paged_seq_free(&b);
-    CHECK(p.paged.n_free == 2 && p.paged.n_evictable == 4);
+    CHECK(p.paged.n_free == 2);
+    CHECK(p.paged.n_evictable == 4);
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 0);
 
     /* What is shared again keeps its tokens, and goes to the end of the order. */
@@ -529,7 +540,8 @@ static void test_cached_blocks(void) {
     /* First what is free, then what has been evictable for longest. */
     um_paged_seq c = make_seq(&p);
     append_tokens(&c, 200, 10);
-    CHECK(p.paged.n_free == 0 && p.paged.n_evictable == 4);
+    CHECK(p.paged.n_free == 0);
+    CHECK(p.paged.n_evictable == 4);
     for (uint32_t i = 0; i < 4; i += 2) {
         for (uint32_t j = i; j < 4; j++) {
             CHECK(um_paged_is_cached(&p.paged, order[j]));
@@ -550,19 +562,24 @@ static void test_cached_blocks(void) {
     uint32_t tail = block_of(&c, 5);
     CHECK(um_paged_is_cached(&p.paged, tail));
     append_tokens(&c, 228, 2);
-    CHECK(block_of(&c, 5) == tail && !um_paged_is_cached(&p.paged, tail));
+    CHECK(block_of(&c, 5) == tail);
+    CHECK(!um_paged_is_cached(&p.paged, tail));
     check_count_from(&c, 200, 30);
 
     uint32_t held = block_of(&c, 0), let_go = block_of(&c, 4);
     CHECK_OK(um_paged_crop(&c, 20, &test_err));
-    CHECK(p.paged.n_free == 1 && p.paged.n_evictable == 1);
+    CHECK(p.paged.n_free == 1);
+    CHECK(p.paged.n_evictable == 1);
     um_paged_uncache(&p.paged, held);
     um_paged_uncache(&p.paged, let_go);
     um_paged_uncache(&p.paged, let_go);
-    CHECK(p.paged.n_free == 2 && p.paged.n_evictable == 0);
-    CHECK(!um_paged_is_cached(&p.paged, held) && um_paged_n_holders(&p.paged, held) == 1);
+    CHECK(p.paged.n_free == 2);
+    CHECK(p.paged.n_evictable == 0);
+    CHECK(!um_paged_is_cached(&p.paged, held));
+    CHECK(um_paged_n_holders(&p.paged, held) == 1);
     um_paged_seq_free(&c);
-    CHECK(p.paged.n_free == 3 && p.paged.n_evictable == 3);
+    CHECK(p.paged.n_free == 3);
+    CHECK(p.paged.n_evictable == 3);
     free_pool(&p);
 }
 
@@ -770,7 +787,8 @@ static void test_append_in_steps(void) {
     um_paged_pending pending;
     CHECK_OK(um_paged_append_begin(&pending, &a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 5, &test_err));
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 5);
-    CHECK(block_of(&a, 1) == shared && um_paged_n_holders(&p.paged, shared) == 2);
+    CHECK(block_of(&a, 1) == shared);
+    CHECK(um_paged_n_holders(&p.paged, shared) == 2);
     check_count_from(&a, 0, 7);
     /* Others give blocks back and take them; what is being written is nobody else's. */
     um_paged_seq_free(&other);
@@ -780,9 +798,11 @@ static void test_append_in_steps(void) {
     check_count_from(&a, 0, 7);
     /* The sequence holds the shared block until the end, so that the fork does not write to it. */
     append_tokens(&fork, 60, 1);
-    CHECK(block_of(&a, 1) == shared && block_of(&fork, 1) != shared);
+    CHECK(block_of(&a, 1) == shared);
+    CHECK(block_of(&fork, 1) != shared);
     um_paged_append_end(&pending);
-    CHECK(block_of(&a, 1) != shared && um_paged_n_holders(&p.paged, shared) == 0);
+    CHECK(block_of(&a, 1) != shared);
+    CHECK(um_paged_n_holders(&p.paged, shared) == 0);
     check_tokens(&a, 0, tokens, 12);
     check_tokens(&a, 1, tokens, 7);
     uint32_t of_fork[] = {0, 1, 2, 3, 4, 5, 6, 60};
@@ -864,7 +884,8 @@ static void test_a_copied_block_is_gathered_whole(void) {
         um_status status =
             um_paged_gather(&gathered, 0, round % 2, TAIL, out, stride, UM_F32, NULL);
         test_interrupt(NULL);
-        CHECK(status == UM_OK && memcmp(out, good_rows, sizeof out) == 0);
+        CHECK(status == UM_OK);
+        CHECK(memcmp(out, good_rows, sizeof out) == 0);
     }
     CHECK(n_takeovers > 0);
     um_paged_seq_free(&gathered);

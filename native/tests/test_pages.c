@@ -29,7 +29,8 @@ static void look(const um_block *block, size_t offset, size_t nbytes) {
     memset(pages, 0xA5, n + 1);
     memset(nodes, 0x5A, (n + 1) * sizeof *nodes);
     CHECK_OK(um_block_pages(block, offset, nbytes, pages, nodes, &test_err));
-    CHECK(pages[n] == 0xA5 && nodes[n] == 0x5A5A);
+    CHECK(pages[n] == 0xA5);
+    CHECK(nodes[n] == 0x5A5A);
 }
 
 static size_t n_with(size_t n, uint8_t flags) {
@@ -57,7 +58,9 @@ static um_block map_new_file(size_t nbytes, um_access access) {
     REQUIRE(fd >= 0);
     unlink(path);
     unsigned char *bytes = calloc(nbytes, 1);
-    REQUIRE(bytes != NULL && write(fd, bytes, nbytes) == (ssize_t)nbytes && fsync(fd) == 0);
+    REQUIRE(bytes != NULL);
+    REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
+    REQUIRE(fsync(fd) == 0);
     free(bytes);
     REQUIRE(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
     um_block block;
@@ -81,7 +84,8 @@ static void test_touched(void) {
     look(&block, 3 * page + 1, 1);
     CHECK_EQ_U64(pages[0], MAPPED);
     look(&block, 4 * page - 1, 2);
-    CHECK(pages[0] == MAPPED && pages[1] == 0);
+    CHECK(pages[0] == MAPPED);
+    CHECK(pages[1] == 0);
     look(&block, 0, 0);
     look(&block, 100 * page, 0);
     /* However few runs a scan gives, and without nodes. */
@@ -203,8 +207,10 @@ static void test_files(void) {
         }
         CHECK_OK(um_block_warm(&block, 2048 * page, 2 * page, 1, NULL, &test_err));
         look(&block, 0, nbytes);
-        CHECK(pages[2048] == MAPPED && pages[2049] == MAPPED);
-        CHECK(pages[0] == 0 && pages[n - 1] == 0);
+        CHECK(pages[2048] == MAPPED);
+        CHECK(pages[2049] == MAPPED);
+        CHECK(pages[0] == 0);
+        CHECK(pages[n - 1] == 0);
         CHECK(nodes_agree(n));
         uint64_t resident = 0;
         CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
@@ -219,7 +225,8 @@ static bool look_as_nobody(void *arg) {
     int fd = *(const int *)arg;
     um_block block;
     /* /proc/self belongs to root once a process has changed its user. */
-    REQUIRE(seteuid(65534) == 0 && prctl(PR_SET_DUMPABLE, 1, 0, 0, 0) == 0);
+    REQUIRE(seteuid(65534) == 0);
+    REQUIRE(prctl(PR_SET_DUMPABLE, 1, 0, 0, 0) == 0);
     REQUIRE(CHECK_OK(
         um_block_map_file(&block, fd, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err)));
     CHECK(block.is_cache_hidden != 0);
@@ -240,9 +247,12 @@ static void test_hidden_cache(void) {
     snprintf(path, sizeof path, "%s/unimem-test-XXXXXX",
              getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
     int fd = mkstemp(path);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(10 * page)) == 0 && fchmod(fd, 0644) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(10 * page)) == 0);
+    REQUIRE(fchmod(fd, 0644) == 0);
     int reader = open(path, O_RDONLY | O_CLOEXEC);
-    REQUIRE(reader >= 0 && unlink(path) == 0);
+    REQUIRE(reader >= 0);
+    REQUIRE(unlink(path) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, reader, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS,
                                        &test_err)));
@@ -265,7 +275,8 @@ static void test_without_pagemap(void) {
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
     CHECK(strcmp(fault_os_failed(), "um_os_open_read") == 0);
     for (size_t i = 0; i < 10; i++) {
-        CHECK(pages[i] == (i == 3 ? IN_RAM : 0) && nodes[i] == -1);
+        CHECK(pages[i] == (i == 3 ? IN_RAM : 0));
+        CHECK(nodes[i] == -1);
     }
     /* What else opening may fail with is an error. */
     fault_os_fail_nth(2, EMFILE);
@@ -382,7 +393,8 @@ static void test_faults(void) {
     fault_os_file(has_memory_path, "0-1\n");
     fault_os_move_pages(refuse_nodes);
     CHECK_STATUS(UM_E_OS, um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
-    CHECK(test_err.os_errno == EPERM && strstr(test_err.what, "move_pages") != NULL);
+    REQUIRE(test_err.os_errno == EPERM);
+    CHECK(strstr(test_err.what, "move_pages") != NULL);
     fault_os_move_pages(NULL);
     fault_os_file(has_memory_path, NULL);
     unmap_block(&block);

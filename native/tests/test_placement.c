@@ -120,7 +120,8 @@ static void test_huge_pages(void) {
     p = placement_of(&block);
     CHECK_EQ_U64(p.resident_bytes, block.nbytes);
     CHECK_EQ_U64(on_all_nodes(&p), block.nbytes);
-    CHECK(p.huge_bytes <= block.nbytes && p.huge_bytes % huge_page == 0);
+    CHECK(p.huge_bytes <= block.nbytes);
+    CHECK(p.huge_bytes % huge_page == 0);
     CHECK(p.pages == (p.huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K));
     CHECK_EQ_U64(p.page_bytes, p.huge_bytes > 0 ? huge_page : page);
     if (p.huge_bytes == 0) {
@@ -251,7 +252,9 @@ static um_placement placement_by(const char *smaps) {
 static void test_invented_smaps(void) {
     fault_os_file(has_memory_path, "5\n");
     um_placement p = placement_by("");
-    CHECK(p.pages == UM_PAGES_4K && p.resident_bytes == 0 && p.locked_bytes == 0);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK(p.resident_bytes == 0);
+    CHECK(p.locked_bytes == 0);
     CHECK_EQ_U64(on_all_nodes(&p), 0);
 
     p = placement_by("200000-280000 rw-p 00000000 00:00 0 \nSize: 512 kB\nKernelPageSize: 4 kB\n"
@@ -262,7 +265,8 @@ static void test_invented_smaps(void) {
                      "THPeligible: 1\nVmFlags: mr mw me nr \n"
                      "300000-400000 r--s 00000000 00:01 2 /a:\\040lo \nKernelPageSize: 4 kB\n"
                      "Rss: 40 kB\nPss: 20 kB\nSwap: 16 kB\nVmFlags: rd mr \n");
-    CHECK(p.pages == UM_PAGES_4K && p.page_bytes == page);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK(p.page_bytes == page);
     CHECK_EQ_U64(p.resident_bytes, 140 << 10);
     CHECK_EQ_U64(p.pss_bytes, 70 << 10);
     CHECK_EQ_U64(p.locked_bytes, 100 << 10);
@@ -278,7 +282,8 @@ static void test_invented_smaps(void) {
                  "%s: 2048 kB\nVmFlags: rd \n",
                  kinds[i]);
         p = placement_by(text);
-        CHECK(p.pages == UM_PAGES_THP && p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
+        CHECK(p.pages == UM_PAGES_THP);
+        CHECK(p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
         CHECK_EQ_U64(p.huge_bytes, 2 << 20);
     }
     /* Before the first touch eligibility counts, of what can be touched. */
@@ -433,7 +438,8 @@ static bool check_verify_fault(const um_block *block, const um_placement *expect
         bool is_read = strcmp(failed, "um_os_read") == 0;
         CHECK(is_read || strcmp(failed, "um_os_open_read") == 0);
         CHECK(status == (is_read ? UM_E_IO : os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS));
-        CHECK(err.status == status && err.os_errno == os_errno);
+        CHECK(err.status == status);
+        CHECK(err.os_errno == os_errno);
         CHECK(strstr(err.what, is_read ? "read /proc/self/" : "open /proc/self/") != NULL);
         CHECK(memcmp(&placement, &pattern, sizeof pattern) == 0);
     }

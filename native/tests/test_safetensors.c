@@ -96,9 +96,12 @@ static void test_everything(void) {
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
     CHECK_EQ_U64(s.header_nbytes, file_nbytes - 74);
     CHECK_EQ_U64(s.n_kv, 3);
-    CHECK(is_text(s.kv[0].key, "format") && is_text(s.kv[0].value, "pt"));
-    CHECK(is_text(s.kv[1].key, "kA") && is_text(s.kv[1].value, "\xf0\x9f\x98\x80\n\xc3\xa9"));
-    CHECK(is_text(s.kv[2].key, "") && is_text(s.kv[2].value, ""));
+    CHECK(is_text(s.kv[0].key, "format"));
+    CHECK(is_text(s.kv[0].value, "pt"));
+    CHECK(is_text(s.kv[1].key, "kA"));
+    CHECK(is_text(s.kv[1].value, "\xf0\x9f\x98\x80\n\xc3\xa9"));
+    CHECK(is_text(s.kv[2].key, ""));
+    CHECK(is_text(s.kv[2].value, ""));
 
     CHECK_EQ_U64(s.n_tensors, 23);
     static const char *const names[] = {"scalar", "t\\0", "empty", "bool"};
@@ -112,7 +115,9 @@ static void test_everything(void) {
         CHECK_EQ_U64(t->n_dims, n_dims[i]);
     }
     const uint64_t *dims = s.dims + s.tensors[2].first_dim;
-    CHECK(dims[0] == 1 && dims[1] == 0 && dims[2] == 288230376151711743);
+    CHECK(dims[0] == 1);
+    CHECK(dims[1] == 0);
+    CHECK(dims[2] == 288230376151711743);
     CHECK_EQ_U64(s.dims[s.tensors[1].first_dim + 1], 3);
     uint64_t sum = 0;
     unsigned seen = 0;
@@ -123,7 +128,9 @@ static void test_everything(void) {
     CHECK_EQ_U64(seen, (1u << UM_ST_TYPE_COUNT) - 1);
     CHECK_EQ_U64(sum, 74);
     um_safetensors_free(&s);
-    CHECK(s.kv == NULL && s.tensors == NULL && s.dims == NULL);
+    CHECK(s.kv == NULL);
+    CHECK(s.tensors == NULL);
+    CHECK(s.dims == NULL);
     um_safetensors_free(&s);
 }
 
@@ -161,7 +168,8 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 /* `file` must break the rule, at the mark. */
 static void check_breaks(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
-    if (!CHECK(test_err.status == UM_E_FORMAT && strcmp(test_err.what, rule) == 0)) {
+    REQUIRE(test_err.status == UM_E_FORMAT);
+    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
     CHECK_EQ_U64(test_err.offset, marked);
@@ -212,7 +220,8 @@ static void test_failing_allocations(void) {
     for (unsigned n = 1; n <= n_allocs; n++) {
         fault_os_fail_nth_alloc(n);
         check_fails(UM_E_NOMEM, file_nbytes, file_nbytes);
-        CHECK(test_err.os_errno == ENOMEM && test_err.asked > 0);
+        CHECK(test_err.os_errno == ENOMEM);
+        CHECK(test_err.asked > 0);
     }
     fault_os_fail_nth_alloc(0);
 }
@@ -512,7 +521,8 @@ static void check_parsed(const um_safetensors *s, const unsigned char *bytes, si
     uint64_t sum = s->header_nbytes;
     for (uint64_t i = 0; i < s->n_tensors; i++) {
         const um_safetensors_tensor *t = &s->tensors[i];
-        CHECK(t->offset >= s->header_nbytes && t->nbytes <= nbytes - t->offset);
+        CHECK(t->offset >= s->header_nbytes);
+        CHECK(t->nbytes <= nbytes - t->offset);
         CHECK(t->first_dim + t->n_dims <= s->n_dims);
         sum += t->nbytes;
     }
@@ -556,11 +566,13 @@ static void test_random_damage(void) {
             um_safetensors_free(&s);
         } else {
             n_format++;
-            CHECK(status == UM_E_FORMAT && err.offset <= nbytes);
+            CHECK(status == UM_E_FORMAT);
+            CHECK(err.offset <= nbytes);
         }
         free(exact);
     }
-    CHECK(n_ok > 0 && n_format > 0);
+    CHECK(n_ok > 0);
+    CHECK(n_format > 0);
 }
 
 int main(void) {

@@ -61,7 +61,8 @@ static void test_memfd(void) {
     int seals = fcntl(block.fd, F_GET_SEALS);
     CHECK((seals & (F_SEAL_SHRINK | F_SEAL_GROW)) == (F_SEAL_SHRINK | F_SEAL_GROW));
     CHECK((seals & (F_SEAL_WRITE | F_SEAL_SEAL)) == 0);
-    CHECK(ftruncate(block.fd, (off_t)(11 * page)) == -1 && ftruncate(block.fd, 0) == -1);
+    CHECK(ftruncate(block.fd, (off_t)(11 * page)) == -1);
+    CHECK(ftruncate(block.fd, 0) == -1);
     CHECK((fcntl(block.fd, F_GETFD) & FD_CLOEXEC) != 0);
     unmap_block(&block);
 
@@ -83,12 +84,14 @@ static void test_file_of_the_caller(void) {
     options.fd = fd;
     options.reserve_nbytes = 8 * page;
     um_block block = make_block(2 * page + 1, &options);
-    CHECK(block.fd != fd && block.sharing == UM_SHARING_FD);
+    CHECK(block.fd != fd);
+    CHECK(block.sharing == UM_SHARING_FD);
     CHECK_EQ_U64(file_nbytes(fd), 8 * page);
     memset(block.base, 7, block.nbytes);
     um_block other = attach(fd, UM_ACCESS_READ);
     close(fd); /* the block has its own descriptor */
-    CHECK(is_filled(other.base, 3 * page, 7) && is_filled((char *)other.base + 3 * page, page, 0));
+    CHECK(is_filled(other.base, 3 * page, 7));
+    CHECK(is_filled((char *)other.base + 3 * page, page, 0));
     CHECK_OK(um_block_commit(&block, 3 * page, page, &test_err));
     memset((char *)block.base + 3 * page, 8, page);
     CHECK(is_filled((char *)other.base + 3 * page, page, 8));
@@ -146,16 +149,21 @@ static void check_attached(const um_block *block, um_access access, size_t nbyte
     CHECK_EQ_U64(block->requested_nbytes, file_nbytes(block->fd));
     CHECK_EQ_U64(block->step_nbytes, step);
     CHECK_EQ_U64((uintptr_t)block->base % step, 0);
-    CHECK(block->committed == NULL && block->is_file == 0 && block->lock == UM_LOCK_NONE);
-    CHECK(block->sharing == UM_SHARING_FD && block->access == access);
-    CHECK(block->category == UM_CAT_STAGING && block->numa.mode == UM_NUMA_NONE);
+    CHECK(block->committed == NULL);
+    CHECK(block->is_file == 0);
+    CHECK(block->lock == UM_LOCK_NONE);
+    CHECK(block->sharing == UM_SHARING_FD);
+    CHECK(block->access == access);
+    CHECK(block->category == UM_CAT_STAGING);
+    CHECK(block->numa.mode == UM_NUMA_NONE);
     CHECK(strcmp(os_state_permissions(block->base), access == UM_ACCESS_READ ? "r--s" : "rw-s") ==
           0);
     CHECK(strcmp(os_state_permissions((char *)block->base - 1), "---p") == 0);
     CHECK(strcmp(os_state_permissions((char *)block->base + nbytes), "---p") == 0);
     CHECK(has_vm_flag(block->base, "dc") == (access == UM_ACCESS_SHARED));
     um_ledger_row row = ledger_row(UM_CAT_STAGING);
-    CHECK(row.n_mappings == 1 && row.mapped_bytes == nbytes);
+    CHECK(row.n_mappings == 1);
+    CHECK(row.mapped_bytes == nbytes);
 }
 
 static void test_attach(void) {
@@ -163,7 +171,8 @@ static void test_attach(void) {
     memset(block.base, 1, block.nbytes);
     for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
         um_block other = attach(block.fd, (um_access)access);
-        CHECK(other.fd != block.fd && (fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
+        CHECK(other.fd != block.fd);
+        CHECK((fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
         check_attached(&other, (um_access)access, 5 * page, page);
         CHECK(is_filled(other.base, other.nbytes, 1));
         ((char *)block.base)[page] = 2;
@@ -306,7 +315,8 @@ static void check_sealed(const um_block *copy) {
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd >= 0) {
         CHECK(write(fd, "x", 1) == -1); /* huge pages cannot be written so at all: EINVAL */
-        CHECK(ftruncate(fd, 0) == -1 && errno == EPERM);
+        CHECK(ftruncate(fd, 0) == -1);
+        CHECK(errno == EPERM);
         CHECK(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, (off_t)page) == -1);
         check_refused_attach(UM_E_OS, "mmap", fd, UM_ACCESS_SHARED, UM_CAT_OTHER);
         close(fd);
@@ -319,8 +329,10 @@ static void check_copy(const um_block *block, um_block_options options, size_t n
     CHECK_EQ_U64(copy.nbytes, nbytes);
     CHECK_EQ_U64(copy.requested_nbytes, block->nbytes);
     CHECK_EQ_U64(copy.reserved_nbytes, nbytes);
-    CHECK(copy.sharing == UM_SHARING_MEMFD && copy.access == UM_ACCESS_READ);
-    CHECK(copy.category == options.category && copy.requested_pages == options.pages);
+    CHECK(copy.sharing == UM_SHARING_MEMFD);
+    CHECK(copy.access == UM_ACCESS_READ);
+    CHECK(copy.category == options.category);
+    CHECK(copy.requested_pages == options.pages);
     CHECK_EQ_U64(placement_of(&copy).resident_bytes, nbytes);
     CHECK(memcmp(copy.base, block->base, block->nbytes) == 0);
     CHECK(is_filled((char *)copy.base + block->nbytes, nbytes - block->nbytes, 0));
@@ -361,7 +373,8 @@ static void test_copy_sealed(void) {
 static void test_copy_of_a_file(void) {
     int fd = memfd_create("file", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
-    CHECK(ftruncate(fd, (off_t)(3 * page)) == 0 && pwrite(fd, "end", 3, (off_t)(page + 100)) == 3);
+    CHECK(ftruncate(fd, (off_t)(3 * page)) == 0);
+    CHECK(pwrite(fd, "end", 3, (off_t)(page + 100)) == 3);
     um_block file;
     CHECK_OK(um_block_map_file(&file, fd, page, 103, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
     check_copy(&file, *of(UM_PAGES_AUTO), page);
@@ -402,7 +415,8 @@ static void check_refused_copy(um_status status, const char *what, const um_bloc
  */
 static void test_copy_of_a_truncated_file(void) {
     int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(3 * page)) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
     um_block file, shared = attach(fd, UM_ACCESS_READ);
     um_block over =
         make_block(page, &(um_block_options){.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page});
@@ -559,8 +573,7 @@ int main(void) {
     test_hugetlb();
     test_faults();
     for (int i = 0; i < UM_CAT_COUNT; i++) {
-        um_ledger_row row = ledger_row((um_category)i);
-        CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+        check_nothing_mapped((um_category)i);
     }
     return test_report();
 }
