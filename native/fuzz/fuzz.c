@@ -108,11 +108,15 @@ void fuzz_check_status(um_status status, const um_error *err, uint64_t nbytes, u
         return;
     }
     PROMISED(status == UM_E_FORMAT || status == UM_E_FULL);
-    PROMISED(err->status == status && err->what != NULL && err->what[0] != '\0');
+    PROMISED(err->status == status);
+    PROMISED(err->what != NULL);
+    PROMISED(err->what[0] != '\0');
     if (status == UM_E_FORMAT) {
         PROMISED(err->offset <= last_offset);
     } else {
-        PROMISED(err->used == nbytes && err->limit <= file_nbytes);
-        PROMISED(err->asked > nbytes && err->asked <= file_nbytes);
+        PROMISED(err->used == nbytes);
+        PROMISED(err->limit <= file_nbytes);
+        PROMISED(err->asked > nbytes);
+        PROMISED(err->asked <= file_nbytes);
     }
 }

@@ -19,7 +19,8 @@ static fuzz_text write_text(const uint8_t *bytes, um_safetensors_text text,
                             uint64_t header_nbytes) {
     PROMISED(text.offset > LENGTH_NBYTES);
     PROMISED(fuzz_end(text.offset, text.nbytes) < header_nbytes);
-    PROMISED(bytes[text.offset - 1] == '"' && bytes[text.offset + text.nbytes] == '"');
+    PROMISED(bytes[text.offset - 1] == '"');
+    PROMISED(bytes[text.offset + text.nbytes] == '"');
     uint8_t *out = malloc(text.nbytes);
     PROMISED(out != NULL);
     size_t nbytes = um_safetensors_write_text(bytes, text, (char *)out);
@@ -60,9 +61,12 @@ static void check_tensor(const um_safetensors *st, const um_safetensors_tensor *
     for (uint32_t i = 0; i < t->n_dims; i++) {
         PROMISED(!__builtin_mul_overflow(n_bits, st->dims[t->first_dim + i], &n_bits));
     }
-    PROMISED(n_bits % 8 == 0 && t->nbytes == n_bits / 8);
-    PROMISED(t->offset >= st->header_nbytes && fuzz_end(t->offset, t->nbytes) <= file_nbytes);
-    PROMISED(t->place < st->header_nbytes && bytes[t->place] == '[');
+    PROMISED(n_bits % 8 == 0);
+    PROMISED(t->nbytes == n_bits / 8);
+    PROMISED(t->offset >= st->header_nbytes);
+    PROMISED(fuzz_end(t->offset, t->nbytes) <= file_nbytes);
+    PROMISED(t->place < st->header_nbytes);
+    PROMISED(bytes[t->place] == '[');
 }
 
 /* Each byte behind the header is one tensor's. */
@@ -70,7 +74,8 @@ static void check_tensors(const um_safetensors *st, const uint8_t *bytes, uint64
     uint64_t nbytes = st->header_nbytes;
     fuzz_text *names = malloc(st->n_tensors * sizeof *names);
     fuzz_range *ranges = malloc(st->n_tensors * sizeof *ranges);
-    PROMISED(names != NULL && ranges != NULL);
+    PROMISED(names != NULL);
+    PROMISED(ranges != NULL);
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         const um_safetensors_tensor *t = &st->tensors[i];
         check_tensor(st, t, bytes, file_nbytes);
@@ -105,11 +110,15 @@ static answer parse(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes)
     PROMISED(after.allocated_bytes - before.allocated_bytes <= 4096 + 20 * nbytes);
     if (a.status == UM_OK) {
         PROMISED(a.st.header_nbytes <= nbytes);
-        PROMISED(a.st.n_kv <= nbytes && a.st.n_tensors <= nbytes && a.st.n_dims <= nbytes);
+        PROMISED(a.st.n_kv <= nbytes);
+        PROMISED(a.st.n_tensors <= nbytes);
+        PROMISED(a.st.n_dims <= nbytes);
         check_metadata(&a.st, exact);
         check_tensors(&a.st, exact, file_nbytes);
     } else {
-        PROMISED(a.st.kv == NULL && a.st.tensors == NULL && a.st.dims == NULL);
+        PROMISED(a.st.kv == NULL);
+        PROMISED(a.st.tensors == NULL);
+        PROMISED(a.st.dims == NULL);
     }
     free(exact);
     return a;

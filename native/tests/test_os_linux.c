@@ -28,6 +28,38 @@ static size_t page;
         CHECK_EQ_U64(counted_after.n_os_calls, counted_before.n_os_calls + 1);                     \
     } while (0)
 
+/* Of eight pages the second, the third and the seventh are mapped. */
+static void check_scan(char *eight) {
+    int pagemap = -1;
+    size_t n_runs = 777, scanned = 777;
+    um_os_page_run runs[4];
+    CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
+    int os_errno = um_os_scan_pages(pagemap, eight, 8 * page, runs, 4, &n_runs, &scanned);
+    if (os_errno == ENOTTY) {
+        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
+        CHECK(n_runs == 777);
+        CHECK(scanned == 777);
+    } else {
+        CHECK_EQ_U64(os_errno, 0);
+        CHECK(n_runs == 2);
+        CHECK(scanned == 8 * page);
+        CHECK_EQ_U64(runs[0].start, (uintptr_t)eight + page);
+        CHECK_EQ_U64(runs[0].end, (uintptr_t)eight + 3 * page);
+        CHECK_EQ_U64(runs[1].start, (uintptr_t)eight + 6 * page);
+        CHECK_EQ_U64(runs[1].end, (uintptr_t)eight + 7 * page);
+        CHECK(runs[0].huge == 0);
+        CHECK(runs[1].huge == 0);
+        CHECK_CALL(0, um_os_scan_pages(pagemap, eight, 8 * page, runs, 1, &n_runs, &scanned));
+        CHECK(n_runs == 1);
+        CHECK(scanned >= 3 * page);
+        CHECK(scanned <= 6 * page);
+        n_runs = 777;
+        CHECK_CALL(EBADF, um_os_scan_pages(-1, eight, page, runs, 4, &n_runs, &scanned));
+        CHECK_EQ_U64(n_runs, 777);
+    }
+    CHECK_CALL(0, um_os_close(pagemap));
+}
+
 static void test_memory(void) {
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(16 * page, (void **)&base));
@@ -59,35 +91,7 @@ static void test_memory(void) {
     CHECK(base[7 * page - 1] == 0);
 
     /* Pages 1, 2 and 6 of the 8. */
-    int pagemap = -1;
-    size_t n_runs = 777, scanned = 777;
-    um_os_page_run runs[4];
-    CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
-    int os_errno = um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 4, &n_runs, &scanned);
-    if (os_errno == ENOTTY) {
-        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
-        CHECK(n_runs == 777);
-        CHECK(scanned == 777);
-    } else {
-        CHECK_EQ_U64(os_errno, 0);
-        CHECK(n_runs == 2);
-        CHECK(scanned == 8 * page);
-        CHECK_EQ_U64(runs[0].start, (uintptr_t)base + 5 * page);
-        CHECK_EQ_U64(runs[0].end, (uintptr_t)base + 7 * page);
-        CHECK_EQ_U64(runs[1].start, (uintptr_t)base + 10 * page);
-        CHECK_EQ_U64(runs[1].end, (uintptr_t)base + 11 * page);
-        CHECK(runs[0].huge == 0);
-        CHECK(runs[1].huge == 0);
-        CHECK_CALL(
-            0, um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 1, &n_runs, &scanned));
-        CHECK(n_runs == 1);
-        CHECK(scanned >= 3 * page);
-        CHECK(scanned <= 6 * page);
-        n_runs = 777;
-        CHECK_CALL(EBADF, um_os_scan_pages(-1, base, page, runs, 4, &n_runs, &scanned));
-        CHECK_EQ_U64(n_runs, 777);
-    }
-    CHECK_CALL(0, um_os_close(pagemap));
+    check_scan(base + 4 * page);
 
     if (um_huge_page_bytes() != 0) {
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
@@ -150,10 +154,17 @@ static void test_files(void) {
     CHECK_CALL(0, um_os_unmap(private, 2 * page));
     CHECK_CALL(0, um_os_unmap(shared, page));
 
-    /* A failure leaves the output alone. */
-    n = 777;
-    file_nbytes = 777;
-    opened = 777;
+    close(fd);
+}
+
+/* A failure leaves the output alone. */
+static void test_failures_of_files(void) {
+    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
+    REQUIRE(fd >= 0);
+    uint64_t file_nbytes = 777;
+    size_t n = 777;
+    char bytes[1];
+    unsigned char *shared;
     CHECK_CALL(0, um_os_reserve(page, (void **)&shared));
     CHECK_CALL(EBADF, um_os_map_file_at(shared, -1, 0, page, UM_ACCESS_READ));
     CHECK_CALL(EINVAL, um_os_map_file_at(shared, fd, 1, page, UM_ACCESS_READ));
@@ -541,6 +552,7 @@ int main(void) {
     CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
     test_memory();
     test_files();
+    test_failures_of_files();
     test_reserve_at();
     test_advice();
     test_lock();

@@ -293,10 +293,15 @@ static void test_invented_smaps(void) {
                      "300000-400000 ---p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: mr \n");
     CHECK(p.pages == UM_PAGES_4K);
 
+    fault_os_file(has_memory_path, NULL);
+}
+
+static void test_invented_hugetlb(void) {
     struct {
         um_pages pages;
         uint64_t kb;
     } sizes[] = {{UM_PAGES_2M, 2048}, {UM_PAGES_1G, 1 << 20}};
+    fault_os_file(has_memory_path, "5\n");
     for (int i = 0; i < 2; i++) {
         char text[512];
         snprintf(text, sizeof text,
@@ -304,7 +309,7 @@ static void test_invented_smaps(void) {
                  "Shared_Hugetlb: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd ht \n"
                  "280000-400000 ---p 00000000 00:00 0 \nKernelPageSize: 4 kB\nVmFlags: mr \n",
                  (size_t)sizes[i].kb, (size_t)sizes[i].kb, 2 * (size_t)sizes[i].kb);
-        p = placement_by(text);
+        um_placement p = placement_by(text);
         CHECK(p.pages == sizes[i].pages);
         CHECK_EQ_U64(p.page_bytes, sizes[i].kb << 10);
         uint64_t fields[] = {p.resident_bytes, p.pss_bytes, p.huge_bytes, p.locked_bytes,
@@ -512,6 +517,7 @@ int main(void) {
     test_shared();
     test_hugetlb();
     test_invented_smaps();
+    test_invented_hugetlb();
     test_invented_nodes();
     test_resident();
     test_faults();
