@@ -2,6 +2,8 @@
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,11 +26,53 @@ static inline void unmap_block(um_block *block) {
     CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
 }
 
+static inline um_block attach_block(int fd, um_access access) {
+    um_block block;
+    memset(&block, 0x5A, sizeof block);
+    REQUIRE(CHECK_OK(um_block_attach(&block, fd, access, UM_CAT_STAGING, &test_err)));
+    return block;
+}
+
+static inline void commit(um_block *block, size_t offset, size_t nbytes) {
+    void *base = block->base;
+    CHECK_OK(um_block_commit(block, offset, nbytes, &test_err));
+    CHECK(um_block_is_committed(block, offset, nbytes));
+    CHECK(block->base == base);
+}
+
+static inline void release(um_block *block, size_t offset, size_t nbytes, size_t released) {
+    size_t out = 12345;
+    CHECK_OK(um_block_release(block, offset, nbytes, &out, &test_err));
+    CHECK_EQ_U64(out, released);
+}
+
+/* Bytes that a shared block's file holds. */
+static inline uint64_t file_bytes(const um_block *block) {
+    struct stat st;
+    CHECK(fstat(block->fd, &st) == 0);
+    return (uint64_t)st.st_blocks * 512;
+}
+
 static inline um_placement placement_of(const um_block *block) {
     um_placement placement;
     memset(&placement, 0, sizeof placement);
     CHECK_OK(um_block_verify(block, &placement, &test_err));
     return placement;
+}
+
+static inline uint64_t on_all_nodes(const um_placement *placement) {
+    uint64_t sum = 0;
+    for (size_t node = 0; node < UM_MAX_NODES; node++) {
+        sum += placement->node_bytes[node];
+    }
+    return sum;
+}
+
+/* The page faults of this process so far. */
+static inline long faults_now(void) {
+    struct rusage usage;
+    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
+    return usage.ru_minflt + usage.ru_majflt;
 }
 
 static inline um_ledger_row ledger_row(um_category category) {

@@ -6,7 +6,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -16,17 +15,6 @@
 /* Without the huge page size a block gets base pages, and says so. */
 static size_t page, huge_page;
 static os_state before, after;
-
-static void test_page_sizes(void) {
-    page = um_page_bytes();
-    CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
-    huge_page = um_huge_page_bytes();
-    if (huge_page != 0) {
-        CHECK(huge_page > page);
-        CHECK_EQ_U64(huge_page % page, 0);
-    }
-    CHECK_EQ_U64(huge_page != 0, access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0);
-}
 
 /* Options of nothing but pages, in the category of this test. */
 static const um_block_options *of(um_pages pages) {
@@ -198,80 +186,12 @@ static void test_refused_options(void) {
     unmap_block(&block);
 }
 
-/* ---- hugetlb ---- */
-
-static void check_hugetlb(um_sharing sharing, size_t huge) {
-    um_block_options options = {
-        .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
-    uint64_t available = huge_pages_available();
-    um_block block = make_block(huge + 1, &options);
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* promised when it is mapped */
-    CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
-    unmap_block(&block);
-    CHECK_EQ_U64(huge_pages_available(), available);
-
-    check_map_with(1, &options, huge, huge);
-    check_map_with(3 * huge + 1, &options, 4 * huge, huge);
-    check_refused(UM_E_NOMEM, "mmap", (available + 1) * huge, &options);
-    CHECK_EQ_U64(huge_pages_available(), available);
-}
-
-static void test_hugetlb(void) {
-    enum { HUGE_BYTES = 2 << 20 };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(8)) {
-        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
-        return;
-    }
-    check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
-    check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
-    huge_pool_give_back();
-}
-
-/* A page size that the kernel has, and that nobody has filled the pool of, is no memory; one that
- * it does not have is the kernel's refusal. */
-static void test_gigantic_pages(void) {
-    const char *free_pages = "/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages";
-    bool known = access(free_pages, F_OK) == 0;
-    size_t nbytes = (size_t)1 << 45; /* more than any pool has */
-    um_block block;
-    um_status status = um_block_map(&block, nbytes, of(UM_PAGES_1G), &test_err);
-    CHECK(status == (known ? UM_E_NOMEM : UM_E_OS));
-    CHECK(strcmp(test_err.what, "mmap") == 0);
-}
-
-/* ---- NUMA ---- */
-
-static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
-    um_block_options options = {.category = UM_CAT_SCRATCH,
-                                .sharing = sharing,
-                                .numa = {.mode = mode, .nodes = {1}},
-                                .reserve_nbytes = 8 * page};
-    um_block block;
-    um_status status = um_block_map(&block, 4 * page, &options, &test_err);
-    if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {
-        CHECK(strcmp(test_err.what, "mbind") == 0);
-        test_skip("weighted interleaving", "the kernel is older than 6.9");
-        return;
-    }
-    REQUIRE(CHECK(status == UM_OK));
-    CHECK(strcmp(policy_at(block.base), policy) == 0);
-    memset(block.base, 1, block.nbytes);
-    um_placement p = placement_of(&block);
-    CHECK_EQ_U64(p.node_bytes[0], 4 * page);
-    CHECK_EQ_U64(p.resident_bytes, 4 * page);
-    unmap_block(&block);
-}
-
-static void test_policies(void) {
+/* The last node there can be is on no machine. */
+static void test_refused_nodes(void) {
     if (!may_bind()) {
         return;
     }
     for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        check_policy(UM_NUMA_BIND, (um_sharing)sharing, "bind:0");
-        check_policy(UM_NUMA_INTERLEAVE, (um_sharing)sharing, "interleave:0");
-        check_policy(UM_NUMA_WEIGHTED, (um_sharing)sharing, "weighted interleave:0");
-        check_policy(UM_NUMA_PREFERRED, (um_sharing)sharing, "prefer:0");
-        /* The last node there can be is on no machine. */
         um_block_options options = {
             .category = UM_CAT_SCRATCH,
             .sharing = (um_sharing)sharing,
@@ -301,6 +221,35 @@ static void test_unmap(void) {
     CHECK(os_state_same(&before, &after));
     unmap_block(&block);
     unmap_block(&block);
+}
+
+/* ---- hugetlb ---- */
+
+static void check_hugetlb(um_sharing sharing, size_t huge) {
+    um_block_options options = {
+        .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
+    uint64_t available = huge_pages_available();
+    um_block block = make_block(huge + 1, &options);
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* promised when it is mapped */
+    CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
+    unmap_block(&block);
+    CHECK_EQ_U64(huge_pages_available(), available);
+
+    check_map_with(1, &options, huge, huge);
+    check_map_with(3 * huge + 1, &options, 4 * huge, huge);
+    check_refused(UM_E_NOMEM, "mmap", (available + 1) * huge, &options);
+    CHECK_EQ_U64(huge_pages_available(), available);
+}
+
+static void test_hugetlb(void) {
+    enum { HUGE_BYTES = 2 << 20 };
+    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(8)) {
+        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
+        return;
+    }
+    check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
+    check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
+    huge_pool_give_back();
 }
 
 /* ---- fork ---- */
@@ -433,80 +382,6 @@ static void test_advise(void) {
     }
 }
 
-/* ---- collapse ---- */
-
-/* A block of four huge pages, of which the first and the third have small pages. */
-static um_block make_scattered(um_sharing sharing) {
-    um_block_options options = *of(UM_PAGES_THP);
-    options.sharing = sharing;
-    um_block block = make_block(4 * huge_page, &options);
-    unsigned char *bytes = block.base;
-    CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
-    memset(bytes + page, 5, 3 * page);
-    memset(bytes + 3 * huge_page - page, 6, page);
-    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
-    CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
-    return block;
-}
-
-static void check_collapse(um_sharing sharing) {
-    um_block block = make_scattered(sharing);
-    unsigned char *bytes = block.base;
-    um_status status = um_block_collapse(&block, &test_err);
-    if (status != UM_OK) {
-        CHECK(status == UM_E_OS || status == UM_E_NOMEM);
-        test_skip("collapsing", strerror(test_err.os_errno));
-    } else {
-        um_placement p = placement_of(&block);
-        CHECK_EQ_U64(p.huge_bytes, 2 * huge_page);
-        CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* what was not touched is not there */
-        CHECK(is_filled(bytes, page, 0));
-        CHECK(is_filled(bytes + page, 3 * page, 5));
-        CHECK(is_filled(bytes + 4 * page, huge_page - 4 * page, 0));
-        CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
-        CHECK_OK(um_block_collapse(&block, &test_err)); /* of huge pages there is nothing to do */
-    }
-    unmap_block(&block);
-}
-
-static void test_collapse(void) {
-    if (huge_page == 0) {
-        test_skip("collapsing", "the kernel has no huge pages");
-        return;
-    }
-    check_collapse(UM_SHARING_NONE);
-    check_collapse(UM_SHARING_MEMFD);
-    um_block block = make_block(2 * huge_page, of(UM_PAGES_4K));
-    memset(block.base, 1, block.nbytes);
-    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
-    CHECK_OS_ERR(EINVAL, "madvise");
-    unmap_block(&block);
-    /* Nothing of it could be a huge page. */
-    block = make_block(3 * page, of(UM_PAGES_AUTO));
-    memset(block.base, 1, block.nbytes);
-    CHECK_OK(um_block_collapse(&block, &test_err));
-    unmap_block(&block);
-}
-
-/* The calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
-static void test_collapse_answers(void) {
-    if (huge_page == 0) {
-        return;
-    }
-    um_block block = make_scattered(UM_SHARING_NONE);
-    fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
-    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
-    CHECK_OS_ERR(EBUSY, "madvise");
-    fault_os_fail_nth(2, EAGAIN); /* what is busy now is tried again */
-    CHECK_OK(um_block_collapse(&block, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_advise"), 3);
-    fault_os_fail_nth(1, ENOMEM);
-    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
-    CHECK(strcmp(test_err.what, "mincore") == 0);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
-}
-
 /* ---- each system call in turn ---- */
 
 typedef struct mapping {
@@ -552,13 +427,6 @@ static void test_map_faults(void) {
             check_map_faults(unit, options);
         }
     }
-    /* A kernel without THP refuses the advice; base pages need none. */
-    um_block block;
-    fault_os_fail_nth(4, EINVAL);
-    CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K), &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
 /* Locks or unlocks a block in three parts, of which all are in the same state ever after. */
@@ -589,12 +457,8 @@ static void undo_unlock(void *context) {
     CHECK(set_lock(context, UM_LOCK_ONFAULT, NULL) == UM_OK);
 }
 
-static um_status run_collapse(void *context, um_error *err) {
-    return um_block_collapse(context, err);
-}
-
 /* Of a block in three parts. */
-static void test_page_faults(void) {
+static void test_lock_faults(void) {
     um_block_options options = *of(UM_PAGES_THP);
     size_t unit = huge_page == 0 ? page : huge_page;
     options.reserve_nbytes = 5 * unit;
@@ -614,45 +478,25 @@ static void test_page_faults(void) {
         fault_os_check_each(&c);
         undo_lock(&block);
     }
-    if (huge_page != 0) {
-        c.run = run_collapse;
-        c.undo = NULL;
-        fault_os_check_each(&c);
-    }
     unmap_block(&block);
 }
 
-static void test_huge_page_faults(void) {
-    os_state_read(&before);
-    for (unsigned n = 1; n <= 3; n++) {
-        fault_os_fail_nth(n, EPERM);
-        size_t found = um_huge_page_bytes();
-        CHECK(found == 0 || found == huge_page);
-    }
-    fault_os_fail_nth(0, 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-}
-
 int main(void) {
-    test_page_sizes();
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
     test_map();
     test_auto_pages_of_a_growing_block();
     test_refused_sizes();
     test_refused_options();
+    test_refused_nodes();
     test_hugetlb();
-    test_gigantic_pages();
-    test_policies();
     test_unmap();
     test_fork();
     test_lock();
     test_lock_limit();
     test_advise();
-    test_collapse();
-    test_collapse_answers();
     test_map_faults();
-    test_page_faults();
-    test_huge_page_faults();
+    test_lock_faults();
     check_nothing_mapped(UM_CAT_SCRATCH);
     return test_report();
 }

@@ -8,7 +8,6 @@
 #include <sched.h>
 
 #include "fault_os.h"
-#include "os.h"
 #include "test.h"
 
 static void test_init(void) {

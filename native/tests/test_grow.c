@@ -6,17 +6,11 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
 
-enum { N_STEPS = 130 }; /* more than a word of the bitmap, more than two */
-
 static size_t page, huge_page;
-static os_state before, after;
 
 static const um_block_options *of(um_pages pages, um_sharing sharing, size_t reserve_nbytes) {
     static um_block_options options;
@@ -25,26 +19,6 @@ static const um_block_options *of(um_pages pages, um_sharing sharing, size_t res
                                  .sharing = sharing,
                                  .reserve_nbytes = reserve_nbytes};
     return &options;
-}
-
-static void commit(um_block *block, size_t offset, size_t nbytes) {
-    void *base = block->base;
-    CHECK_OK(um_block_commit(block, offset, nbytes, &test_err));
-    CHECK(um_block_is_committed(block, offset, nbytes));
-    CHECK(block->base == base);
-}
-
-static void release(um_block *block, size_t offset, size_t nbytes, size_t released) {
-    size_t out = 12345;
-    CHECK_OK(um_block_release(block, offset, nbytes, &out, &test_err));
-    CHECK_EQ_U64(out, released);
-}
-
-/* Bytes that a shared block's file holds. */
-static uint64_t file_bytes(const um_block *block) {
-    struct stat st;
-    CHECK(fstat(block->fd, &st) == 0);
-    return (uint64_t)st.st_blocks * 512;
 }
 
 /* ---- one thing at a time ---- */
@@ -138,30 +112,6 @@ static void test_one_at_a_time(void) {
     }
 }
 
-static void test_is_committed(void) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 8 * page));
-    struct {
-        size_t offset, nbytes;
-        bool committed;
-    } ranges[] = {{0, 4 * page, true},      {0, 4 * page + 1, false},
-                  {4 * page, 0, true},      {8 * page, 0, true},
-                  {8 * page + 1, 0, false}, {8 * page, 1, false},
-                  {4 * page - 1, 1, true},  {4 * page, 1, false},
-                  {SIZE_MAX, 0, false},     {SIZE_MAX, 1, false},
-                  {1, SIZE_MAX, false},     {0, SIZE_MAX, false},
-                  {0, 8 * page + 1, false}, {0, 0, true}};
-    for (int gap = 0; gap < 2; gap++) {
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
-            CHECK((um_block_is_committed(&block, ranges[i].offset, ranges[i].nbytes) != 0) ==
-                  ranges[i].committed);
-        }
-        commit(&block, 7 * page, page); /* now with a bitmap */
-    }
-    unmap_block(&block);
-    CHECK(um_block_is_committed(&block, 0, 0));
-    CHECK(!um_block_is_committed(&block, 0, 1));
-}
-
 static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     um_block copy = *block;
     size_t out = 12345;
@@ -195,50 +145,7 @@ static void test_refused(void) {
     check_refused(&block, 0, 1);
 }
 
-/* ---- as the block is ---- */
-
-static void test_new_steps_are_as_the_block(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_block(page, of(UM_PAGES_4K, (um_sharing)sharing, 8 * page));
-        char *bytes = block.base;
-        commit(&block, 4 * page, page);
-        CHECK(has_vm_flag(bytes + 4 * page, "dc") == (sharing != UM_SHARING_NONE));
-        if (huge_page != 0) {
-            CHECK(has_vm_flag(bytes + 4 * page, "nh"));
-        }
-        if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
-            test_skip("locked growth", "this process may not lock memory");
-        } else {
-            CHECK(has_vm_flag(bytes + 4 * page, "lo"));
-            CHECK(!has_vm_flag(bytes + 2 * page, "lo"));
-            commit(&block, 6 * page, 2 * page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and there already */
-            release(&block, 6 * page, page, page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
-            CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));
-            commit(&block, 2 * page, page);
-            CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
-            bytes[2 * page] = 1;
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page);
-        }
-        unmap_block(&block);
-    }
-}
-
-static void test_new_steps_have_the_policy(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(UM_PAGES_4K, (um_sharing)sharing, 8 * page);
-        options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-        um_block block = make_block(page, &options);
-        commit(&block, 4 * page, page);
-        CHECK(strcmp(policy_at((char *)block.base + 4 * page), "bind:0") == 0);
-        CHECK(strcmp(policy_at((char *)block.base + page), "default") == 0);
-        unmap_block(&block);
-    }
-}
+/* ---- huge pages ---- */
 
 static void test_huge_steps(void) {
     if (huge_page == 0) {
@@ -270,7 +177,6 @@ static void test_huge_steps(void) {
 
 static void check_hugetlb(um_sharing sharing, size_t huge) {
     uint64_t available = huge_pages_available();
-    os_state_read(&before);
     um_block block = make_block(huge, of(UM_PAGES_2M, sharing, 64 * huge));
     unsigned char *bytes = block.base;
     CHECK_EQ_U64(block.step_nbytes, huge);
@@ -317,68 +223,6 @@ static void test_hugetlb_steps(void) {
     check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
     check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
     huge_pool_give_back();
-}
-
-/* ---- any order ---- */
-
-/* What each step holds; GAP: nothing is there. */
-enum { GAP = -1 };
-
-static void check_model(const um_block *block, const int *steps) {
-    size_t n_committed = 0, n_usable = 0;
-    bool right = true;
-    for (size_t i = 0; i < N_STEPS; i++) {
-        bool there = um_block_is_committed(block, i * page, page) != 0;
-        n_committed += steps[i] != GAP;
-        n_usable += n_usable == i && steps[i] != GAP;
-        right = right && there == (steps[i] != GAP);
-        right = right && (!there ||
-                          is_filled((char *)block->base + i * page, page, (unsigned char)steps[i]));
-    }
-    CHECK(right);
-    CHECK_EQ_U64(block->committed_nbytes, n_committed * page);
-    CHECK_EQ_U64(block->nbytes, n_usable * page);
-    CHECK((block->committed == NULL) == (n_usable == n_committed));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
-}
-
-static void check_random_order(um_sharing sharing, uint64_t seed) {
-    um_block block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
-    int steps[N_STEPS];
-    for (size_t i = 0; i < N_STEPS; i++) {
-        steps[i] = i < 3 ? 0 : GAP;
-    }
-    for (int round = 0; round < 300; round++) {
-        uint64_t r = test_random(&seed);
-        size_t first = (size_t)(r % N_STEPS), most = N_STEPS - first;
-        size_t n = (size_t)(r >> 16) % (r >> 60 == 0 ? most : most < 20 ? most : 20) + 1;
-        if ((r >> 40 & 1) != 0) {
-            commit(&block, first * page, n * page);
-            for (size_t i = first; i < first + n; i++) {
-                steps[i] = steps[i] == GAP ? 0 : steps[i];
-            }
-        } else {
-            size_t n_there = 0;
-            for (size_t i = first; i < first + n; i++) {
-                n_there += steps[i] != GAP;
-                steps[i] = GAP;
-            }
-            release(&block, first * page, n * page, n_there * page);
-        }
-        for (size_t i = first; i < first + n && steps[i] != GAP; i++) {
-            steps[i] = round % 250 + 1;
-            memset((char *)block.base + i * page, steps[i], page);
-        }
-        check_model(&block, steps);
-    }
-    unmap_block(&block);
-}
-
-static void test_any_order(void) {
-    for (uint64_t seed = 1; seed <= 3; seed++) {
-        check_random_order(UM_SHARING_NONE, seed);
-        check_random_order(UM_SHARING_MEMFD, seed);
-    }
 }
 
 /* ---- shared memory ---- */
@@ -518,56 +362,16 @@ static void test_faults(void) {
     }
 }
 
-/* The first gap needs a bitmap; without it nothing happens. */
-static void test_heap_faults(void) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)),
-             copy = block;
-    size_t out = 12345;
-    memset(block.base, 1, block.nbytes);
-    os_state_read(&before);
-    fault_os_fail_nth_alloc(1);
-    CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 6 * page, page, &test_err));
-    CHECK_OS_ERR(ENOMEM, "calloc");
-    fault_os_fail_nth_alloc(1);
-    CHECK_STATUS(UM_E_NOMEM, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth_alloc(0);
-    /* A bitmap that was made for nothing is given back (AddressSanitizer looks for it). */
-    fault_os_fail_nth(1, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_commit(&block, 6 * page, page, &test_err));
-    fault_os_fail_nth(1, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth(2, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth(0, 0);
-    CHECK(out == 12345);
-    CHECK(memcmp(&block, &copy, sizeof copy) == 0);
-    CHECK(is_filled(block.base, block.nbytes, 1));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    /* Growth and shrinking at the end need none. */
-    fault_os_fail_nth_alloc(1);
-    commit(&block, 2 * page, 5 * page);
-    release(&block, 3 * page, 4 * page, 4 * page);
-    CHECK_EQ_U64(fault_os_allocs(), 0);
-    fault_os_fail_nth_alloc(0);
-    unmap_block(&block);
-}
-
 int main(void) {
     page = um_page_bytes();
     huge_page = um_huge_page_bytes();
     test_one_at_a_time();
-    test_is_committed();
     test_refused();
-    test_new_steps_are_as_the_block();
-    test_new_steps_have_the_policy();
     test_huge_steps();
     test_hugetlb_steps();
-    test_any_order();
     test_others_see_it();
     test_release_of_sealed_memory();
     test_faults();
-    test_heap_faults();
     check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

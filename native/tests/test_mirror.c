@@ -2,48 +2,15 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "blocks.h"
+#include "mirrors.h"
 
 #include <errno.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
-#include "os.h"
 
 static size_t page, huge_page;
-
-static um_block_options mirror_of(size_t mirror_nbytes, um_pages pages) {
-    return (um_block_options){.pages = pages,
-                              .category = UM_CAT_HISTORY,
-                              .sharing = UM_SHARING_MEMFD,
-                              .mirror_nbytes = mirror_nbytes};
-}
-
-static um_block make_mirror(size_t n_pieces, size_t mirror_nbytes, um_pages pages) {
-    um_block_options options = mirror_of(mirror_nbytes, pages);
-    return make_block(n_pieces * mirror_nbytes, &options);
-}
-
-static unsigned char *image(const um_block *block, size_t i) {
-    return (unsigned char *)block->base + i * block->mirror_nbytes;
-}
-
-/* Bytes that the memfd holds. */
-static uint64_t file_bytes(const um_block *block) {
-    struct stat st;
-    CHECK(fstat(block->fd, &st) == 0);
-    return (uint64_t)st.st_blocks * 512;
-}
-
-static void fill(const um_block *block) {
-    for (size_t i = 0; i < block->nbytes / block->mirror_nbytes; i += 2) {
-        memset(image(block, i), (int)(i + 1), block->mirror_nbytes);
-    }
-}
 
 static void test_images(void) {
     enum { N_PIECES = 5 };
@@ -59,7 +26,7 @@ static void test_images(void) {
     CHECK_EQ_U64(block.step_nbytes, page);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
     CHECK(is_filled(block.base, block.nbytes, 0));
-    fill(&block);
+    fill_images(&block);
     for (size_t i = 0; i < N_PIECES; i++) {
         CHECK(is_filled(image(&block, 2 * i), 2 * m, (unsigned char)(2 * i + 1)));
         CHECK(has_vm_flag(image(&block, 2 * i), "dc"));
@@ -135,30 +102,6 @@ static void test_failures_of_map(void) {
 
 /* ---- placement ---- */
 
-static long faults_now(void) {
-    struct rusage usage;
-    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
-    return usage.ru_minflt + usage.ru_majflt;
-}
-
-/* How many faults it takes to read every page through every image. AddressSanitizer has pages of
- * its own for each read. */
-__attribute__((no_sanitize("address"))) static long faults_of_reading(const um_block *block) {
-    long before = faults_now();
-    for (size_t at = 0; at < block->nbytes; at += page) {
-        (void)((volatile unsigned char *)block->base)[at];
-    }
-    return faults_now() - before;
-}
-
-static uint64_t on_all_nodes(const um_placement *placement) {
-    uint64_t sum = 0;
-    for (unsigned node = 0; node < UM_MAX_NODES; node++) {
-        sum += placement->node_bytes[node];
-    }
-    return sum;
-}
-
 static void test_warm(void) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
@@ -166,7 +109,7 @@ static void test_warm(void) {
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
-    fill(&block); /* it can be written as well */
+    fill_images(&block); /* it can be written as well */
     CHECK_EQ_U64(faults_of_reading(&block), 0);
     for (size_t i = 0; i < 2 * N_PIECES; i++) {
         CHECK_EQ_U64(smaps_bytes(image(&block, i), "Rss"), m);
@@ -246,7 +189,7 @@ static void test_policy(void) {
     for (size_t i = 0; i < 4; i++) {
         CHECK(strcmp(policy_at(image(&block, i)), "bind:0") == 0);
     }
-    fill(&block);
+    fill_images(&block);
     CHECK_EQ_U64(placement_of(&block).node_bytes[0], 8 * page);
     CHECK_OK(um_block_repair(&block, NULL, &test_err));
     unmap_block(&block);
@@ -255,7 +198,7 @@ static void test_policy(void) {
 static void test_other_calls(void) {
     size_t m = 2 * page;
     um_block block = make_mirror(3, m, UM_PAGES_AUTO), copy, other;
-    fill(&block);
+    fill_images(&block);
     for (int advice = UM_ADVICE_WILLNEED; advice <= UM_ADVICE_NOHUGEPAGE; advice++) {
         if (advice == UM_ADVICE_DONTNEED) {
             CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)advice, &test_err));
@@ -394,84 +337,7 @@ static void test_failures_of_discard(void) {
     unmap_block(&d.block);
 }
 
-/* ---- huge pages ---- */
-
-/* Pieces of so many halves of a huge page; how many halves of the memory can be in huge pages. */
-static void check_collapse(size_t n_pieces, size_t halves, size_t huge_halves) {
-    size_t m = halves * huge_page / 2;
-    um_block block = make_mirror(n_pieces, m, UM_PAGES_THP);
-    bool whole = halves % 2 == 0;
-    CHECK_EQ_U64(block.step_nbytes, whole ? huge_page : page);
-    CHECK_EQ_U64((uintptr_t)block.base % huge_page, 0);
-    CHECK_OK(um_block_collapse(&block, &test_err)); /* nothing is there */
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
-    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    fill(&block);
-    um_status status = um_block_collapse(&block, &test_err);
-    if (status != UM_OK) {
-        test_skip("huge pages of mirrors", test_err.what);
-        unmap_block(&block);
-        return;
-    }
-    CHECK_EQ_U64(faults_of_reading(&block), 0); /* through no image */
-    um_placement placement = placement_of(&block);
-    CHECK_EQ_U64(placement.resident_bytes, n_pieces * m);
-    CHECK_EQ_U64(placement.pss_bytes, n_pieces * m);
-    CHECK_EQ_U64(placement.huge_bytes, huge_halves * huge_page / 2);
-    CHECK(placement.pages == (huge_halves == 0 ? UM_PAGES_4K : UM_PAGES_THP));
-    CHECK_EQ_U64(on_all_nodes(&placement), n_pieces * m);
-    for (size_t i = 0; i < 2 * n_pieces; i++) {
-        CHECK(is_filled(image(&block, i), m, (unsigned char)(i / 2 * 2 + 1)));
-    }
-    /* Less than a huge page goes back all the same, where that is a step. */
-    size_t out, gone = whole ? 0 : page;
-    CHECK_OK(um_block_discard(&block, m + m / 2, page, &out, &test_err));
-    CHECK_EQ_U64(out, gone);
-    CHECK_EQ_U64(file_bytes(&block), n_pieces * m - gone);
-    CHECK_EQ_U64(faults_of_reading(&block) > 0, gone > 0);
-    CHECK_OK(um_block_discard(&block, 0, 2 * m, &out, &test_err));
-    CHECK_EQ_U64(out, m);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, (n_pieces - 1) * m);
-    CHECK_EQ_U64(file_bytes(&block), (n_pieces - 1) * m);
-    unmap_block(&block);
-}
-
-static void test_huge_pages(void) {
-    if (huge_page == 0) {
-        test_skip("mirrors of huge pages", "the kernel has none");
-        return;
-    }
-    check_collapse(3, 2, 6);
-    check_collapse(2, 4, 8);
-    check_collapse(3, 1, 0);
-    check_collapse(4, 3, 8); /* one of the two images of each agrees with the file */
-    um_block block = make_mirror(2, huge_page, UM_PAGES_4K);
-    fill(&block);
-    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
-    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
-    unmap_block(&block);
-}
-
-static um_status run_collapse(void *context, um_error *err) {
-    um_block *block = context;
-    um_status status = um_block_collapse(block, err);
-    CHECK(is_filled(image(block, 0), 2 * block->mirror_nbytes, 1));
-    return status;
-}
-
-static void test_failures_of_collapse(void) {
-    um_block block = make_mirror(2, huge_page, UM_PAGES_THP);
-    fill(&block);
-    if (huge_page == 0 || um_block_collapse(&block, NULL) != UM_OK) {
-        test_skip("failures of collapsing mirrors", "there are no huge pages");
-    } else {
-        fault_os_check_each(&(fault_case){.run = run_collapse,
-                                          .context = &block,
-                                          .outputs = &block,
-                                          .outputs_nbytes = sizeof block});
-    }
-    unmap_block(&block);
-}
+/* ---- hugetlb ---- */
 
 static void test_hugetlb(void) {
     enum { HUGE_BYTES = 2 << 20 };
@@ -485,7 +351,7 @@ static void test_hugetlb(void) {
     CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
-    fill(&block);
+    fill_images(&block);
     CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1));
     CHECK(is_filled(image(&block, 3), HUGE_BYTES, 3));
     um_placement placement = placement_of(&block);
@@ -636,7 +502,7 @@ static void test_failures_of_repair(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
     unsigned n_failed = 0;
-    fill(&block);
+    fill_images(&block);
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = 0;
     }
@@ -687,8 +553,6 @@ int main(void) {
     test_fork();
     test_discard();
     test_failures_of_discard();
-    test_huge_pages();
-    test_failures_of_collapse();
     test_hugetlb();
     test_repair();
     test_repair_in_part();

@@ -27,14 +27,6 @@ static bool same_placement(const um_placement *a, const um_placement *b) {
            memcmp(a->node_bytes, b->node_bytes, sizeof a->node_bytes) == 0;
 }
 
-static uint64_t on_all_nodes(const um_placement *placement) {
-    uint64_t sum = 0;
-    for (size_t node = 0; node < UM_MAX_NODES; node++) {
-        sum += placement->node_bytes[node];
-    }
-    return sum;
-}
-
 static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
     uint64_t found = UINT64_MAX;
     CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));

@@ -1,4 +1,4 @@
-/* Shared memory: what is made, attached and sealed, here and in other processes. */
+/* Shared memory that is attached, here and in other processes, and sealed copies. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -25,119 +25,10 @@ static const um_block_options *of(um_pages pages) {
     return &options;
 }
 
-static um_block attach(int fd, um_access access) {
-    um_block block;
-    memset(&block, 0x5A, sizeof block);
-    REQUIRE(CHECK_OK(um_block_attach(&block, fd, access, UM_CAT_STAGING, &test_err)));
-    return block;
-}
-
 static uint64_t file_nbytes(int fd) {
     struct stat st;
     CHECK(fstat(fd, &st) == 0);
     return (uint64_t)st.st_size;
-}
-
-/* An empty file in /dev/shm without a name, or -1. */
-static int make_shm_file(void) {
-    int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (fd < 0) {
-        test_skip("files of shared memory", "no file can be made in /dev/shm");
-    }
-    return fd;
-}
-
-/* ---- memory of its own ---- */
-
-static void test_memfd(void) {
-    um_block_options options = *of(UM_PAGES_4K);
-    options.reserve_nbytes = 10 * page;
-    um_block block = make_block(3 * page, &options);
-    char path[64], target[64] = "";
-    snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);
-    CHECK(readlink(path, target, sizeof target - 1) > 0);
-    CHECK(strncmp(target, "/memfd:unimem ", 14) == 0);
-    CHECK_EQ_U64(file_nbytes(block.fd), 10 * page);
-    int seals = fcntl(block.fd, F_GET_SEALS);
-    CHECK((seals & (F_SEAL_SHRINK | F_SEAL_GROW)) == (F_SEAL_SHRINK | F_SEAL_GROW));
-    CHECK((seals & (F_SEAL_WRITE | F_SEAL_SEAL)) == 0);
-    CHECK(ftruncate(block.fd, (off_t)(11 * page)) == -1);
-    CHECK(ftruncate(block.fd, 0) == -1);
-    CHECK((fcntl(block.fd, F_GETFD) & FD_CLOEXEC) != 0);
-    unmap_block(&block);
-
-    options.name = "a name of its own";
-    block = make_block(page, &options);
-    snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);
-    CHECK(readlink(path, target, sizeof target - 1) > 0);
-    CHECK(strncmp(target, "/memfd:a name of its own ", 25) == 0);
-    unmap_block(&block);
-}
-
-static void test_file_of_the_caller(void) {
-    int fd = make_shm_file();
-    if (fd < 0) {
-        return;
-    }
-    um_block_options options = *of(UM_PAGES_4K);
-    options.sharing = UM_SHARING_FD;
-    options.fd = fd;
-    options.reserve_nbytes = 8 * page;
-    um_block block = make_block(2 * page + 1, &options);
-    CHECK(block.fd != fd);
-    CHECK(block.sharing == UM_SHARING_FD);
-    CHECK_EQ_U64(file_nbytes(fd), 8 * page);
-    memset(block.base, 7, block.nbytes);
-    um_block other = attach(fd, UM_ACCESS_READ);
-    close(fd); /* the block has its own descriptor */
-    CHECK(is_filled(other.base, 3 * page, 7));
-    CHECK(is_filled((char *)other.base + 3 * page, page, 0));
-    CHECK_OK(um_block_commit(&block, 3 * page, page, &test_err));
-    memset((char *)block.base + 3 * page, 8, page);
-    CHECK(is_filled((char *)other.base + 3 * page, page, 8));
-    unmap_block(&block);
-    CHECK(is_filled(other.base, 3 * page, 7));
-    unmap_block(&other);
-}
-
-static void check_refused_file(um_status status, const char *what, int fd, um_pages pages) {
-    um_block_options options = *of(pages);
-    options.sharing = UM_SHARING_FD;
-    options.fd = fd;
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    memcpy(&untouched, &block, sizeof block);
-    uint64_t nbytes = fd < 0 ? 0 : file_nbytes(fd);
-    os_state_read(&before);
-    CHECK_STATUS(status, um_block_map(&block, page, &options, &test_err));
-    CHECK(strstr(test_err.what, what) != NULL);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    CHECK(fd < 0 || file_nbytes(fd) == nbytes);
-}
-
-static void test_refused_files(void) {
-    int fd = make_shm_file();
-    if (fd < 0) {
-        return;
-    }
-    check_refused_file(UM_E_OS, "fcntl", -1, UM_PAGES_4K);
-    check_refused_file(UM_E_INVALID, "pages", fd, UM_PAGES_2M);
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    int read_only = open(path, O_RDONLY | O_CLOEXEC);
-    CHECK(read_only >= 0);
-    check_refused_file(UM_E_OS, "ftruncate", read_only, UM_PAGES_4K);
-    close(read_only);
-    /* What could not be mapped is empty again. */
-    int write_only = open(path, O_WRONLY | O_CLOEXEC);
-    CHECK(write_only >= 0);
-    check_refused_file(UM_E_OS, "mmap", write_only, UM_PAGES_4K);
-    close(write_only);
-    CHECK(write(fd, "x", 1) == 1);
-    check_refused_file(UM_E_INVALID, "empty", fd, UM_PAGES_4K); /* somebody's data */
-    close(fd);
 }
 
 /* ---- attaching ---- */
@@ -170,7 +61,7 @@ static void test_attach(void) {
     um_block block = make_block(5 * page, of(UM_PAGES_4K));
     memset(block.base, 1, block.nbytes);
     for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
-        um_block other = attach(block.fd, (um_access)access);
+        um_block other = attach_block(block.fd, (um_access)access);
         CHECK(other.fd != block.fd);
         CHECK((fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
         check_attached(&other, (um_access)access, 5 * page, page);
@@ -180,10 +71,10 @@ static void test_attach(void) {
         ((char *)block.base)[page] = 1;
         unmap_block(&other);
     }
-    um_block other = attach(block.fd, UM_ACCESS_SHARED);
+    um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
     unmap_block(&block); /* the memory lives as long as somebody has it */
     memset(other.base, 3, other.nbytes);
-    um_block third = attach(other.fd, UM_ACCESS_READ);
+    um_block third = attach_block(other.fd, UM_ACCESS_READ);
     unmap_block(&other);
     CHECK(is_filled(third.base, third.nbytes, 3));
     unmap_block(&third);
@@ -194,7 +85,7 @@ static void test_attach_odd_size(void) {
     int fd = memfd_create("odd", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
     CHECK(ftruncate(fd, (off_t)(page + 10)) == 0);
-    um_block block = attach(fd, UM_ACCESS_SHARED);
+    um_block block = attach_block(fd, UM_ACCESS_SHARED);
     check_attached(&block, UM_ACCESS_SHARED, 2 * page, page);
     memset((char *)block.base + page, 4, 10);
     CHECK(is_filled((char *)block.base + page + 10, page - 10, 0));
@@ -211,7 +102,7 @@ static void test_attach_lies_for_huge_pages(void) {
     }
     um_block block = make_block(3 * huge_page, of(UM_PAGES_THP));
     memset(block.base, 1, block.nbytes);
-    um_block other = attach(block.fd, UM_ACCESS_READ);
+    um_block other = attach_block(block.fd, UM_ACCESS_READ);
     CHECK_EQ_U64((uintptr_t)other.base % huge_page, 0);
     CHECK_EQ_U64(other.step_nbytes, page);
     if (um_block_collapse(&block, NULL) == UM_OK) {
@@ -246,7 +137,7 @@ static void test_attach_in_another_process(void) {
     CHECK(in_child(child_attaches, &block.fd));
     CHECK(is_filled(block.base, block.nbytes, 2));
     if (options.numa.mode != UM_NUMA_NONE) {
-        um_block other = attach(block.fd, UM_ACCESS_READ);
+        um_block other = attach_block(block.fd, UM_ACCESS_READ);
         CHECK(strcmp(policy_at(other.base), "bind:0") == 0);
         unmap_block(&other);
     }
@@ -338,7 +229,7 @@ static void check_copy(const um_block *block, um_block_options options, size_t n
     CHECK(is_filled((char *)copy.base + block->nbytes, nbytes - block->nbytes, 0));
     check_sealed(&copy);
     CHECK_STATUS(UM_E_INVALID, um_block_release(&copy, 0, page, NULL, &test_err));
-    um_block other = attach(copy.fd, UM_ACCESS_READ);
+    um_block other = attach_block(copy.fd, UM_ACCESS_READ);
     unmap_block(&copy);
     CHECK(memcmp(other.base, block->base, block->nbytes) == 0);
     unmap_block(&other);
@@ -417,7 +308,7 @@ static void test_copy_of_a_truncated_file(void) {
     int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(fd >= 0);
     REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
-    um_block file, shared = attach(fd, UM_ACCESS_READ);
+    um_block file, shared = attach_block(fd, UM_ACCESS_READ);
     um_block over =
         make_block(page, &(um_block_options){.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page});
     CHECK_OK(um_block_map_file(&file, fd, 0, 3 * page, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
@@ -462,7 +353,7 @@ static void test_hugetlb(void) {
     uint64_t available = huge_pages_available();
     um_block block = make_block(2 * HUGE_BYTES, of(UM_PAGES_2M));
     memset(block.base, 1, block.nbytes);
-    um_block other = attach(block.fd, UM_ACCESS_SHARED);
+    um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
     check_attached(&other, UM_ACCESS_SHARED, 2 * HUGE_BYTES, HUGE_BYTES);
     CHECK(other.requested_pages == UM_PAGES_2M);
     CHECK_EQ_U64(huge_pages_available(), available - 2);
@@ -476,11 +367,6 @@ static void test_hugetlb(void) {
     /* All that the pool has but one: there are not as many more. */
     um_block large = make_block((huge_pages_available() - 1) * HUGE_BYTES, &options);
     check_refused_copy(UM_E_NOMEM, "mmap", &large, &options);
-    /* A file of huge pages is no place for small ones. */
-    int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
-    CHECK(fd >= 0);
-    check_refused_file(UM_E_INVALID, "pages", fd, UM_PAGES_4K);
-    close(fd);
     unmap_block(&large);
     unmap_block(&block);
     CHECK_EQ_U64(huge_pages_available(), available);
@@ -492,7 +378,6 @@ static void test_hugetlb(void) {
 typedef struct sharing {
     um_block block; /* what is made */
     um_block source;
-    int fd;
     um_pages pages;
 } sharing;
 
@@ -500,19 +385,6 @@ static void undo(void *context) {
     sharing *s = context;
     CHECK(um_block_unmap(&s->block, NULL) == UM_OK);
     memset(&s->block, 0x5A, sizeof s->block);
-    if (s->fd >= 0) {
-        CHECK(ftruncate(s->fd, 0) == 0);
-    }
-}
-
-static um_status run_map(void *context, um_error *err) {
-    sharing *s = context;
-    um_block_options options = *of(s->pages);
-    options.sharing = UM_SHARING_FD;
-    options.fd = s->fd;
-    um_status status = um_block_map(&s->block, 3 * page, &options, err);
-    CHECK(status == UM_OK || file_nbytes(s->fd) == 0);
-    return status;
 }
 
 static um_status run_attach(void *context, um_error *err) {
@@ -538,28 +410,19 @@ static void check_faults(sharing *s, um_status (*run)(void *context, um_error *e
 
 static void test_faults(void) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
-    sharing s = {.source = make_block(3 * page, of(UM_PAGES_4K)), .fd = -1};
+    sharing s = {.source = make_block(3 * page, of(UM_PAGES_4K))};
     memset(s.source.base, 1, s.source.nbytes);
     check_faults(&s, run_attach);
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
         s.pages = kinds[i];
         check_faults(&s, run_copy);
     }
-    s.fd = make_shm_file();
-    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0] && s.fd >= 0; i++) {
-        s.pages = kinds[i];
-        check_faults(&s, run_map);
-    }
-    close(s.fd);
     unmap_block(&s.source);
 }
 
 int main(void) {
     page = um_page_bytes();
     huge_page = um_huge_page_bytes();
-    test_memfd();
-    test_file_of_the_caller();
-    test_refused_files();
     test_attach();
     test_attach_odd_size();
     test_attach_lies_for_huge_pages();

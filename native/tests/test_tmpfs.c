@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 #include "fault_os.h"
-#include "os.h"
 
 #define TMPFS_MAGIC 0x01021994
 /* Since Linux 5.12, with the same number on every architecture. */

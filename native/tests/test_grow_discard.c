@@ -4,11 +4,6 @@
 #endif
 #include "blocks.h"
 
-#include <errno.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include "fault_os.h"
 #include "huge_pool.h"
 
@@ -64,9 +59,7 @@ static void check_steps(um_block *block) {
     CHECK_EQ_U64(resident, 0);
     CHECK_EQ_U64(placement_of(block).resident_bytes, (N_STEPS - 3) * step);
     if (block->sharing != UM_SHARING_NONE) {
-        struct stat st;
-        CHECK(fstat(block->fd, &st) == 0);
-        CHECK_EQ_U64((uint64_t)st.st_blocks * 512, (N_STEPS - 3) * step);
+        CHECK_EQ_U64(file_bytes(block), (N_STEPS - 3) * step);
     }
     CHECK(is_discarded(block, 3, 6));
     discard(block, step + 1, step, 0);

@@ -8,9 +8,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
@@ -61,12 +58,6 @@ static void overlay(um_block *block, size_t to, int fd, size_t from, size_t n) {
     CHECK_OK(um_block_overlay(block, to * page, fd, from * page, n * page, &test_err));
 }
 
-static long faults_now(void) {
-    struct rusage usage;
-    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
-    return usage.ru_minflt + usage.ru_majflt;
-}
-
 /* ---- what it holds ---- */
 
 static void test_contents(void) {
@@ -88,13 +79,6 @@ static void test_contents(void) {
     for (size_t i = 2; i < 5; i++) {
         CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
     }
-    CHECK(um_block_is_overlaid(&block, 0, RESERVED * page));
-    CHECK(um_block_is_overlaid(&block, 5 * page - 1, page));
-    CHECK(um_block_is_overlaid(&block, 2 * page - 1, 2));
-    CHECK(!um_block_is_overlaid(&block, 0, 2 * page));
-    CHECK(!um_block_is_overlaid(&block, 5 * page, page));
-    CHECK(!um_block_is_overlaid(&block, 3 * page, 0));
-    CHECK(!um_block_is_overlaid(&block, 3 * page, SIZE_MAX));
     /* What is written is the block's; the file stays as it is. */
     memset(at(&block, 3), 9, page);
     CHECK(is_filled(at(&block, 3), page, 9));
@@ -115,7 +99,6 @@ static void test_contents(void) {
     /* Given back it is memory like any other. */
     size_t released = 0;
     CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
-    CHECK(!um_block_is_overlaid(&block, 2 * page, 2 * page));
     CHECK_EQ_U64(released, 2 * page);
     CHECK(strcmp(os_state_permissions(at(&block, 2)), "---p") == 0);
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));
