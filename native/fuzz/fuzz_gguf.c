@@ -1,8 +1,9 @@
-/* GGUF headers. An input is the beginning of a file: all of it, a part of it that is read piece by
- * piece, and the beginning of longer files. */
+/* GGUF headers. An input is parsed as a whole file, piece by piece, and as the beginning of longer
+ * files. */
 #include "fuzz.h"
 
-/* What the input is to stand before: enough for some tensors, and all there could be. */
+/* Bytes that follow the input in a longer file: room for some tensors, and the most there can
+ * be. */
 static const uint64_t more_nbytes[] = {1 << 16, UINT64_MAX};
 
 /* Tables are compared as bytes. */
@@ -31,7 +32,8 @@ static void decode_numbers(const uint8_t *bytes, um_gguf_type type, uint64_t at,
     }
 }
 
-/* As _core/gguf.pyx does, which trusts the parser with the bounds. Returns the end of the items. */
+/* Decodes as _core/gguf.pyx does, which relies on the parser for the bounds. Returns the end of the
+ * items. */
 static uint64_t decode_items(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
     if (type != UM_GGUF_STRING && type != UM_GGUF_ARRAY) {
         decode_numbers(bytes, type, at, n);
@@ -181,7 +183,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     answer whole = parse(bytes, nbytes, nbytes);
     PROMISED(whole.status != UM_E_FULL);
 
-    /* A reader that asks for more as it is told to comes to the same end. */
+    /* A reader that starts with a part and reads on as it is told gets the same result. */
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), nbytes);
     while (pieces.status == UM_E_FULL) {
         pieces = parse(bytes, pieces.err.asked, nbytes);
@@ -189,7 +191,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     PROMISED(same_answer(&whole, &pieces));
     um_gguf_free(&pieces.gguf);
 
-    /* What fits into a file fits into a longer one. */
+    /* A header that is valid in a file is valid in a longer one. */
     for (size_t i = 0; i < sizeof more_nbytes / sizeof more_nbytes[0]; i++) {
         uint64_t more = more_nbytes[i];
         answer longer = parse(bytes, nbytes, more > UINT64_MAX - nbytes ? more : nbytes + more);

@@ -1,7 +1,6 @@
-/* Safetensors headers. An input is a file: all of it, and a part of it that is read piece by piece.
- * Since hardly any change leaves the length of the header and the end of the data right, the same
- * JSON is also parsed behind the right length, in a file that ends where the largest of its numbers
- * says. */
+/* Safetensors headers. An input is parsed as a whole file and piece by piece. Few changes keep the
+ * length of the header and the end of the data consistent, so the same JSON is also parsed behind a
+ * correct length, in a file that ends where the largest number in the JSON says. */
 #include "fuzz.h"
 
 enum { LENGTH_NBYTES = 8 };
@@ -14,7 +13,7 @@ _Static_assert(sizeof(um_safetensors_tensor) == 2 * sizeof(uint64_t) + 6 * sizeo
 
 /* ---- texts ---- */
 
-/* As _core/safetensors.pyx writes them out: into memory of the size of the text. */
+/* Writes as _core/safetensors.pyx does: into memory of the size of the text. */
 static fuzz_text write_text(const uint8_t *bytes, um_safetensors_text text,
                             uint64_t header_nbytes) {
     PROMISED(text.offset > LENGTH_NBYTES);
@@ -69,7 +68,7 @@ static void check_tensor(const um_safetensors *st, const um_safetensors_tensor *
     PROMISED(bytes[t->place] == '[');
 }
 
-/* Each byte behind the header is one tensor's. */
+/* Each byte after the header belongs to exactly one tensor. */
 static void check_tensors(const um_safetensors *st, const uint8_t *bytes, uint64_t file_nbytes) {
     uint64_t nbytes = st->header_nbytes;
     fuzz_text *names = malloc(st->n_tensors * sizeof *names);
@@ -143,8 +142,8 @@ static bool same_answer(const answer *a, const answer *b) {
            same_table(x->dims, y->dims, x->n_dims, sizeof *x->dims);
 }
 
-/* nbytes of a file that has these and maybe more behind them: what all of them say is what a reader
- * comes to that begins with less and asks for more as it is told to. */
+/* Parses the first nbytes of a file that may be longer. A reader that starts with fewer bytes and
+ * reads on as it is told gets the same result. */
 static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
     answer whole = parse(bytes, nbytes, file_nbytes);
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), file_nbytes);

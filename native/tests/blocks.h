@@ -1,4 +1,4 @@
-/* What the tests of blocks share: making and ending one, and the kernel's books about it. */
+/* What the tests of blocks share: making and unmapping blocks, and what the kernel reports. */
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
@@ -46,7 +46,7 @@ static inline void release(um_block *block, size_t offset, size_t nbytes, size_t
     CHECK_EQ_U64(out, released);
 }
 
-/* Bytes that a shared block's file holds. */
+/* The bytes in RAM of a shared block's file. */
 static inline uint64_t file_bytes(const um_block *block) {
     struct stat st;
     CHECK(fstat(block->fd, &st) == 0);
@@ -87,14 +87,14 @@ static inline void check_nothing_mapped(um_category category) {
     CHECK_EQ_U64(row.mapped_bytes, 0);
 }
 
-/* Whether a range holds one byte only. */
+/* Whether all bytes of a range are `byte`. */
 static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
     const unsigned char *bytes = at;
     return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
 }
 
-/* The line of the smaps entry that holds an address and begins with `name`; "" when there is none.
- * Valid until the next call. */
+/* The line that begins with `name`, in the smaps entry that contains an address; "" when there is
+ * none. Valid until the next call. */
 static inline const char *smaps_line(const void *address, const char *name) {
     static char line[512];
     FILE *file = fopen("/proc/self/smaps", "r");
@@ -116,7 +116,8 @@ static inline const char *smaps_line(const void *address, const char *name) {
     return line;
 }
 
-/* Two letters of smaps: "lo" locked, "dc" left out of a fork, "ac" charged to the commit limit. */
+/* Flags are two letters of smaps: "lo" locked, "dc" not copied by fork, "ac" charged to the commit
+ * limit. */
 static inline bool has_vm_flag(const void *address, const char *flag) {
     char word[8];
     snprintf(word, sizeof word, " %s ", flag);
@@ -128,7 +129,7 @@ static inline uint64_t smaps_bytes(const void *address, const char *name) {
     return number == NULL ? 0 : strtoull(number + 1, NULL, 10) * 1024;
 }
 
-/* The policy of the mapping that begins at an address, as numa_maps writes it ("bind:0"). */
+/* The policy of the mapping that begins at an address, as in numa_maps ("bind:0"). */
 static inline const char *policy_at(const void *address) {
     static char line[4096], policy[256];
     FILE *file = fopen("/proc/self/numa_maps", "r");
@@ -136,7 +137,7 @@ static inline const char *policy_at(const void *address) {
     while (file != NULL && fgets(line, sizeof line, file) != NULL) {
         char *after;
         if ((uintptr_t)strtoull(line, &after, 16) == (uintptr_t)address) {
-            /* Some policies have a blank in their names; the next word is a count or a path. */
+            /* Some policy names contain a blank. The next word is a count or a path. */
             size_t n = strcspn(after + 1, "=\n"), colon = strcspn(after + 1, ":");
             n = colon < n ? colon + strcspn(after + 1 + colon, " \n") : strcspn(after + 1, " \n");
             snprintf(policy, sizeof policy, "%.*s", (int)n, after + 1);
@@ -148,7 +149,7 @@ static inline const char *policy_at(const void *address) {
     return policy;
 }
 
-/* Whether this process may set policies: containers often may not. */
+/* Whether this process may set policies. Containers often may not. */
 static inline bool may_bind(void) {
     um_block_options options = {.numa = {.mode = UM_NUMA_BIND, .nodes = {1}}};
     um_block block;
@@ -177,12 +178,12 @@ static inline uint64_t meminfo(const char *name) {
     return found;
 }
 
-/* Huge pages of the pool that nobody has, and that are promised to nobody. */
+/* Huge pages of the pool that are neither used nor reserved. */
 static inline uint64_t huge_pages_available(void) {
     return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
 }
 
-/* Runs fn(arg) in a child; true when it returned true. What fails there is printed there. */
+/* Runs fn(arg) in a child process, and returns its result. The child prints its own failures. */
 static inline bool in_child(bool (*fn)(void *), void *arg) {
     fflush(NULL);
     pid_t pid = fork();

@@ -20,15 +20,15 @@ static inline unsigned char *image(const um_block *block, size_t i) {
     return (unsigned char *)block->base + i * block->mirror_nbytes;
 }
 
-/* The piece of image i holds i + 1, of the first of its two. */
+/* Both images of a piece read as the number of the first image plus 1. */
 static inline void fill_images(const um_block *block) {
     for (size_t i = 0; i < block->nbytes / block->mirror_nbytes; i += 2) {
         memset(image(block, i), (int)(i + 1), block->mirror_nbytes);
     }
 }
 
-/* How many faults it takes to read every page through every image. AddressSanitizer has pages of
- * its own for each read. */
+/* How many page faults it takes to read every page through every image. AddressSanitizer would add
+ * faults of its own. */
 __attribute__((no_sanitize("address"))) static inline long
 faults_of_reading(const um_block *block) {
     long before = faults_now();

@@ -1,12 +1,12 @@
-/* What the tests of paged KV memory share: a pool, sequences in it, tokens, and a check of what a
- * sequence holds. */
+/* What the tests of paged KV memory share: a pool, sequences in it, tokens, and a check of the
+ * tokens of a sequence. */
 #ifndef UM_PAGED_POOL_H
 #define UM_PAGED_POOL_H
 
 #include "test.h"
 
-/* A pool whose storage ends where its heap block ends, so that AddressSanitizer sees a write behind
- * it. */
+/* A pool whose storage ends where its heap block ends, so that AddressSanitizer sees a write past
+ * the end. */
 typedef struct pool {
     um_paged paged;
     void *storage;
@@ -53,10 +53,10 @@ static inline uint32_t block_of(const um_paged_seq *seq, uint32_t i) {
     return (uint32_t)seq->table[i];
 }
 
-/* ---- values: a token is a number below 2000; in all types all of it comes back exactly ---- */
+/* ---- values: a token is a number below 2000, which every type represents exactly ---- */
 
 static inline float value_of(uint32_t token, uint32_t layer, int v, size_t head, size_t i) {
-    /* The first of each 32 is the largest, so that the scale of a q8_0 block is 1. */
+    /* The first value of each 32 is the largest, so that the scale of a q8_0 block is 1. */
     return i % 32 == 0 ? 127.0F
                        : (float)((token * 7 + layer * 31 + (uint32_t)v * 17 + head * 5 + i) % 120);
 }
@@ -65,7 +65,7 @@ static inline size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
 
-/* Rows of the tokens, in heap memory of their exact size. */
+/* The rows of the tokens, in heap memory of their exact size. */
 static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, const uint32_t *tokens,
                               uint64_t n, um_dtype type, um_kv_order order) {
     size_t heads = s->n_kv_heads, dim = s->head_dim;
@@ -97,7 +97,7 @@ static inline um_status append(um_paged_seq *seq, uint32_t layer, const uint32_t
     return status;
 }
 
-/* Appends n tokens, from `first` on, to all layers. */
+/* Appends n tokens to all layers, beginning with `first`. */
 static inline void append_tokens(um_paged_seq *seq, uint32_t first, uint32_t n) {
     uint32_t tokens[64];
     for (uint32_t i = 0; i < n; i++) {
@@ -108,7 +108,7 @@ static inline void append_tokens(um_paged_seq *seq, uint32_t first, uint32_t n) 
     }
 }
 
-/* What a layer holds is these tokens, gathered into memory of its exact size. */
+/* Checks that a layer holds these tokens, gathered into memory of their exact size. */
 static inline void check_tokens(const um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
                                 uint64_t n) {
     const um_paged_spec *s = &seq->paged->spec;

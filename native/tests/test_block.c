@@ -1,4 +1,4 @@
-/* Blocks: what is mapped, what the kernel says of it, and what is left when a call fails. */
+/* Blocks: what is mapped, what the kernel reports, and what is left when a call fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -12,11 +12,11 @@
 #include "fault_os.h"
 #include "huge_pool.h"
 
-/* Without the huge page size a block gets base pages, and says so. */
+/* huge_page is 0 when the kernel has no huge pages: then a block gets base pages, and says so. */
 static size_t page, huge_page;
 static os_state before, after;
 
-/* Options of nothing but pages, in the category of this test. */
+/* Options with nothing but pages, in the category of this test. */
 static const um_block_options *of(um_pages pages) {
     static um_block_options options;
     options = (um_block_options){.pages = pages, .category = UM_CAT_SCRATCH};
@@ -25,7 +25,7 @@ static const um_block_options *of(um_pages pages) {
 
 /* ---- map and unmap ---- */
 
-/* What a block of one piece says of itself. */
+/* The fields of a block that is one piece. */
 static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
                          size_t nbytes, size_t step) {
     CHECK_EQ_U64(block->nbytes, nbytes);
@@ -56,7 +56,7 @@ static void check_permissions(const um_block *block, const char *permissions) {
 
 static void check_map_with(size_t asked, const um_block_options *options, size_t nbytes,
                            size_t step) {
-    um_block block = make_block(asked, options); /* sets the ledger's high water */
+    um_block block = make_block(asked, options); /* raises the ledger's high water */
     unmap_block(&block);
     os_state_read(&before);
     um_ledger_row row = ledger_row(options->category), row_mapped;
@@ -104,7 +104,7 @@ static void test_map(void) {
     check_map(5 * unit - 1, UM_PAGES_AUTO, 5 * unit, unit);
 }
 
-/* The size of blocks that will grow decides, not the size that they begin with. */
+/* The reserved size decides on the pages of a block, not its first size. */
 static void test_auto_pages_of_a_growing_block(void) {
     if (huge_page == 0) {
         test_skip("pages of a growing block", "the kernel has no huge pages");
@@ -145,7 +145,7 @@ static void test_refused_sizes(void) {
             check_refused(UM_E_INVALID, "nbytes", 0, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX - page + 1, &options);
-            /* More than the address space has. */
+            /* More than the address space. */
             check_refused(UM_E_NOMEM, "mmap", SIZE_MAX / 4, &options);
             check_refused(UM_E_NOMEM, "mmap", (size_t)1 << 58, &options);
             options.reserve_nbytes = page;
@@ -186,7 +186,7 @@ static void test_refused_options(void) {
     unmap_block(&block);
 }
 
-/* The last node there can be is on no machine. */
+/* No machine has the node with the highest number. */
 static void test_refused_nodes(void) {
     if (!may_bind()) {
         return;
@@ -206,7 +206,7 @@ static void test_unmap(void) {
     unmap_block(&zeroed);
     CHECK_EQ_U64(fault_os_calls(), 0);
 
-    /* What cannot be unmapped is still there, and can be unmapped later. */
+    /* A block that could not be unmapped is still mapped, and can be unmapped later. */
     um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
     memset(block.base, 7, block.nbytes);
     os_state_read(&before);
@@ -230,7 +230,7 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
         .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
     uint64_t available = huge_pages_available();
     um_block block = make_block(huge + 1, &options);
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* promised when it is mapped */
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* reserved when it is mapped */
     CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
     unmap_block(&block);
     CHECK_EQ_U64(huge_pages_available(), available);
@@ -254,7 +254,7 @@ static void test_hugetlb(void) {
 
 /* ---- fork ---- */
 
-/* In the child: shared memory is not there, and is struck off; private memory is its own. */
+/* In the child: shared memory is not mapped and leaves the ledger; private memory is a copy. */
 static bool child_forgets(void *arg) {
     um_block *blocks = arg;
     static const um_block zeroed;
@@ -315,7 +315,7 @@ static void test_lock(void) {
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)3, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)-1, &test_err));
-        /* The kernel's word for a page that could not be had. */
+        /* The errno of the kernel for a page that it could not get. */
         fault_os_fail_nth(1, EAGAIN);
         CHECK_STATUS(UM_E_NOMEM, um_block_lock(&block, UM_LOCK_NOW, &test_err));
         CHECK_OS_ERR(EAGAIN, "mlock2");
@@ -326,7 +326,7 @@ static void test_lock(void) {
     }
 }
 
-/* The limit holds for those without the capability. */
+/* The limit applies to processes without the capability. */
 static bool child_passes_limit(void *arg) {
     um_block *block = arg;
     struct rlimit limit = {.rlim_cur = 4 * page, .rlim_max = 4 * page};
@@ -429,7 +429,7 @@ static void test_map_faults(void) {
     }
 }
 
-/* Locks or unlocks a block in three parts, of which all are in the same state ever after. */
+/* Locks or unlocks a block in three parts, which must all be in the same state afterwards. */
 static um_status set_lock(um_block *block, um_lock lock, um_error *err) {
     um_lock old = block->lock;
     um_status status = um_block_lock(block, lock, err);
@@ -457,7 +457,7 @@ static void undo_unlock(void *context) {
     CHECK(set_lock(context, UM_LOCK_ONFAULT, NULL) == UM_OK);
 }
 
-/* Of a block in three parts. */
+/* With a block in three parts. */
 static void test_lock_faults(void) {
     um_block_options options = *of(UM_PAGES_THP);
     size_t unit = huge_page == 0 ? page : huge_page;

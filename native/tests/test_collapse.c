@@ -1,4 +1,4 @@
-/* Collapsing: the small pages of a block, and of the images of mirrored memory, become huge. */
+/* Collapsing: small pages of a block, and of the images of mirrored memory, become huge pages. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -34,12 +34,12 @@ static void check_collapse(um_sharing sharing) {
     } else {
         um_placement p = placement_of(&block);
         CHECK_EQ_U64(p.huge_bytes, 2 * huge_page);
-        CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* what was not touched is not there */
+        CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* untouched pages are not in RAM */
         CHECK(is_filled(bytes, page, 0));
         CHECK(is_filled(bytes + page, 3 * page, 5));
         CHECK(is_filled(bytes + 4 * page, huge_page - 4 * page, 0));
         CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
-        CHECK_OK(um_block_collapse(&block, &test_err)); /* of huge pages there is nothing to do */
+        CHECK_OK(um_block_collapse(&block, &test_err)); /* huge pages are left as they are */
     }
     unmap_block(&block);
 }
@@ -56,14 +56,14 @@ static void test_collapse(void) {
     CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
     CHECK_OS_ERR(EINVAL, "madvise");
     unmap_block(&block);
-    /* Nothing of it could be a huge page. */
+    /* It is too small for a huge page. */
     block = make_pages(3 * page, UM_PAGES_AUTO);
     memset(block.base, 1, block.nbytes);
     CHECK_OK(um_block_collapse(&block, &test_err));
     unmap_block(&block);
 }
 
-/* The calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
+/* The system calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
 static void test_collapse_answers(void) {
     if (huge_page == 0) {
         return;
@@ -72,7 +72,7 @@ static void test_collapse_answers(void) {
     fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
     CHECK_OS_ERR(EBUSY, "madvise");
-    fault_os_fail_nth(2, EAGAIN); /* what is busy now is tried again */
+    fault_os_fail_nth(2, EAGAIN); /* a busy page is tried again */
     CHECK_OK(um_block_collapse(&block, &test_err));
     CHECK_EQ_U64(fault_os_calls_of("um_os_advise"), 3);
     fault_os_fail_nth(1, ENOMEM);
@@ -86,7 +86,7 @@ static um_status run_collapse(void *context, um_error *err) {
     return um_block_collapse(context, err);
 }
 
-/* Of a block in three parts. */
+/* With a block in three parts. */
 static void test_failures(void) {
     if (huge_page == 0) {
         return;
@@ -104,14 +104,15 @@ static void test_failures(void) {
 
 /* ---- mirrored memory ---- */
 
-/* Pieces of so many halves of a huge page; how many halves of the memory can be in huge pages. */
+/* `halves`: the size of a piece, in halves of a huge page. `huge_halves`: how much of the memory
+ * can be in huge pages, in the same unit. */
 static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
     size_t m = halves * huge_page / 2;
     um_block block = make_mirror(n_pieces, m, UM_PAGES_THP);
     bool whole = halves % 2 == 0;
     CHECK_EQ_U64(block.step_nbytes, whole ? huge_page : page);
     CHECK_EQ_U64((uintptr_t)block.base % huge_page, 0);
-    CHECK_OK(um_block_collapse(&block, &test_err)); /* nothing is there */
+    CHECK_OK(um_block_collapse(&block, &test_err)); /* no page is in RAM */
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     fill_images(&block);
@@ -121,7 +122,7 @@ static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
         unmap_block(&block);
         return;
     }
-    CHECK_EQ_U64(faults_of_reading(&block), 0); /* through no image */
+    CHECK_EQ_U64(faults_of_reading(&block), 0); /* through any image */
     um_placement placement = placement_of(&block);
     CHECK_EQ_U64(placement.resident_bytes, n_pieces * m);
     CHECK_EQ_U64(placement.pss_bytes, n_pieces * m);
@@ -131,7 +132,7 @@ static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
     for (size_t i = 0; i < 2 * n_pieces; i++) {
         CHECK(is_filled(image(&block, i), m, (unsigned char)(i / 2 * 2 + 1)));
     }
-    /* Less than a huge page goes back all the same, where that is a step. */
+    /* Less than a huge page is given back only where that is a whole step. */
     size_t out, gone = whole ? 0 : page;
     CHECK_OK(um_block_discard(&block, m + m / 2, page, &out, &test_err));
     CHECK_EQ_U64(out, gone);
@@ -152,7 +153,7 @@ static void test_images(void) {
     check_images(3, 2, 6);
     check_images(2, 4, 8);
     check_images(3, 1, 0);
-    check_images(4, 3, 8); /* one of the two images of each agrees with the file */
+    check_images(4, 3, 8); /* in each pair, one image is aligned as its place in the file is */
     um_block block = make_mirror(2, huge_page, UM_PAGES_4K);
     fill_images(&block);
     CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));

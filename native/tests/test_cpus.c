@@ -25,7 +25,7 @@ static void test_init(void) {
     CHECK(um_cpus_at(&cpus, 1) == -1);
     CHECK(um_cpus_at(&cpus, 2) == 8191);
     fault_os_fail_nth(0, 0);
-    um_cpus_allow(&cpus); /* those that were chosen are not asked after */
+    um_cpus_allow(&cpus); /* for chosen CPUs the kernel is not asked */
     CHECK_EQ_U64(fault_os_calls(), 0);
 }
 
@@ -58,7 +58,7 @@ static void test_allowed(void) {
         n_allowed += allowed;
     }
     CHECK_EQ_U64(n_allowed, CPU_COUNT(&mine));
-    /* Who cannot be told pins nothing. */
+    /* When the allowed CPUs cannot be read, no thread is pinned. */
     fault_os_fail_nth(1, EINVAL);
     um_cpus_allow(&cpus);
     fault_os_fail_nth(0, 0);
@@ -71,7 +71,7 @@ static void test_pin(void) {
     fault_os_fail_nth(0, 0);
     um_cpus_pin(-1);
     CHECK_EQ_U64(fault_os_calls(), 0);
-    um_cpus_pin(8191); /* which there is not */
+    um_cpus_pin(8191); /* no machine has this CPU */
     CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
     REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {

@@ -1,6 +1,6 @@
-/* GGUF headers: a file with all there is, each of its prefixes, each rule, failing allocations, and
- * files with random damage. The bytes always lie at the end of an allocation of their size, so that
- * a sanitizer sees the first byte that is read too far. */
+/* GGUF headers: a file with everything, each of its prefixes, each rule, failing allocations, and
+ * files with random damage. The bytes always end where an allocation ends, so that a sanitizer sees
+ * a read past them. */
 #include "test.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { FILE_MAX = 1 << 16, DATA_NBYTES = 256, UNKNOWN_TENSOR_TYPE = 42 };
 
 static unsigned char file[FILE_MAX];
 static size_t file_nbytes;
-static size_t marked; /* where the field lies that a rule is about */
+static size_t marked; /* the offset of the field that a rule is about */
 
 static void put(const void *bytes, size_t nbytes) {
     REQUIRE(nbytes <= FILE_MAX - file_nbytes);
@@ -60,7 +60,7 @@ static void put_zeros(size_t nbytes) {
 static void put_data(size_t alignment) {
     put_zeros((alignment - file_nbytes % alignment) % alignment + DATA_NBYTES);
 }
-/* A tensor with up to two dimensions; n_dims of them are written. */
+/* A tensor with up to two dimensions, of which n_dims are written. */
 static void put_tensor(const char *name, uint32_t n_dims, uint64_t ne0, uint64_t ne1, uint32_t type,
                        uint64_t offset) {
     const uint64_t ne[2] = {ne0, ne1};
@@ -181,7 +181,7 @@ static void test_everything(void) {
     um_gguf_free(&g);
 }
 
-/* Parses what must fail, and sees that `out` was left alone. */
+/* Parses an input that must fail, and checks that `out` was left alone. */
 static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
     um_gguf g, before;
     memset(&g, 0x5a, sizeof g);
@@ -370,7 +370,7 @@ static void test_value_rules(void) {
     put_array(UM_GGUF_TYPE_COUNT, 0);
     check_rule("unknown type of metadata");
     for (uint32_t type = 0; type < UM_GGUF_TYPE_COUNT; type++) {
-        /* Lengths that wrap to little when they are multiplied by the size of an item. */
+        /* Lengths that overflow to small numbers when multiplied by the size of an item. */
         const uint64_t lengths[] = {UINT64_MAX, UINT64_C(1) << 61, UINT64_C(1) << 62,
                                     UINT64_C(1) << 63, 1000};
         for (int i = 0; i < 5; i++) {
@@ -405,7 +405,7 @@ static void test_nested_arrays(void) {
 }
 
 static void test_long_header(void) {
-    /* A file of holes: the length is believed, but not read. */
+    /* A sparse file: its length is accepted, but it is not read. */
     start(0, 1);
     put_key("key", UM_GGUF_ARRAY);
     marked = file_nbytes + 4;
@@ -503,7 +503,7 @@ static void test_type_rules(void) {
     CHECK(strcmp(um_gguf_type_of_tensor(8)->name, "q8_0") == 0);
 }
 
-/* The field of a tensor's offset is its last. */
+/* The last field of a tensor is its offset. */
 static void mark_last_field(void) {
     marked = file_nbytes - sizeof(uint64_t);
 }
@@ -523,7 +523,7 @@ static void test_place_rules(void) {
         put_data(32);
         check_rule("a tensor passes the end of the file");
     }
-    start(3, 0); /* in no order, with a gap, and an empty one inside */
+    start(3, 0); /* in any order, with a gap, and with an empty tensor inside another */
     put_tensor("b", 1, 9, 0, 0, 64);
     put_tensor("a", 1, 8, 0, 0, 0);
     put_tensor("e", 1, 0, 0, 0, 64);
@@ -561,7 +561,7 @@ static void test_place_rules(void) {
     check_rule("a tensor's name is longer than 65535 bytes");
 }
 
-/* Tables are bounded by the bytes at hand, whatever the counts say. */
+/* Tables are limited by the number of bytes given, whatever the counts say. */
 static void test_allocations_are_bounded(void) {
     um_counters before, after;
     start(UINT64_C(1) << 50, UINT64_C(1) << 50);

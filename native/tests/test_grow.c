@@ -1,4 +1,4 @@
-/* Growth: what is committed and released, what stays, and what is left when a call fails. */
+/* Growing: what is committed and released, what stays, and what is left when a call fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -21,7 +21,7 @@ static const um_block_options *of(um_pages pages, um_sharing sharing, size_t res
     return &options;
 }
 
-/* ---- one thing at a time ---- */
+/* ---- one call at a time ---- */
 
 static void check_growth(um_sharing sharing) {
     um_block block = make_block(page + 1, of(UM_PAGES_4K, sharing, 9 * page + 1));
@@ -44,7 +44,7 @@ static void check_growth(um_sharing sharing) {
     CHECK(strcmp(os_state_permissions(bytes + 3 * page - 1), usable) == 0);
     CHECK(strcmp(os_state_permissions(bytes + 3 * page), "---p") == 0);
 
-    commit(&block, 6 * page - 1, 2); /* behind a gap, over a border */
+    commit(&block, 6 * page - 1, 2); /* after a gap, across a border of steps */
     CHECK_EQ_U64(block.nbytes, 3 * page);
     CHECK_EQ_U64(block.committed_nbytes, 5 * page);
     CHECK(block.committed != NULL);
@@ -55,7 +55,7 @@ static void check_growth(um_sharing sharing) {
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).n_mappings, 1);
     memset(bytes + 5 * page, 5, 2 * page);
 
-    commit(&block, 0, 10 * page); /* the gaps; what was there stays as it is */
+    commit(&block, 0, 10 * page); /* fills the gaps; the rest stays as it is */
     CHECK_EQ_U64(block.nbytes, 10 * page);
     CHECK(block.committed == NULL);
     CHECK(is_filled(bytes, 2 * page, 1));
@@ -70,11 +70,11 @@ static void check_release(um_sharing sharing) {
     unsigned char *bytes = block.base;
     memset(bytes, 3, block.nbytes);
     CHECK(has_vm_flag(bytes + 4 * page, "ac") == (sharing == UM_SHARING_NONE));
-    release(&block, 3 * page + 1, 3 * page - 1, 2 * page); /* steps that are inside as a whole */
+    release(&block, 3 * page + 1, 3 * page - 1, 2 * page); /* only whole steps inside the range */
     CHECK(strcmp(os_state_permissions(bytes + 4 * page - 1), "---p") != 0);
     CHECK(strcmp(os_state_permissions(bytes + 4 * page), "---p") == 0);
     CHECK(strcmp(os_state_permissions(bytes + 6 * page - 1), "---p") == 0);
-    CHECK(!has_vm_flag(bytes + 4 * page, "ac")); /* the commit charge has fallen as well */
+    CHECK(!has_vm_flag(bytes + 4 * page, "ac")); /* the commit charge has gone as well */
     CHECK_EQ_U64(block.nbytes, 4 * page);
     CHECK_EQ_U64(block.committed_nbytes, 8 * page);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
@@ -89,7 +89,7 @@ static void check_release(um_sharing sharing) {
     release(&block, 8 * page, 0, 0);
     release(&block, 5 * page, 3 * page, 2 * page);
     commit(&block, 4 * page, page);
-    CHECK(is_filled(bytes + 4 * page, page, 0)); /* what was given back is gone */
+    CHECK(is_filled(bytes + 4 * page, page, 0)); /* released contents are lost */
     CHECK_EQ_U64(block.nbytes, 5 * page);
     CHECK_OK(um_block_release(&block, 5 * page, 5 * page, NULL, &test_err));
     CHECK(block.committed == NULL); /* one piece again */
@@ -136,7 +136,7 @@ static void test_refused(void) {
         um_block_map_file(&other, block.fd, 0, page, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
     check_refused(&other, 0, page);
     unmap_block(&other);
-    /* What may only be read can be committed, since it is; it cannot be given back. */
+    /* Read-only memory counts as committed. It cannot be released. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
     CHECK_OK(um_block_commit(&other, 0, 8 * page, &test_err));
     CHECK_STATUS(UM_E_INVALID, um_block_release(&other, 0, page, NULL, &test_err));
@@ -167,7 +167,7 @@ static void test_huge_steps(void) {
     if (huge_bytes != 4 * huge_page) {
         test_skip("huge bytes of growth", "the kernel gave too few huge pages");
     } else {
-        /* Less than a huge page is not given back, and the others stay huge. */
+        /* Less than a huge page is not released, and the other pages stay huge. */
         release(&block, 3 * huge_page + page, huge_page, 0);
         release(&block, 3 * huge_page, huge_page + page, huge_page);
         CHECK_EQ_U64(placement_of(&block).huge_bytes, 3 * huge_page);
@@ -180,7 +180,7 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     um_block block = make_block(huge, of(UM_PAGES_2M, sharing, 64 * huge));
     unsigned char *bytes = block.base;
     CHECK_EQ_U64(block.step_nbytes, huge);
-    CHECK_EQ_U64(huge_pages_available(), available - 1); /* what is reserved costs none */
+    CHECK_EQ_U64(huge_pages_available(), available - 1); /* reserved address space takes none */
     commit(&block, 4 * huge, 2 * huge);
     CHECK_EQ_U64(huge_pages_available(), available - 3);
     memset(bytes + 4 * huge, 4, 2 * huge);
@@ -192,7 +192,7 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     CHECK_EQ_U64(block.committed[0], word);
     CHECK_EQ_U64(huge_pages_available(), available - 3);
     if (sharing == UM_SHARING_NONE) {
-        /* In two parts, the first of which could be had. */
+        /* In two parts: there is memory for the first only. */
         CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 0, 64 * huge, &test_err));
         REQUIRE(memcmp(&block, &copy, sizeof copy) == 0);
         CHECK_EQ_U64(block.committed[0], word);
@@ -227,7 +227,8 @@ static void test_hugetlb_steps(void) {
 
 /* ---- shared memory ---- */
 
-/* Others see what was given back as zeros, and have what they wrote where nothing was committed. */
+/* Another mapping reads released memory as zeros. What was written through it to steps that are not
+ * committed here is kept. */
 static void test_others_see_it(void) {
     um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)), other;
     memset(block.base, 1, 4 * page);
@@ -247,8 +248,8 @@ static void test_others_see_it(void) {
     unmap_block(&block);
 }
 
-/* Somebody who has the descriptor forbids writing: the memory can neither be given back nor be
- * mapped again. What it holds is still there, and the block says that it has it no more. */
+/* Another process forbids writing through the descriptor: the memory can neither be given back nor
+ * be mapped again. Its contents are kept, and the block no longer counts it as committed. */
 static void test_release_of_sealed_memory(void) {
     um_block block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0)), other;
     memset(block.base, 9, block.nbytes);
@@ -276,7 +277,7 @@ typedef struct changing {
     size_t out_nbytes;
 } changing;
 
-/* Bits that the block says it has. */
+/* A bit for each of the first ten steps that the block says is committed. */
 static uint64_t bits_of(const um_block *block) {
     uint64_t bits = 0;
     for (size_t i = 0; i < 10; i++) {
@@ -295,7 +296,7 @@ static um_status run_commit(void *context, um_error *err) {
     return status;
 }
 
-/* Steps 0, 4 and 9 are there. */
+/* Steps 0, 4 and 9 are committed. */
 static void undo_commit(void *context) {
     changing *c = context;
     size_t step = c->block.step_nbytes;

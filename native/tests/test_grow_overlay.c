@@ -1,6 +1,5 @@
-/* Files laid over reserved memory: what is read, what is copied, and what is left when a call
- * fails.
- */
+/* Files mapped over reserved memory: what is read, what is copied, and what is left when a call
+ * fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -16,7 +15,7 @@ enum { FILE_PAGES = 6, RESERVED = 12 };
 
 static size_t page, huge_page;
 
-/* A file of which the ith page is full of i + 101. */
+/* A file whose page i is filled with i + 101. */
 static int make_file(void) {
     char path[] = "/tmp/unimem-overlay-XXXXXX";
     int fd = mkstemp(path);
@@ -58,7 +57,7 @@ static void overlay(um_block *block, size_t to, int fd, size_t from, size_t n) {
     CHECK_OK(um_block_overlay(block, to * page, fd, from * page, n * page, &test_err));
 }
 
-/* ---- what it holds ---- */
+/* ---- contents ---- */
 
 static void test_contents(void) {
     int fd = make_file(), copy = dup(fd);
@@ -79,12 +78,12 @@ static void test_contents(void) {
     for (size_t i = 2; i < 5; i++) {
         CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
     }
-    /* What is written is the block's; the file stays as it is. */
+    /* A write changes the block, not the file. */
     memset(at(&block, 3), 9, page);
     CHECK(is_filled(at(&block, 3), page, 9));
     CHECK(is_filled(at(&block, 4), page, 104));
     CHECK(file_is_as_it_was(fd));
-    /* Around it the block grows as before. */
+    /* The block grows around it as before. */
     CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err));
     CHECK_EQ_U64(block.nbytes, 7 * page);
     CHECK(is_filled(at(&block, 0), page, 1));
@@ -96,7 +95,7 @@ static void test_contents(void) {
     CHECK(is_filled(at(&block, 7), page, 106));
     overlay(&block, 9, fd, 0, 0); /* nothing */
     CHECK_EQ_U64(block.committed_nbytes, 8 * page);
-    /* Given back it is memory like any other. */
+    /* Once released, the range is memory like any other. */
     size_t released = 0;
     CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
     CHECK_EQ_U64(released, 2 * page);
@@ -174,7 +173,7 @@ static void test_warm(void) {
     for (unsigned n_threads = 1; n_threads < 4; n_threads++) {
         CHECK_OK(um_block_warm(&block, 0, 10 * page, n_threads, NULL, &test_err));
     }
-    /* Nothing of the file was copied. */
+    /* No page of the file was copied. */
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Size"), 6 * page);
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Rss"), 6 * page);
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
@@ -188,7 +187,7 @@ static void test_warm(void) {
     *(volatile unsigned char *)at(&block, 9) = 1;
     CHECK_EQ_U64(faults_now() - before, 0);
     CHECK_EQ_U64(sum, 101 + 102 + 103 + 104 + 105 + 106);
-    /* A range that begins and ends inside of it, and one that is none of it. */
+    /* A range that begins and ends inside the file, and one outside of it. */
     CHECK_OK(um_block_warm(&block, 3 * page + 1, page, 2, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
@@ -214,7 +213,7 @@ static void test_shrunk_file(void) {
         CHECK(block.lock == UM_LOCK_NONE);
         CHECK(!has_vm_flag(at(&block, 1), "lo"));
     }
-    /* What was lost can be given up. */
+    /* Lost pages can be discarded. */
     size_t out = 0;
     CHECK_OK(um_block_discard(&block, page, 6 * page, &out, &test_err));
     CHECK_EQ_U64(out, 6 * page);
@@ -242,12 +241,12 @@ static void test_discard(void) {
     memset(at(&block, 1), 7, 4 * page);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, page, 4 * page, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1); /* the block's own memory */
+    CHECK_EQ_U64(fault_os_calls(), 1); /* memory of the block itself */
     CHECK(is_filled(at(&block, 1), 4 * page, 0));
     CHECK(file_is_as_it_was(fd));
-    /* Without memory for pages of the block's own, the range is not committed any more. */
+    /* If there is no memory for new pages of the block, the range is not committed any more. */
     for (unsigned nth = 1; nth <= 4; nth++) {
-        bool kept = nth <= 2; /* madvise, mmap that releases */
+        bool kept = nth <= 2; /* the madvise, and the mmap that releases */
         fault_os_fail_nth(nth, ENOMEM);
         CHECK_STATUS(UM_E_NOMEM, um_block_discard(&block, 6 * page, page, &out, &test_err));
         fault_os_fail_nth(0, 0);
@@ -265,7 +264,7 @@ static void test_discard(void) {
 
 /* ---- any order ---- */
 
-/* What each page holds; GAP: nothing is there. */
+/* The contents of each page; GAP: it is not committed. */
 enum { GAP = -1 };
 
 static void check_model(const um_block *block, const int *pages) {
@@ -362,7 +361,7 @@ static void test_faults(void) {
     static os_state before, after;
     um_block copy = l.block;
     os_state_read(&before);
-    for (unsigned nth = 1; nth <= 2; nth++) { /* a bitmap of files, and one of gaps */
+    for (unsigned nth = 1; nth <= 2; nth++) { /* the bitmaps of files and of gaps */
         fault_os_fail_nth_alloc(nth);
         CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
         CHECK_OS_ERR(ENOMEM, "calloc");
@@ -371,12 +370,12 @@ static void test_faults(void) {
     CHECK(memcmp(&l.block, &copy, sizeof copy) == 0);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
-    /* What a failed mmap leaves is nobody's: it is reserved anew. */
+    /* The range of a failed mmap is unmapped: it is reserved again. */
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
     CHECK_EQ_U64(fault_os_calls_of("um_os_reserve_at"), 1);
     fault_os_fail_nth(0, 0);
-    /* The first leaves a bitmap behind, which the next ones go on with. */
+    /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);
     fault_os_check_each(&(fault_case){.run = run_overlay,

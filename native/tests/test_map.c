@@ -1,4 +1,5 @@
-/* Mapping a range as its block is: pages, policy and lock, of a new block and of one that grows. */
+/* Mapping a range as its block is: pages, policy and lock, of a new block and of steps committed
+ * later. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -22,8 +23,8 @@ static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
 
 /* ---- pages ---- */
 
-/* A page size that the kernel has, and that nobody has filled the pool of, is no memory; one that
- * it does not have is the kernel's refusal. */
+/* If the kernel has the page size but its pool is empty, there is no memory. If it has no such page
+ * size, the kernel refuses. */
 static void test_gigantic_pages(void) {
     const char *free_pages = "/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages";
     bool known = access(free_pages, F_OK) == 0;
@@ -35,7 +36,7 @@ static void test_gigantic_pages(void) {
     CHECK(strcmp(test_err.what, "mmap") == 0);
 }
 
-/* A kernel without THP refuses the advice; base pages need none. */
+/* A kernel without THP refuses the advice, which base pages do not need. */
 static void test_kernel_without_thp(void) {
     um_block block;
     fault_os_fail_nth(4, EINVAL);
@@ -112,7 +113,7 @@ static void test_new_steps_are_as_the_block(void) {
             CHECK(has_vm_flag(bytes + 4 * page, "lo"));
             CHECK(!has_vm_flag(bytes + 2 * page, "lo"));
             commit(&block, 6 * page, 2 * page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and there already */
+            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and already in RAM */
             release(&block, 6 * page, page, page);
             CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
             CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));

@@ -1,4 +1,4 @@
-/* The memory files of shared blocks: memfds that are made, and files that the caller gives. */
+/* The files of shared memory: memfds that are made, and files from the caller. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -25,7 +25,7 @@ static uint64_t file_nbytes(int fd) {
     return (uint64_t)st.st_size;
 }
 
-/* An empty file in /dev/shm without a name, or -1. */
+/* An empty file without a name in /dev/shm, or -1. */
 static int make_shm_file(void) {
     int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0) {
@@ -115,17 +115,17 @@ static void test_refused_files(void) {
     CHECK(read_only >= 0);
     check_refused(UM_E_OS, "ftruncate", read_only, UM_PAGES_4K);
     close(read_only);
-    /* What could not be mapped is empty again. */
+    /* A file that could not be mapped is empty again. */
     int write_only = open(path, O_WRONLY | O_CLOEXEC);
     CHECK(write_only >= 0);
     check_refused(UM_E_OS, "mmap", write_only, UM_PAGES_4K);
     close(write_only);
     CHECK(write(fd, "x", 1) == 1);
-    check_refused(UM_E_INVALID, "empty", fd, UM_PAGES_4K); /* somebody's data */
+    check_refused(UM_E_INVALID, "empty", fd, UM_PAGES_4K); /* it may be data of another process */
     close(fd);
 }
 
-/* A file of huge pages is no place for small ones. */
+/* A file of huge pages cannot have small ones. */
 static void test_refused_hugetlb(void) {
     int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
     if (fd < 0) {

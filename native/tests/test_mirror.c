@@ -1,4 +1,4 @@
-/* Mirrored memory: two images of each piece, in the kernel's books and in ours. */
+/* Mirrored memory: two images of each piece, in the figures of the kernel and in ours. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -31,13 +31,13 @@ static void test_images(void) {
         CHECK(is_filled(image(&block, 2 * i), 2 * m, (unsigned char)(2 * i + 1)));
         CHECK(has_vm_flag(image(&block, 2 * i), "dc"));
         CHECK(has_vm_flag(image(&block, 2 * i + 1), "dc"));
-        /* Each image is an entry of its own, with no neighbour joined to it. */
+        /* Each image is an entry of smaps, joined with no neighbour. */
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i), "Size"), m);
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i + 1), "Size"), m);
     }
     image(&block, 3)[m - 1] = 77;
     CHECK(image(&block, 2)[m - 1] == 77);
-    memset(image(&block, 4) + m - 5, 88, 10); /* over the end, which is the beginning */
+    memset(image(&block, 4) + m - 5, 88, 10); /* past the end, to the beginning */
     CHECK(is_filled(image(&block, 4), 5, 88));
     CHECK(is_filled(image(&block, 5) + m - 5, 5, 88));
     CHECK(image(&block, 4)[5] == 5);
@@ -109,7 +109,7 @@ static void test_warm(void) {
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
-    fill_images(&block); /* it can be written as well */
+    fill_images(&block); /* writing takes no faults either */
     CHECK_EQ_U64(faults_of_reading(&block), 0);
     for (size_t i = 0; i < 2 * N_PIECES; i++) {
         CHECK_EQ_U64(smaps_bytes(image(&block, i), "Rss"), m);
@@ -123,26 +123,26 @@ static void test_warm(void) {
     CHECK_EQ_U64(placement.locked_bytes, 0);
     CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
     uint64_t resident;
-    /* Not a file that was cut off: it is sealed. */
+    /* EFAULT does not mean a truncated file: the memfd is sealed. */
     fault_os_fail_nth(1, EFAULT);
     CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
-    CHECK_EQ_U64(resident, 3 * m); /* of address space */
+    CHECK_EQ_U64(resident, 3 * m); /* counted in address space */
     unmap_block(&block);
 }
 
 static void test_touched_in_part(void) {
     size_t m = 8 * page;
     um_block block = make_mirror(3, m, UM_PAGES_4K), other;
-    image(&block, 0)[0] = 1; /* through the first image, through the mirror, through both */
+    image(&block, 0)[0] = 1; /* through the first image, the mirror, both */
     image(&block, 1)[2 * page] = 1;
     image(&block, 2)[0] = 1;
     image(&block, 3)[0] = 1;
     image(&block, 5)[0] = 1;
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * page);
     CHECK_EQ_U64(placement_of(&block).pss_bytes, 4 * page);
-    /* Another mapping of it is another user of its pages, and has none of ours in its figures. */
+    /* Another mapping shares the pages, and its figures do not include ours. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
     CHECK_EQ_U64(other.nbytes, 3 * m);
     CHECK(other.mirror_nbytes == 0);
@@ -244,7 +244,7 @@ static void test_fork(void) {
 
 enum { PIECES = 4, PIECE_PAGES = 5 };
 
-/* What the pages of each piece hold. */
+/* The contents of the pages of each piece. */
 typedef struct contents {
     unsigned char pages[PIECES][PIECE_PAGES];
 } contents;
@@ -268,7 +268,7 @@ static void refill(const um_block *block, contents *c, uint64_t *random) {
     }
 }
 
-/* Steps of the address space; returns how many pages of memory those are. */
+/* Forgets steps of the address space; returns how many pages of memory those are. */
 static size_t forget(contents *c, size_t first, size_t end) {
     bool seen[PIECES][PIECE_PAGES] = {{false}};
     size_t n = 0;
@@ -292,7 +292,8 @@ static void test_discard(void) {
             size_t n = forget(&m, first, end), out = 12345;
             fault_os_fail_nth(0, 0);
             CHECK_OK(um_block_discard(&block, first * page, (end - first) * page, &out, &test_err));
-            /* The pieces in the middle are one hole; at each end is one more, or a wrapped one. */
+            /* The pieces in the middle are one hole; at each end there is one more, or one that
+             * wraps. */
             CHECK(fault_os_calls() <= 4);
             CHECK(fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
             CHECK((fault_os_calls() == 0) == (n == 0));
@@ -306,7 +307,7 @@ static void test_discard(void) {
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1);                            /* all of it is one hole */
+    CHECK_EQ_U64(fault_os_calls(), 1);                            /* the whole file is one hole */
     CHECK_OK(um_block_discard(&block, 1, page, NULL, &test_err)); /* no whole step */
     CHECK_EQ_U64(fault_os_calls(), 1);
     unmap_block(&block);
@@ -347,7 +348,7 @@ static void test_hugetlb(void) {
     }
     uint64_t available = huge_pages_available();
     um_block block = make_mirror(2, HUGE_BYTES, UM_PAGES_2M), untouched = block;
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each once */
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each page once */
     CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
@@ -373,7 +374,7 @@ static void test_hugetlb(void) {
     huge_pool_give_back();
 }
 
-/* ---- repairing, where the kernel is played ---- */
+/* ---- repairing, with a simulated kernel ---- */
 
 enum { N_PLAYED = PIECES * PIECE_PAGES };
 
@@ -387,11 +388,11 @@ static struct {
 static size_t file_page_of(const void *address) {
     size_t offset = (size_t)((const unsigned char *)address - image(kernel.block, 0));
     size_t piece = offset / page / PIECE_PAGES / 2;
-    REQUIRE(offset / page / PIECE_PAGES % 2 == 0); /* first images alone */
+    REQUIRE(offset / page / PIECE_PAGES % 2 == 0); /* only first images */
     return (PIECES - 1 - piece) * PIECE_PAGES + offset / page % PIECE_PAGES;
 }
 
-/* As Linux does it: a page that is mapped twice is not moved. */
+/* As in Linux, a page that is mapped twice is not moved. */
 static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
     for (size_t i = 0; i < n; i++) {
         size_t at = file_page_of(pages[i]);
@@ -437,7 +438,7 @@ static void test_repair(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 3, elsewhere = 12345;
     contents m;
-    refill(&block, &m, &random); /* through one image or the other */
+    refill(&block, &m, &random); /* through either image */
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 3 == 0;
@@ -450,7 +451,7 @@ static void test_repair(void) {
     CHECK_EQ_U64(elsewhere, 0);
     CHECK_EQ_U64(kernel.n_moved, 7);
     CHECK(holds(&block, &m));
-    /* Interleaving goes by the place in the file. */
+    /* Interleaving follows the place in the file. */
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 2 == 0;
     }
@@ -466,7 +467,7 @@ static void test_repair(void) {
     unmap_block(&block);
 }
 
-/* What was never touched stays so, and what was touched through the mirror alone is moved. */
+/* Untouched pages stay untouched, and pages touched only through the mirror are moved. */
 static void test_repair_in_part(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
@@ -485,7 +486,7 @@ static void test_repair_in_part(void) {
     CHECK_EQ_U64(file_bytes(&block), 2 * page);
     CHECK(image(&block, 0)[3 * page] == 77);
     CHECK(image(&block, 5)[0] == 88);
-    /* Locked pages are mapped twice, and stay where they are. */
+    /* Locked pages stay mapped twice, so they are not moved. */
     kernel.node[file_page_of(image(&block, 4))] = 1;
     play(&block, UM_NUMA_PREFERRED, 1);
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
@@ -497,7 +498,7 @@ static void test_repair_in_part(void) {
     unmap_block(&block);
 }
 
-/* What the calls of mirrored memory come to; test_numa has the others. */
+/* Failures of the calls for mirrored memory; test_numa.c has the others. */
 static void test_failures_of_repair(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;

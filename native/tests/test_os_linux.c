@@ -1,4 +1,4 @@
-/* Each system call on its own: what it does, that it reports an errno, and that it is counted. */
+/* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,7 +18,7 @@
 
 static size_t page;
 
-/* `call` is one system call, and gives this result. */
+/* `call` must make one system call and return this result. */
 #define CHECK_CALL(expected, call)                                                                 \
     do {                                                                                           \
         um_counters counted_before, counted_after;                                                 \
@@ -28,7 +28,7 @@ static size_t page;
         CHECK_EQ_U64(counted_after.n_os_calls, counted_before.n_os_calls + 1);                     \
     } while (0)
 
-/* Of eight pages the second, the third and the seventh are mapped. */
+/* The second, the third and the seventh of eight pages are mapped. */
 static void check_scan(char *eight) {
     int pagemap = -1;
     size_t n_runs = 777, scanned = 777;
@@ -202,7 +202,7 @@ static void test_reserve_at(void) {
     CHECK_CALL(0, um_os_unmap(base, 8 * page));
 }
 
-/* Each advice is the one it is named after, as far as smaps shows it. */
+/* Each advice has the effect of its name, as far as smaps shows it. */
 static void test_advice(void) {
     struct {
         um_os_advice advice;
@@ -281,7 +281,7 @@ static void test_policy(void) {
     } else {
         test_skip("weighted interleaving", "the kernel is older than 6.9");
     }
-    /* All nodes there can be: what the machine has not is left out, not misread. */
+    /* All possible nodes: those that the machine lacks are left out, not misread. */
     numa.mode = UM_NUMA_PREFERRED;
     memset(numa.nodes, 0xFF, sizeof numa.nodes);
     os_errno = um_os_bind(base, 4 * page, &numa);
@@ -356,7 +356,7 @@ static void test_memfd(void) {
     CHECK_CALL(0, um_os_seal(fd, 0));
     CHECK((fcntl(fd, F_GET_SEALS) & (size_seals | F_SEAL_WRITE | F_SEAL_SEAL)) == size_seals);
     CHECK_CALL(EPERM, um_os_resize(fd, 5 * page));
-    CHECK_CALL(EBUSY, um_os_seal(fd, 1)); /* somebody could write */
+    CHECK_CALL(EBUSY, um_os_seal(fd, 1)); /* it could still be written */
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
     CHECK_CALL(0, um_os_seal(fd, 1));
     CHECK((fcntl(fd, F_GET_SEALS) & F_SEAL_WRITE) != 0);
@@ -436,8 +436,8 @@ static void *read_mask(void *arg) {
     return NULL;
 }
 
-/* No signals come to a thread, but for faults of its own; those of who began it are as they were.
- */
+/* A thread gets no signals except for its own faults. The mask of the thread that started it is
+ * unchanged. */
 static void test_signals_of_threads(void) {
     sigset_t before, after, seen;
     um_os_thread thread;
@@ -539,7 +539,7 @@ static void test_threads(void) {
         CHECK(CPU_COUNT(&r.cpus) == 1);
         CHECK(CPU_ISSET(cpu, &r.cpus));
     }
-    /* Pinning a thread leaves the others where they were. */
+    /* Pinning a thread does not move other threads. */
     CPU_ZERO(&mask);
     CHECK_CALL(EINVAL, um_os_set_affinity(&mask, sizeof mask));
     CHECK_CALL(0, um_os_set_affinity(&mine, sizeof mine));

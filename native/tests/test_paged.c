@@ -37,7 +37,7 @@ static void test_bad_specs(void) {
     spec = spec_of(UM_Q8_0, 4);
     spec.head_dim = 33;
     check_bad_spec(spec);
-    /* Each product on the way overflows in one of these. */
+    /* Each product of the size overflows in one of these. */
     uint32_t most = UINT32_MAX, third[] = {1, most};
     for (size_t i = 0; i < 2; i++) {
         spec = (um_paged_spec){.n_layers = third[i],
@@ -55,7 +55,7 @@ static void test_bad_specs(void) {
                            .block_tokens = 1,
                            .type = UM_F32};
     check_bad_spec(spec);
-    /* 2^63 bytes: a size, but no distance between two addresses. */
+    /* 2^63 bytes: a valid size, but not a valid distance between two addresses. */
     spec.head_dim = (uint32_t)1 << 31;
     spec.n_blocks = (uint32_t)1 << 29;
     check_bad_spec(spec);
@@ -126,7 +126,7 @@ static void test_no_memory(void) {
     CHECK(memcmp(&other_before, &other, sizeof other) == 0);
     CHECK_EQ_U64(um_paged_n_holders(&p.paged, block_of(&seq, 0)), 1);
 
-    /* After that a sequence allocates nothing. */
+    /* From then on a sequence allocates nothing. */
     fault_os_fail_nth_alloc(1);
     append_tokens(&seq, 7, 8);
     CHECK_OK(um_paged_crop(&seq, 3, &test_err));
@@ -140,7 +140,7 @@ static void test_no_memory(void) {
 
 /* ---- append and gather ---- */
 
-/* All types, orders and steps, over the ends of blocks; one layer ahead of the other. */
+/* All types, orders and steps, across the ends of blocks, with one layer ahead of the other. */
 static void test_append(void) {
     uint64_t steps[] = {1, 0, 3, 1, 11, 4};
     uint32_t tokens[20];
@@ -258,7 +258,7 @@ static void test_refused_calls(void) {
     free_pool(&p);
 }
 
-/* Into rows of a larger array, converted, and as many tokens as are wanted. */
+/* Into rows of a larger array, converted, for any number of tokens. */
 static void test_gather_into_a_part(void) {
     pool p = make_pool(spec_of(UM_F16, 4));
     um_paged_seq seq = make_seq(&p);
@@ -283,8 +283,8 @@ static void test_gather_into_a_part(void) {
     free_pool(&p);
 }
 
-/* Outputs that are too large for the caches are written past them: the same bytes, at any
- * alignment, and none behind. */
+/* Outputs too large for the caches are written past them: the bytes are the same, at any alignment,
+ * and none is written past the end. */
 static void test_large_gather(void) {
     enum { N = 8200, HEADS = 5, DIM = 64, OFFSETS = 3 };
     um_paged_spec spec = {.n_layers = 1,
@@ -341,7 +341,7 @@ static void test_fork(void) {
     CHECK(um_paged_n_holders(&p.paged, shared) == 2);
     CHECK(!um_paged_will_copy(&b, 0));
 
-    /* A copy and a new block are needed, and one is there: nothing is done. */
+    /* A copy and a new block are needed, and only one block is free: nothing changes. */
     static const float k[200], v[200];
     um_paged before = p.paged;
     CHECK_FULL(um_paged_append(&c, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 3, 2);
@@ -349,7 +349,7 @@ static void test_fork(void) {
     CHECK(block_of(&c, 1) == shared);
     append_tokens(&c, 50, 3);
     CHECK_FULL(um_paged_append(&a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 4, 1);
-    /* Nobody shares the tail of `a` any more. */
+    /* No sequence shares the tail of `a` any more. */
     CHECK(!um_paged_will_copy(&a, 0));
     append_tokens(&a, 7, 3);
     check_count_from(&a, 0, 10);
@@ -358,7 +358,7 @@ static void test_fork(void) {
     check_tokens(&c, 0, of_c, 10);
     check_tokens(&c, 1, of_c, 10);
 
-    /* Cropped to a whole block, nothing is shared that would be written. */
+    /* After a crop to whole blocks, the next append writes to no shared block. */
     CHECK_OK(um_paged_crop(&b, 5, &test_err));
     CHECK(!um_paged_will_copy(&b, 0));
     CHECK(b.n_blocks == 1);
@@ -381,7 +381,7 @@ static void cache_all(um_paged_seq *seq) {
     }
 }
 
-/* Shared again, or taken for other tokens, in the order in which they became evictable. */
+/* Cached blocks are shared again, or reused in the order in which they became evictable. */
 static void test_cached_blocks_are_taken_in_order(void) {
     pool p = make_pool(spec_of(UM_F32, 6));
     um_paged_seq a = make_seq(&p), b = make_seq(&p);
@@ -397,7 +397,7 @@ static void test_cached_blocks_are_taken_in_order(void) {
     CHECK(p.paged.n_evictable == 4);
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 0);
 
-    /* What is shared again keeps its tokens, and goes to the end of the order. */
+    /* A block that is shared again keeps its tokens, and moves to the end of the order. */
     CHECK_OK(um_paged_seq_init(&a, &p.paged, of_a, 1, &test_err));
     check_count_from(&a, 0, 5);
     um_paged_seq_free(&a);
@@ -406,7 +406,7 @@ static void test_cached_blocks_are_taken_in_order(void) {
     order[2] = order[3];
     order[3] = first;
 
-    /* First what is free, then what has been evictable for longest. */
+    /* Free blocks are taken first, then those that have been evictable for longest. */
     um_paged_seq c = make_seq(&p);
     append_tokens(&c, 200, 10);
     CHECK(p.paged.n_free == 0);
@@ -426,7 +426,7 @@ static void test_cached_blocks_are_taken_in_order(void) {
     free_pool(&p);
 }
 
-/* A cached block in which only one sequence ends is written in place, and not cached then. */
+/* A cached block that only one sequence holds is written in place, and is then no longer cached. */
 static void test_cached_blocks_are_let_go(void) {
     pool p = make_pool(spec_of(UM_F32, 6));
     um_paged_seq c = make_seq(&p);
@@ -472,7 +472,8 @@ static void test_append_in_steps(void) {
     for (uint32_t i = 0; i < 12; i++) {
         tokens[i] = i;
     }
-    /* The copy of a shared block and a new one are taken, and no token is there yet. */
+    /* A block for the copy of the shared one, and a new block, are taken. No token is visible
+     * yet. */
     void *k = make_rows(&p.paged.spec, 0, 0, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
     void *v = make_rows(&p.paged.spec, 0, 1, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
     um_paged_pending pending;
@@ -481,7 +482,7 @@ static void test_append_in_steps(void) {
     CHECK(block_of(&a, 1) == shared);
     CHECK(um_paged_n_holders(&p.paged, shared) == 2);
     check_count_from(&a, 0, 7);
-    /* Others give blocks back and take them; what is being written is nobody else's. */
+    /* Other sequences release and take blocks, but not those that are being written. */
     um_paged_seq_free(&other);
     CHECK_EQ_U64(um_paged_n_in_use(&p.paged), 4);
     CHECK_FULL(append(&fork, 1, tokens, 11, UM_F32, UM_KV_HEAD_MAJOR), 6, 4, 3);
@@ -522,7 +523,7 @@ static void test_steps_that_do_nothing(void) {
     um_paged_append_write(&pending);
     um_paged_append_end(&pending);
     check_count_from(&a, 0, 5);
-    /* A call that is refused leaves all as it was. */
+    /* A refused call changes nothing. */
     um_paged before = p.paged;
     memset(&pending, 0xCC, sizeof pending);
     um_paged_pending untouched = pending;

@@ -69,7 +69,7 @@ static void fork_random(um_paged_seq *seqs, model *models, int from, int to) {
     models[to] = models[from];
 }
 
-/* A block whose tokens all layers hold is cached, or any block is not any more. */
+/* Caches a block whose tokens all layers hold, or removes any block from the cache. */
 static void cache_random(pool *p, const um_paged_seq *seq, uint64_t *random) {
     uint64_t n_full = um_paged_seq_len(seq) / 5;
     if (test_random(random) % 4 == 0) {

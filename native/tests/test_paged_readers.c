@@ -7,7 +7,7 @@ enum { READ_TOKENS = 3000, READ_HEADS = 2 };
 static um_paged_seq *read_seq;
 static _Atomic bool read_torn;
 
-/* Token t holds t in every value. */
+/* Every value of token t is t. */
 static void *read_all(void *arg) {
     (void)arg;
     static float out[READ_HEADS][READ_TOKENS];
@@ -40,7 +40,7 @@ static void test_reader_beside_the_writer(void) {
     for (uint32_t t = 0; t < READ_TOKENS; t++) {
         float row[READ_HEADS] = {(float)t, (float)t};
         CHECK_OK(um_paged_append(&seq, 0, row, row, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
-        if (t % 8 == 5) { /* the next append copies the tail, which the fork then writes, too */
+        if (t % 8 == 5) { /* the next append copies the tail */
             um_paged_seq_free(&other);
             other = fork_of(&seq);
         } else if (t % 8 == 6) {
@@ -55,8 +55,9 @@ static void test_reader_beside_the_writer(void) {
     free_pool(&p);
 }
 
-/* The writer comes in between while a block is copied, as another thread could: it gets a copy of
- * the block, the fork that has the block lets it go, and a third sequence writes to it. */
+/* The writer interrupts a gather while it copies a block, as another thread could: the writer gets
+ * a copy of the block, the fork that holds the block releases it, and a third sequence writes to
+ * it. */
 enum { TAIL = 4000, TAIL_HEADS = 2, TAIL_DIM = 8 };
 static um_paged_seq gathered, forked, third;
 static float good_rows[TAIL * TAIL_HEADS * TAIL_DIM], bad_rows[TAIL * TAIL_HEADS * TAIL_DIM];

@@ -1,4 +1,5 @@
-/* Pages: what is told of each is what was done to it, and what the kernel's sums say. */
+/* Pages: the report on each page agrees with what was done to it, and with the sums of the
+ * kernel. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -21,7 +22,7 @@ static size_t page, huge_page;
 static uint8_t pages[MAX_PAGES + 1];
 static int16_t nodes[MAX_PAGES + 1];
 
-/* Looks, and checks that nothing is written behind the pages of the range. */
+/* Asks for the pages, and checks that nothing is written past those of the range. */
 static void look(const um_block *block, size_t offset, size_t nbytes) {
     size_t n = (offset % page + nbytes + page - 1) / page;
     REQUIRE(n <= MAX_PAGES);
@@ -40,7 +41,7 @@ static size_t n_with(size_t n, uint8_t flags) {
     return found;
 }
 
-/* Whether the nodes are told of what is mapped here, and of nothing else. */
+/* Whether nodes are reported exactly for the pages that are mapped here. */
 static bool nodes_agree(size_t n) {
     bool agree = true;
     for (size_t i = 0; i < n; i++) {
@@ -79,7 +80,7 @@ static void test_touched(void) {
         CHECK_EQ_U64(pages[i], i % 3 == 0 ? MAPPED : 0);
     }
     CHECK(nodes_agree(100));
-    /* Any range tells of the pages that it touches. */
+    /* A range reports all pages that it touches. */
     look(&block, 3 * page + 1, 1);
     CHECK_EQ_U64(pages[0], MAPPED);
     look(&block, 4 * page - 1, 2);
@@ -87,7 +88,7 @@ static void test_touched(void) {
     CHECK(pages[1] == 0);
     look(&block, 0, 0);
     look(&block, 100 * page, 0);
-    /* However few runs a scan gives, and without nodes. */
+    /* With any number of runs from each scan, and without nodes. */
     fault_os_limit_runs(1);
     look(&block, page, 99 * page);
     fault_os_limit_runs(0);
@@ -147,7 +148,7 @@ static void test_huge(void) {
         test_skip("huge pages", "the kernel gave none");
     } else {
         CHECK_EQ_U64(pages[n] & UM_PAGE_HUGE, UM_PAGE_HUGE);
-        /* A range that begins inside of a huge page. */
+        /* A range that begins inside a huge page. */
         look(&block, huge_page + 5 * page, 20 * page);
         CHECK_EQ_U64(n_with(20, MAPPED | UM_PAGE_HUGE), 20);
         CHECK(nodes_agree(20));
@@ -194,7 +195,8 @@ static void test_shared(void) {
 static void test_files(void) {
     um_access kinds[] = {UM_ACCESS_READ, UM_ACCESS_PRIVATE};
     for (int i = 0; i < 2; i++) {
-        /* As long as no readahead and no large folio reaches from one touch to the next. */
+        /* The distance is larger than readahead and large folios, so that one touch does not reach
+         * the next. */
         size_t n = 4096, nbytes = n * page - 100;
         um_block block = map_new_file(nbytes, kinds[i]);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
@@ -219,7 +221,7 @@ static void test_files(void) {
     }
 }
 
-/* What a user who only may read a file of somebody else's is told of it. */
+/* What is reported to a user who may only read a file of another user. */
 static bool look_as_nobody(void *arg) {
     int fd = *(const int *)arg;
     um_block block;
@@ -277,7 +279,7 @@ static void test_without_pagemap(void) {
         CHECK(pages[i] == (i == 3 ? IN_RAM : 0));
         CHECK(nodes[i] == -1);
     }
-    /* What else opening may fail with is an error. */
+    /* Any other failure to open is an error. */
     fault_os_fail_nth(2, EMFILE);
     CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
     fault_os_fail_nth(0, 0);
@@ -310,7 +312,7 @@ static void test_old_kernel(void) {
 
 static size_t n_asked;
 
-/* Nodes by the address: a huge page lies on one. */
+/* The node depends on the address; a huge page is on one node. */
 static int answer_nodes(size_t n, void *const *addresses, const int *wanted, int *out_status) {
     CHECK(wanted == NULL);
     n_asked += n;
@@ -353,7 +355,7 @@ static void test_several_nodes(void) {
             uintptr_t at = (uintptr_t)block.base + i / n * huge_page;
             CHECK(nodes[i] == (at / page % 11 == 5 ? -1 : (int)(at / huge_page % 3)));
         }
-        /* From inside of a huge page it is asked about where the range begins. */
+        /* From inside a huge page, the address asked about is the beginning of the range. */
         n_asked = 0;
         look(&block, page, 2 * huge_page);
         CHECK_EQ_U64(n_asked, 3);

@@ -1,4 +1,4 @@
-/* Files of /proc and /sys: whole or line by line, however few bytes a read gives. */
+/* Files of /proc and /sys, read whole or line by line, with any number of bytes from each read. */
 #include "proc_file.h"
 
 #include "test.h"
@@ -74,7 +74,8 @@ static void test_lines(void) {
     check_lines("", NULL, 0);
     check_lines("without an end", NULL, 0);
     check_lines("one\n\nthree\nrest", (const char *const[]){"one", "", "three"}, 3);
-    /* A line as long as the buffer, less its end, is whole; of a longer one the end is left. */
+    /* A line that fits into the buffer with its end is whole; of a longer one, only the end is
+     * kept. */
     for (size_t n = sizeof((um_proc_lines *)0)->buffer - 1; n < sizeof text - 10; n += 20000) {
         memset(text, 'x', n);
         strcpy(text + n, "\nlast\n");

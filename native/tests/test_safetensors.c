@@ -1,6 +1,6 @@
-/* Safetensors headers: a file with all there is, each of its prefixes, each rule, failing
- * allocations, and files with random damage. The bytes always lie at the end of an allocation of
- * their size, so that a sanitizer sees the first byte that is read too far. */
+/* Safetensors headers: a file with everything, each of its prefixes, each rule, failing
+ * allocations, and files with random damage. The bytes always end where an allocation ends, so that
+ * a sanitizer sees a read past them. */
 #include "test.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { FILE_MAX = 1 << 16 };
 
 static unsigned char file[FILE_MAX];
 static size_t file_nbytes;
-static size_t marked; /* where the field lies that a rule is about */
+static size_t marked; /* the offset of the field that a rule is about */
 
 static void put(const void *bytes, size_t nbytes) {
     REQUIRE(nbytes <= FILE_MAX - file_nbytes);
@@ -22,8 +22,8 @@ static void put(const void *bytes, size_t nbytes) {
     file_nbytes += nbytes;
 }
 
-/* The length of the header, the header, and data. In `json`, a ' stands for a quote, and a ^ is not
- * written but marks where a field lies. */
+/* Writes the length of the header, the header, and data. In `json`, a ' stands for a quote, and a ^
+ * is not written but marks the offset of a field. */
 static void put_file(const char *json, size_t data_nbytes) {
     file_nbytes = 8;
     for (const char *c = json; *c != '\0'; c++) {
@@ -40,7 +40,8 @@ static void put_file(const char *json, size_t data_nbytes) {
     file_nbytes += data_nbytes;
 }
 
-/* Every type, dimensions of every kind, escapes, spaces, and data in another order than names. */
+/* Every type, all kinds of dimensions, escapes, spaces, and data in another order than the
+ * names. */
 static void put_everything(void) {
     put_file("{ '__metadata__' : {'format':'pt', 'k\\u0041':'\\ud83d\\ude00\\n\xc3\xa9','':''},\n"
              "'scalar':{'dtype':'F32','shape':[],'data_offsets':[9,13]},"
@@ -82,7 +83,7 @@ static um_status parse(um_safetensors *out, size_t nbytes, uint64_t size) {
 }
 
 static bool is_text(um_safetensors_text text, const char *expected) {
-    char *resolved = malloc(text.nbytes + 1); /* exactly what a text may need */
+    char *resolved = malloc(text.nbytes + 1); /* the most that a text can need */
     REQUIRE(resolved != NULL);
     size_t nbytes = um_safetensors_write_text(file, text, resolved);
     bool same = nbytes == strlen(expected) && memcmp(resolved, expected, nbytes) == 0;
@@ -156,7 +157,7 @@ static void test_nothing(void) {
     um_safetensors_free(&s);
 }
 
-/* Parses what must fail, and sees that `out` was left alone. */
+/* Parses an input that must fail, and checks that `out` was left alone. */
 static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
     um_safetensors s, before;
     memset(&s, 0x5a, sizeof s);
@@ -201,7 +202,7 @@ static void test_prefixes(void) {
     check_fails(UM_E_INVALID, file_nbytes, file_nbytes - 1);
     CHECK(um_safetensors_parse(&s, file, 3, file_nbytes, NULL) == UM_E_FULL);
     CHECK(um_safetensors_parse(&s, file, 3, 3, NULL) == UM_E_FORMAT);
-    /* The JSON that ends early, in a file that goes on. */
+    /* JSON that ends early, in a file that goes on. */
     for (uint64_t n = 0; n < header_nbytes - 8 - 6; n++) {
         memcpy(file, &n, 8);
         check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
@@ -276,7 +277,7 @@ static void test_utf8_rule(void) {
         snprintf(json, sizeof json, "{'__metadata__':{'a':'%s'}}", bad[i]);
         check_rule("the header is not valid UTF-8", json, 0);
     }
-    check_rule("the header is not valid UTF-8", "{}^\xff", 0); /* also where no string is */
+    check_rule("the header is not valid UTF-8", "{}^\xff", 0); /* also outside of strings */
     check_rule("the header is not valid UTF-8", "{'^\xe2\x82", 0);
     um_safetensors s;
     put_file("{'__metadata__':{'\xdf\xbf\xe0\xa0\x80':'\xed\x9f\xbf\xf4\x8f\xbf\xbf\x7f'}}", 0);
@@ -491,7 +492,7 @@ static void test_place_rules(void) {
 static void test_allocations_are_bounded(void) {
     um_counters before, after;
     um_safetensors s;
-    /* The most rows for the bytes: keys of one byte, and dimensions of one digit. */
+    /* The most rows for the number of bytes: keys of one byte, and dimensions of one digit. */
     file_nbytes = 8;
     put("{\"__metadata__\":{", 17);
     for (unsigned i = 0; i < 2000; i++) {
@@ -507,7 +508,7 @@ static void test_allocations_are_bounded(void) {
     CHECK_EQ_U64(s.n_kv, 2000);
     um_safetensors_free(&s);
     CHECK(after.allocated_bytes - before.allocated_bytes <= 16 * file_nbytes);
-    /* What is only claimed is not allocated for. */
+    /* No memory is allocated for a length that is only claimed. */
     put_file("{}", 0);
     json_nbytes = 100000000;
     memcpy(file, &json_nbytes, 8);

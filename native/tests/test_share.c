@@ -72,7 +72,7 @@ static void test_attach(void) {
         unmap_block(&other);
     }
     um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
-    unmap_block(&block); /* the memory lives as long as somebody has it */
+    unmap_block(&block); /* the memory lives as long as another mapping of it */
     memset(other.base, 3, other.nbytes);
     um_block third = attach_block(other.fd, UM_ACCESS_READ);
     unmap_block(&other);
@@ -80,7 +80,7 @@ static void test_attach(void) {
     unmap_block(&third);
 }
 
-/* Half a page at the end is a page, of which the rest is zeros. */
+/* Half a page at the end counts as a page; the rest of it is zeros. */
 static void test_attach_odd_size(void) {
     int fd = memfd_create("odd", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
@@ -126,7 +126,7 @@ static bool child_attaches(void *arg) {
     return CHECK(um_block_unmap(&block, NULL) == UM_OK) && good;
 }
 
-/* A page that another process touches lies where the maker's policy says. */
+/* A page that another process touches first is where the policy of the maker says. */
 static void test_attach_in_another_process(void) {
     um_block_options options = *of(UM_PAGES_4K);
     if (may_bind()) {
@@ -173,7 +173,7 @@ static void test_refused_attach(void) {
     check_refused_attach(UM_E_INVALID, "empty", pipes[0], UM_ACCESS_READ, UM_CAT_OTHER);
     close(pipes[0]);
     close(pipes[1]);
-    CHECK(ftruncate(fd, (off_t)1 << 60) == 0); /* more than the address space has */
+    CHECK(ftruncate(fd, (off_t)1 << 60) == 0); /* more than the address space */
     check_refused_attach(UM_E_NOMEM, "mmap", fd, UM_ACCESS_READ, UM_CAT_OTHER);
     CHECK(ftruncate(fd, INT64_MAX) == 0);
     check_refused_attach(UM_E_NOMEM, "mmap", fd, UM_ACCESS_READ, UM_CAT_OTHER);
@@ -192,7 +192,7 @@ static um_block copy_sealed(const um_block *block, const um_block_options *optio
     return copy;
 }
 
-/* Nobody can change it, in no way. */
+/* No process can change it, in any way. */
 static void check_sealed(const um_block *copy) {
     int all = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
     CHECK((fcntl(copy->fd, F_GET_SEALS) & all) == all);
@@ -205,7 +205,7 @@ static void check_sealed(const um_block *copy) {
     snprintf(path, sizeof path, "/proc/self/fd/%d", copy->fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd >= 0) {
-        CHECK(write(fd, "x", 1) == -1); /* huge pages cannot be written so at all: EINVAL */
+        CHECK(write(fd, "x", 1) == -1); /* write() never works on huge pages: EINVAL */
         CHECK(ftruncate(fd, 0) == -1);
         CHECK(errno == EPERM);
         CHECK(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, (off_t)page) == -1);
@@ -215,7 +215,7 @@ static void check_sealed(const um_block *copy) {
 }
 
 static void check_copy(const um_block *block, um_block_options options, size_t nbytes) {
-    options.sharing = UM_SHARING_NONE; /* it is shared all the same */
+    options.sharing = UM_SHARING_NONE; /* a sealed copy is shared all the same */
     um_block copy = copy_sealed(block, &options);
     CHECK_EQ_U64(copy.nbytes, nbytes);
     CHECK_EQ_U64(copy.requested_nbytes, block->nbytes);
@@ -248,10 +248,10 @@ static void test_copy_sealed(void) {
         for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
             check_copy(&block, *of(kinds[i]), kinds[i] == UM_PAGES_THP ? unit : 9 * page);
         }
-        /* Up to the first gap. */
+        /* The copy ends at the first gap. */
         CHECK_OK(um_block_release(&block, 5 * page, page, NULL, &test_err));
         check_copy(&block, *of(UM_PAGES_4K), 5 * page);
-        /* A copy is one: the block may change. */
+        /* A copy does not change with the block. */
         um_block copy = copy_sealed(&block, of(UM_PAGES_4K));
         memset(block.base, 3, page);
         CHECK(is_filled(copy.base, page, 1));
@@ -302,8 +302,7 @@ static void check_refused_copy(um_status status, const char *what, const um_bloc
     CHECK(os_state_same(&before, &after));
 }
 
-/* Pages that somebody cuts off, of a mapped file, of one laid over a block, and of shared memory.
- */
+/* Truncated pages: of a mapped file, of a file mapped over a block, and of shared memory. */
 static void test_copy_of_a_truncated_file(void) {
     int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(fd >= 0);
@@ -364,7 +363,7 @@ static void test_hugetlb(void) {
     check_copy(&block, *of(UM_PAGES_2M), 2 * HUGE_BYTES);
     check_copy(&block, *of(UM_PAGES_4K), 2 * HUGE_BYTES);
     um_block_options options = *of(UM_PAGES_2M);
-    /* All that the pool has but one: there are not as many more. */
+    /* All pages of the pool but one: a copy needs as many again. */
     um_block large = make_block((huge_pages_available() - 1) * HUGE_BYTES, &options);
     check_refused_copy(UM_E_NOMEM, "mmap", &large, &options);
     unmap_block(&large);
@@ -376,7 +375,7 @@ static void test_hugetlb(void) {
 /* ---- each system call in turn ---- */
 
 typedef struct sharing {
-    um_block block; /* what is made */
+    um_block block; /* the block that is made */
     um_block source;
     um_pages pages;
 } sharing;
@@ -399,7 +398,7 @@ static um_status run_copy(void *context, um_error *err) {
 
 static void check_faults(sharing *s, um_status (*run)(void *context, um_error *err)) {
     memset(&s->block, 0x5A, sizeof s->block);
-    /* Without a descriptor that only reads, a new kernel maps the one that there is. */
+    /* If no read-only descriptor can be opened, a new kernel maps the existing one. */
     fault_os_check_each(&(fault_case){.run = run,
                                       .undo = undo,
                                       .context = s,

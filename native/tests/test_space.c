@@ -63,7 +63,7 @@ static void check_reserve(size_t nbytes, size_t align, size_t phase) {
     }
     REQUIRE(munmap(space.map_base, space.map_nbytes) == 0);
     os_state_read(&after);
-    CHECK(os_state_same(&before, &after)); /* what was reserved beyond it was given back */
+    CHECK(os_state_same(&before, &after)); /* the surplus was given back */
 }
 
 static void test_reserve(void) {

@@ -83,13 +83,13 @@ static void test_marks(void) {
     CHECK_EQ_U64(most_inner[UM_CAT_STAGING], 300);
     CHECK_EQ_U64(most[UM_CAT_WEIGHTS], 0);
 
-    /* They need not end in the order of their beginnings; an end leaves the others alone. */
+    /* They may end in any order; an end leaves the others alone. */
     um_marks_end(outer);
     um_ledger_enter(UM_CAT_STAGING, 5000);
     um_marks_read(inner, most_inner);
     CHECK_EQ_U64(most_inner[UM_CAT_STAGING], 5100);
     CHECK_OK(um_marks_begin(&last, &test_err));
-    CHECK_EQ_U64(last, outer); /* the number comes again, and knows nothing of before */
+    CHECK_EQ_U64(last, outer); /* the number is reused, without the old figures */
     um_ledger_leave(UM_CAT_STAGING, 5000);
     um_marks_end(last);
     CHECK_OK(um_marks_begin(&last, &test_err));
@@ -141,8 +141,8 @@ static void test_counters(void) {
     um_heap_free(p);
     um_heap_free(NULL);
 
-    /* A product that wraps to 16 must be refused; through a volatile, so that the compiler does not
-     * refuse it first. */
+    /* A product that overflows to 16 must be refused. The volatile keeps the compiler from refusing
+     * it first. */
     volatile size_t huge = SIZE_MAX / 16 + 2;
     CHECK(um_heap_alloc(huge, 16) == NULL);
     um_counters_read(&after);
@@ -168,7 +168,7 @@ static void *enter_and_leave(void *arg) {
             CHECK(um_marks_begin(&marks, NULL) == UM_OK);
             um_marks_read(marks, most);
             um_marks_end(marks);
-            /* What this thread has mapped is there. */
+            /* What this thread has mapped is included. */
             CHECK(most[UM_CAT_SCRATCH] >= nbytes);
             CHECK(most[UM_CAT_SCRATCH] <= MOST_BYTES);
         }

@@ -1,4 +1,4 @@
-/* The steps of a block: which are committed, which are a file's, and the bitmap of both. */
+/* The steps of a block: which are committed, which are of a file, and the bitmaps. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -10,7 +10,7 @@
 
 #include "fault_os.h"
 
-enum { N_STEPS = 130 }; /* more than a word of the bitmap, more than two */
+enum { N_STEPS = 130 }; /* more than two words of the bitmap */
 
 static size_t page;
 static os_state before, after;
@@ -72,7 +72,7 @@ static void test_is_overlaid(void) {
 
 /* ---- any order ---- */
 
-/* What each step holds; GAP: nothing is there. */
+/* The contents of each step; GAP: it is not committed. */
 enum { GAP = -1 };
 
 static void check_model(const um_block *block, const int *steps) {
@@ -134,7 +134,7 @@ static void test_any_order(void) {
 
 /* ---- the bitmap ---- */
 
-/* The first gap needs a bitmap; without it nothing happens. */
+/* The first gap needs a bitmap; without memory for it, nothing changes. */
 static void test_heap_faults(void) {
     um_block block = make_block(4 * page, of(UM_SHARING_MEMFD, 8 * page)), copy = block;
     size_t out = 12345;
@@ -146,7 +146,7 @@ static void test_heap_faults(void) {
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_release(&block, page, page, &out, &test_err));
     fault_os_fail_nth_alloc(0);
-    /* A bitmap that was made for nothing is given back (AddressSanitizer looks for it). */
+    /* An unused bitmap is freed (AddressSanitizer would report a leak). */
     fault_os_fail_nth(1, EPERM);
     CHECK_STATUS(UM_E_OS, um_block_commit(&block, 6 * page, page, &test_err));
     fault_os_fail_nth(1, EPERM);
@@ -159,7 +159,7 @@ static void test_heap_faults(void) {
     CHECK(is_filled(block.base, block.nbytes, 1));
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
-    /* Growth and shrinking at the end need none. */
+    /* Growing and shrinking at the end needs no bitmap. */
     fault_os_fail_nth_alloc(1);
     commit(&block, 2 * page, 5 * page);
     release(&block, 3 * page, 4 * page, 4 * page);

@@ -1,4 +1,4 @@
-/* File systems in memory that are mounted nowhere. */
+/* In-memory file systems that are mounted nowhere. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -45,7 +45,7 @@ static void test_size(void) {
     close(fd);
 }
 
-/* Files outlive the folder; nobody sees the mount. */
+/* Files outlive the folder, and no process sees the mount. */
 static void test_detached(void) {
     os_state_read(&before);
     int fd = open_tmpfs(1 << 20, 0), file = make_file(fd, "a");
@@ -91,7 +91,7 @@ static void test_sealed(void) {
     CHECK(mmap(NULL, 4, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) == MAP_FAILED);
     CHECK(mmap(NULL, 4, PROT_READ | PROT_EXEC, MAP_SHARED, file, 0) == MAP_FAILED);
     close(file);
-    /* Attributes of the mount change nothing of that, so clones of it cannot write either. */
+    /* Attributes of the mount do not change that, so clones of it cannot be written either. */
     uint64_t attributes[4] = {0, MOUNT_ATTR_RDONLY};
     long cleared = syscall(SYS_MOUNT_SETATTR, fd, "", AT_EMPTY_PATH, attributes, sizeof attributes);
     CHECK(cleared == 0 || errno == ENOSYS);
@@ -100,7 +100,7 @@ static void test_sealed(void) {
     close(fd);
 }
 
-/* Huge pages come from the mount, whatever shmem_enabled says. */
+/* The mount decides on huge pages, whatever shmem_enabled says. */
 static void test_huge(void) {
     size_t huge = um_huge_page_bytes();
     if (huge == 0) {
