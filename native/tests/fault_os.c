@@ -15,7 +15,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "internal.h"
 #include "os.h"
 #include "test.h"
 
