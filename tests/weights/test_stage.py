@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import unimem as um
+from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
 from staging import (
