@@ -468,7 +468,7 @@ def test_a_child_that_dies_is_no_mount(
 
 
 def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup,
+    cgroup_512mb: SmallCgroup,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "large.gguf"
