@@ -27,9 +27,13 @@ from proc_maps import huge_page_bytes
 from staging import (
     MIB,
     TINY,
+    indexed,  # noqa: F401
+    leaves_nothing,  # noqa: F401
     look,
     may_mount,
+    model,  # noqa: F401
     read_elsewhere,
+    split,  # noqa: F401
     stale,
     start_reader,
     stop,
@@ -468,7 +472,7 @@ def test_a_child_that_dies_is_no_mount(
 
 
 def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup,  # noqa: F811
+    cgroup_512mb: SmallCgroup,
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "large.gguf"
