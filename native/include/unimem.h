@@ -35,8 +35,10 @@ extern "C" {
 
 #if defined(__GNUC__)
 #define UM_API __attribute__((visibility("default")))
+#define UM_CHECKED __attribute__((warn_unused_result))
 #else
 #define UM_API
+#define UM_CHECKED
 #endif
 
 #define UM_VERSION_MAJOR 0

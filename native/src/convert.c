@@ -4,9 +4,12 @@
  * quantize_row_q8_0_ref makes it on x86. */
 #include "convert.h"
 
-#include "internal.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -2,11 +2,17 @@
  * no count is allocated for before the bytes in hand could hold it, and no sum or product is made
  * unchecked. The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
  * versions 2 and 3 (they differ in nothing here). */
-#include "internal.h"
+#include "names.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 #include "unimem_formats.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");

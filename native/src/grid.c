@@ -1,8 +1,11 @@
 /* Cells of one size. The free list is a stack whose links lie beside the cells, not in them: a cell
  * that was given back is still whatever its last user wrote, and a double give is seen. */
-#include "internal.h"
+#include "sizes.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 enum { CELL_ALIGN = 64 };
 static const uint32_t NO_CELL = UINT32_MAX;
@@ -63,10 +66,7 @@ um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t
     }
     /* One take for both, so that a full tape leaves nothing behind. */
     void *base;
-    um_status status = um_tape_take(tape, sum, CELL_ALIGN, &base, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_tape_take(tape, sum, CELL_ALIGN, &base, err));
     return um_grid_init_apart(grid, base, (unsigned char *)base + cells, cell_bytes, n_cells, err);
 }
 

@@ -12,13 +12,16 @@
  * function for both, it could not know which handler to go on to, and two that go on to each other
  * never end. So each action of others that we ever lay on top of has an entry of ours, whose
  * function goes on to that one action and no other, for as long as the process lives. */
-#include "internal.h"
 #include "os.h"
+#include "status.h"
 
 #include <errno.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 /* A run, in the frame of its um_guard_run. */
 typedef struct guarded {

@@ -1,9 +1,14 @@
 /* The contiguous KV cache: rows that are appended, in storage that somebody else owns. A token
  * counts when every layer holds it. */
-#include "internal.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 enum { LANE_ALIGN = 64 };
 
@@ -41,10 +46,7 @@ static bool count_lanes(const um_kv_spec *spec, size_t *out) {
 
 um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
     size_t row, lane, lanes, total;
-    um_status status = um_kv_row_bytes(spec, &row, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_kv_row_bytes(spec, &row, err));
     if (!um_mul(row, (size_t)spec->max_seq_len, &lane) || !um_round_up(lane, LANE_ALIGN, &lane) ||
         !count_lanes(spec, &lanes) || !um_mul(lane, lanes, &total) || total > PTRDIFF_MAX) {
         return um_fail(err, UM_E_INVALID, DIMS);
@@ -76,13 +78,8 @@ static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *stor
 um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                      um_error *err) {
     size_t row;
-    um_status status = um_kv_row_bytes(spec, &row, err);
-    if (status == UM_OK) {
-        status = check_storage(spec, storage, row, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_kv_row_bytes(spec, &row, err));
+    UM_TRY(check_storage(spec, storage, row, err));
     /* Both tables in one piece. */
     UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
@@ -225,11 +222,9 @@ static um_status check_not_reserved(const um_kv *kv, um_error *err) {
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
-    um_status status = check_not_reserved(kv, err);
-    if (status == UM_OK && layers_differ(kv)) {
-        return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
-    }
-    return status;
+    UM_TRY(check_not_reserved(kv, err));
+    return layers_differ(kv) ? um_fail(err, UM_E_STATE, "layers differ in length: roll back first")
+                             : UM_OK;
 }
 
 /* Whether n rows can be written behind `end`. */
@@ -303,14 +298,10 @@ um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64
         return um_fail(err, UM_E_INVALID, "layer");
     }
     uint64_t end = end_of(kv, layer);
-    um_status status = check_not_reserved(kv, err);
-    if (status == UM_OK) {
-        status = check_room(kv, end, n, err);
-    }
-    if (status == UM_OK) {
-        *out_row = um_kv_row(kv, end + n_skipped(kv, n));
-    }
-    return status;
+    UM_TRY(check_not_reserved(kv, err));
+    UM_TRY(check_room(kv, end, n, err));
+    *out_row = um_kv_row(kv, end + n_skipped(kv, n));
+    return UM_OK;
 }
 
 void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
@@ -323,12 +314,10 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
         return um_fail(err, UM_E_INVALID, "order");
     }
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
-    um_status status = check_type(kv, type, err);
-    if (status == UM_OK) {
-        status = um_kv_append_begin(kv, layer, n, &in.row, err);
-    }
-    if (status != UM_OK || n == 0) {
-        return status;
+    UM_TRY(check_type(kv, type, err));
+    UM_TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
+    if (n == 0) {
+        return UM_OK;
     }
     write_rows(kv, layer, 0, in);
     in.rows = v;
@@ -342,16 +331,9 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
         return um_fail(err, UM_E_INVALID, "batch is not 1");
     }
     uint64_t end = end_of(kv, 0);
-    um_status status = check_type(kv, type, err);
-    if (status == UM_OK) {
-        status = check_whole(kv, err);
-    }
-    if (status == UM_OK) {
-        status = check_room(kv, end, 1, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(kv, type, err));
+    UM_TRY(check_whole(kv, err));
+    UM_TRY(check_room(kv, end, 1, err));
     size_t in_row = nbytes_of(type, (size_t)kv->spec.n_kv_heads * kv->spec.head_dim);
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -368,16 +350,12 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     if (n == 0) {
         return um_fail(err, UM_E_INVALID, "n is 0");
     }
-    um_status status = check_whole(kv, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
-    status = is_ring(kv) && n > kv->n_rows ? um_fail_full(err, kv->n_rows, 0, n, "kv")
-                                           : check_room(kv, end, n, err);
-    if (status != UM_OK) {
-        return status;
+    if (is_ring(kv) && n > kv->n_rows) {
+        return um_fail_full(err, kv->n_rows, 0, n, "kv");
     }
+    UM_TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         raise_top(kv, layer, end + n);
     }
@@ -429,10 +407,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     if (layer >= s->n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
-    um_status status = check_type(kv, type, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(kv, type, err));
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
     if (position < first || position - first > len || n > len - (position - first)) {
         return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
@@ -456,10 +431,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
 /* ---- forgetting ---- */
 
 um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
-    um_status status = check_whole(kv, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     if (n > len) {
         return um_fail(err, UM_E_INVALID, "n is above seq_len");
@@ -506,20 +478,18 @@ um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) 
     if (is_ring(kv) && keep_first != 0) {
         return um_fail(err, UM_E_INVALID, "keep_first of a ring, whose rows follow from positions");
     }
-    um_status status = check_whole(kv, err);
+    UM_TRY(check_whole(kv, err));
     uint64_t len = um_kv_seq_len(kv);
-    if (status != UM_OK || n >= len || keep_first >= len - n) {
-        return status;
+    if (n >= len || keep_first >= len - n) {
+        return UM_OK;
     }
     uint64_t end = end_of(kv, 0), first = end - n - keep_first;
     uint64_t to = um_kv_row(kv, first), from = um_kv_row(kv, um_kv_first_position(kv));
-    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
-        status = copy_rows(kv, layer, to, from, keep_first, err);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        UM_TRY(copy_rows(kv, layer, to, from, keep_first, err));
     }
-    if (status == UM_OK) {
-        atomic_store_explicit(&kv->first, first, memory_order_release);
-    }
-    return status;
+    atomic_store_explicit(&kv->first, first, memory_order_release);
+    return UM_OK;
 }
 
 void um_kv_clear(um_kv *kv) {
@@ -550,15 +520,13 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
     if (is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row) {
         return um_fail(err, UM_E_INVALID, "row");
     }
-    um_status status = check_not_reserved(kv, err);
+    UM_TRY(check_not_reserved(kv, err));
     uint64_t from = um_kv_row(kv, first);
-    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
-        status = copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        UM_TRY(copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err));
     }
-    if (status == UM_OK) {
-        kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
-    }
-    return status;
+    kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
+    return UM_OK;
 }
 
 void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {

@@ -1,10 +1,13 @@
 /* Loading: ranges of files into memory, read by several threads. */
 #include "cpus.h"
-#include "internal.h"
 #include "os.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdint.h>
 
 enum { DIRECT_ALIGN = 4096, DEFAULT_REQUEST_NBYTES = 4 << 20 };
 
@@ -142,10 +145,7 @@ static um_status set_sizes(um_load *load, const um_load_options *options, um_err
 um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
                         const um_load_options *options, um_error *err) {
     um_cpus cpus;
-    um_status status = um_cpus_init(&cpus, options->n_threads, options->cpus, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_cpus_init(&cpus, options->n_threads, options->cpus, err));
     size_t nbytes;
     if (!um_mul(n_parts, sizeof(load_part), &nbytes) || !um_add(nbytes, sizeof(um_load), &nbytes)) {
         return um_fail(err, UM_E_INVALID, "n_parts");
@@ -154,7 +154,7 @@ um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts
     if (load == NULL) {
         return um_fail_nomem(err, ENOMEM, nbytes, "calloc");
     }
-    status = set_sizes(load, options, err);
+    um_status status = set_sizes(load, options, err);
     if (status == UM_OK) {
         status = set_parts(load, parts, n_parts, err);
     }

@@ -1,6 +1,10 @@
 /* Mirrored memory: a memfd of which each piece is mapped twice, back to back. */
-#include "internal.h"
+#include "mirror.h"
+
 #include "os.h"
+#include "steps.h"
+
+#include <stdint.h>
 
 static char *image(const um_block *block, size_t i) {
     return (char *)block->base + i * block->mirror_nbytes;

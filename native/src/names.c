@@ -1,7 +1,10 @@
 /* Names in the headers of files: whether they are UTF-8, and whether they differ. */
-#include "internal.h"
+#include "names.h"
 
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
     uint64_t i = 0;

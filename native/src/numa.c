@@ -1,13 +1,18 @@
 /* NUMA: where the pages of a block may lie, and moving those that lie elsewhere. */
 #include "numa.h"
 
-#include "internal.h"
+#include "mirror.h"
 #include "os.h"
 #include "proc_file.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* Addresses in one call of move_pages; rounds of moving; and pages that may turn out immovable,
  * none of them moved in between, until the rest is not tried any more. */
@@ -291,37 +296,44 @@ static um_status make_pattern(um_numa_pattern *out, const um_numa *numa, um_erro
     return UM_OK;
 }
 
+/* Finds the phase of an interleaved block. *out_unanimous: every page is where it belongs. */
+static um_status find_spread(repair *r, const um_placement *placement, bool *out_unanimous,
+                             um_error *err) {
+    int64_t *borders = um_heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
+    if (borders == NULL) {
+        return um_fail_os(err, ENOMEM, 0, "calloc");
+    }
+    um_status status = UM_OK;
+    *out_unanimous = false;
+    /* Where the kernel had no huge page for a huge unit it spread its small pages: that is as good,
+     * and nothing has to move. */
+    size_t unit = r->unit;
+    if (placement->huge_bytes == 0 && unit > r->page) {
+        r->unit = r->page;
+        status = find_phase(r, borders, out_unanimous, err);
+        r->unit = unit;
+    }
+    if (status == UM_OK && !*out_unanimous) {
+        status = find_phase(r, borders, out_unanimous, err);
+    }
+    um_heap_free(borders);
+    return status;
+}
+
 static um_status run_repair(repair *r, const um_placement *placement, uint64_t *out_nbytes,
                             um_error *err) {
-    um_status status = UM_OK;
-    if (r->spread) {
-        int64_t *borders = um_heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
-        bool unanimous = false;
-        if (borders == NULL) {
-            return um_fail_os(err, ENOMEM, 0, "calloc");
-        }
-        /* Where the kernel had no huge page for a huge unit it spread its small pages: that is as
-         * good, and nothing has to move. */
-        size_t unit = r->unit;
-        if (placement->huge_bytes == 0 && unit > r->page) {
-            r->unit = r->page;
-            status = find_phase(r, borders, &unanimous, err);
-            r->unit = unit;
-        }
-        if (status == UM_OK && !unanimous) {
-            status = find_phase(r, borders, &unanimous, err);
-        }
-        um_heap_free(borders);
-        if (status != UM_OK || unanimous) {
-            *out_nbytes = 0;
-            return status;
-        }
-    }
     *out_nbytes = 0;
-    for (r->at = 0; status == UM_OK && next_batch(r);) {
-        status = repair_batch(r, out_nbytes, err);
+    if (r->spread) {
+        bool unanimous;
+        UM_TRY(find_spread(r, placement, &unanimous, err));
+        if (unanimous) {
+            return UM_OK;
+        }
     }
-    return status;
+    for (r->at = 0; next_batch(r);) {
+        UM_TRY(repair_batch(r, out_nbytes, err));
+    }
+    return UM_OK;
 }
 
 /* The kernel moves no page that is mapped twice. */
@@ -343,10 +355,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
         return um_fail(err, UM_E_INVALID, "the block has no NUMA policy");
     }
     um_placement placement;
-    um_status status = um_block_verify(block, &placement, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_block_verify(block, &placement, err));
     repair *r = um_heap_alloc(1, sizeof *r);
     if (r == NULL) {
         return um_fail_os(err, ENOMEM, sizeof *r, "calloc");
@@ -355,7 +364,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
     r->block = block;
     r->page = hugetlb ? (size_t)placement.page_bytes : um_os_page_bytes();
     r->unit = block->step_nbytes > r->page ? block->step_nbytes : r->page;
-    status = make_pattern(&r->pattern, &block->numa, err);
+    um_status status = make_pattern(&r->pattern, &block->numa, err);
     if (status == UM_OK) {
         uint64_t stray_nbytes = 0, elsewhere_nbytes = 0;
         for (unsigned node = 0; node < UM_MAX_NODES; node++) {

@@ -1,9 +1,14 @@
 /* Paged KV memory: blocks of tokens with counts of their holders, and sequences that are tables of
  * them. A block is in one of two lists, or held: free, or evictable in the order of last use. */
-#include "internal.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -124,10 +129,7 @@ um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_erro
 um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage, um_error *err) {
     um_paged made;
     size_t total;
-    um_status status = sizes_of(spec, &made, &total, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(sizes_of(spec, &made, &total, err));
     if (storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0) {
         return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
@@ -271,10 +273,7 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
             return um_fail(err, UM_E_INVALID, "no such block, or it is free");
         }
     }
-    um_status status = new_seq(&made, paged, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(new_seq(&made, paged, err));
     for (uint32_t i = 0; i < n_blocks; i++) {
         made.table[i] = blocks[i];
         hold_block(paged, (uint32_t)blocks[i]);
@@ -287,13 +286,8 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
 
 um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err) {
     um_paged_seq made;
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK) {
-        status = new_seq(&made, seq->paged, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_layers(seq, err));
+    UM_TRY(new_seq(&made, seq->paged, err));
     memcpy(made.table, seq->table, seq->n_blocks * sizeof *seq->table);
     for (uint32_t i = 0; i < seq->n_blocks; i++) {
         seq->paged->blocks[seq->table[i]].n_holders++;
@@ -332,14 +326,12 @@ void um_paged_rollback(um_paged_seq *seq) {
 }
 
 um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err) {
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK && n > um_paged_layer_len(seq, 0)) {
-        status = um_fail(err, UM_E_INVALID, "n is above the length");
+    UM_TRY(check_layers(seq, err));
+    if (n > um_paged_layer_len(seq, 0)) {
+        return um_fail(err, UM_E_INVALID, "n is above the length");
     }
-    if (status == UM_OK) {
-        keep_tokens(seq, n);
-    }
-    return status;
+    keep_tokens(seq, n);
+    return UM_OK;
 }
 
 /* ---- append ---- */
@@ -399,28 +391,22 @@ um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32
                              .n_layers = 1,
                              .at = um_paged_layer_len(seq, layer),
                              .n = n};
-    um_status status = check_type(seq->paged, type, err);
-    if (status == UM_OK && n != 0) {
-        status = make_room(seq, made.at, n, &made.first_block, err);
+    UM_TRY(check_type(seq->paged, type, err));
+    if (n != 0) {
+        UM_TRY(make_room(seq, made.at, n, &made.first_block, err));
     }
-    if (status == UM_OK) {
-        *out = made;
-    }
-    return status;
+    *out = made;
+    return UM_OK;
 }
 
 um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
                                     const void *v, um_dtype type, um_error *err) {
     um_paged_pending made;
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK) {
-        status = um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err);
-    }
-    if (status == UM_OK) {
-        made.n_layers = seq->paged->spec.n_layers;
-        *out = made;
-    }
-    return status;
+    UM_TRY(check_layers(seq, err));
+    UM_TRY(um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err));
+    made.n_layers = seq->paged->spec.n_layers;
+    *out = made;
+    return UM_OK;
 }
 
 /* Writes the tokens' K or V of one layer. The types were checked, so no conversion fails. */
@@ -486,23 +472,19 @@ void um_paged_append_end(const um_paged_pending *pending) {
 um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
                           um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
     um_paged_pending pending;
-    um_status status = um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err);
-    if (status == UM_OK) {
-        um_paged_append_write(&pending);
-        um_paged_append_end(&pending);
-    }
-    return status;
+    UM_TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    return UM_OK;
 }
 
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
     um_paged_pending pending;
-    um_status status = um_paged_append_all_begin(&pending, seq, k, v, type, err);
-    if (status == UM_OK) {
-        um_paged_append_write(&pending);
-        um_paged_append_end(&pending);
-    }
-    return status;
+    UM_TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    return UM_OK;
 }
 
 /* ---- gather ---- */
@@ -592,10 +574,7 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     if (n > um_paged_layer_len(seq, layer)) {
         return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
-    um_status status = check_type(p, type, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(p, type, err));
     size_t out_head = bytes_of(type, p->spec.head_dim);
     if (heads > 1 && head_stride / out_head < n) {
         return um_fail(err, UM_E_INVALID, "head_stride");

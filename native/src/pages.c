@@ -1,8 +1,13 @@
 /* Where each page of a block is. */
-#include "internal.h"
 #include "os.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 /* Runs of pages in one scan, entries in one read of pagemap, and addresses in one call of
  * move_pages. */
@@ -175,6 +180,6 @@ um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, ui
             out_pages[i] = (out_pages[i] & 1) != 0 ? UM_PAGE_IN_RAM : 0;
         }
     }
-    um_status status = mark_mapped(&v, err);
-    return status == UM_OK && out_nodes != NULL ? find_nodes(&v, out_nodes, err) : status;
+    UM_TRY(mark_mapped(&v, err));
+    return out_nodes != NULL ? find_nodes(&v, out_nodes, err) : UM_OK;
 }

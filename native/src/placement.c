@@ -1,10 +1,15 @@
 /* Placement: what the kernel says of a block. */
-#include "internal.h"
 #include "os.h"
 #include "proc_file.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* An entry of smaps has 700 to 800 bytes and a line of numa_maps 80 to 250, so that a read takes
  * one or two of them. */
@@ -142,16 +147,6 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
 }
 
-int um_only_memory_node(void) {
-    char text[64], *after;
-    if (um_proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
-        return -1;
-    }
-    unsigned long node = strtoul(text, &after, 10);
-    bool one = after != text && (*after == '\n' || *after == '\0') && node < UM_MAX_NODES;
-    return one ? (int)node : -1;
-}
-
 /* Adds what a line of numa_maps, such as "7f0000000000 bind:1 anon=3 N0=1 N1=2
  * kernelpagesize_kB=4", says of nodes. Its counts are in pages of the size at its end. */
 static void add_node_bytes(const char *line, uint64_t *node_bytes) {
@@ -226,10 +221,7 @@ static size_t thp_bytes(void) {
 
 um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
     smaps_sums sums = {0};
-    um_status status = read_smaps(block, &sums, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(read_smaps(block, &sums, err));
     /* hugetlb pages are in books of their own. The kernel does not say how many processes map one
      * (so pss_bytes counts it whole), and never takes one out of RAM: to lock them changes nothing.
      */
@@ -249,12 +241,10 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
         found.page_bytes = huge ? thp_bytes() : um_os_page_bytes();
     }
     if (found.resident_bytes > 0) {
-        status = read_nodes(block, found.resident_bytes, found.node_bytes, err);
+        UM_TRY(read_nodes(block, found.resident_bytes, found.node_bytes, err));
     }
-    if (status == UM_OK) {
-        *out = found;
-    }
-    return status;
+    *out = found;
+    return UM_OK;
 }
 
 um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,

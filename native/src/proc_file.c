@@ -1,10 +1,10 @@
 /* Files of /proc and /sys as text. */
 #include "proc_file.h"
 
-#include "internal.h"
 #include "os.h"
 
 #include <errno.h>
+#include <string.h>
 
 /* One read that a signal does not end. */
 static int read_some(int fd, char *out, size_t nbytes, size_t *out_nbytes) {

@@ -2,11 +2,17 @@
  * key of its JSON and how deep it is, and what it does not know is an error. Nothing of the input
  * is trusted: tables grow with the rows that were seen, and no sum or product is made unchecked.
  * The layout is that of https://github.com/huggingface/safetensors. */
-#include "internal.h"
+#include "names.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 #include "unimem_formats.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");

@@ -1,8 +1,13 @@
 /* The ledger: what is mapped, by category, and what this library cost the process. The only global
  * state there is. */
-#include "internal.h"
+#include "stats.h"
 
+#include "status.h"
+
+#include <assert.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 typedef struct category_totals {

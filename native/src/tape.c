@@ -1,8 +1,10 @@
 /* The bump allocator: one word says how much is used, and a take moves it by one
  * compare-and-exchange. */
-#include "internal.h"
+#include "sizes.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdint.h>
 
 um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
     if (base == NULL || total == 0) {

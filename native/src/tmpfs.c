@@ -1,8 +1,9 @@
 /* File systems in memory that are mounted nowhere. */
-#include "internal.h"
 #include "os.h"
+#include "status.h"
 
 #include <inttypes.h>
+#include <stdint.h>
 #include <stdio.h>
 
 static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_error *err) {

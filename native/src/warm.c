@@ -1,10 +1,15 @@
 /* Warming: bringing pages into RAM before anybody waits for them. */
 #include "cpus.h"
-#include "internal.h"
 #include "os.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
+#include "steps.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 enum { WARM_STEP_BYTES = 16 << 20 };
 
@@ -130,9 +135,9 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
         return um_fail(err, UM_E_INVALID, "the range is outside the block");
     }
     um_cpus cpus;
-    um_status status = um_cpus_init(&cpus, n_threads, chosen_cpus, err);
-    if (status != UM_OK || nbytes == 0) {
-        return status;
+    UM_TRY(um_cpus_init(&cpus, n_threads, chosen_cpus, err));
+    if (nbytes == 0) {
+        return UM_OK;
     }
     if (!um_block_is_committed(block, offset, nbytes)) {
         return um_fail(err, UM_E_INVALID, "the range is not committed");
@@ -146,10 +151,10 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
     }
     /* Steps are pages here. */
     um_run run;
-    for (size_t at = first / page; status == UM_OK && at < last / page; at = run.end) {
+    for (size_t at = first / page; at < last / page; at = run.end) {
         bool is_file = um_block_next_overlay(block, at, at + 1, true, &run);
         um_block_next_overlay(block, at, last / page, is_file, &run);
-        status = warm_range(block, is_file, run.first * page, run.end * page, &cpus, err);
+        UM_TRY(warm_range(block, is_file, run.first * page, run.end * page, &cpus, err));
     }
-    return status;
+    return UM_OK;
 }

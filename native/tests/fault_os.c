@@ -15,8 +15,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "internal.h"
 #include "os.h"
+#include "stats.h"
 #include "test.h"
 
 /* Of test.h: one count for the test and for the checks in here. */
