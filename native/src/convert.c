@@ -611,16 +611,11 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
     }
 }
 
-um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
-                        um_dtype in_type, size_t n, um_error *err) {
-    if (!is_known(out_type) || !is_known(in_type)) {
-        return um_fail(err, UM_E_INVALID, "type");
-    }
-    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
-        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
-    }
+/* pre: as um_convert_values. */
+static void convert_in_default_mode(const um_convert_code *code, void *out, um_dtype out_type,
+                                    const void *in, um_dtype in_type, size_t n) {
     if (n == 0) {
-        return UM_OK; /* the pointers may be NULL then */
+        return; /* the pointers may be NULL */
     }
     if (out_type == in_type) {
         memcpy(out, in, bytes_of(out_type, n));
@@ -631,6 +626,21 @@ um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_typ
     } else {
         convert(code, out, out_type, in, in_type, n);
     }
+}
+
+void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n) {
+    convert_in_default_mode(best_code(), out, out_type, in, in_type, n);
+}
+
+um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                        um_dtype in_type, size_t n, um_error *err) {
+    if (!is_known(out_type) || !is_known(in_type)) {
+        return um_fail(err, UM_E_INVALID, "type");
+    }
+    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
+        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
+    }
+    convert_in_default_mode(code, out, out_type, in, in_type, n);
     return UM_OK;
 }
 

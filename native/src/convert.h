@@ -30,8 +30,12 @@ typedef struct um_convert_code {
 /* The i-th code that this CPU runs, the slowest first; NULL behind the last. */
 const um_convert_code *um_convert_code_at(size_t i);
 
-/* um_convert by one code. */
-um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
-                        um_dtype in_type, size_t n, um_error *err);
+/* Does the same as um_convert, with this code. */
+UM_CHECKED um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type,
+                                   const void *in, um_dtype in_type, size_t n, um_error *err);
+
+/* Does the same as um_convert, and cannot fail. pre: both types are known, and n is whole blocks of
+ * both. */
+void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n);
 
 #endif

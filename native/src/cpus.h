@@ -15,7 +15,8 @@ typedef struct um_cpus {
 } um_cpus;
 
 /* Nothing is allowed yet. errors: UM_E_INVALID (no threads, a CPU above all that there can be). */
-um_status um_cpus_init(um_cpus *out, unsigned n_threads, const int *chosen, um_error *err);
+UM_CHECKED um_status um_cpus_init(um_cpus *out, unsigned n_threads, const int *chosen,
+                                  um_error *err);
 /* Where none are chosen, those that this thread may run on are allowed. */
 void um_cpus_allow(um_cpus *cpus);
 /* The CPU of the ith thread; -1: it runs anywhere. */

@@ -1,5 +1,6 @@
 /* The contiguous KV cache: rows that are appended, in storage that somebody else owns. A token
  * counts when every layer holds it. */
+#include "convert.h"
 #include "sizes.h"
 #include "stats.h"
 #include "status.h"
@@ -264,7 +265,7 @@ typedef struct source {
     uint64_t n, skip, row;
 } source;
 
-/* Writes K or V of a layer. The types were checked, so no conversion fails. */
+/* Writes K or V of a layer. pre: the types were checked. */
 static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
     size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
@@ -275,13 +276,13 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
         if (in.order == UM_KV_TOKEN_MAJOR || n == 1) {
             /* The rows are as they are stored; with tokens to skip there is one stream. */
             const unsigned char *from = in.rows + (b + skip) * heads * in_head;
-            um_convert(out, s->type, from, in.type, (n - skip) * heads * dim, NULL);
+            um_convert_values(out, s->type, from, in.type, (n - skip) * heads * dim);
             continue;
         }
         for (size_t t = skip; t < n; t++) {
             for (size_t h = 0; h < heads; h++, out += out_head) {
                 const unsigned char *from = in.rows + ((b * heads + h) * n + t) * in_head;
-                um_convert(out, s->type, from, in.type, dim, NULL);
+                um_convert_values(out, s->type, from, in.type, dim);
             }
         }
     }
@@ -421,7 +422,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
         for (size_t h = 0; h < heads; h++) {
             for (size_t t = 0; t < (size_t)n; t++, to += out_head) {
                 const unsigned char *from = rows + t * kv->row_bytes + h * in_head;
-                um_convert(to, type, from, s->type, dim, NULL);
+                um_convert_values(to, type, from, s->type, dim);
             }
         }
     }

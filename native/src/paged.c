@@ -1,5 +1,6 @@
 /* Paged KV memory: blocks of tokens with counts of their holders, and sequences that are tables of
  * them. A block is in one of two lists, or held: free, or evictable in the order of last use. */
+#include "convert.h"
 #include "sizes.h"
 #include "stats.h"
 #include "status.h"
@@ -409,7 +410,7 @@ um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, co
     return UM_OK;
 }
 
-/* Writes the tokens' K or V of one layer. The types were checked, so no conversion fails. */
+/* Writes the tokens' K or V of one layer. pre: the types were checked. */
 static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
     const um_paged *p = t->seq->paged;
     um_dtype type = t->type;
@@ -425,13 +426,13 @@ static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
         uint32_t block = i == first ? t->first_block : block_at(t->seq, i);
         unsigned char *out = lane_of(p, block, layer, v) + row * p->head_bytes;
         for (size_t h = 0; t->order == UM_KV_HEAD_MAJOR && h < heads; h++) {
-            um_convert(out + h * out_head, p->spec.type, in + (h * (size_t)n + done) * in_head,
-                       type, run * dim, NULL);
+            um_convert_values(out + h * out_head, p->spec.type,
+                              in + (h * (size_t)n + done) * in_head, type, run * dim);
         }
         for (size_t i_run = 0; t->order == UM_KV_TOKEN_MAJOR && i_run < run; i_run++) {
             for (size_t h = 0; h < heads; h++) {
-                um_convert(out + h * out_head + i_run * p->head_bytes, p->spec.type,
-                           in + ((done + i_run) * heads + h) * in_head, type, dim, NULL);
+                um_convert_values(out + h * out_head + i_run * p->head_bytes, p->spec.type,
+                                  in + ((done + i_run) * heads + h) * in_head, type, dim);
             }
         }
     }
@@ -560,7 +561,7 @@ static void gather_lane(const gather_job *job, const unsigned char *lane,
         for (size_t at = 0; at < fetched_ahead(nbytes); at += LINE) {
             __builtin_prefetch(next + at);
         }
-        um_convert(out, job->type, in, p->spec.type, job->run * p->spec.head_dim, NULL);
+        um_convert_values(out, job->type, in, p->spec.type, job->run * p->spec.head_dim);
     }
 }
 

@@ -166,7 +166,10 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
         status = seal(&copy, err);
     }
     if (status != UM_OK) {
-        um_block_unmap(&copy, NULL);
+        /* The first failure is what the caller hears of. A copy that cannot be unmapped either stays
+         * in the ledger. */
+        um_status unmapped = um_block_unmap(&copy, NULL);
+        (void)unmapped;
         return status;
     }
     *out = copy;
