@@ -8,7 +8,8 @@
  *   sees to it that nobody uses memory while um_tape_clear or um_tape_rewind takes it back.
  * - A um_kv has one writer, and so has a um_paged with all of its sequences. Readers may read the
  *   tokens that are there while the writer appends.
- * - No function aborts, prints or logs. The ledger and the counters are the only global state.
+ * - No function aborts, prints or logs. Nothing is global but the ledger, the counters, and the
+ *   handlers of um_guard_run.
  *
  * Example
  *

@@ -1,4 +1,4 @@
-/* Blocks: mapped memory, its pages, its lock. */
+/* Blocks: mapping memory, locking it, and advising the kernel about it. */
 #include "map.h"
 #include "memfd.h"
 #include "mirror.h"
@@ -44,7 +44,8 @@ static um_status check_options(const um_block_options *options, um_error *err) {
     return check_numa(&options->numa, err);
 }
 
-/* The page that is asked for. A block that will grow is as large as it may become. */
+/* Returns the page size that the options ask for. A block that will grow counts as large as it may
+ * become. */
 static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
     size_t page = um_os_page_bytes();
     if (um_hugetlb_shift(pages) != 0) {
@@ -55,8 +56,9 @@ static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
     return huge ? huge_page : page;
 }
 
-/* The same of mirrored memory. Huge pages are mapped as such only where an address and its place in
- * the file agree: in all images, or in few of them. */
+/* Does the same for mirrored memory. The kernel maps a huge page as such only where the address and
+ * the place in the file agree: that holds for all images if the pieces are whole huge pages, and
+ * else for few. */
 static size_t page_of_mirror(const um_block_options *options) {
     size_t page = um_os_page_bytes();
     if (um_hugetlb_shift(options->pages) == 0 && options->pages != UM_PAGES_THP) {
@@ -187,10 +189,11 @@ um_status um_block_unmap(um_block *block, um_error *err) {
 
 /* ---- what is committed ---- */
 
-/* Calls madvise, mlock2 or munlock for each committed run. Returns the errno of the first that
- * fails, and in *out_done the step up to which it went. */
+/* A call of madvise, mlock2 or munlock for one committed run. */
 typedef int (*range_call)(const um_block *block, void *address, size_t nbytes, int argument);
 
+/* Makes the call for each committed run. Returns 0, or the errno of the first call that fails.
+ * *out_done is the step behind the last run that was tried. */
 static int call_runs(const um_block *block, size_t end, range_call call, int argument,
                      size_t *out_done) {
     size_t step = block->step_nbytes;

@@ -9,10 +9,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* The kernel may be busy with a page: so often it is tried. */
+/* How often a page is tried while the kernel is busy with it. */
 enum { COLLAPSE_TRIES = 4 };
 
-/* Whether any page of a range is in RAM. */
+/* Finds whether any page of a range is in RAM. Returns 0 or an errno. */
 static int find_resident(char *address, size_t nbytes, bool *out) {
     unsigned char pages[4096];
     size_t page = um_os_page_bytes();
@@ -45,13 +45,13 @@ static int collapse_page(char *address, size_t huge_page, char *mirror, const ch
             break;
         }
     }
-    /* The small pages are gone from the other image as well: it shall not fault for that. */
+    /* The small pages are gone from the other image as well. Populating it saves its faults. */
     return os_errno == 0 && mirror != NULL ? um_os_advise(mirror, huge_page, UM_OS_POPULATE_WRITE)
                                            : os_errno;
 }
 
-/* Huge page by huge page: the kernel's answer for a range of several is EINVAL when one of them was
- * never touched. `mirror` is how far away the other image is, or 0. */
+/* Collapses one huge page at a time: for a range of several, the kernel fails with EINVAL if one of
+ * them was never touched. `mirror` is the distance to the other image, or 0. */
 static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page, ptrdiff_t mirror,
                                 um_error *err) {
     for (uintptr_t at = (first + huge_page - 1) / huge_page * huge_page; at + huge_page <= end;
@@ -80,7 +80,7 @@ static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) 
     return UM_OK;
 }
 
-/* Image by image, where addresses and places in the file agree. */
+/* Collapses the images whose addresses agree with their places in the file. */
 static um_status collapse_images(um_block *block, size_t huge_page, um_error *err) {
     size_t m = block->mirror_nbytes;
     for (size_t i = 0; i < um_mirror_n_images(block); i++) {
@@ -107,8 +107,9 @@ um_status um_block_collapse(um_block *block, um_error *err) {
     }
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);
-    /* The kernel asks no policy: a huge page comes to the node that most of it was on and, of equal
-     * ones, to the first. All of an interleaved block would be there. */
+    /* The kernel ignores the policy: it puts a huge page on the node that holds most of its small
+     * pages and, if several hold as many, on the first of them. A whole interleaved block would end
+     * up there. */
     bool spread = block->numa.mode == UM_NUMA_INTERLEAVE || block->numa.mode == UM_NUMA_WEIGHTED;
     if (!spread) {
         return status;

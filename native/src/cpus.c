@@ -1,4 +1,4 @@
-/* Which thread runs on which CPU. */
+/* The CPU that each thread runs on. */
 #include "cpus.h"
 
 #include "os.h"

@@ -8,15 +8,16 @@
 #include <errno.h>
 #include <stdint.h>
 
-/* Since Linux 5.2 the kernel says that all of a file is in RAM to those who neither own nor may
- * write it: even a page behind its end, which nothing can hold. Leaves that mapped at `space`. */
+/* Finds whether the page cache of a file is hidden from this user. Since Linux 5.2, the kernel
+ * tells users who neither own a file nor may write it that all of it is in RAM: even a page behind
+ * its end, which cannot be. This page stays mapped at `space`. Returns 0 or an errno. */
 static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *out) {
     size_t page = um_os_page_bytes();
     unsigned char in_ram = 0;
     uint64_t behind = (file_nbytes + page - 1) / page * page;
     int os_errno = um_os_map_file_at(space, fd, behind, page, UM_ACCESS_READ);
     if (os_errno == 0) {
-        /* Where the question is forbidden, nothing is told either. */
+        /* A kernel that refuses to answer hides the cache as well. */
         *out = um_os_residency(space, page, &in_ram) != 0 || (in_ram & 1) != 0;
     }
     return os_errno;
@@ -57,7 +58,7 @@ static um_status map_at(void *base, const file_range *range, um_access access,
     const char *call = "mmap";
     int os_errno = 0;
     *out_is_cache_hidden = 0;
-    /* hugetlb pages are asked for when they are mapped, and are not in the page cache. */
+    /* hugetlb pages are promised when they are mapped, and are not in the page cache. */
     if (range->page == um_os_page_bytes()) {
         os_errno = find_whether_hidden(range->fd, range->file_nbytes, base, out_is_cache_hidden);
     }
@@ -81,7 +82,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     }
     file_range range = {.fd = fd, .offset = offset, .nbytes = nbytes};
     UM_TRY(check_range(&range, err));
-    /* Huge pages of the page cache are mapped as such only where address and offset agree. */
+    /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
     size_t huge_page = um_huge_page_bytes(), align = range.page;
     if (huge_page > align && range.whole_pages >= huge_page) {
         align = huge_page;

@@ -1,4 +1,4 @@
-/* Growing and shrinking: which steps of a block's address space have memory. */
+/* Growing and shrinking: steps of a block's address space get memory, or give it back. */
 #include "map.h"
 #include "mirror.h"
 #include "os.h"
@@ -40,14 +40,14 @@ static bool may_only_be_read(const um_block *block) {
     return block->sharing != UM_SHARING_NONE && block->access == UM_ACCESS_READ;
 }
 
-/* The whole steps inside of a range; none: both are 0. */
+/* Returns the whole steps inside of a range; {0, 0} if there are none. */
 static um_run whole_steps(const um_block *block, size_t offset, size_t end) {
     size_t step = block->step_nbytes;
     size_t first = offset / step + (offset % step != 0);
     return first < end / step ? (um_run){first, end / step} : (um_run){0, 0};
 }
 
-/* The same, for what changes steps. */
+/* Checks a range whose steps are to be committed or released. */
 static um_status check_change(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
                               um_error *err) {
     if (block->mirror_nbytes != 0) {
@@ -71,9 +71,9 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
         status = um_block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
     }
     if (status != UM_OK) {
-        /* Memory that other processes see is left as it is: what they wrote there is theirs. So
-         * hugetlb pages that the pool has promised to an earlier run of shared memory stay promised
-         * to it: for the next try, or until the file ends. */
+        /* The file of shared memory is left as it is: other processes may have written to it. So
+         * hugetlb pages that the pool has promised to an earlier run stay promised, for the next
+         * try or until the file goes. */
         for (um_run undo = {.end = range.first};
              um_block_next_run(block, undo.end, run.end, false, &undo);) {
             um_os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
@@ -85,8 +85,8 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
     return UM_OK;
 }
 
-/* The pool has a hugetlb page of shared memory back only when the page was there: one that is
- * merely promised stays so. */
+/* Touches the hugetlb pages of shared memory that the pool has only promised. Punching a hole gives
+ * back pages that exist, while a promise would stay. */
 static void fetch_promised_pages(const um_block *block, um_run range) {
     if (block->sharing == UM_SHARING_NONE || um_hugetlb_shift(block->requested_pages) == 0) {
         return;
@@ -97,9 +97,9 @@ static void fetch_promised_pages(const um_block *block, um_run range) {
     }
 }
 
-/* Shared memory that could not be given back is mapped again where it was. Where that is refused,
- * too, the memory keeps what it holds, and may be committed later; until then the block says what
- * is so: that it is not there. */
+/* Maps shared memory again that could not be given back. If the kernel refuses that, too, the
+ * memory keeps its contents and may be committed later. Until then the block records that it is not
+ * mapped. */
 static void restore(um_block *block, const um_steps_change *change) {
     bool restored = true;
     for (um_run run = {.end = change->range.first};
@@ -154,7 +154,8 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
 
 /* ---- discard ---- */
 
-/* Steps that are a file's become the block's own: dropped pages would come back from the file. */
+/* Makes steps that are a file's the block's own. Otherwise their dropped pages would be read from
+ * the file again. */
 static um_status replace_overlays(um_block *block, um_run range, um_error *err) {
     for (um_run run = {.end = range.first};
          um_block_next_overlay(block, run.end, range.end, true, &run);) {
@@ -178,9 +179,9 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
     if (block->lock != UM_LOCK_NONE) {
         return um_fail(err, UM_E_INVALID, "locked memory cannot be discarded");
     }
-    /* The pool would keep the pages for the block, so that nobody gains by it; and where it does
-     * not (of a file, or of private memory before Linux 6.9), or has none left on the node that the
-     * block is bound to, the next touch would end the process. */
+    /* The pool would keep the pages for the block, so nobody would gain anything. If it does not
+     * keep them (those of a file, or of private memory before Linux 6.9), or has none left on the
+     * node that the block is bound to, the next touch would kill the process. */
     if (um_hugetlb_shift(block->requested_pages) != 0) {
         return um_fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
     }

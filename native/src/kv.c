@@ -1,5 +1,5 @@
-/* The contiguous KV cache: rows that are appended, in storage that somebody else owns. A token
- * counts when every layer holds it. */
+/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's. A token counts
+ * once every layer holds it. */
 #include "convert.h"
 #include "sizes.h"
 #include "stats.h"
@@ -81,7 +81,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
     size_t row;
     UM_TRY(um_kv_row_bytes(spec, &row, err));
     UM_TRY(check_storage(spec, storage, row, err));
-    /* Both tables in one piece. */
+    /* One allocation holds both tables. */
     UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
         return um_fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
@@ -129,7 +129,7 @@ static uint64_t top_of(const um_kv *kv, uint32_t layer) {
     return atomic_load_explicit(&kv->top[layer], memory_order_relaxed);
 }
 
-/* Rows up to `top` are, or may be, written. */
+/* Records that rows up to `top` are written, or may be. */
 static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
     if (top > top_of(kv, layer)) {
         atomic_store_explicit(&kv->top[layer], top, memory_order_relaxed);
@@ -138,7 +138,7 @@ static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
 
 static void set_end(um_kv *kv, uint32_t layer, uint64_t end) {
     raise_top(kv, layer, end);
-    /* Release: who reads this end sees the rows below it. */
+    /* Release: a reader of this end sees the rows below it. */
     atomic_store_explicit(&kv->end[layer], end, memory_order_release);
 }
 
@@ -152,14 +152,14 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
-/* The first position whose row this layer still holds. */
+/* Returns the first position whose row this layer still holds. */
 static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
     uint64_t top = top_of(kv, layer);
     return is_ring(kv) && top > kv->n_rows ? max_u64(first, top - kv->n_rows) : first;
 }
 
-/* The first position to show of those from `oldest` to `end`. */
+/* Returns the first position to show of those from `oldest` to `end`. */
 static uint64_t first_shown(const um_kv *kv, uint64_t oldest, uint64_t end) {
     uint64_t window = kv->spec.window;
     if (window != 0 && end > window) {
@@ -228,7 +228,7 @@ static um_status check_whole(const um_kv *kv, um_error *err) {
                              : UM_OK;
 }
 
-/* Whether n rows can be written behind `end`. */
+/* Checks that n rows can be written behind `end`. */
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
     if (!is_ring(kv)) {
         uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
@@ -245,7 +245,7 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* ---- appending ---- */
 
-/* Whether rows of this type can be given, or be asked for. */
+/* Checks that rows of this type can be given, or be asked for. */
 static um_status check_type(const um_kv *kv, um_dtype type, um_error *err) {
     if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
         return um_fail(err, UM_E_INVALID, "type");
@@ -257,7 +257,8 @@ static size_t nbytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
 
-/* Rows given to an append: those of tokens [skip, n), from row `row` of the lanes on. */
+/* The rows given to an append: those of tokens [skip, n), which go to row `row` of the lanes and
+ * those behind it. */
 typedef struct source {
     const unsigned char *rows;
     um_dtype type;
@@ -274,7 +275,8 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
         out += in.row * kv->row_bytes;
         if (in.order == UM_KV_TOKEN_MAJOR || n == 1) {
-            /* The rows are as they are stored; with tokens to skip there is one stream. */
+            /* The rows have the order in which they are stored. If tokens are skipped, there is one
+             * stream. */
             const unsigned char *from = in.rows + (b + skip) * heads * in_head;
             um_convert_values(out, s->type, from, in.type, (n - skip) * heads * dim);
             continue;
@@ -288,7 +290,7 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     }
 }
 
-/* How many of n tokens a ring has no rows for: the first ones. */
+/* Returns how many of n tokens, from the first one on, a ring has no rows for. */
 static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
     return is_ring(kv) && n > kv->n_rows ? n - kv->n_rows : 0;
 }
@@ -378,7 +380,8 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
-/* All layers hold the tokens from `first` to `end`, and rows up to `top` were written. */
+/* Sets that all layers hold the tokens from `first` to `end`, and that rows up to `top` were
+ * written. */
 static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     atomic_store_explicit(&kv->first, first, memory_order_relaxed);
@@ -395,7 +398,7 @@ void um_kv_rollback(um_kv *kv) {
         top = max_u64(top, top_of(kv, layer));
     }
     if (is_ring(kv) && top - end >= kv->n_rows) {
-        first = top = end; /* some layer has overwritten all that was before */
+        first = top = end; /* some layer has overwritten all rows before */
     }
     set_all(kv, first, top, end);
 }
@@ -440,7 +443,7 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t cropped = end - (len - n), oldest = um_kv_oldest_position(kv);
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
     if (is_ring(kv) && first_shown(kv, first, cropped) < oldest && n < len) {
-        /* Before `oldest`, rows were overwritten that the window would reach. */
+        /* The window would reach rows before `oldest`, which were overwritten. */
         uint64_t least = oldest + kv->spec.window;
         um_fail(err, UM_E_INVALID, "overwritten");
         if (err != NULL) {
@@ -458,7 +461,7 @@ static um_status move_bytes(void *context, void *to, const void *from, size_t nb
     return UM_OK;
 }
 
-/* Copies n rows in all lanes of a layer; they may overlap. */
+/* Copies n rows in all lanes of a layer; the ranges may overlap. */
 static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n,
                            um_error *err) {
     size_t nbytes = (size_t)n * kv->row_bytes;
@@ -526,7 +529,7 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         UM_TRY(copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err));
     }
-    kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
+    kv->shift = first - row; /* may wrap around; um_kv_row wraps it back */
     return UM_OK;
 }
 

@@ -18,13 +18,13 @@ static int advise_pages(const um_block *block, void *address, size_t nbytes) {
         return um_os_advise(address, nbytes, UM_OS_HUGE);
     }
     if (block->sharing != UM_SHARING_NONE && block->requested_pages != UM_PAGES_4K) {
-        return 0; /* whoever made shared memory decides */
+        return 0; /* the process that made shared memory decides */
     }
     int os_errno = um_os_advise(address, nbytes, UM_OS_NO_HUGE);
     return os_errno == EINVAL ? 0 : os_errno; /* a kernel without THP needs no advice */
 }
 
-/* mlock2 says EAGAIN where a page could not be had. */
+/* mlock2 fails with EAGAIN if the system has no page. */
 um_status um_fail_lock(um_error *err, int os_errno, size_t asked, const char *call) {
     return os_errno == EAGAIN ? um_fail_nomem(err, os_errno, asked, call)
                               : um_fail_os(err, os_errno, asked, call);

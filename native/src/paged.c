@@ -1,5 +1,6 @@
-/* Paged KV memory: blocks of tokens with counts of their holders, and sequences that are tables of
- * them. A block is in one of two lists, or held: free, or evictable in the order of last use. */
+/* Paged KV memory: blocks of tokens that count their holders, and sequences that are tables of
+ * blocks. A block is held, or it is in one of two lists: free, or evictable in the order of last
+ * use. */
 #include "convert.h"
 #include "sizes.h"
 #include "stats.h"
@@ -19,7 +20,7 @@ enum { BLOCK_ALIGN = 64 };
 
 struct um_paged_block {
     uint32_t n_holders;
-    uint32_t before, after; /* in its list, while nobody holds it */
+    uint32_t before, after; /* neighbours in its list, while no sequence holds it */
     bool cached;
 };
 
@@ -48,7 +49,7 @@ static void unlink_block(um_paged *p, uint32_t block) {
 }
 
 static void add_free(um_paged *p, uint32_t block) {
-    /* To the front: what was used last is in the CPU's caches still. */
+    /* To the front: the block that was used last is still in the CPU's caches. */
     link_behind(p, free_list(p), block);
     p->n_free++;
 }
@@ -57,7 +58,7 @@ static uint64_t n_available(const um_paged *p) {
     return (uint64_t)p->n_free + p->n_evictable;
 }
 
-/* pre: there is one. */
+/* Takes a free block or, if there is none, the oldest evictable one. pre: there is one. */
 static uint32_t take_block(um_paged *p) {
     bool is_free = p->n_free != 0;
     uint32_t block = p->blocks[is_free ? free_list(p) : evictable_list(p)].after;
@@ -68,7 +69,7 @@ static uint32_t take_block(um_paged *p) {
     return block;
 }
 
-/* pre: it is held or cached. */
+/* Adds a holder to a block. pre: it is held or cached. */
 static void hold_block(um_paged *p, uint32_t block) {
     if (p->blocks[block].n_holders++ == 0) {
         unlink_block(p, block);
@@ -91,7 +92,7 @@ static void drop_block(um_paged *p, uint32_t block) {
 
 /* ---- the pool ---- */
 
-/* The bytes of n values of a head's type; pre: whole blocks. */
+/* Returns the bytes of n values of a type. pre: n is whole blocks of it. */
 static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
@@ -201,7 +202,7 @@ void um_paged_uncache(um_paged *paged, uint32_t block) {
 
 /* ---- sequences ---- */
 
-/* Entries of the table change while others read them: a copy takes the place of a shared block. */
+/* Readers read the table while its entries change: a copy takes the place of a shared block. */
 static uint32_t block_at(const um_paged_seq *seq, uint64_t i) {
     return (uint32_t)__atomic_load_n(&seq->table[i], __ATOMIC_ACQUIRE);
 }
@@ -230,7 +231,7 @@ uint64_t um_paged_seq_len(const um_paged_seq *seq) {
 }
 
 static void set_layer_len(um_paged_seq *seq, uint32_t layer, uint64_t len) {
-    /* Release: who reads this length sees the tokens below it. */
+    /* Release: a reader of this length sees the tokens below it. */
     atomic_store_explicit(&seq->len[layer], len, memory_order_release);
 }
 
@@ -251,7 +252,7 @@ static um_status check_layers(const um_paged_seq *seq, um_error *err) {
 }
 
 static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
-    /* The lengths, and behind them the table. */
+    /* One allocation holds the lengths and, behind them, the table. */
     size_t lens = paged->spec.n_layers * sizeof *out->len;
     size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
     unsigned char *memory = um_heap_alloc(1, nbytes);
@@ -303,8 +304,8 @@ um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error
 static void keep_tokens(um_paged_seq *seq, uint64_t n) {
     uint64_t n_blocks = blocks_of(seq->paged, n);
     set_all_lens(seq, n);
-    /* From the end on, so that of a chain of cached blocks the last one is evicted first: without
-     * the ones before it nobody finds it. */
+    /* Drops blocks from the end on, so that of a chain of cached blocks the last one is evicted
+     * first: a block is found only by way of the ones before it. */
     while (seq->n_blocks > n_blocks) {
         drop_block(seq->paged, block_at(seq, --seq->n_blocks));
     }
@@ -346,8 +347,9 @@ int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
     return is_shared_at(seq, um_paged_layer_len(seq, layer));
 }
 
-/* Sees to it that tokens `len` to `len + n` may be written: takes the blocks that are missing, and
- * one for the copy of the block that others hold, too. Where token `len` goes: *out_first. */
+/* Makes tokens `len` to `len + n` writable: takes the blocks that are missing, and one for a copy
+ * if other sequences hold the block of token `len`. *out_first is the block that token `len` goes
+ * to. */
 static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t *out_first,
                            um_error *err) {
     um_paged *p = seq->paged;
@@ -445,7 +447,8 @@ void um_paged_append_write(const um_paged_pending *pending) {
     const um_paged *p = pending->seq->paged;
     uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
     if (shared != pending->first_block) {
-        /* The sequence holds it still, so that whoever holds it, too, would not write to it. */
+        /* The sequence still holds the shared block, so that its other holders do not write to
+         * it. */
         memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
     }
     for (uint32_t i = 0; i < pending->n_layers; i++) {
@@ -502,8 +505,8 @@ static size_t fetched_ahead(size_t nbytes) {
 
 #if defined(__x86_64__)
 
-/* A memcpy whose stores pass the caches by, so that no line of `out` is read first. Fetches what
- * comes next, the last of it from `next`, where the next run begins. */
+/* Copies like memcpy, but past the caches, so that no line of `out` is read first. Prefetches the
+ * bytes that come next, and at the end those from `next`, where the next run begins. */
 static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
                           size_t nbytes) {
     size_t ahead = fetched_ahead(nbytes), at = -(uintptr_t)out % LINE;
@@ -536,7 +539,7 @@ static void end_streamed(void) {}
 
 #endif
 
-/* Where a block's run of tokens goes, and how. */
+/* Where and how a block's run of tokens is copied. */
 typedef struct gather_job {
     const um_paged *paged;
     unsigned char *out;
@@ -590,8 +593,8 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
             block = block_at(seq, i);
             gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
             atomic_thread_fence(memory_order_acquire);
-            /* When the writer has put a copy in its place meanwhile, the block is others', who may
-             * have let it go since. */
+            /* If the writer has put a copy in its place meanwhile, the old block belongs to others,
+             * which may have given it back since. */
         } while (block_at(seq, i) != block);
     }
     if (job.streams) {

@@ -6,7 +6,7 @@
 #include <errno.h>
 #include <string.h>
 
-/* One read that a signal does not end. */
+/* Reads once, and again if a signal interrupts the read. */
 static int read_some(int fd, char *out, size_t nbytes, size_t *out_nbytes) {
     int os_errno;
     do {

@@ -1,4 +1,4 @@
-/* Sharing: memory behind a descriptor, which other processes may map. */
+/* Sharing: mapping another block's memory, and making sealed copies. */
 #include "map.h"
 #include "os.h"
 #include "sizes.h"
@@ -13,7 +13,7 @@
 
 /* ---- memory of somebody else ---- */
 
-/* What a file's page is called; false: it has no name. */
+/* Finds the name of a file's page size; returns false if it has none. */
 static bool pages_of(size_t page, um_pages *out) {
     static const um_pages hugetlb[] = {UM_PAGES_2M, UM_PAGES_1G};
     if (page == um_os_page_bytes()) {
@@ -29,7 +29,7 @@ static bool pages_of(size_t page, um_pages *out) {
     return false;
 }
 
-/* Fills what is to be mapped: the file is asked through block->fd. */
+/* Fills the block's sizes and pages from the file of block->fd. */
 static um_status look_at_file(um_block *block, um_error *err) {
     uint64_t nbytes;
     size_t whole_pages;
@@ -57,7 +57,7 @@ static um_status look_at_file(um_block *block, um_error *err) {
 
 static um_status map_whole(um_block *block, um_error *err) {
     size_t huge_page = um_huge_page_bytes(), align = block->step_nbytes;
-    /* Huge pages of shared memory are mapped as such only where address and offset agree. */
+    /* The kernel maps huge pages of shared memory as such only where address and offset agree. */
     if (huge_page > align && block->nbytes >= huge_page) {
         align = huge_page;
     }
@@ -101,8 +101,8 @@ um_status um_block_attach(um_block *out, int fd, um_access access, um_category c
 
 /* ---- sealed copies ---- */
 
-/* Before Linux 6.7 a sealed memfd cannot be mapped through a descriptor that could write. Where it
- * cannot be opened anew, for reading, newer kernels map it all the same. */
+/* Before Linux 6.7, a sealed memfd cannot be mapped through a descriptor that may write. If the
+ * file cannot be opened again for reading, the old descriptor stays: newer kernels map it. */
 static void reopen_read_only(um_block *block) {
     char path[32];
     int fd;
@@ -113,7 +113,8 @@ static void reopen_read_only(um_block *block) {
     }
 }
 
-/* No mapping may be left that writes when the memory is sealed; the address space is kept. */
+/* Seals the memory. The kernel refuses to while a writable mapping exists, so the range is unmapped
+ * first; its address space stays reserved. */
 static um_status seal(um_block *block, um_error *err) {
     int os_errno = um_os_reserve_at(block->base, block->reserved_nbytes);
     if (os_errno != 0) {
@@ -126,11 +127,11 @@ static um_status seal(um_block *block, um_error *err) {
     reopen_read_only(block);
     block->access = UM_ACCESS_READ;
     UM_TRY(um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err));
-    /* The pages are there; this mapping does not know of them yet. */
+    /* The pages are in RAM, but the new mapping has none of them yet. */
     return um_block_warm(block, 0, block->nbytes, 1, NULL, err);
 }
 
-/* Of a file that others may truncate, under the guard. */
+/* Copies the bytes; under the guard if they are of a file that others may truncate. */
 static um_status copy_bytes(const um_block *to, const um_block *from, um_error *err) {
     if (from->is_file || from->overlaid != NULL || from->sharing == UM_SHARING_FD) {
         return um_guard_copy(to->base, from->base, from->nbytes, err);
@@ -157,7 +158,7 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
     um_block_options shared = *options;
     shared.sharing = UM_SHARING_MEMFD;
     UM_TRY(um_block_map(&copy, block->nbytes, &shared, err));
-    /* Where there is no memory warming says so; memcpy would end the process. */
+    /* Without memory, warming fails, while memcpy would kill the process. */
     um_status status = um_block_warm(&copy, 0, block->nbytes, 1, NULL, err);
     if (status == UM_OK) {
         status = copy_bytes(&copy, block, err);
@@ -166,8 +167,8 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
         status = seal(&copy, err);
     }
     if (status != UM_OK) {
-        /* The first failure is what the caller hears of. A copy that cannot be unmapped either stays
-         * in the ledger. */
+        /* The caller hears of the first failure. A copy that cannot be unmapped stays in the
+         * ledger. */
         um_status unmapped = um_block_unmap(&copy, NULL);
         (void)unmapped;
         return status;

@@ -32,8 +32,8 @@ um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t ph
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, asked, "mmap");
     }
-    /* More was reserved than is needed, so that the data can be aligned inside it; the rest goes
-     * back. */
+    /* The reservation is larger than needed, so that the data can be aligned inside it. The rest
+     * goes back. */
     uintptr_t start = (uintptr_t)reserved, end = start + reserved_nbytes;
     uintptr_t data = ((start + page - phase + align - 1) & ~(uintptr_t)(align - 1)) + phase;
     uintptr_t map_base = data - page, map_end = data + nbytes + page;
@@ -45,7 +45,7 @@ um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t ph
         os_errno = um_os_unmap((void *)map_end, end - map_end);
     }
     if (os_errno != 0) {
-        /* Only what is still ours: another thread may have mapped what was given back. */
+        /* Unmaps only what is still ours: another thread may have mapped what was given back. */
         um_os_unmap((void *)start, end - start);
         return um_fail_os(err, os_errno, asked, "munmap");
     }

@@ -1,4 +1,4 @@
-/* Status codes, and the one way to fill an um_error. */
+/* Status codes, and the functions that fill an um_error. */
 #include "status.h"
 
 #include <errno.h>

@@ -17,7 +17,7 @@ size_t um_block_n_steps(const um_block *block) {
     return block->step_nbytes == 0 ? 0 : block->reserved_nbytes / block->step_nbytes;
 }
 
-/* The first step in [from, end) whose bit is `set`; `end` when there is none. */
+/* Returns the first step in [from, end) whose bit is `set`; `end` if there is none. */
 static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set) {
     while (from < end) {
         uint64_t word = words[from / WORD_STEPS];
@@ -31,7 +31,8 @@ static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set)
     return end;
 }
 
-/* The first step in [from, end) that is committed, or that is not; `end` when there is none. */
+/* Returns the first step in [from, end) that is committed, or that is not; `end` if there is
+ * none. */
 static size_t find_step(const um_block *block, size_t from, size_t end, bool committed) {
     if (block->committed != NULL) {
         return find_bit(block->committed, from, end, committed);
@@ -105,8 +106,8 @@ void um_steps_set(uint64_t *words, um_run run, bool set) {
     }
 }
 
-/* Whether the range can be committed, or released, and what is committed still is one piece from
- * the base on. */
+/* Returns whether the committed steps are one piece from the base on, and stay so when the range is
+ * committed or released. */
 static bool stays_whole(const um_block *block, um_run range, bool committed) {
     size_t n_committed = block->committed_nbytes / block->step_nbytes;
     return block->committed == NULL &&

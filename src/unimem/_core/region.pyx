@@ -104,7 +104,7 @@ cdef class Region:
     def __dealloc__(self):
         self.leave()
         # A destructor never raises. What the kernel refuses to unmap stays in the ledger.
-        cdef um.um_status status = um.um_block_unmap(&self.block, NULL)
+        cdef um.um_status _status = um.um_block_unmap(&self.block, NULL)
 
     cdef void enter(self) noexcept:
         global _newest
