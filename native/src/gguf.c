@@ -532,6 +532,12 @@ static um_status read_head(reader *r, um_gguf *gguf) {
                       n_kv_field);
 }
 
+static um_status read_all(reader *r, um_gguf *gguf) {
+    UM_TRY(read_head(r, gguf));
+    UM_TRY(read_metadata(r, gguf));
+    return read_tensors(r, gguf);
+}
+
 um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                         um_error *err) {
     if (nbytes > file_nbytes) {
@@ -539,13 +545,7 @@ um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t
     }
     reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err};
     um_gguf gguf = {.alignment = ALIGNMENT_DEFAULT};
-    um_status status = read_head(&r, &gguf);
-    if (status == UM_OK) {
-        status = read_metadata(&r, &gguf);
-    }
-    if (status == UM_OK) {
-        status = read_tensors(&r, &gguf);
-    }
+    um_status status = read_all(&r, &gguf);
     if (status != UM_OK) {
         um_gguf_free(&gguf);
         return status;
