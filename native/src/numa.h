@@ -15,8 +15,8 @@ typedef struct um_numa_pattern {
     uint32_t cycle;              /* units until the pattern repeats: the sum of the weights */
 } um_numa_pattern;
 
-/* Makes the pattern of a policy. weights has an entry of at least 1 for each node, by its number;
- * NULL: all 1. pre: numa has a node. */
+/* Makes the pattern of a policy. weights has an entry of at least 1 for each node, by its number,
+ * or is NULL: then all are 1. pre: numa has a node. */
 void um_numa_pattern_make(um_numa_pattern *out, const um_numa *numa, const uint32_t *weights);
 /* Returns the index in `nodes` of a unit's node. */
 unsigned um_numa_pattern_index(const um_numa_pattern *pattern, uint64_t unit);
