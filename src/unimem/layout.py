@@ -12,7 +12,8 @@ from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
 from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights
 

@@ -15,7 +15,8 @@ from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
 

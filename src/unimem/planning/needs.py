@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Budget",
-    "Machine",
+    "MachineBudget",
     "Mode",
     "Need",
     "Session",
     "Storage",
+    "diagnostics_need",
     "nodes_bound",
     "scratch_parts",
-    "shown",
     "token_bytes",
 ]
 
@@ -50,7 +50,7 @@ _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 # ---- what there is ------------------------------------------------------------------------------
 
 
-class Machine:
+class MachineBudget:
     """What this process may have, each figure read once. For one thread."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Budget:
     For one thread.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineBudget) -> None:
         self._machine = machine
         self._pages: dict[str, int] = {}
         self._on_nodes: dict[int, int] = {}
@@ -361,7 +361,7 @@ class Session:
         return total
 
 
-def shown() -> Need:
+def diagnostics_need() -> Need:
     """Say what a process takes to show its ledger to others: once, with its first decoder."""
     return Need({"diagnostics": published.NBYTES}, ram_bytes=published.NBYTES)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.buffers import shapes
+from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from unimem.weights.loading import Load
     from unimem.weights.opened import Weights
 
-__all__ = ["OfDims", "OfFile", "OfWeights", "Source"]
+__all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
 
 _PADDING = "weights:padding"
 _ESTIMATED = (
@@ -38,7 +39,7 @@ _GGML = (
 )
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """Where weights come from."""
 
     shape: Shape
@@ -60,19 +61,19 @@ class Source(Protocol):
         """Tell what the tensors take on a GPU, before that is rounded to pages."""
 
 
-class _Held(NamedTuple):
+class _Unevictable(NamedTuple):
     """What of mapped files cannot be dropped; what of that is there; and what is in huge pages."""
 
     fixed_bytes: int
     taken_bytes: int
     pool_bytes: int
 
-    def plus(self, other: _Held) -> _Held:
+    def plus(self, other: _Unevictable) -> _Unevictable:
         """Add up two of them."""
-        return _Held(*map(sum, zip(self, other, strict=True)))
+        return _Unevictable(*map(sum, zip(self, other, strict=True)))
 
 
-class OfDims:
+class DimsSource:
     """Weights of a dense model with these dimensions, by estimate. For one thread."""
 
     def __init__(self, dims: ModelDims) -> None:
@@ -110,7 +111,7 @@ class OfDims:
         return sum(self._types.values())
 
 
-class OfFile:
+class FileSource:
     """Weights in files that were opened for their headers. For one thread.
 
     Parameters
@@ -122,7 +123,7 @@ class OfFile:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._contents = Contents(tuple(map(Part, model.files, loading.nowhere(model))))
-        self._held: _Held | None = None
+        self._held: _Unevictable | None = None
         self.shape, self.facts = _described(self._contents, model.index)
 
     def by_type(self) -> dict[str, int]:
@@ -137,16 +138,16 @@ class OfFile:
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take."""
         if mode == "map":
-            self._held = self._held or self._look()
+            self._held = self._held or self._measure()
             found = _of_mapping(self._contents, self._held, storage, budget)
         else:
             nbytes = loading.copy_bytes(self._model)
             found = storage.block(nbytes, _PADDING, budget, _rows(self.by_type()))
         return [found, _headers(self._model.files)]
 
-    def _look(self) -> _Held:
+    def _measure(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
-        held = _Held(0, 0, 0)
+        held = _Unevictable(0, 0, 0)
         for file, fd in zip(self._model.files, self._model.fds, strict=True):
             if file.in_memory:
                 with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
@@ -159,12 +160,10 @@ class OfFile:
 
     def device_bytes(self) -> int:
         """Tell what the tensors take on a GPU, before that is rounded to pages."""
-        from unimem.cuda import upload
-
-        return upload.bytes_needed(self._contents)
+        return bytes_needed(self._contents)
 
 
-class OfWeights:
+class WeightsSource:
     """Weights that are in memory. For one thread.
 
     Parameters
@@ -175,7 +174,7 @@ class OfWeights:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._held: _Held | None = None
+        self._held: _Unevictable | None = None
         self.shape, self.facts = _described(weights, None)
 
     def by_type(self) -> dict[str, int]:
@@ -200,7 +199,7 @@ class OfWeights:
         weights = self._weights
         headers = _headers(part.file for part in weights._parts)
         if weights.load == "map":
-            self._held = self._held or self._look()
+            self._held = self._held or self._measure()
             return [_of_mapping(weights, self._held, storage, budget), headers]
         types, nbytes = _rows(weights.by_type()), weights.mapped_bytes
         on_tape = weights._tape is not None
@@ -208,8 +207,8 @@ class OfWeights:
         ram = 0 if in_pool else nbytes
         return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
 
-    def _look(self) -> _Held:
-        held = _Held(0, 0, 0)
+    def _measure(self) -> _Unevictable:
+        held = _Unevictable(0, 0, 0)
         for part in self._weights._parts:
             held = held.plus(_held(part.file, part.memory.block))
         return held
@@ -223,9 +222,7 @@ class OfWeights:
 
     def device_bytes(self) -> int:
         """Tell what the tensors take on a GPU, before that is rounded to pages."""
-        from unimem.cuda import upload
-
-        return upload.bytes_needed(self._weights)
+        return bytes_needed(self._weights)
 
 
 def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
@@ -255,18 +252,18 @@ def _headers(files: Iterable[ModelFile]) -> Need:
     return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
-def _held(file: ModelFile, block: Block) -> _Held:
+def _held(file: ModelFile, block: Block) -> _Unevictable:
     """Look at what of a mapped file cannot be dropped: what is locked, or has no disk behind it."""
     size, placed = file.nbytes, block.verify()
     if not file.in_memory:
         locked = min(placed.locked_bytes, size)
-        return _Held(locked, locked, 0)
+        return _Unevictable(locked, locked, 0)
     if placed.pages in policy.HUGETLB:
-        return _Held(0, 0, size)
-    return _Held(size, min(block._resident_range(0, size), size), 0)
+        return _Unevictable(0, 0, size)
+    return _Unevictable(size, min(block._resident_range(0, size), size), 0)
 
 
-def _of_mapping(weights: Contents, held: _Held, storage: Storage, budget: Budget) -> Need:
+def _of_mapping(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
     """Say what mapped files take."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file(_rows(weights.by_type()), nbytes, storage, budget)
