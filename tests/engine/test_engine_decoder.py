@@ -303,7 +303,7 @@ def test_an_interrupted_step_leaves_no_half_mask(
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("unimem.engine.decoder._show", interrupted)
+        patch.setattr("unimem.engine.attention._show", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decoder.prefill([4])
     assert decoder.kv.seq_len == 256
@@ -397,6 +397,7 @@ def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
     assert facts["cpu_features"]
     assert ("advice" in facts) is not facts["tinyblas"]
     assert "6.0 KiB from malloc" in facts["ggml_own"]
+    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the one that calls
 
 
 def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
@@ -444,6 +445,7 @@ def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
 @pytest.mark.usefixtures("gives_memory_back")
 def test_closing(model: Path) -> None:
     decoder = Decoder(model, ctx=CTX, threads=1)
+    assert repr(decoder).endswith(f"layers, 0 of {CTX} tokens, 1 thread)")
     logits = decoder.prefill(PROMPT)
     with pytest.raises(BufferError):
         decoder.close()

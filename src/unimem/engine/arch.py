@@ -11,7 +11,7 @@ from unimem.buffers.dims import ARCHITECTURES, Metadata, ModelDims
 from unimem.system import ggml
 
 if TYPE_CHECKING:
-    from unimem import Weights
+    from unimem.weights.opened import Weights
 
 __all__ = ["Model", "UnsupportedModel"]
 
