@@ -54,7 +54,7 @@ needs_areas = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known_yet() -> None:
-    model_maps._layouts.clear()
+    model_maps._headers.clear()
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_not_more_files_are_remembered_than_a_process_has(
         path.write_bytes(g.everything())
         maps(path)
     assert [each.format for each in found(str(tmp_path))] == ["GGUF"] * 5
-    assert len(model_maps._layouts) == 2
+    assert len(model_maps._headers) == 2
 
 
 # ---- which files --------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import proc_maps
 import unimem as um
 from conftest import Run
 from unimem._core.status import counters, ledger
-from unimem.buffers import sets
-from unimem.buffers.sets import pack, total_bytes
+from unimem.buffers import buffer_set, sets
+from unimem.buffers.buffer_set import pack, total_bytes
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -443,12 +443,13 @@ def test_buffers_are_made_once() -> None:
 def interrupted(call: Callable[[], object], number: int) -> bool:
     """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
     lines = itertools.count(1)
+    files = (sets.__file__, buffer_set.__file__)
 
     def trace(frame: Any, event: str, _: object) -> Any:
         if event == "line" and next(lines) == number:
             raise KeyboardInterrupt
         # In a destructor it would be swallowed.
-        return trace if frame.f_code.co_filename == sets.__file__ else None
+        return trace if frame.f_code.co_filename in files else None
 
     old = sys.gettrace()
     sys.settrace(trace)

@@ -286,7 +286,7 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
     ],
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:
-    shape = shapes.of_config(CONFIG | config, "")
+    shape = shapes.from_config(CONFIG | config, "")
     assert shape.cache == (None if cache is None else (cache,))
     assert shape.dims is None
     assert shape.unknown

@@ -31,7 +31,7 @@ FileKey = tuple[tuple[int, int], int]
 _NAMES = (".gguf", ".safetensors")
 _DELETED = " (deleted)"
 _UNNAMED_BYTES_MIN = 1 << 20
-_LAYOUTS_MAX = 64
+_HEADERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class MappedModel:
     name: str | None
     problem: str | None
     areas: tuple[Area, ...]
-    _layout: _Layout = field(repr=False, compare=False)
+    _header: _ModelHeader = field(repr=False, compare=False)
 
     def parts(self, area: Area) -> list[Part]:
         """Say what one of the areas holds.
@@ -85,13 +85,13 @@ class MappedModel:
             ``weights:padding`` for all between them and behind the last; of a file whose header is
             not known, ``weights`` for all.
         """
-        layout, low, high = self._layout, area.offset, area.offset + area.nbytes
-        first = int(np.searchsorted(layout.starts, low, "right")) - 1
-        last = int(np.searchsorted(layout.starts, high, "left"))
-        begins = np.maximum(layout.starts[first:last], low)
+        header, low, high = self._header, area.offset, area.offset + area.nbytes
+        first = int(np.searchsorted(header.starts, low, "right")) - 1
+        last = int(np.searchsorted(header.starts, high, "left"))
+        begins = np.maximum(header.starts[first:last], low)
         sizes = np.diff(begins, append=high)
         addresses = begins - low + area.start
-        names = map(layout.categories.__getitem__, layout.kinds[first:last].tolist())
+        names = map(header.categories.__getitem__, header.kinds[first:last].tolist())
         return list(map(Part, names, addresses.tolist(), sizes.tolist()))
 
 
@@ -137,19 +137,19 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
         if key in libraries or not (is_named or nbytes >= _UNNAMED_BYTES_MIN):
             continue
         with _found(process.pid, group, staged) as file:
-            layout = _layout(file, is_named=is_named)
-        if layout is not None:
+            header = _cached_header(file, is_named=is_named)
+        if header is not None:
             found.append(
                 MappedModel(
                     path=file.path,
                     source=file.source,
                     state=file.state,
-                    format=layout.format,
-                    architecture=layout.architecture,
-                    name=layout.name,
-                    problem=layout.problem,
+                    format=header.format,
+                    architecture=header.architecture,
+                    name=header.name,
+                    problem=header.problem,
                     areas=tuple(group),
-                    _layout=layout,
+                    _header=header,
                 )
             )
     return found
@@ -254,7 +254,7 @@ def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ModelHeader:
     """What a file's header says; `problem` is why it does not.
 
     From ``starts[i]`` up to the next, bytes of the file are of the category
@@ -271,32 +271,32 @@ class _Layout:
 
 
 # By the version of the file; None is one that is no model.
-_layouts: dict[tuple[int, ...], _Layout | None] = {}
+_headers: dict[tuple[int, ...], _ModelHeader | None] = {}
 
 
-def _layout(file: _File, *, is_named: bool) -> _Layout | None:
+def _cached_header(file: _File, *, is_named: bool) -> _ModelHeader | None:
     """Return what is in a file; None for one that is no model."""
     if file.fd < 0:
         why = (
             f"the file is {file.state}: to read what is mapped of it takes "
             "CAP_CHECKPOINT_RESTORE, which root has"
         )
-        return _unknown(why) if is_named else None
+        return _unknown_header(why) if is_named else None
     version = version_of(os.fstat(file.fd))
     key = (*version, is_named)
-    if key not in _layouts:
+    if key not in _headers:
         try:
-            layout = _read(file, version[2], is_named=is_named)
+            header = _read_header(file, version[2], is_named=is_named)
         except (OSError, MemoryError) as error:
-            return _unknown(str(error)) if is_named else None
-        while len(_layouts) >= _LAYOUTS_MAX:
-            _layouts.pop(next(iter(_layouts)), None)
-        _layouts[key] = layout
-    return _layouts[key]
+            return _unknown_header(str(error)) if is_named else None
+        while len(_headers) >= _HEADERS_MAX:
+            _headers.pop(next(iter(_headers)), None)
+        _headers[key] = header
+    return _headers[key]
 
 
-def _unknown(problem: str) -> _Layout:
-    return _Layout(
+def _unknown_header(problem: str) -> _ModelHeader:
+    return _ModelHeader(
         format=None,
         architecture=None,
         name=None,
@@ -307,7 +307,7 @@ def _unknown(problem: str) -> _Layout:
     )
 
 
-def _read(file: _File, nbytes: int, *, is_named: bool) -> _Layout | None:
+def _read_header(file: _File, nbytes: int, *, is_named: bool) -> _ModelHeader | None:
     if not is_named and nbytes < _UNNAMED_BYTES_MIN:
         return None
     fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -320,18 +320,18 @@ def _read(file: _File, nbytes: int, *, is_named: bool) -> _Layout | None:
         )
         try:
             if is_safetensors or (file.path.endswith(".safetensors") and not is_gguf):
-                return _parsed("safetensors", SafetensorsHeader(fd, nbytes, file.path))
+                return _parse_header("safetensors", SafetensorsHeader(fd, nbytes, file.path))
             if is_gguf or is_named:
-                return _parsed("GGUF", GGUFHeader(fd, nbytes, file.path))
+                return _parse_header("GGUF", GGUFHeader(fd, nbytes, file.path))
         except FormatError as error:
             # Many other files begin as safetensors do.
-            return _unknown(error.rule) if is_gguf or is_named else None
+            return _unknown_header(error.rule) if is_gguf or is_named else None
     finally:
         os.close(fd)
     return None
 
 
-def _parsed(kind: str, header: Header) -> _Layout:
+def _parse_header(kind: str, header: Header) -> _ModelHeader:
     keys = header.keys()
 
     def text(key: str) -> str | None:
@@ -349,7 +349,7 @@ def _parsed(kind: str, header: Header) -> _Layout:
     kinds = np.zeros(len(starts), np.intp)
     kinds[1::2] = [categories[f"weights:{tensor_type}"] for _, _, tensor_type in runs]
     keep = np.diff(starts, append=starts[-1] + 1) > 0
-    return _Layout(
+    return _ModelHeader(
         format=kind,
         architecture=text("general.architecture"),
         name=text("general.name"),

@@ -291,14 +291,14 @@ class _BrokenError(ValueError):
     """What another process shows is not what unimem writes."""
 
 
-def published(pid: int, told: list[str] | None = None) -> Published | None:
+def published(pid: int, problems: list[str] | None = None) -> Published | None:
     """Read what a process shows of its ledger.
 
     Parameters
     ----------
     pid : int
         Its number.
-    told : list of str, optional
+    problems : list of str, optional
         Where to say what it shows that cannot be used: any process may have memory of this name.
 
     Returns
@@ -322,8 +322,8 @@ def published(pid: int, told: list[str] | None = None) -> Published | None:
             try:
                 found = _read(fd, *owner, tries)
             except _BrokenError as problem:
-                if told is not None:
-                    told.append(f"process {pid} shows a ledger that cannot be used: {problem}")
+                if problems is not None:
+                    problems.append(f"process {pid} shows a ledger that cannot be used: {problem}")
                 found = None
             finally:
                 os.close(fd)

@@ -250,9 +250,9 @@ def _known(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     if pid == os.getpid():
         hidden = failure()
         return ledger.entries(), {"source": "ledger", **({"problem": hidden} if hidden else {})}
-    told: list[str] = []
-    shown = published(pid, told)
-    problem = {"problem": told[0]} if told else {}
+    problems: list[str] = []
+    shown = published(pid, problems)
+    problem = {"problem": problems[0]} if problems else {}
     if shown is None:
         return (), {"source": "kernel", **problem}
     facts: dict[str, Any] = {"source": "published ledger", "counters": shown.counters, **problem}

@@ -182,7 +182,7 @@ class ModelDims:
                 f"the dimensions of architecture {arch!r} are not known; known are "
                 f"{', '.join(ARCHITECTURES + MIXTURES)}"
             )
-        meta = Metadata(weights.metadata, arch)
+        meta = ArchMetadata(weights.metadata, arch)
         layers = meta.count("block_count")
         heads = meta.per_layer("attention.head_count", layers)
         hidden = meta.count("embedding_length")
@@ -207,7 +207,7 @@ class ModelDims:
         )
 
 
-def _intermediate_size(weights: Contents, meta: Metadata, arch: str, layers: int) -> int:
+def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers: int) -> int:
     # MIXTURES must have experts.
     if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)
@@ -230,7 +230,7 @@ def _intermediate_size(weights: Contents, meta: Metadata, arch: str, layers: int
     return max(widths)
 
 
-class Metadata:
+class ArchMetadata:
     """Checked access to the metadata of one architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.buffers.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
 
 if TYPE_CHECKING:
     from unimem.weights.opened import Contents
 
-__all__ = ["Layers", "Shape", "config_beside", "of_config", "of_dims", "of_weights"]
+__all__ = ["Layers", "Shape", "config_beside", "from_config", "from_dims", "from_weights"]
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 4 << 20  # of known models the longest has 50 kB
@@ -141,13 +141,13 @@ class _UnknownError(ValueError):
     """Why a thing is not known."""
 
 
-def of_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
+def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
     """Tell the shape of a model whose dimensions are known."""
     layers = Layers(dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.head_dim)
     return Shape(arch, (layers,), dims, dims.vocab_size, dims.max_seq_len, unknown)
 
 
-def of_weights(weights: Contents) -> Shape:
+def from_weights(weights: Contents) -> Shape:
     """Tell the shape of an opened GGUF file of any architecture.
 
     Parameters
@@ -163,7 +163,7 @@ def of_weights(weights: Contents) -> Shape:
     if not isinstance(arch, str):
         why = "the file does not say its architecture"
         return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
-    meta = Metadata(weights.metadata, arch)
+    meta = ArchMetadata(weights.metadata, arch)
     try:
         dims = ModelDims.from_weights(weights)
     except ValueError as error:
@@ -171,14 +171,14 @@ def of_weights(weights: Contents) -> Shape:
     if dims.num_layers > len(weights.tensors):
         return _by_metadata(weights, meta, arch, _too_many(dims.num_layers, len(weights.tensors)))
     experts = arch in MIXTURES or bool(meta.get("expert_count"))
-    shape = of_dims(dims, arch, (_EXPERTS,) if experts else ())
+    shape = from_dims(dims, arch, (_EXPERTS,) if experts else ())
     slides = meta.get("attention.sliding_window")
     if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0:
         shape = replace(shape, slides=slides)
     return shape
 
 
-def _by_metadata(weights: Contents, meta: Metadata, arch: str, why: ValueError) -> Shape:
+def _by_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     cache = None
     try:
@@ -206,7 +206,7 @@ def _too_many(n_layers: int, n_tensors: int) -> _UnknownError:
     )
 
 
-def _cache(meta: Metadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
+def _cache(meta: ArchMetadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
     """Read the layers of the KV cache, and sentences about what they are a bound of."""
     if meta.get("attention.causal") is False:
         return (), []  # every text is looked at as a whole, and nothing is kept
@@ -248,7 +248,7 @@ def _cache(meta: Metadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...
     return layers, fewer
 
 
-def _per_layer(meta: Metadata, name: str, count: int) -> int | list[int] | None:
+def _per_layer(meta: ArchMetadata, name: str, count: int) -> int | list[int] | None:
     """Read a number of heads, or one for each layer; 0 is none."""
     value = meta.get(name)
     if value is None:
@@ -263,7 +263,7 @@ def _per_layer(meta: Metadata, name: str, count: int) -> int | list[int] | None:
     return values
 
 
-def _head_size(meta: Metadata, name: str, default: int | None = None) -> int:
+def _head_size(meta: ArchMetadata, name: str, default: int | None = None) -> int:
     if meta.get(name) is not None or default is not None:
         return meta.count(name, default)
     hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
@@ -311,7 +311,7 @@ def config_beside(path: str) -> tuple[dict[str, Any] | None, str]:
     return config, ""
 
 
-def of_config(config: dict[str, Any] | None, why: str) -> Shape:
+def from_config(config: dict[str, Any] | None, why: str) -> Shape:
     """Tell the shape of a model by its ``config.json``.
 
     Parameters

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from unimem._core.ledger import Part, entries
-from unimem.accounting import published
 from unimem.accounting.attribution import attribute
+from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
 from unimem.engine.arch import Model
 from unimem.kv.cache import KVCache
@@ -22,7 +22,7 @@ from unimem.weights.opened import Weights
 
 __all__ = ["parts_of", "report_of"]
 
-_SHOWN = ("diagnostics", published.NAME)  # what the process shows others of itself
+_SHOWN = ("diagnostics", NAME)  # what the process shows others of itself
 
 
 class DecoderMemory(Protocol):

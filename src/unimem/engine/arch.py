@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unimem.buffers.dims import ARCHITECTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, ArchMetadata, ModelDims
 from unimem.system import ggml
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Model:
 
     @classmethod
     def _checked(cls, weights: Weights, arch: str) -> Model:
-        meta = Metadata(weights.metadata, arch)
+        meta = ArchMetadata(weights.metadata, arch)
         if meta.get("expert_count"):
             raise UnsupportedModel("mixtures of experts are not supported")
         dims = ModelDims.from_weights(weights)
@@ -127,7 +127,7 @@ class Model:
             )
 
 
-def _rope(meta: Metadata, arch: str, dims: ModelDims) -> Rope:
+def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
     """Read the rotary embedding as llama.cpp does (`llama_context` and `load_hparams`)."""
     kind = meta.get("rope.scaling.type")
     kind = "linear" if kind is None else kind

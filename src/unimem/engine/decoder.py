@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core import ledger
-from unimem.accounting import published
+from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
 from unimem.engine.accounting import parts_of, report_of
@@ -156,10 +156,10 @@ class Decoder:
         self._n_talks = 0  # conversations, so that an old generator notices a new one
         self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
-        self._tally = published.Tally(self.kv.address(0, "k"))
+        self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
-        published.publish()
+        publish()
 
     def _set_up(
         self, kv_dtype: str, window: int | None, scratch_bytes: int, progress: Progress | None
@@ -379,7 +379,7 @@ class Decoder:
         if self._owns_layout:
             # Views that are still alive keep the memory; it goes with the last of them.
             self.layout.__exit__(kind, error, trace)
-            published.refresh()
+            refresh()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -542,7 +542,7 @@ class Decoder:
         self._logits_end = 0
         self._rng = None
         self._tally.hold(0, 0)
-        published.refresh()
+        refresh()
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
         """Compute tokens, continuing where the KV cache ends.

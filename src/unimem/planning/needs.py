@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.accounting import published
+from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.cache import KVCache
 from unimem.system import limits, policy
 from unimem.system.limits import HugePool, Limit, Node
@@ -363,7 +363,7 @@ class Session:
 
 def diagnostics_need() -> Need:
     """Say what a process takes to show its ledger to others: once, with its first decoder."""
-    return Need({"diagnostics": published.NBYTES}, ram_bytes=published.NBYTES)
+    return Need({"diagnostics": PUBLISHED_BYTES}, ram_bytes=PUBLISHED_BYTES)
 
 
 def token_bytes(ctx: int, batch: int | None = None) -> int:

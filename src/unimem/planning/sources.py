@@ -77,7 +77,7 @@ class DimsSource:
     """Weights of a dense model with these dimensions, by estimate. For one thread."""
 
     def __init__(self, dims: ModelDims) -> None:
-        self.shape = shapes.of_dims(dims, None, (_ESTIMATED,))
+        self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
         self.facts: dict[str, Any] = {"format": "dimensions"}
         hidden = dims.hidden_size
         layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
@@ -231,10 +231,10 @@ def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, A
     path = index or first.path
     facts: dict[str, Any] = {"model": path}
     if isinstance(first.header, SafetensorsHeader):
-        shape = shapes.of_config(*shapes.config_beside(path))
+        shape = shapes.from_config(*shapes.config_beside(path))
         facts["format"] = "safetensors"
     else:
-        shape = shapes.of_weights(weights)
+        shape = shapes.from_weights(weights)
         facts["format"] = "GGUF"
         name = weights.metadata.get("general.name")
         if isinstance(name, str):
