@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and the list of what a run did not test."""
+"""The state that all tests begin from, their two tiers, fixtures, and what a run did not test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,55 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
+import known_state
+import tiers
+from project import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("unimem's own tests")
+    group.addoption("--all", action="store_true", help="everything there is: make test-all")
+    group.addoption("--explore", action="store_true", help="random examples: make explore")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    known_state.begin()
+    config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
+    config.addinivalue_line("markers", "machine: looks at what all processes share; one at a time")
+    tiers.everything = config.getoption("--all") or config.getoption("--explore")
+    random = config.getoption("--explore")
+    # The same examples in each run: what was red is red again, and what is green stays so.
+    hypothesis.settings.register_profile(
+        "unimem", derandomize=not random, deadline=None, database=None, print_blob=True
+    )
+    hypothesis.settings.load_profile("unimem")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("machine") or MACHINE & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+    if not tiers.everything:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+# Fixtures that take what all processes of the machine share.
+MACHINE: set[str] = set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_the_checkout() -> None:
+    """Relative paths mean the same wherever pytest was started."""
+    os.chdir(ROOT)
 
 
 @pytest.fixture
