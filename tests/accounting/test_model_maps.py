@@ -222,7 +222,7 @@ def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
 def test_not_more_files_are_remembered_than_a_process_has(
     tmp_path: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_maps, "_LAYOUTS_MAX", 2)
+    monkeypatch.setattr(model_maps, "_HEADERS_MAX", 2)
     for i in range(5):
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(g.everything())
