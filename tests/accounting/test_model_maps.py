@@ -324,13 +324,13 @@ def test_files_with_code_are_libraries() -> None:
 
 def test_libraries_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    plain = model_maps._find
+    plain = model_maps._find_file
 
     def look(pid: int, area: Area, staged: Any) -> Any:
         looked.append(area.path)
         return plain(pid, area, staged)
 
-    monkeypatch.setattr(model_maps, "_find", look)
+    monkeypatch.setattr(model_maps, "_find_file", look)
     process = read_process()
     models(process)
     programs = library_files(process.areas)

@@ -77,12 +77,12 @@ def attribute(
     image, as it does in the Rss of the process.
     """
     entries = sorted(entries, key=lambda entry: entry.address)
-    builders = [_MappingBuilder.of_entry(entry) for entry in entries]
+    builders = [_MappingBuilder.from_entry(entry) for entry in entries]
     builders += [
-        _MappingBuilder.of_entry(each)
+        _MappingBuilder.from_entry(each)
         for model in models
         for each in _as_entries(model)
-        if not _meets(each, entries)
+        if not _overlaps(each, entries)
     ]
     spans = sorted(
         (span for builder in builders for span in builder.spans), key=lambda span: span.start
@@ -93,10 +93,10 @@ def attribute(
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
             continue
         is_program = (area.device, area.inode) in programs
-        own = _MappingBuilder.of_area(area, kind_of(area, is_program=is_program))
+        own = _MappingBuilder.from_area(area, kind_of(area, is_program=is_program))
         pieces = [
             span._replace(start=start, end=end) if span else _Span(start, end, own.category, own)
-            for start, end, span in _cut(spans, starts, area.start, area.end)
+            for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
         if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
             # Where nobody has access, nothing can come to be.
@@ -197,13 +197,13 @@ class _MappingBuilder:
     may_be_huge: bool = False
 
     @classmethod
-    def of_area(cls, area: Area, category: str) -> _MappingBuilder:
+    def from_area(cls, area: Area, category: str) -> _MappingBuilder:
         name = area.path.rpartition("/")[2]
         path = area.path if area.path.startswith("/") else None
         return cls(category, name, area.start, path, {})
 
     @classmethod
-    def of_entry(cls, entry: Entry) -> _MappingBuilder:
+    def from_entry(cls, entry: Entry) -> _MappingBuilder:
         builder = cls(entry.category, entry.name, entry.address, entry.path, {}, entry.requested)
         at = entry.address
         for part in entry.parts:
@@ -296,14 +296,14 @@ def _as_entries(model: MappedModel) -> Iterator[Entry]:
         )
 
 
-def _meets(entry: Entry, others: Sequence[Entry]) -> bool:
+def _overlaps(entry: Entry, others: Sequence[Entry]) -> bool:
     """Whether an entry has an address of others, which are sorted and have none of each other's."""
     end = entry.address + entry.reserved_bytes
     i = bisect_left(others, end, key=lambda other: other.address) - 1
     return i >= 0 and others[i].address + others[i].reserved_bytes > entry.address
 
 
-def _cut(
+def _cut_range(
     spans: Sequence[_Span], starts: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[int, int, _Span | None]]:
     """Cut a range of addresses into the pieces that spans cover, and those that none does."""
@@ -337,7 +337,7 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
         piece.builder.is_huge |= area.huge_bytes > 0
         piece.builder.may_be_huge |= may_be_huge
     sizes = [sum(piece.end - piece.start for piece in group) for group in groups.values()]
-    in_ram = _in_ram(process, area, list(groups.values()), sizes)
+    in_ram = _count_in_ram(process, area, list(groups.values()), sizes)
     out = [size - nbytes for size, nbytes in zip(sizes, in_ram, strict=True)]
 
     def share(total: int, weights: Sequence[int]) -> Iterator[tuple[_Usage, int]]:
@@ -360,7 +360,7 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
                 held.nodes[node] = held.nodes.get(node, 0) + nbytes
 
 
-def _in_ram(
+def _count_in_ram(
     process: Process, area: Area, groups: Sequence[Sequence[_Span]], sizes: list[int]
 ) -> list[int]:
     """Count what of each group of pieces of an area is in RAM."""

@@ -41,7 +41,7 @@ class _Reading(NamedTuple):
     time: float
 
 
-def _reading() -> _Reading:
+def _read_counters() -> _Reading:
     process = resource.getrusage(resource.RUSAGE_SELF)
     thread = resource.getrusage(resource.RUSAGE_THREAD)
     native = counters()
@@ -105,8 +105,8 @@ class Measured:
             raise RuntimeError("it was entered already: take another measure()")
         self._marks = Marks()
         self._pid = os.getpid()
-        _reading()  # what reading touches is touched before it counts
-        self._first = _reading()
+        _read_counters()  # what reading touches is touched before it counts
+        self._first = _read_counters()
         return self
 
     def __exit__(
@@ -115,7 +115,7 @@ class Measured:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        last = _reading()
+        last = _read_counters()
         if self._marks is not None and self._pid == os.getpid():
             self._most = self._marks.read()
             self._last = last
@@ -141,14 +141,14 @@ class Measured:
 
             @functools.wraps(function)
             async def measuring(*args: Any, **kwargs: Any) -> Any:
-                with _call_of(measuring):
+                with _measure_call(measuring):
                     return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def measuring(*args: Any, **kwargs: Any) -> Any:
-                with _call_of(measuring):
+                with _measure_call(measuring):
                     return function(*args, **kwargs)
 
         measuring.measured = None
@@ -165,7 +165,7 @@ class Measured:
             return self._first, self._last
         if self._pid != os.getpid():
             raise ClosedError("this measures the process that began it, and not a forked child")
-        return self._first, _reading()
+        return self._first, _read_counters()
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -288,7 +288,7 @@ class Measured:
 
 
 @contextmanager
-def _call_of(function: Any) -> Iterator[None]:
+def _measure_call(function: Any) -> Iterator[None]:
     measured = Measured()
     try:
         with measured:

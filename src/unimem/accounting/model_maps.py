@@ -129,14 +129,14 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
         if area.inode and area.path.startswith("/"):
             groups.setdefault((area.device, area.inode), []).append(area)
     libraries = library_files(process.areas)
-    staged = _Staged()
+    staged = _StagedFiles()
     found = []
     for key, group in groups.items():
-        is_named = _plain(group[0].path).endswith(_NAMES)
+        is_named = _strip_deleted(group[0].path).endswith(_NAMES)
         nbytes = sum(area.nbytes for area in group)
         if key in libraries or not (is_named or nbytes >= _UNNAMED_BYTES_MIN):
             continue
-        with _found(process.pid, group, staged) as file:
+        with _open_found(process.pid, group, staged) as file:
             header = _cached_header(file, is_named=is_named)
         if header is not None:
             found.append(
@@ -174,7 +174,7 @@ class _File(NamedTuple):
     source: str | None = None
 
 
-class _Staged:
+class _StagedFiles:
     """The models that processes of this user keep, looked up when they are asked for."""
 
     @cached_property
@@ -193,8 +193,8 @@ class _Staged:
 
 
 @contextmanager
-def _found(pid: int, areas: Sequence[Area], staged: _Staged) -> Iterator[_File]:
-    file = _find(pid, areas[0], staged)
+def _open_found(pid: int, areas: Sequence[Area], staged: _StagedFiles) -> Iterator[_File]:
+    file = _find_file(pid, areas[0], staged)
     try:
         yield file
     finally:
@@ -202,7 +202,7 @@ def _found(pid: int, areas: Sequence[Area], staged: _Staged) -> Iterator[_File]:
             os.close(file.fd)
 
 
-def _find(pid: int, area: Area, staged: _Staged) -> _File:
+def _find_file(pid: int, area: Area, staged: _StagedFiles) -> _File:
     # The process may see other files under its paths than this one, as in a container.
     root = f"/proc/{pid}/root"
     # Of names, the kernel escapes newlines only, so that a backslash may be one as well.
@@ -215,7 +215,7 @@ def _find(pid: int, area: Area, staged: _Staged) -> _File:
         # In file systems of their own, files have the same inodes.
         if (fd := _open_same(path, area)) >= 0:
             return _File(fd, path, "staged", original)
-    name = _plain(area.path)
+    name = _strip_deleted(area.path)
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
         state = "replaced" if os.path.lexists(root + name) else "deleted"
@@ -225,7 +225,7 @@ def _find(pid: int, area: Area, staged: _Staged) -> _File:
     )
 
 
-def _plain(path: str) -> str:
+def _strip_deleted(path: str) -> str:
     return path.removesuffix(_DELETED)
 
 

@@ -108,11 +108,11 @@ class Tally:
     __slots__ = ("__weakref__", "_cells")
 
     def __init__(self, kv_address: int = 0) -> None:
-        self._cells = _nowhere()
+        self._cells = _private_cells()
         publish()
         with _lock:
-            if _shown is not None and _shown.free_rows:
-                self._cells = _shown.free_rows.pop()
+            if _shared is not None and _shared.free_rows:
+                self._cells = _shared.free_rows.pop()
             self._cells[4] = kv_address
             _tallies.add(self)
 
@@ -132,18 +132,18 @@ class Tally:
         """Give the row back. Ending twice is no error; who is forgotten has ended, too."""
         with _lock:
             self.hold(0, 0)
-            cells, self._cells = self._cells, _nowhere()
-            if _shown is not None and cells.obj is _shown.memory.obj:
+            cells, self._cells = self._cells, _private_cells()
+            if _shared is not None and cells.obj is _shared.memory.obj:
                 cells[4] = 0
-                _shown.free_rows.append(cells)
-                _shown.write()
+                _shared.free_rows.append(cells)
+                _shared.write()
 
     def __del__(self) -> None:
-        if _shown is not None and hasattr(self, "_cells"):
+        if _shared is not None and hasattr(self, "_cells"):
             self.end()
 
 
-class _Shown:
+class _SharedLedger:
     """The memory that is shown, and its rows that no engine has."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _Shown:
 
     def _write(self) -> None:
         n_os_calls = native_counters()["os_calls"]
-        text = _text_of(ledger.entries())
+        text = _to_text(ledger.entries())
         self.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
         head = (_MAGIC, _VERSION, os.getpid(), self.started, len(_COLUMNS), _N_ROWS)
         _HEAD.pack_into(self.memory, 0, *head, len(text), zlib.crc32(text))
@@ -188,7 +188,7 @@ class _Shown:
 
 
 _lock = threading.RLock()  # a collection may close an engine while it is held
-_shown: _Shown | None = None
+_shared: _SharedLedger | None = None
 _failure: str | None = None
 _tallies: weakref.WeakSet[Tally] = weakref.WeakSet()
 
@@ -210,21 +210,21 @@ def publish() -> None:
     ...     [entry.nbytes for entry in published(os.getpid()).entries if entry.name == "mine"]
     [1048576]
     """
-    global _failure, _shown  # noqa: PLW0603 -- a process shows itself once
+    global _failure, _shared  # noqa: PLW0603 -- a process shows itself once
     with _lock:
-        if _shown is None:
+        if _shared is None:
             try:
-                _shown = _Shown()
+                _shared = _SharedLedger()
             except (OSError, MemoryError) as error:
                 _failure = f"this process shows its ledger to no other: {error}"
                 return
             _failure = None
-        _shown.write()
+        _shared.write()
 
 
 def refresh() -> None:
     """Show the ledger again where memory may have changed: unimem has made system calls since."""
-    shown = _shown
+    shown = _shared
     if shown is not None and shown.n_os_calls != native_counters()["os_calls"]:
         publish()
 
@@ -246,11 +246,11 @@ def _new_memfd(name: str) -> int:
         return os.memfd_create(name, flags)
 
 
-def _nowhere() -> memoryview:
+def _private_cells() -> memoryview:
     return memoryview(bytearray(_ROW_BYTES)).cast("Q")
 
 
-def _text_of(entries: Sequence[Entry]) -> bytes:
+def _to_text(entries: Sequence[Entry]) -> bytes:
     """Write the largest entries that have room."""
     texts, room = {}, _ROOM - _ENVELOPE
     for entry in sorted(entries, key=lambda entry: entry.nbytes, reverse=True):
@@ -264,12 +264,12 @@ def _text_of(entries: Sequence[Entry]) -> bytes:
     return f'{{"counters":{names},"truncated":{n_missing},"entries":[{listed}]}}'.encode()
 
 
-def _show_nothing() -> None:
+def _unpublish() -> None:
     """Take back what is shown, at the end of the process and in a forked child."""
-    global _shown
+    global _shared
     for tally in list(_tallies):
-        tally._cells = _nowhere()
-    shown, _shown = _shown, None
+        tally._cells = _private_cells()
+    shown, _shared = _shared, None
     if shown is not None:
         shown.block.__exit__()
 
@@ -277,11 +277,11 @@ def _show_nothing() -> None:
 def _begin_child() -> None:
     global _lock  # noqa: PLW0603 -- a thread that is not in the child may hold it
     _lock = threading.RLock()
-    _show_nothing()
+    _unpublish()
 
 
 os.register_at_fork(after_in_child=_begin_child)
-atexit.register(_show_nothing)
+atexit.register(_unpublish)
 
 
 # ---- looking ------------------------------------------------------------------------------------
@@ -440,12 +440,12 @@ def _entry(fields: Any, caches: dict[int, int]) -> Entry:
         requested = {_word(key): _option(value) for key, value in requested.items()}
     return Entry(
         _word(category),
-        _shown_text(name),
+        _checked_text(name),
         address,
         _integer(nbytes, reserved),
         reserved,
         requested,
-        None if path is None else _shown_text(path),
+        None if path is None else _checked_text(path),
         tuple(_part(fields, address, address + reserved, caches) for fields in _list(parts)),
     )
 
@@ -466,37 +466,39 @@ def _part(fields: Any, start: int, end: int, caches: dict[int, int]) -> Part:
 
 def _list(value: Any, n: int | None = None) -> list[Any]:
     if not isinstance(value, list) or n not in (None, len(value)):
-        raise _BrokenError(f"expected a list{'' if n is None else f' of {n}'}, got {_brief(value)}")
+        raise _BrokenError(
+            f"expected a list{'' if n is None else f' of {n}'}, got {_shorten(value)}"
+        )
     return value
 
 
 def _integer(value: Any, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise _BrokenError(f"expected an integer from 0 to {most}, got {_brief(value)}")
+        raise _BrokenError(f"expected an integer from 0 to {most}, got {_shorten(value)}")
     return value
 
 
 def _word(value: Any) -> str:
     """Check a name of ours: nothing that a terminal would obey."""
     if not isinstance(value, str) or not 0 < len(value) <= 64 or not value.isprintable():
-        raise _BrokenError(f"expected a name, got {_brief(value)}")
+        raise _BrokenError(f"expected a name, got {_shorten(value)}")
     return value
 
 
-def _shown_text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     """Replace in a name of somebody's what a terminal would obey."""
     if not isinstance(value, str):
-        raise _BrokenError(f"expected a text, got {_brief(value)}")
+        raise _BrokenError(f"expected a text, got {_shorten(value)}")
     return "".join(letter if letter.isprintable() else "?" for letter in value)
 
 
 def _option(value: Any) -> Any:
     if isinstance(value, str):
-        return _shown_text(value)
+        return _checked_text(value)
     if value is None or type(value) in (bool, int):
         return value
-    raise _BrokenError(f"expected an option, got {_brief(value)}")
+    raise _BrokenError(f"expected an option, got {_shorten(value)}")
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return ascii(value)[:40] if isinstance(value, (str, int, float)) else type(value).__name__

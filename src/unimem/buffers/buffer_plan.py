@@ -236,7 +236,7 @@ class _Problem:
             total = max(ends, default=0)
             if least is None or total < least:
                 best, least = begins, total
-            following = _promoted(order, ends, (self.bound + total) // 2)
+            following = _promote(order, ends, (self.bound + total) // 2)
             if (following, tightest) not in seen:
                 seen.add((following, tightest))
                 heappush(heap, (total, next(numbers), following, tightest))
@@ -286,7 +286,7 @@ class _Problem:
         return begins
 
 
-def _promoted(order: Sequence[int], ends: Sequence[int], high: int) -> tuple[int, ...]:
+def _promote(order: Sequence[int], ends: Sequence[int], high: int) -> tuple[int, ...]:
     """Move what ends above `high` halfway to the front."""
     rank = [0] * len(order)
     for number, i in enumerate(order):

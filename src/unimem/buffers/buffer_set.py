@@ -144,7 +144,7 @@ class BufferArrays:
     name: str = ""
     _range: BufferRange | None = None
 
-    def _made(self, buffers: BufferRange, place: str) -> Any:
+    def _make_array(self, buffers: BufferRange, place: str) -> Any:
         """Make an array."""
         return buffers.array(place)
 
@@ -152,7 +152,7 @@ class BufferArrays:
         """Return the array of a place, which is made once."""
         found = self.__dict__.get(place)
         if found is None:
-            found = self.__dict__[place] = self._made(self._opened(), place)
+            found = self.__dict__[place] = self._make_array(self._opened(), place)
         return found
 
     def _opened(self) -> BufferRange:

@@ -93,7 +93,7 @@ class DecodeBatch(_DecodeNames[A]):
             self.temp_dequant = None
         self._fill()
 
-    def _made(self, buffers: BufferRange, place: str) -> Any:
+    def _make_array(self, buffers: BufferRange, place: str) -> Any:
         flat, spec = buffers.array(place), buffers.specs[place]
         if spec.rows is None:
             return flat.reshape(spec.shape)
@@ -476,7 +476,7 @@ class ForwardScratch(BufferSet):
     def __init__(self, dims: ModelDims, *, tape: Tape, overlap: bool = False) -> None:
         self._begin(dims, "forward scratch")
         Tape._require(tape)
-        specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
+        specs, offsets, self.peak_scratch_bytes = self._place(dims, overlap)
         self._take(tape, specs, offsets, self.peak_scratch_bytes + specs["logits"].nbytes)
         self._enter()
 
@@ -495,11 +495,11 @@ class ForwardScratch(BufferSet):
         -------
         int
         """
-        specs, _, peak_bytes = cls._placed(check_dims(dims), overlap)
+        specs, _, peak_bytes = cls._place(check_dims(dims), overlap)
         return peak_bytes + specs["logits"].nbytes
 
     @classmethod
-    def _placed(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
+    def _place(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
         """Return what the buffers are, the offset of each, and the peak."""
         hidden, q, kv = dims.hidden_size, dims.q_size, dims.kv_size
         inner = dims.intermediate_size

@@ -19,7 +19,7 @@ from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
 if TYPE_CHECKING:
     from unimem.weights.opened import Contents
 
-__all__ = ["Layers", "Shape", "config_beside", "from_config", "from_dims", "from_weights"]
+__all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 4 << 20  # of known models the longest has 50 kB
@@ -131,7 +131,7 @@ class Shape:
     unknown: tuple[str, ...] = ()
     slides: int | None = None
 
-    def longest(self, window: int | None) -> int:
+    def longest_ctx(self, window: int | None) -> int:
         """Tell the longest context that may be asked for, with a window or without."""
         most = self.max_ctx or _MOST
         return self.slides if self.slides and self.slides < (window or most) else most
@@ -167,9 +167,11 @@ def from_weights(weights: Contents) -> Shape:
     try:
         dims = ModelDims.from_weights(weights)
     except ValueError as error:
-        return _by_metadata(weights, meta, arch, error)
+        return _from_metadata(weights, meta, arch, error)
     if dims.num_layers > len(weights.tensors):
-        return _by_metadata(weights, meta, arch, _too_many(dims.num_layers, len(weights.tensors)))
+        return _from_metadata(
+            weights, meta, arch, _too_many_layers(dims.num_layers, len(weights.tensors))
+        )
     experts = arch in MIXTURES or bool(meta.get("expert_count"))
     shape = from_dims(dims, arch, (_EXPERTS,) if experts else ())
     slides = meta.get("attention.sliding_window")
@@ -178,7 +180,7 @@ def from_weights(weights: Contents) -> Shape:
     return shape
 
 
-def _by_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
+def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     cache = None
     try:
@@ -200,7 +202,7 @@ def _by_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueErr
     return Shape(arch, cache, None, vocab, longest, tuple(unknown))
 
 
-def _too_many(n_layers: int, n_tensors: int) -> _UnknownError:
+def _too_many_layers(n_layers: int, n_tensors: int) -> _UnknownError:
     return _UnknownError(
         f"the metadata speaks of {n_layers} layers, but the file has only {n_tensors} tensors"
     )
@@ -219,7 +221,7 @@ def _cache(meta: ArchMetadata, arch: str, n_tensors: int) -> tuple[tuple[Layers,
         raise _UnknownError(f"{arch!r:.40} has an encoder, whose output is kept, too")
     count = meta.count("block_count")
     if count > n_tensors:
-        raise _too_many(count, n_tensors)
+        raise _too_many_layers(count, n_tensors)
     state = next((key for key in _STATES if meta.get(key) is not None), None)
     heads = _per_layer(meta, "attention.head_count_kv", count)
     if state is not None and not isinstance(heads, list):
@@ -277,7 +279,7 @@ def _head_size(meta: ArchMetadata, name: str, default: int | None = None) -> int
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def config_beside(path: str) -> tuple[dict[str, Any] | None, str]:
+def read_config(path: str) -> tuple[dict[str, Any] | None, str]:
     """Read the ``config.json`` of Hugging Face that lies beside a model's file.
 
     Parameters

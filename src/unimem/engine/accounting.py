@@ -20,7 +20,7 @@ from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights.opened import Weights
 
-__all__ = ["parts_of", "report_of"]
+__all__ = ["DecoderMemory", "list_parts", "make_report"]
 
 _SHOWN = ("diagnostics", NAME)  # what the process shows others of itself
 
@@ -36,7 +36,7 @@ class DecoderMemory(Protocol):
     _model: Model
 
 
-def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
+def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
     """Say where a decoder's own vectors lie; all else that it takes is scratch.
 
     Parameters
@@ -53,7 +53,7 @@ def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]
     ]
 
 
-def report_of(decoder: DecoderMemory) -> Report:
+def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
     weights, kv, layout = decoder.weights, decoder.kv, decoder.layout
     blocks = [*weights.blocks, layout.scratch.block, layout.history.block]

@@ -171,7 +171,7 @@ class _Expected:
     required: bool = True
 
 
-def _expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
+def _list_expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
     hidden, inner = dims.hidden_size, dims.intermediate_size
     q, kv = dims.q_size, dims.kv_size
     yield _Expected("token_embd.weight", (hidden, dims.vocab_size))
@@ -207,7 +207,7 @@ def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
             f"{len(weights.tensors)} tensors"
         )
     known = set()
-    for expected in _expected(arch, dims):
+    for expected in _list_expected(arch, dims):
         known.add(expected.name)
         tensor = weights.tensors.get(expected.name)
         if tensor is None:

@@ -16,7 +16,7 @@ from unimem._core import ledger
 from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
-from unimem.engine.accounting import parts_of, report_of
+from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.attention import Attention
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
@@ -244,7 +244,7 @@ class Decoder:
         self._logits[:] = 0
         self._ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
         vectors = [self._tokens, self._positions, self._rows, self._last, self._ids]
-        self._parts = parts_of(vectors, self._logits)
+        self._parts = list_parts(vectors, self._logits)
         nbytes = Graph.bytes_needed(dims.num_layers)
         graphs = []
         for n in (1, batch):
@@ -256,7 +256,7 @@ class Decoder:
         arena = take(max(graph.values.total_bytes for graph in graphs))
         work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
         for graph in graphs:
-            graph.settle(arena, work, self.threads, self._threadpool)
+            graph.set_memory(arena, work, self.threads, self._threadpool)
         window = self.kv.window or self.ctx
         self._attention = Attention(self._decode, self._prefill, n_rows, window)
 
@@ -329,7 +329,7 @@ class Decoder:
             memory, and of ggml and what is its own.
         """
         self._check_open()
-        return report_of(self)
+        return make_report(self)
 
     def close(self) -> None:
         """Give everything back. Closing twice is no error.

@@ -105,11 +105,11 @@ class Budget:
         if not self._pages:
             return self._machine.pools
         return {
-            size: self._less(pool, self._pages.get(size, 0))
+            size: self._subtract(pool, self._pages.get(size, 0))
             for size, pool in self._machine.pools.items()
         }
 
-    def _less(self, pool: HugePool, n_pages: int) -> HugePool:
+    def _subtract(self, pool: HugePool, n_pages: int) -> HugePool:
         taken = n_pages * pool.page_bytes
         groups = tuple(replace(one, used_bytes=one.used_bytes + taken) for one in pool.cgroups)
         return replace(pool, reserved=pool.reserved + n_pages, cgroups=groups)
@@ -217,7 +217,7 @@ class Storage:
     strict: bool = False
 
     @classmethod
-    def of(cls, placement: Mapping[str, Any]) -> Storage:
+    def from_options(cls, placement: Mapping[str, Any]) -> Storage:
         """Read the options; `policy.check_options` has checked them."""
         return cls(
             placement.get("pages", "auto"),

@@ -115,7 +115,7 @@ def plan(
     >>> p.ctx, [row.category for row in p.rows][2:]
     (512, ['kv', 'scratch', 'logits', 'tokens', 'diagnostics'])
     """
-    options = PlanOptions.checked(
+    options = PlanOptions.from_arguments(
         ctx=ctx,
         batch=batch,
         kv_dtype=kv_dtype,
@@ -149,7 +149,7 @@ class PlanOptions:
     placement: PlacementOptions
 
     @classmethod
-    def checked(cls, **given: Any) -> PlanOptions:
+    def from_arguments(cls, **given: Any) -> PlanOptions:
         """Check them; the message of an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
@@ -215,7 +215,7 @@ class _Planner:
         if options.device is not None:
             return self._make_for_device(options, options.device)
         mode, reason = self._source.mode(options.load, options.placement)
-        storage = Storage.of(options.placement)
+        storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget)
@@ -227,7 +227,9 @@ class _Planner:
 
         max_ctx = None
         if session.is_known:
-            max_ctx = self._longest(needs, storage, self._source.shape.longest(options.window))
+            max_ctx = self._find_longest(
+                needs, storage, self._source.shape.longest_ctx(options.window)
+            )
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # Where nothing fits, the plan is for one token, and says so.
@@ -279,7 +281,7 @@ class _Planner:
             **figures,
         )
 
-    def _longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
+    def _find_longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
         """Search for the longest context with which all fits, and nothing spills that need not."""
 
         def fits(found: list[Need]) -> bool:
@@ -413,7 +415,7 @@ class _Planner:
         if session.is_known:
             kept = RESERVE_BYTES if ctx is None else 0
             room = free - kept
-            max_ctx = find_largest(shape.longest(None), lambda tokens: needed(tokens) <= room)
+            max_ctx = find_largest(shape.longest_ctx(None), lambda tokens: needed(tokens) <= room)
             ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
         rows = types | {"weights:padding": weights - sum(types.values())}
         if ctx is not None:

@@ -96,10 +96,10 @@ class DimsSource:
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take."""
-        types = _rows(self._types)
+        types = _weight_rows(self._types)
         total = sum(types.values())
         if mode == "map":
-            return [_file(types, _whole_pages(total), storage, budget)]
+            return [_file_need(types, _whole_pages(total), storage, budget)]
         return [storage.block(total, _PADDING, budget, types)]
 
     def cached_bytes(self) -> int:
@@ -124,7 +124,7 @@ class FileSource:
         self._model = model
         self._contents = Contents(tuple(map(Part, model.files, loading.nowhere(model))))
         self._held: _Unevictable | None = None
-        self.shape, self.facts = _described(self._contents, model.index)
+        self.shape, self.facts = _describe(self._contents, model.index)
 
     def by_type(self) -> dict[str, int]:
         """Tell the bytes of all tensors of a type."""
@@ -138,20 +138,20 @@ class FileSource:
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take."""
         if mode == "map":
-            self._held = self._held or self._measure()
-            found = _of_mapping(self._contents, self._held, storage, budget)
+            self._held = self._held or self._measure_held()
+            found = _mapping_need(self._contents, self._held, storage, budget)
         else:
             nbytes = loading.copy_bytes(self._model)
-            found = storage.block(nbytes, _PADDING, budget, _rows(self.by_type()))
-        return [found, _headers(self._model.files)]
+            found = storage.block(nbytes, _PADDING, budget, _weight_rows(self.by_type()))
+        return [found, _headers_need(self._model.files)]
 
-    def _measure(self) -> _Unevictable:
+    def _measure_held(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
         held = _Unevictable(0, 0, 0)
         for file, fd in zip(self._model.files, self._model.fds, strict=True):
             if file.in_memory:
                 with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
-                    held = held.plus(_held(file, block))
+                    held = held.plus(_measure_unevictable(file, block))
         return held
 
     def cached_bytes(self) -> int:
@@ -175,7 +175,7 @@ class WeightsSource:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._held: _Unevictable | None = None
-        self.shape, self.facts = _described(weights, None)
+        self.shape, self.facts = _describe(weights, None)
 
     def by_type(self) -> dict[str, int]:
         """Tell the bytes of all tensors of a type."""
@@ -197,20 +197,20 @@ class WeightsSource:
     def weights(self, _mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """Say what they take, and have taken."""
         weights = self._weights
-        headers = _headers(part.file for part in weights._parts)
+        headers = _headers_need(part.file for part in weights._parts)
         if weights.load == "map":
-            self._held = self._held or self._measure()
-            return [_of_mapping(weights, self._held, storage, budget), headers]
-        types, nbytes = _rows(weights.by_type()), weights.mapped_bytes
+            self._held = self._held or self._measure_held()
+            return [_mapping_need(weights, self._held, storage, budget), headers]
+        types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
         on_tape = weights._tape is not None
         in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
         ram = 0 if in_pool else nbytes
-        return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
+        return [Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
 
-    def _measure(self) -> _Unevictable:
+    def _measure_held(self) -> _Unevictable:
         held = _Unevictable(0, 0, 0)
         for part in self._weights._parts:
-            held = held.plus(_held(part.file, part.memory.block))
+            held = held.plus(_measure_unevictable(part.file, part.memory.block))
         return held
 
     def cached_bytes(self) -> int:
@@ -225,13 +225,13 @@ class WeightsSource:
         return bytes_needed(self._weights)
 
 
-def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
+def _describe(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
     """Tell a model's shape, and what is said of it."""
     first = weights._parts[0].file
     path = index or first.path
     facts: dict[str, Any] = {"model": path}
     if isinstance(first.header, SafetensorsHeader):
-        shape = shapes.from_config(*shapes.config_beside(path))
+        shape = shapes.from_config(*shapes.read_config(path))
         facts["format"] = "safetensors"
     else:
         shape = shapes.from_weights(weights)
@@ -246,13 +246,13 @@ def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, A
     return shape, facts
 
 
-def _headers(files: Iterable[ModelFile]) -> Need:
+def _headers_need(files: Iterable[ModelFile]) -> Need:
     """Say what copies of files' headers take, which are there as long as the files are opened."""
     nbytes = sum(file.header.copied_bytes for file in files)
     return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
-def _held(file: ModelFile, block: Block) -> _Unevictable:
+def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
     """Look at what of a mapped file cannot be dropped: what is locked, or has no disk behind it."""
     size, placed = file.nbytes, block.verify()
     if not file.in_memory:
@@ -263,10 +263,10 @@ def _held(file: ModelFile, block: Block) -> _Unevictable:
     return _Unevictable(size, min(block._resident_range(0, size), size), 0)
 
 
-def _of_mapping(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
+def _mapping_need(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
     """Say what mapped files take."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
-    need = _file(_rows(weights.by_type()), nbytes, storage, budget)
+    need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
     ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes)
     return replace(
         need,
@@ -276,7 +276,7 @@ def _of_mapping(weights: Contents, held: _Unevictable, storage: Storage, budget:
     )
 
 
-def _file(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
+def _file_need(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
     """Say what a mapped file takes, which is locked where there is room for that."""
     locks = bool(storage.lock)
     if locks and not storage.strict:
@@ -284,18 +284,18 @@ def _file(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) 
     if locks:
         budget.lock(nbytes)
     return Need(
-        _padded(types, nbytes),
+        _add_padding(types, nbytes),
         ram_bytes=nbytes if locks else 0,
         file_bytes=0 if locks else nbytes,
         lock_bytes=nbytes if storage.lock else 0,
     )
 
 
-def _rows(types: dict[str, int]) -> dict[str, int]:
+def _weight_rows(types: dict[str, int]) -> dict[str, int]:
     return {f"weights:{kind}": nbytes for kind, nbytes in types.items() if nbytes}
 
 
-def _padded(types: dict[str, int], nbytes: int) -> dict[str, int]:
+def _add_padding(types: dict[str, int], nbytes: int) -> dict[str, int]:
     padding = nbytes - sum(types.values())
     return types | ({_PADDING: padding} if padding else {})
 
