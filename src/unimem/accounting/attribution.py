@@ -1,4 +1,4 @@
-"""From what the kernel says of areas, and unimem of its regions, to rows: every byte once."""
+"""Attributing areas of the kernel and regions of unimem to rows, each byte once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unimem.system.process import Area, Process
 __all__ = ["apportion", "attribute", "kind_of"]
 
 _PAGE = mmap.PAGESIZE
-# Where the kernel does not tell it: what one page of page table entries, 8 bytes each, covers.
+# Where the kernel does not tell: one page of page table entries, 8 bytes each, covers so much.
 _THP = huge_page_bytes() or _PAGE * (_PAGE // 8)
 _NAMED = {
     "[heap]": "allocator",
@@ -33,7 +33,7 @@ _NAMED = {
     "[anon_shmem:": "shared",
     "[": "kernel",
 }
-# Shared memory without a file of anybody's: the kernel has files for it, too.
+# Shared memory that the kernel has files for, though no user made them.
 _SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage")
 
 
@@ -99,7 +99,7 @@ def attribute(
             for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
         if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
-            # Where nobody has access, nothing can come to be.
+            # Without access, no page is ever added.
             there = free if area.is_accessible else area.resident_bytes + area.swapped_bytes
             own.nbytes[own.category] = there
             builders.append(own)
@@ -112,7 +112,7 @@ def attribute(
 
 
 def kind_of(area: Area, *, is_program: bool = False) -> str:
-    """Return the category of an area that is none of unimem's, nor of a model file.
+    """Return the category of an area that belongs neither to unimem nor to a model file.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def kind_of(area: Area, *, is_program: bool = False) -> str:
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Share a total out by weights, in whole numbers whose sum it is (largest remainders).
+    """Apportion a total by weights, in whole numbers that sum up to it (largest remainders).
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class _Usage:
-    """What one category has in one mapping, as the kernel says: the fields of a `Placement`."""
+    """The memory of one category in one mapping: the fields of a `Placement`."""
 
     resident_bytes: int = 0
     pss_bytes: int = 0
@@ -180,7 +180,7 @@ class _Usage:
 
 @dataclass(slots=True)
 class _MappingBuilder:
-    """A mapping, and what is known of its categories so far."""
+    """A mapping, with the categories that are known so far."""
 
     category: str
     name: str
@@ -213,7 +213,7 @@ class _MappingBuilder:
             if part.active_bytes is not None:
                 active = builder.active.get(part.category, 0) + part.active_bytes
                 builder.active[part.category] = active
-        # Behind its memory is the other image of a ring, or what a block with gaps has there.
+        # The other image of a ring lies behind its memory, or the gaps of a block.
         category = next(iter(builder.nbytes)) if len(builder.nbytes) == 1 else entry.category
         end = entry.address + entry.reserved_bytes
         if end > at or not builder.nbytes:
@@ -222,7 +222,7 @@ class _MappingBuilder:
         return builder
 
     def leave_out_unmapped(self) -> None:
-        """Count nothing that has no area: an entry may be older than the areas, or a stranger's."""
+        """Drop bytes without an area: an entry may be older, or come from another process."""
         for category, nbytes in self.nbytes.items():
             self.nbytes[category] = min(nbytes, self.mapped.get(category, 0))
         for category, active in self.active.items():
@@ -230,7 +230,7 @@ class _MappingBuilder:
 
     @property
     def asked(self) -> dict[str, int]:
-        """What was asked for, by category: of parts, what they have."""
+        """The bytes that were asked for, by category; parts were asked for as they are."""
         if self.requested is None:
             return {}
         asked = dict(self.nbytes)
@@ -242,7 +242,7 @@ class _MappingBuilder:
 
     def placement(self, category: str) -> Placement:
         held = self.held.get(category, _Usage())
-        # Pages that are there say what they are; before the first one, what was asked for does.
+        # Resident pages say what they are; before there is one, the request does.
         is_there = any(held.resident_bytes for held in self.held.values())
         is_huge = self.is_huge or (self.may_be_huge and not is_there)
         pages: Literal["4k", "thp", "2m", "1g"] = "thp" if is_huge else "4k"
@@ -297,7 +297,7 @@ def _as_entries(model: MappedModel) -> Iterator[Entry]:
 
 
 def _overlaps(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Whether an entry has an address of others, which are sorted and have none of each other's."""
+    """Whether an entry overlaps one of the others, which are sorted and do not overlap."""
     end = entry.address + entry.reserved_bytes
     i = bisect_left(others, end, key=lambda other: other.address) - 1
     return i >= 0 and others[i].address + others[i].reserved_bytes > entry.address
@@ -307,7 +307,7 @@ def _cut_range(
     spans: Sequence[_Span], starts: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[int, int, _Span | None]]:
     """Cut a range of addresses into the pieces that spans cover, and those that none does."""
-    # Those before it are not walked through: there may be many, in each of many areas.
+    # A search, since there may be many spans in each of many areas.
     for i in range(max(0, bisect_right(starts, start) - 1), len(spans)):
         if start >= end:
             return
@@ -386,7 +386,7 @@ def _rows(builders: Iterable[_MappingBuilder]) -> tuple[Row, ...]:
     rows = []
     for category, those in by_category.items():
         placed = [builder.placement(category) for builder in those]
-        # What nothing lies in says nothing of the pages that something lies in.
+        # A mapping without a resident page says nothing of the pages of the others.
         least = min(
             [each for each in placed if each.resident_bytes] or placed,
             key=lambda each: each.page_bytes,

@@ -1,4 +1,4 @@
-"""Model files among what any process maps, and what of each area is tensors of which type."""
+"""Finding model files in the maps of a process, and the types of tensors in each area."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class MappedModel:
     _header: _ModelHeader = field(repr=False, compare=False)
 
     def parts(self, area: Area) -> list[Part]:
-        """Say what one of the areas holds.
+        """List what one of the areas holds.
 
         Parameters
         ----------
@@ -166,7 +166,7 @@ def library_files(areas: Iterable[Area]) -> frozenset[FileKey]:
 
 
 class _File(NamedTuple):
-    """A mapped file: `fd` only says which it is (O_PATH), and is -1 where nothing leads to it."""
+    """A mapped file. `fd` only identifies it (O_PATH), and is -1 where no path leads to it."""
 
     fd: int
     path: str
@@ -219,7 +219,7 @@ def _find_file(pid: int, area: Area, staged: _StagedFiles) -> _File:
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
         state = "replaced" if os.path.lexists(root + name) else "deleted"
-    # What no path leads to, the area itself does, for those who may follow it.
+    # The area itself leads to a file without a path, with the rights to follow it.
     return _File(
         _open_same(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", area), name, state
     )
@@ -255,7 +255,7 @@ def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ModelHeader:
-    """What a file's header says; `problem` is why it does not.
+    """What a file's header says; `problem` says why it cannot be read.
 
     From ``starts[i]`` up to the next, bytes of the file are of the category
     ``categories[kinds[i]]``; those behind the last start, too, up to the end of the last page.
@@ -275,7 +275,7 @@ _headers: dict[tuple[int, ...], _ModelHeader | None] = {}
 
 
 def _cached_header(file: _File, *, is_named: bool) -> _ModelHeader | None:
-    """Return what is in a file; None for one that is no model."""
+    """Return the header of a file; None where the file is no model."""
     if file.fd < 0:
         why = (
             f"the file is {file.state}: to read what is mapped of it takes "
@@ -342,7 +342,7 @@ def _parse_header(kind: str, header: Header) -> _ModelHeader:
     categories = {"weights:padding": 0}
     for _, _, tensor_type in runs:
         categories.setdefault(f"weights:{tensor_type}", len(categories))
-    # Each run behind what is before it, which between most is nothing; padding is behind the last.
+    # Padding lies between runs, mostly of no bytes, and behind the last.
     starts = np.zeros(2 * len(runs) + 1, np.int64)
     starts[1::2] = [offset for offset, _, _ in runs]
     starts[2::2] = [offset + nbytes for offset, nbytes, _ in runs]

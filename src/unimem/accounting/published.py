@@ -1,8 +1,8 @@
-"""What a process shows others of its ledger: memory with a name, which they find and read.
+"""Publishing the ledger of a process, in named memory that other processes find and read.
 
 It is a memfd of a fixed size: a header; rows of counters, one an engine, which the engine writes as
 it computes; and the entries of the ledger as JSON, which are written when engines come and go. No
-signal is sent and no file is left, and who shows it pays nothing for those who look.
+signal is sent and no file is left, and readers cost the process that publishes nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _MOST_ADDRESS = 1 << 64
 
 
 class Published(NamedTuple):
-    """What another process shows.
+    """What another process publishes.
 
     Attributes
     ----------
@@ -93,10 +93,10 @@ class Published(NamedTuple):
 
 
 class Tally:
-    """What one engine counts, for others to see: a row of counters, or nothing where none is free.
+    """A row of counters of one engine, for others to see; private where no row is free.
 
     For one thread at a time. A row that was given back goes on where it ended, so that nothing that
-    was counted is lost. After a fork the child's counts for nobody.
+    was counted is lost. After a fork, no process sees what the child counts.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Tally:
         cells[3] = n_tokens
 
     def end(self) -> None:
-        """Give the row back. Ending twice is no error; who is forgotten has ended, too."""
+        """Give the row back. Ending twice is no error; a tally that is collected ends by itself."""
         with _lock:
             self.hold(0, 0)
             cells, self._cells = self._cells, _private_cells()
@@ -144,7 +144,7 @@ class Tally:
 
 
 class _SharedLedger:
-    """The memory that is shown, and its rows that no engine has."""
+    """The memory that others read, and its rows that no engine holds."""
 
     def __init__(self) -> None:
         self.started = process.counters().started
@@ -153,13 +153,13 @@ class _SharedLedger:
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.block = Block.attach(fd, writable=True, name=NAME, category="diagnostics")
-            # Whoever else opens it may not write from here on.
+            # From here on, no process that opens it may write.
             with suppress(OSError):  # before Linux 5.1
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         finally:
             os.close(fd)
         self.memory = memoryview(self.block)
-        self.memory[:] = bytes(NBYTES)  # an engine's step finds its page
+        self.memory[:] = bytes(NBYTES)  # touched here, so that no step of an engine faults
         ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)
         self.free_rows = [self.memory[at : at + _ROW_BYTES].cast("Q") for at in reversed(ends)]
         self.n_os_calls = 0
@@ -288,7 +288,7 @@ atexit.register(_unpublish)
 
 
 class _BrokenError(ValueError):
-    """What another process shows is not what unimem writes."""
+    """Another process publishes what unimem does not write."""
 
 
 def published(pid: int, problems: list[str] | None = None) -> Published | None:
@@ -308,7 +308,7 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
 
     Notes
     -----
-    What is read is somebody else's: never more than `NBYTES`, from nothing but a memfd, and each
+    What is read comes from another process: at most `NBYTES`, only from a memfd, and each
     field is checked. No process waits for another one.
     """
     try:
@@ -317,7 +317,9 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
         return None
     try:
         owner = _number_of(folder), process.counters(pid).started
-        tries = iter(range(_TRIES))  # of all together, whoever keeps us waiting
+        tries = iter(
+            range(_TRIES)
+        )  # one budget for all memfds, so that no process keeps us waiting
         for fd in itertools.islice(_memfds(folder), _MOST_FOUND):
             try:
                 found = _read(fd, *owner, tries)
@@ -343,13 +345,13 @@ def _lines(path: str, folder: int | None = None) -> dict[str, str]:
 
 
 def _number_of(folder: int) -> int:
-    """Return the number of a process as itself knows it, in a container."""
+    """Return the pid of a process as it is within its container."""
     lines = _lines("status", folder)
     return int(lines.get("NSpid", lines["Pid"]).split()[-1])  # a kernel may have no containers
 
 
 def _memfds(folder: int) -> Iterator[int]:
-    """Open those of a process's descriptors that are memfds of the name."""
+    """Open the descriptors of a process that are memfds of our name."""
     descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         with os.scandir(descriptors) as listed:
@@ -362,13 +364,13 @@ def _memfds(folder: int) -> Iterator[int]:
 
 
 def _open_memfd(name: str, descriptors: int) -> int:
-    """Open a memfd for reading, and nothing else: a file system of somebody's may never answer."""
-    # This opens nothing yet, and what it stands for stays the same.
+    """Open a memfd for reading, and nothing else: a user's file system may never answer."""
+    # O_PATH opens nothing yet, and goes on meaning the same file.
     found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
     try:
         ours = _new_memfd("unimem")
         try:
-            # All memfds lie in one mount, which nobody else can mount.
+            # All memfds lie in one mount, which no user can mount.
             mount = _mount_of(found)
             if mount is None or mount != _mount_of(ours):
                 raise PermissionError(errno.EACCES, "no memfd")
@@ -384,7 +386,7 @@ def _mount_of(fd: int) -> str | None:
 
 
 def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:
-    """Read what is shown; None: it is a parent's, or is only being begun."""
+    """Read it; None where it is the parent's, or just being set up."""
     for _ in itertools.chain(range(1), tries):
         data = os.pread(fd, NBYTES, 0)
         if len(data) < NBYTES:
@@ -430,7 +432,7 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
 
 
 def _entry(fields: Any, caches: dict[int, int]) -> Entry:
-    """Check an entry, and say of caches that engines count how much is in use."""
+    """Check an entry; counted KV caches get the bytes in use from their counters."""
     category, name, address, nbytes, reserved, requested, path, parts = _list(fields, 8)
     _integer(address, _MOST_ADDRESS)
     _integer(reserved, _MOST_ADDRESS - address)
@@ -479,14 +481,14 @@ def _integer(value: Any, most: int) -> int:
 
 
 def _word(value: Any) -> str:
-    """Check a name of ours: nothing that a terminal would obey."""
+    """Check a name of ours: it has no control characters."""
     if not isinstance(value, str) or not 0 < len(value) <= 64 or not value.isprintable():
         raise _BrokenError(f"expected a name, got {_shorten(value)}")
     return value
 
 
 def _checked_text(value: Any) -> str:
-    """Replace in a name of somebody's what a terminal would obey."""
+    """Replace the control characters in a user's name."""
     if not isinstance(value, str):
         raise _BrokenError(f"expected a text, got {_shorten(value)}")
     return "".join(letter if letter.isprintable() else "?" for letter in value)

@@ -192,7 +192,7 @@ def report(pid: int | None = None) -> Report:
     ProcessLookupError
         There is no such process, or it has ended meanwhile.
     PermissionError
-        It is not ours to read: the message says who may.
+        This process may not read it: the message says which user may.
     ValueError, TypeError
         The number is none of a process that has memory.
 
@@ -246,7 +246,7 @@ def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
 
 
 def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
-    """Ask unimem in a process what it has there; and who says so."""
+    """Return what unimem has in a process, and the source of that."""
     if pid == os.getpid():
         hidden = failure()
         return ledger.entries(), {"source": "ledger", **({"problem": hidden} if hidden else {})}

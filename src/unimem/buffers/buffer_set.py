@@ -33,11 +33,11 @@ ALIGN = 256
 """What a set of buffers is aligned to, and the most that one buffer is, in bytes."""
 
 _MOST_BYTES = 2**63 - 1
-# What is neither of the two is scratch.
+# All other buffers are scratch.
 _CATEGORIES = {"logits": "logits"} | dict.fromkeys(
     ("batched_k_ptrs", "batched_v_ptrs", "batched_kv_lens", "batched_positions"), "tokens"
 )
-# What each of the two names stands for after an odd number of swaps.
+# What each name stands for after an odd number of swaps.
 _SWAPPED = {"residual": "post_norm_residual", "post_norm_residual": "residual"}
 
 
@@ -64,7 +64,7 @@ def pack(sizes: Mapping[str, int]) -> dict[str, int]:
     """Place buffers one behind the other, without padding.
 
     Each begins at a multiple of the largest power of two, up to `ALIGN`, that divides its size.
-    They stand in descending order of that power. So whatever stands before a buffer has a size that
+    They stand in descending order of that power. So each buffer before another one has a size that
     is a multiple of the buffer's power, and no padding is ever needed: the end of the last one is
     the sum of the sizes.
 
@@ -106,10 +106,10 @@ def total_bytes(what: str, sizes: Mapping[str, int]) -> int:
 
 
 class BufferRange:
-    """A range of a tape, and what lies where in it: all that is true of buffers at a time.
+    """A range of a tape, and the place of each buffer in it: the whole state of a set.
 
     Everything else, the arrays above all, follows from it and can be dropped and made anew at any
-    time. So who is interrupted leaves nothing behind that does not fit together.
+    time. So an interrupt leaves nothing behind that does not fit together.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class BufferRange:
 
     def array(self, place: str) -> Any:
         """Make the flat array of a place."""
-        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
+        self.tape.mark()  # it raises where there is no tape any more, as in a forked child
         if self.taken is None:  # closing was refused
             block = self.tape.block
             self.taken = block.as_array("uint8", self.nbytes, self.address - block.address)
@@ -139,7 +139,7 @@ class BufferRange:
 
 
 class BufferArrays:
-    """The arrays of a range, by the names of their places; they are gone when it was closed."""
+    """The arrays of a range, by the names of their places, until it is closed."""
 
     name: str = ""
     _range: BufferRange | None = None
@@ -169,10 +169,10 @@ class BufferArrays:
         for place in self._range.specs if self._range is not None else ():
             self.__dict__.pop(place, None)
 
-    if not TYPE_CHECKING:  # to which it would say that there is every name
+    if not TYPE_CHECKING:  # a type checker would take it for every name
 
         def __getattr__(self, name):
-            # Only what is not there comes here.
+            # Python comes here for missing attributes only.
             if self._range is not None and name in self._range.specs:
                 return self._array(name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -193,7 +193,7 @@ class BufferSet(BufferArrays):
     _is_begun = False
 
     def _begin(self, dims: ModelDims, name: str) -> None:
-        # A flag, and not what is made last: an argument's own code may come here again.
+        # A flag that is set first: an argument's own code may come here again.
         if self._is_begun:
             raise RuntimeError(f"the {type(self).__name__} is made already")
         self._is_begun = True
@@ -236,7 +236,7 @@ class BufferSet(BufferArrays):
 
     def _check_open(self) -> BufferRange:
         opened = self._opened()
-        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
+        self.tape.mark()  # it raises where there is no tape any more, as in a forked child
         return opened
 
     def addresses(self) -> dict[str, int]:
@@ -303,7 +303,7 @@ class BufferSet(BufferArrays):
 
 
 def check_dims(dims: ModelDims) -> ModelDims:
-    """Refuse what are no dimensions."""
+    """Return dimensions, and refuse any other type."""
     if not isinstance(dims, ModelDims):
         raise TypeError(f"dims: expected ModelDims, got {type(dims).__name__}")
     return dims

@@ -16,15 +16,15 @@ __all__ = ["ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
-# What is no quantized tensor: floats and integers, by ggml's names.
+# Types that are not quantized: floats and integers, by ggml's names.
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"})
 MAX_SPLITS = 32
 """Parts of a context that flash decoding reads at once, at most."""
 
 _LIMIT = 2**31  # engines count rows and columns in 32-bit integers
 _MOST_BYTES = 2**63 - 1
-# The values of the buffers, and of the KV cache, that can be too large: where none of these is, no
-# other buffer is.
+# The values of the largest buffers and of the KV cache: where none of these is too large, no other
+# buffer is.
 _PRODUCTS: tuple[tuple[str | int, ...], ...] = (
     ("max_batch_size", "hidden_size"),
     ("max_batch_size", "qkv_size"),

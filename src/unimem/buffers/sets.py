@@ -65,13 +65,13 @@ class _DecodeNames(BufferArrays, Generic[A]):
 
     @property
     def residual(self) -> A:
-        """What the next layer reads."""
+        """The buffer that the next layer reads."""
         array: A = self._array(self._opened().place("residual"))
         return array
 
     @property
     def post_norm_residual(self) -> A:
-        """What the layer writes."""
+        """The buffer that the layer writes."""
         array: A = self._array(self._opened().place("post_norm_residual"))
         return array
 
@@ -107,7 +107,7 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     found: np.dtype[Any]
     if named == "bfloat16":
-        import ml_dtypes  # which most callers never need
+        import ml_dtypes  # most callers never need it
 
         found = np.dtype(ml_dtypes.bfloat16)
     else:
@@ -255,7 +255,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         exchanged, and the graph still reads what was `residual` when it was captured.
         """
         opened = self._check_open()
-        # The one thing that changes: the names, the batches' and `addresses` follow from it.
+        # Nothing else changes: the names of batches, and `addresses`, follow from it.
         opened.is_swapped = not opened.is_swapped
 
     def _drop(self) -> None:
@@ -500,7 +500,7 @@ class ForwardScratch(BufferSet):
 
     @classmethod
     def _place(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
-        """Return what the buffers are, the offset of each, and the peak."""
+        """Return the spec and the offset of each buffer, and the peak."""
         hidden, q, kv = dims.hidden_size, dims.q_size, dims.kv_size
         inner = dims.intermediate_size
         widths = dict.fromkeys(cls.USES, hidden)

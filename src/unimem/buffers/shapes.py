@@ -1,7 +1,7 @@
-"""What of a model's shape its memory follows from, as far as its files tell it.
+"""The shape of a model, from which its memory follows, as far as its files tell it.
 
-Metadata comes from strangers: what is missing, of another type or out of range makes a thing
-unknown, with a sentence that says why, and costs no more time than what is right.
+Metadata is not trusted: a value that is missing, of another type or out of range makes a figure
+unknown, with a sentence that says why, and costs no more time than a right one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "
     "outputs of the experts and of the router"
 )
-# What a layer keeps of a conversation beside keys and values, or instead: not as long as that.
+# A state that a layer keeps beside keys and values, or instead: it does not grow with a text.
 _STATES = ("ssm.state_size", "ssm.conv_kernel", "wkv.head_size", "shortconv.l_cache")
-# Keys of models of which some layers keep fewer rows than the conversation has tokens.
+# Keys of models some of whose layers keep fewer rows than the conversation has tokens.
 _FEWER = {
     "attention.sliding_window": "attention of some layers slides over {} tokens",
     "attention.shared_kv_layers": "{} layers share the cache of others",
     "nextn_predict_layers": "{} layers predict further tokens, and a runtime may leave them out",
 }
-# The type of transformer of a config.json that is computed as the engine computes it.
+# Model types of a config.json that are computed as the engine computes them.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Those of which each layer keeps keys and values of each token, in as many heads and of the size
-# that these fields say. Others have fields of their own for that, or keep something else.
+# Model types whose layers all keep keys and values of each token, with heads and sizes as the usual
+# fields say. Others have fields of their own, or keep something else.
 _PLAIN_CACHES = frozenset(
     {
         *(
@@ -87,7 +87,7 @@ class Layers(NamedTuple):
     Attributes
     ----------
     n_layers : int
-        How many.
+        Number of layers.
     n_heads : int
         Heads of keys and values.
     k_size, v_size : int
@@ -132,23 +132,23 @@ class Shape:
     slides: int | None = None
 
     def longest_ctx(self, window: int | None) -> int:
-        """Tell the longest context that may be asked for, with a window or without."""
+        """Return the longest context that may be asked for, with or without a window."""
         most = self.max_ctx or _MOST
         return self.slides if self.slides and self.slides < (window or most) else most
 
 
 class _UnknownError(ValueError):
-    """Why a thing is not known."""
+    """Says why a figure is not known."""
 
 
 def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
-    """Tell the shape of a model whose dimensions are known."""
+    """Return the shape of a model with known dimensions."""
     layers = Layers(dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.head_dim)
     return Shape(arch, (layers,), dims, dims.vocab_size, dims.max_seq_len, unknown)
 
 
 def from_weights(weights: Contents) -> Shape:
-    """Tell the shape of an opened GGUF file of any architecture.
+    """Return the shape of an opened GGUF file of any architecture.
 
     Parameters
     ----------
@@ -209,9 +209,9 @@ def _too_many_layers(n_layers: int, n_tensors: int) -> _UnknownError:
 
 
 def _cache(meta: ArchMetadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
-    """Read the layers of the KV cache, and sentences about what they are a bound of."""
+    """Read the layers of the KV cache, and sentences where they are only an upper bound."""
     if meta.get("attention.causal") is False:
-        return (), []  # every text is looked at as a whole, and nothing is kept
+        return (), []  # a text is read as a whole, and nothing is kept
     if meta.get("attention.kv_lora_rank") is not None:
         raise _UnknownError(
             f"{arch!r:.40} compresses keys and values (multi-head latent attention), and what a "
@@ -314,7 +314,7 @@ def read_config(path: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def from_config(config: dict[str, Any] | None, why: str) -> Shape:
-    """Tell the shape of a model by its ``config.json``.
+    """Return the shape of a model by its ``config.json``.
 
     Parameters
     ----------
@@ -349,7 +349,7 @@ def from_config(config: dict[str, Any] | None, why: str) -> Shape:
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
     if cache is None:
-        dims = None  # nor is then known what attention works in
+        dims = None  # then the work memory of attention is not known either
     slides = None if dims is None else values.window()
     return Shape(arch, cache, dims, vocab, longest, tuple(unknown), slides)
 
@@ -414,7 +414,7 @@ class _Config:
         return heads, self.number("num_key_value_heads") or heads, size
 
     def cache(self) -> tuple[tuple[Layers, ...], list[str]]:
-        """Return the layers of the KV cache, and sentences about what they are a bound of."""
+        """Return the layers of the KV cache, and sentences where they are only an upper bound."""
         kind = self._values.get("model_type")
         if self.number("kv_lora_rank"):
             raise _UnknownError(

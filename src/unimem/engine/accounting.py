@@ -1,4 +1,4 @@
-"""What a decoder's memory is for."""
+"""Reporting the memory of a decoder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DecoderMemory(Protocol):
 
 
 def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
-    """Say where a decoder's own vectors lie; all else that it takes is scratch.
+    """List the vectors of a decoder; all else that it takes is scratch.
 
     Parameters
     ----------

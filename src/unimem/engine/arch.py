@@ -1,4 +1,4 @@
-"""What the engine can run: everything in a model file is checked here, before ggml sees it."""
+"""Models that the engine can run: a file is checked here before ggml sees any of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn queries and keys; the arguments of `ggml_rope_ext`."""
+    """The rotary embedding of positions: the arguments of `ggml_rope_ext`."""
 
     mode: int
     freq_base: float

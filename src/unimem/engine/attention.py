@@ -12,7 +12,7 @@ from unimem.engine.graph import Graph
 __all__ = ["Attention"]
 
 _KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
-_NO_ROWS = (0, -2)  # no row follows on these
+_NO_ROWS = (0, -2)  # no row comes next after these
 
 
 class Attention:
@@ -36,7 +36,7 @@ class Attention:
         self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
 
     def show_batch(self, n: int, held: int, row: int) -> None:
-        """Let `n` tokens from a row on, before which `held` tokens are, see those before them."""
+        """Show each of `n` tokens from `row` on those before it; `held` precede the first."""
         graph = self._prefill
         graph.attend(self._n_kv(self._first_row(held, row), row + n))
         graph.mask[:] = -np.inf
@@ -45,7 +45,7 @@ class Attention:
             _show(graph.mask[i], self._first_row(held + i, at), at)
 
     def show_token(self, held: int, row: int) -> None:
-        """Let the token in a row, before which `held` tokens are, see those before it."""
+        """Show the token in `row` the `held` tokens before it, as far as the window goes."""
         graph, first = self._decode, self._first_row(held, row)
         n_kv, (before, last) = self._n_kv(first, row + 1), self._shown
         follows = row == last + 1 and before <= first <= before + 1
@@ -61,11 +61,11 @@ class Attention:
         self._shown = first, row
 
     def _first_row(self, held: int, row: int) -> int:
-        """First row that the token in `row` sees; below 0, rows are counted back round the ring."""
+        """Return the first row that the token in `row` sees; below 0, counted round the ring."""
         return row - min(held, self.window - 1)
 
     def _n_kv(self, first: int, end: int) -> int:
-        """Rows that attention reads, so that [first, end) are among them."""
+        """Return how many rows attention reads, so that [first, end) are among them."""
         if first < 0:
             return self._n_rows
         return min(self._n_rows, -(-end // _KV_BUCKET) * _KV_BUCKET)

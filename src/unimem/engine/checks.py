@@ -1,4 +1,4 @@
-"""What a decoder refuses before it computes: a model, a saved session, tokens."""
+"""Checks of a decoder before it computes: of the model, a saved session, tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_model(
     threads: int | None,
     load: Load,
 ) -> tuple[Model, Plan]:
-    """Check that a model can be run so, and that there is room for what is planned of it."""
+    """Check that the engine runs a model with these options, and that its plan has room."""
     model = Model.from_weights(weights)
     model.check_head(kv_dtype)
     needed = plan(
@@ -60,7 +60,7 @@ def check_model(
 def check_session(
     path: str | os.PathLike[str], kv: KVCache, model: str, vocab_size: int, ctx: int
 ) -> Snapshot:
-    """Read what a session says of itself, and refuse one that does not fit or belong here.
+    """Read the description of a saved session, and refuse one that does not fit or belong here.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def check_session(
 
 
 def check_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
-    """Make an array of token ids, and refuse none, and those that the model does not have."""
+    """Return an array of token ids; none at all, or unknown ones, are refused."""
     array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
     if array.ndim != 1 or not len(array):
         raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")

@@ -127,7 +127,7 @@ class Decoder:
         if isinstance(path_or_weights, Weights):
             self.weights = path_or_weights
         else:
-            # What is refused is refused before it is read.
+            # A model that is refused is refused before its data are read.
             with open_weights(path_or_weights, load="map") as weights:
                 check_model(weights, path_or_weights, load=load, **asked)
             self.weights = open_weights(path_or_weights, load=load, progress=progress)
@@ -263,8 +263,8 @@ class Decoder:
     # ---- memory -------------------------------------------------------------------------------
 
     def _hold_blocks(self) -> None:
-        # These views make closing a borrowed layout, or borrowed weights, under the decoder fail.
-        # They are of no bytes, so that the cache may move its tokens and give memory back.
+        # While these views live, no borrowed layout or weights can be closed under the decoder.
+        # They have no bytes, so that the cache may move its tokens and give memory back.
         blocks = (*self.weights.blocks, self.layout.scratch.block, self.layout.history.block)
         self._held = [block.as_array("uint8", 0) for block in blocks]
 
@@ -514,7 +514,7 @@ class Decoder:
             last = [row.copy() for row in self._last_rows(saved)]
             self.kv.crop(saved.seq_len - 1)
             self._step(int(ids[-1]))
-            # Computed with what is there now, they differ where tokens had been trimmed.
+            # Computed from the tokens that are left, they differ where some had been trimmed.
             for row, was in zip(self._last_rows(saved), last, strict=True):
                 row[:] = was
         except BaseException:
@@ -523,7 +523,7 @@ class Decoder:
         return self.logits
 
     def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
-        """Read what a session says of itself, and refuse one that does not fit or belong here."""
+        """Read the description of a saved session, and refuse one that does not fit here."""
         fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
         return check_session(path, self.kv, fingerprint, vocab_size, self.ctx)
 
@@ -704,7 +704,7 @@ class Decoder:
             yield text
 
     def _require_room(self, n: int) -> None:
-        # A ring has room for ever: what ends there is the context.
+        # A ring always has room: the context is what ends.
         used = self.kv.next_position if self.kv.window else self.kv.seq_len
         if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
@@ -724,7 +724,7 @@ class Decoder:
         return sample(self._logits, options, self._rng)
 
     def _compute(self, tokens: NDArray[Any]) -> None:
-        """Compute tokens that were checked: all of them count, or none; in a ring, batches."""
+        """Compute checked tokens: all of them count, or none; in a ring, whole batches do."""
         if len(tokens) == 1:
             self._step(int(tokens[0]))
             return
@@ -750,7 +750,7 @@ class Decoder:
         self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
-        """Compute tokens from a position and a row on, before which `held` tokens are."""
+        """Compute tokens from a position and a row on; `held` tokens precede them."""
         n, graph = len(tokens), self._prefill
         graph.resize(n)
         self._attention.show_batch(n, held, row)
@@ -784,11 +784,11 @@ class Decoder:
     def _note_ids(self, position: int, tokens: NDArray[Any]) -> None:
         """Note the ids of tokens from `position` on, unless some before them are not known."""
         end = position + len(tokens)
-        # Whoever else writes into the cache writes behind where it ended.
+        # Other writers of the cache write behind its end.
         self._n_ids = min(self._n_ids, self.kv._lowest_end)
         if position <= self._n_ids:
             if end > len(self._ids):
-                # So far comes only who trimmed the cache.
+                # Positions go beyond the context only after the cache was trimmed.
                 self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
             self._ids[position:end] = tokens
             self._n_ids = end

@@ -24,7 +24,7 @@ _WORD = 8
 
 
 def view(address: int, shape: int | tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Make an array over memory that somebody else keeps alive."""
+    """Make an array over memory that the caller keeps alive."""
     kind = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * kind.itemsize
     memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -178,13 +178,13 @@ class Graph:
         return int(ggml.graph_plan(self._graph_pointer, n_threads, threadpool).work_size)
 
     def resize(self, n_tokens: int) -> None:
-        """Make the graph one for `n_tokens` tokens, in the same memory."""
+        """Rebuild the graph for `n_tokens` tokens, in the same memory."""
         if n_tokens != self.n_tokens:
             self._build(n_tokens)
             self._bind()
 
     def attend(self, n_kv: int) -> None:
-        """Let attention read the first `n_kv` rows of the cache."""
+        """Make attention read the first `n_kv` rows of the cache."""
         if n_kv == self.n_kv:
             return
         self._words[self._n_kv_words] = n_kv

@@ -1,6 +1,6 @@
-"""What to do about a plan that does not fit, in the order of what it costs the user.
+"""Advice on a plan that does not fit, the cheapest for the user first.
 
-Every figure is of a plan that was made again with the option changed.
+Each figure comes from a second plan, made with the option changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["advise", "saved_bytes"]
 
 _LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
 _N_TYPES = 64  # more numbers than ggml has types
-# What a file of few bits is likely to be of, and its bytes for so many values.
+# The likely type of a file of few bits: so many values take so many bytes.
 _SMALL_TYPE, _SMALL_VALUES, _SMALL_BYTES = "q4_K", 256, 144
-_SHORTER = {"ctx", "window"}  # options by which less of a text is remembered
+_SHORTER = {"ctx", "window"}  # options that shorten what the model remembers of a text
 _KV_TYPES = ("f32", "bf16", "f16", "q8_0")
 
 
@@ -29,7 +29,7 @@ Replan = Callable[[Mapping[str, Any]], Plan]
 
 
 def saved_bytes(before: Plan, after: Plan) -> int:
-    """Tell what one plan needs less than another, of what cannot be dropped."""
+    """Return how much less memory that cannot be dropped the second plan needs."""
     return _lasting_bytes(before) - _lasting_bytes(after)
 
 
@@ -42,12 +42,12 @@ def _device_bytes(plan: Plan) -> int:
 
 
 def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice, ...]:
-    """Say what to do about a plan that does not fit, or of which something spills.
+    """Advise on a plan that does not fit, or whose weights spill to disk.
 
     Parameters
     ----------
     plan : Plan
-        Which.
+        The plan.
     replan : callable
         Makes it again with options changed; ValueError where they cannot be.
     types : mapping of str to int
@@ -83,7 +83,7 @@ def _helps(plan: Plan, other: Plan) -> bool:
 
 
 def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Options to change one by one, what costs nothing first."""
+    """List single changes of options, those that cost nothing first."""
     failing = {check.name for check in plan.checks if not check.fits}
     if plan.load != "map":
         yield (
@@ -131,9 +131,9 @@ def _choose_window(ctx: int, replan: Replan) -> int:
 
 
 def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice]:
-    """Return the first combination that fits, of changes in their order; [] for none.
+    """Return the first combination of changes that fits; [] where none does.
 
-    A shorter context comes last, with all others: so it is as long as it can be.
+    A shorter context comes last, on top of all others, so that it stays as long as possible.
     """
     tried: dict[str, Any] = {}
     combinations = []
@@ -187,7 +187,7 @@ def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
 
 
 def _advise_limits(plan: Plan) -> Iterator[Advice]:
-    """Say which limit to raise, and how."""
+    """Advise which limit to raise, and how."""
     worst = find_worst_check(plan)
     if worst is not None:
         missing = worst.needed_bytes - worst.available_bytes

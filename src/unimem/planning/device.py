@@ -1,4 +1,4 @@
-"""What a model takes of a GPU's memory, and which parts of its files go there."""
+"""A GPU's arithmetic: sizes in whole pages, and the parts of files that are uploaded."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ __all__ = [
     "round_to_pages",
 ]
 
-# What an allocation takes of the device's memory is a multiple of this: cudaMalloc maps pages of
-# 2 MiB.
+# cudaMalloc maps pages of 2 MiB: each allocation takes a multiple of this.
 _PAGE_BYTES = 2 << 20
-# What a context that is chosen leaves free: CUDA loads kernels when they are first launched, cuBLAS
-# takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and CuPy's
-# pool has what a step makes beside the layout.
+# Where unimem chooses the context, it leaves so much free: CUDA loads kernels at first launch,
+# cuBLAS takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and
+# CuPy's pool holds what a step makes outside of the layout.
 RESERVE_BYTES = 512 << 20
-# By estimate (bench.gpu measures the whole): a slot of 2 MiB is 40 us of PCIe 5, and looking after
-# it about 10 us of Python and CUDA. The ring is pinned anew at each call, for 0.1 to 0.2 ms a MiB,
-# where 4 GB are copied in 75 ms: it is no larger than it must be.
+# An estimate (the suite `gpu` of the benchmarks measures the whole): a slot of 2 MiB keeps PCIe 5
+# busy for 40 us, and costs about 10 us of Python and CUDA. Each call pins the ring anew, which
+# takes 0.1 to 0.2 ms a MiB while 4 GB are copied in 75 ms: so the ring is as small as it can be.
 N_SLOTS = 16
 STAGING_BYTES = N_SLOTS * (2 << 20)
 ALIGN = 256
@@ -40,7 +39,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 class Transfer(NamedTuple):
-    """A range of a file that is brought to the device, and where it goes in what is taken there."""
+    """A range of a file that is uploaded, and its offset in the memory taken on the device."""
 
     file: ModelFile
     begin: int
@@ -49,12 +48,12 @@ class Transfer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where it ends in what is taken."""
+        """The offset where it ends on the device."""
         return self.at + self.nbytes
 
 
 def list_transfers(weights: Contents) -> list[Transfer]:
-    """Lay the files' data out one behind the other."""
+    """List the data of each file, laid out one behind the other."""
     ends = {part.file.path: part.file.header.data_offset for part in weights._parts}
     for tensor in weights.tensors.values():
         ends[tensor.file] = max(ends[tensor.file], tensor.offset + tensor.nbytes)
@@ -67,5 +66,5 @@ def list_transfers(weights: Contents) -> list[Transfer]:
 
 
 def bytes_needed(weights: Contents) -> int:
-    """Tell how much `Weights.to_device` takes of a tape that is aligned."""
+    """Return the bytes that `Weights.to_device` takes from an aligned tape."""
     return list_transfers(weights)[-1].end

@@ -1,4 +1,4 @@
-"""What a model will need, before anything is mapped or loaded."""
+"""Planning the memory of a model, before anything is mapped or loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan(
     device: str | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
-    """Say what a model will need. Of a file only the header is read, and nothing is taken.
+    """Plan the memory of a model. Only the header of a file is read, and nothing is taken.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class PlanOptions:
 
     @classmethod
     def from_arguments(cls, **given: Any) -> PlanOptions:
-        """Check them; the message of an error names the option."""
+        """Check arguments; an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
         KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
@@ -176,7 +176,7 @@ class PlanOptions:
         )
 
     def with_changes(self, changes: Mapping[str, Any]) -> PlanOptions:
-        """Return them with some changed, of which each is one of `plan`."""
+        """Return a copy with some options of `plan` changed."""
         own = {name: value for name, value in changes.items() if name in _OWN_OPTIONS}
         rest: Any = {name: value for name, value in changes.items() if name not in _OWN_OPTIONS}
         return replace(self, **own, placement=self.placement | rest)
@@ -192,7 +192,7 @@ def _count(name: str, value: int, most: int) -> int:
 
 
 class _Planner:
-    """Makes plans of one model on one machine, whose figures are read once. For one thread."""
+    """Makes plans of one model; the machine's figures are read once. For one thread."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
@@ -206,7 +206,7 @@ class _Planner:
             return made
 
         def replan(changes: Mapping[str, Any]) -> Plan:
-            # With the context that the plan is for, so that they differ by nothing else.
+            # The context stays the plan's own, so that nothing else differs.
             return self._make(options.with_changes({"ctx": made.ctx} | dict(changes)))
 
         return replace(made, advice=advise(made, replan, self._source.by_type()))
@@ -282,7 +282,7 @@ class _Planner:
         )
 
     def _find_longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
-        """Search for the longest context with which all fits, and nothing spills that need not."""
+        """Find the longest context that fits, and that makes nothing spill that need not."""
 
         def fits(found: list[Need]) -> bool:
             return all(check.fits for check in self._checks(found, storage))
@@ -296,7 +296,7 @@ class _Planner:
         return find_largest(most, is_good)
 
     def _spilled(self, needs: list[Need]) -> int:
-        """Bytes of files that cannot stay in RAM beside the rest."""
+        """Return the bytes of files that cannot stay in RAM beside the rest."""
         nbytes = sum(need.file_bytes for need in needs)
         rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
         most = 0
@@ -308,7 +308,7 @@ class _Planner:
         return min(nbytes, most)
 
     def _cached_bytes(self) -> int:
-        if self._cached is None:  # which takes a while of a large file
+        if self._cached is None:  # asked once: of a large file it takes a while
             self._cached = self._source.cached_bytes()
         return self._cached
 
@@ -376,7 +376,7 @@ class _Planner:
         return [check((node,), share) for node, share in shares.items()]
 
     def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
-        """Say what will not lie on the nodes that are preferred, which are no limit."""
+        """Say what will not lie on preferred nodes; preferring them is no limit."""
         if numa is None or numa.mode != "preferred":
             return {}
         nodes = (self._machine.nodes.get(n) for n in numa.nodes)
@@ -447,11 +447,11 @@ class _Planner:
 
 
 def _session_needs(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
-    """Say what n conversations take, one after the other."""
+    """List what n conversations take, one after the other."""
     found = session.needs(ctx, budget)
     alike = session.storage.numa is None and not session.storage.lock
     if alike and all(need.ram_bytes == need.nbytes for need in found):
-        return found * n  # without a pool, no block changes what the next one may be
+        return found * n  # without a pool, a block changes nothing for the next one
     for _ in range(n - 1):
         found += session.needs(ctx, budget)
     return found

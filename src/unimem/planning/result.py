@@ -1,4 +1,4 @@
-"""What planning makes: a plan, the limits that it was checked against, and advice."""
+"""The results of planning: a plan, checks against limits, and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMA = "unimem.plan/1"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A limit, and what a plan needs of it. Any number of threads may use it.
+    """A limit, and how much of it a plan needs. Any number of threads may use it.
 
     Attributes
     ----------
@@ -28,13 +28,13 @@ class Check:
         (overcommit_memory=2)", "locked memory (memlock)", "hugetlb pool of 2m pages"; "node 0",
         "cuda:0".
     needed_bytes, available_bytes, limit_bytes : int
-        What is needed of it in all, what this process may have of it, with what of the plan has
-        been taken already, and the limit itself.
+        What the plan needs in all; what this process may have, including what of the plan it has
+        taken already; and the limit itself.
     remedy : str
         A command or a setting that raises it.
     is_hard : bool
-        Whether memory beyond it is refused, or ends the process. Beyond any other limit a block
-        takes what it can have instead, and says so, unless it is asked to be `strict`.
+        Whether the kernel refuses memory beyond it, or ends the process. At any other limit a block
+        falls back to what it can have, and says so, unless it is `strict`.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do, and what it is worth. Any number of threads may use it.
+    """One thing to do, and what it saves. Any number of threads may use it.
 
     Attributes
     ----------
     text : str
         A sentence.
     saves_bytes : int
-        How much less is needed then of what cannot be dropped: `Plan.required_bytes`, or the rows
-        of a GPU in a plan for one. Of a smaller file, an estimate.
+        How much less memory that cannot be dropped is needed then: of `Plan.required_bytes`, or of
+        the rows of a GPU in a plan for one. For a smaller file, an estimate.
     options : dict
-        Keyword arguments of `plan` that change; empty where it is another file or limit.
+        Keyword arguments of `plan` to change; empty where another file or limit is advised.
     fits : bool
         Whether the plan fits with this alone, and nothing spills.
     """
@@ -80,19 +80,19 @@ class Plan:
     Attributes
     ----------
     rows : tuple of Row
-        Of each, `category`, `nbytes` (in whole pages) and `device` are known.
+        Each has its `category`, `nbytes` (in whole pages) and `device`.
     checks : tuple of Check
-        Of each limit that applies.
+        One for each limit that applies.
     advice : tuple of Advice
-        What to do, in the order of what it costs; empty where all fits and nothing spills.
+        What to do, the cheapest first; empty where all fits and nothing spills.
     unknown : tuple of str
-        Sentences: what could not be planned, and why.
+        Sentences that say what could not be planned, and why.
     facts : dict
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
         "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
         where not all will lie on the nodes that are preferred.
     ctx : int or None
-        Tokens of context; None where it is not given, and what a token takes is not known.
+        Tokens of context; None where none is given and the memory of a token is not known.
     batch : int
         Streams of the KV cache.
     kv_dtype : str
@@ -104,21 +104,21 @@ class Plan:
     load : {"map", "copy", "direct"}
         How a file comes into memory.
     load_reason : str
-        Why so.
+        Why.
     pages : str
         Pages that were asked for.
     numa : str or None
         The NUMA policy that was asked for.
     max_ctx : int or None
-        The longest context, up to the model's own, with which nothing spills; of a file that
-        spills anyway, the longest that fits. 0 where none does, None where it is not known.
+        The longest context, up to the model's own, with which nothing spills; where a file spills
+        anyway, the longest that fits. 0 where none fits, None where it is not known.
     required_bytes : int
         Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked.
     spilled_bytes : int
         Bytes of a mapped file that cannot stay in main memory beside the rest.
     available_bytes : int
-        Main memory that this process may take now, with what of the weights has been taken already:
-        the least of the checks.
+        Main memory that this process may take now, including what of the weights it has taken
+        already: the least of the checks.
     scratch_bytes, history_bytes : int
         Sizes of the two tapes of one session. With a window the KV cache lies in memory of its own,
         and the history tape is one page.
@@ -164,12 +164,12 @@ class Plan:
         strict : bool, default True
             False: only for limits that are hard.
         taken_bytes : int, default 0
-            What of it is in main memory already, beside weights.
+            How much of it is in main memory already, beside weights.
 
         Raises
         ------
         CapacityError
-            With the limit that has the least room for what it is to hold, its figures, and advice.
+            It names the limit that lacks the most, with figures and advice.
         """
         worst = find_worst_check(self, strict=strict)
         if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
@@ -228,12 +228,12 @@ class Plan:
 
 
 def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
-    """Return the limit that lacks the most; None where all have room.
+    """Return the check that lacks the most room; None where all have room.
 
     Parameters
     ----------
     plan : Plan
-        Which.
+        The plan.
     strict : bool, default True
         False: only of limits that are hard.
     """

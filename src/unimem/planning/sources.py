@@ -1,4 +1,4 @@
-"""What a plan is made of: a file that nobody has opened, opened weights, or dimensions."""
+"""The sources of a plan: dimensions, a model file of which only headers are read, or weights."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ _GGML = (
 
 
 class ModelSource(Protocol):
-    """Where weights come from."""
+    """Where the figures of a model come from."""
 
     shape: Shape
     facts: dict[str, Any]
 
     def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
+        """List what the weights take."""
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
 
 
 class _Unevictable(NamedTuple):
-    """What of mapped files cannot be dropped; what of that is there; and what is in huge pages."""
+    """Bytes of mapped files that cannot be dropped, those of them in RAM, and those in hugetlb."""
 
     fixed_bytes: int
     taken_bytes: int
     pool_bytes: int
 
     def plus(self, other: _Unevictable) -> _Unevictable:
-        """Add up two of them."""
+        """Return the sums of both."""
         return _Unevictable(*map(sum, zip(self, other, strict=True)))
 
 
@@ -85,17 +85,17 @@ class DimsSource:
         self._types = {"q8_0": -(-values // 32) * 34} if dims.quantized else {"f16": 2 * values}
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._types
 
     def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
         if load == "auto":
             return "map", "a file would be mapped"
         return load, "it was asked for"
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
+        """List what the weights take."""
         types = _weight_rows(self._types)
         total = sum(types.values())
         if mode == "map":
@@ -103,11 +103,11 @@ class DimsSource:
         return [storage.block(total, _PADDING, budget, types)]
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache: there are none."""
+        """Return 0: there are no files."""
         return 0
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
         return sum(self._types.values())
 
 
@@ -127,16 +127,16 @@ class FileSource:
         self.shape, self.facts = _describe(self._contents, model.index)
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._contents.by_type()
 
     def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
         choice = loading.choose(self._model, load, None, placement)
         return choice.mode, choice.reason
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
+        """List what the weights take."""
         if mode == "map":
             self._held = self._held or self._measure_held()
             found = _mapping_need(self._contents, self._held, storage, budget)
@@ -155,11 +155,11 @@ class FileSource:
         return held
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
         return loading.cached_bytes(self._model)
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
         return bytes_needed(self._contents)
 
 
@@ -169,7 +169,7 @@ class WeightsSource:
     Parameters
     ----------
     weights : Weights
-        Which stay open.
+        They stay open.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -178,16 +178,16 @@ class WeightsSource:
         self.shape, self.facts = _describe(weights, None)
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._weights.by_type()
 
     def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they came into memory, and why so.
+        """Return how they came into memory, and why.
 
         Raises
         ------
         ValueError
-            It was asked for another way.
+            Another way is asked for.
         """
         weights = self._weights
         if load not in ("auto", weights.load):
@@ -195,7 +195,7 @@ class WeightsSource:
         return weights.load, weights.load_reason
 
     def weights(self, _mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take, and have taken."""
+        """List what they take, and have taken."""
         weights = self._weights
         headers = _headers_need(part.file for part in weights._parts)
         if weights.load == "map":
@@ -214,19 +214,19 @@ class WeightsSource:
         return held
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
         found = 0
         for part in self._weights._parts:
             found += min(part.memory.block._resident_range(0, part.file.nbytes), part.file.nbytes)
         return found
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
         return bytes_needed(self._weights)
 
 
 def _describe(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
-    """Tell a model's shape, and what is said of it."""
+    """Return a model's shape, and facts about it."""
     first = weights._parts[0].file
     path = index or first.path
     facts: dict[str, Any] = {"model": path}
@@ -247,13 +247,13 @@ def _describe(weights: Contents, index: str | None) -> tuple[Shape, dict[str, An
 
 
 def _headers_need(files: Iterable[ModelFile]) -> Need:
-    """Say what copies of files' headers take, which are there as long as the files are opened."""
+    """Return what copies of the headers take: they stay as long as the files are open."""
     nbytes = sum(file.header.copied_bytes for file in files)
     return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
 def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
-    """Look at what of a mapped file cannot be dropped: what is locked, or has no disk behind it."""
+    """Measure what of a mapped file cannot be dropped: it is locked, or has no disk behind it."""
     size, placed = file.nbytes, block.verify()
     if not file.in_memory:
         locked = min(placed.locked_bytes, size)
@@ -264,7 +264,7 @@ def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
 
 
 def _mapping_need(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
-    """Say what mapped files take."""
+    """Return what mapped files take."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
     ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes)
@@ -277,7 +277,7 @@ def _mapping_need(weights: Contents, held: _Unevictable, storage: Storage, budge
 
 
 def _file_need(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
-    """Say what a mapped file takes, which is locked where there is room for that."""
+    """Return what a mapped file takes; it is locked where there is room for that."""
     locks = bool(storage.lock)
     if locks and not storage.strict:
         locks = lock_refusal(storage.lock, nbytes, budget) is None
