@@ -23,6 +23,24 @@ from unimem.accounting import published
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
+        session.config.workeroutput["n_left_out"] = tiers.n_left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker knows: each has seen all tests."""
+    tiers.n_left_out = getattr(node, "workeroutput", {}).get("n_left_out", 0)
+
+
+# Fixtures that take what all processes of the machine share, or look at it.
+MACHINE = {
+    *("cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages"),
+    "leaves_nothing",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
     group.addoption("--all", action="store_true", help="everything there is: make test-all")
@@ -48,12 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("machine"))
     if not tiers.everything:
         slow = [item for item in items if item.get_closest_marker("slow")]
+        tiers.n_left_out = len(slow)
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-
-
-# Fixtures that take what all processes of the machine share.
-MACHINE: set[str] = set()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -137,3 +152,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for reason, tests in sorted(tests_of.items()):
             more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
             terminalreporter.write_line(f"{reason}: {tests[0]}{more}")
+    if not tiers.everything:
+        terminalreporter.write_line(
+            f"This was the fast tier. `make test-all` has {tiers.n_left_out} slow tests beside it, "
+            "and its searches try ten times as many examples."
+        )

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "os.h"
+#include "stats.h"
 #include "test.h"
 
 /* Declared in test.h: the test and the checks in this file share one count. */

@@ -1,7 +1,7 @@
 /* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
 #include "test.h"
 
-#include "internal.h"
+#include "names.h"
 
 static uint64_t utf8_nbytes(const char *text) {
     size_t nbytes = strlen(text);

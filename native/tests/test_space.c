@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "fault_os.h"
-#include "internal.h"
+#include "space.h"
 
 static size_t page, huge_page;
 static os_state before, after;

@@ -3,7 +3,7 @@
 
 #include <pthread.h>
 
-#include "internal.h"
+#include "stats.h"
 
 static um_ledger_row row_of(um_category category) {
     um_ledger_row row;

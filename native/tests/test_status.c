@@ -3,7 +3,7 @@
 
 #include <errno.h>
 
-#include "internal.h"
+#include "status.h"
 
 static void test_names(void) {
     const char *names[] = {"UM_OK",       "UM_E_INVALID", "UM_E_FULL",  "UM_E_NOMEM", "UM_E_OS",

@@ -9,6 +9,9 @@ from __future__ import annotations
 everything = False
 """Whether this run has both tiers; conftest.py sets it before tests are imported."""
 
+n_left_out = 0
+"""How many tests this run leaves to the larger tier."""
+
 
 def examples(n: int) -> int:
     """Return how many of `n` examples a search tries in this run."""
