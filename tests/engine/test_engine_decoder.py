@@ -236,7 +236,7 @@ def test_full(decoder: Decoder) -> None:
     decoder.prefill(tokens(CTX - 2))
     greedy(decoder, 2)
     logits = decoder.logits.copy()
-    with pytest.raises(um.CacheFull) as caught:
+    with pytest.raises(um.CacheFull, match="no room for 1 more token:") as caught:
         decoder.generate_next_token()
     assert (caught.value.limit, caught.value.used, caught.value.asked) == (CTX, CTX, 1)
     np.testing.assert_array_equal(decoder.logits, logits)
@@ -244,7 +244,7 @@ def test_full(decoder: Decoder) -> None:
 
 def test_generate_checks_its_length_first(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
-    with pytest.raises(um.CacheFull):
+    with pytest.raises(um.CacheFull, match=f"a prompt of {len(PROMPT)} tokens and {CTX} more"):
         decoder.generate(PROMPT, CTX)
     assert decoder.kv.seq_len == len(PROMPT)
     list(decoder.generate(PROMPT, CTX - len(PROMPT) + 1, stop_at_eog=False))

@@ -214,7 +214,7 @@ def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers:
     n_experts, n_used = meta.count("expert_count"), meta.count("expert_used_count")
     if n_used > n_experts:
         raise ValueError(
-            f"'{arch}.expert_used_count' is {n_used}, but there are only {n_experts} experts"
+            f"'{arch}.expert_used_count' is {n_used}, more than '{arch}.expert_count', {n_experts}"
         )
     if arch in MIXTURES and meta.is_written("expert_feed_forward_length"):
         widths = [n_used * meta.count("expert_feed_forward_length")]

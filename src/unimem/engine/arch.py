@@ -236,6 +236,6 @@ def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
     unknown = sorted(set(weights.tensors) - known)
     if unknown:
         raise UnsupportedModel(
-            f"the model has {len(unknown)} tensors that the engine does not know for "
-            f"{arch}, such as {unknown[0]!r:.80}"
+            f"the model has {len(unknown)} tensor{'s' * (len(unknown) > 1)} that the engine does "
+            f"not know for {arch}, such as {unknown[0]!r:.80}"
         )

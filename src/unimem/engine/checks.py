@@ -95,8 +95,8 @@ def check_session(
     n = saved.next_position if kv.window else saved.seq_len
     if n > ctx or saved.next_position > MOST_POSITIONS:
         raise CacheFull(
-            f"{name}: a session of {n} tokens does not fit in the context of {ctx}: take a larger "
-            "ctx",
+            f"{name}: a session of {n} token{'s' * (n > 1)} does not fit in the context of {ctx}: "
+            "take a larger ctx",
             ctx,
             0,
             n,

@@ -671,8 +671,8 @@ class Decoder:
         asked = len(tokens) + max(n - 1, 0)
         if asked > self.ctx:
             raise CacheFull(
-                f"a prompt of {len(tokens)} tokens and {n} more do not fit in the context of "
-                f"{self.ctx}: take fewer, or a larger ctx",
+                f"a prompt of {len(tokens)} token{'s' * (len(tokens) > 1)} and {n} more do not fit "
+                f"in the context of {self.ctx}: take fewer, or a larger ctx",
                 self.ctx,
                 0,
                 asked,
@@ -708,8 +708,8 @@ class Decoder:
         used = self.kv.next_position if self.kv.window else self.kv.seq_len
         if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
-                f"no room for {n} more tokens: {used} of {self.ctx} are used; reset() begins a "
-                "new conversation",
+                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self.ctx} are used; "
+                "reset() begins a new conversation",
                 self.ctx,
                 used,
                 n,
