@@ -291,6 +291,8 @@ class _Planner:
             found = needs(ctx)
             return fits(found) and self._spilled(found) == 0
 
+        if is_good(most):  # as it mostly is: nothing else is computed then
+            return most
         if self._spilled(needs(1)):
             return find_largest(most, lambda ctx: fits(needs(ctx)))
         return find_largest(most, is_good)

@@ -28,7 +28,7 @@ def find_largest(most: int, is_good: Callable[[int], bool], *, least: int = 0) -
     >>> find_largest(4096, lambda n: n * n <= 1000)
     31
     """
-    if most > least and is_good(most):  # as it mostly is
+    if most > least and is_good(most):
         return most
     low, high = least, most - 1
     while low < high:
