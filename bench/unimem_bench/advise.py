@@ -24,7 +24,8 @@ import numpy as np
 from unimem.buffers.dims import ModelDims
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.system.limits import nodes
 from unimem.weights.opened import open_weights
 from unimem_bench import states

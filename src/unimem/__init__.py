@@ -38,7 +38,8 @@ from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Tensor, Weights, open_weights

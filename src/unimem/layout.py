@@ -12,7 +12,8 @@ from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
 from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights
 
@@ -70,7 +71,7 @@ class Stat:
 
 
 class Lifetimes(Generic[TapeT]):
-    """What a `Layout` is, on every device: `new_tape(size_or_block, name)` makes its tapes."""
+    """A `Layout` on any device; `new_tape(size_or_block, name)` makes its tapes."""
 
     _is_begun = False
 
@@ -81,7 +82,7 @@ class Lifetimes(Generic[TapeT]):
         history: Any,
         new_tape: Callable[[Any, str], TapeT],
     ) -> None:
-        # A flag, and not what is made last: a size's own code may come here again.
+        # A flag that is set first: a size's own code may come here again.
         if self._is_begun:
             raise RuntimeError("the Layout is made already")
         self._is_begun = True
@@ -100,7 +101,7 @@ class Lifetimes(Generic[TapeT]):
             made.append(self.scratch)
             self.history = new_tape(history, "history")
         except BaseException:
-            # All or nothing: what was made before the failure goes back.
+            # All or nothing: tapes that were made before the failure go back.
             for tape in made:
                 tape.close()
             raise
@@ -362,7 +363,7 @@ class Layout(Lifetimes[Tape]):
         try:
             if not given:
                 needed = plan(weights, **options)  # the file may be another one by now
-            ModelDims.from_weights(weights)  # what is not known of them cannot be made
+            ModelDims.from_weights(weights)  # it raises where the dimensions are not known
             needed.require_fits(strict=strict)
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
         except BaseException:

@@ -323,9 +323,9 @@ def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
             Counted.n_read += len(found) if isinstance(index, slice) else 1
             return found
 
-    cut = attribution._cut
+    cut = attribution._cut_range
     monkeypatch.setattr(
-        attribution, "_cut", lambda claims, *rest: cut(Counted(claims), *rest), raising=True
+        attribution, "_cut_range", lambda claims, *rest: cut(Counted(claims), *rest), raising=True
     )
     n = 300
     entries = [entry(("kv", 100), ("a", PAGE - 100), address=BASE + 2 * i * PAGE) for i in range(n)]

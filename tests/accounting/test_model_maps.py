@@ -54,7 +54,7 @@ needs_areas = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known_yet() -> None:
-    model_maps._layouts.clear()
+    model_maps._headers.clear()
 
 
 @pytest.fixture
@@ -222,13 +222,13 @@ def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
 def test_not_more_files_are_remembered_than_a_process_has(
     tmp_path: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_maps, "_LAYOUTS_MAX", 2)
+    monkeypatch.setattr(model_maps, "_HEADERS_MAX", 2)
     for i in range(5):
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(g.everything())
         maps(path)
     assert [each.format for each in found(str(tmp_path))] == ["GGUF"] * 5
-    assert len(model_maps._layouts) == 2
+    assert len(model_maps._headers) == 2
 
 
 # ---- which files --------------------------------------------------------------------------------
@@ -324,13 +324,13 @@ def test_files_with_code_are_libraries() -> None:
 
 def test_libraries_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    plain = model_maps._find
+    plain = model_maps._find_file
 
     def look(pid: int, area: Area, staged: Any) -> Any:
         looked.append(area.path)
         return plain(pid, area, staged)
 
-    monkeypatch.setattr(model_maps, "_find", look)
+    monkeypatch.setattr(model_maps, "_find_file", look)
     process = read_process()
     models(process)
     programs = library_files(process.areas)

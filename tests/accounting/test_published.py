@@ -34,9 +34,9 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def nothing_shown() -> Iterator[None]:
     """Each test begins and ends as a process that shows nothing."""
-    shown._show_nothing()
+    shown._unpublish()
     yield
-    shown._show_nothing()
+    shown._unpublish()
 
 
 def look() -> Published:
@@ -331,7 +331,7 @@ def test_a_tally_that_is_forgotten_gives_its_row_back() -> None:
     tally.hold(1000, 10)
     del tally
     assert list(look().counters.values()) == [0, 0, 0, 0]
-    assert len(shown._shown.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
+    assert len(shown._shared.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
 
 
 def test_engines_that_find_no_row_are_not_counted() -> None:
@@ -341,8 +341,8 @@ def test_engines_that_find_no_row_are_not_counted() -> None:
     assert look().counters["n_prompt_tokens"] == shown._N_ROWS
     for tally in tallies:
         tally.end()
-    assert len({cells.obj for cells in shown._shown.free_rows}) == 1  # type: ignore[union-attr]
-    assert len(shown._shown.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
+    assert len({cells.obj for cells in shown._shared.free_rows}) == 1  # type: ignore[union-attr]
+    assert len(shown._shared.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
 
 
 def test_engines_come_and_go_in_threads() -> None:
@@ -542,9 +542,9 @@ def image(change: Change | None = None, text: bytes | None = None, **head: Any) 
     """What this process would show, with something changed."""
     with um.Block(MIB, name="mine"):
         shown.publish()
-        assert shown._shown is not None
-        data = bytearray(shown._shown.memory)
-    shown._show_nothing()
+        assert shown._shared is not None
+        data = bytearray(shown._shared.memory)
+    shown._unpublish()
     names = ("magic", "version", "pid", "started", "n_columns", "n_rows", "size", "sum")
     fields = dict(zip(names, shown._HEAD.unpack_from(data), strict=True))
     if text is None:

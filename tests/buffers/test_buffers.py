@@ -31,7 +31,7 @@ from buffer_sets import (
 )
 from conftest import Run
 from unimem._core.status import counters, ledger
-from unimem.buffers.sets import pack, total_bytes
+from unimem.buffers.buffer_set import pack, total_bytes
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -23,7 +23,7 @@ from screens import CONTROL, show, show_on_terminal
 from unimem.accounting.report import Row
 from unimem.cli import _app
 from unimem.engine import embedded_model
-from unimem.planning.plan import Advice, Check, Plan
+from unimem.planning.result import Advice, Check, Plan
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"

@@ -54,7 +54,7 @@ def greedy(decoder: Decoder, n: int) -> list[int]:
 def full_cache(model: Path, window: int, **options: Any) -> Decoder:
     """A decoder that keeps all tokens, with the mask of a window."""
     decoder = Decoder(model, ctx=CTX, threads=1, **options)
-    decoder._window = window
+    decoder._attention.window = window
     return decoder
 
 

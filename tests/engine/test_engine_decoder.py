@@ -236,7 +236,7 @@ def test_full(decoder: Decoder) -> None:
     decoder.prefill(tokens(CTX - 2))
     greedy(decoder, 2)
     logits = decoder.logits.copy()
-    with pytest.raises(um.CacheFull) as caught:
+    with pytest.raises(um.CacheFull, match="no room for 1 more token:") as caught:
         decoder.generate_next_token()
     assert (caught.value.limit, caught.value.used, caught.value.asked) == (CTX, CTX, 1)
     np.testing.assert_array_equal(decoder.logits, logits)
@@ -244,7 +244,7 @@ def test_full(decoder: Decoder) -> None:
 
 def test_generate_checks_its_length_first(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
-    with pytest.raises(um.CacheFull):
+    with pytest.raises(um.CacheFull, match=f"a prompt of {len(PROMPT)} tokens and {CTX} more"):
         decoder.generate(PROMPT, CTX)
     assert decoder.kv.seq_len == len(PROMPT)
     list(decoder.generate(PROMPT, CTX - len(PROMPT) + 1, stop_at_eog=False))
@@ -303,7 +303,7 @@ def test_an_interrupted_step_leaves_no_half_mask(
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("unimem.engine.decoder._show", interrupted)
+        patch.setattr("unimem.engine.attention._show", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decoder.prefill([4])
     assert decoder.kv.seq_len == 256
@@ -397,6 +397,7 @@ def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
     assert facts["cpu_features"]
     assert ("advice" in facts) is not facts["tinyblas"]
     assert "6.0 KiB from malloc" in facts["ggml_own"]
+    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the one that calls
 
 
 def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
@@ -444,6 +445,7 @@ def test_what_ggml_takes_from_malloc(run_python: Any) -> None:
 @pytest.mark.usefixtures("gives_memory_back")
 def test_closing(model: Path) -> None:
     decoder = Decoder(model, ctx=CTX, threads=1)
+    assert repr(decoder).endswith(f"layers, 0 of {CTX} tokens, 1 thread)")
     logits = decoder.prefill(PROMPT)
     with pytest.raises(BufferError):
         decoder.close()

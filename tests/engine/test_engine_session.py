@@ -247,14 +247,14 @@ def test_what_was_interrupted_has_no_ids(
     decoder: Decoder, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder.prefill(tokens(5))
-    note = decoder._note
+    note = decoder._note_ids
 
     def interrupted(*arguments: Any) -> None:
         note(*arguments)
         raise KeyboardInterrupt
 
     for n in (1, 3):
-        monkeypatch.setattr(decoder, "_note", interrupted)
+        monkeypatch.setattr(decoder, "_note_ids", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decoder.prefill(tokens(n, seed=1))
         monkeypatch.undo()

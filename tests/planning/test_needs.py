@@ -14,7 +14,7 @@ import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE, huge_page_bytes
 from unimem.buffers import shapes
-from unimem.planning.needs import Budget, Machine, Storage
+from unimem.planning.needs import Budget, MachineBudget, Storage
 from unimem.system import limits, policy
 
 gguf = pytest.importorskip(
@@ -56,7 +56,7 @@ def test_an_extent_is_what_a_block_maps(
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_blocks_of_a_plan_share_one_pool() -> None:
     sizes = [5 * MIB, 7 * MIB, 9 * MIB, MIB, 3 * MIB]
-    budget = Budget(Machine())
+    budget = Budget(MachineBudget())
     planned = [Storage().block(nbytes, "scratch", budget) for nbytes in sizes]
     blocks = [um.Block(nbytes) for nbytes in sizes]
     for need, block in zip(planned, blocks, strict=True):
@@ -286,7 +286,7 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
     ],
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:
-    shape = shapes.of_config(CONFIG | config, "")
+    shape = shapes.from_config(CONFIG | config, "")
     assert shape.cache == (None if cache is None else (cache,))
     assert shape.dims is None
     assert shape.unknown

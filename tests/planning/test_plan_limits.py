@@ -345,6 +345,20 @@ def test_what_costs_least_comes_first(memory: Any) -> None:
     assert "q4_K" in plan.advice[-2].text
 
 
+def test_advice_counts_conversations_and_streams_in_words(memory: Any) -> None:
+    options: dict[str, Any] = {"ctx": 8000, "pages": "4k"}
+    for name, one, two in (
+        ("sessions", "1 conversation at a time", "2 conversations at a time"),
+        ("batch", "1 stream", "2 streams"),
+    ):
+        for n, words in ((1, one), (2, two)):
+            memory(64 * GIB)
+            memory(um.plan(DIMS, **options | {name: n}).total_bytes)
+            plan = um.plan(DIMS, **options | {name: 4})
+            (advice,) = (advice for advice in plan.advice if list(advice.options) == [name])
+            assert (advice.text, advice.options) == (f"{words} instead of 4", {name: n})
+
+
 def test_changes_that_fit_together(memory: Any) -> None:
     options: dict[str, Any] = {"ctx": 8000, "kv_dtype": "f32", "sessions": 4, "pages": "4k"}
     memory(um.plan(DIMS, ctx=8000, kv_dtype="q8_0", pages="4k").total_bytes)

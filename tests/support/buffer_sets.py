@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from unimem.buffers import sets
+from unimem.buffers import buffer_set, sets
 
 # The names of the interface, with the values of each for dimensions.
 BY_HIDDEN = (
@@ -120,12 +120,13 @@ def check_buffers(db: Any, d: um.ModelDims, dtype: str) -> None:
 def interrupted(call: Callable[[], object], number: int) -> bool:
     """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
     lines = itertools.count(1)
+    files = (buffer_set.__file__, sets.__file__)
 
     def trace(frame: Any, event: str, _: object) -> Any:
         if event == "line" and next(lines) == number:
             raise KeyboardInterrupt
         # In a destructor it would be swallowed.
-        return trace if frame.f_code.co_filename == sets.__file__ else None
+        return trace if frame.f_code.co_filename in files else None
 
     old = sys.gettrace()
     sys.settrace(trace)

@@ -1,1 +1,1 @@
-"""Accounting: who has which memory, of this process and of others."""
+"""Accounting: what the memory of this process, and of others, is for."""

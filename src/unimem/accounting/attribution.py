@@ -1,4 +1,4 @@
-"""From what the kernel says of areas, and unimem of its regions, to rows: every byte once."""
+"""Attributing areas of the kernel and regions of unimem to rows, each byte once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unimem.system.process import Area, Process
 __all__ = ["apportion", "attribute", "kind_of"]
 
 _PAGE = mmap.PAGESIZE
-# Where the kernel does not tell it: what one page of page table entries, 8 bytes each, covers.
+# Where the kernel does not tell: one page of page table entries, 8 bytes each, covers so much.
 _THP = huge_page_bytes() or _PAGE * (_PAGE // 8)
 _NAMED = {
     "[heap]": "allocator",
@@ -33,7 +33,7 @@ _NAMED = {
     "[anon_shmem:": "shared",
     "[": "kernel",
 }
-# Shared memory without a file of anybody's: the kernel has files for it, too.
+# Shared memory that the kernel has files for, though no user made them.
 _SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage")
 
 
@@ -77,40 +77,42 @@ def attribute(
     image, as it does in the Rss of the process.
     """
     entries = sorted(entries, key=lambda entry: entry.address)
-    books = [_Book.of_entry(entry) for entry in entries]
-    books += [
-        _Book.of_entry(each)
+    builders = [_MappingBuilder.from_entry(entry) for entry in entries]
+    builders += [
+        _MappingBuilder.from_entry(each)
         for model in models
         for each in _as_entries(model)
-        if not _meets(each, entries)
+        if not _overlaps(each, entries)
     ]
-    claims = sorted((claim for book in books for claim in book.claims), key=lambda c: c.start)
-    starts = [claim.start for claim in claims]
+    spans = sorted(
+        (span for builder in builders for span in builder.spans), key=lambda span: span.start
+    )
+    starts = [span.start for span in spans]
     programs = library_files(process.areas)
     for area in process.areas:
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
             continue
         is_program = (area.device, area.inode) in programs
-        own = _Book.of_area(area, kind_of(area, is_program=is_program))
+        own = _MappingBuilder.from_area(area, kind_of(area, is_program=is_program))
         pieces = [
-            claim._replace(start=start, end=end) if claim else _Claim(start, end, own.category, own)
-            for start, end, claim in _cut(claims, starts, area.start, area.end)
+            span._replace(start=start, end=end) if span else _Span(start, end, own.category, own)
+            for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
-        if free := sum(piece.end - piece.start for piece in pieces if piece.book is own):
-            # Where nobody has access, nothing can come to be.
+        if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
+            # Without access, no page is ever added.
             there = free if area.is_accessible else area.resident_bytes + area.swapped_bytes
             own.nbytes[own.category] = there
-            books.append(own)
+            builders.append(own)
         _share_out(process, area, pieces)
-    books = [book for book in books if book.held or not any(book.nbytes.values())]
-    for book in books:
-        book.leave_out_unmapped()
-    books.sort(key=lambda book: book.address)
-    return tuple(book.as_mapping() for book in books), _rows(books)
+    builders = [builder for builder in builders if builder.held or not any(builder.nbytes.values())]
+    for builder in builders:
+        builder.leave_out_unmapped()
+    builders.sort(key=lambda builder: builder.address)
+    return tuple(builder.as_mapping() for builder in builders), _rows(builders)
 
 
 def kind_of(area: Area, *, is_program: bool = False) -> str:
-    """Return the category of an area that is none of unimem's, nor of a model file.
+    """Return the category of an area that belongs neither to unimem nor to a model file.
 
     Parameters
     ----------
@@ -138,7 +140,7 @@ def kind_of(area: Area, *, is_program: bool = False) -> str:
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Share a total out by weights, in whole numbers whose sum it is (largest remainders).
+    """Apportion a total by weights, in whole numbers that sum up to it (largest remainders).
 
     Parameters
     ----------
@@ -165,8 +167,8 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Held:
-    """What one category has in one mapping, as the kernel says: the fields of a `Placement`."""
+class _Usage:
+    """The memory of one category in one mapping: the fields of a `Placement`."""
 
     resident_bytes: int = 0
     pss_bytes: int = 0
@@ -177,8 +179,8 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Book:
-    """A mapping, and what is known of its categories so far."""
+class _MappingBuilder:
+    """A mapping, with the categories that are known so far."""
 
     category: str
     name: str
@@ -187,40 +189,40 @@ class _Book:
     nbytes: dict[str, int]
     requested: dict[str, object] | None = None
     active: dict[str, int] = field(default_factory=dict)
-    claims: list[_Claim] = field(default_factory=list)
-    held: dict[str, _Held] = field(default_factory=dict)
+    spans: list[_Span] = field(default_factory=list)
+    held: dict[str, _Usage] = field(default_factory=dict)
     mapped: dict[str, int] = field(default_factory=dict)
     page_bytes: int = _PAGE
     is_huge: bool = False
     may_be_huge: bool = False
 
     @classmethod
-    def of_area(cls, area: Area, category: str) -> _Book:
+    def from_area(cls, area: Area, category: str) -> _MappingBuilder:
         name = area.path.rpartition("/")[2]
         path = area.path if area.path.startswith("/") else None
         return cls(category, name, area.start, path, {})
 
     @classmethod
-    def of_entry(cls, entry: Entry) -> _Book:
-        book = cls(entry.category, entry.name, entry.address, entry.path, {}, entry.requested)
+    def from_entry(cls, entry: Entry) -> _MappingBuilder:
+        builder = cls(entry.category, entry.name, entry.address, entry.path, {}, entry.requested)
         at = entry.address
         for part in entry.parts:
             at = part.address + part.nbytes
-            book.claims.append(_Claim(part.address, at, part.category, book))
-            book.nbytes[part.category] = book.nbytes.get(part.category, 0) + part.nbytes
+            builder.spans.append(_Span(part.address, at, part.category, builder))
+            builder.nbytes[part.category] = builder.nbytes.get(part.category, 0) + part.nbytes
             if part.active_bytes is not None:
-                active = book.active.get(part.category, 0) + part.active_bytes
-                book.active[part.category] = active
-        # Behind its memory is the other image of a ring, or what a block with gaps has there.
-        category = next(iter(book.nbytes)) if len(book.nbytes) == 1 else entry.category
+                active = builder.active.get(part.category, 0) + part.active_bytes
+                builder.active[part.category] = active
+        # The other image of a ring lies behind its memory, or the gaps of a block.
+        category = next(iter(builder.nbytes)) if len(builder.nbytes) == 1 else entry.category
         end = entry.address + entry.reserved_bytes
-        if end > at or not book.nbytes:
-            book.claims.append(_Claim(at, max(at, end), category, book))
-            book.nbytes.setdefault(category, 0)
-        return book
+        if end > at or not builder.nbytes:
+            builder.spans.append(_Span(at, max(at, end), category, builder))
+            builder.nbytes.setdefault(category, 0)
+        return builder
 
     def leave_out_unmapped(self) -> None:
-        """Count nothing that has no area: an entry may be older than the areas, or a stranger's."""
+        """Drop bytes without an area: an entry may be older, or come from another process."""
         for category, nbytes in self.nbytes.items():
             self.nbytes[category] = min(nbytes, self.mapped.get(category, 0))
         for category, active in self.active.items():
@@ -228,7 +230,7 @@ class _Book:
 
     @property
     def asked(self) -> dict[str, int]:
-        """What was asked for, by category: of parts, what they have."""
+        """The bytes that were asked for, by category; parts were asked for as they are."""
         if self.requested is None:
             return {}
         asked = dict(self.nbytes)
@@ -239,8 +241,8 @@ class _Book:
         return asked
 
     def placement(self, category: str) -> Placement:
-        held = self.held.get(category, _Held())
-        # Pages that are there say what they are; before the first one, what was asked for does.
+        held = self.held.get(category, _Usage())
+        # Resident pages say what they are; before there is one, the request does.
         is_there = any(held.resident_bytes for held in self.held.values())
         is_huge = self.is_huge or (self.may_be_huge and not is_there)
         pages: Literal["4k", "thp", "2m", "1g"] = "thp" if is_huge else "4k"
@@ -271,13 +273,13 @@ class _Book:
         )
 
 
-class _Claim(NamedTuple):
+class _Span(NamedTuple):
     """Addresses of one category in one mapping."""
 
     start: int
     end: int
     category: str
-    book: _Book
+    builder: _MappingBuilder
 
 
 def _as_entries(model: MappedModel) -> Iterator[Entry]:
@@ -294,51 +296,51 @@ def _as_entries(model: MappedModel) -> Iterator[Entry]:
         )
 
 
-def _meets(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Whether an entry has an address of others, which are sorted and have none of each other's."""
+def _overlaps(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Whether an entry overlaps one of the others, which are sorted and do not overlap."""
     end = entry.address + entry.reserved_bytes
     i = bisect_left(others, end, key=lambda other: other.address) - 1
     return i >= 0 and others[i].address + others[i].reserved_bytes > entry.address
 
 
-def _cut(
-    claims: Sequence[_Claim], starts: Sequence[int], start: int, end: int
-) -> Iterator[tuple[int, int, _Claim | None]]:
-    """Cut a range of addresses into pieces that are claimed, and those that nobody claims."""
-    # Those before it are not walked through: there may be many, in each of many areas.
-    for i in range(max(0, bisect_right(starts, start) - 1), len(claims)):
+def _cut_range(
+    spans: Sequence[_Span], starts: Sequence[int], start: int, end: int
+) -> Iterator[tuple[int, int, _Span | None]]:
+    """Cut a range of addresses into the pieces that spans cover, and those that none does."""
+    # A search, since there may be many spans in each of many areas.
+    for i in range(max(0, bisect_right(starts, start) - 1), len(spans)):
         if start >= end:
             return
-        claim = claims[i]
-        if start < claim.start:
-            yield start, min(claim.start, end), None
-            start = claim.start
-        if start < min(claim.end, end):
-            yield start, min(claim.end, end), claim
-            start = claim.end
+        span = spans[i]
+        if start < span.start:
+            yield start, min(span.start, end), None
+            start = span.start
+        if start < min(span.end, end):
+            yield start, min(span.end, end), span
+            start = span.end
     if start < end:
         yield start, end, None
 
 
-def _share_out(process: Process, area: Area, pieces: Sequence[_Claim]) -> None:
-    """Add what an area holds to the books of its pieces."""
-    shares: dict[tuple[int, str], _Held] = {}
-    groups: dict[tuple[int, str], list[_Claim]] = {}
+def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
+    """Add what an area holds to the builders of its pieces."""
+    shares: dict[tuple[int, str], _Usage] = {}
+    groups: dict[tuple[int, str], list[_Span]] = {}
     may_be_huge = "hg" in area.flags and not area.inode and area.nbytes >= _THP
     for piece in pieces:
-        key = id(piece.book), piece.category
+        key = id(piece.builder), piece.category
         groups.setdefault(key, []).append(piece)
-        shares[key] = piece.book.held.setdefault(piece.category, _Held())
-        mapped = piece.book.mapped.get(piece.category, 0)
-        piece.book.mapped[piece.category] = mapped + piece.end - piece.start
-        piece.book.page_bytes = max(piece.book.page_bytes, area.page_bytes)
-        piece.book.is_huge |= area.huge_bytes > 0
-        piece.book.may_be_huge |= may_be_huge
+        shares[key] = piece.builder.held.setdefault(piece.category, _Usage())
+        mapped = piece.builder.mapped.get(piece.category, 0)
+        piece.builder.mapped[piece.category] = mapped + piece.end - piece.start
+        piece.builder.page_bytes = max(piece.builder.page_bytes, area.page_bytes)
+        piece.builder.is_huge |= area.huge_bytes > 0
+        piece.builder.may_be_huge |= may_be_huge
     sizes = [sum(piece.end - piece.start for piece in group) for group in groups.values()]
-    in_ram = _in_ram(process, area, list(groups.values()), sizes)
+    in_ram = _count_in_ram(process, area, list(groups.values()), sizes)
     out = [size - nbytes for size, nbytes in zip(sizes, in_ram, strict=True)]
 
-    def share(total: int, weights: Sequence[int]) -> Iterator[tuple[_Held, int]]:
+    def share(total: int, weights: Sequence[int]) -> Iterator[tuple[_Usage, int]]:
         by = weights if any(weights) else sizes
         return zip(shares.values(), apportion(total, by), strict=True)
 
@@ -358,8 +360,8 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Claim]) -> None:
                 held.nodes[node] = held.nodes.get(node, 0) + nbytes
 
 
-def _in_ram(
-    process: Process, area: Area, groups: Sequence[Sequence[_Claim]], sizes: list[int]
+def _count_in_ram(
+    process: Process, area: Area, groups: Sequence[Sequence[_Span]], sizes: list[int]
 ) -> list[int]:
     """Count what of each group of pieces of an area is in RAM."""
     if len(groups) == 1 or area.resident_bytes >= area.nbytes:
@@ -376,26 +378,26 @@ def _in_ram(
     return [sum(until(piece.end) - until(piece.start) for piece in group) for group in groups]
 
 
-def _rows(books: Iterable[_Book]) -> tuple[Row, ...]:
-    by_category: dict[str, list[_Book]] = {}
-    for book in books:
-        for category in book.nbytes:
-            by_category.setdefault(category, []).append(book)
+def _rows(builders: Iterable[_MappingBuilder]) -> tuple[Row, ...]:
+    by_category: dict[str, list[_MappingBuilder]] = {}
+    for builder in builders:
+        for category in builder.nbytes:
+            by_category.setdefault(category, []).append(builder)
     rows = []
     for category, those in by_category.items():
-        placed = [book.placement(category) for book in those]
-        # What nothing lies in says nothing of the pages that something lies in.
+        placed = [builder.placement(category) for builder in those]
+        # A mapping without a resident page says nothing of the pages of the others.
         least = min(
             [each for each in placed if each.resident_bytes] or placed,
             key=lambda each: each.page_bytes,
         )
         granted = replace(together(placed), pages=least.pages, page_bytes=least.page_bytes)
-        active = [book.active[category] for book in those if category in book.active]
-        asked = [book.asked[category] for book in those if category in book.asked]
+        active = [builder.active[category] for builder in those if category in builder.active]
+        asked = [builder.asked[category] for builder in those if category in builder.asked]
         rows.append(
             Row(
                 category,
-                sum(book.nbytes[category] for book in those),
+                sum(builder.nbytes[category] for builder in those),
                 granted,
                 active_bytes=sum(active) if active else None,
                 resident_bytes=granted.pss_bytes,

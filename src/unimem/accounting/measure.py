@@ -41,7 +41,7 @@ class _Reading(NamedTuple):
     time: float
 
 
-def _reading() -> _Reading:
+def _read_counters() -> _Reading:
     process = resource.getrusage(resource.RUSAGE_SELF)
     thread = resource.getrusage(resource.RUSAGE_THREAD)
     native = counters()
@@ -105,8 +105,8 @@ class Measured:
             raise RuntimeError("it was entered already: take another measure()")
         self._marks = Marks()
         self._pid = os.getpid()
-        _reading()  # what reading touches is touched before it counts
-        self._first = _reading()
+        _read_counters()  # what reading touches is touched before it counts
+        self._first = _read_counters()
         return self
 
     def __exit__(
@@ -115,7 +115,7 @@ class Measured:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        last = _reading()
+        last = _read_counters()
         if self._marks is not None and self._pid == os.getpid():
             self._most = self._marks.read()
             self._last = last
@@ -131,7 +131,7 @@ class Measured:
         if not callable(function):
             raise TypeError(f"measure: expected a function, got {type(function).__name__}")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            name = getattr(function, "__qualname__", repr(function))  # a partial has none
+            name = getattr(function, "__qualname__", repr(function))  # a functools.partial has none
             raise TypeError(
                 f"measure: {name} is a generator: its body does not run in its call. Measure "
                 "inside it, 'with um.measure()', or where it is iterated"
@@ -141,14 +141,14 @@ class Measured:
 
             @functools.wraps(function)
             async def measuring(*args: Any, **kwargs: Any) -> Any:
-                with _call_of(measuring):
+                with _measure_call(measuring):
                     return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def measuring(*args: Any, **kwargs: Any) -> Any:
-                with _call_of(measuring):
+                with _measure_call(measuring):
                     return function(*args, **kwargs)
 
         measuring.measured = None
@@ -165,7 +165,7 @@ class Measured:
             return self._first, self._last
         if self._pid != os.getpid():
             raise ClosedError("this measures the process that began it, and not a forked child")
-        return self._first, _reading()
+        return self._first, _read_counters()
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -197,7 +197,7 @@ class Measured:
 
     @property
     def minor_faults(self) -> int:
-        """Page faults of the process that needed no disk."""
+        """Page faults of the process without disk reads."""
         first, last = self._span()
         return last.minor_faults - first.minor_faults
 
@@ -209,7 +209,7 @@ class Measured:
 
     @property
     def thread_minor_faults(self) -> int | None:
-        """Those without a disk of the thread that entered; None read or left by another one."""
+        """Minor faults of the thread that entered; None where another thread reads it or left."""
         first, last = self._span()
         if first.thread != last.thread:
             return None
@@ -217,7 +217,7 @@ class Measured:
 
     @property
     def thread_major_faults(self) -> int | None:
-        """Those with a disk of the thread that entered; None read or left by another one."""
+        """Major faults of the thread that entered; None where another thread reads it or left."""
         first, last = self._span()
         if first.thread != last.thread:
             return None
@@ -237,13 +237,13 @@ class Measured:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of these."""
+        """Bytes of these allocations."""
         first, last = self._span()
         return last.allocated_bytes - first.allocated_bytes
 
     @property
     def malloc_bytes(self) -> int | None:
-        """By how much more of malloc's memory is in use, whoever's; None without glibc 2.33.
+        """Growth of malloc's memory in use by any library; None without glibc 2.33.
 
         CPython takes objects above 512 bytes from there, smaller ones from arenas of its own.
         """
@@ -254,7 +254,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Time."""
+        """Wall-clock seconds."""
         first, last = self._span()
         return last.time - first.time
 
@@ -288,7 +288,7 @@ class Measured:
 
 
 @contextmanager
-def _call_of(function: Any) -> Iterator[None]:
+def _measure_call(function: Any) -> Iterator[None]:
     measured = Measured()
     try:
         with measured:

@@ -1,4 +1,4 @@
-"""Model files among what any process maps, and what of each area is tensors of which type."""
+"""Finding model files in the maps of a process, and the types of tensors in each area."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FileKey = tuple[tuple[int, int], int]
 _NAMES = (".gguf", ".safetensors")
 _DELETED = " (deleted)"
 _UNNAMED_BYTES_MIN = 1 << 20
-_LAYOUTS_MAX = 64
+_HEADERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class MappedModel:
     name: str | None
     problem: str | None
     areas: tuple[Area, ...]
-    _layout: _Layout = field(repr=False, compare=False)
+    _header: _ModelHeader = field(repr=False, compare=False)
 
     def parts(self, area: Area) -> list[Part]:
-        """Say what one of the areas holds.
+        """List what one of the areas holds.
 
         Parameters
         ----------
@@ -85,13 +85,13 @@ class MappedModel:
             ``weights:padding`` for all between them and behind the last; of a file whose header is
             not known, ``weights`` for all.
         """
-        layout, low, high = self._layout, area.offset, area.offset + area.nbytes
-        first = int(np.searchsorted(layout.starts, low, "right")) - 1
-        last = int(np.searchsorted(layout.starts, high, "left"))
-        begins = np.maximum(layout.starts[first:last], low)
+        header, low, high = self._header, area.offset, area.offset + area.nbytes
+        first = int(np.searchsorted(header.starts, low, "right")) - 1
+        last = int(np.searchsorted(header.starts, high, "left"))
+        begins = np.maximum(header.starts[first:last], low)
         sizes = np.diff(begins, append=high)
         addresses = begins - low + area.start
-        names = map(layout.categories.__getitem__, layout.kinds[first:last].tolist())
+        names = map(header.categories.__getitem__, header.kinds[first:last].tolist())
         return list(map(Part, names, addresses.tolist(), sizes.tolist()))
 
 
@@ -129,27 +129,27 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
         if area.inode and area.path.startswith("/"):
             groups.setdefault((area.device, area.inode), []).append(area)
     libraries = library_files(process.areas)
-    staged = _Staged()
+    staged = _StagedFiles()
     found = []
     for key, group in groups.items():
-        is_named = _plain(group[0].path).endswith(_NAMES)
+        is_named = _strip_deleted(group[0].path).endswith(_NAMES)
         nbytes = sum(area.nbytes for area in group)
         if key in libraries or not (is_named or nbytes >= _UNNAMED_BYTES_MIN):
             continue
-        with _found(process.pid, group, staged) as file:
-            layout = _layout(file, is_named=is_named)
-        if layout is not None:
+        with _open_found(process.pid, group, staged) as file:
+            header = _cached_header(file, is_named=is_named)
+        if header is not None:
             found.append(
                 MappedModel(
                     path=file.path,
                     source=file.source,
                     state=file.state,
-                    format=layout.format,
-                    architecture=layout.architecture,
-                    name=layout.name,
-                    problem=layout.problem,
+                    format=header.format,
+                    architecture=header.architecture,
+                    name=header.name,
+                    problem=header.problem,
                     areas=tuple(group),
-                    _layout=layout,
+                    _header=header,
                 )
             )
     return found
@@ -166,7 +166,7 @@ def library_files(areas: Iterable[Area]) -> frozenset[FileKey]:
 
 
 class _File(NamedTuple):
-    """A mapped file: `fd` only says which it is (O_PATH), and is -1 where nothing leads to it."""
+    """A mapped file. `fd` only identifies it (O_PATH), and is -1 where no path leads to it."""
 
     fd: int
     path: str
@@ -174,7 +174,7 @@ class _File(NamedTuple):
     source: str | None = None
 
 
-class _Staged:
+class _StagedFiles:
     """The models that processes of this user keep, looked up when they are asked for."""
 
     @cached_property
@@ -193,8 +193,8 @@ class _Staged:
 
 
 @contextmanager
-def _found(pid: int, areas: Sequence[Area], staged: _Staged) -> Iterator[_File]:
-    file = _find(pid, areas[0], staged)
+def _open_found(pid: int, areas: Sequence[Area], staged: _StagedFiles) -> Iterator[_File]:
+    file = _find_file(pid, areas[0], staged)
     try:
         yield file
     finally:
@@ -202,7 +202,7 @@ def _found(pid: int, areas: Sequence[Area], staged: _Staged) -> Iterator[_File]:
             os.close(file.fd)
 
 
-def _find(pid: int, area: Area, staged: _Staged) -> _File:
+def _find_file(pid: int, area: Area, staged: _StagedFiles) -> _File:
     # The process may see other files under its paths than this one, as in a container.
     root = f"/proc/{pid}/root"
     # Of names, the kernel escapes newlines only, so that a backslash may be one as well.
@@ -215,17 +215,17 @@ def _find(pid: int, area: Area, staged: _Staged) -> _File:
         # In file systems of their own, files have the same inodes.
         if (fd := _open_same(path, area)) >= 0:
             return _File(fd, path, "staged", original)
-    name = _plain(area.path)
+    name = _strip_deleted(area.path)
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
         state = "replaced" if os.path.lexists(root + name) else "deleted"
-    # What no path leads to, the area itself does, for those who may follow it.
+    # The area itself leads to a file without a path, with the rights to follow it.
     return _File(
         _open_same(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", area), name, state
     )
 
 
-def _plain(path: str) -> str:
+def _strip_deleted(path: str) -> str:
     return path.removesuffix(_DELETED)
 
 
@@ -254,8 +254,8 @@ def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """What a file's header says; `problem` is why it does not.
+class _ModelHeader:
+    """What a file's header says; `problem` says why it cannot be read.
 
     From ``starts[i]`` up to the next, bytes of the file are of the category
     ``categories[kinds[i]]``; those behind the last start, too, up to the end of the last page.
@@ -271,32 +271,32 @@ class _Layout:
 
 
 # By the version of the file; None is one that is no model.
-_layouts: dict[tuple[int, ...], _Layout | None] = {}
+_headers: dict[tuple[int, ...], _ModelHeader | None] = {}
 
 
-def _layout(file: _File, *, is_named: bool) -> _Layout | None:
-    """Return what is in a file; None for one that is no model."""
+def _cached_header(file: _File, *, is_named: bool) -> _ModelHeader | None:
+    """Return the header of a file; None where the file is no model."""
     if file.fd < 0:
         why = (
             f"the file is {file.state}: to read what is mapped of it takes "
             "CAP_CHECKPOINT_RESTORE, which root has"
         )
-        return _unknown(why) if is_named else None
+        return _unknown_header(why) if is_named else None
     version = version_of(os.fstat(file.fd))
     key = (*version, is_named)
-    if key not in _layouts:
+    if key not in _headers:
         try:
-            layout = _read(file, version[2], is_named=is_named)
+            header = _read_header(file, version[2], is_named=is_named)
         except (OSError, MemoryError) as error:
-            return _unknown(str(error)) if is_named else None
-        while len(_layouts) >= _LAYOUTS_MAX:
-            _layouts.pop(next(iter(_layouts)), None)
-        _layouts[key] = layout
-    return _layouts[key]
+            return _unknown_header(str(error)) if is_named else None
+        while len(_headers) >= _HEADERS_MAX:
+            _headers.pop(next(iter(_headers)), None)
+        _headers[key] = header
+    return _headers[key]
 
 
-def _unknown(problem: str) -> _Layout:
-    return _Layout(
+def _unknown_header(problem: str) -> _ModelHeader:
+    return _ModelHeader(
         format=None,
         architecture=None,
         name=None,
@@ -307,7 +307,7 @@ def _unknown(problem: str) -> _Layout:
     )
 
 
-def _read(file: _File, nbytes: int, *, is_named: bool) -> _Layout | None:
+def _read_header(file: _File, nbytes: int, *, is_named: bool) -> _ModelHeader | None:
     if not is_named and nbytes < _UNNAMED_BYTES_MIN:
         return None
     fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -320,18 +320,18 @@ def _read(file: _File, nbytes: int, *, is_named: bool) -> _Layout | None:
         )
         try:
             if is_safetensors or (file.path.endswith(".safetensors") and not is_gguf):
-                return _parsed("safetensors", SafetensorsHeader(fd, nbytes, file.path))
+                return _parse_header("safetensors", SafetensorsHeader(fd, nbytes, file.path))
             if is_gguf or is_named:
-                return _parsed("GGUF", GGUFHeader(fd, nbytes, file.path))
+                return _parse_header("GGUF", GGUFHeader(fd, nbytes, file.path))
         except FormatError as error:
             # Many other files begin as safetensors do.
-            return _unknown(error.rule) if is_gguf or is_named else None
+            return _unknown_header(error.rule) if is_gguf or is_named else None
     finally:
         os.close(fd)
     return None
 
 
-def _parsed(kind: str, header: Header) -> _Layout:
+def _parse_header(kind: str, header: Header) -> _ModelHeader:
     keys = header.keys()
 
     def text(key: str) -> str | None:
@@ -342,14 +342,14 @@ def _parsed(kind: str, header: Header) -> _Layout:
     categories = {"weights:padding": 0}
     for _, _, tensor_type in runs:
         categories.setdefault(f"weights:{tensor_type}", len(categories))
-    # Each run behind what is before it, which between most is nothing; padding is behind the last.
+    # Padding lies between runs, mostly of no bytes, and behind the last.
     starts = np.zeros(2 * len(runs) + 1, np.int64)
     starts[1::2] = [offset for offset, _, _ in runs]
     starts[2::2] = [offset + nbytes for offset, nbytes, _ in runs]
     kinds = np.zeros(len(starts), np.intp)
     kinds[1::2] = [categories[f"weights:{tensor_type}"] for _, _, tensor_type in runs]
     keep = np.diff(starts, append=starts[-1] + 1) > 0
-    return _Layout(
+    return _ModelHeader(
         format=kind,
         architecture=text("general.architecture"),
         name=text("general.name"),

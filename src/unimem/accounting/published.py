@@ -1,8 +1,8 @@
-"""What a process shows others of its ledger: memory with a name, which they find and read.
+"""Publishing the ledger of a process, in named memory that other processes find and read.
 
 It is a memfd of a fixed size: a header; rows of counters, one an engine, which the engine writes as
 it computes; and the entries of the ledger as JSON, which are written when engines come and go. No
-signal is sent and no file is left, and who shows it pays nothing for those who look.
+signal is sent and no file is left, and readers cost the process that publishes nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _MOST_ADDRESS = 1 << 64
 
 
 class Published(NamedTuple):
-    """What another process shows.
+    """What another process publishes.
 
     Attributes
     ----------
@@ -93,10 +93,10 @@ class Published(NamedTuple):
 
 
 class Tally:
-    """What one engine counts, for others to see: a row of counters, or nothing where none is free.
+    """A row of counters of one engine, for others to see; private where no row is free.
 
     For one thread at a time. A row that was given back goes on where it ended, so that nothing that
-    was counted is lost. After a fork the child's counts for nobody.
+    was counted is lost. After a fork, no process sees what the child counts.
 
     Parameters
     ----------
@@ -108,11 +108,11 @@ class Tally:
     __slots__ = ("__weakref__", "_cells")
 
     def __init__(self, kv_address: int = 0) -> None:
-        self._cells = _nowhere()
+        self._cells = _private_cells()
         publish()
         with _lock:
-            if _shown is not None and _shown.free_rows:
-                self._cells = _shown.free_rows.pop()
+            if _shared is not None and _shared.free_rows:
+                self._cells = _shared.free_rows.pop()
             self._cells[4] = kv_address
             _tallies.add(self)
 
@@ -129,22 +129,22 @@ class Tally:
         cells[3] = n_tokens
 
     def end(self) -> None:
-        """Give the row back. Ending twice is no error; who is forgotten has ended, too."""
+        """Give the row back. Ending twice is no error; a tally that is collected ends by itself."""
         with _lock:
             self.hold(0, 0)
-            cells, self._cells = self._cells, _nowhere()
-            if _shown is not None and cells.obj is _shown.memory.obj:
+            cells, self._cells = self._cells, _private_cells()
+            if _shared is not None and cells.obj is _shared.memory.obj:
                 cells[4] = 0
-                _shown.free_rows.append(cells)
-                _shown.write()
+                _shared.free_rows.append(cells)
+                _shared.write()
 
     def __del__(self) -> None:
-        if _shown is not None and hasattr(self, "_cells"):
+        if _shared is not None and hasattr(self, "_cells"):
             self.end()
 
 
-class _Shown:
-    """The memory that is shown, and its rows that no engine has."""
+class _SharedLedger:
+    """The memory that others read, and its rows that no engine holds."""
 
     def __init__(self) -> None:
         self.started = process.counters().started
@@ -153,13 +153,13 @@ class _Shown:
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.block = Block.attach(fd, writable=True, name=NAME, category="diagnostics")
-            # Whoever else opens it may not write from here on.
+            # From here on, no process that opens it may write.
             with suppress(OSError):  # before Linux 5.1
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         finally:
             os.close(fd)
         self.memory = memoryview(self.block)
-        self.memory[:] = bytes(NBYTES)  # an engine's step finds its page
+        self.memory[:] = bytes(NBYTES)  # touched here, so that no step of an engine faults
         ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)
         self.free_rows = [self.memory[at : at + _ROW_BYTES].cast("Q") for at in reversed(ends)]
         self.n_os_calls = 0
@@ -180,7 +180,7 @@ class _Shown:
 
     def _write(self) -> None:
         n_os_calls = native_counters()["os_calls"]
-        text = _text_of(ledger.entries())
+        text = _to_text(ledger.entries())
         self.memory[_TEXT_AT : _TEXT_AT + len(text)] = text
         head = (_MAGIC, _VERSION, os.getpid(), self.started, len(_COLUMNS), _N_ROWS)
         _HEAD.pack_into(self.memory, 0, *head, len(text), zlib.crc32(text))
@@ -188,7 +188,7 @@ class _Shown:
 
 
 _lock = threading.RLock()  # a collection may close an engine while it is held
-_shown: _Shown | None = None
+_shared: _SharedLedger | None = None
 _failure: str | None = None
 _tallies: weakref.WeakSet[Tally] = weakref.WeakSet()
 
@@ -210,21 +210,21 @@ def publish() -> None:
     ...     [entry.nbytes for entry in published(os.getpid()).entries if entry.name == "mine"]
     [1048576]
     """
-    global _failure, _shown  # noqa: PLW0603 -- a process shows itself once
+    global _failure, _shared  # noqa: PLW0603 -- a process shows itself once
     with _lock:
-        if _shown is None:
+        if _shared is None:
             try:
-                _shown = _Shown()
+                _shared = _SharedLedger()
             except (OSError, MemoryError) as error:
                 _failure = f"this process shows its ledger to no other: {error}"
                 return
             _failure = None
-        _shown.write()
+        _shared.write()
 
 
 def refresh() -> None:
     """Show the ledger again where memory may have changed: unimem has made system calls since."""
-    shown = _shown
+    shown = _shared
     if shown is not None and shown.n_os_calls != native_counters()["os_calls"]:
         publish()
 
@@ -246,11 +246,11 @@ def _new_memfd(name: str) -> int:
         return os.memfd_create(name, flags)
 
 
-def _nowhere() -> memoryview:
+def _private_cells() -> memoryview:
     return memoryview(bytearray(_ROW_BYTES)).cast("Q")
 
 
-def _text_of(entries: Sequence[Entry]) -> bytes:
+def _to_text(entries: Sequence[Entry]) -> bytes:
     """Write the largest entries that have room."""
     texts, room = {}, _ROOM - _ENVELOPE
     for entry in sorted(entries, key=lambda entry: entry.nbytes, reverse=True):
@@ -264,12 +264,12 @@ def _text_of(entries: Sequence[Entry]) -> bytes:
     return f'{{"counters":{names},"truncated":{n_missing},"entries":[{listed}]}}'.encode()
 
 
-def _show_nothing() -> None:
+def _unpublish() -> None:
     """Take back what is shown, at the end of the process and in a forked child."""
-    global _shown
+    global _shared
     for tally in list(_tallies):
-        tally._cells = _nowhere()
-    shown, _shown = _shown, None
+        tally._cells = _private_cells()
+    shown, _shared = _shared, None
     if shown is not None:
         shown.block.__exit__()
 
@@ -277,28 +277,28 @@ def _show_nothing() -> None:
 def _begin_child() -> None:
     global _lock  # noqa: PLW0603 -- a thread that is not in the child may hold it
     _lock = threading.RLock()
-    _show_nothing()
+    _unpublish()
 
 
 os.register_at_fork(after_in_child=_begin_child)
-atexit.register(_show_nothing)
+atexit.register(_unpublish)
 
 
 # ---- looking ------------------------------------------------------------------------------------
 
 
 class _BrokenError(ValueError):
-    """What another process shows is not what unimem writes."""
+    """Another process publishes what unimem does not write."""
 
 
-def published(pid: int, told: list[str] | None = None) -> Published | None:
+def published(pid: int, problems: list[str] | None = None) -> Published | None:
     """Read what a process shows of its ledger.
 
     Parameters
     ----------
     pid : int
         Its number.
-    told : list of str, optional
+    problems : list of str, optional
         Where to say what it shows that cannot be used: any process may have memory of this name.
 
     Returns
@@ -308,7 +308,7 @@ def published(pid: int, told: list[str] | None = None) -> Published | None:
 
     Notes
     -----
-    What is read is somebody else's: never more than `NBYTES`, from nothing but a memfd, and each
+    What is read comes from another process: at most `NBYTES`, only from a memfd, and each
     field is checked. No process waits for another one.
     """
     try:
@@ -317,13 +317,15 @@ def published(pid: int, told: list[str] | None = None) -> Published | None:
         return None
     try:
         owner = _number_of(folder), process.counters(pid).started
-        tries = iter(range(_TRIES))  # of all together, whoever keeps us waiting
+        tries = iter(
+            range(_TRIES)
+        )  # one budget for all memfds, so that no process keeps us waiting
         for fd in itertools.islice(_memfds(folder), _MOST_FOUND):
             try:
                 found = _read(fd, *owner, tries)
             except _BrokenError as problem:
-                if told is not None:
-                    told.append(f"process {pid} shows a ledger that cannot be used: {problem}")
+                if problems is not None:
+                    problems.append(f"process {pid} shows a ledger that cannot be used: {problem}")
                 found = None
             finally:
                 os.close(fd)
@@ -343,13 +345,13 @@ def _lines(path: str, folder: int | None = None) -> dict[str, str]:
 
 
 def _number_of(folder: int) -> int:
-    """Return the number of a process as itself knows it, in a container."""
+    """Return the pid of a process as it is within its container."""
     lines = _lines("status", folder)
     return int(lines.get("NSpid", lines["Pid"]).split()[-1])  # a kernel may have no containers
 
 
 def _memfds(folder: int) -> Iterator[int]:
-    """Open those of a process's descriptors that are memfds of the name."""
+    """Open the descriptors of a process that are memfds of our name."""
     descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         with os.scandir(descriptors) as listed:
@@ -362,13 +364,13 @@ def _memfds(folder: int) -> Iterator[int]:
 
 
 def _open_memfd(name: str, descriptors: int) -> int:
-    """Open a memfd for reading, and nothing else: a file system of somebody's may never answer."""
-    # This opens nothing yet, and what it stands for stays the same.
+    """Open a memfd for reading, and nothing else: a user's file system may never answer."""
+    # O_PATH opens nothing yet, and goes on meaning the same file.
     found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
     try:
         ours = _new_memfd("unimem")
         try:
-            # All memfds lie in one mount, which nobody else can mount.
+            # All memfds lie in one mount, which no user can mount.
             mount = _mount_of(found)
             if mount is None or mount != _mount_of(ours):
                 raise PermissionError(errno.EACCES, "no memfd")
@@ -384,7 +386,7 @@ def _mount_of(fd: int) -> str | None:
 
 
 def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:
-    """Read what is shown; None: it is a parent's, or is only being begun."""
+    """Read it; None where it is the parent's, or just being set up."""
     for _ in itertools.chain(range(1), tries):
         data = os.pread(fd, NBYTES, 0)
         if len(data) < NBYTES:
@@ -430,7 +432,7 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
 
 
 def _entry(fields: Any, caches: dict[int, int]) -> Entry:
-    """Check an entry, and say of caches that engines count how much is in use."""
+    """Check an entry; counted KV caches get the bytes in use from their counters."""
     category, name, address, nbytes, reserved, requested, path, parts = _list(fields, 8)
     _integer(address, _MOST_ADDRESS)
     _integer(reserved, _MOST_ADDRESS - address)
@@ -440,12 +442,12 @@ def _entry(fields: Any, caches: dict[int, int]) -> Entry:
         requested = {_word(key): _option(value) for key, value in requested.items()}
     return Entry(
         _word(category),
-        _shown_text(name),
+        _checked_text(name),
         address,
         _integer(nbytes, reserved),
         reserved,
         requested,
-        None if path is None else _shown_text(path),
+        None if path is None else _checked_text(path),
         tuple(_part(fields, address, address + reserved, caches) for fields in _list(parts)),
     )
 
@@ -466,37 +468,39 @@ def _part(fields: Any, start: int, end: int, caches: dict[int, int]) -> Part:
 
 def _list(value: Any, n: int | None = None) -> list[Any]:
     if not isinstance(value, list) or n not in (None, len(value)):
-        raise _BrokenError(f"expected a list{'' if n is None else f' of {n}'}, got {_brief(value)}")
+        raise _BrokenError(
+            f"expected a list{'' if n is None else f' of {n}'}, got {_shorten(value)}"
+        )
     return value
 
 
 def _integer(value: Any, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise _BrokenError(f"expected an integer from 0 to {most}, got {_brief(value)}")
+        raise _BrokenError(f"expected an integer from 0 to {most}, got {_shorten(value)}")
     return value
 
 
 def _word(value: Any) -> str:
-    """Check a name of ours: nothing that a terminal would obey."""
+    """Check a name of ours: it has no control characters."""
     if not isinstance(value, str) or not 0 < len(value) <= 64 or not value.isprintable():
-        raise _BrokenError(f"expected a name, got {_brief(value)}")
+        raise _BrokenError(f"expected a name, got {_shorten(value)}")
     return value
 
 
-def _shown_text(value: Any) -> str:
-    """Replace in a name of somebody's what a terminal would obey."""
+def _checked_text(value: Any) -> str:
+    """Replace the control characters in a user's name."""
     if not isinstance(value, str):
-        raise _BrokenError(f"expected a text, got {_brief(value)}")
+        raise _BrokenError(f"expected a text, got {_shorten(value)}")
     return "".join(letter if letter.isprintable() else "?" for letter in value)
 
 
 def _option(value: Any) -> Any:
     if isinstance(value, str):
-        return _shown_text(value)
+        return _checked_text(value)
     if value is None or type(value) in (bool, int):
         return value
-    raise _BrokenError(f"expected an option, got {_brief(value)}")
+    raise _BrokenError(f"expected an option, got {_shorten(value)}")
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return ascii(value)[:40] if isinstance(value, (str, int, float)) else type(value).__name__

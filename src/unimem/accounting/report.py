@@ -192,7 +192,7 @@ def report(pid: int | None = None) -> Report:
     ProcessLookupError
         There is no such process, or it has ended meanwhile.
     PermissionError
-        It is not ours to read: the message says who may.
+        This process may not read it: the message says which user may.
     ValueError, TypeError
         The number is none of a process that has memory.
 
@@ -221,22 +221,22 @@ def report(pid: int | None = None) -> Report:
         "minor_faults": process.minor_faults,
         "major_faults": process.major_faults,
         "n_threads": process.n_threads,
-        "models": [_model(model) for model in mapped],
+        "models": [_describe_model(model) for model in mapped],
     }
     if number != os.getpid():
         return Report(rows, facts, mappings)
     malloc = malloc_bytes()
     if malloc is not None:
         facts["malloc_bytes"] = malloc._asdict()
-    return Report((*_with_marks(rows), *_device_rows()), facts, mappings)
+    return Report((*_add_high_water(rows), *_device_rows()), facts, mappings)
 
 
 def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
     """Read the areas of a process, the entries that it had all the time meanwhile, and facts."""
-    before, _ = _known(pid)
+    before, _ = _read_entries(pid)
     for _ in range(_TRIES):
         process = read_process(pid)
-        entries, facts = _known(pid)
+        entries, facts = _read_entries(pid)
         were, are = ({(e.address, e.reserved_bytes) for e in those} for those in (before, entries))
         if were == are:
             break
@@ -245,14 +245,14 @@ def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
     return process, [e for e in entries if (e.address, e.reserved_bytes) in lasting], facts
 
 
-def _known(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
-    """Ask unimem in a process what it has there; and who says so."""
+def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
+    """Return what unimem has in a process, and the source of that."""
     if pid == os.getpid():
         hidden = failure()
         return ledger.entries(), {"source": "ledger", **({"problem": hidden} if hidden else {})}
-    told: list[str] = []
-    shown = published(pid, told)
-    problem = {"problem": told[0]} if told else {}
+    problems: list[str] = []
+    shown = published(pid, problems)
+    problem = {"problem": problems[0]} if problems else {}
     if shown is None:
         return (), {"source": "kernel", **problem}
     facts: dict[str, Any] = {"source": "published ledger", "counters": shown.counters, **problem}
@@ -261,7 +261,7 @@ def _known(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     return shown.entries, facts
 
 
-def _model(model: MappedModel) -> dict[str, Any]:
+def _describe_model(model: MappedModel) -> dict[str, Any]:
     areas = [area for area in model.areas if area.is_accessible]
     return {
         "path": model.path,
@@ -277,7 +277,7 @@ def _model(model: MappedModel) -> dict[str, Any]:
     }
 
 
-def _with_marks(rows: Sequence[Row]) -> list[Row]:
+def _add_high_water(rows: Sequence[Row]) -> list[Row]:
     """Add the most that each category ever had, and those that have nothing any more."""
     marks = ledger.high_water()
     found = {row.category: row for row in rows}

@@ -1,4 +1,4 @@
-"""Buffers whose lives do not meet share bytes: an offset in one arena for each of them."""
+"""Planning offsets in one arena: buffers whose lives do not overlap share bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VISITS = 2_000_000  # looks at a neighbour in all tries together: some tenths o
 
 @dataclass(frozen=True)
 class BufferUse:
-    """How large a buffer is, and from when until when it is used.
+    """The size of a buffer, and the first and last step that uses it.
 
     Immutable, so any number of threads may use one, and so may a process after a fork.
 
@@ -115,7 +115,7 @@ class BufferPlan:
     - It ends where the lower bound is reached, which most plans of transformers do with the first
       order, or where the work is spent, which is counted and not measured.
 
-    So equal input gives equal output, on any machine. Where buffers tie, who comes first in `uses`
+    So equal input gives equal output, on any machine. Where buffers tie, the first one in `uses`
     goes first; another order of `uses` may give another plan. Time and memory grow with the number
     of pairs of buffers that live at once.
 
@@ -222,7 +222,7 @@ class _Problem:
         starts = self._starts()
         visits = sum(map(len, self.neighbours)) + len(self.uses)
         tries = min(_TRIES, max(len(starts), _VISITS // max(visits, 1)))
-        # What comes of the lowest plan is tried first; numbers keep those apart that tie.
+        # Orders made from the lowest plan are tried first; numbers break ties.
         numbers = count()
         heap = [(0, next(numbers), order, tightest) for order, tightest in starts]
         seen = set(starts)
@@ -236,7 +236,7 @@ class _Problem:
             total = max(ends, default=0)
             if least is None or total < least:
                 best, least = begins, total
-            following = _promoted(order, ends, (self.bound + total) // 2)
+            following = _promote(order, ends, (self.bound + total) // 2)
             if (following, tightest) not in seen:
                 seen.add((following, tightest))
                 heappush(heap, (total, next(numbers), following, tightest))
@@ -272,7 +272,7 @@ class _Problem:
             beside = [j for j in self.neighbours[i] if ends[j] > 0]
             uppers = sorted([begins[j] for j in beside])
             lowers = sorted([ends[j] for j in beside])
-            # What is free lies between the k-th end and the next of the beginnings, both sorted.
+            # A gap lies between the k-th end and the next beginning, both sorted.
             chosen = lowers[-1] if beside else 0
             smallest = 0
             for low, high in zip([0, *lowers], uppers, strict=False):
@@ -286,8 +286,8 @@ class _Problem:
         return begins
 
 
-def _promoted(order: Sequence[int], ends: Sequence[int], high: int) -> tuple[int, ...]:
-    """Move what ends above `high` halfway to the front."""
+def _promote(order: Sequence[int], ends: Sequence[int], high: int) -> tuple[int, ...]:
+    """Move buffers that end above `high` halfway to the front."""
     rank = [0] * len(order)
     for number, i in enumerate(order):
         rank[i] = number - 1 if ends[i] > high else 2 * number

@@ -16,15 +16,15 @@ __all__ = ["ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
-# What is no quantized tensor: floats and integers, by ggml's names.
+# Types that are not quantized: floats and integers, by ggml's names.
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"})
 MAX_SPLITS = 32
 """Parts of a context that flash decoding reads at once, at most."""
 
 _LIMIT = 2**31  # engines count rows and columns in 32-bit integers
 _MOST_BYTES = 2**63 - 1
-# The values of the buffers, and of the KV cache, that can be too large: where none of these is, no
-# other buffer is.
+# The values of the largest buffers and of the KV cache: where none of these is too large, no other
+# buffer is.
 _PRODUCTS: tuple[tuple[str | int, ...], ...] = (
     ("max_batch_size", "hidden_size"),
     ("max_batch_size", "qkv_size"),
@@ -182,7 +182,7 @@ class ModelDims:
                 f"the dimensions of architecture {arch!r} are not known; known are "
                 f"{', '.join(ARCHITECTURES + MIXTURES)}"
             )
-        meta = Metadata(weights.metadata, arch)
+        meta = ArchMetadata(weights.metadata, arch)
         layers = meta.count("block_count")
         heads = meta.per_layer("attention.head_count", layers)
         hidden = meta.count("embedding_length")
@@ -207,14 +207,14 @@ class ModelDims:
         )
 
 
-def _intermediate_size(weights: Contents, meta: Metadata, arch: str, layers: int) -> int:
+def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers: int) -> int:
     # MIXTURES must have experts.
     if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)
     n_experts, n_used = meta.count("expert_count"), meta.count("expert_used_count")
     if n_used > n_experts:
         raise ValueError(
-            f"'{arch}.expert_used_count' is {n_used}, but there are only {n_experts} experts"
+            f"'{arch}.expert_used_count' is {n_used}, more than '{arch}.expert_count', {n_experts}"
         )
     if arch in MIXTURES and meta.is_written("expert_feed_forward_length"):
         widths = [n_used * meta.count("expert_feed_forward_length")]
@@ -230,7 +230,7 @@ def _intermediate_size(weights: Contents, meta: Metadata, arch: str, layers: int
     return max(widths)
 
 
-class Metadata:
+class ArchMetadata:
     """Checked access to the metadata of one architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:

@@ -6,314 +6,36 @@ the same over device memory.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Generic,
-    NoReturn,
-    Self,
-    SupportsIndex,
-    TypeVar,
-    Unpack,
-)
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from unimem._core import ledger
 from unimem._core.tape import Tape
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
+from unimem.buffers.buffer_set import (
+    BufferArrays,
+    BufferRange,
+    BufferSet,
+    Spec,
+    check_dims,
+    pack,
+    total_bytes,
+)
 from unimem.buffers.dims import MAX_SPLITS, ModelDims
-from unimem.errors import ClosedError
 from unimem.system.integers import integer
 from unimem.system.placement import PlacementOptions
-from unimem.system.text import format_bytes
 
-__all__ = ["BufferSet", "DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
+__all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
 
 A = TypeVar("A")
 """The device's arrays: `numpy.ndarray` or `cupy.ndarray`."""
 
-ALIGN = 256
-"""What a set of buffers is aligned to, and the most that one buffer is, in bytes."""
-
 _DTYPES = ("float16", "bfloat16", "float32")
-_MOST_BYTES = 2**63 - 1
-# What is neither of the two is scratch.
-_CATEGORIES = {"logits": "logits"} | dict.fromkeys(
-    ("batched_k_ptrs", "batched_v_ptrs", "batched_kv_lens", "batched_positions"), "tokens"
-)
-# What each of the two names stands for after an odd number of swaps.
-_SWAPPED = {"residual": "post_norm_residual", "post_norm_residual": "residual"}
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What one buffer holds: `rows` of an array of this shape, or one where `rows` is None."""
-
-    rows: int | None
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def row_values(self) -> int:
-        """Values of a row."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return (1 if self.rows is None else self.rows) * self.row_values * self.dtype.itemsize
-
-
-def pack(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Place buffers one behind the other, without padding.
-
-    Each begins at a multiple of the largest power of two, up to `ALIGN`, that divides its size.
-    They stand in descending order of that power. So whatever stands before a buffer has a size that
-    is a multiple of the buffer's power, and no padding is ever needed: the end of the last one is
-    the sum of the sizes.
-
-    Parameters
-    ----------
-    sizes : mapping
-        The bytes of each buffer, above 0.
-
-    Returns
-    -------
-    dict
-        The offset of each, in the order of `sizes`.
-    """
-    offsets = dict.fromkeys(sizes, 0)
-    end = 0
-    for name in sorted(sizes, key=lambda name: -min(sizes[name] & -sizes[name], ALIGN)):
-        offsets[name] = end
-        end += sizes[name]
-    return offsets
-
-
-def total_bytes(what: str, sizes: Mapping[str, int]) -> int:
-    """Add sizes up.
-
-    Raises
-    ------
-    ValueError
-        They are more than there are addresses; the largest are named.
-    """
-    total = sum(sizes.values())
-    if total > _MOST_BYTES:
-        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        parts = ", ".join(f"{name} {sizes[name]}" for name in largest)
-        raise ValueError(
-            f"{what} for these dimensions are {total} bytes ({parts}, ...), but a size must be "
-            "below 2**63"
-        )
-    return total
-
-
-class _Range:
-    """A range of a tape, and what lies where in it: all that is true of buffers at a time.
-
-    Everything else, the arrays above all, follows from it and can be dropped and made anew at any
-    time. So who is interrupted leaves nothing behind that does not fit together.
-    """
-
-    def __init__(
-        self, specs: dict[str, Spec], offsets: dict[str, int], tape: Any, taken: Any, address: int
-    ) -> None:
-        self.specs = specs
-        self.offsets = offsets
-        self.tape = tape
-        self.taken: Any = taken
-        self.address = address
-        self.nbytes = int(taken.nbytes)
-        self.is_swapped = False
-        self.is_closed = False
-
-    def place(self, name: str) -> str:
-        """Return the first name of the place that a name stands for now."""
-        return _SWAPPED.get(name, name) if self.is_swapped else name
-
-    def array(self, place: str) -> Any:
-        """Make the flat array of a place."""
-        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
-        if self.taken is None:  # closing was refused
-            block = self.tape.block
-            self.taken = block.as_array("uint8", self.nbytes, self.address - block.address)
-        spec, offset = self.specs[place], self.offsets[place]
-        return self.taken[offset : offset + spec.nbytes].view(spec.dtype)
-
-
-class _Arrays:
-    """The arrays of a range, by the names of their places; they are gone when it was closed."""
-
-    name: str = ""
-    _range: _Range | None = None
-
-    def _made(self, buffers: _Range, place: str) -> Any:
-        """Make an array."""
-        return buffers.array(place)
-
-    def _array(self, place: str) -> Any:
-        """Return the array of a place, which is made once."""
-        found = self.__dict__.get(place)
-        if found is None:
-            found = self.__dict__[place] = self._made(self._opened(), place)
-        return found
-
-    def _opened(self) -> _Range:
-        if self._range is None or self._range.is_closed:
-            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
-        return self._range
-
-    def _fill(self) -> None:
-        for place in self._opened().specs:
-            self._array(place)
-
-    def _drop(self) -> None:
-        """Drop the arrays; those that are asked for again are made anew."""
-        for place in self._range.specs if self._range is not None else ():
-            self.__dict__.pop(place, None)
-
-    if not TYPE_CHECKING:  # to which it would say that there is every name
-
-        def __getattr__(self, name):
-            # Only what is not there comes here.
-            if self._range is not None and name in self._range.specs:
-                return self._array(name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it is memory of this process. Pickle its "
-            "dims, and make it anew"
-        )
-
-
-class BufferSet(_Arrays):
-    """Named arrays over one range of a tape: what the sets of buffers have in common."""
-
-    dims: ModelDims
-    tape: Any
-    _owns_tape = False
-    _is_begun = False
-
-    def _begin(self, dims: ModelDims, name: str) -> None:
-        # A flag, and not what is made last: an argument's own code may come here again.
-        if self._is_begun:
-            raise RuntimeError(f"the {type(self).__name__} is made already")
-        self._is_begun = True
-        self.name = name
-        self.dims = _checked_dims(dims)
-
-    def _take(
-        self, tape: Any, specs: dict[str, Spec], offsets: dict[str, int], nbytes: int
-    ) -> None:
-        """Take the range, and make the arrays over it."""
-        taken = tape.take_bytes(nbytes, align=ALIGN)
-        self.tape = tape
-        self._range = _Range(specs, offsets, tape, taken, self._address_of(taken))
-        self._fill()
-
-    @staticmethod
-    def _address_of(array: Any) -> int:
-        return int(array.ctypes.data)
-
-    def _enter(self) -> None:
-        """Enter buffers of main memory in the ledger."""
-        ledger.enter(self, ledger.sizes_of(self._ledger_parts()[1:]))
-
-    def _ledger_is_open(self) -> bool:
-        buffers = self._range
-        if buffers is None or buffers.is_closed:
-            return False
-        return bool(self.tape._holds(buffers.address, buffers.nbytes))
-
-    def _ledger_parts(self) -> list[ledger.Part]:
-        buffers = self._range
-        if buffers is None or not self._ledger_is_open():
-            return []
-        first, nbytes = buffers.address, buffers.nbytes
-        parts = [ledger.Part("scratch", first, nbytes, nbytes, nbytes)]
-        for name in _CATEGORIES.keys() & buffers.specs.keys():
-            at, size = first + buffers.offsets[name], buffers.specs[name].nbytes
-            parts.append(ledger.Part(_CATEGORIES[name], at, size, size, size))
-        return parts
-
-    def _check_open(self) -> _Range:
-        opened = self._opened()
-        self.tape.mark()  # who has no tape any more, such as a forked child, learns why
-        return opened
-
-    def addresses(self) -> dict[str, int]:
-        """Return the address of each buffer's first byte, by name.
-
-        Returns
-        -------
-        dict
-
-        Raises
-        ------
-        ClosedError
-        """
-        opened = self._check_open()
-        return {name: opened.address + opened.offsets[opened.place(name)] for name in opened.specs}
-
-    @property
-    def closed(self) -> bool:
-        """Whether the buffers, or the tape under them, were closed."""
-        return self._range is None or self._range.is_closed or bool(self.tape.closed)
-
-    def close(self) -> None:
-        """Close the buffers; memory of their own is given back. Closing twice is no error.
-
-        Raises
-        ------
-        BufferError
-            Views still use memory of their own; nothing is closed then.
-        """
-        if self._range is not None and not self._range.is_closed:
-            self._drop()  # else they would count as views
-            if self._owns_tape:
-                self.tape.close()
-            self._range.is_closed = True
-
-    def _drop(self) -> None:
-        super()._drop()
-        if self._range is not None:
-            self._range.taken = None
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        # Views that are still alive keep the memory; it goes with the last of them.
-        if self._range is not None:
-            self._drop()
-            if self._owns_tape:
-                self.tape.__exit__()
-            self._range.is_closed = True
-
-    def _figures(self) -> str:
-        return format_bytes(self._opened().nbytes)
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._figures()}, {self.tape!r}"
-        return f"{type(self).__name__}('{self.name}', {state})"
-
-
-class _DecodeNames(_Arrays, Generic[A]):
+class _DecodeNames(BufferArrays, Generic[A]):
     """The names of the buffers of a decode step."""
 
     embed_out: A
@@ -343,13 +65,13 @@ class _DecodeNames(_Arrays, Generic[A]):
 
     @property
     def residual(self) -> A:
-        """What the next layer reads."""
+        """The buffer that the next layer reads."""
         array: A = self._array(self._opened().place("residual"))
         return array
 
     @property
     def post_norm_residual(self) -> A:
-        """What the layer writes."""
+        """The buffer that the layer writes."""
         array: A = self._array(self._opened().place("post_norm_residual"))
         return array
 
@@ -371,7 +93,7 @@ class DecodeBatch(_DecodeNames[A]):
             self.temp_dequant = None
         self._fill()
 
-    def _made(self, buffers: _Range, place: str) -> Any:
+    def _make_array(self, buffers: BufferRange, place: str) -> Any:
         flat, spec = buffers.array(place), buffers.specs[place]
         if spec.rows is None:
             return flat.reshape(spec.shape)
@@ -385,18 +107,12 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     found: np.dtype[Any]
     if named == "bfloat16":
-        import ml_dtypes  # which most callers never need
+        import ml_dtypes  # most callers never need it
 
         found = np.dtype(ml_dtypes.bfloat16)
     else:
         found = np.dtype(named)
     return found
-
-
-def _checked_dims(dims: ModelDims) -> ModelDims:
-    if not isinstance(dims, ModelDims):
-        raise TypeError(f"dims: expected ModelDims, got {type(dims).__name__}")
-    return dims
 
 
 def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
@@ -484,7 +200,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         ValueError, TypeError
             As the class.
         """
-        specs = _decode_specs(_checked_dims(dims), _dtype(dtype))
+        specs = _decode_specs(check_dims(dims), _dtype(dtype))
         return total_bytes("decode buffers", {name: spec.nbytes for name, spec in specs.items()})
 
     @property
@@ -539,7 +255,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         exchanged, and the graph still reads what was `residual` when it was captured.
         """
         opened = self._check_open()
-        # The one thing that changes: the names, the batches' and `addresses` follow from it.
+        # Nothing else changes: the names of batches, and `addresses`, follow from it.
         opened.is_swapped = not opened.is_swapped
 
     def _drop(self) -> None:
@@ -760,7 +476,7 @@ class ForwardScratch(BufferSet):
     def __init__(self, dims: ModelDims, *, tape: Tape, overlap: bool = False) -> None:
         self._begin(dims, "forward scratch")
         Tape._require(tape)
-        specs, offsets, self.peak_scratch_bytes = self._placed(dims, overlap)
+        specs, offsets, self.peak_scratch_bytes = self._place(dims, overlap)
         self._take(tape, specs, offsets, self.peak_scratch_bytes + specs["logits"].nbytes)
         self._enter()
 
@@ -779,12 +495,12 @@ class ForwardScratch(BufferSet):
         -------
         int
         """
-        specs, _, peak_bytes = cls._placed(_checked_dims(dims), overlap)
+        specs, _, peak_bytes = cls._place(check_dims(dims), overlap)
         return peak_bytes + specs["logits"].nbytes
 
     @classmethod
-    def _placed(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
-        """Return what the buffers are, the offset of each, and the peak."""
+    def _place(cls, dims: ModelDims, overlap: bool) -> tuple[dict[str, Spec], dict[str, int], int]:
+        """Return the spec and the offset of each buffer, and the peak."""
         hidden, q, kv = dims.hidden_size, dims.q_size, dims.kv_size
         inner = dims.intermediate_size
         widths = dict.fromkeys(cls.USES, hidden)

@@ -1,7 +1,7 @@
-"""What of a model's shape its memory follows from, as far as its files tell it.
+"""The shape of a model, from which its memory follows, as far as its files tell it.
 
-Metadata comes from strangers: what is missing, of another type or out of range makes a thing
-unknown, with a sentence that says why, and costs no more time than what is right.
+Metadata is not trusted: a value that is missing, of another type or out of range makes a figure
+unknown, with a sentence that says why, and costs no more time than a right one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.buffers.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
 
 if TYPE_CHECKING:
     from unimem.weights.opened import Contents
 
-__all__ = ["Layers", "Shape", "config_beside", "of_config", "of_dims", "of_weights"]
+__all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 4 << 20  # of known models the longest has 50 kB
@@ -28,18 +28,18 @@ _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "
     "outputs of the experts and of the router"
 )
-# What a layer keeps of a conversation beside keys and values, or instead: not as long as that.
+# A state that a layer keeps beside keys and values, or instead: it does not grow with a text.
 _STATES = ("ssm.state_size", "ssm.conv_kernel", "wkv.head_size", "shortconv.l_cache")
-# Keys of models of which some layers keep fewer rows than the conversation has tokens.
+# Keys of models some of whose layers keep fewer rows than the conversation has tokens.
 _FEWER = {
     "attention.sliding_window": "attention of some layers slides over {} tokens",
     "attention.shared_kv_layers": "{} layers share the cache of others",
     "nextn_predict_layers": "{} layers predict further tokens, and a runtime may leave them out",
 }
-# The type of transformer of a config.json that is computed as the engine computes it.
+# Model types of a config.json that are computed as the engine computes them.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Those of which each layer keeps keys and values of each token, in as many heads and of the size
-# that these fields say. Others have fields of their own for that, or keep something else.
+# Model types whose layers all keep keys and values of each token, with heads and sizes as the usual
+# fields say. Others have fields of their own, or keep something else.
 _PLAIN_CACHES = frozenset(
     {
         *(
@@ -87,7 +87,7 @@ class Layers(NamedTuple):
     Attributes
     ----------
     n_layers : int
-        How many.
+        Number of layers.
     n_heads : int
         Heads of keys and values.
     k_size, v_size : int
@@ -131,24 +131,24 @@ class Shape:
     unknown: tuple[str, ...] = ()
     slides: int | None = None
 
-    def longest(self, window: int | None) -> int:
-        """Tell the longest context that may be asked for, with a window or without."""
+    def longest_ctx(self, window: int | None) -> int:
+        """Return the longest context that may be asked for, with or without a window."""
         most = self.max_ctx or _MOST
         return self.slides if self.slides and self.slides < (window or most) else most
 
 
 class _UnknownError(ValueError):
-    """Why a thing is not known."""
+    """Says why a figure is not known."""
 
 
-def of_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
-    """Tell the shape of a model whose dimensions are known."""
+def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
+    """Return the shape of a model with known dimensions."""
     layers = Layers(dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.head_dim)
     return Shape(arch, (layers,), dims, dims.vocab_size, dims.max_seq_len, unknown)
 
 
-def of_weights(weights: Contents) -> Shape:
-    """Tell the shape of an opened GGUF file of any architecture.
+def from_weights(weights: Contents) -> Shape:
+    """Return the shape of an opened GGUF file of any architecture.
 
     Parameters
     ----------
@@ -163,22 +163,24 @@ def of_weights(weights: Contents) -> Shape:
     if not isinstance(arch, str):
         why = "the file does not say its architecture"
         return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
-    meta = Metadata(weights.metadata, arch)
+    meta = ArchMetadata(weights.metadata, arch)
     try:
         dims = ModelDims.from_weights(weights)
     except ValueError as error:
-        return _by_metadata(weights, meta, arch, error)
+        return _from_metadata(weights, meta, arch, error)
     if dims.num_layers > len(weights.tensors):
-        return _by_metadata(weights, meta, arch, _too_many(dims.num_layers, len(weights.tensors)))
+        return _from_metadata(
+            weights, meta, arch, _too_many_layers(dims.num_layers, len(weights.tensors))
+        )
     experts = arch in MIXTURES or bool(meta.get("expert_count"))
-    shape = of_dims(dims, arch, (_EXPERTS,) if experts else ())
+    shape = from_dims(dims, arch, (_EXPERTS,) if experts else ())
     slides = meta.get("attention.sliding_window")
     if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0:
         shape = replace(shape, slides=slides)
     return shape
 
 
-def _by_metadata(weights: Contents, meta: Metadata, arch: str, why: ValueError) -> Shape:
+def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     cache = None
     try:
@@ -200,16 +202,16 @@ def _by_metadata(weights: Contents, meta: Metadata, arch: str, why: ValueError) 
     return Shape(arch, cache, None, vocab, longest, tuple(unknown))
 
 
-def _too_many(n_layers: int, n_tensors: int) -> _UnknownError:
+def _too_many_layers(n_layers: int, n_tensors: int) -> _UnknownError:
     return _UnknownError(
         f"the metadata speaks of {n_layers} layers, but the file has only {n_tensors} tensors"
     )
 
 
-def _cache(meta: Metadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
-    """Read the layers of the KV cache, and sentences about what they are a bound of."""
+def _cache(meta: ArchMetadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
+    """Read the layers of the KV cache, and sentences where they are only an upper bound."""
     if meta.get("attention.causal") is False:
-        return (), []  # every text is looked at as a whole, and nothing is kept
+        return (), []  # a text is read as a whole, and nothing is kept
     if meta.get("attention.kv_lora_rank") is not None:
         raise _UnknownError(
             f"{arch!r:.40} compresses keys and values (multi-head latent attention), and what a "
@@ -219,7 +221,7 @@ def _cache(meta: Metadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...
         raise _UnknownError(f"{arch!r:.40} has an encoder, whose output is kept, too")
     count = meta.count("block_count")
     if count > n_tensors:
-        raise _too_many(count, n_tensors)
+        raise _too_many_layers(count, n_tensors)
     state = next((key for key in _STATES if meta.get(key) is not None), None)
     heads = _per_layer(meta, "attention.head_count_kv", count)
     if state is not None and not isinstance(heads, list):
@@ -248,7 +250,7 @@ def _cache(meta: Metadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...
     return layers, fewer
 
 
-def _per_layer(meta: Metadata, name: str, count: int) -> int | list[int] | None:
+def _per_layer(meta: ArchMetadata, name: str, count: int) -> int | list[int] | None:
     """Read a number of heads, or one for each layer; 0 is none."""
     value = meta.get(name)
     if value is None:
@@ -263,7 +265,7 @@ def _per_layer(meta: Metadata, name: str, count: int) -> int | list[int] | None:
     return values
 
 
-def _head_size(meta: Metadata, name: str, default: int | None = None) -> int:
+def _head_size(meta: ArchMetadata, name: str, default: int | None = None) -> int:
     if meta.get(name) is not None or default is not None:
         return meta.count(name, default)
     hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
@@ -277,7 +279,7 @@ def _head_size(meta: Metadata, name: str, default: int | None = None) -> int:
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def config_beside(path: str) -> tuple[dict[str, Any] | None, str]:
+def read_config(path: str) -> tuple[dict[str, Any] | None, str]:
     """Read the ``config.json`` of Hugging Face that lies beside a model's file.
 
     Parameters
@@ -311,8 +313,8 @@ def config_beside(path: str) -> tuple[dict[str, Any] | None, str]:
     return config, ""
 
 
-def of_config(config: dict[str, Any] | None, why: str) -> Shape:
-    """Tell the shape of a model by its ``config.json``.
+def from_config(config: dict[str, Any] | None, why: str) -> Shape:
+    """Return the shape of a model by its ``config.json``.
 
     Parameters
     ----------
@@ -347,7 +349,7 @@ def of_config(config: dict[str, Any] | None, why: str) -> Shape:
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
     if cache is None:
-        dims = None  # nor is then known what attention works in
+        dims = None  # then the work memory of attention is not known either
     slides = None if dims is None else values.window()
     return Shape(arch, cache, dims, vocab, longest, tuple(unknown), slides)
 
@@ -412,7 +414,7 @@ class _Config:
         return heads, self.number("num_key_value_heads") or heads, size
 
     def cache(self) -> tuple[tuple[Layers, ...], list[str]]:
-        """Return the layers of the KV cache, and sentences about what they are a bound of."""
+        """Return the layers of the KV cache, and sentences where they are only an upper bound."""
         kind = self._values.get("model_type")
         if self.number("kv_lora_rank"):
             raise _UnknownError(

@@ -23,8 +23,9 @@ from unimem.cli.options import (
     check_numa,
 )
 from unimem.cli.tables import Bar, fact_lines, fit, room, table_lines, wrap
-from unimem.planning.plan import MOST_SESSIONS, Advice, Check, Plan
+from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
+from unimem.planning.result import Advice, Check, Plan
 from unimem.system.text import format_bytes
 
 __all__ = ["plan"]

@@ -34,7 +34,8 @@ from unimem.cli.report import memory_lines
 from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
-from unimem.planning.plan import DEFAULT_CTX, Plan
+from unimem.planning.plan import DEFAULT_CTX
+from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.weights.loading import Load

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
+from operator import index
 from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
 from unimem.buffers.dims import ModelDims
-from unimem.cuda import upload
 from unimem.cuda.block import Block, check_placement
-from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
-from unimem.kv.cache import KVCache
 from unimem.layout import Lifetimes
-from unimem.planning.plan import DEFAULT_CTX
-from unimem.system import gpu
+from unimem.planning.device import RESERVE_BYTES, bytes_needed
+from unimem.planning.plan import plan
+from unimem.planning.result import Check
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
 from unimem.weights.opened import Weights, open_weights
 
-__all__ = ["RESERVE_BYTES", "Layout", "on_device"]
-
-# What an allocation takes of the device's memory is a multiple of this: cudaMalloc maps pages of
-# 2 MiB.
-_PAGE_BYTES = 2 << 20
-# What a context that is chosen leaves free: CUDA loads kernels when they are first launched, cuBLAS
-# takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and CuPy's
-# pool has what a step makes beside the layout.
-RESERVE_BYTES = 512 << 20
-
-
-def on_device(nbytes: int) -> int:
-    """Tell what an allocation takes of the device's memory."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+__all__ = ["Layout"]
 
 
 class Layout(Lifetimes[Tape]):
@@ -178,35 +163,20 @@ class Layout(Lifetimes[Tape]):
         if ctx is not None and not (is_integer and 1 <= ctx < 2**31):
             raise ValueError(f"ctx: expected an integer from 1 to {2**31 - 1}, got {ctx!r}")
         weights = path_or_weights
+        # What is not known of the model cannot be made.
         dims = replace(ModelDims.from_weights(weights), max_batch_size=batch)
-
-        def history_bytes(n: int) -> int:
-            return KVCache.storage_bytes(
-                dims.num_layers, dims.num_kv_heads, dims.head_dim, n, batch=batch, dtype=kv_dtype
-            )
-
-        weights_bytes = upload.bytes_needed(weights)
-        scratch_bytes = DecodeBuffers.bytes_needed(dims)
-        free = gpu.driver(device).free_bytes()
-        reserved = RESERVE_BYTES if ctx is None else 0
-        if ctx is None:
-            most = range(1, min(dims.max_seq_len, DEFAULT_CTX) + 1)
-            room = free - reserved - on_device(weights_bytes) - on_device(scratch_bytes)
-            # Where nothing fits, what is said below is for one token.
-            ctx = max(1, bisect_right(most, room, key=lambda n: on_device(history_bytes(n))))
-        sizes = (weights_bytes, scratch_bytes, history_bytes(int(ctx)))
-        needed = sum(map(on_device, sizes)) + reserved
-        if needed > free:
-            kept = f" and {format_bytes(reserved)} for kernels" if reserved else ""
-            raise CapacityError(
-                f"cuda:{device}: the model needs {format_bytes(needed)} for {ctx} tokens "
-                f"({', '.join(format_bytes(size) for size in sizes)} of weights, scratch and "
-                f"history{kept}, in whole pages of 2 MiB), and {format_bytes(free)} are free: a "
-                "smaller ctx or batch, kv_dtype 'q8_0', or a model of fewer bits",
-                free,
-                0,
-                needed,
-            )
+        name = f"cuda:{index(device)}"
+        needed = plan(
+            weights,
+            ctx=None if ctx is None else int(ctx),
+            batch=dims.max_batch_size,
+            kv_dtype=kv_dtype,
+            device=name,
+        )
+        sizes = (bytes_needed(weights), needed.scratch_bytes, needed.history_bytes)
+        (check,) = (check for check in needed.checks if check.name == name)
+        if not check.fits:
+            raise _capacity_error(check, needed.ctx, sizes, RESERVE_BYTES if ctx is None else 0)
         layout = cls(*sizes, device=device)
         try:
             tensors = weights.to_device(layout.weights, progress=progress)
@@ -260,3 +230,19 @@ class Layout(Lifetimes[Tape]):
     ) -> None:
         self._tensors.clear()
         super().__exit__(kind, error, trace)
+
+
+def _capacity_error(
+    check: Check, ctx: int | None, sizes: Sequence[int], reserved: int
+) -> CapacityError:
+    """Say that the three tapes, and what stays free beside them, have no room on the GPU."""
+    kept = f" and {format_bytes(reserved)} for kernels" if reserved else ""
+    return CapacityError(
+        f"{check.name}: the model needs {format_bytes(check.needed_bytes)} for {ctx} tokens "
+        f"({', '.join(map(format_bytes, sizes))} of weights, scratch and history{kept}, in whole "
+        f"pages of 2 MiB), and {format_bytes(check.available_bytes)} are free: a smaller ctx or "
+        "batch, kv_dtype 'q8_0', or a model of fewer bits",
+        check.available_bytes,
+        0,
+        check.needed_bytes,
+    )

@@ -20,56 +20,24 @@ from typing import Any, NamedTuple
 from unimem._core.arrays import array_within
 from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
+from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
 from unimem.system.gpu import Driver
 from unimem.system.threads import run_in_threads
-from unimem.weights.files import ModelFile, check_version, reopen
+from unimem.weights.files import check_version, reopen
 from unimem.weights.loading import Progress
 from unimem.weights.opened import Contents, Tensor, Weights
 
-__all__ = ["STAGING_BYTES", "bytes_needed", "to_device"]
+__all__ = ["to_device"]
 
-# By estimate (bench.gpu measures the whole): a slot of 2 MiB is 40 us of PCIe 5, and looking after
-# it about 10 us of Python and CUDA. The ring is pinned anew at each call, for 0.1 to 0.2 ms a MiB,
-# where 4 GB are copied in 75 ms: it is no larger than it must be.
-_N_SLOTS = 16
-STAGING_BYTES = _N_SLOTS * (2 << 20)
 # Each reads 5 to 10 GB/s from the page cache, and PCIe 5 takes 55. They are fewer than the slots,
 # so that there are always some on their way.
 _THREADS = 12
-_ALIGN = 256
 
 
-class _Source(NamedTuple):
-    """What of a file is brought to the device, and where it shall be in what is taken there."""
-
-    file: ModelFile
-    begin: int
-    nbytes: int
-    at: int
-
-    @property
-    def end(self) -> int:
-        """Where it ends in what is taken."""
-        return self.at + self.nbytes
-
-
-def _sources(weights: Contents) -> list[_Source]:
-    """Lay the files' data out one behind the other."""
-    ends = {part.file.path: part.file.header.data_offset for part in weights._parts}
-    for tensor in weights.tensors.values():
-        ends[tensor.file] = max(ends[tensor.file], tensor.offset + tensor.nbytes)
-    sources: list[_Source] = []
-    for part in weights._parts:
-        begin = part.file.header.data_offset
-        at = -(-sources[-1].end // _ALIGN) * _ALIGN if sources else 0
-        sources.append(_Source(part.file, begin, ends[part.file.path] - begin, at))
-    return sources
-
-
-def _places(weights: Contents, sources: list[_Source]) -> list[tuple[Tensor, int]]:
+def _places(weights: Contents, transfers: list[Transfer]) -> list[tuple[Tensor, int]]:
     """Tell where each tensor will be in what is taken."""
-    moved = {source.file.path: source.at - source.begin for source in sources}
+    moved = {transfer.file.path: transfer.at - transfer.begin for transfer in transfers}
     places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
     for tensor, at in places:
         dtype, _ = tensor._as_in_arrays()
@@ -80,11 +48,6 @@ def _places(weights: Contents, sources: list[_Source]) -> list[tuple[Tensor, int
                 "again with the library safetensors, which aligns tensors"
             )
     return places
-
-
-def bytes_needed(weights: Contents) -> int:
-    """Tell how much `to_device` takes of a tape that is aligned."""
-    return _sources(weights)[-1].end
 
 
 def to_device(
@@ -108,26 +71,26 @@ def to_device(
     slot_bytes = _slot_bytes(staging_bytes)
     driver = tape._driver
     earlier = driver.stream(stream)
-    sources = _sources(weights)
-    nbytes = sources[-1].end
-    places = _places(weights, sources)
+    transfers = list_transfers(weights)
+    nbytes = transfers[-1].end
+    places = _places(weights, transfers)
     with ExitStack() as stack:
-        fds = [stack.enter_context(reopen(source.file)) for source in sources]
+        fds = [stack.enter_context(reopen(transfer.file)) for transfer in transfers]
         mark = tape.mark()
         # Where the array will end, unless others take from the tape too: then it stays taken.
-        end = -(-mark // _ALIGN) * _ALIGN + nbytes
+        end = -(-mark // ALIGN) * ALIGN + nbytes
         region = None
         try:
-            region = tape.take_bytes(nbytes, align=_ALIGN)
+            region = tape.take_bytes(nbytes, align=ALIGN)
             # Who had this memory before may still be using it.
             driver.synchronize(earlier)
             if nbytes > 0:
-                upload = _Upload(driver, sources, fds, int(region.data.ptr), slot_bytes)
+                upload = _Upload(driver, transfers, fds, int(region.data.ptr), slot_bytes)
                 upload.run(n_threads, progress)
-            for source, fd in zip(sources, fds, strict=True):
-                check_version(source.file, os.fstat(fd))
+            for transfer, fd in zip(transfers, fds, strict=True):
+                check_version(transfer.file, os.fstat(fd))
             if progress is not None:
-                total = sum(source.nbytes for source in sources)
+                total = sum(transfer.nbytes for transfer in transfers)
                 progress(total, total)
             return {tensor.name: _array(tape, region, tensor, at) for tensor, at in places}
         except BaseException:
@@ -157,11 +120,11 @@ def _n_threads(threads: int | None) -> int:
 
 def _slot_bytes(staging_bytes: int | None) -> int:
     asked = STAGING_BYTES if staging_bytes is None else operator.index(staging_bytes)
-    slot = asked // _N_SLOTS // mmap.PAGESIZE * mmap.PAGESIZE
+    slot = asked // N_SLOTS // mmap.PAGESIZE * mmap.PAGESIZE
     if slot < 1:
         raise ValueError(
-            f"staging_bytes: expected at least {_N_SLOTS * mmap.PAGESIZE}, a page for each of "
-            f"{_N_SLOTS} slots, got {asked}"
+            f"staging_bytes: expected at least {N_SLOTS * mmap.PAGESIZE}, a page for each of "
+            f"{N_SLOTS} slots, got {asked}"
         )
     return slot
 
@@ -195,21 +158,21 @@ class _Upload:
     """Files' data on its way to the device. Its threads share it; `run` is for one."""
 
     def __init__(
-        self, driver: Driver, sources: list[_Source], fds: list[int], to: int, slot_bytes: int
+        self, driver: Driver, transfers: list[Transfer], fds: list[int], to: int, slot_bytes: int
     ) -> None:
         self._driver = driver
-        self._nbytes = sum(source.nbytes for source in sources)
+        self._nbytes = sum(transfer.nbytes for transfer in transfers)
         self._slot_bytes = slot_bytes
         pieces = [
             _Piece(
-                source.file.path,
+                transfer.file.path,
                 fd,
-                source.begin + first,
-                min(slot_bytes, source.nbytes - first),
-                to + source.at + first,
+                transfer.begin + first,
+                min(slot_bytes, transfer.nbytes - first),
+                to + transfer.at + first,
             )
-            for source, fd in zip(sources, fds, strict=True)
-            for first in range(0, source.nbytes, slot_bytes)
+            for transfer, fd in zip(transfers, fds, strict=True)
+            for first in range(0, transfer.nbytes, slot_bytes)
         ]
         self._n_pieces = len(pieces)
         # Those that nobody has taken. Taking one is one step under the interpreter's lock.
@@ -222,7 +185,7 @@ class _Upload:
 
     def run(self, n_threads: int, progress: Progress | None) -> None:
         """Read and copy all; no thread and no copy is under way when this returns or raises."""
-        n_slots = min(_N_SLOTS, self._n_pieces)
+        n_slots = min(N_SLOTS, self._n_pieces)
         lanes = [_Lane(self._driver.new_stream()) for _ in range(min(n_threads, n_slots))]
         for lane in lanes:
             self._lanes.put(lane)

@@ -1,31 +1,43 @@
-"""What a decoder's memory is for."""
+"""Reporting the memory of a decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from unimem._core.ledger import Part, entries
-from unimem.accounting import published
 from unimem.accounting.attribution import attribute
+from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
+from unimem.engine.arch import Model
+from unimem.kv.cache import KVCache
+from unimem.layout import Layout
 from unimem.system import ggml
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
+from unimem.weights.opened import Weights
 
-if TYPE_CHECKING:
-    from unimem.engine.decoder import Decoder
+__all__ = ["DecoderMemory", "list_parts", "make_report"]
 
-__all__ = ["parts_of", "report_of"]
-
-_SHOWN = ("diagnostics", published.NAME)  # what the process shows others of itself
+_SHOWN = ("diagnostics", NAME)  # what the process shows others of itself
 
 
-def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
-    """Say where a decoder's own vectors lie; all else that it takes is scratch.
+class DecoderMemory(Protocol):
+    """What a report asks of a decoder."""
+
+    weights: Weights
+    layout: Layout
+    kv: KVCache
+    ctx: int
+    threads: int
+    _model: Model
+
+
+def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
+    """List the vectors of a decoder; all else that it takes is scratch.
 
     Parameters
     ----------
@@ -41,7 +53,7 @@ def parts_of(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]
     ]
 
 
-def report_of(decoder: Decoder) -> Report:
+def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
     weights, kv, layout = decoder.weights, decoder.kv, decoder.layout
     blocks = [*weights.blocks, layout.scratch.block, layout.history.block]
@@ -65,6 +77,7 @@ def report_of(decoder: Decoder) -> Report:
     for part in (part for entry in own for part in entry.parts):
         if part.high_water_bytes is not None:
             most[part.category] = most.get(part.category, 0) + part.high_water_bytes
+    n = decoder.threads - 1  # beside the thread that calls
     facts = {
         "model": ", ".join(weights.files),
         "load": weights.load,
@@ -76,7 +89,7 @@ def report_of(decoder: Decoder) -> Report:
         "threads": decoder.threads,
         "ggml_own": (
             f"at most {format_bytes(ggml.own_bytes(decoder.threads))} from malloc, for contexts "
-            f"and threads, and the stacks of {decoder.threads - 1} threads; in none of these rows"
+            f"and threads, and the stacks of {n} thread{'s' * (n != 1)}; in none of these rows"
         ),
     }
     rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)

@@ -1,4 +1,4 @@
-"""What the engine can run: everything in a model file is checked here, before ggml sees it."""
+"""Models that the engine can run: a file is checked here before ggml sees any of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unimem.buffers.dims import ARCHITECTURES, Metadata, ModelDims
+from unimem.buffers.dims import ARCHITECTURES, ArchMetadata, ModelDims
 from unimem.system import ggml
 
 if TYPE_CHECKING:
-    from unimem import Weights
+    from unimem.weights.opened import Weights
 
 __all__ = ["Model", "UnsupportedModel"]
 
@@ -22,7 +22,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn queries and keys; the arguments of `ggml_rope_ext`."""
+    """The rotary embedding of positions: the arguments of `ggml_rope_ext`."""
 
     mode: int
     freq_base: float
@@ -74,7 +74,7 @@ class Model:
 
     @classmethod
     def _checked(cls, weights: Weights, arch: str) -> Model:
-        meta = Metadata(weights.metadata, arch)
+        meta = ArchMetadata(weights.metadata, arch)
         if meta.get("expert_count"):
             raise UnsupportedModel("mixtures of experts are not supported")
         dims = ModelDims.from_weights(weights)
@@ -127,7 +127,7 @@ class Model:
             )
 
 
-def _rope(meta: Metadata, arch: str, dims: ModelDims) -> Rope:
+def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
     """Read the rotary embedding as llama.cpp does (`llama_context` and `load_hparams`)."""
     kind = meta.get("rope.scaling.type")
     kind = "linear" if kind is None else kind
@@ -171,7 +171,7 @@ class _Expected:
     required: bool = True
 
 
-def _expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
+def _list_expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
     hidden, inner = dims.hidden_size, dims.intermediate_size
     q, kv = dims.q_size, dims.kv_size
     yield _Expected("token_embd.weight", (hidden, dims.vocab_size))
@@ -207,7 +207,7 @@ def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
             f"{len(weights.tensors)} tensors"
         )
     known = set()
-    for expected in _expected(arch, dims):
+    for expected in _list_expected(arch, dims):
         known.add(expected.name)
         tensor = weights.tensors.get(expected.name)
         if tensor is None:
@@ -236,6 +236,6 @@ def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
     unknown = sorted(set(weights.tensors) - known)
     if unknown:
         raise UnsupportedModel(
-            f"the model has {len(unknown)} tensors that the engine does not know for "
-            f"{arch}, such as {unknown[0]!r:.80}"
+            f"the model has {len(unknown)} tensor{'s' * (len(unknown) > 1)} that the engine does "
+            f"not know for {arch}, such as {unknown[0]!r:.80}"
         )

@@ -1,4 +1,4 @@
-"""What a decoder refuses before it computes: a model, a saved session, tokens."""
+"""Checks of a decoder before it computes: of the model, a saved session, tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
-from unimem.planning.plan import Plan, plan
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
 
@@ -35,7 +36,7 @@ def check_model(
     threads: int | None,
     load: Load,
 ) -> tuple[Model, Plan]:
-    """Check that a model can be run so, and that there is room for what is planned of it."""
+    """Check that the engine runs a model with these options, and that its plan has room."""
     model = Model.from_weights(weights)
     model.check_head(kv_dtype)
     needed = plan(
@@ -59,7 +60,7 @@ def check_model(
 def check_session(
     path: str | os.PathLike[str], kv: KVCache, model: str, vocab_size: int, ctx: int
 ) -> Snapshot:
-    """Read what a session says of itself, and refuse one that does not fit or belong here.
+    """Read the description of a saved session, and refuse one that does not fit or belong here.
 
     Parameters
     ----------
@@ -94,8 +95,8 @@ def check_session(
     n = saved.next_position if kv.window else saved.seq_len
     if n > ctx or saved.next_position > MOST_POSITIONS:
         raise CacheFull(
-            f"{name}: a session of {n} tokens does not fit in the context of {ctx}: take a larger "
-            "ctx",
+            f"{name}: a session of {n} token{'s' * (n > 1)} does not fit in the context of {ctx}: "
+            "take a larger ctx",
             ctx,
             0,
             n,
@@ -104,7 +105,7 @@ def check_session(
 
 
 def check_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
-    """Make an array of token ids, and refuse none, and those that the model does not have."""
+    """Return an array of token ids; none at all, or unknown ones, are refused."""
     array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
     if array.ndim != 1 or not len(array):
         raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core import ledger
-from unimem.accounting import published
+from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
-from unimem.engine.accounting import parts_of, report_of
+from unimem.engine.accounting import list_parts, make_report
+from unimem.engine.attention import Attention
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder"]
 
-KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
 _KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
-_NO_ROWS = (0, -2)  # no row follows on these
 
 
 class Decoder:
@@ -128,7 +127,7 @@ class Decoder:
         if isinstance(path_or_weights, Weights):
             self.weights = path_or_weights
         else:
-            # What is refused is refused before it is read.
+            # A model that is refused is refused before its data are read.
             with open_weights(path_or_weights, load="map") as weights:
                 check_model(weights, path_or_weights, load=load, **asked)
             self.weights = open_weights(path_or_weights, load=load, progress=progress)
@@ -144,7 +143,6 @@ class Decoder:
             self.layout = layout
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
-            self._window = self.ctx if window is None else window
             self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
         except BaseException:
             if own_layout is not None:
@@ -155,14 +153,13 @@ class Decoder:
         self._tokenizer: Tokenizer | None = None
         self._rng: np.random.Generator | None = None
         self._seed: int | None = None
-        self._talk = 0  # counts conversations, so that an old generator notices a new one
-        self._shown = _NO_ROWS  # first and last row that the decode graph's mask shows
+        self._n_talks = 0  # conversations, so that an old generator notices a new one
         self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
         self._logits_end = 0  # the position behind the token of the logits; 0 without logits
-        self._tally = published.Tally(self.kv.address(0, "k"))
+        self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
-        published.publish()
+        publish()
 
     def _set_up(
         self, kv_dtype: str, window: int | None, scratch_bytes: int, progress: Progress | None
@@ -195,7 +192,7 @@ class Decoder:
             raise
         scratch.keep()
         self.layout.attach(self.kv)
-        self._hold()
+        self._hold_blocks()
 
     def _new_cache(self, kv_dtype: str, window: int | None) -> KVCache:
         history = self.layout.history
@@ -247,7 +244,7 @@ class Decoder:
         self._logits[:] = 0
         self._ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
         vectors = [self._tokens, self._positions, self._rows, self._last, self._ids]
-        self._parts = parts_of(vectors, self._logits)
+        self._parts = list_parts(vectors, self._logits)
         nbytes = Graph.bytes_needed(dims.num_layers)
         graphs = []
         for n in (1, batch):
@@ -259,13 +256,15 @@ class Decoder:
         arena = take(max(graph.values.total_bytes for graph in graphs))
         work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
         for graph in graphs:
-            graph.settle(arena, work, self.threads, self._threadpool)
+            graph.set_memory(arena, work, self.threads, self._threadpool)
+        window = self.kv.window or self.ctx
+        self._attention = Attention(self._decode, self._prefill, n_rows, window)
 
     # ---- memory -------------------------------------------------------------------------------
 
-    def _hold(self) -> None:
-        # These views make closing a borrowed layout, or borrowed weights, under the decoder fail.
-        # They are of no bytes, so that the cache may move its tokens and give memory back.
+    def _hold_blocks(self) -> None:
+        # While these views live, no borrowed layout or weights can be closed under the decoder.
+        # They have no bytes, so that the cache may move its tokens and give memory back.
         blocks = (*self.weights.blocks, self.layout.scratch.block, self.layout.history.block)
         self._held = [block.as_array("uint8", 0) for block in blocks]
 
@@ -330,7 +329,7 @@ class Decoder:
             memory, and of ggml and what is its own.
         """
         self._check_open()
-        return report_of(self)
+        return make_report(self)
 
     def close(self) -> None:
         """Give everything back. Closing twice is no error.
@@ -349,7 +348,7 @@ class Decoder:
                 self.layout._check_unused()
             self.kv.close()
         except BufferError:
-            self._hold()
+            self._hold_blocks()
             raise
         if self._owns_layout:
             self.layout.close()
@@ -380,7 +379,7 @@ class Decoder:
         if self._owns_layout:
             # Views that are still alive keep the memory; it goes with the last of them.
             self.layout.__exit__(kind, error, trace)
-            published.refresh()
+            refresh()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -396,9 +395,10 @@ class Decoder:
     def __repr__(self) -> str:
         if self._closed:
             return "Decoder(closed)"
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return (
             f"Decoder({self._model.arch}, {self.dims.num_layers} layers, "
-            f"{self.kv.seq_len} of {self.ctx} tokens, {self.threads} threads)"
+            f"{self.kv.seq_len} of {self.ctx} tokens, {threads})"
         )
 
     # ---- text ---------------------------------------------------------------------------------
@@ -510,11 +510,11 @@ class Decoder:
         self.reset()
         try:
             snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
-            self._note(0, ids)
+            self._note_ids(0, ids)
             last = [row.copy() for row in self._last_rows(saved)]
             self.kv.crop(saved.seq_len - 1)
             self._step(int(ids[-1]))
-            # Computed with what is there now, they differ where tokens had been trimmed.
+            # Computed from the tokens that are left, they differ where some had been trimmed.
             for row, was in zip(self._last_rows(saved), last, strict=True):
                 row[:] = was
         except BaseException:
@@ -523,7 +523,7 @@ class Decoder:
         return self.logits
 
     def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
-        """Read what a session says of itself, and refuse one that does not fit or belong here."""
+        """Read the description of a saved session, and refuse one that does not fit here."""
         fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
         return check_session(path, self.kv, fingerprint, vocab_size, self.ctx)
 
@@ -537,12 +537,12 @@ class Decoder:
         """Begin a new conversation. The memory stays."""
         self._check_open()
         self.kv.clear()
-        self._talk += 1
+        self._n_talks += 1
         self._n_ids = 0
         self._logits_end = 0
         self._rng = None
         self._tally.hold(0, 0)
-        published.refresh()
+        refresh()
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
         """Compute tokens, continuing where the KV cache ends.
@@ -671,8 +671,8 @@ class Decoder:
         asked = len(tokens) + max(n - 1, 0)
         if asked > self.ctx:
             raise CacheFull(
-                f"a prompt of {len(tokens)} tokens and {n} more do not fit in the context of "
-                f"{self.ctx}: take fewer, or a larger ctx",
+                f"a prompt of {len(tokens)} token{'s' * (len(tokens) > 1)} and {n} more do not fit "
+                f"in the context of {self.ctx}: take fewer, or a larger ctx",
                 self.ctx,
                 0,
                 asked,
@@ -684,7 +684,7 @@ class Decoder:
         self, tokens: NDArray[Any], n: int, options: Sampling, stop: frozenset[int]
     ) -> Iterator[str]:
         self.reset()
-        talk = self._talk
+        n_talks = self._n_talks
         self._compute(tokens)
         self._tally.count(len(tokens), 0)
         stream = self.tokenizer.stream()
@@ -696,7 +696,7 @@ class Decoder:
             if text := stream.push(token):
                 yield text
             self._check_open()
-            if talk != self._talk:
+            if n_talks != self._n_talks:
                 raise RuntimeError("a new conversation has begun; this one cannot go on")
             if i < n - 1:
                 self._step(token)
@@ -704,12 +704,12 @@ class Decoder:
             yield text
 
     def _require_room(self, n: int) -> None:
-        # A ring has room for ever: what ends there is the context.
+        # A ring always has room: the context is what ends.
         used = self.kv.next_position if self.kv.window else self.kv.seq_len
         if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
-                f"no room for {n} more tokens: {used} of {self.ctx} are used; reset() begins a "
-                "new conversation",
+                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self.ctx} are used; "
+                "reset() begins a new conversation",
                 self.ctx,
                 used,
                 n,
@@ -724,16 +724,16 @@ class Decoder:
         return sample(self._logits, options, self._rng)
 
     def _compute(self, tokens: NDArray[Any]) -> None:
-        """Compute tokens that were checked: all of them count, or none; in a ring, batches."""
+        """Compute checked tokens: all of them count, or none; in a ring, whole batches do."""
         if len(tokens) == 1:
             self._step(int(tokens[0]))
             return
         # A ring has rows for one batch beside its window.
-        together = self._batch if self.kv.window else len(tokens)
-        for start in range(0, len(tokens), together):
-            self._compute_together(tokens[start : start + together])
+        most = self._batch if self.kv.window else len(tokens)
+        for start in range(0, len(tokens), most):
+            self._compute_batches(tokens[start : start + most])
 
-    def _compute_together(self, tokens: NDArray[Any]) -> None:
+    def _compute_batches(self, tokens: NDArray[Any]) -> None:
         kv, n = self.kv, len(tokens)
         position, held = kv.next_position, kv.seq_len
         row = kv.reserve(n)
@@ -741,7 +741,7 @@ class Decoder:
         try:
             for i in range(0, n, self._batch):
                 self._compute_batch(tokens[i : i + self._batch], position + i, held + i, row + i)
-            self._note(position, tokens)
+            self._note_ids(position, tokens)
             self._logits_end = position + n
             kv.commit(n)
         except BaseException:
@@ -750,18 +750,14 @@ class Decoder:
         self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
     def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
-        """Compute tokens from a position and a row on, before which `held` tokens are."""
-        n, graph, n_rows = len(tokens), self._prefill, self.kv.n_rows
+        """Compute tokens from a position and a row on; `held` tokens precede them."""
+        n, graph = len(tokens), self._prefill
         graph.resize(n)
-        graph.attend(self._n_kv(self._first_row(held, row), row + n))
+        self._attention.show_batch(n, held, row)
         self._tokens[:n] = tokens
         self._positions[:n] = np.arange(position, position + n)
-        self._rows[:n] = np.arange(row, row + n) % n_rows
+        self._rows[:n] = np.arange(row, row + n) % self.kv.n_rows
         self._last[0] = n - 1
-        graph.mask[:] = -np.inf
-        for i in range(n):
-            at = (row + i) % n_rows
-            _show(graph.mask[i], self._first_row(held + i, at), at)
         graph.compute()
 
     def _step(self, token: int) -> None:
@@ -771,13 +767,13 @@ class Decoder:
         row = kv.reserve(1)
         self._logits_end = 0
         try:
-            self._attend(self._first_row(held, row), row)
+            self._attention.show_token(held, row)
             self._tokens[0] = token
             self._positions[0] = position
             self._rows[0] = row
             self._last[0] = 0
             self._decode.compute()
-            self._note(position, self._tokens[:1])
+            self._note_ids(position, self._tokens[:1])
             self._logits_end = position + 1
             kv.commit(1)
         except BaseException:
@@ -785,47 +781,15 @@ class Decoder:
             raise
         self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
 
-    def _first_row(self, held: int, row: int) -> int:
-        """First row that the token in `row` sees; below 0, rows are counted back round the ring."""
-        return row - min(held, self._window - 1)
-
-    def _n_kv(self, first: int, end: int) -> int:
-        """Rows that attention reads, so that [first, end) are among them."""
-        n_rows: int = self.kv.n_rows
-        return n_rows if first < 0 else min(n_rows, -(-end // KV_BUCKET) * KV_BUCKET)
-
-    def _attend(self, first: int, row: int) -> None:
-        """Let the decode graph's token see rows [first, row]."""
-        graph = self._decode
-        n_kv, (before, last) = self._n_kv(first, row + 1), self._shown
-        follows = row == last + 1 and before <= first <= before + 1
-        self._shown = _NO_ROWS  # until the mask is whole
-        if n_kv != graph.n_kv or not follows:
-            graph.attend(n_kv)
-            graph.mask[:] = -np.inf
-            _show(graph.mask[0], first, row)
-        else:
-            if first != before:
-                graph.mask[0, before] = -np.inf
-            graph.mask[0, row] = 0
-        self._shown = first, row
-
-    def _note(self, position: int, tokens: NDArray[Any]) -> None:
+    def _note_ids(self, position: int, tokens: NDArray[Any]) -> None:
         """Note the ids of tokens from `position` on, unless some before them are not known."""
         end = position + len(tokens)
-        # Whoever else writes into the cache writes behind where it ended.
+        # Other writers of the cache write behind its end.
         self._n_ids = min(self._n_ids, self.kv._lowest_end)
         if position <= self._n_ids:
             if end > len(self._ids):
-                # So far comes only who trimmed the cache.
+                # Positions go beyond the context only after the cache was trimmed.
                 self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
             self._ids[position:end] = tokens
             self._n_ids = end
         self.kv._lowest_end = end  # before they are committed; a rollback lowers it again
-
-
-def _show(mask: NDArray[Any], first: int, last: int) -> None:
-    """Show a token the rows [first, last]; those below 0 are the last ones of a ring."""
-    if first < 0:
-        mask[first:] = 0
-    mask[max(first, 0) : last + 1] = 0

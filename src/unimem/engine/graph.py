@@ -24,7 +24,7 @@ _WORD = 8
 
 
 def view(address: int, shape: int | tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Make an array over memory that somebody else keeps alive."""
+    """Make an array over memory that the caller keeps alive."""
     kind = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * kind.itemsize
     memory = memoryview((ctypes.c_char * nbytes).from_address(address))
@@ -167,7 +167,7 @@ class Graph:
         n = nodes_bound(n_layers)
         return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
 
-    def settle(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
+    def set_memory(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
         """Give the graph its memory: of `values`, and `work_bytes` for these threads."""
         self._arena, self._work = arena, work
         self._n_threads, self._threadpool = n_threads, threadpool
@@ -178,13 +178,13 @@ class Graph:
         return int(ggml.graph_plan(self._graph_pointer, n_threads, threadpool).work_size)
 
     def resize(self, n_tokens: int) -> None:
-        """Make the graph one for `n_tokens` tokens, in the same memory."""
+        """Rebuild the graph for `n_tokens` tokens, in the same memory."""
         if n_tokens != self.n_tokens:
             self._build(n_tokens)
             self._bind()
 
     def attend(self, n_kv: int) -> None:
-        """Let attention read the first `n_kv` rows of the cache."""
+        """Make attention read the first `n_kv` rows of the cache."""
         if n_kv == self.n_kv:
             return
         self._words[self._n_kv_words] = n_kv
@@ -348,15 +348,15 @@ class _Builder:
         for cache, rows in ((k_cache, k), (v_cache, v)):
             ggml.build_forward_expand(self.graph, ggml.set_rows(context, cache, rows, self._rows))
         attended = ggml.flash_attn_ext(
-            context, ggml.permute(context, q, 0, 2, 1, 3), self._cached(k_cache),
-            self._cached(v_cache), self.mask,
+            context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(k_cache),
+            self._view_cache(v_cache), self.mask,
             float(np.float32(1) / np.sqrt(np.float32(dims.head_dim))), 0.0, 0.0,
         )  # fmt: skip
         ggml.flash_attn_ext_set_prec(attended, ggml.PREC_F32)
         attended = ggml.reshape_2d(context, attended, dims.q_size, n)
         return self._linear(attended, f"{blk}.attn_output")
 
-    def _cached(self, cache: int) -> int:
+    def _view_cache(self, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
         dims, kind = self._model.dims, self._headers.kv_kind
         rows = ggml.view_3d(

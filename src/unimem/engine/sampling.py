@@ -96,9 +96,8 @@ def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | N
         sums = np.cumsum(np.exp(gaps))
         keep = int(np.searchsorted(sums, options.top_p * sums[-1])) + 1
         tokens, gaps = tokens[:keep], gaps[:keep]
-    with np.errstate(
-        over="ignore"
-    ):  # a gap over a tiny temperature is minus infinity: never chosen
+    # A gap over a tiny temperature is minus infinity: that token is never chosen.
+    with np.errstate(over="ignore"):
         sums = np.cumsum(np.exp(gaps / options.temperature))
     chosen = np.searchsorted(sums, rng.random() * sums[-1], side="right")
     return int(tokens[min(int(chosen), len(tokens) - 1)])

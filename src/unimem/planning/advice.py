@@ -1,93 +1,54 @@
-"""What to do about a plan that does not fit, in the order of what it costs the user.
+"""Advice on a plan that does not fit, the cheapest for the user first.
 
-Every figure is of a plan that was made again with the option changed.
+Each figure comes from a second plan, made with the option changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unimem._core.gguf import tensor_type
+from unimem.planning.result import Advice, Plan, find_worst_check
+from unimem.planning.search import find_largest
 from unimem.system.text import format_bytes
 
-if TYPE_CHECKING:
-    from unimem.planning.plan import Check, Plan
-
-__all__ = ["Advice", "advise", "lacking", "saved_bytes"]
+__all__ = ["advise", "saved_bytes"]
 
 _LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
 _N_TYPES = 64  # more numbers than ggml has types
-# What a file of few bits is likely to be of, and its bytes for so many values.
+# The likely type of a file of few bits: so many values take so many bytes.
 _SMALL_TYPE, _SMALL_VALUES, _SMALL_BYTES = "q4_K", 256, 144
-_SHORTER = {"ctx", "window"}  # options by which less of a text is remembered
+_SHORTER = {"ctx", "window"}  # options that shorten what the model remembers of a text
 _KV_TYPES = ("f32", "bf16", "f16", "q8_0")
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One thing to do, and what it is worth. Any number of threads may use it.
-
-    Attributes
-    ----------
-    text : str
-        A sentence.
-    saves_bytes : int
-        How much less is needed then of what cannot be dropped: `Plan.required_bytes`, or the rows
-        of a GPU in a plan for one. Of a smaller file, an estimate.
-    options : dict
-        Keyword arguments of `plan` that change; empty where it is another file or limit.
-    fits : bool
-        Whether the plan fits with this alone, and nothing spills.
-    """
-
-    text: str
-    saves_bytes: int
-    options: dict[str, Any]
-    fits: bool
-
-
-Again = Callable[[Mapping[str, Any]], "Plan"]
+Replan = Callable[[Mapping[str, Any]], Plan]
 """Makes a plan again with these options changed."""
 
 
-def lacking(plan: Plan, *, strict: bool = True) -> Check | None:
-    """Return the limit that lacks the most; None where all have room.
-
-    Parameters
-    ----------
-    plan : Plan
-        Which.
-    strict : bool, default True
-        False: only of limits that are hard.
-    """
-    found = [one for one in plan.checks if not one.fits and (strict or one.is_hard)]
-    return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
-
-
 def saved_bytes(before: Plan, after: Plan) -> int:
-    """Tell what one plan needs less than another, of what cannot be dropped."""
-    return _counted(before) - _counted(after)
+    """Return how much less memory that cannot be dropped the second plan needs."""
+    return _lasting_bytes(before) - _lasting_bytes(after)
 
 
-def _counted(plan: Plan) -> int:
-    return _on_device(plan) or plan.required_bytes
+def _lasting_bytes(plan: Plan) -> int:
+    return _device_bytes(plan) or plan.required_bytes
 
 
-def _on_device(plan: Plan) -> int:
+def _device_bytes(plan: Plan) -> int:
     return sum(row.nbytes for row in plan.rows if row.device is not None)
 
 
-def advise(plan: Plan, again: Again, types: Mapping[str, int]) -> tuple[Advice, ...]:
-    """Say what to do about a plan that does not fit, or of which something spills.
+def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice, ...]:
+    """Advise on a plan that does not fit, or whose weights spill to disk.
 
     Parameters
     ----------
     plan : Plan
-        Which.
-    again : callable
+        The plan.
+    replan : callable
         Makes it again with options changed; ValueError where they cannot be.
     types : mapping of str to int
         Bytes of the model's tensors by type.
@@ -98,15 +59,15 @@ def advise(plan: Plan, again: Again, types: Mapping[str, int]) -> tuple[Advice, 
     """
     found = []
     together: dict[str, Any] = {}
-    for text, options in _changes(plan, again):
+    for text, options in _list_changes(plan, replan):
         with suppress(ValueError):
-            other = again(options)
+            other = replan(options)
             if _helps(plan, other):
                 found.append(Advice(text, saved_bytes(plan, other), options, _is_good(other)))
                 together |= options
     if not any(item.fits and not _SHORTER & item.options.keys() for item in found):
-        found += _combined(plan, again, together)
-    return (*found, *_other_files(plan, types), *_more(plan))
+        found += _combine(plan, replan, together)
+    return (*found, *_advise_files(plan, types), *_advise_limits(plan))
 
 
 def _is_good(plan: Plan) -> bool:
@@ -121,8 +82,8 @@ def _helps(plan: Plan, other: Plan) -> bool:
     )
 
 
-def _changes(plan: Plan, again: Again) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Options to change one by one, what costs nothing first."""
+def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List single changes of options, those that cost nothing first."""
     failing = {check.name for check in plan.checks if not check.fits}
     if plan.load != "map":
         yield (
@@ -140,13 +101,13 @@ def _changes(plan: Plan, again: Again) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "let memory come from other nodes, too", {"numa": policy}
     if any("memlock" in name for name in failing):
         yield "do not lock it: the kernel may swap it out then", {"lock": False}
-    for name, n, what in (
-        ("sessions", plan.sessions, "conversation at a time"),
-        ("batch", plan.batch, "stream"),
-    ):
-        if n > 1:
-            most = _most(n, lambda k, name=name: _is_good(again({name: k})))  # type: ignore[misc]
-            yield f"{most} {what}{'s' * (most > 1)} instead of {n}", {name: most}
+    if plan.sessions > 1:
+        n = find_largest(plan.sessions - 1, lambda n: _is_good(replan({"sessions": n})), least=1)
+        text = f"{n} conversation{'s' * (n > 1)} at a time instead of {plan.sessions}"
+        yield text, {"sessions": n}
+    if plan.batch > 1:
+        n = find_largest(plan.batch - 1, lambda n: _is_good(replan({"batch": n})), least=1)
+        yield f"{n} stream{'s' * (n > 1)} instead of {plan.batch}", {"batch": n}
     for kind in _KV_TYPES[1 + _KV_TYPES.index(plan.kv_dtype) :]:
         if kind != "bf16" and (plan.kv_dtype, kind) != ("bf16", "f16"):
             yield f"a KV cache of {kind} instead of {plan.kv_dtype}", {"kv_dtype": kind}
@@ -155,33 +116,24 @@ def _changes(plan: Plan, again: Again) -> Iterator[tuple[str, dict[str, Any]]]:
             f"a context of {plan.max_ctx} tokens, the longest that fits",
             {"ctx": plan.max_ctx},
         )
-    if plan.window is None and plan.ctx is not None and not _on_device(plan):
-        window = _window(plan.ctx, again)
+    if plan.window is None and plan.ctx is not None and not _device_bytes(plan):
+        window = _choose_window(plan.ctx, replan)
         if window:
             yield f"attention that sees the last {window} tokens only", {"window": window}
 
 
-def _most(n: int, is_good: Callable[[int], bool]) -> int:
-    """Return the largest number below n that is good; 1 where none is."""
-    low, high = 1, n - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_good(middle) else (low, middle - 1)
-    return low
-
-
-def _window(ctx: int, again: Again) -> int:
+def _choose_window(ctx: int, replan: Replan) -> int:
     """Return the largest of a half, a quarter, ... of the context that fits; else the smallest."""
     window = ctx // 2
-    while window >= 2 * _LEAST_WINDOW and not _is_good(again({"window": window})):
+    while window >= 2 * _LEAST_WINDOW and not _is_good(replan({"window": window})):
         window //= 2
     return window if window >= _LEAST_WINDOW else 0
 
 
-def _combined(plan: Plan, again: Again, options: dict[str, Any]) -> list[Advice]:
-    """Return the first combination that fits, of changes in their order; [] for none.
+def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice]:
+    """Return the first combination of changes that fits; [] where none does.
 
-    A shorter context comes last, with all others: so it is as long as it can be.
+    A shorter context comes last, on top of all others, so that it stays as long as possible.
     """
     tried: dict[str, Any] = {}
     combinations = []
@@ -193,17 +145,17 @@ def _combined(plan: Plan, again: Again, options: dict[str, Any]) -> list[Advice]
         combinations.append(tried | {"ctx": None})
     for changes in combinations:
         with suppress(ValueError):
-            other = again(changes)
+            other = replan(changes)
             if "ctx" in changes and plan.ctx and other.max_ctx:
                 changes["ctx"] = min(plan.ctx, other.max_ctx)
-                other = again(changes)
+                other = replan(changes)
             if len(changes) > 1 and _is_good(other):
                 text = "together: " + ", ".join(f"{k} {v}" for k, v in changes.items())
                 return [Advice(text, saved_bytes(plan, other), changes, True)]
     return []
 
 
-def _other_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
+def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
     if plan.load != "map" and "model" in plan.facts:
         yield Advice(
             "for several processes, stage the file once ('unimem stage FILE'): each maps it then "
@@ -234,9 +186,9 @@ def _other_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
         )
 
 
-def _more(plan: Plan) -> Iterator[Advice]:
-    """Say which limit to raise, and how."""
-    worst = lacking(plan)
+def _advise_limits(plan: Plan) -> Iterator[Advice]:
+    """Advise which limit to raise, and how."""
+    worst = find_worst_check(plan)
     if worst is not None:
         missing = worst.needed_bytes - worst.available_bytes
         yield Advice(f"{format_bytes(missing)} more in {worst.name}: {worst.remedy}", 0, {}, False)

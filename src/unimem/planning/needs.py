@@ -1,4 +1,4 @@
-"""What a model needs, as a function of its options: every block that will be made, to the byte."""
+"""What a model needs with given options: every block that will be made, to the byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.accounting import published
+from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.cache import KVCache
 from unimem.system import limits, policy
 from unimem.system.limits import HugePool, Limit, Node
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Budget",
-    "Machine",
+    "MachineBudget",
     "Mode",
     "Need",
     "Session",
     "Storage",
+    "diagnostics_need",
     "nodes_bound",
     "scratch_parts",
-    "shown",
     "token_bytes",
 ]
 
@@ -50,8 +50,8 @@ _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 # ---- what there is ------------------------------------------------------------------------------
 
 
-class Machine:
-    """What this process may have, each figure read once. For one thread."""
+class MachineBudget:
+    """The memory that this process may have, each figure read once. For one thread."""
 
     def __init__(self) -> None:
         self.memory = limits.memory_limits()
@@ -82,61 +82,61 @@ class Machine:
 
 
 class Budget:
-    """A machine less what a plan has promised so far: the `policy.Facts` of the next block.
+    """A machine's budget less what a plan has promised so far: the `policy.Facts` of a next block.
 
     For one thread.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: MachineBudget) -> None:
         self._machine = machine
         self._pages: dict[str, int] = {}
         self._on_nodes: dict[int, int] = {}
         self._locked_bytes = 0
 
     def copy(self) -> Budget:
-        """Make another with the same promises."""
+        """Copy it, promises included."""
         other = Budget(self._machine)
         other._pages, other._on_nodes = dict(self._pages), dict(self._on_nodes)
         other._locked_bytes = self._locked_bytes
         return other
 
     def huge_pools(self) -> Mapping[str, HugePool]:
-        """Tell the pools with what is left of them."""
+        """Return the pools with what is left in them."""
         if not self._pages:
             return self._machine.pools
         return {
-            size: self._less(pool, self._pages.get(size, 0))
+            size: self._subtract(pool, self._pages.get(size, 0))
             for size, pool in self._machine.pools.items()
         }
 
-    def _less(self, pool: HugePool, n_pages: int) -> HugePool:
+    def _subtract(self, pool: HugePool, n_pages: int) -> HugePool:
         taken = n_pages * pool.page_bytes
         groups = tuple(replace(one, used_bytes=one.used_bytes + taken) for one in pool.cgroups)
         return replace(pool, reserved=pool.reserved + n_pages, cgroups=groups)
 
     def nodes(self) -> Mapping[int, Node]:
-        """Tell the nodes with what is left of them."""
+        """Return the nodes with what is left on them."""
         return {
             n: replace(node, available_bytes=node.available_bytes - self._on_nodes.get(n, 0))
             for n, node in self._machine.nodes.items()
         }
 
     def memlock(self) -> Limit | None:
-        """Tell what is left of the limit on locked memory."""
+        """Return what is left of the limit on locked memory."""
         limit = self._machine.memlock
         if limit is None:
             return None
         return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
 
     def require(self, nbytes: int, what: str) -> None:
-        """Refuse nothing: a plan says what does not fit."""
+        """Refuse nothing: the plan's checks say what does not fit."""
 
     def lock(self, nbytes: int) -> None:
         """Promise memory that will be locked."""
         self._locked_bytes += nbytes
 
     def take(self, request: Request, *, strict: bool) -> Extent:
-        """Say what a block will map, and promise it that."""
+        """Return what a block will map, and promise it."""
         found = policy.extent(request, self, strict=strict)
         choice = found.choice
         if found.is_hugetlb:
@@ -150,14 +150,14 @@ class Budget:
 
 
 def locked_bytes(nbytes: int, lock: Lock, request: Request) -> int:
-    """Tell what of the limit on locked memory a block takes: what is mapped twice counts twice."""
+    """Return how much a block takes of the memlock limit: memory mapped twice counts twice."""
     return nbytes * (2 if request.mirror else 1) if lock else 0
 
 
 def node_shares(numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
-    """Tell how many bytes a policy puts on each of its nodes, rounded up; {} where it does not say.
+    """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
 
-    Of nodes that are bound to, the kernel fills one after the other: each has its part of the room.
+    The kernel fills bound nodes one after the other: each is counted with an equal share.
     """
     if numa is None or numa.mode == "preferred" or not numa.nodes:
         return {}
@@ -173,16 +173,16 @@ def node_shares(numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One block that a plan has, or files that it maps. Immutable.
+    """One block of a plan, or the files that it maps. Immutable.
 
     Attributes
     ----------
     rows : dict of str to int
         Its bytes by category.
     ram_bytes : int
-        What of it has to be in RAM, beside reserved huge pages.
+        The part that has to be in RAM, outside of reserved huge pages.
     file_bytes : int
-        What of it is a file's, and can be dropped.
+        The part that belongs to a file, and can be dropped.
     asked_bytes : dict of str to int
         What was asked for of pools of hugetlb pages, by their size.
     lock_bytes : int
@@ -190,7 +190,7 @@ class Need:
     numa : NumaPolicy or None
         Where it was asked to be.
     taken_bytes : int
-        What of `ram_bytes` is there already.
+        The part of `ram_bytes` that is there already.
     """
 
     rows: dict[str, int]
@@ -203,7 +203,7 @@ class Need:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The bytes of all rows."""
         return sum(self.rows.values())
 
 
@@ -217,7 +217,7 @@ class Storage:
     strict: bool = False
 
     @classmethod
-    def of(cls, placement: Mapping[str, Any]) -> Storage:
+    def from_options(cls, placement: Mapping[str, Any]) -> Storage:
         """Read the options; `policy.check_options` has checked them."""
         return cls(
             placement.get("pages", "auto"),
@@ -234,16 +234,16 @@ class Storage:
         parts: Mapping[str, int] | None = None,
         mirror: int = 0,
     ) -> Need:
-        """Say what a block of `nbytes` takes.
+        """Plan a block of `nbytes`.
 
         Parameters
         ----------
         nbytes : int
             What is asked for.
         category : str
-            Of all of it that is no part.
+            The category of all bytes outside of `parts`.
         budget : Budget
-            What is left, of which the block takes.
+            What is left; the block takes its share.
         parts : mapping of str to int, optional
             Bytes in it of other categories.
         mirror : int, default 0
@@ -281,7 +281,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one conversation takes beside the weights, by its context. Immutable.
+    """What one conversation takes beside the weights, as a function of its context. Immutable.
 
     Attributes
     ----------
@@ -302,17 +302,17 @@ class Session:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what a token takes."""
+        """Whether the memory that a token takes is known."""
         return self.shape.cache is not None
 
     def history_bytes(self, ctx: int) -> int:
-        """Bytes that are asked for of the history tape."""
+        """Return the size of the history tape in bytes."""
         if self.window is not None:
             return _LEAST_BYTES
         return self._cache_bytes(lambda _: ctx)
 
     def scratch_bytes(self, ctx: int) -> int:
-        """Bytes that are asked for of the scratch tape; 0 where they are not known."""
+        """Return the size of the scratch tape in bytes; 0 where it is not known."""
         dims = self.shape.dims
         if dims is None:
             return 0
@@ -323,7 +323,7 @@ class Session:
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
-        """Say what it takes with a context, in the order in which it is taken."""
+        """List what it takes with a context, in the order in which it is taken."""
         found = []
         vocab, batch = self.shape.vocab_size, min(PREFILL_BATCH, ctx)
         outputs = {} if vocab is None else {"logits": 4 * vocab}
@@ -342,13 +342,13 @@ class Session:
         return found
 
     def _ring_rows(self, ctx: int) -> Callable[[int], int]:
-        """Rows of a lane by the bytes of one: a ring has room for a batch beside the window."""
+        """Return the rows of a ring by the bytes of one: it holds the window and a batch."""
         assert self.window is not None
         least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
         return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
 
     def _row_bytes(self, n_heads: int, size: int) -> int:
-        # So many rows need no padding.
+        # A lane of so many rows needs no padding.
         nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=self.kv_dtype)
         return int(nbytes) // (2 * _ALIGN)
 
@@ -361,13 +361,13 @@ class Session:
         return total
 
 
-def shown() -> Need:
-    """Say what a process takes to show its ledger to others: once, with its first decoder."""
-    return Need({"diagnostics": published.NBYTES}, ram_bytes=published.NBYTES)
+def diagnostics_need() -> Need:
+    """Return what publishing the ledger takes: once a process, with its first decoder."""
+    return Need({"diagnostics": PUBLISHED_BYTES}, ram_bytes=PUBLISHED_BYTES)
 
 
 def token_bytes(ctx: int, batch: int | None = None) -> int:
-    """Tell the bytes of the engine's input vectors.
+    """Return the bytes of the engine's input vectors.
 
     Parameters
     ----------

@@ -1,229 +1,46 @@
-"""What a model will need, before anything is mapped or loaded."""
+"""Planning the memory of a model, before anything is mapped or loaded."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem.accounting.rows import Row, in_order
 from unimem.buffers.dims import ModelDims
-from unimem.errors import CapacityError
+from unimem.buffers.sets import DecodeBuffers
 from unimem.kv.cache import KVCache
-from unimem.planning.advice import Advice, advise, lacking
-from unimem.planning.needs import Budget, Machine, Mode, Need, Session, Storage, node_shares, shown
-from unimem.planning.sources import OfDims, OfFile, OfWeights, Source
+from unimem.planning.advice import advise
+from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
+from unimem.planning.needs import (
+    Budget,
+    MachineBudget,
+    Need,
+    Session,
+    Storage,
+    diagnostics_need,
+    node_shares,
+)
+from unimem.planning.result import Check, Plan
+from unimem.planning.search import find_largest
+from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
-from unimem.system.placement import Pages, PlacementOptions
+from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy, show_nodes
-from unimem.system.text import format_bytes, table
+from unimem.system.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
 
-__all__ = ["Advice", "Check", "Plan", "plan"]
+__all__ = ["plan"]
 
-SCHEMA = "unimem.plan/1"
 DEFAULT_CTX = 4096
 _MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
 MOST_SESSIONS = 4096
 _KV_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A limit, and what a plan needs of it. Any number of threads may use it.
-
-    Attributes
-    ----------
-    name : str
-        What limits, as `Limit.name`: "memory of the machine", "cgroup /a/b", "commit limit
-        (overcommit_memory=2)", "locked memory (memlock)", "hugetlb pool of 2m pages"; "node 0",
-        "cuda:0".
-    needed_bytes, available_bytes, limit_bytes : int
-        What is needed of it in all, what this process may have of it, with what of the plan has
-        been taken already, and the limit itself.
-    remedy : str
-        A command or a setting that raises it.
-    is_hard : bool
-        Whether memory beyond it is refused, or ends the process. Beyond any other limit a block
-        takes what it can have instead, and says so, unless it is asked to be `strict`.
-    """
-
-    name: str
-    needed_bytes: int
-    available_bytes: int
-    limit_bytes: int
-    remedy: str
-    is_hard: bool = True
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is room."""
-        return self.needed_bytes <= self.available_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The memory that a model needs, by category. Any number of threads may use it.
-
-    Attributes
-    ----------
-    rows : tuple of Row
-        Of each, `category`, `nbytes` (in whole pages) and `device` are known.
-    checks : tuple of Check
-        Of each limit that applies.
-    advice : tuple of Advice
-        What to do, in the order of what it costs; empty where all fits and nothing spills.
-    unknown : tuple of str
-        Sentences: what could not be planned, and why.
-    facts : dict
-        ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
-        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
-        where not all will lie on the nodes that are preferred.
-    ctx : int or None
-        Tokens of context; None where it is not given, and what a token takes is not known.
-    batch : int
-        Streams of the KV cache.
-    kv_dtype : str
-        Type of the KV cache.
-    window : int or None
-        Tokens that attention sees; None for all.
-    threads, sessions : int
-        Threads that compute; decoders over the same weights.
-    load : {"map", "copy", "direct"}
-        How a file comes into memory.
-    load_reason : str
-        Why so.
-    pages : str
-        Pages that were asked for.
-    numa : str or None
-        The NUMA policy that was asked for.
-    max_ctx : int or None
-        The longest context, up to the model's own, with which nothing spills; of a file that
-        spills anyway, the longest that fits. 0 where none does, None where it is not known.
-    required_bytes : int
-        Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked.
-    spilled_bytes : int
-        Bytes of a mapped file that cannot stay in main memory beside the rest.
-    available_bytes : int
-        Main memory that this process may take now, with what of the weights has been taken already:
-        the least of the checks.
-    scratch_bytes, history_bytes : int
-        Sizes of the two tapes of one session. With a window the KV cache lies in memory of its own,
-        and the history tape is one page.
-    """
-
-    rows: tuple[Row, ...]
-    checks: tuple[Check, ...]
-    advice: tuple[Advice, ...]
-    unknown: tuple[str, ...]
-    facts: dict[str, Any]
-    ctx: int | None
-    batch: int
-    kv_dtype: str
-    window: int | None
-    threads: int
-    sessions: int
-    load: Mode
-    load_reason: str
-    pages: Pages
-    numa: str | None
-    max_ctx: int | None
-    required_bytes: int
-    spilled_bytes: int
-    available_bytes: int
-    scratch_bytes: int
-    history_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all rows of main memory."""
-        return sum(row.nbytes for row in self.rows if row.device is None)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every limit has room; pages of a mapped file can be dropped (`spilled_bytes`)."""
-        return all(check.fits for check in self.checks)
-
-    def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
-        """Raise when it does not fit.
-
-        Parameters
-        ----------
-        strict : bool, default True
-            False: only for limits that are hard.
-        taken_bytes : int, default 0
-            What of it is in main memory already, beside weights.
-
-        Raises
-        ------
-        CapacityError
-            With the limit that has the least room for what it is to hold, its figures, and advice.
-        """
-        worst = lacking(self, strict=strict)
-        if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
-            return
-        context = "" if self.ctx is None else f" with a context of {self.ctx} tokens"
-        hints = "; ".join([item.text for item in self.advice[:2]] or [worst.remedy])
-        raise CapacityError(
-            f"the model needs {format_bytes(worst.needed_bytes)}{context}, but "
-            f"{format_bytes(worst.available_bytes + taken_bytes)} are available: the least room is "
-            f"in {worst.name} (limit {format_bytes(worst.limit_bytes)}): {hints}",
-            worst.available_bytes + taken_bytes,
-            0,
-            worst.needed_bytes,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""
-        return {
-            "schema": SCHEMA,
-            "fits": self.fits,
-            "total_bytes": self.total_bytes,
-            **{
-                item.name: getattr(self, item.name)
-                for item in fields(self)
-                if item.name not in ("rows", "checks", "advice")
-            },
-            "unknown": list(self.unknown),
-            "rows": [
-                {"category": row.category, "nbytes": row.nbytes, "device": row.device}
-                for row in self.rows
-            ],
-            "checks": [asdict(check) | {"fits": check.fits} for check in self.checks],
-            "advice": [asdict(item) for item in self.advice],
-        }
-
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json.dumps(self.to_dict())
-
-    def __str__(self) -> str:
-        lines = [(_label(row), format_bytes(row.nbytes)) for row in self.rows]
-        lines.append(("total", format_bytes(self.total_bytes)))
-        lines.append(("available", format_bytes(self.available_bytes)))
-        if self.max_ctx is None:
-            longest = "the longest that fits is not known"
-        elif self.max_ctx:
-            longest = f"the longest that fits: {self.max_ctx}"
-        else:
-            longest = "none fits"
-        tokens = "not known" if self.ctx is None else f"{self.ctx} tokens"
-        told = [f"context: {tokens} ({longest})"]
-        told += [f"not known: {text}" for text in self.unknown]
-        told += [self.facts["numa"]] if "numa" in self.facts else []
-        told += [item.text for item in self.advice]
-        return "\n".join([table(("category", "size"), lines), *told])
-
-
-def _label(row: Row) -> str:
-    return row.category if row.device is None else f"{row.category} on {row.device}"
 
 
 def plan(
@@ -239,7 +56,7 @@ def plan(
     device: str | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
-    """Say what a model will need. Of a file only the header is read, and nothing is taken.
+    """Plan the memory of a model. Only the header of a file is read, and nothing is taken.
 
     Parameters
     ----------
@@ -298,7 +115,7 @@ def plan(
     >>> p.ctx, [row.category for row in p.rows][2:]
     (512, ['kv', 'scratch', 'logits', 'tokens', 'diagnostics'])
     """
-    options = _Options.checked(
+    options = PlanOptions.from_arguments(
         ctx=ctx,
         batch=batch,
         kv_dtype=kv_dtype,
@@ -310,15 +127,15 @@ def plan(
         placement=placement,
     )
     if isinstance(path_or_dims, ModelDims):
-        return _Planner(OfDims(path_or_dims)).plan(options)
+        return _Planner(DimsSource(path_or_dims)).plan(options)
     if isinstance(path_or_dims, Weights):
-        return _Planner(OfWeights(path_or_dims)).plan(options)
+        return _Planner(WeightsSource(path_or_dims)).plan(options)
     with open_model(path_or_dims) as model:
-        return _Planner(OfFile(model)).plan(options)
+        return _Planner(FileSource(model)).plan(options)
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class PlanOptions:
     """The options of `plan`, checked."""
 
     ctx: int | None
@@ -332,8 +149,8 @@ class _Options:
     placement: PlacementOptions
 
     @classmethod
-    def checked(cls, **given: Any) -> _Options:
-        """Check them; the message of an error names the option."""
+    def from_arguments(cls, **given: Any) -> PlanOptions:
+        """Check arguments; an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
         KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
@@ -358,14 +175,14 @@ class _Options:
             given["placement"],
         )
 
-    def changed(self, changes: Mapping[str, Any]) -> _Options:
-        """Return them with some changed, of which each is one of `plan`."""
+    def with_changes(self, changes: Mapping[str, Any]) -> PlanOptions:
+        """Return a copy with some options of `plan` changed."""
         own = {name: value for name, value in changes.items() if name in _OWN_OPTIONS}
         rest: Any = {name: value for name, value in changes.items() if name not in _OWN_OPTIONS}
         return replace(self, **own, placement=self.placement | rest)
 
 
-_OWN_OPTIONS = {item.name for item in fields(_Options)} - {"placement"}
+_OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
 
 def _count(name: str, value: int, most: int) -> int:
@@ -375,42 +192,44 @@ def _count(name: str, value: int, most: int) -> int:
 
 
 class _Planner:
-    """Makes plans of one model on one machine, whose figures are read once. For one thread."""
+    """Makes plans of one model; the machine's figures are read once. For one thread."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self._source = source
-        self._machine = Machine()
+        self._machine = MachineBudget()
         self._cached: int | None = None
 
-    def plan(self, options: _Options) -> Plan:
+    def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice where it does not fit."""
-        made = self._made(options)
+        made = self._make(options)
         if made.fits and not made.spilled_bytes:
             return made
 
-        def again(changes: Mapping[str, Any]) -> Plan:
-            # With the context that the plan is for, so that they differ by nothing else.
-            return self._made(options.changed({"ctx": made.ctx} | dict(changes)))
+        def replan(changes: Mapping[str, Any]) -> Plan:
+            # The context stays the plan's own, so that nothing else differs.
+            return self._make(options.with_changes({"ctx": made.ctx} | dict(changes)))
 
-        return replace(made, advice=advise(made, again, self._source.by_type()))
+        return replace(made, advice=advise(made, replan, self._source.by_type()))
 
-    def _made(self, options: _Options) -> Plan:
+    def _make(self, options: PlanOptions) -> Plan:
         if options.device is not None:
-            return self._on_device(options, options.device)
+            return self._make_for_device(options, options.device)
         mode, reason = self._source.mode(options.load, options.placement)
-        storage = Storage.of(options.placement)
+        storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget)
         if self._source.shape.dims is not None:
-            fixed.append(shown())
+            fixed.append(diagnostics_need())
 
         def needs(ctx: int) -> list[Need]:
-            return fixed + _times(session, ctx, options.sessions, budget.copy())
+            return fixed + _session_needs(session, ctx, options.sessions, budget.copy())
 
         max_ctx = None
         if session.is_known:
-            max_ctx = self._longest(needs, storage, self._source.shape.longest(options.window))
+            max_ctx = self._find_longest(
+                needs, storage, self._source.shape.longest_ctx(options.window)
+            )
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # Where nothing fits, the plan is for one token, and says so.
@@ -420,9 +239,9 @@ class _Planner:
         found = needs(ctx or 1)
         checks = self._checks(found, storage)
         has_cache = bool(session.shape.cache)
-        return self._described(
+        return self._new_plan(
             options,
-            facts=dict(self._source.facts) | self._elsewhere(storage.numa, found),
+            facts=dict(self._source.facts) | self._numa_facts(storage.numa, found),
             rows=_rows(found),
             checks=checks,
             ctx=ctx,
@@ -435,7 +254,7 @@ class _Planner:
             history_bytes=session.history_bytes(ctx) if has_cache and ctx is not None else 0,
         )
 
-    def _session(self, options: _Options, storage: Storage) -> Session:
+    def _session(self, options: PlanOptions, storage: Storage) -> Session:
         return Session(
             self._source.shape,
             options.batch,
@@ -445,7 +264,7 @@ class _Planner:
             storage,
         )
 
-    def _described(self, options: _Options, **figures: Any) -> Plan:
+    def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
         numa = options.placement.get("numa")
         checks = figures["checks"]
         return Plan(
@@ -462,8 +281,8 @@ class _Planner:
             **figures,
         )
 
-    def _longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
-        """Search for the longest context with which all fits, and nothing spills that need not."""
+    def _find_longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
+        """Find the longest context that fits, and that makes nothing spill that need not."""
 
         def fits(found: list[Need]) -> bool:
             return all(check.fits for check in self._checks(found, storage))
@@ -472,14 +291,14 @@ class _Planner:
             found = needs(ctx)
             return fits(found) and self._spilled(found) == 0
 
-        if is_good(most):  # as it mostly is
+        if is_good(most):  # as it mostly is: nothing else is computed then
             return most
         if self._spilled(needs(1)):
-            return _largest(most, lambda ctx: fits(needs(ctx)))
-        return _largest(most, is_good)
+            return find_largest(most, lambda ctx: fits(needs(ctx)))
+        return find_largest(most, is_good)
 
     def _spilled(self, needs: list[Need]) -> int:
-        """Bytes of files that cannot stay in RAM beside the rest."""
+        """Return the bytes of files that cannot stay in RAM beside the rest."""
         nbytes = sum(need.file_bytes for need in needs)
         rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
         most = 0
@@ -491,7 +310,7 @@ class _Planner:
         return min(nbytes, most)
 
     def _cached_bytes(self) -> int:
-        if self._cached is None:  # which takes a while of a large file
+        if self._cached is None:  # asked once: of a large file it takes a while
             self._cached = self._source.cached_bytes()
         return self._cached
 
@@ -558,8 +377,8 @@ class _Planner:
         shares = node_shares(replace(numa, nodes=wanted), nbytes)
         return [check((node,), share) for node, share in shares.items()]
 
-    def _elsewhere(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
-        """Say what will not lie on the nodes that are preferred, which are no limit."""
+    def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
+        """Say what will not lie on preferred nodes; preferring them is no limit."""
         if numa is None or numa.mode != "preferred":
             return {}
         nodes = (self._machine.nodes.get(n) for n in numa.nodes)
@@ -575,43 +394,39 @@ class _Planner:
 
     # ---- a GPU ----------------------------------------------------------------------------------
 
-    def _on_device(self, options: _Options, device: int) -> Plan:
-        from unimem.cuda.buffers import DecodeBuffers
-        from unimem.cuda.layout import RESERVE_BYTES, on_device
-        from unimem.cuda.upload import STAGING_BYTES
-        from unimem.system import gpu
+    def _make_for_device(self, options: PlanOptions, number: int) -> Plan:
+        from unimem.system import gpu  # which few plans need
 
-        driver = gpu.driver(device)
+        driver = gpu.driver(number)
         free, total = driver.mem_info()
         shape, n = self._source.shape, options.sessions
         types = {f"weights:{kind}": size for kind, size in self._source.by_type().items() if size}
-        tensors = self._source.device_bytes()
-        padding = on_device(tensors) - sum(types.values())
+        weights = round_to_pages(self._source.device_bytes())
         dims = shape.dims and replace(shape.dims, max_batch_size=options.batch)
         scratch = 0 if dims is None else DecodeBuffers.bytes_needed(dims)
         session = self._session(options, Storage())
-        fixed = on_device(tensors) + n * on_device(scratch)
+        fixed = weights + n * round_to_pages(scratch)
 
         def history(ctx: int) -> int:
             return session.history_bytes(ctx) if shape.cache else 0
 
         def needed(ctx: int) -> int:
-            return fixed + n * on_device(history(ctx))
+            return fixed + n * round_to_pages(history(ctx))
 
         ctx, max_ctx, kept = options.ctx, None, 0
         if session.is_known:
             kept = RESERVE_BYTES if ctx is None else 0
-            longest = range(1, shape.longest(None) + 1)
-            max_ctx = bisect_right(longest, free - kept, key=needed)
+            room = free - kept
+            max_ctx = find_largest(shape.longest_ctx(None), lambda tokens: needed(tokens) <= room)
             ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
-        rows = types | {"weights:padding": padding}
+        rows = types | {"weights:padding": weights - sum(types.values())}
         if ctx is not None:
-            rows["kv"] = n * on_device(history(ctx))
-        rows["scratch"] = n * on_device(scratch)
+            rows["kv"] = n * round_to_pages(history(ctx))
+        rows["scratch"] = n * round_to_pages(scratch)
         staging = Storage().block(STAGING_BYTES, "staging", Budget(self._machine))
         name = driver.name
         remedy = "free what others hold there, or take a smaller ctx, batch or model"
-        return self._described(
+        return self._new_plan(
             options,
             facts=dict(self._source.facts),
             rows=(
@@ -633,23 +448,12 @@ class _Planner:
         )
 
 
-def _largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that is good; 0 for none."""
-    if is_good(most):
-        return most
-    low, high = 0, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_good(middle) else (low, middle - 1)
-    return low
-
-
-def _times(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
-    """Say what n conversations take, one after the other."""
+def _session_needs(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
+    """List what n conversations take, one after the other."""
     found = session.needs(ctx, budget)
     alike = session.storage.numa is None and not session.storage.lock
     if alike and all(need.ram_bytes == need.nbytes for need in found):
-        return found * n  # without a pool, no block changes what the next one may be
+        return found * n  # without a pool, a block changes nothing for the next one
     for _ in range(n - 1):
         found += session.needs(ctx, budget)
     return found

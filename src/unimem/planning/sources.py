@@ -1,4 +1,4 @@
-"""What a plan is made of: a file that nobody has opened, opened weights, or dimensions."""
+"""The sources of a plan: dimensions, a model file of which only headers are read, or weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.buffers import shapes
+from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from unimem.weights.loading import Load
     from unimem.weights.opened import Weights
 
-__all__ = ["OfDims", "OfFile", "OfWeights", "Source"]
+__all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
 
 _PADDING = "weights:padding"
 _ESTIMATED = (
@@ -38,45 +39,45 @@ _GGML = (
 )
 
 
-class Source(Protocol):
-    """Where weights come from."""
+class ModelSource(Protocol):
+    """Where the figures of a model come from."""
 
     shape: Shape
     facts: dict[str, Any]
 
     def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
+        """List what the weights take."""
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
 
 
-class _Held(NamedTuple):
-    """What of mapped files cannot be dropped; what of that is there; and what is in huge pages."""
+class _Unevictable(NamedTuple):
+    """Bytes of mapped files that cannot be dropped, those of them in RAM, and those in hugetlb."""
 
     fixed_bytes: int
     taken_bytes: int
     pool_bytes: int
 
-    def plus(self, other: _Held) -> _Held:
-        """Add up two of them."""
-        return _Held(*map(sum, zip(self, other, strict=True)))
+    def plus(self, other: _Unevictable) -> _Unevictable:
+        """Return the sums of both."""
+        return _Unevictable(*map(sum, zip(self, other, strict=True)))
 
 
-class OfDims:
+class DimsSource:
     """Weights of a dense model with these dimensions, by estimate. For one thread."""
 
     def __init__(self, dims: ModelDims) -> None:
-        self.shape = shapes.of_dims(dims, None, (_ESTIMATED,))
+        self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
         self.facts: dict[str, Any] = {"format": "dimensions"}
         hidden = dims.hidden_size
         layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
@@ -84,33 +85,33 @@ class OfDims:
         self._types = {"q8_0": -(-values // 32) * 34} if dims.quantized else {"f16": 2 * values}
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._types
 
     def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
         if load == "auto":
             return "map", "a file would be mapped"
         return load, "it was asked for"
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
-        types = _rows(self._types)
+        """List what the weights take."""
+        types = _weight_rows(self._types)
         total = sum(types.values())
         if mode == "map":
-            return [_file(types, _whole_pages(total), storage, budget)]
+            return [_file_need(types, _whole_pages(total), storage, budget)]
         return [storage.block(total, _PADDING, budget, types)]
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache: there are none."""
+        """Return 0: there are no files."""
         return 0
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
+        """Return what the tensors take on a GPU, before rounding to pages."""
         return sum(self._types.values())
 
 
-class OfFile:
+class FileSource:
     """Weights in files that were opened for their headers. For one thread.
 
     Parameters
@@ -122,73 +123,71 @@ class OfFile:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._contents = Contents(tuple(map(Part, model.files, loading.nowhere(model))))
-        self._held: _Held | None = None
-        self.shape, self.facts = _described(self._contents, model.index)
+        self._held: _Unevictable | None = None
+        self.shape, self.facts = _describe(self._contents, model.index)
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._contents.by_type()
 
     def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they come into memory, and why so."""
+        """Return how the weights come into memory, and why."""
         choice = loading.choose(self._model, load, None, placement)
         return choice.mode, choice.reason
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take."""
+        """List what the weights take."""
         if mode == "map":
-            self._held = self._held or self._look()
-            found = _of_mapping(self._contents, self._held, storage, budget)
+            self._held = self._held or self._measure_held()
+            found = _mapping_need(self._contents, self._held, storage, budget)
         else:
             nbytes = loading.copy_bytes(self._model)
-            found = storage.block(nbytes, _PADDING, budget, _rows(self.by_type()))
-        return [found, _headers(self._model.files)]
+            found = storage.block(nbytes, _PADDING, budget, _weight_rows(self.by_type()))
+        return [found, _headers_need(self._model.files)]
 
-    def _look(self) -> _Held:
+    def _measure_held(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
-        held = _Held(0, 0, 0)
+        held = _Unevictable(0, 0, 0)
         for file, fd in zip(self._model.files, self._model.fds, strict=True):
             if file.in_memory:
                 with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
-                    held = held.plus(_held(file, block))
+                    held = held.plus(_measure_unevictable(file, block))
         return held
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
         return loading.cached_bytes(self._model)
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
-        from unimem.cuda import upload
-
-        return upload.bytes_needed(self._contents)
+        """Return what the tensors take on a GPU, before rounding to pages."""
+        return bytes_needed(self._contents)
 
 
-class OfWeights:
+class WeightsSource:
     """Weights that are in memory. For one thread.
 
     Parameters
     ----------
     weights : Weights
-        Which stay open.
+        They stay open.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._held: _Held | None = None
-        self.shape, self.facts = _described(weights, None)
+        self._held: _Unevictable | None = None
+        self.shape, self.facts = _describe(weights, None)
 
     def by_type(self) -> dict[str, int]:
-        """Tell the bytes of all tensors of a type."""
+        """Return the bytes of all tensors of each type."""
         return self._weights.by_type()
 
     def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
-        """Tell how they came into memory, and why so.
+        """Return how they came into memory, and why.
 
         Raises
         ------
         ValueError
-            It was asked for another way.
+            Another way is asked for.
         """
         weights = self._weights
         if load not in ("auto", weights.load):
@@ -196,48 +195,46 @@ class OfWeights:
         return weights.load, weights.load_reason
 
     def weights(self, _mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """Say what they take, and have taken."""
+        """List what they take, and have taken."""
         weights = self._weights
-        headers = _headers(part.file for part in weights._parts)
+        headers = _headers_need(part.file for part in weights._parts)
         if weights.load == "map":
-            self._held = self._held or self._look()
-            return [_of_mapping(weights, self._held, storage, budget), headers]
-        types, nbytes = _rows(weights.by_type()), weights.mapped_bytes
+            self._held = self._held or self._measure_held()
+            return [_mapping_need(weights, self._held, storage, budget), headers]
+        types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
         on_tape = weights._tape is not None
         in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
         ram = 0 if in_pool else nbytes
-        return [Need(_padded(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
+        return [Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
 
-    def _look(self) -> _Held:
-        held = _Held(0, 0, 0)
+    def _measure_held(self) -> _Unevictable:
+        held = _Unevictable(0, 0, 0)
         for part in self._weights._parts:
-            held = held.plus(_held(part.file, part.memory.block))
+            held = held.plus(_measure_unevictable(part.file, part.memory.block))
         return held
 
     def cached_bytes(self) -> int:
-        """Tell what of the files is in the page cache."""
+        """Return how much of the files is in the page cache."""
         found = 0
         for part in self._weights._parts:
             found += min(part.memory.block._resident_range(0, part.file.nbytes), part.file.nbytes)
         return found
 
     def device_bytes(self) -> int:
-        """Tell what the tensors take on a GPU, before that is rounded to pages."""
-        from unimem.cuda import upload
-
-        return upload.bytes_needed(self._weights)
+        """Return what the tensors take on a GPU, before rounding to pages."""
+        return bytes_needed(self._weights)
 
 
-def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
-    """Tell a model's shape, and what is said of it."""
+def _describe(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
+    """Return a model's shape, and facts about it."""
     first = weights._parts[0].file
     path = index or first.path
     facts: dict[str, Any] = {"model": path}
     if isinstance(first.header, SafetensorsHeader):
-        shape = shapes.of_config(*shapes.config_beside(path))
+        shape = shapes.from_config(*shapes.read_config(path))
         facts["format"] = "safetensors"
     else:
-        shape = shapes.of_weights(weights)
+        shape = shapes.from_weights(weights)
         facts["format"] = "GGUF"
         name = weights.metadata.get("general.name")
         if isinstance(name, str):
@@ -249,27 +246,27 @@ def _described(weights: Contents, index: str | None) -> tuple[Shape, dict[str, A
     return shape, facts
 
 
-def _headers(files: Iterable[ModelFile]) -> Need:
-    """Say what copies of files' headers take, which are there as long as the files are opened."""
+def _headers_need(files: Iterable[ModelFile]) -> Need:
+    """Return what copies of the headers take: they stay as long as the files are open."""
     nbytes = sum(file.header.copied_bytes for file in files)
     return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
-def _held(file: ModelFile, block: Block) -> _Held:
-    """Look at what of a mapped file cannot be dropped: what is locked, or has no disk behind it."""
+def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
+    """Measure what of a mapped file cannot be dropped: it is locked, or has no disk behind it."""
     size, placed = file.nbytes, block.verify()
     if not file.in_memory:
         locked = min(placed.locked_bytes, size)
-        return _Held(locked, locked, 0)
+        return _Unevictable(locked, locked, 0)
     if placed.pages in policy.HUGETLB:
-        return _Held(0, 0, size)
-    return _Held(size, min(block._resident_range(0, size), size), 0)
+        return _Unevictable(0, 0, size)
+    return _Unevictable(size, min(block._resident_range(0, size), size), 0)
 
 
-def _of_mapping(weights: Contents, held: _Held, storage: Storage, budget: Budget) -> Need:
-    """Say what mapped files take."""
+def _mapping_need(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
+    """Return what mapped files take."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
-    need = _file(_rows(weights.by_type()), nbytes, storage, budget)
+    need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
     ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes)
     return replace(
         need,
@@ -279,26 +276,26 @@ def _of_mapping(weights: Contents, held: _Held, storage: Storage, budget: Budget
     )
 
 
-def _file(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
-    """Say what a mapped file takes, which is locked where there is room for that."""
+def _file_need(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
+    """Return what a mapped file takes; it is locked where there is room for that."""
     locks = bool(storage.lock)
     if locks and not storage.strict:
         locks = lock_refusal(storage.lock, nbytes, budget) is None
     if locks:
         budget.lock(nbytes)
     return Need(
-        _padded(types, nbytes),
+        _add_padding(types, nbytes),
         ram_bytes=nbytes if locks else 0,
         file_bytes=0 if locks else nbytes,
         lock_bytes=nbytes if storage.lock else 0,
     )
 
 
-def _rows(types: dict[str, int]) -> dict[str, int]:
+def _weight_rows(types: dict[str, int]) -> dict[str, int]:
     return {f"weights:{kind}": nbytes for kind, nbytes in types.items() if nbytes}
 
 
-def _padded(types: dict[str, int], nbytes: int) -> dict[str, int]:
+def _add_padding(types: dict[str, int], nbytes: int) -> dict[str, int]:
     padding = nbytes - sum(types.values())
     return types | ({_PADDING: padding} if padding else {})
 

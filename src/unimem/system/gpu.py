@@ -67,6 +67,8 @@ def driver(device: int) -> Driver:
 
     Raises
     ------
+    ImportError
+        As `require`.
     TypeError, ValueError
         There is no such device.
     ClosedError
@@ -135,11 +137,14 @@ class Driver:
 
     Raises
     ------
+    ImportError
+        As `require`.
     ValueError
         There is no such device.
     """
 
     def __init__(self, device: int) -> None:
+        require()
         import cupy
 
         self._cupy = cupy

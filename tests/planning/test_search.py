@@ -1,0 +1,42 @@
+"""The one bisection: what it finds, and how often it asks."""
+
+import pytest
+
+from unimem.planning.search import find_largest
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])
+@pytest.mark.parametrize("least", [0, 1, 5])
+def test_the_largest_good_number_is_found(most: int, least: int) -> None:
+    for limit in range(most + 3):
+        assert find_largest(most, limit.__ge__, least=least) == max(least, min(most, limit))
+
+
+def test_where_none_is_good_the_least_is_returned_and_never_asked_for() -> None:
+    asked: list[int] = []
+
+    def is_good(n: int) -> bool:
+        asked.append(n)
+        return False
+
+    assert find_largest(1000, is_good, least=3) == 3
+    assert min(asked) == 4
+    assert find_largest(3, is_good, least=3) == 3
+    assert find_largest(2, is_good, least=3) == 3
+    assert 3 not in asked
+
+
+def test_it_asks_once_where_the_most_is_good_and_seldom_else() -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= limit
+
+    limit = most = 2**31 - 1
+    assert find_largest(most, fits) == most
+    assert asked == [most]
+    asked.clear()
+    limit = 4097
+    assert find_largest(most, fits) == limit
+    assert len(asked) <= 33
