@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from types import TracebackType
@@ -120,7 +119,7 @@ class NewFile:
         """Make the temporary file, locked."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
-            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
+            token = os.urandom(_TOKEN_BYTES // 2).hex().encode()
             name = self._prefix + token + _SUFFIX
             try:
                 fd = os.open(name, flags, 0o666, dir_fd=self._folder)
