@@ -115,6 +115,7 @@ def _kernel() -> Kernel:
 
 
 def _cpu(status: Mapping[str, str]) -> Cpu:
+    # Not by psutil, which counts neither sockets nor the cores that an affinity leaves.
     online = set(parse_list(kernel_files.read_text(f"{_CPUS}/online") or ""))
     allowed = online & set(parse_list(status.get("Cpus_allowed_list", "")))
     info = kernel_files.read_fields("/proc/cpuinfo")
@@ -139,6 +140,7 @@ def _cpu(status: Mapping[str, str]) -> Cpu:
 
 
 def _memory() -> MemoryFacts:
+    # Not by psutil, which reads RAM and swap apart, and three files for them.
     info = kernel_files.read_fields("/proc/meminfo")
     return MemoryFacts(
         total_bytes=parse_kib(info.get("MemTotal")),

@@ -7,6 +7,7 @@ import re
 
 __all__ = [
     "list_names",
+    "parse_fields",
     "parse_kib",
     "parse_list",
     "read_bytes",
@@ -64,30 +65,8 @@ def read_number(path: str) -> int | None:
 
 
 def read_fields(path: str, separator: str = ":", prefix: str = "") -> dict[str, str]:
-    """Read a file whose lines are names and values.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    separator : str, default ":"
-        What ends a name.
-    prefix : str, optional
-        What every name begins with, and is left out.
-
-    Returns
-    -------
-    dict
-        Of a name that comes again, as for each CPU, the first value. Empty where the file cannot
-        be read.
-    """
-    lines = (read_text(path) or "").splitlines()
-    lines.reverse()  # so that the first of a name is what stays
-    return {
-        name.strip().removeprefix(prefix): value.strip()
-        for name, ends, value in [line.partition(separator) for line in lines]
-        if ends
-    }
+    """Read a file whose lines are names and values, as `parse_fields`; empty where it cannot be."""
+    return parse_fields(read_text(path) or "", separator, prefix)
 
 
 def list_names(path: str) -> list[str]:
@@ -96,6 +75,32 @@ def list_names(path: str) -> list[str]:
         return os.listdir(path)
     except OSError:
         return []
+
+
+def parse_fields(text: str, separator: str = ":", prefix: str = "") -> dict[str, str]:
+    """Parse lines of names and values.
+
+    Parameters
+    ----------
+    text : str
+        The lines.
+    separator : str, default ":"
+        What ends a name.
+    prefix : str, optional
+        What every name begins with, and is left out.
+
+    Returns
+    -------
+    dict
+        Of a name that comes again, as for each CPU, the first value.
+    """
+    lines = text.splitlines()
+    lines.reverse()  # so that the first of a name is what stays
+    return {
+        name.strip().removeprefix(prefix): value.strip()
+        for name, ends, value in [line.partition(separator) for line in lines]
+        if ends
+    }
 
 
 def parse_kib(value: str | bytes | None) -> int:

@@ -541,6 +541,7 @@ def core_of(cpu: int) -> tuple[str, str]:
 
 def _memory(pid: int | None = None) -> Iterator[tuple[int, Callable[[], Limit]]]:
     """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
+    # Not by psutil, which has no commit limit, and is slower: this runs before each block is made.
     memory = kernel_files.read_fields("/proc/meminfo")
     total = parse_kib(memory.get("MemTotal"))
     available = parse_kib(memory.get("MemAvailable", memory.get("MemFree", "0")))

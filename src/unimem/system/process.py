@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.system import limits
+from unimem.system import kernel_files, limits
 from unimem.system.integers import integer
+from unimem.system.kernel_files import parse_fields, parse_kib
 
 __all__ = ["Area", "Counters", "Process", "counters", "read_process"]
 
@@ -300,7 +301,7 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
         # An open smaps is one of this program: when that ends, or executes another one, it is
         # empty, and no other process that has come to the number is read.
         with _file(folder, "smaps" if usage else "maps") as fd:
-            command = _read(folder, "cmdline").replace(b"\0", b" ").strip()
+            command = kernel_files.read_bytes("cmdline", folder).replace(b"\0", b" ").strip()
             areas = _areas(_read_smaps(fd))
             if usage:
                 areas = _with_nodes(areas, folder)
@@ -354,9 +355,8 @@ def counters(pid: int | None = None) -> Counters:
             raise _ended(pid)
         read_bytes = None
         with suppress(PermissionError, FileNotFoundError):
-            for line in _read(folder, "io").splitlines():
-                if line.startswith(b"read_bytes:"):
-                    read_bytes = int(line.split()[1])
+            figures = parse_fields(kernel_files.read_bytes("io", folder).decode())
+            read_bytes = int(figures["read_bytes"])
     return Counters(
         pid=pid,
         started=stat.started,
@@ -391,7 +391,7 @@ def _areas(smaps: bytes) -> list[Area]:
     for line in smaps.split(b"\n"):
         name, _, value = line.partition(b":")
         if (field_name := _FIELDS.get(name)) is not None:
-            sums[field_name] = sums.get(field_name, 0) + _kib(value)
+            sums[field_name] = sums.get(field_name, 0) + parse_kib(value)
         elif name == b"VmFlags":
             flags = frozenset(value.decode().split())
         elif begins := _HEAD.fullmatch(line):
@@ -401,11 +401,6 @@ def _areas(smaps: bytes) -> list[Area]:
     if head is not None:
         _add(areas, head, sums, flags)
     return areas
-
-
-def _kib(value: bytes) -> int:
-    """Bytes of a figure like "  123 kB"."""
-    return int(value.split(maxsplit=1)[0]) << 10
 
 
 def _add(
@@ -523,8 +518,9 @@ def _ended(pid: int) -> ProcessLookupError:
 
 
 def _who_may(pid: int, folder: int) -> str:
-    fields = dict(line.split(b":", 1) for line in _read(folder, "status").splitlines())
-    uid = int(fields[b"Uid"].split()[0])
+    # Not by psutil, which goes by the number: that may be of another process by now.
+    status = kernel_files.read_bytes("status", folder).decode(errors="replace")
+    uid = int(parse_fields(status)["Uid"].split()[0])
     try:
         user = repr(pwd.getpwuid(uid).pw_name)
     except KeyError:
@@ -548,14 +544,10 @@ def _file(folder: int, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _read(folder: int, name: str) -> bytes:
-    with _file(folder, name) as fd, open(fd, "rb", closefd=False, buffering=0) as file:
-        return file.readall()
-
-
 def _stat(folder: int) -> _Stat:
+    # Not by psutil, which has no faults, and the start only rounded, in seconds of another clock.
+    _, _, rest = kernel_files.read_bytes("stat", folder).partition(b"(")
     # The name may have blanks and parentheses.
-    _, _, rest = _read(folder, "stat").partition(b"(")
     name, _, rest = rest.rpartition(b")")
     fields = rest.split()  # from the third one on
     return _Stat(
