@@ -21,7 +21,7 @@ from numa.books import (
     numastat,
     page_nodes,
 )
-from unimem.system import kernel_files, limits
+from unimem.system import limits
 from unimem.system.placement import Pages, PlacementOptions
 
 MB = 1 << 20
@@ -84,7 +84,7 @@ def test_limits_know_the_nodes() -> None:
         assert abs(node.free_bytes - memory["MemFree"]) < 32 * MB
         assert node.free_bytes <= node.available_bytes <= node.total_bytes
         assert node.distances == tuple(map(int, (folder / "distance").read_text().split()))
-        assert node.cpus == kernel_files.parse_list((folder / "cpulist").read_text())
+        assert node.cpus == limits.parse_list((folder / "cpulist").read_text())
         pool = limits.huge_pools()["2m"].nodes[number]
         assert pool == (memory["HugePages_Total"], memory["HugePages_Free"]) == (32, 32)
     assert nodes[2].cpus == ()

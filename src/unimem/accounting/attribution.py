@@ -14,7 +14,7 @@ from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.model_maps import MappedModel, library_files
 from unimem.accounting.rows import Mapping, Row, in_order
-from unimem.system.placement import Placement, together
+from unimem.system.placement import Placement, sum_placements
 from unimem.system.process import Area, Process
 
 __all__ = ["apportion", "attribute", "kind_of"]
@@ -264,7 +264,7 @@ class _Book:
             name=self.name,
             address=self.address,
             nbytes=sum(self.nbytes.values()),
-            granted=together([self.placement(category) for category in self.nbytes]),
+            granted=sum_placements([self.placement(category) for category in self.nbytes]),
             requested=self.requested,
             path=self.path,
             parts=self.nbytes,
@@ -389,7 +389,7 @@ def _rows(books: Iterable[_Book]) -> tuple[Row, ...]:
             [each for each in placed if each.resident_bytes] or placed,
             key=lambda each: each.page_bytes,
         )
-        granted = replace(together(placed), pages=least.pages, page_bytes=least.page_bytes)
+        granted = replace(sum_placements(placed), pages=least.pages, page_bytes=least.page_bytes)
         active = [book.active[category] for book in those if category in book.active]
         asked = [book.asked[category] for book in those if category in book.asked]
         rows.append(

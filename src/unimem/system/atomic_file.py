@@ -23,7 +23,7 @@ _MAX_PREFIX = 200
 
 
 @contextlib.contextmanager
-def _about(path: str) -> Iterator[None]:
+def _attribute_errors(path: str) -> Iterator[None]:
     """Make every OSError name the file that is written, and not the temporary one."""
     try:
         yield
@@ -62,10 +62,10 @@ class NewFile:
         folder, name = os.path.split(os.fsencode(self.path))
         self._name = name
         self._temporary: bytes | None = None
-        with _about(self.path):
+        with _attribute_errors(self.path):
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                mode = self._mode_of_the_old()
+                mode = self._read_old_mode()
                 self._remove_stale()
                 self._fd = self._create()
             except BaseException:
@@ -79,7 +79,7 @@ class NewFile:
                 self.close()
                 raise
 
-    def _mode_of_the_old(self) -> int | None:
+    def _read_old_mode(self) -> int | None:
         """Return the permissions of the file that will be replaced, None where there is none."""
         try:
             old = os.stat(self._name, dir_fd=self._folder)
@@ -175,7 +175,7 @@ class NewFile:
         """
         if not self._direct or nbytes == 0:
             return
-        with _about(self.path):
+        with _attribute_errors(self.path):
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
@@ -201,7 +201,7 @@ class NewFile:
             It cannot be written.
         """
         rest = data.data
-        with _about(self.path):
+        with _attribute_errors(self.path):
             while rest:
                 direct = self._direct
                 try:
@@ -226,7 +226,7 @@ class NewFile:
             It cannot be done. The old file is there as before, unless only the last step failed,
             which is to bring the change of the folder to the disk.
         """
-        with _about(self.path):
+        with _attribute_errors(self.path):
             os.fsync(self._fd)
             assert self._temporary is not None
             os.replace(

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from unimem.system import kernel_files, limits
 from unimem.system.cgroups import cgroups_above
-from unimem.system.findings import findings
+from unimem.system.findings import judge
 from unimem.system.kernel_files import parse_kib, parse_list
 from unimem.system.machine import (
     Capabilities,
@@ -104,7 +104,7 @@ def doctor() -> Machine:
         ),
         capabilities=_capabilities(status),
     )
-    return replace(machine, findings=findings(machine))
+    return replace(machine, findings=judge(machine))
 
 
 def _kernel() -> Kernel:

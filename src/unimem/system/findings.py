@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from unimem.system.machine import Finding, MachineFacts
 from unimem.system.text import format_bytes
 
-__all__ = ["findings"]
+__all__ = ["judge"]
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
 _GIB = 1 << 30
@@ -29,7 +29,7 @@ _CAME = (
 )
 
 
-def findings(machine: MachineFacts) -> tuple[Finding, ...]:
+def judge(machine: MachineFacts) -> tuple[Finding, ...]:
     """Judge a machine.
 
     Parameters
@@ -42,7 +42,7 @@ def findings(machine: MachineFacts) -> tuple[Finding, ...]:
     tuple of Finding
         The greatest effect first, what is optional last.
     """
-    found = [finding for judge in _JUDGES for finding in judge(machine)]
+    found = [finding for rule in _RULES for finding in rule(machine)]
     return tuple(sorted(found, key=lambda finding: finding.is_optional))
 
 
@@ -331,7 +331,7 @@ def _pools(machine: MachineFacts) -> Iterator[Finding]:
 
 
 # What makes it fail or be killed; what every token feels; what some feel.
-_JUDGES = (
+_RULES = (
     _cgroup_memory,
     _overcommit,
     _thp,

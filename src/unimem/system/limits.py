@@ -34,6 +34,7 @@ __all__ = [
     "node_weights",
     "nodes",
     "overcommit",
+    "parse_list",
     "require",
     "require_cached",
     "require_shm",

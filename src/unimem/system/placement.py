@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from unimem.system.text import format_bytes
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "together"]
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "sum_placements"]
 
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
@@ -85,7 +85,7 @@ class Placement:
         return text
 
 
-def together(placements: Sequence[Placement]) -> Placement:
+def sum_placements(placements: Sequence[Placement]) -> Placement:
     """Sum up where several blocks are.
 
     Parameters
@@ -102,7 +102,7 @@ def together(placements: Sequence[Placement]) -> Placement:
     --------
     >>> small = Placement("4k", 4096, 8192, 0, 0, 0, 8192, {0: 8192})
     >>> huge = Placement("thp", 2 << 20, 2 << 20, 2 << 20, 0, 0, 2 << 20, {0: 2 << 20})
-    >>> print(together([small, huge]))
+    >>> print(sum_placements([small, huge]))
     4k, 2.0 MiB resident, 2.0 MiB huge
     """
     least = min(placements, key=lambda placement: placement.page_bytes)

@@ -21,7 +21,7 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, together
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
@@ -455,7 +455,7 @@ class _Staging:
                 block.close()
         if self.pages == "thp":
             self._require_huge_pages(place, backing)
-        return together(placements), locked
+        return sum_placements(placements), locked
 
     def _require_huge_pages(self, place: Place, backing: Backing) -> None:
         """Tell, or raise, when programs that just map the files do not get huge pages."""
