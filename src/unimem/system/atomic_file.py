@@ -1,4 +1,4 @@
-"""Files that replace others at once: whatever happens, the old one or the new one is there."""
+"""Replace files atomically: whatever happens, the old file or the new one is there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_PREFIX = 200
 
 @contextlib.contextmanager
 def _attribute_errors(path: str) -> Iterator[None]:
-    """Make every OSError name the file that is written, and not the temporary one."""
+    """Make every OSError name the file to be written, not the temporary one."""
     try:
         yield
     except OSError as error:
@@ -33,7 +33,7 @@ def _attribute_errors(path: str) -> Iterator[None]:
 
 
 class NewFile:
-    """A file that is written beside the one whose place it takes in the end.
+    """A file that is written beside the old one, and takes its place in the end.
 
     Leaving the ``with`` without `publish` removes it. Any number of threads may write; the rest is
     for one.

@@ -1,7 +1,7 @@
-"""What this machine gives to inference, and what to change so that it gives more.
+"""Describe this machine, and say what to change so that inference gets more of it.
 
-Limits come from `unimem.system.limits`, which is the only place that asks for them; here is what
-merely describes the machine. `unimem.system.findings` judges both.
+Limits come from `unimem.system.limits`; this module reads what else describes the machine.
+`unimem.system.findings` judges both.
 """
 
 from __future__ import annotations

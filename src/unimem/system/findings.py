@@ -1,7 +1,6 @@
-"""What of a machine is not as inference would want it, and the command that changes it.
+"""Judge a machine: what slows inference down or makes it fail, and the command that changes it.
 
-A machine that serves well gives none: a finding needs an effect on inference, and what merely may
-gain something is marked as optional.
+A machine that serves well has no findings. What may only gain a little is marked as optional.
 """
 
 from __future__ import annotations

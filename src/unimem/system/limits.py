@@ -1,7 +1,7 @@
-"""What this process may have: memory, huge pages, locked memory and CPUs. The only place that asks.
+"""What this process may have: memory, huge pages, locked memory and CPUs. No other module asks.
 
-Everything that takes memory asks here first and refuses by name, since the kernel's own answer to
-a cgroup that is full is to kill the process.
+Everything that takes memory asks here first, and names the limit when it refuses. The kernel itself
+kills a process whose cgroup is full.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class HugePool:
         return room // self.page_bytes * self.page_bytes
 
     def limit(self, nbytes: int = 0) -> Limit:
-        """Tell what is in the way of a mapping of `nbytes` bytes.
+        """Return the limit that a mapping of `nbytes` bytes would meet first.
 
         Parameters
         ----------
         nbytes : int, default 0
-            What is wanted; the remedy makes the pool large enough for it.
+            The size of the mapping; the remedy makes the pool large enough for it.
 
         Returns
         -------
@@ -191,7 +191,7 @@ class CpuQuota:
 
 
 def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
-    """Tell every limit on the memory of a process.
+    """Return every limit on the memory of a process.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
 
 
 def tightest() -> Limit:
-    """Tell the limit with the least room.
+    """Return the limit with the least room.
 
     Returns
     -------
@@ -283,7 +283,7 @@ def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
 def room_for_files(
     found: Iterable[Limit], nbytes: int, cached_bytes: Callable[[], int]
 ) -> Iterator[tuple[Limit, int, int]]:
-    """Tell what each limit has to hold of files whose pages shall stay in RAM, and its room.
+    """Compare each limit's room with what it has to hold of files that shall stay in RAM.
 
     Parameters
     ----------
@@ -292,12 +292,12 @@ def room_for_files(
     nbytes : int
         Bytes of the files.
     cached_bytes : callable
-        Tells what of them is in the page cache; called only where it decides.
+        Returns how much of them is in the page cache; called only where that decides.
 
     Yields
     ------
     limit : Limit
-        The machine, or a cgroup: file pages are not promised, and the commit limit has no say.
+        The machine, or a cgroup. The commit limit does not count file pages.
     needed_bytes, room_bytes : int
         What it has to hold, and what it has for that.
     """
@@ -346,7 +346,7 @@ def _refusal(nbytes: int, what: str, limit: Limit) -> CapacityError:
 
 
 def memlock() -> Limit | None:
-    """Tell the limit on locked memory.
+    """Return the limit on locked memory.
 
     Returns
     -------
@@ -370,7 +370,7 @@ def memlock() -> Limit | None:
 
 
 def huge_pools() -> dict[str, HugePool]:
-    """Tell the pools of hugetlb pages.
+    """Return the pools of hugetlb pages.
 
     Returns
     -------
@@ -408,7 +408,7 @@ def huge_pools() -> dict[str, HugePool]:
 
 
 def nodes() -> dict[int, Node]:
-    """Tell the NUMA nodes.
+    """Return the NUMA nodes.
 
     Returns
     -------
@@ -452,7 +452,7 @@ def nodes() -> dict[int, Node]:
 
 
 def _with_all_memory(node: Node) -> Node:
-    """Give the only node with memory the machine's figures, which are nearer to what can be had.
+    """Give the only node with memory the machine's figures, which are more exact.
 
     They count all that can be reclaimed, and what a host would still add to a virtual machine.
     """
@@ -464,7 +464,7 @@ def _with_all_memory(node: Node) -> Node:
 
 
 def node_weights(nodes: Iterable[int]) -> dict[int, int]:
-    """Tell the weights of nodes among which pages are interleaved by weight.
+    """Return the weights of nodes for weighted interleaving.
 
     Parameters
     ----------
@@ -474,13 +474,13 @@ def node_weights(nodes: Iterable[int]) -> dict[int, int]:
     Returns
     -------
     dict
-        Ids to weights; 1 where the kernel tells none.
+        Ids to weights; 1 where the kernel has none.
     """
     return {node: kernel_files.read_number(f"{_WEIGHTS}/node{node}") or 1 for node in nodes}
 
 
 def overcommit() -> int:
-    """Tell how the kernel promises memory.
+    """Return how the kernel promises memory.
 
     Returns
     -------
@@ -505,7 +505,7 @@ def thread_count() -> int:
 
 
 def cpu_quota() -> CpuQuota | None:
-    """Tell the tightest CPU quota of the cgroups above this process.
+    """Return the tightest CPU quota of the cgroups above this process.
 
     Returns
     -------
@@ -525,7 +525,7 @@ def cpu_quota() -> CpuQuota | None:
 
 @cache
 def core_of(cpu: int) -> tuple[str, str]:
-    """Tell the physical core of a CPU. Read once: with hundreds of them it takes milliseconds.
+    """Return the physical core of a CPU. Read once: hundreds of CPUs take milliseconds.
 
     Returns
     -------

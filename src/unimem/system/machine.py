@@ -225,7 +225,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as inference would want it.
+    """One thing that slows inference down or makes it fail.
 
     Attributes
     ----------

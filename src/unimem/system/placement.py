@@ -1,4 +1,4 @@
-"""What memory was asked for, and what the kernel says it is."""
+"""How memory is asked for, and how the kernel says it is placed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Placement:
     resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
         Bytes in RAM, in RAM in huge pages of any kind, in RAM and locked there, swapped out.
     pss_bytes : int
-        Bytes in RAM where a page that n processes share counts 1/n; hugetlb pages count whole.
+        Bytes in RAM. A page that n processes share counts 1/n; hugetlb pages count whole.
     nodes : dict of int to int
         Bytes in RAM on each node that holds some.
     """
@@ -86,7 +86,7 @@ class Placement:
 
 
 def sum_placements(placements: Sequence[Placement]) -> Placement:
-    """Sum up where several blocks are.
+    """Sum up the placements of several blocks.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def sum_placements(placements: Sequence[Placement]) -> Placement:
     Returns
     -------
     Placement
-        Whose `pages` and `page_bytes` are those of the block that has the smallest.
+        Its `pages` and `page_bytes` are those of the block with the smallest pages.
 
     Examples
     --------

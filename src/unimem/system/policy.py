@@ -1,7 +1,7 @@
-"""Decides how a block is placed: what was asked for, against what this process may have.
+"""Decide how a block is placed: compare what was asked for with what this process may have.
 
-Pure functions of a request and of facts, so that tests can invent machines. The module
-`unimem.system.limits` is the facts of this one.
+The functions take a request and facts and ask nothing else, so that tests can invent machines. The
+module `unimem.system.limits` holds the facts of this machine.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ NumaMode = Literal["bind", "preferred", "interleave", "weighted"]
 
 
 class Facts(Protocol):
-    """What the system says of itself; `unimem.system.limits` is one."""
+    """What a system has and allows; the module `unimem.system.limits` is one."""
 
     def huge_pools(self) -> Mapping[str, HugePool]:
-        """Tell the pools of hugetlb pages, by size."""
+        """Return the pools of hugetlb pages, by size."""
 
     def nodes(self) -> Mapping[int, Node]:
-        """Tell the NUMA nodes."""
+        """Return the NUMA nodes."""
 
     def memlock(self) -> Limit | None:
-        """Tell the limit on locked memory."""
+        """Return the limit on locked memory."""
 
     def require(self, nbytes: int, what: str) -> None:
         """Raise CapacityError when so much does not fit."""
@@ -99,9 +99,9 @@ class NumaPolicy:
 class Request:
     """What a block is asked to be, checked.
 
-    `reserve` is `nbytes` where nothing more is kept; `mirror`, the size of the pieces that are
-    mapped twice, is 0 where none are. Memory `of_file` is a file's that is there already, whose
-    file system has the pages that it has.
+    `reserve` is the size that the block may grow to, and `nbytes` for one that does not grow.
+    `mirror` is the size of the pieces that are mapped twice, 0 for none. `of_file` says that the
+    memory is an existing file's: its file system decides on the pages.
     """
 
     nbytes: int
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
-    """What to ask the kernel for, and what of the request that leaves out."""
+    """What to ask the kernel for, and a sentence for each part of the request that is left out."""
 
     pages: Pages
     numa: NumaPolicy | None
@@ -135,7 +135,7 @@ class Extent:
 
     @property
     def is_hugetlb(self) -> bool:
-        """Whether it is of a pool that was set aside, and takes nothing of other memory."""
+        """Whether the block lies in a reserved pool, and takes no other memory."""
         return self.choice.pages in HUGETLB
 
 
@@ -162,7 +162,7 @@ def check_options(placement: Mapping[str, object]) -> None:
     Raises
     ------
     TypeError
-        An option that `PlacementOptions` has not.
+        An option that is not in `PlacementOptions`.
     TypeError, ValueError
         A value that no block takes; the message names the option.
     """
@@ -292,7 +292,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
     facts : Facts
         What there is.
     strict : bool, default False
-        Whether it is what was asked for, or not at all.
+        Whether the block is made as it was asked for, or not at all.
 
     Returns
     -------
@@ -319,7 +319,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
 
 
 def lock_refusal(lock: Lock, nbytes: int, facts: Facts) -> str | None:
-    """Tell why so much cannot be locked; None where the limit on locked memory has room for it."""
+    """Say why so much cannot be locked; None where the limit on locked memory has room for it."""
     limit = facts.memlock()
     if limit is None or limit.room_bytes >= nbytes:
         return None
@@ -455,7 +455,7 @@ def pool_shortfall(
 def find_mismatches(
     request: Request, choice: PlacementChoice, granted: Placement, nbytes: int, *, warm: bool
 ) -> list[str]:
-    """Say what of a choice the kernel did not keep.
+    """Compare what the kernel gave with what it was asked for.
 
     Parameters
     ----------
@@ -499,8 +499,8 @@ def find_mismatches(
 def is_prefaulted(choice: PlacementChoice) -> bool:
     """Whether hugetlb pages are touched as soon as they are mapped.
 
-    A bound page that its node lacks would end the process when it is touched, and what is locked
-    is in RAM.
+    That is so for bound memory, where a page that its node lacks would kill the process at a later
+    touch, and for locked memory, which is in RAM at once.
     """
     return choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind")
 
@@ -508,12 +508,12 @@ def is_prefaulted(choice: PlacementChoice) -> bool:
 def require_growth(
     name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts, pages: Pages
 ) -> None:
-    """Refuse growth by `nbytes` that cannot be placed and locked as the block is.
+    """Refuse growth by `nbytes` where it cannot be placed and locked like the rest of the block.
 
     Raises
     ------
     PlacementError
-        What is there of a block is there already, so that nothing is downgraded.
+        The new part does not fit. Nothing is downgraded, since the rest of the block is there.
     """
     numa, lock = (None, False) if choice is None else (choice.numa, choice.lock)
     found = decide(
@@ -525,7 +525,7 @@ def require_growth(
 
 
 def require_room(name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts) -> None:
-    """Refuse warming of `nbytes` that are not in RAM, and do not fit there.
+    """Refuse to warm `nbytes` that are not in RAM where they do not fit.
 
     Raises
     ------
@@ -540,7 +540,7 @@ def require_room(name: str, nbytes: int, choice: PlacementChoice | None, facts: 
 
 
 def huge_page_message(name: str, granted: Placement, thp_bytes: int) -> str:
-    """Say that memory is not in huge pages as far as it could be; empty when it is."""
+    """Say that less memory is in huge pages than could be; empty when all of it is."""
     whole = granted.resident_bytes // thp_bytes * thp_bytes if thp_bytes else 0
     if granted.huge_bytes >= whole:
         return ""

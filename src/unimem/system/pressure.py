@@ -21,7 +21,7 @@ class Pressure(NamedTuple):
     source : str
         Whose: "machine", or "cgroup /a/b".
     some_percent, full_percent : float
-        In which at least one thread waited, and in which all that had work did.
+        Time in which at least one thread waited, and in which all threads with work did.
     """
 
     source: str
@@ -30,7 +30,7 @@ class Pressure(NamedTuple):
 
 
 def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
-    """Tell the memory pressure on a process.
+    """Return the memory pressure on a process.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def _pressure(source: str, path: str) -> Pressure | None:
 
 
 def paged_in_bytes() -> int | None:
-    """Bytes that this machine has read from disks since it was started; None where not counted.
+    """Return the bytes read from disks since the machine was started; None where not counted.
 
     Examples
     --------

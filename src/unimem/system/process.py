@@ -115,7 +115,7 @@ class Area:
 class Process:
     """A process and its areas, as they were when they were read; any number of threads may use it.
 
-    A forked child has a copy, and `in_ram` there asks of the same process.
+    A forked child has a copy, whose `in_ram` reads the same process.
 
     Attributes
     ----------
@@ -124,7 +124,8 @@ class Process:
     name, command : str
         As in ``/proc/PID/comm`` and ``cmdline``.
     started : int
-        When, in clock ticks since the machine was: a number that came again has another one.
+        When it was started, in clock ticks since the machine was. A later process of the same
+        number has another value.
     areas : tuple of Area
         By address.
     minor_faults, major_faults : int
@@ -179,9 +180,9 @@ class Process:
         ProcessLookupError
             The process has ended.
         PermissionError
-            ``/proc/PID/pagemap`` is not ours to read.
+            This process may not read ``/proc/PID/pagemap``.
         ValueError
-            The range is none.
+            The range ends before it begins, or begins below 0.
         """
         pages = self.pages_in_ram(start, end)
         total = int(np.count_nonzero(pages)) * _PAGE
@@ -192,7 +193,7 @@ class Process:
         return total
 
     def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Tell of each base page of a range of addresses whether it is in RAM: see `in_ram`.
+        """Return for each base page of a range whether it is in RAM; it raises as `in_ram` does.
 
         Returns
         -------
@@ -223,19 +224,19 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a process has done so far; two of them show what it does now.
+    """What a process has done so far. The difference of two shows what it did in between.
 
     It never changes, so that threads and forked children may use it.
 
     Attributes
     ----------
     pid, started : int
-        As of a `Process`: counters of another process that has come to the number differ in it.
+        As of a `Process`; counters of a later process of the same number differ in `started`.
     minor_faults, major_faults : int
         Page faults, without and with waiting for a disk.
     read_bytes : int or None
-        What it has caused to be read from disks; None where the kernel does not tell it, or not
-        us.
+        What it has caused to be read from disks; None where the kernel does not count it, or does
+        not let this process read it.
     cpu_seconds : float
         Time on CPUs, its own and the kernel's for it.
     n_threads : int
@@ -259,8 +260,8 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     pid : int, optional
         Its number; by default this process.
     usage : bool, default True
-        False: only which areas there are, for which the kernel walks through no page tables. All
-        that is in RAM, locked or swapped out is 0 then.
+        False reads only which areas there are, for which the kernel walks through no page tables.
+        What is in RAM, locked or swapped out is 0 then.
 
     Returns
     -------
@@ -271,18 +272,18 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     ProcessLookupError
         There is no such process, or it has ended, or become another program, meanwhile.
     PermissionError
-        It is not ours to read: the message says who may.
+        This process may not read it; the message says which user may.
     ValueError, TypeError
-        The number is none of a process, or the process has no memory of its own: it is a thread of
+        No process can have this number, or the process has no memory of its own: it is a thread of
         the kernel, or has ended and waits for its parent.
     OSError
-        The kernel does not tell (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or ``/proc``
-        is not mounted.
+        The kernel does not count it (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or
+        ``/proc`` is not mounted.
 
     Notes
     -----
-    The kernel is asked for one area after another. Areas that change meanwhile, as those of a
-    process that runs do, are told as they were when it was their turn.
+    The kernel writes one area after another. Areas that change meanwhile, as in a running process,
+    are shown as they were when it came to them.
 
     Examples
     --------
@@ -326,7 +327,7 @@ def counters(pid: int | None = None) -> Counters:
     Parameters
     ----------
     pid : int, optional
-        Its number; by default this process. Of one that is not ours, `read_bytes` is None.
+        Its number; by default this process. `read_bytes` is None for another user's.
 
     Returns
     -------
@@ -337,7 +338,7 @@ def counters(pid: int | None = None) -> Counters:
     ProcessLookupError
         There is no such process, or it has ended.
     ValueError, TypeError
-        The number is none of a process.
+        No process can have this number.
 
     Examples
     --------
@@ -434,7 +435,7 @@ def _add(
 
 
 def _with_nodes(areas: list[Area], folder: int) -> list[Area]:
-    """Tell the areas' nodes: where one node alone has memory, no page is on another."""
+    """Fill in the areas' nodes. Where only one node has memory, all pages are there."""
     nodes = [node.id for node in limits.nodes().values() if node.total_bytes]
     if len(nodes) == 1:
         return [
@@ -483,9 +484,9 @@ def _number(pid: int | None) -> int:
 
 @contextmanager
 def _opened(pid: int) -> Iterator[int]:
-    """Open the folder of a process, for `_file`: of this one only, whoever has its number later.
+    """Open the folder of a process. It stays this process's, even if another gets the number later.
 
-    What goes wrong inside is told as an error of the process.
+    Errors inside are raised as errors of the process.
     """
     name = "self" if pid == os.getpid() else str(pid)
     try:

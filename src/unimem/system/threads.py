@@ -1,4 +1,4 @@
-"""One piece of work in several threads, none of which is left behind; and waiting for threads."""
+"""Run work in several threads and leave none of them behind, also after an interrupt."""
 
 from __future__ import annotations
 
