@@ -412,6 +412,21 @@ def test_a_name_may_have_parentheses(child: Child) -> None:
     assert counters(one.pid).n_threads == 1
 
 
+def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python: Run) -> None:
+    ended = run_python("""
+        import os, sys
+        import unimem
+        from unimem.cli import processes
+        from unimem.weights.staging.held import holders
+        assert "psutil" not in sys.modules
+        others = list(processes._others())
+        assert "psutil" in sys.modules
+        assert os.getppid() in others and os.getpid() not in others
+        holders()
+        """)
+    assert ended.returncode == 0, ended.stderr
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
