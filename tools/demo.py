@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import unimem as um
-from unimem.system.placement import together
+from unimem.system.placement import sum_placements
 from unimem.system.text import format_bytes, table
 from unimem.weights.staging.held import Held, drop, hold
 from unimem_bench.suites.load import llama_start
@@ -68,7 +68,7 @@ class Facts:
         assert self.staged is not None
         paths = self.staged.paths
         return [
-            together([each.granted for each in report.mappings if each.path in paths])
+            sum_placements([each.granted for each in report.mappings if each.path in paths])
             for report in self.reports
         ]
 

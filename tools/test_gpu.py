@@ -45,6 +45,7 @@ TOOLS = {
     "ninja": ("ninja>=1.5",),
     "pytest": ("pytest>=8", "iniconfig", "packaging", "pluggy", "pygments"),
     "hypothesis": ("hypothesis>=6.100", "sortedcontainers"),
+    "psutil": ("psutil>=6",),
     "xxhash": ("xxhash>=3.4",),
     "ml_dtypes": ("ml_dtypes>=0.5",),
 }

@@ -15,7 +15,7 @@ import unimem as um
 from unimem.accounting.report import Report
 from unimem.engine import Decoder
 from unimem.system import ggml as binding
-from unimem.system.placement import together
+from unimem.system.placement import sum_placements
 from unimem.weights.residency import warm_where_it_fits
 from unimem_bench.side_server import Logits, serve
 
@@ -83,7 +83,7 @@ class Unimem:
 def granted(report: Report) -> dict[str, dict[str, Any]]:
     """Return where weights, KV cache and scratch memory are, as `unimem.Placement` says it."""
     return {
-        part: asdict(together(found))
+        part: asdict(sum_placements(found))
         for part in ("weights", "kv", "scratch")
         if (
             found := [

@@ -19,7 +19,7 @@ MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
 # The machine that the tests run on may have nothing to change, or something.
 INVENTED = f"""
 import importlib, dataclasses
-from unimem.system.doctor import Finding
+from unimem.system.machine import Finding
 import unimem.cli.doctor
 real = unimem.doctor()
 findings = (

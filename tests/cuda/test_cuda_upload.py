@@ -624,7 +624,6 @@ def test_an_interrupt_at_any_moment_leaves_nothing_under_way(
 
         files = (
             "unimem/system/threads.py",
-            "unimem/system/waiting.py",
             "threading.py",
             "concurrent/",
         )

@@ -9,7 +9,7 @@ import pytest
 
 import unimem as um
 from bench_cases import cases_of, check_case, run_case
-from unimem.system.placement import together
+from unimem.system.placement import sum_placements
 from unimem_bench import decoding
 from unimem_bench.record import CaseRecord
 from unimem_bench.suite import Case
@@ -39,7 +39,7 @@ class NoGgml:
             block.warm()
         self.facts = {
             "granted": {
-                name: {"nodes": {str(n): b for n, b in together(there).nodes.items()}}
+                name: {"nodes": {str(n): b for n, b in sum_placements(there).nodes.items()}}
                 for name, group in blocks.items()
                 if (there := [block.verify() for block in group])
             }

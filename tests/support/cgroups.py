@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from unimem.system import limits
+from unimem.system.cgroups import cgroups_above
 
 LIMIT_BYTES = 512 << 20
 
@@ -55,15 +55,15 @@ def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
     own = f"unimem-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     refusal = "no memory controller is mounted"
     # Below the own cgroup where that may have children with limits, else at the root of the tree.
-    places = list(limits._cgroups("memory"))
-    for above, name, version in [*places[:1], *places[-1:]]:
-        folder = Path(above) / own
-        file = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+    places = list(cgroups_above("memory"))
+    for above in [*places[:1], *places[-1:]]:
+        folder = Path(above.folder) / own
+        file = folder / ("memory.max" if above.version == 2 else "memory.limit_in_bytes")
         try:
             folder.mkdir()
             try:
-                if version == 2 and not file.exists():
-                    (Path(above) / "cgroup.subtree_control").write_text("+memory")
+                if above.version == 2 and not file.exists():
+                    (Path(above.folder) / "cgroup.subtree_control").write_text("+memory")
                 file.write_text(str(limit_bytes))
             except OSError:
                 folder.rmdir()
@@ -71,7 +71,7 @@ def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
         except OSError as error:
             refusal = str(error)
             continue
-        return SmallCgroup(f"cgroup {name.rstrip('/')}/{own}", folder), folder.rmdir
+        return SmallCgroup(f"cgroup {above.name.rstrip('/')}/{own}", folder), folder.rmdir
     pytest.skip(f"a cgroup with a limit on memory cannot be made: {refusal}")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import unimem as um
 from project import ROOT
-from unimem.system import limits, machine_text
+from unimem.system import cgroups, kernel_files, limits, machine_text
 
 GIB = 1 << 30
 THP = "/sys/kernel/mm/transparent_hugepage"
@@ -33,8 +33,8 @@ class Invented:
         self.thread_count = 4
         self.nodes = {i: node(i) for i in range(2)}
         self.pools = {"2m": pool(2 << 20, 100), "1g": pool(1 << 30, 0)}
-        monkeypatch.setattr(limits, "_read", self.read)
-        monkeypatch.setattr(limits, "_names", self.names)
+        monkeypatch.setattr(kernel_files, "read_text", self.read)
+        monkeypatch.setattr(kernel_files, "list_names", self.names)
         monkeypatch.setattr(limits, "memory_limits", self.memory_limits)
         monkeypatch.setattr(limits, "available_bytes", lambda: 200 * GIB)
         monkeypatch.setattr(limits, "memlock", lambda: self.memlock)
@@ -135,10 +135,10 @@ def pool(page_bytes: int, total: int, surplus_most: int = 0) -> limits.HugePool:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invented]:
     # Where cgroups are mounted is read once.
-    limits._mounts.cache_clear()
+    cgroups._mounts.cache_clear()
     limits.core_of.cache_clear()
     yield Invented(tmp_path, monkeypatch)
-    limits._mounts.cache_clear()
+    cgroups._mounts.cache_clear()
     limits.core_of.cache_clear()
 
 
@@ -565,7 +565,7 @@ def test_names_cannot_command_a_terminal(machine: Invented) -> None:
 )
 def test_ranges_read_what_they_write(ids: tuple[int, ...], text: str) -> None:
     assert machine_text.ranges(ids) == text
-    assert limits.parse_list(text) == ids
+    assert kernel_files.parse_list(text) == ids
 
 
 # ---- as data -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unimem.errors import CapacityError
-from unimem.system import limits
+from unimem.system import cgroups, kernel_files, limits
 
 Write = Callable[[str, object], None]
 
@@ -25,11 +25,11 @@ MEMINFO = "MemTotal: 20 kB\nMemFree: 5 kB\nMemAvailable: 10 kB\nHugepagesize: 20
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Write files as the process would see them, cgroups under /cg; all others are absent."""
-    real_read, real_names = limits._read, limits._names
-    monkeypatch.setattr(limits, "_read", lambda path: real_read(f"{tmp_path}{path}"))
-    monkeypatch.setattr(limits, "_names", lambda path: real_names(f"{tmp_path}{path}"))
+    for name in ("read_text", "list_names"):
+        real = getattr(kernel_files, name)
+        monkeypatch.setattr(kernel_files, name, lambda path, real=real: real(f"{tmp_path}{path}"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    limits._mounts.cache_clear()
+    cgroups._mounts.cache_clear()
     limits.core_of.cache_clear()
 
     def write(name: str, content: object) -> None:
@@ -42,7 +42,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     write("proc/self/mountinfo", V2 + V1)
     write("proc/meminfo", MEMINFO)
     yield write
-    limits._mounts.cache_clear()
+    cgroups._mounts.cache_clear()
     limits.core_of.cache_clear()
 
 
@@ -260,20 +260,6 @@ def test_the_only_node_with_memory_has_the_machine_s(tree: Write) -> None:
 def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
     tree("cpu/online", "0-1")
     assert limits.nodes() == {0: limits.Node(0, 20 << 10, 5 << 10, 10 << 10, (0, 1), (10,), True)}
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("", ()), ("0", (0,)), ("0,2-3\n", (0, 2, 3)), ("3,1-2,2", (1, 2, 3)), ("1023", (1023,))],
-)
-def test_lists(text: str, numbers: tuple[int, ...]) -> None:
-    assert limits.parse_list(text) == numbers
-
-
-@pytest.mark.parametrize("text", ["a", "1,", "3-1", "-1", "1-", "0x1", "0-99999999", "1 2"])
-def test_lists_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a list of numbers"):
-        limits.parse_list(text)
 
 
 def test_this_machine() -> None:

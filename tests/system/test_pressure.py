@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unimem.system import limits, pressure
+from unimem.system import cgroups, kernel_files, pressure
 from unimem.system.pressure import Pressure
 
 Write = Callable[[str, str], None]
@@ -21,9 +21,9 @@ PSI = (
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Write files as the process would see them; all others are absent."""
-    real = limits._read
-    monkeypatch.setattr(limits, "_read", lambda path: real(f"{tmp_path}{path}"))
-    limits._mounts.cache_clear()
+    real = kernel_files.read_text
+    monkeypatch.setattr(kernel_files, "read_text", lambda path: real(f"{tmp_path}{path}"))
+    cgroups._mounts.cache_clear()
 
     def write(name: str, content: str) -> None:
         path = tmp_path / name
@@ -32,7 +32,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
     write("proc/self/mountinfo", "30 20 0:25 / /cg rw - cgroup2 cgroup2 rw\n")
     yield write
-    limits._mounts.cache_clear()
+    cgroups._mounts.cache_clear()
 
 
 def test_of_the_machine_and_of_the_own_cgroup(tree: Write) -> None:

@@ -22,7 +22,7 @@ import pytest
 from conftest import Run
 from huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
 from proc_maps import PAGE, hugetlb_bytes, mappings
-from unimem.system import limits, process
+from unimem.system import kernel_files, limits, process
 from unimem.system.process import Area, counters, read_process
 
 MIB = 1 << 20
@@ -390,15 +390,15 @@ def test_counters_are_as_the_kernel_names_them(
 def test_counters_without_the_right_to_read_io(
     idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = process._read
+    plain = kernel_files.read_bytes
 
-    def refuse(folder: int, name: str) -> bytes:
+    def refuse(name: str, folder: int | None = None) -> bytes:
         if name == "io":
             raise PermissionError(errno.EACCES, "no", name)
-        return plain(folder, name)
+        return plain(name, folder)
 
     whole = counters(idle.pid)
-    monkeypatch.setattr(process, "_read", refuse)
+    monkeypatch.setattr(kernel_files, "read_bytes", refuse)
     assert counters(idle.pid) == replace(whole, read_bytes=None)
 
 
@@ -410,6 +410,21 @@ def test_a_name_may_have_parentheses(child: Child) -> None:
     said(one)
     assert read_process(one.pid).name == ") S 1 (x y"
     assert counters(one.pid).n_threads == 1
+
+
+def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python: Run) -> None:
+    ended = run_python("""
+        import os, sys
+        import unimem
+        from unimem.cli import processes
+        from unimem.weights.staging.held import holders
+        assert "psutil" not in sys.modules
+        others = list(processes._others())
+        assert "psutil" in sys.modules
+        assert os.getppid() in others and os.getpid() not in others
+        holders()
+        """)
+    assert ended.returncode == 0, ended.stderr
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -517,14 +532,15 @@ def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reaped", [False, True])
-@pytest.mark.parametrize("when", ["_stat", "_read", "_read_smaps", "_with_nodes"])
+@pytest.mark.parametrize("when", ["_stat", "read_bytes", "_read_smaps", "_with_nodes"])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_process_that_ends_while_it_is_read(
     child: Child, monkeypatch: pytest.MonkeyPatch, when: str, first: bool, reaped: bool
 ) -> None:
     one = child(IDLE)
     said(one)
-    plain = getattr(process, when)
+    module = kernel_files if when == "read_bytes" else process
+    plain = getattr(module, when)
 
     def end() -> None:
         one.kill()
@@ -542,9 +558,9 @@ def test_a_process_that_ends_while_it_is_read(
         return result
 
     n_open = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(process, when, act)
+    monkeypatch.setattr(module, when, act)
     # One that was a zombie from the start says so.
-    zombie = first and not reaped and when in ("_stat", "_read")
+    zombie = first and not reaped and when in ("_stat", "read_bytes")
     with pytest.raises(ValueError if zombie else ProcessLookupError, match=r"has ended"):
         read_process(one.pid)
     assert len(os.listdir("/proc/self/fd")) == n_open

@@ -11,7 +11,8 @@ cdef class Block:
     # Part of another object, which warns for both when it is left open.
     cdef bint _is_part
     cdef dict _requested
-    # What the kernel was asked for, a placing.Choice; None for memory that somebody else placed.
+    # What the kernel was asked for, a policy.PlacementChoice; None for memory that somebody else
+    # placed.
     cdef object _choice
     cdef object _granted
     cdef object _remove_name

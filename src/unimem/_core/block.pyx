@@ -114,7 +114,7 @@ cdef class Block:
             raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
         if not isinstance(shared, (bool, str)):
             raise TypeError(f"shared: expected False, True or a name, got {shared!r}")
-        path = policy.shared_name(shared) if isinstance(shared, str) else None
+        path = policy.shared_path(shared) if isinstance(shared, str) else None
         cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
         request = policy.Request(nbytes=size, pages=pages, numa=policy.parse_numa(numa),
                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
@@ -210,10 +210,10 @@ cdef class Block:
         if choice.lock and not region.is_hugetlb():
             self._choice = lock_region(region, choice, problems)
         if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
-            problems += policy.comparison(request, self._choice, self.verify(),
-                                          memory_bytes(region, region.block.nbytes), warm=warm)
+            problems += policy.find_mismatches(request, self._choice, self.verify(),
+                                               memory_bytes(region, region.block.nbytes), warm=warm)
         if problems:
-            text = policy.told(self.name, request.nbytes, problems, self._granted)
+            text = policy.placement_message(self.name, request.nbytes, problems, self._granted)
             if strict:
                 raise PlacementError(text)
             policy.warn(text)
@@ -370,10 +370,11 @@ cdef class Block:
             block._collapse(region, None)
         problems = list(block._choice.shortfalls)
         if pages != "auto":
-            problems += policy.comparison(request, block._choice, block.verify(),
-                                          region.block.nbytes, warm=True)
+            problems += policy.find_mismatches(request, block._choice, block.verify(),
+                                               region.block.nbytes, warm=True)
         if problems:
-            policy.warn(policy.told(block.name, request.nbytes, problems, block._granted))
+            policy.warn(policy.placement_message(block.name, request.nbytes, problems,
+                                                 block._granted))
         return block
 
     cdef Region region(self):
@@ -568,7 +569,7 @@ cdef class Block:
             explain(region, self.path, status, &err, f"repairing block '{self.name}'")
         placement = self.verify()
         if left > 0:
-            policy.warn(policy.left_elsewhere(self.name, self._choice.numa, left, placement))
+            policy.warn(policy.misplaced_message(self.name, self._choice.numa, left, placement))
         return placement
 
     def collapse(self):
@@ -588,7 +589,7 @@ cdef class Block:
         cdef Region region = self.region()
         self._collapse(region, True)
         placement = self.verify()
-        text = policy.few_huge_pages(self.name, placement, THP_BYTES)
+        text = policy.huge_page_message(self.name, placement, THP_BYTES)
         if text:
             policy.warn(text)
         return placement
@@ -661,7 +662,7 @@ cdef class Block:
                     explain(region, self.path, status, &err, what)
                 n_undo += 1
             n_undo = len(missing)
-            if hugetlb and policy.at_once(self._choice):
+            if hugetlb and policy.is_prefaulted(self._choice):
                 for first, n in missing:
                     self.populate(region, first, n, 1, None, 0, n)
         except BaseException:

@@ -9,7 +9,8 @@ cdef dict PAGES
 cdef dict PAGE_NAMES
 cdef size_t THP_BYTES
 
-# What can be had of a request: (region, placing.Choice). With a source, a sealed copy of it.
+# What can be had of a request: (region, policy.PlacementChoice). With a source, a sealed copy of
+# it.
 cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
                        Region source)
 # Locks it as was chosen. Returns the choice as it turned out, and says in `problems` what failed.

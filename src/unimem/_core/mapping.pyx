@@ -33,7 +33,8 @@ cdef tuple map_request(str name, object request, um.um_category category, int fd
     while region is None:
         choice = policy.decide(request, limits, refused)
         if strict and choice.shortfalls:
-            raise PlacementError(policy.told(name, request.nbytes, choice.shortfalls, None))
+            raise PlacementError(policy.placement_message(name, request.nbytes, choice.shortfalls,
+                                                          None))
         if choice.pages not in policy.HUGETLB:
             limits.require(request.nbytes, f"block '{name}'")
         region = _try_map(name, request, choice, category, fd, source, refused)
@@ -62,7 +63,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     set_numa(&options.numa, choice.numa)
     # A bound page that its node lacks would end the process when it is touched, and what is
     # locked is in RAM.
-    cdef bint at_once = choice.pages in policy.HUGETLB and policy.at_once(choice)
+    cdef bint at_once = choice.pages in policy.HUGETLB and policy.is_prefaulted(choice)
     with nogil:
         if source is not None:
             status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)

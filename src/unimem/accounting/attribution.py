@@ -14,7 +14,7 @@ from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.model_maps import MappedModel, library_files
 from unimem.accounting.rows import Mapping, Row, in_order
-from unimem.system.placement import Placement, together
+from unimem.system.placement import Placement, sum_placements
 from unimem.system.process import Area, Process
 
 __all__ = ["apportion", "attribute", "kind_of"]
@@ -266,7 +266,7 @@ class _MappingBuilder:
             name=self.name,
             address=self.address,
             nbytes=sum(self.nbytes.values()),
-            granted=together([self.placement(category) for category in self.nbytes]),
+            granted=sum_placements([self.placement(category) for category in self.nbytes]),
             requested=self.requested,
             path=self.path,
             parts=self.nbytes,
@@ -391,7 +391,7 @@ def _rows(builders: Iterable[_MappingBuilder]) -> tuple[Row, ...]:
             [each for each in placed if each.resident_bytes] or placed,
             key=lambda each: each.page_bytes,
         )
-        granted = replace(together(placed), pages=least.pages, page_bytes=least.page_bytes)
+        granted = replace(sum_placements(placed), pages=least.pages, page_bytes=least.page_bytes)
         active = [builder.active[category] for builder in those if category in builder.active]
         asked = [builder.asked[category] for builder in those if category in builder.asked]
         rows.append(

@@ -27,6 +27,7 @@ from unimem._core.block import Block
 from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
 from unimem.system import process
+from unimem.system.kernel_files import parse_fields, read_bytes
 
 __all__ = [
     "COUNTERS",
@@ -339,9 +340,7 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
 
 
 def _lines(path: str, folder: int | None = None) -> dict[str, str]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-    with open(fd, errors="replace") as file:
-        return {name: value for name, _, value in (line.partition(":") for line in file)}
+    return parse_fields(read_bytes(path, folder).decode(errors="replace"))
 
 
 def _number_of(folder: int) -> int:

@@ -105,9 +105,9 @@ def find() -> Processes:
 
 
 def _others() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != os.getpid():
-            yield int(name)
+    import psutil
+
+    yield from (pid for pid in psutil.pids() if pid != os.getpid())
 
 
 class Model(NamedTuple):

@@ -15,7 +15,7 @@ from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.cli.tables import Bar, fact_lines, room, table_lines, wrap
-from unimem.system.placement import Placement, together
+from unimem.system.placement import Placement, sum_placements
 from unimem.system.text import format_bytes
 
 __all__ = ["memory_lines", "report"]
@@ -248,7 +248,7 @@ def _sums(report: Report) -> Iterator[tuple[str, str]]:
     known, size = report.facts, format_bytes
     faults = f"{known['minor_faults']:,} minor, {known['major_faults']:,} major"
     if placed:
-        all_ = together(placed)
+        all_ = sum_placements(placed)
         rss, huge = all_.resident_bytes, all_.huge_bytes
         nodes = [f"{size(nbytes)} on node {node}" for node, nbytes in sorted(all_.nodes.items())]
         of_it = [f"{size(huge)} in huge pages ({huge / rss if rss else 0:.0%})"]

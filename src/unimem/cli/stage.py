@@ -13,7 +13,7 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
-from unimem.system.placement import Pages, together
+from unimem.system.placement import Pages, sum_placements
 from unimem.system.text import format_bytes
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
@@ -153,7 +153,7 @@ def _warm(source: str, asked: dict[str, Any]) -> AbstractContextManager[Held]:
             weights.warm(progress=progress)
         if asked["lock"]:  # what keeps it will do so, too: here it is seen whether it may be
             weights.lock()
-        granted = together([block.verify() for block in weights.blocks])
+        granted = sum_placements([block.verify() for block in weights.blocks])
         versions = [(part.file.path, part.file.version) for part in weights._parts]
     if asked["lock"]:
         return hold_files(source, versions, granted, asked)

@@ -84,7 +84,7 @@ class Headers:
 
     def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
         address = ggml.new_tensor(self.context, kind, *ne)
-        ggml.Tensor.from_address(address).data = data
+        ggml.TensorHeader.from_address(address).data = data
         return address
 
     @staticmethod
@@ -188,7 +188,7 @@ class Graph:
         if n_kv == self.n_kv:
             return
         self._words[self._n_kv_words] = n_kv
-        mask = ggml.Tensor.from_address(self._mask)
+        mask = ggml.TensorHeader.from_address(self._mask)
         mask.nb[1] = 2 * n_kv
         mask.nb[2] = mask.nb[3] = 2 * n_kv * self.n_tokens
         self.mask = view(self._mask_address, (self.n_tokens, n_kv), "float16")
@@ -212,7 +212,7 @@ class Graph:
 
     def addresses(self) -> list[int]:
         """Address of every node's value."""
-        data = ggml.Tensor.data.offset // _WORD
+        data = ggml.TensorHeader.data.offset // _WORD
         return [int(a) for a in self._words[(self._nodes - self._base) // _WORD + data]]
 
     def _build(self, n: int) -> None:
@@ -225,7 +225,7 @@ class Graph:
         self._graph_pointer = ctypes.c_void_p(builder.graph)
         n_nodes = ggml.graph_n_nodes(builder.graph)
         self._nodes = np.array(view(ggml.graph_nodes(builder.graph), n_nodes, "int64"))
-        ne = ggml.Tensor.ne.offset
+        ne = ggml.TensorHeader.ne.offset
         words = [(address + ne) // _WORD + dim for address, dim in builder.kv_dims]
         self._n_kv_words = np.array(words, np.int64) - self._base // _WORD
 
@@ -235,13 +235,13 @@ class Graph:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for number, address in enumerate(nodes):
-            node = ggml.Tensor.from_address(address)
+            node = ggml.TensorHeader.from_address(address)
             if not node.view_src and address != self._output:
                 first[address] = number
             for source in (address, *node.src):
                 if not source:
                     continue
-                root = ggml.Tensor.from_address(source).view_src or source
+                root = ggml.TensorHeader.from_address(source).view_src or source
                 # ggml computes an RMS norm together with the multiplication after it, and reads
                 # the norm's input while it writes the product: an input lives one node longer.
                 last[root] = number + 1
@@ -249,12 +249,12 @@ class Graph:
 
     def _bind(self) -> None:
         """Write the address of every node's value, and plan the computation."""
-        words, fields = self._words, ggml.Tensor
+        words, fields = self._words, ggml.TensorHeader
         node = (self._nodes - self._base) // _WORD
         data = fields.data.offset // _WORD
         own = self._offsets >= 0
         words[node[own] + data] = self._arena + self._offsets[own]
-        ggml.Tensor.from_address(self._output).data = self._arrays.logits
+        ggml.TensorHeader.from_address(self._output).data = self._arrays.logits
         for index in self._nodes[~own]:
             tensor = fields.from_address(int(index))
             if tensor.view_src:
@@ -309,7 +309,7 @@ class _Builder:
     def _input(self, kind: int, data: int, *ne: int) -> int:
         address = ggml.new_tensor(self._context, kind, *ne)
         ggml.set_input(address)
-        ggml.Tensor.from_address(address).data = data
+        ggml.TensorHeader.from_address(address).data = data
         return address
 
     def _norm(self, x: int, name: str) -> int:

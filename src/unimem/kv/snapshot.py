@@ -27,7 +27,7 @@ from unimem.kv import snapshot_format as fmt
 from unimem.kv.snapshot_format import Chunk, Snapshot
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
-from unimem.system.waiting import wait_until
+from unimem.system.threads import wait_until
 
 if TYPE_CHECKING:
     from unimem.kv.cache import KVCache

@@ -1,4 +1,4 @@
-"""Files that replace others at once: whatever happens, the old one or the new one is there."""
+"""Replace files atomically: whatever happens, the old file or the new one is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from types import TracebackType
@@ -24,8 +23,8 @@ _MAX_PREFIX = 200
 
 
 @contextlib.contextmanager
-def _about(path: str) -> Iterator[None]:
-    """Make every OSError name the file that is written, and not the temporary one."""
+def _attribute_errors(path: str) -> Iterator[None]:
+    """Make every OSError name the file to be written, not the temporary one."""
     try:
         yield
     except OSError as error:
@@ -34,7 +33,7 @@ def _about(path: str) -> Iterator[None]:
 
 
 class NewFile:
-    """A file that is written beside the one whose place it takes in the end.
+    """A file that is written beside the old one, and takes its place in the end.
 
     Leaving the ``with`` without `publish` removes it. Any number of threads may write; the rest is
     for one.
@@ -63,10 +62,10 @@ class NewFile:
         folder, name = os.path.split(os.fsencode(self.path))
         self._name = name
         self._temporary: bytes | None = None
-        with _about(self.path):
+        with _attribute_errors(self.path):
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                mode = self._mode_of_the_old()
+                mode = self._read_old_mode()
                 self._remove_stale()
                 self._fd = self._create()
             except BaseException:
@@ -80,7 +79,7 @@ class NewFile:
                 self.close()
                 raise
 
-    def _mode_of_the_old(self) -> int | None:
+    def _read_old_mode(self) -> int | None:
         """Return the permissions of the file that will be replaced, None where there is none."""
         try:
             old = os.stat(self._name, dir_fd=self._folder)
@@ -120,7 +119,7 @@ class NewFile:
         """Make the temporary file, locked."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
-            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
+            token = os.urandom(_TOKEN_BYTES // 2).hex().encode()
             name = self._prefix + token + _SUFFIX
             try:
                 fd = os.open(name, flags, 0o666, dir_fd=self._folder)
@@ -176,7 +175,7 @@ class NewFile:
         """
         if not self._direct or nbytes == 0:
             return
-        with _about(self.path):
+        with _attribute_errors(self.path):
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
@@ -202,7 +201,7 @@ class NewFile:
             It cannot be written.
         """
         rest = data.data
-        with _about(self.path):
+        with _attribute_errors(self.path):
             while rest:
                 direct = self._direct
                 try:
@@ -227,7 +226,7 @@ class NewFile:
             It cannot be done. The old file is there as before, unless only the last step failed,
             which is to bring the change of the folder to the disk.
         """
-        with _about(self.path):
+        with _attribute_errors(self.path):
             os.fsync(self._fd)
             assert self._temporary is not None
             os.replace(

@@ -1,17 +1,16 @@
-"""What of a machine is not as inference would want it, and the command that changes it.
+"""Judge a machine: what slows inference down or makes it fail, and the command that changes it.
 
-A machine that serves well gives none: a finding needs an effect on inference, and what merely may
-gain something is marked as optional.
+A machine that serves well has no findings. What may only gain a little is marked as optional.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unimem.system.doctor import Finding, Machine
+from unimem.system.machine import Finding, MachineFacts
 from unimem.system.text import format_bytes
 
-__all__ = ["findings"]
+__all__ = ["judge"]
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
 _GIB = 1 << 30
@@ -29,12 +28,12 @@ _CAME = (
 )
 
 
-def findings(machine: Machine) -> tuple[Finding, ...]:
+def judge(machine: MachineFacts) -> tuple[Finding, ...]:
     """Judge a machine.
 
     Parameters
     ----------
-    machine : Machine
+    machine : MachineFacts
         Its own findings are not looked at.
 
     Returns
@@ -42,11 +41,11 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     tuple of Finding
         The greatest effect first, what is optional last.
     """
-    found = [finding for judge in _JUDGES for finding in judge(machine)]
+    found = [finding for rule in _RULES for finding in rule(machine)]
     return tuple(sorted(found, key=lambda finding: finding.is_optional))
 
 
-def _cgroup_memory(machine: Machine) -> Iterator[Finding]:
+def _cgroup_memory(machine: MachineFacts) -> Iterator[Finding]:
     memory = machine.memory
     for limit in memory.limits:
         if limit.name.startswith("cgroup") and limit.limit_bytes < memory.total_bytes:
@@ -60,7 +59,7 @@ def _cgroup_memory(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _overcommit(machine: Machine) -> Iterator[Finding]:
+def _overcommit(machine: MachineFacts) -> Iterator[Finding]:
     if machine.memory.overcommit_mode == 2:
         yield Finding(
             "memory is promised strictly (vm.overcommit_memory=2)",
@@ -71,7 +70,7 @@ def _overcommit(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _thp(machine: Machine) -> Iterator[Finding]:
+def _thp(machine: MachineFacts) -> Iterator[Finding]:
     thp, own = machine.thp, machine.thp.size
     if thp.enabled is None:
         yield Finding(
@@ -102,7 +101,7 @@ def _thp(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _cpuset(machine: Machine) -> Iterator[Finding]:
+def _cpuset(machine: MachineFacts) -> Iterator[Finding]:
     nodes = machine.numa.nodes.values()
     missing = [node for node in nodes if node.total_bytes and not node.allowed]
     if not missing:
@@ -119,7 +118,7 @@ def _cpuset(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def _mbind(machine: Machine) -> Iterator[Finding]:
+def _mbind(machine: MachineFacts) -> Iterator[Finding]:
     may = machine.capabilities
     if len(machine.numa.nodes) > 1 and may.has_seccomp_filter and not may.has_sys_nice:
         yield Finding(
@@ -131,7 +130,7 @@ def _mbind(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _quota(machine: Machine) -> Iterator[Finding]:
+def _quota(machine: MachineFacts) -> Iterator[Finding]:
     cpu = machine.cpu
     if cpu.quota and cpu.quota.cpus < cpu.allowed_cores:
         unlimited = "max" if cpu.quota.path.endswith("cpu.max") else "-1"
@@ -144,7 +143,7 @@ def _quota(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _memlock(machine: Machine) -> Iterator[Finding]:
+def _memlock(machine: MachineFacts) -> Iterator[Finding]:
     limit = machine.memory.memlock
     if limit and limit.limit_bytes < machine.memory.total_bytes:
         yield Finding(
@@ -157,7 +156,7 @@ def _memlock(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _hugetlb_cgroups(machine: Machine) -> Iterator[Finding]:
+def _hugetlb_cgroups(machine: MachineFacts) -> Iterator[Finding]:
     for name, pool in machine.pools.items():
         if not pool.total or not pool.cgroups:
             continue
@@ -173,7 +172,7 @@ def _hugetlb_cgroups(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def _numa(machine: Machine) -> Iterator[Finding]:
+def _numa(machine: MachineFacts) -> Iterator[Finding]:
     numa = machine.numa
     if len(numa.nodes) < 2:
         return
@@ -196,7 +195,7 @@ def _numa(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _swap(machine: Machine) -> Iterator[Finding]:
+def _swap(machine: MachineFacts) -> Iterator[Finding]:
     memory = machine.memory
     if memory.swap_total_bytes and (memory.swappiness or 0) > _QUIET_SWAPPINESS:
         yield Finding(
@@ -208,7 +207,7 @@ def _swap(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _defrag(machine: Machine) -> Iterator[Finding]:
+def _defrag(machine: MachineFacts) -> Iterator[Finding]:
     thp = machine.thp
     if thp.mode not in ("always", "madvise"):
         return
@@ -231,7 +230,7 @@ def _defrag(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _shmem(machine: Machine) -> Iterator[Finding]:
+def _shmem(machine: MachineFacts) -> Iterator[Finding]:
     thp, own = machine.thp, machine.thp.size
     if thp.shmem_mode in ("never", "deny"):
         has_own = own is not None and own.shmem_enabled not in (None, "inherit")
@@ -253,7 +252,7 @@ def _shmem(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _kernel(machine: Machine) -> Iterator[Finding]:
+def _kernel(machine: MachineFacts) -> Iterator[Finding]:
     missing = [
         (version, name, effect)
         for version, name, effect, needs_nodes in _CAME
@@ -274,7 +273,7 @@ def _kernel(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def _maps(machine: Machine) -> Iterator[Finding]:
+def _maps(machine: MachineFacts) -> Iterator[Finding]:
     count = machine.memory.max_map_count
     if count is not None and count < _ENOUGH_MAPS:
         yield Finding(
@@ -286,7 +285,7 @@ def _maps(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _governor(machine: Machine) -> Iterator[Finding]:
+def _governor(machine: MachineFacts) -> Iterator[Finding]:
     others = [name for name in machine.cpu.governors if name != "performance"]
     if others:
         yield Finding(
@@ -297,7 +296,7 @@ def _governor(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _pools(machine: Machine) -> Iterator[Finding]:
+def _pools(machine: MachineFacts) -> Iterator[Finding]:
     pools = machine.pools
     if any(pool.total or pool.surplus_most for pool in pools.values()):
         return
@@ -331,7 +330,7 @@ def _pools(machine: Machine) -> Iterator[Finding]:
 
 
 # What makes it fail or be killed; what every token feels; what some feel.
-_JUDGES = (
+_RULES = (
     _cgroup_memory,
     _overcommit,
     _thp,

@@ -49,7 +49,7 @@ class InitParams(Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-class Tensor(Structure):
+class TensorHeader(Structure):
     """`ggml_tensor`."""
 
     _fields_ = (
@@ -237,12 +237,12 @@ def _check_layout() -> None:
     room = (c_char * 2048)()
     address = -(-ctypes.addressof(room) // 16) * 16
     context = new_context(address, 1024)
-    tensor = Tensor.from_address(new_tensor(context, F32, 3, 5))
+    tensor = TensorHeader.from_address(new_tensor(context, F32, 3, 5))
     expected = (F32, [3, 5, 1, 1], [4, 12, 60, 60], None)
     found = (tensor.type, list(tensor.ne), list(tensor.nb), tensor.data)
     free(context)
     if (
-        ctypes.sizeof(Tensor) + OBJECT_BYTES != tensor_overhead()
+        ctypes.sizeof(TensorHeader) + OBJECT_BYTES != tensor_overhead()
         or found != expected
         or ctypes.sizeof(ComputePlan) != 56
         or ctypes.sizeof(ThreadpoolParams) != 528

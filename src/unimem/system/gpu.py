@@ -1,4 +1,4 @@
-"""What the twin asks of a GPU: the one file that imports CuPy, and only when it is asked."""
+"""A GPU through CuPy. No other file imports CuPy, and this one only when a GPU is used."""
 
 from __future__ import annotations
 

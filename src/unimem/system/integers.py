@@ -23,7 +23,7 @@ def integer(value: SupportsIndex) -> int:
     Raises
     ------
     TypeError
-        It is no integer, or a truth value, which nobody means as one.
+        It is not an integer, or it is a bool, which nobody means as one.
     """
     if isinstance(value, bool):
         raise TypeError(f"expected an integer, got {value!r}")

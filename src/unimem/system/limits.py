@@ -1,12 +1,11 @@
-"""What this process may have: memory, huge pages, locked memory and CPUs. The only place that asks.
+"""What this process may have: memory, huge pages, locked memory and CPUs. No other module asks.
 
-Everything that takes memory asks here first and refuses by name, since the kernel's own answer to
-a cgroup that is full is to kill the process.
+Everything that takes memory asks here first, and names the limit when it refuses. The kernel itself
+kills a process whose cgroup is full.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import resource
@@ -16,6 +15,9 @@ from functools import cache
 from itertools import compress
 
 from unimem.errors import CapacityError
+from unimem.system import kernel_files
+from unimem.system.cgroups import Cgroup, cgroups_above
+from unimem.system.kernel_files import parse_kib, parse_list
 from unimem.system.text import format_bytes
 
 __all__ = [
@@ -46,9 +48,7 @@ _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
-_NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 _CAP_IPC_LOCK = 1 << 14
-_MOST_LISTED = 1 << 16  # more than any kernel has of nodes or CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class HugePool:
         return room // self.page_bytes * self.page_bytes
 
     def limit(self, nbytes: int = 0) -> Limit:
-        """Tell what is in the way of a mapping of `nbytes` bytes.
+        """Return the limit that a mapping of `nbytes` bytes would meet first.
 
         Parameters
         ----------
         nbytes : int, default 0
-            What is wanted; the remedy makes the pool large enough for it.
+            The size of the mapping; the remedy makes the pool large enough for it.
 
         Returns
         -------
@@ -134,7 +134,7 @@ class HugePool:
         wanted = self.total + max(0, -(-nbytes // page) - unpromised)
         where = f"{_POOLS}/hugepages-{page >> 10}kB/nr_hugepages"
         # The short path is of the default size, which an option of the kernel chooses.
-        if _kib(_fields("/proc/meminfo").get("Hugepagesize", "0")) == page:
+        if parse_kib(kernel_files.read_fields("/proc/meminfo").get("Hugepagesize")) == page:
             where = "/proc/sys/vm/nr_hugepages"
         pool = Limit(
             f"hugetlb pool of {_size_name(page)} pages",
@@ -191,7 +191,7 @@ class CpuQuota:
 
 
 def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
-    """Tell every limit on the memory of a process.
+    """Return every limit on the memory of a process.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
 
 
 def tightest() -> Limit:
-    """Tell the limit with the least room.
+    """Return the limit with the least room.
 
     Returns
     -------
@@ -283,7 +283,7 @@ def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
 def room_for_files(
     found: Iterable[Limit], nbytes: int, cached_bytes: Callable[[], int]
 ) -> Iterator[tuple[Limit, int, int]]:
-    """Tell what each limit has to hold of files whose pages shall stay in RAM, and its room.
+    """Compare each limit's room with what it has to hold of files that shall stay in RAM.
 
     Parameters
     ----------
@@ -292,12 +292,12 @@ def room_for_files(
     nbytes : int
         Bytes of the files.
     cached_bytes : callable
-        Tells what of them is in the page cache; called only where it decides.
+        Returns how much of them is in the page cache; called only where that decides.
 
     Yields
     ------
     limit : Limit
-        The machine, or a cgroup: file pages are not promised, and the commit limit has no say.
+        The machine, or a cgroup. The commit limit does not count file pages.
     needed_bytes, room_bytes : int
         What it has to hold, and what it has for that.
     """
@@ -346,7 +346,7 @@ def _refusal(nbytes: int, what: str, limit: Limit) -> CapacityError:
 
 
 def memlock() -> Limit | None:
-    """Tell the limit on locked memory.
+    """Return the limit on locked memory.
 
     Returns
     -------
@@ -356,21 +356,21 @@ def memlock() -> Limit | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None
-    status = _fields("/proc/self/status")
+    status = kernel_files.read_fields("/proc/self/status")
     # The kernel honours the capability only in the first user namespace, where all ids are mapped.
-    ids = (_read("/proc/self/uid_map") or "0 0 4294967295").split()
+    ids = (kernel_files.read_text("/proc/self/uid_map") or "0 0 4294967295").split()
     if ids == ["0", "0", "4294967295"] and int(status.get("CapEff", "0"), 16) & _CAP_IPC_LOCK:
         return None
     return Limit(
         "locked memory (memlock)",
         soft,
-        _kib(status.get("VmLck", "0")),
+        parse_kib(status.get("VmLck")),
         "ulimit -l unlimited, systemd LimitMEMLOCK=infinity, or docker --ulimit memlock=-1",
     )
 
 
 def huge_pools() -> dict[str, HugePool]:
-    """Tell the pools of hugetlb pages.
+    """Return the pools of hugetlb pages.
 
     Returns
     -------
@@ -380,27 +380,27 @@ def huge_pools() -> dict[str, HugePool]:
     """
     sizes = sorted(
         int(match[1])
-        for name in _names(_POOLS)
+        for name in kernel_files.list_names(_POOLS)
         if (match := re.fullmatch(r"hugepages-(\d+)kB", name))
     )
     online = _online() if sizes else ()
     pools = {}
     for kib in sizes:
         folder = f"{_POOLS}/hugepages-{kib}kB"
-        pages = _number(f"{folder}/nr_hugepages") or 0
+        pages = kernel_files.read_number(f"{folder}/nr_hugepages") or 0
         # Most pools are empty: then there is nothing to read of each node, and of limits on it.
         per_node = dict.fromkeys(() if pages else online, (0, 0))
         for node in online if pages else ():
             own = f"{_NODES}/node{node}/hugepages/hugepages-{kib}kB"
-            total = _number(f"{own}/nr_hugepages")
+            total = kernel_files.read_number(f"{own}/nr_hugepages")
             if total is not None:
-                per_node[node] = (total, _number(f"{own}/free_hugepages") or 0)
+                per_node[node] = (total, kernel_files.read_number(f"{own}/free_hugepages") or 0)
         pools[_size_name(kib << 10)] = HugePool(
             page_bytes=kib << 10,
             total=pages,
-            free=(_number(f"{folder}/free_hugepages") or 0) if pages else 0,
-            reserved=(_number(f"{folder}/resv_hugepages") or 0) if pages else 0,
-            surplus_most=_number(f"{folder}/nr_overcommit_hugepages") or 0,
+            free=(kernel_files.read_number(f"{folder}/free_hugepages") or 0) if pages else 0,
+            reserved=(kernel_files.read_number(f"{folder}/resv_hugepages") or 0) if pages else 0,
+            surplus_most=kernel_files.read_number(f"{folder}/nr_overcommit_hugepages") or 0,
             nodes=per_node,
             cgroups=tuple(_hugetlb(kib << 10)) if pages else (),
         )
@@ -408,7 +408,7 @@ def huge_pools() -> dict[str, HugePool]:
 
 
 def nodes() -> dict[int, Node]:
-    """Tell the NUMA nodes.
+    """Return the NUMA nodes.
 
     Returns
     -------
@@ -416,25 +416,29 @@ def nodes() -> dict[int, Node]:
         Ids to `Node`, of each that is online and has memory or CPUs. A kernel without NUMA has one
         node 0, with all memory and CPUs.
     """
-    allowed = _fields("/proc/self/status").get("Mems_allowed_list")
+    allowed = kernel_files.read_fields("/proc/self/status").get("Mems_allowed_list")
     permitted = None if allowed is None else set(parse_list(allowed))
     online = _online()
     if not online:
-        cpus = parse_list(_read(f"{_CPUS}/online") or "") or tuple(sorted(os.sched_getaffinity(0)))
+        cpus = parse_list(kernel_files.read_text(f"{_CPUS}/online") or "") or tuple(
+            sorted(os.sched_getaffinity(0))
+        )
         return {0: _with_all_memory(Node(0, 0, 0, 0, cpus, (10,), True))}
     found = {}
     for node in online:
         folder = f"{_NODES}/node{node}"
-        memory = _fields(f"{folder}/meminfo", f"Node {node} ")
-        free = _kib(memory.get("MemFree", "0"))
-        distances = tuple(int(d) for d in (_read(f"{folder}/distance") or "").split())
+        memory = kernel_files.read_fields(f"{folder}/meminfo", prefix=f"Node {node} ")
+        free = parse_kib(memory.get("MemFree"))
+        distances = tuple(
+            int(d) for d in (kernel_files.read_text(f"{folder}/distance") or "").split()
+        )
         found[node] = Node(
             id=node,
-            total_bytes=_kib(memory.get("MemTotal", "0")),
+            total_bytes=parse_kib(memory.get("MemTotal")),
             free_bytes=free,
-            available_bytes=free + _kib(memory.get("Inactive(file)", "0")),
-            cpus=parse_list(_read(f"{folder}/cpulist") or ""),
-            distances=distances,
+            available_bytes=free + parse_kib(memory.get("Inactive(file)", "0")),
+            cpus=parse_list(kernel_files.read_text(f"{folder}/cpulist") or ""),
+            distances=tuple(map(int, distances)),
             allowed=permitted is None or node in permitted,
         )
     with_memory = [node for node in found.values() if node.total_bytes]
@@ -448,19 +452,19 @@ def nodes() -> dict[int, Node]:
 
 
 def _with_all_memory(node: Node) -> Node:
-    """Give the only node with memory the machine's figures, which are nearer to what can be had.
+    """Give the only node with memory the machine's figures, which are more exact.
 
     They count all that can be reclaimed, and what a host would still add to a virtual machine.
     """
-    memory = _fields("/proc/meminfo")
+    memory = kernel_files.read_fields("/proc/meminfo")
     total, free, available = (
-        _kib(memory.get(name, "0")) for name in ("MemTotal", "MemFree", "MemAvailable")
+        parse_kib(memory.get(name)) for name in ("MemTotal", "MemFree", "MemAvailable")
     )
     return replace(node, total_bytes=total, free_bytes=free, available_bytes=available)
 
 
 def node_weights(nodes: Iterable[int]) -> dict[int, int]:
-    """Tell the weights of nodes among which pages are interleaved by weight.
+    """Return the weights of nodes for weighted interleaving.
 
     Parameters
     ----------
@@ -470,57 +474,20 @@ def node_weights(nodes: Iterable[int]) -> dict[int, int]:
     Returns
     -------
     dict
-        Ids to weights; 1 where the kernel tells none.
+        Ids to weights; 1 where the kernel has none.
     """
-    return {node: _number(f"{_WEIGHTS}/node{node}") or 1 for node in nodes}
+    return {node: kernel_files.read_number(f"{_WEIGHTS}/node{node}") or 1 for node in nodes}
 
 
 def overcommit() -> int:
-    """Tell how the kernel promises memory.
+    """Return how the kernel promises memory.
 
     Returns
     -------
     int
         `vm.overcommit_memory`: 0 (refuse the absurd), 1 (promise all), 2 (keep a commit limit).
     """
-    return _number("/proc/sys/vm/overcommit_memory") or 0
-
-
-def parse_list(text: str) -> tuple[int, ...]:
-    """Parse the kernel's format of lists of nodes and CPUs.
-
-    Parameters
-    ----------
-    text : str
-        Numbers and ranges, as in "0,2-3"; may be empty.
-
-    Returns
-    -------
-    tuple of int
-        In ascending order, each once.
-
-    Raises
-    ------
-    ValueError
-        The text is no such list.
-
-    Examples
-    --------
-    >>> parse_list("0,2-3")
-    (0, 2, 3)
-    """
-    numbers: set[int] = set()
-    for part in text.strip().split(",") if text.strip() else ():
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
-        first = int(match[1]) if match else 0
-        last = int(match[2] or match[1]) if match else -1
-        if not first <= last < _MOST_LISTED:
-            raise ValueError(
-                f"expected a list of numbers and ascending ranges below {_MOST_LISTED}, "
-                f'like "0,2-3", got {text!r}'
-            )
-        numbers.update(range(first, last + 1))
-    return tuple(sorted(numbers))
+    return kernel_files.read_number("/proc/sys/vm/overcommit_memory") or 0
 
 
 def thread_count() -> int:
@@ -538,7 +505,7 @@ def thread_count() -> int:
 
 
 def cpu_quota() -> CpuQuota | None:
-    """Tell the tightest CPU quota of the cgroups above this process.
+    """Return the tightest CPU quota of the cgroups above this process.
 
     Returns
     -------
@@ -546,14 +513,11 @@ def cpu_quota() -> CpuQuota | None:
         None where there is none.
     """
     quotas = []
-    for folder, _, version in _cgroups("cpu"):
-        if version == 2:
-            path = f"{folder}/cpu.max"
-            quota, _, period = (_read(path) or "").partition(" ")
-        else:
-            path = f"{folder}/cpu.cfs_quota_us"
-            quota = _read(path) or ""
-            period = _read(f"{folder}/cpu.cfs_period_us") or ""
+    for cgroup in cgroups_above("cpu"):
+        path = cgroup.path("cpu.cfs_quota_us", "cpu.max")
+        quota, _, period = (kernel_files.read_text(path) or "").partition(" ")
+        if cgroup.version == 1:
+            period = kernel_files.read_text(f"{cgroup.folder}/cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(CpuQuota(int(quota) / int(period), path))
     return min(quotas, key=lambda quota: quota.cpus, default=None)
@@ -561,7 +525,7 @@ def cpu_quota() -> CpuQuota | None:
 
 @cache
 def core_of(cpu: int) -> tuple[str, str]:
-    """Tell the physical core of a CPU. Read once: with hundreds of them it takes milliseconds.
+    """Return the physical core of a CPU. Read once: hundreds of CPUs take milliseconds.
 
     Returns
     -------
@@ -569,55 +533,53 @@ def core_of(cpu: int) -> tuple[str, str]:
         Its socket and its number there; without a known topology each CPU counts as a core.
     """
     topology = f"{_CPUS}/cpu{cpu}/topology"
-    package, core = _read(f"{topology}/physical_package_id"), _read(f"{topology}/core_id")
+    package, core = (
+        kernel_files.read_text(f"{topology}/physical_package_id"),
+        kernel_files.read_text(f"{topology}/core_id"),
+    )
     return (package or "", core) if core else ("cpu", str(cpu))
 
 
 def _memory(pid: int | None = None) -> Iterator[tuple[int, Callable[[], Limit]]]:
     """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
-    memory = _fields("/proc/meminfo")
-    total = _kib(memory.get("MemTotal", "0"))
-    available = _kib(memory.get("MemAvailable", memory.get("MemFree", "0")))
+    # Not by psutil, which has no commit limit, and is slower: this runs before each block is made.
+    memory = kernel_files.read_fields("/proc/meminfo")
+    total = parse_kib(memory.get("MemTotal"))
+    available = parse_kib(memory.get("MemAvailable", memory.get("MemFree", "0")))
     if not memory:  # /proc is hidden from this process, the system call is not
         page = os.sysconf("SC_PAGE_SIZE")
         total, available = (os.sysconf(n) * page for n in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     remedy = "end other processes, or take less"
     machine = Limit("memory of the machine", total, total - available, remedy)
     yield machine.room_bytes, lambda: machine
-    for folder, name, version in _cgroups("memory", pid):
-        yield from _memory_cgroup(folder, name, version)
+    for cgroup in cgroups_above("memory", pid):
+        yield from _memory_cgroup(cgroup)
     if overcommit() == 2:
         commit = Limit(
             "commit limit (overcommit_memory=2)",
-            _kib(memory.get("CommitLimit", "0")),
-            _kib(memory.get("Committed_AS", "0")),
+            parse_kib(memory.get("CommitLimit")),
+            parse_kib(memory.get("Committed_AS")),
             "echo 0 > /proc/sys/vm/overcommit_memory",
         )
         yield commit.room_bytes, lambda: commit
 
 
-def _memory_cgroup(
-    folder: str, name: str, version: int
-) -> Iterator[tuple[int, Callable[[], Limit]]]:
-    names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-    known = [(n, file) for file in names if (n := _number(f"{folder}/{file}")) is not None]
-    if not known or min(known)[0] >= _NO_LIMIT:
+def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
+    found = cgroup.read_limit("memory.limit_in_bytes", "memory.max", "memory.high")
+    if found is None:
         return
-    limit, file = min(known)
-    used = _number(f"{folder}/memory.{'current' if version == 2 else 'usage_in_bytes'}")
+    limit, path = found
+    used = kernel_files.read_number(cgroup.path("memory.usage_in_bytes", "memory.current"))
     if used is None:
         return
 
     def whole() -> Limit:
-        stat = _read(f"{folder}/memory.stat") or ""
-        total = "" if version == 2 else "total_"
-        pages = dict(re.findall(rf"^{total}((?:in)?active_file) (\d+)$", stat, re.MULTILINE))
-        idle, busy = (int(pages.get(name, 0)) for name in ("inactive_file", "active_file"))
-        # Version 1 writes "no limit" as -1.
-        none = "max" if version == 2 else "-1"
-        remedy = f"echo {none} > {folder}/{file}"
+        stat = kernel_files.read_fields(f"{cgroup.folder}/memory.stat", " ")
+        total = "total_" if cgroup.version == 1 else ""
+        idle, busy = (int(stat.get(f"{total}{kind}active_file", 0)) for kind in ("in", ""))
+        remedy = f"echo {cgroup.no_limit} > {path}"
         taken = max(0, used - idle)
-        return Limit(f"cgroup {name}", limit, taken, remedy, idle + busy, min(busy, taken))
+        return Limit(f"cgroup {cgroup.name}", limit, taken, remedy, idle + busy, min(busy, taken))
 
     yield limit - used, whole
 
@@ -625,65 +587,24 @@ def _memory_cgroup(
 def _hugetlb(page_bytes: int) -> Iterator[Limit]:
     """Limits of hugetlb cgroups on one size of page, on pages used and on pages promised."""
     size = _size_name(page_bytes).upper() + "B"
-    for folder, name, version in _cgroups("hugetlb"):
+    for cgroup in cgroups_above("hugetlb"):
         for kind in ("", "rsvd."):
-            start = f"{folder}/hugetlb.{size}.{kind}"
-            file = f"{start}max" if version == 2 else f"{start}limit_in_bytes"
-            limit = _number(file)
-            if limit is None or limit >= _NO_LIMIT:
+            start = f"hugetlb.{size}.{kind}"
+            found = cgroup.read_limit(f"{start}limit_in_bytes", f"{start}max")
+            if found is None:
                 continue
-            used = _number(f"{start}current" if version == 2 else f"{start}usage_in_bytes") or 0
-            none = "max" if version == 2 else "-1"
-            yield Limit(f"hugetlb cgroup {name}", limit, used, f"echo {none} > {file}")
-
-
-def _cgroups(controller: str, pid: int | None = None) -> Iterator[tuple[str, str, int]]:
-    """Folder, name and version of the cgroups above a process, by default this, from its own up."""
-    for line in (_read(f"/proc/{pid or 'self'}/cgroup") or "").splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        mount = _mounts().get(controller if names else "")
-        if mount is None:
-            continue
-        folder, root = mount
-        # A container may see only a part of the tree: what it mounts begins at `root`. Its path
-        # may also be the host's, or lead out of its namespace: what exists is ours.
-        inside = root in ("/", path) or path.startswith(f"{root}/")
-        above = "" if root == "/" or not inside else root
-        parts = [part for part in path[len(above) :].split("/") if part]
-        if ".." in parts:
-            parts = []
-        for depth in range(len(parts), -1, -1):
-            below = "".join(f"/{part}" for part in parts[:depth])
-            yield folder + below, above + below or "/", 2 if not names else 1
-
-
-@cache
-def _mounts() -> dict[str, tuple[str, str]]:
-    """Mount point of each controller's tree and what of it is mounted; "" is version 2.
-
-    Read once: the trees are mounted when the system or the container starts.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for line in (_read("/proc/self/mountinfo") or "").splitlines():
-        mount, _, kind = line.partition(" - ")
-        kinds = kind.split()
-        if not kinds or kinds[0] not in ("cgroup", "cgroup2"):
-            continue
-        root, folder = (
-            re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), part)
-            for part in mount.split()[3:5]
-        )
-        for controller in kinds[2].split(",") if kinds[0] == "cgroup" else ("",):
-            # Where a tree is mounted more than once, the mount that shows most of it is taken.
-            if controller not in found or len(root) < len(found[controller][1]):
-                found[controller] = folder, root
-    return found
+            limit, path = found
+            used = cgroup.path(f"{start}usage_in_bytes", f"{start}current")
+            yield Limit(
+                f"hugetlb cgroup {cgroup.name}",
+                limit,
+                kernel_files.read_number(used) or 0,
+                f"echo {cgroup.no_limit} > {path}",
+            )
 
 
 def _online() -> tuple[int, ...]:
-    return parse_list(_read(f"{_NODES}/online") or "")
+    return parse_list(kernel_files.read_text(f"{_NODES}/online") or "")
 
 
 def _size_name(nbytes: int) -> str:
@@ -691,35 +612,3 @@ def _size_name(nbytes: int) -> str:
         if nbytes >> shift and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift}{unit}"
     return f"{nbytes >> 10}k"
-
-
-def _fields(path: str, prefix: str = "") -> dict[str, str]:
-    """Lines "name: value" of a file."""
-    pairs = (line.partition(":") for line in (_read(path) or "").splitlines())
-    return {name.removeprefix(prefix): value.strip() for name, _, value in pairs}
-
-
-def _kib(value: str) -> int:
-    """Bytes of a figure like "123 kB"."""
-    return int(value.split(maxsplit=1)[0]) << 10
-
-
-def _read(path: str) -> str | None:
-    # Without buffers and decoders of open(): this runs before each block is made.
-    try:
-        with io.FileIO(path) as file:
-            return file.readall().decode(errors="surrogateescape").strip()
-    except OSError:
-        return None
-
-
-def _names(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
-
-
-def _number(path: str) -> int | None:
-    text = _read(path)
-    return int(text) if text is not None and text.isdigit() else None

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unimem.system.doctor import Finding, Machine
 from unimem.system.limits import Limit
+from unimem.system.machine import Finding, MachineFacts
 from unimem.system.text import format_bytes, table
 
 __all__ = ["Style", "ranges", "render"]
@@ -44,12 +44,12 @@ class Style:
     bad: Callable[[str], str] = _as_it_is
 
 
-def render(machine: Machine, style: Style | None = None) -> str:
+def render(machine: MachineFacts, style: Style | None = None) -> str:
     """Write a machine for people.
 
     Parameters
     ----------
-    machine : Machine
+    machine : MachineFacts
         What was found.
     style : Style, optional
         By default plain text.
@@ -104,7 +104,7 @@ def _numbered(
             yield from (margin + start + line for start, line in zip(starts, lines, strict=True))
 
 
-def _facts(machine: Machine) -> Iterator[tuple[str, list[str]]]:
+def _facts(machine: MachineFacts) -> Iterator[tuple[str, list[str]]]:
     kernel, memory, numa = machine.kernel, machine.memory, machine.numa
     yield "kernel", [f"Linux {kernel.release}, {kernel.architecture}"]
     yield "cpu", [text for text in _cpu(machine) if text]
@@ -142,7 +142,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, list[str]]]:
     )
 
 
-def _cpu(machine: Machine) -> Iterator[str]:
+def _cpu(machine: MachineFacts) -> Iterator[str]:
     cpu = machine.cpu
     counts = (
         f"{_count(cpu.sockets, 'socket')}, {_count(cpu.cores, 'core')}, "
@@ -154,7 +154,7 @@ def _cpu(machine: Machine) -> Iterator[str]:
         yield "governor " + ", ".join(cpu.governors)
 
 
-def _pages(machine: Machine) -> Iterator[str]:
+def _pages(machine: MachineFacts) -> Iterator[str]:
     thp = machine.thp
     base = f"{format_bytes(machine.memory.page_bytes)} base"
     if thp.enabled is None or thp.page_bytes is None:
@@ -184,7 +184,7 @@ def _locked(limit: Limit | None) -> str:
     return "locking without limit" if limit is None else _limit(limit)
 
 
-def _node_tables(machine: Machine) -> Iterator[str]:
+def _node_tables(machine: MachineFacts) -> Iterator[str]:
     pools, weights, nodes = machine.pools, machine.numa.weights, machine.numa.nodes.values()
     head = ["node", "CPUs", "memory", "available", *(f"{name} free" for name in pools)]
     head += ["weight"] if weights else []

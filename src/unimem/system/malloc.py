@@ -20,7 +20,7 @@ class MallocBytes(NamedTuple):
     in_use : int
         Given out.
     free : int
-        Kept for the next who asks.
+        Kept for later requests.
     """
 
     arenas: int
@@ -48,9 +48,9 @@ if _mallinfo2 is not None:
 
 
 def malloc_bytes() -> MallocBytes | None:
-    """Ask glibc's malloc what it has in this process; None where there is another one.
+    """Return what glibc's malloc has in this process; None with another C library.
 
-    Any thread may ask.
+    Any thread may call it.
 
     Examples
     --------

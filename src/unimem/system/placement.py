@@ -1,4 +1,4 @@
-"""What memory was asked for, and what the kernel says it is."""
+"""How memory is asked for, and how the kernel says it is placed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from unimem.system.text import format_bytes
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "together"]
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "sum_placements"]
 
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
@@ -56,7 +56,7 @@ class Placement:
     resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
         Bytes in RAM, in RAM in huge pages of any kind, in RAM and locked there, swapped out.
     pss_bytes : int
-        Bytes in RAM where a page that n processes share counts 1/n; hugetlb pages count whole.
+        Bytes in RAM. A page that n processes share counts 1/n; hugetlb pages count whole.
     nodes : dict of int to int
         Bytes in RAM on each node that holds some.
     """
@@ -85,8 +85,8 @@ class Placement:
         return text
 
 
-def together(placements: Sequence[Placement]) -> Placement:
-    """Sum up where several blocks are.
+def sum_placements(placements: Sequence[Placement]) -> Placement:
+    """Sum up the placements of several blocks.
 
     Parameters
     ----------
@@ -96,13 +96,13 @@ def together(placements: Sequence[Placement]) -> Placement:
     Returns
     -------
     Placement
-        Whose `pages` and `page_bytes` are those of the block that has the smallest.
+        Its `pages` and `page_bytes` are those of the block with the smallest pages.
 
     Examples
     --------
     >>> small = Placement("4k", 4096, 8192, 0, 0, 0, 8192, {0: 8192})
     >>> huge = Placement("thp", 2 << 20, 2 << 20, 2 << 20, 0, 0, 2 << 20, {0: 2 << 20})
-    >>> print(together([small, huge]))
+    >>> print(sum_placements([small, huge]))
     4k, 2.0 MiB resident, 2.0 MiB huge
     """
     least = min(placements, key=lambda placement: placement.page_bytes)

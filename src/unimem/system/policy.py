@@ -1,7 +1,7 @@
-"""Decides how a block is placed: what was asked for, against what this process may have.
+"""Decide how a block is placed: compare what was asked for with what this process may have.
 
-Pure functions of a request and of facts, so that tests can invent machines. The module
-`unimem.system.limits` is the facts of this one.
+The functions take a request and facts and ask nothing else, so that tests can invent machines. The
+module `unimem.system.limits` holds the facts of this machine.
 """
 
 from __future__ import annotations
@@ -14,39 +14,36 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, get_args
+from typing import Literal, Protocol, SupportsIndex, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
-from unimem.system.limits import SHM
+from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
 from unimem.system.text import format_bytes
 
-if TYPE_CHECKING:
-    from unimem.system.limits import HugePool, Limit, Node
-
 __all__ = [
-    "Choice",
     "Extent",
     "Facts",
     "NumaPolicy",
+    "PlacementChoice",
     "Request",
-    "at_once",
     "check_options",
-    "comparison",
     "decide",
-    "elsewhere",
     "extent",
-    "few_huge_pages",
-    "left_elsewhere",
+    "find_mismatches",
+    "format_misplaced",
+    "huge_page_message",
+    "is_prefaulted",
+    "misplaced_message",
     "parse_numa",
+    "placement_message",
     "pool_room",
     "pool_shortfall",
     "remove_named",
     "require_growth",
     "require_room",
-    "shared_name",
+    "shared_path",
     "show_nodes",
-    "told",
     "warm_cpus",
     "warn",
 ]
@@ -72,16 +69,16 @@ NumaMode = Literal["bind", "preferred", "interleave", "weighted"]
 
 
 class Facts(Protocol):
-    """What the system says of itself; `unimem.system.limits` is one."""
+    """What a system has and allows; the module `unimem.system.limits` is one."""
 
     def huge_pools(self) -> Mapping[str, HugePool]:
-        """Tell the pools of hugetlb pages, by size."""
+        """Return the pools of hugetlb pages, by size."""
 
     def nodes(self) -> Mapping[int, Node]:
-        """Tell the NUMA nodes."""
+        """Return the NUMA nodes."""
 
     def memlock(self) -> Limit | None:
-        """Tell the limit on locked memory."""
+        """Return the limit on locked memory."""
 
     def require(self, nbytes: int, what: str) -> None:
         """Raise CapacityError when so much does not fit."""
@@ -102,9 +99,9 @@ class NumaPolicy:
 class Request:
     """What a block is asked to be, checked.
 
-    `reserve` is `nbytes` where nothing more is kept; `mirror`, the size of the pieces that are
-    mapped twice, is 0 where none are. Memory `of_file` is a file's that is there already, whose
-    file system has the pages that it has.
+    `reserve` is the size that the block may grow to, and `nbytes` for one that does not grow.
+    `mirror` is the size of the pieces that are mapped twice, 0 for none. `of_file` says that the
+    memory is an existing file's: its file system decides on the pages.
     """
 
     nbytes: int
@@ -120,8 +117,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What to ask the kernel for, and what of the request that leaves out."""
+class PlacementChoice:
+    """What to ask the kernel for, and a sentence for each part of the request that is left out."""
 
     pages: Pages
     numa: NumaPolicy | None
@@ -134,11 +131,11 @@ class Extent:
     """What a block will be: its bytes in whole pages, and what the kernel will be asked for."""
 
     nbytes: int
-    choice: Choice
+    choice: PlacementChoice
 
     @property
     def is_hugetlb(self) -> bool:
-        """Whether it is of a pool that was set aside, and takes nothing of other memory."""
+        """Whether the block lies in a reserved pool, and takes no other memory."""
         return self.choice.pages in HUGETLB
 
 
@@ -165,7 +162,7 @@ def check_options(placement: Mapping[str, object]) -> None:
     Raises
     ------
     TypeError
-        An option that `PlacementOptions` has not.
+        An option that is not in `PlacementOptions`.
     TypeError, ValueError
         A value that no block takes; the message names the option.
     """
@@ -220,7 +217,7 @@ def parse_numa(text: object) -> NumaPolicy | None:
     return NumaPolicy(mode, tuple(sorted(nodes)))
 
 
-def shared_name(name: str) -> str:
+def shared_path(name: str) -> str:
     """Return the path of a shared block of this name.
 
     Raises
@@ -236,7 +233,9 @@ def shared_name(name: str) -> str:
     return f"{SHM}/{name}"
 
 
-def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = None) -> Choice:
+def decide(
+    request: Request, facts: Facts, refused: Mapping[str, str] | None = None
+) -> PlacementChoice:
     """Choose what to ask the kernel for.
 
     Parameters
@@ -251,7 +250,7 @@ def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = N
 
     Returns
     -------
-    Choice
+    PlacementChoice
         With a sentence for each thing that was asked for and cannot be had.
     """
     refused = refused or {}
@@ -280,7 +279,7 @@ def decide(request: Request, facts: Facts, refused: Mapping[str, str] | None = N
         if refusal is not None:
             shortfalls.append(refusal)
             lock = False
-    return Choice(pages, numa, lock, tuple(shortfalls))
+    return PlacementChoice(pages, numa, lock, tuple(shortfalls))
 
 
 def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
@@ -293,7 +292,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
     facts : Facts
         What there is.
     strict : bool, default False
-        Whether it is what was asked for, or not at all.
+        Whether the block is made as it was asked for, or not at all.
 
     Returns
     -------
@@ -307,7 +306,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
     """
     choice = decide(request, facts)
     if strict and choice.shortfalls:
-        choice = Choice(request.pages, request.numa, request.lock, choice.shortfalls)
+        choice = PlacementChoice(request.pages, request.numa, request.lock, choice.shortfalls)
     page = request.page_bytes
     if choice.pages in HUGETLB:
         page = _BYTES[choice.pages]
@@ -320,7 +319,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
 
 
 def lock_refusal(lock: Lock, nbytes: int, facts: Facts) -> str | None:
-    """Tell why so much cannot be locked; None where the limit on locked memory has room for it."""
+    """Say why so much cannot be locked; None where the limit on locked memory has room for it."""
     limit = facts.memlock()
     if limit is None or limit.room_bytes >= nbytes:
         return None
@@ -453,14 +452,14 @@ def pool_shortfall(
     )
 
 
-def comparison(
-    request: Request, choice: Choice, granted: Placement, nbytes: int, *, warm: bool
+def find_mismatches(
+    request: Request, choice: PlacementChoice, granted: Placement, nbytes: int, *, warm: bool
 ) -> list[str]:
-    """Say what of a choice the kernel did not keep.
+    """Compare what the kernel gave with what it was asked for.
 
     Parameters
     ----------
-    request, choice : Request, Choice
+    request, choice : Request, PlacementChoice
         What was wanted, and what the kernel was asked for.
     granted : Placement
         What it says it gave.
@@ -484,7 +483,7 @@ def comparison(
             f"and {format_bytes(granted.swapped_bytes)} swapped out: lock=True keeps them there"
         )
     if choice.numa is not None:
-        text = elsewhere(choice.numa, granted)
+        text = format_misplaced(choice.numa, granted)
         if text:
             found.append(f"numa='{request.numa}': {text}: repair() moves it when there is room")
     if choice.lock:
@@ -497,24 +496,24 @@ def comparison(
     return found
 
 
-def at_once(choice: Choice) -> bool:
+def is_prefaulted(choice: PlacementChoice) -> bool:
     """Whether hugetlb pages are touched as soon as they are mapped.
 
-    A bound page that its node lacks would end the process when it is touched, and what is locked
-    is in RAM.
+    That is so for bound memory, where a page that its node lacks would kill the process at a later
+    touch, and for locked memory, which is in RAM at once.
     """
     return choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind")
 
 
 def require_growth(
-    name: str, nbytes: int, choice: Choice | None, facts: Facts, pages: Pages
+    name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts, pages: Pages
 ) -> None:
-    """Refuse growth by `nbytes` that cannot be placed and locked as the block is.
+    """Refuse growth by `nbytes` where it cannot be placed and locked like the rest of the block.
 
     Raises
     ------
     PlacementError
-        What is there of a block is there already, so that nothing is downgraded.
+        The new part does not fit. Nothing is downgraded, since the rest of the block is there.
     """
     numa, lock = (None, False) if choice is None else (choice.numa, choice.lock)
     found = decide(
@@ -522,11 +521,11 @@ def require_growth(
         facts,
     )
     if found.shortfalls:
-        raise PlacementError(told(name, nbytes, found.shortfalls, None))
+        raise PlacementError(placement_message(name, nbytes, found.shortfalls, None))
 
 
-def require_room(name: str, nbytes: int, choice: Choice | None, facts: Facts) -> None:
-    """Refuse warming of `nbytes` that are not in RAM, and do not fit there.
+def require_room(name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts) -> None:
+    """Refuse to warm `nbytes` that are not in RAM where they do not fit.
 
     Raises
     ------
@@ -540,8 +539,8 @@ def require_room(name: str, nbytes: int, choice: Choice | None, facts: Facts) ->
         require_growth(name, nbytes, replace(choice, lock=False), facts, "4k")
 
 
-def few_huge_pages(name: str, granted: Placement, thp_bytes: int) -> str:
-    """Say that memory is not in huge pages as far as it could be; empty when it is."""
+def huge_page_message(name: str, granted: Placement, thp_bytes: int) -> str:
+    """Say that less memory is in huge pages than could be; empty when all of it is."""
     whole = granted.resident_bytes // thp_bytes * thp_bytes if thp_bytes else 0
     if granted.huge_bytes >= whole:
         return ""
@@ -552,9 +551,9 @@ def few_huge_pages(name: str, granted: Placement, thp_bytes: int) -> str:
     )
 
 
-def left_elsewhere(name: str, numa: NumaPolicy, left: int, granted: Placement) -> str:
+def misplaced_message(name: str, numa: NumaPolicy, left: int, granted: Placement) -> str:
     """Say what `repair` could not move."""
-    where = elsewhere(numa, granted) or ", ".join(
+    where = format_misplaced(numa, granted) or ", ".join(
         f"{format_bytes(n)} on node {node}" for node, n in sorted(granted.nodes.items())
     )
     return (
@@ -563,7 +562,7 @@ def left_elsewhere(name: str, numa: NumaPolicy, left: int, granted: Placement) -
     )
 
 
-def elsewhere(numa: NumaPolicy, granted: Placement) -> str:
+def format_misplaced(numa: NumaPolicy, granted: Placement) -> str:
     """Say how many bytes lie on nodes outside of a policy, and on which; empty for none."""
     wrong = {node: n for node, n in granted.nodes.items() if node not in numa.nodes and n}
     if not wrong:
@@ -633,7 +632,9 @@ def warn(text: str) -> None:
     warnings.warn(text, PlacementWarning, stacklevel=level)
 
 
-def told(name: str, nbytes: int, shortfalls: Iterable[str], granted: Placement | None) -> str:
+def placement_message(
+    name: str, nbytes: int, shortfalls: Iterable[str], granted: Placement | None
+) -> str:
     """Write the message of a PlacementError or PlacementWarning."""
     text = f"Block '{name}' of {format_bytes(nbytes)}: {'; '.join(shortfalls)}"
     return text if granted is None else f"{text}; granted {granted}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from unimem.system import limits
+from unimem.system import kernel_files
+from unimem.system.cgroups import cgroups_above
 
 __all__ = ["Pressure", "memory_pressure", "paged_in_bytes"]
 
@@ -20,7 +21,7 @@ class Pressure(NamedTuple):
     source : str
         Whose: "machine", or "cgroup /a/b".
     some_percent, full_percent : float
-        In which at least one thread waited, and in which all that had work did.
+        Time in which at least one thread waited, and in which all threads with work did.
     """
 
     source: str
@@ -29,7 +30,7 @@ class Pressure(NamedTuple):
 
 
 def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
-    """Tell the memory pressure on a process.
+    """Return the memory pressure on a process.
 
     Parameters
     ----------
@@ -48,25 +49,24 @@ def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
     True
     """
     found = [_pressure("machine", _MACHINE)]
-    for folder, name, version in limits._cgroups("", pid):
-        if version == 2:
-            # The first is the own one. The root, which alone has no type, is the machine once more;
-            # in a container, what is at "/" may be another one.
-            if limits._read(f"{folder}/cgroup.type") is not None:
-                found.append(_pressure(f"cgroup {name}", f"{folder}/memory.pressure"))
-            break
+    own = next(cgroups_above("", pid), None)
+    # The root, which alone has no type, is the machine once more; in a container, what is at "/"
+    # may be another one.
+    if own is not None and kernel_files.read_text(f"{own.folder}/cgroup.type") is not None:
+        found.append(_pressure(f"cgroup {own.name}", f"{own.folder}/memory.pressure"))
     return tuple(pressure for pressure in found if pressure is not None)
 
 
 def _pressure(source: str, path: str) -> Pressure | None:
-    shares = dict(re.findall(r"^(some|full) avg10=([\d.]+)", limits._read(path) or "", re.M))
+    text = kernel_files.read_text(path) or ""
+    shares = dict(re.findall(r"^(some|full) avg10=([\d.]+)", text, re.M))
     if len(shares) < 2:
         return None
     return Pressure(source, float(shares["some"]), float(shares["full"]))
 
 
 def paged_in_bytes() -> int | None:
-    """Bytes that this machine has read from disks since it was started; None where not counted.
+    """Return the bytes read from disks since the machine was started; None where not counted.
 
     Examples
     --------
@@ -75,5 +75,5 @@ def paged_in_bytes() -> int | None:
     True
     """
     # The kernel counts sectors, and writes KiB.
-    found = re.search(r"^pgpgin (\d+)$", limits._read("/proc/vmstat") or "", re.M)
-    return int(found[1]) << 10 if found else None
+    paged_in = kernel_files.read_fields("/proc/vmstat", " ").get("pgpgin")
+    return None if paged_in is None else int(paged_in) << 10

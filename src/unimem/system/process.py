@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.system import limits
+from unimem.system import kernel_files, limits
 from unimem.system.integers import integer
+from unimem.system.kernel_files import parse_fields, parse_kib
 
 __all__ = ["Area", "Counters", "Process", "counters", "read_process"]
 
@@ -114,7 +115,7 @@ class Area:
 class Process:
     """A process and its areas, as they were when they were read; any number of threads may use it.
 
-    A forked child has a copy, and `in_ram` there asks of the same process.
+    A forked child has a copy, whose `in_ram` reads the same process.
 
     Attributes
     ----------
@@ -123,7 +124,8 @@ class Process:
     name, command : str
         As in ``/proc/PID/comm`` and ``cmdline``.
     started : int
-        When, in clock ticks since the machine was: a number that came again has another one.
+        When it was started, in clock ticks since the machine was. A later process of the same
+        number has another value.
     areas : tuple of Area
         By address.
     minor_faults, major_faults : int
@@ -178,9 +180,9 @@ class Process:
         ProcessLookupError
             The process has ended.
         PermissionError
-            ``/proc/PID/pagemap`` is not ours to read.
+            This process may not read ``/proc/PID/pagemap``.
         ValueError
-            The range is none.
+            The range ends before it begins, or begins below 0.
         """
         pages = self.pages_in_ram(start, end)
         total = int(np.count_nonzero(pages)) * _PAGE
@@ -191,7 +193,7 @@ class Process:
         return total
 
     def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Tell of each base page of a range of addresses whether it is in RAM: see `in_ram`.
+        """Return for each base page of a range whether it is in RAM; it raises as `in_ram` does.
 
         Returns
         -------
@@ -222,19 +224,19 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a process has done so far; two of them show what it does now.
+    """What a process has done so far. The difference of two shows what it did in between.
 
     It never changes, so that threads and forked children may use it.
 
     Attributes
     ----------
     pid, started : int
-        As of a `Process`: counters of another process that has come to the number differ in it.
+        As of a `Process`; counters of a later process of the same number differ in `started`.
     minor_faults, major_faults : int
         Page faults, without and with waiting for a disk.
     read_bytes : int or None
-        What it has caused to be read from disks; None where the kernel does not tell it, or not
-        us.
+        What it has caused to be read from disks; None where the kernel does not count it, or does
+        not let this process read it.
     cpu_seconds : float
         Time on CPUs, its own and the kernel's for it.
     n_threads : int
@@ -258,8 +260,8 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     pid : int, optional
         Its number; by default this process.
     usage : bool, default True
-        False: only which areas there are, for which the kernel walks through no page tables. All
-        that is in RAM, locked or swapped out is 0 then.
+        False reads only which areas there are, for which the kernel walks through no page tables.
+        What is in RAM, locked or swapped out is 0 then.
 
     Returns
     -------
@@ -270,18 +272,18 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
     ProcessLookupError
         There is no such process, or it has ended, or become another program, meanwhile.
     PermissionError
-        It is not ours to read: the message says who may.
+        This process may not read it; the message says which user may.
     ValueError, TypeError
-        The number is none of a process, or the process has no memory of its own: it is a thread of
+        No process can have this number, or the process has no memory of its own: it is a thread of
         the kernel, or has ended and waits for its parent.
     OSError
-        The kernel does not tell (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or ``/proc``
-        is not mounted.
+        The kernel does not count it (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or
+        ``/proc`` is not mounted.
 
     Notes
     -----
-    The kernel is asked for one area after another. Areas that change meanwhile, as those of a
-    process that runs do, are told as they were when it was their turn.
+    The kernel writes one area after another. Areas that change meanwhile, as in a running process,
+    are shown as they were when it came to them.
 
     Examples
     --------
@@ -300,7 +302,7 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
         # An open smaps is one of this program: when that ends, or executes another one, it is
         # empty, and no other process that has come to the number is read.
         with _file(folder, "smaps" if usage else "maps") as fd:
-            command = _read(folder, "cmdline").replace(b"\0", b" ").strip()
+            command = kernel_files.read_bytes("cmdline", folder).replace(b"\0", b" ").strip()
             areas = _areas(_read_smaps(fd))
             if usage:
                 areas = _with_nodes(areas, folder)
@@ -325,7 +327,7 @@ def counters(pid: int | None = None) -> Counters:
     Parameters
     ----------
     pid : int, optional
-        Its number; by default this process. Of one that is not ours, `read_bytes` is None.
+        Its number; by default this process. `read_bytes` is None for another user's.
 
     Returns
     -------
@@ -336,7 +338,7 @@ def counters(pid: int | None = None) -> Counters:
     ProcessLookupError
         There is no such process, or it has ended.
     ValueError, TypeError
-        The number is none of a process.
+        No process can have this number.
 
     Examples
     --------
@@ -354,9 +356,8 @@ def counters(pid: int | None = None) -> Counters:
             raise _ended(pid)
         read_bytes = None
         with suppress(PermissionError, FileNotFoundError):
-            for line in _read(folder, "io").splitlines():
-                if line.startswith(b"read_bytes:"):
-                    read_bytes = int(line.split()[1])
+            figures = parse_fields(kernel_files.read_bytes("io", folder).decode())
+            read_bytes = int(figures["read_bytes"])
     return Counters(
         pid=pid,
         started=stat.started,
@@ -391,7 +392,7 @@ def _areas(smaps: bytes) -> list[Area]:
     for line in smaps.split(b"\n"):
         name, _, value = line.partition(b":")
         if (field_name := _FIELDS.get(name)) is not None:
-            sums[field_name] = sums.get(field_name, 0) + _kib(value)
+            sums[field_name] = sums.get(field_name, 0) + parse_kib(value)
         elif name == b"VmFlags":
             flags = frozenset(value.decode().split())
         elif begins := _HEAD.fullmatch(line):
@@ -401,11 +402,6 @@ def _areas(smaps: bytes) -> list[Area]:
     if head is not None:
         _add(areas, head, sums, flags)
     return areas
-
-
-def _kib(value: bytes) -> int:
-    """Bytes of a figure like "  123 kB"."""
-    return int(value.split(maxsplit=1)[0]) << 10
 
 
 def _add(
@@ -439,7 +435,7 @@ def _add(
 
 
 def _with_nodes(areas: list[Area], folder: int) -> list[Area]:
-    """Tell the areas' nodes: where one node alone has memory, no page is on another."""
+    """Fill in the areas' nodes. Where only one node has memory, all pages are there."""
     nodes = [node.id for node in limits.nodes().values() if node.total_bytes]
     if len(nodes) == 1:
         return [
@@ -488,9 +484,9 @@ def _number(pid: int | None) -> int:
 
 @contextmanager
 def _opened(pid: int) -> Iterator[int]:
-    """Open the folder of a process, for `_file`: of this one only, whoever has its number later.
+    """Open the folder of a process. It stays this process's, even if another gets the number later.
 
-    What goes wrong inside is told as an error of the process.
+    Errors inside are raised as errors of the process.
     """
     name = "self" if pid == os.getpid() else str(pid)
     try:
@@ -523,8 +519,9 @@ def _ended(pid: int) -> ProcessLookupError:
 
 
 def _who_may(pid: int, folder: int) -> str:
-    fields = dict(line.split(b":", 1) for line in _read(folder, "status").splitlines())
-    uid = int(fields[b"Uid"].split()[0])
+    # Not by psutil, which goes by the number: that may be of another process by now.
+    status = kernel_files.read_bytes("status", folder).decode(errors="replace")
+    uid = int(parse_fields(status)["Uid"].split()[0])
     try:
         user = repr(pwd.getpwuid(uid).pw_name)
     except KeyError:
@@ -548,14 +545,10 @@ def _file(folder: int, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _read(folder: int, name: str) -> bytes:
-    with _file(folder, name) as fd, open(fd, "rb", closefd=False, buffering=0) as file:
-        return file.readall()
-
-
 def _stat(folder: int) -> _Stat:
+    # Not by psutil, which has no faults, and the start only rounded, in seconds of another clock.
+    _, _, rest = kernel_files.read_bytes("stat", folder).partition(b"(")
     # The name may have blanks and parentheses.
-    _, _, rest = _read(folder, "stat").partition(b"(")
     name, _, rest = rest.rpartition(b")")
     fields = rest.split()  # from the third one on
     return _Stat(

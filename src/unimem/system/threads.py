@@ -1,4 +1,4 @@
-"""One piece of work in several threads, of which none is left behind."""
+"""Run work in several threads and leave none of them behind, also after an interrupt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from itertools import repeat
 from queue import Empty, SimpleQueue
 
 from unimem.errors import ClosedError
-from unimem.system.waiting import wait_until
 
-__all__ = ["run_in_threads"]
+__all__ = ["run_in_threads", "wait_until"]
 
 _TICK_SECONDS = 0.05
 
@@ -82,3 +81,26 @@ def run_in_threads(
         stop()
         wait_until(lambda: len(ended) == len(started) or is_forked())
         failed.clear()  # whose traceback leads back here
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for threads, and raise only afterwards what a signal's handler raises meanwhile.
+
+    Asking again and again, since waiting for a thread does not survive an interrupt: Python may
+    take the thread for one that has ended.
+
+    Parameters
+    ----------
+    holds : callable
+        Whether what is waited for is there.
+    """
+    held: BaseException | None = None
+    while True:
+        try:
+            while not holds():
+                time.sleep(0.001)
+            break
+        except BaseException as error:
+            held = error
+    if held is not None:
+        raise held

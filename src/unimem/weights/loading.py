@@ -15,6 +15,7 @@ from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
+from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
 from unimem.weights.files import Model, ModelFile
@@ -304,11 +305,10 @@ def _file_system(file: ModelFile) -> str:
     """Return the type of the file system that a file is on, as in ``mount``; "" if unknown."""
     device = file.version[0]
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", errors="replace") as mounts:
-        for line in mounts:
-            head, _, tail = line.partition(" - ")
-            if head.split()[2] == wanted:
-                return tail.split()[0]
+    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
+        head, _, tail = line.partition(" - ")
+        if head.split()[2] == wanted:
+            return tail.split()[0]
     return ""
 
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unimem.errors import PlacementError
+from unimem.system import kernel_files
 from unimem.system.placement import Placement
 from unimem.weights.files import Version, version_of
 from unimem.weights.staging.places import Folder, Memory, proc_folder, sweep
@@ -105,9 +106,10 @@ def holders() -> list[Held]:
     PlacementError
         The ``/proc`` that is mounted here is of processes that this one has nothing to do with.
     """
+    import psutil
+
     proc_folder()
-    pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
-    return [held for pid in pids if (held := _read(pid)) is not None]
+    return [held for pid in psutil.pids() if (held := _read(pid)) is not None]
 
 
 @contextmanager
@@ -258,9 +260,8 @@ def _number_here(pid: int) -> int:
 
 
 def _numbers(pid: str) -> list[int]:
-    with open(f"/proc/{pid}/status") as lines:
-        line = next(line for line in lines if line.startswith("NSpid:"))
-    return [int(number) for number in line.split()[1:]]
+    status = kernel_files.read_bytes(f"/proc/{pid}/status").decode(errors="replace")
+    return [int(number) for number in kernel_files.parse_fields(status)["NSpid"].split()]
 
 
 @contextmanager
@@ -312,8 +313,8 @@ def _wait_for(name: str, waiting: Callable[[int], None]) -> bool:
 def _read(pid: int) -> Held | None:
     """Read what a process keeps; None for one that keeps nothing, or nothing of this user."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            arguments = os.fsdecode(file.read()).split("\0")
+        command = kernel_files.read_bytes(f"/proc/{pid}/cmdline")
+        arguments = os.fsdecode(command).split("\0")
         if os.path.basename(arguments[3]) != os.path.basename(_HOLDER):
             return None
         return _held(pid, json.loads(_note(f"/proc/{pid}/fd/{int(arguments[4])}")))

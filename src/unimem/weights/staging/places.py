@@ -9,7 +9,6 @@ import array
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -238,7 +237,7 @@ class Folder(Place):
     def __init__(self) -> None:
         self._pid = os.getpid()
         while True:
-            self.folder = f"{SHM}/{_PREFIX}{secrets.token_hex(8)}"
+            self.folder = f"{SHM}/{_PREFIX}{os.urandom(8).hex()}"
             try:
                 os.mkdir(self.folder, 0o700)
             except OSError as error:

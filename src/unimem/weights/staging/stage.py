@@ -7,7 +7,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +21,8 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, together
+from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
+from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.files import Model, ModelFile, Version, open_model, version_of
@@ -454,7 +455,7 @@ class _Staging:
                 block.close()
         if self.pages == "thp":
             self._require_huge_pages(place, backing)
-        return together(placements), locked
+        return sum_placements(placements), locked
 
     def _require_huge_pages(self, place: Place, backing: Backing) -> None:
         """Tell, or raise, when programs that just map the files do not get huge pages."""
@@ -485,18 +486,9 @@ def _huge_bytes(fd: int, nbytes: int) -> int:
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
         view = np.frombuffer(mapped, np.uint8)
         view[:: mmap.PAGESIZE].sum()
-        start = f"{view.ctypes.data:x}-"
+        start = view.ctypes.data
         del view
-        with open("/proc/self/smaps") as lines:
-            for line in lines:
-                if line.startswith(start):
-                    return _field(lines, "ShmemPmdMapped")
-    return 0
-
-
-def _field(lines: Iterable[str], name: str) -> int:
-    """Return a figure of the entry of smaps that begins here, in bytes."""
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+        return sum(area.huge_bytes for area in read_process().areas if area.start == start)
 
 
 def _copy_index(place: Place, name: str, path: str) -> None:

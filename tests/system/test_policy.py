@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from unimem.errors import CapacityError, PlacementError, PlacementWarning
-from unimem.system import policy as placing
+from unimem.system import policy
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Placement
-from unimem.system.policy import Choice, NumaPolicy, Request
+from unimem.system.policy import NumaPolicy, PlacementChoice, Request
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -66,9 +66,9 @@ NODES = {
 }
 
 
-def decide(machine: Machine, nbytes: int, **options: Any) -> Choice:
+def decide(machine: Machine, nbytes: int, **options: Any) -> PlacementChoice:
     refused = options.pop("refused", None)
-    return placing.decide(Request(nbytes=nbytes, **options), machine, refused)
+    return policy.decide(Request(nbytes=nbytes, **options), machine, refused)
 
 
 # ---- the grammar ----
@@ -89,10 +89,10 @@ def decide(machine: Machine, nbytes: int, **options: Any) -> Choice:
     ],
 )
 def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
-    policy = placing.parse_numa(text)
-    assert policy is not None
-    assert (policy.mode, policy.nodes) == (mode, nodes)
-    assert placing.parse_numa(str(policy)) == policy
+    wanted = policy.parse_numa(text)
+    assert wanted is not None
+    assert (wanted.mode, wanted.nodes) == (mode, nodes)
+    assert policy.parse_numa(str(wanted)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,25 @@ def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
 )
 def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"bind:NODES.*interleave.*weighted.*0,2-3") as caught:
-        placing.parse_numa(text)
+        policy.parse_numa(text)
     assert repr(text) in str(caught.value)
 
 
 def test_numa_is_text_or_none() -> None:
-    assert placing.parse_numa(None) is None
+    assert policy.parse_numa(None) is None
     wrong: Any = 0
     with pytest.raises(TypeError, match="bind:NODES"):
-        placing.parse_numa(wrong)
+        policy.parse_numa(wrong)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0b", "x" * 256])
 def test_names_that_no_file_can_have(name: str) -> None:
     with pytest.raises(ValueError, match="/dev/shm"):
-        placing.shared_name(name)
+        policy.shared_path(name)
 
 
 def test_a_name_is_a_path() -> None:
-    assert placing.shared_name("kv") == "/dev/shm/kv"
+    assert policy.shared_path("kv") == "/dev/shm/kv"
 
 
 # ---- pages ----
@@ -164,7 +164,7 @@ def test_auto_takes_the_largest_pages_that_are_there(
 
 @pytest.mark.parametrize("pages", ["4k", "thp"])
 def test_other_pages_need_no_facts(pages: Any) -> None:
-    assert decide(Machine(), 8 * MIB, pages=pages) == Choice(pages, None, False)
+    assert decide(Machine(), 8 * MIB, pages=pages) == PlacementChoice(pages, None, False)
 
 
 def test_a_pool_that_is_too_small_is_told_with_the_command() -> None:
@@ -188,7 +188,7 @@ def test_small_blocks_and_shared_ones_fall_back_to_what_they_can_have() -> None:
 
 def test_memory_that_is_mapped_twice_has_huge_pages_when_they_are_named() -> None:
     options: dict[str, Any] = {"shared": True, "mirror": 2 * MIB}
-    assert decide(Machine(), 8 * MIB, **options) == Choice("auto", None, False)
+    assert decide(Machine(), 8 * MIB, **options) == PlacementChoice("auto", None, False)
     assert decide(Machine(POOLS), 8 * MIB, pages="2m", **options).pages == "2m"
     assert decide(Machine(EMPTY), 8 * MIB, pages="2m", **options).pages == "thp"
 
@@ -232,7 +232,7 @@ def test_the_pool_of_the_bound_nodes_counts() -> None:
     assert "2 free on node 1" in text
     assert "echo 6 > /sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages" in text
     assert decide(machine, 12 * MIB, numa=bind0).pages == "2m"
-    assert decide(machine, 12 * MIB, numa=bind1) == Choice("auto", bind1, False)
+    assert decide(machine, 12 * MIB, numa=bind1) == PlacementChoice("auto", bind1, False)
     assert decide(machine, 16 * MIB, pages="2m", numa=NumaPolicy("interleave")).pages == "2m"
 
 
@@ -242,12 +242,12 @@ def test_the_pool_of_the_bound_nodes_counts() -> None:
 @pytest.mark.parametrize("mode", ["interleave", "weighted"])
 def test_without_nodes_all_that_can_be_used(mode: Any) -> None:
     choice = decide(Machine({}, NODES), 4 * MIB, numa=NumaPolicy(mode))
-    assert choice == Choice("auto", NumaPolicy(mode, (0, 1, 2)), False)
+    assert choice == PlacementChoice("auto", NumaPolicy(mode, (0, 1, 2)), False)
 
 
 def test_nodes_that_cannot_be_used_are_named() -> None:
-    policy = NumaPolicy("bind", (0, 3, 4, 9))
-    choice = decide(Machine({}, NODES), MIB, numa=policy)
+    wanted = NumaPolicy("bind", (0, 3, 4, 9))
+    choice = decide(Machine({}, NODES), MIB, numa=wanted)
     assert choice.numa == NumaPolicy("bind", (0,))
     (text,) = choice.shortfalls
     for part in (
@@ -270,9 +270,11 @@ def test_no_policy_is_left_when_no_node_can_be_used(nodes: tuple[int, ...]) -> N
 
 def test_a_bound_node_without_room_is_preferred_instead() -> None:
     nodes = {0: node(0), 1: node(1, available=GIB), 2: node(2, available=GIB)}
-    policy = NumaPolicy("bind", (1, 2))
-    assert decide(Machine({}, nodes), 2 * GIB, numa=policy) == Choice("auto", policy, False)
-    choice = decide(Machine({}, nodes), 2 * GIB + 1, numa=policy)
+    wanted = NumaPolicy("bind", (1, 2))
+    assert decide(Machine({}, nodes), 2 * GIB, numa=wanted) == PlacementChoice(
+        "auto", wanted, False
+    )
+    choice = decide(Machine({}, nodes), 2 * GIB + 1, numa=wanted)
     assert choice.numa == NumaPolicy("preferred", (1, 2))
     (text,) = choice.shortfalls
     assert "needs 2.0 GiB" in text
@@ -280,7 +282,7 @@ def test_a_bound_node_without_room_is_preferred_instead() -> None:
     assert "node 2 has 1.0 GiB" in text
     # hugetlb pages come out of the pool, not out of this.
     pools = {"2m": pool(2 * MIB, 2048, nodes={1: (2048, 2048)})}
-    assert decide(Machine(pools, nodes), 3 * GIB, pages="2m", numa=policy).shortfalls == ()
+    assert decide(Machine(pools, nodes), 3 * GIB, pages="2m", numa=wanted).shortfalls == ()
 
 
 def test_policies_that_the_kernel_refuses() -> None:
@@ -317,7 +319,9 @@ def test_the_memlock_limit_is_named(lock: Any) -> None:
     assert "memlock) has room for 6.0 MiB of 8.0 MiB" in text
     assert "ulimit -l unlimited" in text
     # hugetlb pages are never taken out of RAM.
-    assert decide(Machine(POOLS), 64 * MIB, pages="2m", lock=lock) == Choice("2m", None, lock)
+    assert decide(Machine(POOLS), 64 * MIB, pages="2m", lock=lock) == PlacementChoice(
+        "2m", None, lock
+    )
 
 
 def test_all_shortfalls_come_together() -> None:
@@ -337,27 +341,27 @@ def test_all_shortfalls_come_together() -> None:
 def test_growth_is_not_downgraded() -> None:
     machine = Machine(EMPTY, {0: node(0, available=MIB)}, MEMLOCK)
     for choice, pages, part in (
-        (Choice("2m", None, False), "2m", "nr_hugepages"),
-        (Choice("thp", NumaPolicy("bind", (0,)), False), "thp", "node 0"),
-        (Choice("thp", None, True), "thp", "memlock"),
+        (PlacementChoice("2m", None, False), "2m", "nr_hugepages"),
+        (PlacementChoice("thp", NumaPolicy("bind", (0,)), False), "thp", "node 0"),
+        (PlacementChoice("thp", None, True), "thp", "memlock"),
     ):
         with pytest.raises(PlacementError, match=part):
-            placing.require_growth("kv", 8 * MIB, choice, machine, pages)  # type: ignore[arg-type]
-    placing.require_growth("kv", 8 * MIB, None, Machine(), "auto")
+            policy.require_growth("kv", 8 * MIB, choice, machine, pages)  # type: ignore[arg-type]
+    policy.require_growth("kv", 8 * MIB, None, Machine(), "auto")
 
 
 def test_warming_needs_room_in_the_machine_and_on_the_bound_nodes() -> None:
     machine = Machine({}, {0: node(0, available=GIB), 1: node(1)})
-    bound = Choice("thp", NumaPolicy("bind", (0,)), True)
-    placing.require_room("kv", GIB, bound, machine)
+    bound = PlacementChoice("thp", NumaPolicy("bind", (0,)), True)
+    policy.require_room("kv", GIB, bound, machine)
     with pytest.raises(PlacementError, match=r"'kv'.*node 0 has 1\.0 GiB"):
-        placing.require_room("kv", GIB + 1, bound, machine)
-    placing.require_room(
-        "kv", 4 * GIB, Choice("thp", NumaPolicy("preferred", (0,)), False), machine
+        policy.require_room("kv", GIB + 1, bound, machine)
+    policy.require_room(
+        "kv", 4 * GIB, PlacementChoice("thp", NumaPolicy("preferred", (0,)), False), machine
     )
-    placing.require_room("kv", 4 * GIB, None, Machine())
+    policy.require_room("kv", 4 * GIB, None, Machine())
     with pytest.raises(CapacityError, match="warming block 'kv'"):
-        placing.require_room("kv", 9 * GIB, None, Machine())
+        policy.require_room("kv", 9 * GIB, None, Machine())
 
 
 # ---- what came of it ----
@@ -418,8 +422,12 @@ def test_comparison(
     request_: dict[str, Any], choice: Any, found: Placement, warm: bool, words: list[str]
 ) -> None:
     pages, numa, lock = (*choice, None, False)[:3] if len(choice) < 3 else choice
-    texts = placing.comparison(
-        Request(nbytes=8, **request_), Choice(pages, numa, lock or False), found, 8, warm=warm
+    texts = policy.find_mismatches(
+        Request(nbytes=8, **request_),
+        PlacementChoice(pages, numa, lock or False),
+        found,
+        8,
+        warm=warm,
     )
     assert len(texts) == len(words)
     for text, word in zip(texts, words, strict=True):
@@ -427,20 +435,20 @@ def test_comparison(
 
 
 def test_few_huge_pages() -> None:
-    assert placing.few_huge_pages("b", granted("thp", 5 * MIB, huge_bytes=4 * MIB), 2 * MIB) == ""
-    text = placing.few_huge_pages("b", granted("4k", 5 * MIB, huge_bytes=2 * MIB), 2 * MIB)
+    assert policy.huge_page_message("b", granted("thp", 5 * MIB, huge_bytes=4 * MIB), 2 * MIB) == ""
+    text = policy.huge_page_message("b", granted("4k", 5 * MIB, huge_bytes=2 * MIB), 2 * MIB)
     assert "2.0 MiB of 5.0 MiB" in text
     assert "compact_memory" in text
-    assert placing.few_huge_pages("b", granted("4k", 5 * MIB), 0) == ""
+    assert policy.huge_page_message("b", granted("4k", 5 * MIB), 0) == ""
 
 
 def test_what_repair_left() -> None:
-    policy = NumaPolicy("bind", (1,))
-    text = placing.left_elsewhere("b", policy, MIB, granted("4k", 8, nodes={0: MIB, 1: GIB}))
+    wanted = NumaPolicy("bind", (1,))
+    text = policy.misplaced_message("b", wanted, MIB, granted("4k", 8, nodes={0: MIB, 1: GIB}))
     assert "1.0 MiB could not be moved" in text
     assert "1.0 MiB on node 0" in text
     spread = NumaPolicy("interleave", (0, 1))
-    text = placing.left_elsewhere("b", spread, MIB, granted("4k", 8, nodes={0: 3, 1: 5}))
+    text = policy.misplaced_message("b", spread, MIB, granted("4k", 8, nodes={0: 3, 1: 5}))
     assert "3 B on node 0, 5 B on node 1" in text
 
 
@@ -452,15 +460,15 @@ def test_threads_go_round_the_nodes_of_the_policy() -> None:
     every = {0, 1, 2, 3}
 
     def cpus(mode: Any, *chosen: int, n: int, allowed: set[int] = every) -> list[int] | None:
-        return placing.warm_cpus(NumaPolicy(mode, chosen), n, nodes, allowed)
+        return policy.warm_cpus(NumaPolicy(mode, chosen), n, nodes, allowed)
 
     assert cpus("bind", 1, n=3) == [2, 3, 2]
     assert cpus("interleave", 0, 1, n=4) == [0, 2, 1, 3]
     assert cpus("preferred", 2, n=2) == [0, 1]  # no CPUs of its own: any
     assert cpus("bind", 1, n=2, allowed={0, 3}) == [3, 3]
     assert cpus("bind", 1, n=2, allowed={0}) == [0, 0]
-    assert placing.warm_cpus(None, 2, nodes, every) is None
-    assert placing.warm_cpus(NumaPolicy("bind", (0,)), 2, {0: nodes[0]}, every) is None
+    assert policy.warm_cpus(None, 2, nodes, every) is None
+    assert policy.warm_cpus(NumaPolicy("bind", (0,)), 2, {0: nodes[0]}, every) is None
 
 
 # ---- messages ----
@@ -469,7 +477,7 @@ def test_threads_go_round_the_nodes_of_the_policy() -> None:
 def test_warnings_point_at_the_caller() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        placing.warn("as it is")
+        policy.warn("as it is")
     (warning,) = caught
     assert warning.category is PlacementWarning
     assert warning.filename == __file__

@@ -1,0 +1,119 @@
+"""The cgroups above a process, of version 1 and 2: where their files are, and what these limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from unimem.system import kernel_files
+
+__all__ = ["Cgroup", "cgroups_above"]
+
+_NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """A cgroup.
+
+    Attributes
+    ----------
+    folder : str
+        Where its files are.
+    name : str
+        Its path in the tree.
+    version : {1, 2}
+        Of the tree that it is in. The versions have other names for the same files.
+    """
+
+    folder: str
+    name: str
+    version: Literal[1, 2]
+
+    @property
+    def no_limit(self) -> str:
+        """What takes a limit away when it is written to the limit's file."""
+        return "max" if self.version == 2 else "-1"
+
+    def path(self, v1: str, v2: str) -> str:
+        """Return the path of a file by its names in the two versions."""
+        return f"{self.folder}/{v2 if self.version == 2 else v1}"
+
+    def read_limit(self, v1: str, *v2: str) -> tuple[int, str] | None:
+        """Read the least of the limits that some files set.
+
+        Parameters
+        ----------
+        v1, *v2 : str
+            Their names in the two versions.
+
+        Returns
+        -------
+        tuple of int and str, or None
+            The limit and the path of its file; None where there is no limit.
+        """
+        names = v2 if self.version == 2 else (v1,)
+        paths = [f"{self.folder}/{name}" for name in names]
+        found = [(n, path) for path in paths if (n := kernel_files.read_number(path)) is not None]
+        return min((each for each in found if each[0] < _NO_LIMIT), default=None)
+
+
+def cgroups_above(controller: str, pid: int | None = None) -> Iterator[Cgroup]:
+    """Walk up the cgroups above a process.
+
+    Parameters
+    ----------
+    controller : str
+        What they control, as "memory"; "" for those of version 2 only.
+    pid : int, optional
+        The process; by default this one.
+
+    Yields
+    ------
+    Cgroup
+        The process's own first.
+    """
+    for line in (kernel_files.read_text(f"/proc/{pid or 'self'}/cgroup") or "").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        mount = _mounts().get(controller if names else "")
+        if mount is None:
+            continue
+        folder, root = mount
+        # A container may see only a part of the tree: what it mounts begins at `root`. Its path
+        # may also be the host's, or lead out of its namespace: what exists is ours.
+        inside = root in ("/", path) or path.startswith(f"{root}/")
+        above = "" if root == "/" or not inside else root
+        parts = [part for part in path[len(above) :].split("/") if part]
+        if ".." in parts:
+            parts = []
+        for depth in range(len(parts), -1, -1):
+            below = "".join(f"/{part}" for part in parts[:depth])
+            yield Cgroup(folder + below, above + below or "/", 1 if names else 2)
+
+
+@cache
+def _mounts() -> dict[str, tuple[str, str]]:
+    """Mount point of each controller's tree and what of it is mounted; "" is version 2.
+
+    Read once: the trees are mounted when the system or the container starts.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for line in (kernel_files.read_text("/proc/self/mountinfo") or "").splitlines():
+        mount, _, kind = line.partition(" - ")
+        kinds = kind.split()
+        if not kinds or kinds[0] not in ("cgroup", "cgroup2"):
+            continue
+        root, folder = (
+            re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), part)
+            for part in mount.split()[3:5]
+        )
+        for controller in kinds[2].split(",") if kinds[0] == "cgroup" else ("",):
+            # Where a tree is mounted more than once, the mount that shows most of it is taken.
+            if controller not in found or len(root) < len(found[controller][1]):
+                found[controller] = folder, root
+    return found

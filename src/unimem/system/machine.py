@@ -1,0 +1,293 @@
+"""What is known of a machine, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from unimem.system.limits import CpuQuota, HugePool, Limit, Node
+
+__all__ = [
+    "Capabilities",
+    "Cpu",
+    "Finding",
+    "Kernel",
+    "MachineFacts",
+    "MemoryFacts",
+    "Numa",
+    "Thp",
+    "ThpSize",
+]
+
+_SCHEMA = "unimem.doctor/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The kernel.
+
+    Attributes
+    ----------
+    release : str
+        As ``uname -r`` has it.
+    version : tuple of int
+        Major and minor number.
+    architecture : str
+        As ``uname -m`` has it.
+    """
+
+    release: str
+    version: tuple[int, int]
+    architecture: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processors. Threads are what the kernel calls CPUs.
+
+    Attributes
+    ----------
+    model : str
+        Its name, or "unknown".
+    sockets, cores, threads : int
+        Those that are online.
+    allowed_cores, allowed_threads : int
+        Those that this process's affinity allows.
+    usable_cores : int
+        What `limits.thread_count` says: the allowed cores, and not more than the quota.
+    quota : CpuQuota or None
+        None where no cgroup sets one.
+    features : tuple of str
+        Features that matter for inference, by the kernel's names.
+    governors : mapping
+        cpufreq governors to the number of policies that they hold; empty where there is none.
+    """
+
+    model: str
+    sockets: int
+    cores: int
+    threads: int
+    allowed_cores: int
+    allowed_threads: int
+    usable_cores: int
+    quota: CpuQuota | None
+    features: tuple[str, ...]
+    governors: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ThpSize:
+    """One size of transparent huge pages (mTHP), and its own modes.
+
+    Attributes
+    ----------
+    page_bytes : int
+        The size.
+    enabled, shmem_enabled : str or None
+        Modes for anonymous and for shared memory; "inherit" takes the mode of all sizes. None
+        where the kernel has no such mode.
+    """
+
+    page_bytes: int
+    enabled: str | None
+    shmem_enabled: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Thp:
+    """Transparent huge pages. A mode is None where the kernel has none.
+
+    Attributes
+    ----------
+    page_bytes : int or None
+        The size that one entry of a page middle directory maps: 2 MiB on most machines.
+    enabled, defrag, shmem_enabled : str or None
+        The modes as set for all sizes.
+    khugepaged_defrag : bool or None
+        Whether khugepaged compacts memory.
+    shm_mount : str or None
+        The mode of the file system at /dev/shm; None where no tmpfs is mounted there.
+    is_disabled_for_process : bool
+        Whether ``prctl(PR_SET_THP_DISABLE)`` holds for this process.
+    sizes : tuple of ThpSize
+        The sizes that the kernel has, ascending; empty before Linux 6.8.
+    """
+
+    page_bytes: int | None
+    enabled: str | None
+    defrag: str | None
+    shmem_enabled: str | None
+    khugepaged_defrag: bool | None
+    shm_mount: str | None
+    is_disabled_for_process: bool
+    sizes: tuple[ThpSize, ...]
+
+    @property
+    def size(self) -> ThpSize | None:
+        """The entry of `sizes` for `page_bytes`, where the kernel has one."""
+        return next((size for size in self.sizes if size.page_bytes == self.page_bytes), None)
+
+    @property
+    def mode(self) -> str | None:
+        """What holds for anonymous memory and pages of `page_bytes`."""
+        own = self.size.enabled if self.size else None
+        return self.enabled if own in (None, "inherit") else own
+
+    @property
+    def shmem_mode(self) -> str | None:
+        """What holds for memfds and pages of `page_bytes`."""
+        own = self.size.shmem_enabled if self.size else None
+        # These two override every size's own mode.
+        if own in (None, "inherit") or self.shmem_enabled in ("deny", "force"):
+            return self.shmem_enabled
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Memory and its limits.
+
+    Attributes
+    ----------
+    total_bytes : int
+        Of the machine.
+    available_bytes : int
+        What this process can take (`limits.available_bytes`).
+    page_bytes : int
+        The base page.
+    limits : tuple of Limit
+        The machine, each memory cgroup above the process, the commit limit (`limits`).
+    memlock : Limit or None
+        None where locking has no limit.
+    overcommit_mode : int
+        ``vm.overcommit_memory``.
+    swap_total_bytes, swap_free_bytes : int
+        All swap areas.
+    swappiness, max_map_count : int or None
+        The sysctls of these names; None where they cannot be read.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    page_bytes: int
+    limits: tuple[Limit, ...]
+    memlock: Limit | None
+    overcommit_mode: int
+    swap_total_bytes: int
+    swap_free_bytes: int
+    swappiness: int | None
+    max_map_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Numa:
+    """NUMA nodes and what the kernel does about them.
+
+    Attributes
+    ----------
+    nodes : mapping
+        Node ids to `Node`.
+    weights : mapping
+        Node ids to the kernel's weights of weighted interleave; empty where it has none.
+    balancing : int or None
+        ``kernel.numa_balancing``: 0 off, 1 on, 2 between fast and slow memory.
+    zone_reclaim_mode : int or None
+        ``vm.zone_reclaim_mode``.
+    cpuset_path : str or None
+        The file that keeps the process from some nodes, where one does and can be seen.
+    """
+
+    nodes: Mapping[int, Node]
+    weights: Mapping[int, int]
+    balancing: int | None
+    zone_reclaim_mode: int | None
+    cpuset_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this process may do.
+
+    Attributes
+    ----------
+    has_ipc_lock, has_sys_nice : bool
+        CAP_IPC_LOCK (locking without a limit) and CAP_SYS_NICE (moving pages of others).
+    has_seccomp_filter : bool
+        Whether a filter may refuse system calls, as in most containers.
+    """
+
+    has_ipc_lock: bool
+    has_sys_nice: bool
+    has_seccomp_filter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that slows inference down or makes it fail.
+
+    Attributes
+    ----------
+    what : str
+        What it is, in a line.
+    why : str
+        What that does to inference.
+    run : str
+        The command, or the setting, that changes it.
+    changes : str
+        What is different then.
+    is_optional : bool
+        Whether all works without, and this may gain something more.
+    """
+
+    what: str
+    why: str
+    run: str
+    changes: str
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What is known of a machine; `unimem.system.doctor.Machine` documents each part."""
+
+    kernel: Kernel
+    cpu: Cpu
+    memory: MemoryFacts
+    thp: Thp
+    pools: Mapping[str, HugePool]
+    numa: Numa
+    capabilities: Capabilities
+    findings: tuple[Finding, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and texts; ``docs/doctor.md`` names every key."""
+        return {"schema": _SCHEMA, **_plain(self)}
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, HugePool):
+        return {
+            "page_bytes": value.page_bytes,
+            "total_pages": value.total,
+            "free_pages": value.free,
+            "reserved_pages": value.reserved,
+            "surplus_most_pages": value.surplus_most,
+            "available_bytes": value.available_bytes,
+            "cgroups": _plain(value.cgroups),
+            "nodes": {
+                str(node): {"total_pages": total, "free_pages": free}
+                for node, (total, free) in value.nodes.items()
+            },
+        }
+    if is_dataclass(value):
+        plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return plain | ({"room_bytes": value.room_bytes} if isinstance(value, Limit) else {})
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
