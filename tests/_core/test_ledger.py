@@ -21,7 +21,7 @@ import unimem as um
 from conftest import Run
 from tiers import examples
 from unimem._core import ledger, status
-from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.gguf import GGUFHeader
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 from unimem._core.region import told
 from unimem._core.safetensors import SafetensorsHeader

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unimem.buffers.dims import ARCHITECTURES, MIXTURES, Metadata, ModelDims
 
 if TYPE_CHECKING:
-    from unimem.weights.opened import Contents
+    from unimem.weights.tensors import Contents
 
 __all__ = ["Layers", "Shape", "config_beside", "of_config", "of_dims", "of_weights"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
-import unimem as um
 from unimem._core.arrays import array_within, checked_size
+from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
 from unimem.system import gpu
@@ -90,19 +90,19 @@ class _Memory:
         pinned: bool,
         placement: PlacementOptions,
     ) -> None:
-        self.host: um.Block | None = None
+        self.host: HostBlock | None = None
         self.users: memoryview | None = None
         self.nbytes = nbytes
         self._driver = driver
         if pinned:
-            self._pin(um.Block(nbytes, name=name, category=category, **placement))
+            self._pin(HostBlock(nbytes, name=name, category=category, **placement))
         else:
             self._allocation = driver.allocate(nbytes)
             self.address = int(self._allocation.ptr)
             self._entry = DeviceEntry(driver.name, category, nbytes)
         _alive.add(self)
 
-    def _pin(self, host: um.Block) -> None:
+    def _pin(self, host: HostBlock) -> None:
         for _ in range(len(_stuck)):
             with contextlib.suppress(IndexError):  # another thread tries it
                 _unpin(*_stuck.pop(0))
@@ -125,7 +125,7 @@ class _Memory:
 
 # The host's memory that GPUs see, by address. It is kept from here, so that it stays mapped until
 # CUDA has let go of it, whatever fails or is interrupted.
-_pinned: dict[int, tuple[um.Block, memoryview]] = {}
+_pinned: dict[int, tuple[HostBlock, memoryview]] = {}
 # What CUDA did not let go of, as while a stream is captured. The next pinned block tries again.
 _stuck: list[tuple[gpu.Driver, int]] = []
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-import unimem as um
+from unimem._core.block import Block
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
@@ -468,8 +468,7 @@ class KVCache(KVDevice):
             It cannot be written, or is a folder or device; the file is as it was.
         """
         self._check_whole("save")
-        kv = cast(um.KVCache, self)
-        self._while_held(lambda: snapshot.save(kv, path, tokens, model))
+        self._while_held(lambda: snapshot.save(self, path, tokens, model))
 
     @classmethod
     def restore(
@@ -539,7 +538,7 @@ class KVCache(KVDevice):
             **placement,
         )
         try:
-            snapshot.read_into(cast(um.KVCache, kv), path, tokens, model)
+            snapshot.read_into(kv, path, tokens, model)
         except BaseException:
             kv.__exit__()
             raise
@@ -555,7 +554,7 @@ class KVCache(KVDevice):
         ClosedError
         """
         self._span(0)
-        snapshot.verify(cast(um.KVCache, self))
+        snapshot.verify(self)
 
     def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
         """Address of the first token that all layers hold, in one lane."""
@@ -605,5 +604,5 @@ def _steps_of_blocks(steps: Five, which: int) -> Five:
 
 
 def _in_main_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    with um.Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
+    with Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
         return block.as_array("uint8", nbytes)

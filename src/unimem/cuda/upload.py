@@ -18,14 +18,14 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from unimem._core.arrays import array_within
+from unimem._core.tape import DeviceTape
 from unimem.cuda.block import Block
-from unimem.cuda.tape import Tape
 from unimem.system import limits
 from unimem.system.gpu import Driver
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import ModelFile, check_version, reopen
 from unimem.weights.loading import Progress
-from unimem.weights.opened import Contents, Tensor, Weights
+from unimem.weights.tensors import Contents, Tensor
 
 __all__ = ["STAGING_BYTES", "bytes_needed", "to_device"]
 
@@ -88,8 +88,9 @@ def bytes_needed(weights: Contents) -> int:
 
 
 def to_device(
-    weights: Weights,
-    tape: Tape,
+    weights: Contents,
+    tape: DeviceTape,
+    driver: Driver,
     *,
     progress: Progress | None,
     threads: int | None,
@@ -97,16 +98,8 @@ def to_device(
     stream: Any,
 ) -> dict[str, Any]:
     """Bring the tensors of a model to the GPU: see `Weights.to_device`."""
-    weights._opened()
-    if not isinstance(tape, Tape):
-        raise TypeError(
-            f"tape: expected a unimem.cuda.Tape, got {type(tape).__name__}: make one with "
-            "cuda.Tape(weights.mapped_bytes). In main memory the tensors are already, without a "
-            "copy: Tensor.as_array"
-        )
     n_threads = _n_threads(threads)
     slot_bytes = _slot_bytes(staging_bytes)
-    driver = tape._driver
     earlier = driver.stream(stream)
     sources = _sources(weights)
     nbytes = sources[-1].end
@@ -129,7 +122,7 @@ def to_device(
             if progress is not None:
                 total = sum(source.nbytes for source in sources)
                 progress(total, total)
-            return {tensor.name: _array(tape, region, tensor, at) for tensor, at in places}
+            return {tensor.name: _array(driver, region, tensor, at) for tensor, at in places}
         except BaseException:
             # The traceback would keep it, and it the tape.
             region = None
@@ -138,12 +131,12 @@ def to_device(
             raise
 
 
-def _array(tape: Tape, region: Any, tensor: Tensor, at: int) -> Any:
+def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
     dtype, shape = tensor._as_in_arrays()
     name = f"tensor '{tensor.name}'"
     dims, descr = array_within(name, region.data.ptr, region.nbytes, at, shape, dtype)
     memory = region.data.mem
-    return tape._driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
+    return driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
 
 
 def _n_threads(threads: int | None) -> int:

@@ -25,7 +25,7 @@ _CODES = {
 }
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     """`DLTensor`, with its `DLDevice` and `DLDataType`."""
 
     _fields_ = (
@@ -45,7 +45,7 @@ class _Tensor(ctypes.Structure):
 class _Managed(ctypes.Structure):
     """`DLManagedTensor`."""
 
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 class _Versioned(ctypes.Structure):
@@ -57,7 +57,7 @@ class _Versioned(ctypes.Structure):
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
+        ("tensor", _DLTensor),
     )
 
 

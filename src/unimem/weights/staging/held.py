@@ -25,7 +25,7 @@ from typing import Any
 from unimem.errors import PlacementError
 from unimem.system.placement import Placement
 from unimem.weights.files import Version, version_of
-from unimem.weights.staging.places import Folder, Memory, proc_folder, sweep
+from unimem.weights.staging.places import Folder, Memfd, proc_folder, sweep
 from unimem.weights.staging.stage import Stage
 
 __all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
@@ -194,7 +194,7 @@ def _started(
     text = json.dumps({"schema": SCHEMA, **note})
     ours, its = socket.socketpair()
     with ours:
-        memory = Memory()
+        memory = Memfd()
         try:
             with open(memory.create("unimem-stage"), "w") as file:
                 file.write(text)

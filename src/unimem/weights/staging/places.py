@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Literal
 
 from unimem._core import tmpfs
+from unimem._core.library import get_library
 from unimem.errors import PlacementError
 from unimem.system.limits import SHM
 
@@ -26,7 +27,7 @@ __all__ = [
     "BACKINGS",
     "Backing",
     "Folder",
-    "Memory",
+    "Memfd",
     "Mount",
     "Place",
     "proc_folder",
@@ -133,8 +134,6 @@ class _Namespace:
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        from unimem import get_library
-
         ours, its = socket.socketpair()
         command = [
             *(sys.executable, "-I", "-S", _CHILD),
@@ -185,7 +184,7 @@ class _Namespace:
         self._process.wait()
 
 
-class Memory(Place):
+class Memfd(Place):
     """One memfd, on base pages or from a pool of hugetlb pages.
 
     Parameters
