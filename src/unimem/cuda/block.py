@@ -316,28 +316,7 @@ class Block:
     def as_array(
         self, dtype: Any = "uint8", shape: int | tuple[int, ...] | None = None, offset: int = 0
     ) -> Any:
-        """View the memory as an array, without a copy.
-
-        Parameters
-        ----------
-        dtype : dtype-like
-            A NumPy dtype.
-        shape : int or tuple of int, optional
-            All that fits behind the offset by default.
-        offset : int, default 0
-            Bytes before the first element.
-
-        Returns
-        -------
-        cupy.ndarray
-            Which keeps the memory alive.
-
-        Raises
-        ------
-        ValueError
-            It does not fit, or is not aligned.
-        ClosedError
-        """
+        """View the memory as a CuPy array, without a copy: see `unimem.Block.as_array`."""
         memory = self._opened()
         dims, descr = array_within(
             f"Block '{self.name}'", self.address, self._nbytes, offset, shape, dtype

@@ -48,54 +48,29 @@ class KVCache(KVDevice):
 
     Parameters
     ----------
-    n_layers, n_kv_heads, head_dim : int
-        The model's dimensions.
-    max_seq_len : int
-        Tokens that fit.
-    batch : int, default 1
-        Streams that grow together.
-    dtype : {"f16", "f32", "bf16", "q8_0"}
-        What is stored; NumPy's names are accepted.
+    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
+        As for `unimem.KVCache`.
     window, spare_rows, grow
         Of rings and growing caches, which a device does not have.
-    budget_bytes : int, optional
-        What `capacity_bytes` never exceeds: it limits the rows.
     tape : cuda.Tape, optional
         Where the storage is taken, such as ``layout.history``; otherwise it has a block of its own.
-    device : int, default 0
-        CUDA's number of the GPU; only without `tape`.
-    pinned : bool, default False
-        Host memory that the GPU sees; only without `tape`.
-    name : str, optional
-        Stands in messages.
-    **placement
-        See `PlacementOptions`; only of pinned memory, without `tape`.
+    name, device, pinned, **placement
+        As for `cuda.Tape`; all but the name only without `tape`.
 
     Attributes
     ----------
-    dtype : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
-    name : str
-        Stands in messages.
-    budget_bytes : int or None
-        As given.
+    dtype, name, budget_bytes : str, str, int or None
+        As for `unimem.KVCache`.
     window, grow, n_growths : None, bool, int
         Always None, False and 0.
 
     Raises
     ------
-    ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit; options that do
-        not go together.
-    TapeFull
-        `tape` has no room.
-    CacheFull
-        `budget_bytes` is too small for one token.
-    CapacityError
-        The device has no room.
+    ValueError, TapeFull, CacheFull
+        As `unimem.KVCache`.
     NotImplementedError
         `window`, `spare_rows` or `grow`; placement of device memory.
-    TypeError, MemoryError, PlacementError
+    CapacityError, TypeError, MemoryError, PlacementError
         As `cuda.Block`.
 
     Examples
@@ -442,30 +417,10 @@ class KVCache(KVDevice):
         tokens: Sequence[int] | npt.NDArray[Any] | None = None,
         model: str | None = None,
     ) -> None:
-        """Write the tokens to a file, for `restore`, here or by `unimem.KVCache`.
+        """Write the tokens to a file, as `unimem.KVCache.save`; either class restores it.
 
-        The file is as that of `unimem.KVCache.save`. The tokens are copied to main memory first,
-        all of them, on CuPy's current stream.
-
-        Parameters
-        ----------
-        path : path-like
-            The file.
-        tokens : sequence of int, optional
-            The ids of all tokens up to `next_position`.
-        model : str, optional
-            What the cache belongs to, such as ``weights.fingerprint``.
-
-        Raises
-        ------
-        RuntimeError
-            Rows are reserved, or layers differ in length.
-        ValueError
-            Another number of `tokens`.
-        MemoryError
-            There is no room in main memory.
-        OSError
-            It cannot be written, or is a folder or device; the file is as it was.
+        All tokens are copied to main memory first, on CuPy's current stream: MemoryError is raised
+        where there is no room for them.
         """
         self._check_whole("save")
         self._while_held(lambda: snapshot.save(self, path, tokens, model))
@@ -487,23 +442,15 @@ class KVCache(KVDevice):
 
         Parameters
         ----------
-        path : path-like
-            The file.
+        path, tokens, model
+            As for `unimem.KVCache.restore`.
         mode : {"copy"}
             It is read into main memory, in parallel, and copied from there. A growing cache becomes
             a fixed one.
-        tokens : sequence of int, optional
-            The tokens to be computed: those of the file must be the first of them.
-        model : str, optional
-            What the file must have been saved with.
         verify : bool, optional
             The checksums of the data are compared in any case.
-        device : int, default 0
-            CUDA's number of the GPU.
-        pinned : bool, default False
-            Host memory that the GPU sees.
-        **placement
-            See `PlacementOptions`; only of pinned memory.
+        device, pinned, **placement
+            As for `cuda.Tape`.
 
         Returns
         -------
@@ -511,16 +458,10 @@ class KVCache(KVDevice):
 
         Raises
         ------
-        SnapshotError
-            The file is no snapshot, is damaged, or is one of another model or of other tokens.
         NotImplementedError
             ``mode="map"``, or a snapshot of a ring.
-        ValueError, TypeError
-            An unknown mode or option, `tokens` that are no ids.
-        OSError
-            It cannot be read.
-        CapacityError, MemoryError, PlacementError
-            There is no room.
+        SnapshotError, ValueError, TypeError, OSError, CapacityError, MemoryError, PlacementError
+            As `unimem.KVCache.restore`.
         """
         if mode == "map":
             unsupported("restore by mapping", "KVCache.restore(mode='map')", "mode='copy'")

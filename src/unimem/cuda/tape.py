@@ -33,13 +33,9 @@ class Tape(DeviceTape):
     name : str, optional
         Stands in messages.
     category : str, default "scratch"
-        The row of the ledger, for a block of the tape's own.
-    device : int, default 0
-        CUDA's number of the GPU; only with a size.
-    pinned : bool, default False
-        Host memory that the GPU sees; only with a size.
-    **placement
-        See `PlacementOptions`; only of pinned memory.
+        As for `cuda.Block`; only with a size.
+    device, pinned, **placement
+        As for `cuda.Block`; only with a size.
 
     Raises
     ------
