@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-from unimem._core.region import regions, told
+from unimem._core.region import holder_parts, regions
 from unimem._core.status import ledger, row_name
 
 __all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
@@ -138,7 +138,7 @@ def entries() -> tuple[Entry, ...]:
     ...     [(e.category, e.parts[0].active_bytes) for e in entries() if e.name == "mine"]
     [('scratch', 4000)]
     """
-    parts = [Part(*fields) for fields in told()]
+    parts = [Part(*fields) for fields in holder_parts()]
     for reference, _ in list(_named.values()):
         holder = reference()
         if holder is not None:

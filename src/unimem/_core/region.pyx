@@ -267,8 +267,8 @@ cdef object enter_holder(object holder):
     _holders[<uintptr_t><PyObject *>reference] = reference
 
 
-def told():
-    """What those who were noted tell of their parts, the first of them first.
+def holder_parts():
+    """Return the parts that holders name, in the order in which the holders were entered.
 
     Returns
     -------

@@ -290,9 +290,9 @@ class KVCache(KVDevice):
             if out is not None:
                 raise ValueError("out: expected together with dtype")
             return self._view(layer, False, row, n), self._view(layer, True, row, n)
-        return self._while_held(lambda: self._converted(i, dtype, out, stream))
+        return self._while_held(lambda: self._convert(i, dtype, out, stream))
 
-    def _converted(
+    def _convert(
         self, i: int, dtype: npt.DTypeLike, out: tuple[Any, Any] | None, stream: Any
     ) -> tuple[Any, Any]:
         layer, row, n = self._span(i)
@@ -385,9 +385,9 @@ class KVCache(KVDevice):
         CapacityError, MemoryError, PlacementError
             There is no room for it.
         """
-        return self._while_held(self._copied)
+        return self._while_held(self._copy)
 
-    def _copied(self) -> Self:
+    def _copy(self) -> Self:
         self._check_whole("copy")
         n, position = self.seq_len, self.next_position
         other = type(self)(
@@ -503,7 +503,7 @@ class KVCache(KVDevice):
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
         """Copy the tokens of one lane to main memory."""
-        rows = _in_main_memory(self.seq_len * self.row_bytes)
+        rows = _host_rows(self.seq_len * self.row_bytes)
         queue = self._driver.stream()
         begin = self._first_address(layer, part, stream)
         self._driver.copy(rows.ctypes.data, begin, rows.nbytes, queue)
@@ -518,7 +518,7 @@ class KVCache(KVDevice):
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> npt.NDArray[np.uint8]:
         """Return where the tokens of one lane go in main memory, from where they are copied."""
-        rows = _in_main_memory(n * self.row_bytes)
+        rows = _host_rows(n * self.row_bytes)
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
 
@@ -544,6 +544,6 @@ def _steps_of_blocks(steps: Five, which: int) -> Five:
     return heads, steps[which], blocks, tokens, 2
 
 
-def _in_main_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+def _host_rows(nbytes: int) -> npt.NDArray[np.uint8]:
     with Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
         return block.as_array("uint8", nbytes)

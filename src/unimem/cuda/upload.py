@@ -72,7 +72,7 @@ def _places(weights: Contents, sources: list[_Source]) -> list[tuple[Tensor, int
     moved = {source.file.path: source.at - source.begin for source in sources}
     places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
     for tensor, at in places:
-        dtype, _ = tensor._as_in_arrays()
+        dtype, _ = tensor._array_layout()
         if at % dtype.alignment:
             raise ValueError(
                 f"tensor '{tensor.name}' of {tensor.file} would lie at no multiple of "
@@ -132,7 +132,7 @@ def to_device(
 
 
 def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
-    dtype, shape = tensor._as_in_arrays()
+    dtype, shape = tensor._array_layout()
     name = f"tensor '{tensor.name}'"
     dims, descr = array_within(name, region.data.ptr, region.nbytes, at, shape, dtype)
     memory = region.data.mem

@@ -350,12 +350,12 @@ def _add_parts(model: ModelFiles, first: ModelFile) -> None:
     total = _integer(model.files[0], "split.tensors.count")
     found = sum(len(file.header.tensor_names()) for file in model.files)
     if found != total:
-        _of_another(first, f"split.tensors.count is {total}, the parts have {found} tensors")
+        _refuse_part(first, f"split.tensors.count is {total}, the parts have {found} tensors")
 
 
 def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
     if _split(part) != (count, i):
-        _of_another(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
+        _refuse_part(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
     first = model.files[0].header
     keys, firsts = part.header.keys(), first.keys()
     # A part has these, or nothing but the keys of the split.
@@ -363,7 +363,7 @@ def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
         if key in keys and (
             key not in firsts or part.header.value(keys[key]) != first.value(firsts[key])
         ):
-            _of_another(part, f"its {key} is not that of the first part")
+            _refuse_part(part, f"its {key} is not that of the first part")
 
 
 def _split(file: ModelFile) -> tuple[int, int]:
@@ -381,7 +381,7 @@ def _integer(file: ModelFile, key: str) -> int:
     return value
 
 
-def _of_another(part: ModelFile, why: str) -> NoReturn:
+def _refuse_part(part: ModelFile, why: str) -> NoReturn:
     raise GGUFError(f"a part of another model: {why}", path=part.path)
 
 
@@ -402,9 +402,9 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
                 os.path.join(folder, name),
             ) from None
         except GGUFError:
-            _not_safetensors(os.path.join(folder, name))
+            _refuse_header(os.path.join(folder, name))
         if isinstance(file.header, GGUFHeader):
-            _not_safetensors(file.path)
+            _refuse_header(file.path)
         has = set(file.header.tensor_names())
         wanted = {tensor for tensor, place in where.items() if place == name}
         for tensor in sorted(wanted ^ has)[:1]:
@@ -415,7 +415,7 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
             )
 
 
-def _not_safetensors(path: str) -> NoReturn:
+def _refuse_header(path: str) -> NoReturn:
     raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 

@@ -233,7 +233,7 @@ def load_model(
         return _read(model, choice, undo, tape, threads, progress, placement)
     except NoDirectReadsError:
         undo.close()
-    choice = _without_direct(model, choice, load, placement)
+    choice = _choose_buffered(model, choice, load, placement)
     return _read(model, choice, undo, tape, threads, progress, placement)
 
 
@@ -269,7 +269,7 @@ def choose(
         return LoadChoice("map", "a mapping shares the page cache, and reads nothing twice")
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], limits.available_bytes()
-    if tape is None and needed > room and not _is_in_a_pool(needed, placement):
+    if tape is None and needed > room and not _fits_pool(needed, placement):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if placement.get("strict"):
             limits.require(needed, f"a copy of {model.files[0].path}")
@@ -282,7 +282,7 @@ def choose(
     return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why)
 
 
-def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
+def _fits_pool(nbytes: int, placement: PlacementOptions) -> bool:
     """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
     request = policy.Request(
         nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
@@ -290,7 +290,7 @@ def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
     return policy.decide(request, limits).pages in policy.HUGETLB
 
 
-def _without_direct(
+def _choose_buffered(
     model: ModelFiles, choice: LoadChoice, load: Load, placement: PlacementOptions
 ) -> LoadChoice:
     """Choose what to do on a file system that cannot be read past the page cache."""
@@ -494,7 +494,7 @@ def read_direct(
     def direct(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT)
 
-    told = None if progress is None else _ProgressCallback(progress)
+    callback = None if progress is None else _ProgressCallback(progress)
     with ExitStack() as opened:
         try:
             # By their descriptors, for others may have their paths by now. Python's files are
@@ -509,9 +509,9 @@ def read_direct(
                 [(file.fileno(), *part[1:]) for file, part in zip(files, parts, strict=True)],
                 threads=threads,
                 direct=True,
-                progress=told,
+                progress=callback,
             )
         except OSError as error:
-            if error.errno != errno.EINVAL or (told is not None and told.raised):
+            if error.errno != errno.EINVAL or (callback is not None and callback.raised):
                 raise
             raise NoDirectReadsError from error

@@ -287,11 +287,11 @@ class _Scan:
             where = first * _PAGE, (first + len(flags)) * _PAGE
             a, b = np.clip(begin, *where) - where[0], np.clip(end, *where) - where[0]
             for column, chosen in enumerate(pages, 1):
-                table[:, column] += _below(chosen, b) - _below(chosen, a)
+                table[:, column] += _bytes_below(chosen, b) - _bytes_below(chosen, a)
         return table
 
 
-def _below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bytes_below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes of the chosen pages below each place."""
     n_before = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(chosen, out=n_before[1:])

@@ -129,7 +129,7 @@ class Tensor:
             The weights were closed, or the tape that they lie on took the memory back.
         """
         self._memory.lifetime.check()
-        dtype, shape = self._as_in_arrays()
+        dtype, shape = self._array_layout()
         block, at = self._memory.block, self._block_offset
         if at % dtype.alignment == 0:
             array = block.as_array(dtype, shape, at)
@@ -139,7 +139,7 @@ class Tensor:
         raw.flags.writeable = False  # and so is what looks at it
         return raw.view(dtype).reshape(shape)
 
-    def _as_in_arrays(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    def _array_layout(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
         name = _DTYPES.get(self.type)
         if name is not None:

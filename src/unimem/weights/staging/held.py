@@ -28,7 +28,7 @@ from unimem.weights.files import Version, version_of
 from unimem.weights.staging.places import Folder, Memfd, proc_folder, sweep
 from unimem.weights.staging.stage import Stage
 
-__all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
+__all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders"]
 
 SCHEMA = "unimem.stage/1"
 
@@ -111,7 +111,9 @@ def holders() -> list[Held]:
 
 
 @contextmanager
-def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) -> Iterator[Held]:
+def hold(
+    stage: Stage, source: str, asked: dict[str, Any], warnings: Sequence[str]
+) -> Iterator[Held]:
     """Give a staged model to a process of its own.
 
     The process keeps it from the end of the ``with`` on. Whatever goes wrong until then, it ends,
@@ -125,7 +127,7 @@ def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) 
         The model, as an absolute path.
     asked : dict
         The options that it was staged with, for those who look for it.
-    told : sequence of str
+    warnings : sequence of str
         The warnings that this gave.
 
     Raises
@@ -149,7 +151,7 @@ def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) 
             "backing": stage.backing,
             "nbytes": stage.nbytes,
             "granted": asdict(stage.granted),
-            "warnings": list(told),
+            "warnings": list(warnings),
         }
         with _started(note, fds, place.fd, is_folder=isinstance(place, Folder)) as held:
             place.leave()
@@ -238,7 +240,7 @@ def drop(held: Held) -> None:
     Who has the model open or mapped keeps what it has.
     """
     with suppress(ProcessLookupError, FileNotFoundError):
-        fd = os.pidfd_open(_number_here(held.pid))
+        fd = os.pidfd_open(_local_pid(held.pid))
         try:
             # Another process may have its number by now.
             if _read(held.pid) == held:
@@ -251,20 +253,20 @@ def drop(held: Held) -> None:
     sweep()
 
 
-def _number_here(pid: int) -> int:
-    """Return the number of a process in this namespace; /proc may be of an outer one."""
-    depth = len(_numbers("self"))
-    return _numbers(str(pid))[depth - 1]
+def _local_pid(pid: int) -> int:
+    """Return the ID of a process in this PID namespace; /proc may be of an outer one."""
+    depth = len(_pids_by_namespace("self"))
+    return _pids_by_namespace(str(pid))[depth - 1]
 
 
-def _numbers(pid: str) -> list[int]:
+def _pids_by_namespace(pid: str) -> list[int]:
     with open(f"/proc/{pid}/status") as lines:
         line = next(line for line in lines if line.startswith("NSpid:"))
     return [int(number) for number in line.split()[1:]]
 
 
 @contextmanager
-def alone(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
+def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
     """Wait until no other command of this user stages this model.
 
     Parameters
