@@ -11,7 +11,7 @@ cdef class Block:
     # Part of another object, which warns for both when it is left open.
     cdef bint _is_part
     cdef dict _requested
-    # What the kernel was asked for, a placing.Choice; None for memory that somebody else placed.
+    # What the kernel was asked for, as `policy.decide` chose it; None for memory placed elsewhere.
     cdef object _choice
     cdef object _granted
     cdef object _remove_name

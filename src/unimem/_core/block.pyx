@@ -244,8 +244,8 @@ cdef class Block:
         Returns
         -------
         Block
-            Whose pages belong to the page cache. Pages that are lost, since somebody truncated the
-            file, are an OSError where unimem touches them, and kill others who do (SIGBUS).
+            Its pages belong to the page cache. If the file is truncated, pages are lost: unimem
+            raises OSError where it touches one, and any other access ends the process (SIGBUS).
 
         Raises
         ------
@@ -735,7 +735,7 @@ cdef class Block:
         self._drop()
 
     def _check_idle(self):
-        # Whoever uses the memory holds the region.
+        # Every user of the memory holds the region.
         cdef Py_ssize_t n_users = 0
         if self._region is not None:
             n_users = Py_REFCNT(<PyObject *>self._region) - 1
@@ -773,7 +773,7 @@ cdef class Block:
 
 
 cdef Block _new_block(Region region, name, category, bint shared):
-    """A block over a mapping that is there; shared: writes through it are others' as well."""
+    """Make a block over an existing mapping; `shared`: other processes see what is written."""
     cdef Block block = Block.__new__(Block)
     region.name = block.name = name
     region.writable = region.block.access != um.UM_ACCESS_READ

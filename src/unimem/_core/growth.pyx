@@ -29,7 +29,7 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
         limits.require_shm(more, what)
     try:
         for first, n in ranges:
-            # With the interpreter's lock: whoever makes an array looks at what is committed.
+            # The GIL is held: a thread that makes an array looks at what is committed.
             status = um.um_block_commit(&region.block, first, n, &err)
             if status != um.UM_OK:
                 explain(region, path, status, &err, what)
@@ -68,7 +68,7 @@ cdef int check_unused(Region region, size_t first, size_t size) except -1:
 cdef object release_range(Region region, size_t first, size_t size):
     cdef um.um_error err
     cdef size_t released = 0
-    # With the interpreter's lock: nobody makes an array over the range meanwhile.
+    # The GIL is held, so no other thread makes an array over the range meanwhile.
     cdef um.um_status status = um.um_block_release(&region.block, first, size, &released, &err)
     if status != um.UM_OK:
         raise_status(status, &err, f"releasing memory of block '{region.name}'")

@@ -11,7 +11,7 @@ cdef dict PAGES
 cdef dict PAGE_NAMES
 cdef size_t THP_BYTES
 
-# What can be had of a request: (region, placing.Choice). With a source, a sealed copy of it.
+# What a request was granted: (region, what `policy.decide` chose). With a source, a sealed copy.
 cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
                        Region source)
 # A mapping of a part of a file.

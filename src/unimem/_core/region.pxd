@@ -57,5 +57,5 @@ cdef object leave_out_of_child(Region region)
 # Notes, weakly, who tells what parts of regions are for: its `_ledger_parts` does, in tuples of a
 # Part's fields. Nothing of Python's runs, there or here.
 cdef object enter_holder(object holder)
-# Fills a native policy from a placing.NumaPolicy, or None.
+# Fills a native policy from a policy.NumaPolicy, or None.
 cdef int set_numa(um.um_numa *out, object policy) except -1

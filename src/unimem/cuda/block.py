@@ -107,7 +107,7 @@ class _Memory:
             with contextlib.suppress(IndexError):  # another thread tries it
                 _unpin(*_stuck.pop(0))
         self.nbytes, self.address = host.nbytes, host.address
-        # Who closes the host's block by himself is refused: the GPU still sees it.
+        # Closing the host's block directly is refused: the GPU still sees it.
         self.users = memoryview(host)
         try:
             _pinned[self.address] = host, self.users
@@ -262,7 +262,7 @@ class Block:
         return n if self._host_users is None else n + sys.getrefcount(self._host_users.obj)
 
     def _n_users(self) -> int:
-        """Count arrays, tapes and whoever else refers to the memory, on either side."""
+        """Count arrays, tapes and other references to the memory, on either side."""
         # Counted as it was when the block was the only one.
         return self._n_references() - self._n_own
 

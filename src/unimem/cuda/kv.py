@@ -32,7 +32,7 @@ class KVCache(KVDevice):
 
     `unimem.KVCache` of fixed storage, with CuPy arrays: the same rows, positions, states and
     errors, which are kept on the host. What touches the memory is queued on a stream: nobody waits,
-    and nothing is allocated. A token is counted as soon as its rows are queued, so whoever reads on
+    and nothing is allocated. A token is counted as soon as its rows are queued: a reader on
     another stream waits for these first (an event). Appends take a stream; all else that copies
     (`trim_to` with `keep_first`, tokens that move because a `reserve` needs their rows, `copy`,
     `save`) uses CuPy's current one.

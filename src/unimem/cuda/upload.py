@@ -112,7 +112,7 @@ def to_device(
         region = None
         try:
             region = tape.take_bytes(nbytes, align=_ALIGN)
-            # Who had this memory before may still be using it.
+            # Queued work may still use this memory for what lay here before.
             driver.synchronize(earlier)
             if nbytes > 0:
                 upload = _Upload(driver, sources, fds, int(region.data.ptr), slot_bytes)
@@ -205,7 +205,7 @@ class _Upload:
             for first in range(0, source.nbytes, slot_bytes)
         ]
         self._n_pieces = len(pieces)
-        # Those that nobody has taken. Taking one is one step under the interpreter's lock.
+        # Pieces that no thread has taken. Taking one is a single step under the GIL.
         self._pieces = iter(pieces)
         # Offsets in the ring, and an event each. The one whose copy was queued first comes first.
         self._slots: SimpleQueue[tuple[int, Any]] = SimpleQueue()

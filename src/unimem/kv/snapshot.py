@@ -611,7 +611,7 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
     def one(chunk: Chunk) -> None:
         buffer = buffers.get()
         try:
-            # Looked at with the buffer in hand: whoever has none begins no work after the stop.
+            # Read while the buffer is held: a thread without one begins no work after the stop.
             if not stopped:
                 work(chunk, buffer)
         finally:

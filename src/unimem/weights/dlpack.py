@@ -73,7 +73,7 @@ def export(array: NDArray[Any], **options: Any) -> Any:
     Parameters
     ----------
     array : numpy.ndarray
-        Which the capsule, and who takes it, keep alive.
+        The capsule, and its consumer, keep it alive.
     **options
         Of the protocol: ``stream``, ``max_version``, ``dl_device``, ``copy``.
 
@@ -84,7 +84,7 @@ def export(array: NDArray[Any], **options: Any) -> Any:
     Raises
     ------
     BufferError
-        The array is read-only, and who asks does not say that it knows of such (``max_version`` of
+        The array is read-only, and the consumer does not say that it knows such (``max_version`` of
         at least (1, 0)); or DLPack has no such type.
     """
     code = _CODES.get(array.dtype.name)

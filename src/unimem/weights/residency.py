@@ -45,7 +45,7 @@ class Residency:
         All bytes: of a tensor its data, of a file what of it is mapped or was loaded, header and
         padding included.
     resident_bytes : int
-        In RAM: of a mapped file in the page cache, whoever brought it there.
+        In RAM: of a mapped file in the page cache, whichever process brought it there.
     mapped_bytes : int
         In RAM, and in the page tables of this process: touching them costs no fault. A process
         that may not look at its own, as after a change of its user (``/proc/self/pagemap``), is

@@ -237,7 +237,7 @@ def _close(fds: list[int]) -> None:
 def drop(held: Held) -> None:
     """End the process that keeps a model, and wait until it is gone.
 
-    Who has the model open or mapped keeps what it has.
+    Processes that have the model open or mapped keep what they have.
     """
     with suppress(ProcessLookupError, FileNotFoundError):
         fd = os.pidfd_open(_local_pid(held.pid))
@@ -276,8 +276,8 @@ def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None
     waiting : callable
         Called with the process that it has to wait for.
     """
-    # Not a lock of the model file: whoever may read that could hold it for ever. The name of a
-    # socket goes with its process, and who listens there can be asked for the user.
+    # Not a lock of the model file: any process that may read it could hold the lock for ever. The
+    # name of a socket goes with its process, and the kernel tells the user of the listener.
     key = hashlib.sha256(os.fsencode(source)).hexdigest()[:32]
     name = f"\0unimem-stage-{os.geteuid()}-{key}"
     with socket.socket(socket.AF_UNIX) as mine:
@@ -327,7 +327,7 @@ def _note(path: str) -> str:
     """Read a sealed memfd that this user has made.
 
     That is the proof. Of a process it can be none: a setuid program runs as its owner, with the
-    command line and the descriptors of whoever started it.
+    command line and the descriptors that its caller gave it.
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:

@@ -224,9 +224,9 @@ class Memfd(Place):
 
 
 class Folder(Place):
-    """A folder in ``/dev/shm``, which whoever keeps it has locked: one that nobody has is stale.
+    """A folder in ``/dev/shm``, which its keeper has locked: an unlocked one is stale.
 
-    It has no seal: who owns the files could make them writable again.
+    It has no seal: the owner of the files could make them writable again.
 
     Raises
     ------
