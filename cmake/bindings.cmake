@@ -28,6 +28,6 @@ function(unimem_add_bindings room)
   endforeach()
 endfunction()
 
-unimem_add_bindings(_core status arrays region mapping block tape grid header_bytes gguf
+unimem_add_bindings(_core status arrays region mapping growth block tape grid header_bytes gguf
   safetensors load guard tmpfs empty_call)
 unimem_add_bindings(kv arrays rows memory cache device paged scratchpad)

@@ -16,7 +16,7 @@ from unimem.accounting.report import Report
 from unimem.engine import Decoder
 from unimem.system import ggml as binding
 from unimem.system.placement import sum_placements
-from unimem.weights.residency import warm_where_it_fits
+from unimem.weights.opened import warm_where_it_fits
 from unimem_bench.side_server import Logits, serve
 
 

@@ -9,11 +9,9 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"unimem runs on Linux only, and this is {sys.platform}")
 
-from pathlib import Path as _Path
-
-from unimem._core import block as _block
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
+from unimem._core.library import get_include, get_library
 from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
@@ -42,8 +40,9 @@ from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
-from unimem.weights.opened import Tensor, Weights, open_weights
+from unimem.weights.opened import Weights, open_weights
 from unimem.weights.staging.stage import Stage, stage
+from unimem.weights.tensors import Tensor
 
 __all__ = [
     "Block",
@@ -94,27 +93,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-# The compiled modules know where the package is installed; in an editable install this file does
-# not.
-_INSTALLED = _Path(_block.__file__).parent.parent
-
-
-def get_include() -> str:
-    """Return the folder of ``unimem.h`` and ``unimem_formats.h``, for C and Cython callers.
-
-    Returns
-    -------
-    str
-    """
-    return str(_INSTALLED / "include")
-
-
-def get_library() -> str:
-    """Return the path of ``libunimem.so``, to link with or to load.
-
-    Returns
-    -------
-    str
-    """
-    return str(_INSTALLED / "lib" / "libunimem.so")

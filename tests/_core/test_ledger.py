@@ -21,9 +21,9 @@ import unimem as um
 from conftest import Run
 from tiers import examples
 from unimem._core import ledger, status
-from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.gguf import GGUFHeader
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
-from unimem._core.region import told
+from unimem._core.region import holder_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.accounting import published
 from unimem.weights import opened
@@ -512,13 +512,13 @@ def test_buffers_of_a_step() -> None:
 
 
 def test_who_has_gone_says_nothing() -> None:
-    before = len(told())
+    before = len(holder_parts())
     with um.Tape(MIB) as tape:
         pad = um.Scratchpad(64, 8, tape=tape)
         um.Tape(tape.block)
-        assert len(told()) == before + 2
+        assert len(holder_parts()) == before + 2
         del pad
-        assert len(told()) == before + 1
+        assert len(holder_parts()) == before + 1
         assert by_category(of(tape.block)) == {"scratch": MIB}
 
 

@@ -23,7 +23,7 @@ import pytest
 
 import gguf_files as g
 import unimem as um
-from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.cli import inspect as command
 from unimem.cli import terminal

@@ -532,7 +532,7 @@ def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed
 @contextmanager
 def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterator[int]:
     """A process with the command line of a holder."""
-    script = folder / "stage_holder.py"
+    script = folder / "holder.py"
     script.write_text("print('ready', flush=True); input()")
     with subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), *arguments],
@@ -585,7 +585,7 @@ def test_a_setuid_program_of_another_user_is_no_holder(tmp_path: Path) -> None:
     with subprocess.Popen(
         [
             *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
-            *("su", "-", "root", "stage_holder.py", json.dumps(found)),
+            *("su", "-", "root", "holder.py", json.dumps(found)),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

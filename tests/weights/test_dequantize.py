@@ -20,7 +20,8 @@ import unimem.weights.dequantize as module
 from unimem._core.gguf import tensor_type
 from unimem.errors import ClosedError
 from unimem.weights.loading import Load
-from unimem.weights.opened import Tensor, open_weights
+from unimem.weights.opened import open_weights
+from unimem.weights.tensors import Tensor
 
 gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
 ggml = pytest.importorskip("ggml", reason="ggml-python (extra run) is one side of the comparison")

@@ -22,7 +22,7 @@ import interrupts
 import safetensors_files as sf
 from conftest import Run
 from models.make import TINY, write_model
-from unimem._core.gguf import Header
+from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
@@ -498,7 +498,7 @@ def test_file_in_memory(path: Path) -> None:
 def test_file_that_shrinks_while_its_header_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    kind: Any = Header
+    kind: Any = GGUFHeader
     if format == "safetensors":
         path.write_bytes(sf.everything())
         kind = SafetensorsHeader

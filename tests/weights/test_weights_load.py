@@ -700,7 +700,7 @@ def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
         return False
 
     before = sys.gettrace()
-    reading = {f.__code__ for f in (loading.bring, loading._read, loading._take)}
+    reading = {f.__code__ for f in (loading.load_model, loading._read, loading._take)}
     with um.Tape(16 * MIB) as tape:
         n = 1
         while interrupt_at(n):
@@ -754,7 +754,7 @@ def test_a_file_that_changes_while_it_is_loaded(
     change, text = CHANGES[name]
     true = loading.choose
 
-    def choose(*arguments: Any) -> loading.Choice:
+    def choose(*arguments: Any) -> loading.LoadChoice:
         change(parts[1])
         return true(*arguments)
 

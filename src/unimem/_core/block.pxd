@@ -11,8 +11,7 @@ cdef class Block:
     # Part of another object, which warns for both when it is left open.
     cdef bint _is_part
     cdef dict _requested
-    # What the kernel was asked for, a policy.PlacementChoice; None for memory that somebody else
-    # placed.
+    # What the kernel was asked for, as `policy.decide` chose it; None for memory placed elsewhere.
     cdef object _choice
     cdef object _granted
     cdef object _remove_name
@@ -22,8 +21,6 @@ cdef class Block:
                    name, category, int fd, fill) except -1
     # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
     cdef int commit_ranges(self, list ranges) except -1
-    cdef int _grow(self, list ranges, list missing) except -1
-    cdef int _check_unused(self, Region region, size_t first, size_t size) except -1
     cdef unsigned check_threads(self, object threads) except 0
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total) except -1

@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """Blocks: mapped memory, with its placement read back from the kernel."""
-import errno
 import io
 import os
 import stat
@@ -18,9 +17,13 @@ from libc.stdint cimport uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
+from unimem._core.growth cimport (
+    check_unused, discard_range, grow, overlay_range, release_range,
+)
 from unimem._core.mapping cimport (
-    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, explain, lock_all, lock_region, map_request,
-    memory_bytes, pages_of, placement_of, require_room, resident_bytes, warm_region,
+    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, attach_file, collapse_region, lock_all,
+    lock_region, map_file, map_request, memory_bytes, pages_of, placement_of, repair_region,
+    require_room, resident_bytes, warm_region,
 )
 from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
@@ -206,7 +209,7 @@ cdef class Block:
         if warm:
             if request.shared and choice.pages in (("thp",) if request.mirror else ("auto", "thp")):
                 # Where it cannot be done, the comparison below says so.
-                self._collapse(region, None)
+                collapse_region(region, False)
         if choice.lock and not region.is_hugetlb():
             self._choice = lock_region(region, choice, problems)
         if problems or warm or request.numa or request.lock or request.pages not in ("auto", "4k"):
@@ -241,8 +244,8 @@ cdef class Block:
         Returns
         -------
         Block
-            Whose pages belong to the page cache. Pages that are lost, since somebody truncated the
-            file, are an OSError where unimem touches them, and kill others who do (SIGBUS).
+            Its pages belong to the page cache. If the file is truncated, pages are lost: unimem
+            raises OSError where it touches one, and any other access ends the process (SIGBUS).
 
         Raises
         ------
@@ -263,20 +266,13 @@ cdef class Block:
 
     @staticmethod
     def _map_fd(int fd, offset, nbytes, mode, file, category="weights", name=None):
-        cdef um.um_error err
         if mode not in _ACCESS:
             raise ValueError(f"mode: expected 'r', 'c' or 'r+', got {mode!r}")
         cdef um.um_category entered = _category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
         cdef size_t size = size_of(nbytes, f"nbytes of {file} from byte {offset} on", 1)
         cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
-        cdef um.um_status status
-        cdef Region region = Region.__new__(Region)
-        with nogil:
-            status = um.um_block_map_file(&region.block, fd, start, size, access, entered, &err)
-        if status != um.UM_OK:
-            raise_status(status, &err, f"mapping {file}")
-        region.file = file
+        cdef Region region = map_file(fd, start, size, access, entered, file)
         return _new_block(region, name or file, category, mode == "r+")
 
     @staticmethod
@@ -305,11 +301,8 @@ cdef class Block:
         ValueError
             It is no memory or file, or empty.
         """
-        cdef um.um_error err
         cdef um.um_category entered = _category_of(category)
-        cdef um.um_access access = um.UM_ACCESS_SHARED if writable else um.UM_ACCESS_READ
-        cdef um.um_status status
-        cdef Region region = Region.__new__(Region)
+        cdef Region region
         cdef int fd
         if isinstance(fd_or_path, int):
             fd, label = fd_or_path, f"descriptor {fd_or_path}"
@@ -320,16 +313,10 @@ cdef class Block:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
-            with nogil:
-                status = um.um_block_attach(&region.block, fd, access, entered, &err)
+            region = attach_file(fd, writable, entered, label)
         finally:
             if not isinstance(fd_or_path, int):
                 os.close(fd)
-        if status == um.UM_E_OS and err.os_errno in (errno.EPERM, errno.EACCES) and writable:
-            raise PlacementError(err.os_errno, f"attaching {label}: it may only be read, for it is "
-                                 "sealed or open for reading: attach it with writable=False")
-        if status != um.UM_OK:
-            raise_status(status, &err, f"attaching {label}")
         region.file = None if isinstance(fd_or_path, int) else label
         cdef Block block = _new_block(region, name or label, category, True)
         block.path = label if label.startswith(limits.SHM + "/") else None
@@ -367,7 +354,7 @@ cdef class Block:
         cdef Region region = block._region
         block._requested = region.requested = _requested_of(region, True) | {"pages": pages}
         if block._choice.pages in ("auto", "thp"):
-            block._collapse(region, None)
+            collapse_region(region, False)
         problems = list(block._choice.shortfalls)
         if pages != "auto":
             problems += policy.find_mismatches(request, block._choice, block.verify(),
@@ -557,16 +544,10 @@ cdef class Block:
             The kernel refuses to move pages, as in a container that may not.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef uint64_t left = 0
         if region.block.numa.mode == um.UM_NUMA_NONE:
             raise ValueError(f"Block '{self.name}' has no NUMA policy: make it with numa=")
-        with nogil:
-            status = um.um_block_repair(&region.block, &left, &err)
         self._granted = None
-        if status != um.UM_OK:
-            explain(region, self.path, status, &err, f"repairing block '{self.name}'")
+        cdef uint64_t left = repair_region(region, self.path)
         placement = self.verify()
         if left > 0:
             policy.warn(policy.misplaced_message(self.name, self._choice.numa, left, placement))
@@ -587,26 +568,13 @@ cdef class Block:
             The kernel cannot (before Linux 6.1), or the block was asked to have 4k pages.
         """
         cdef Region region = self.region()
-        self._collapse(region, True)
+        self._granted = None
+        collapse_region(region, True)
         placement = self.verify()
         text = policy.huge_page_message(self.name, placement, THP_BYTES)
         if text:
             policy.warn(text)
         return placement
-
-    def _collapse(self, Region region, raises):
-        cdef um.um_error err
-        cdef um.um_status status
-        with nogil:
-            status = um.um_block_collapse(&region.block, &err)
-        self._granted = None
-        if raises and status not in (um.UM_OK, um.UM_E_NOMEM):
-            reason = ("pages='4k' were asked for"
-                      if region.block.requested_pages == um.UM_PAGES_4K else
-                      f"{err.what.decode()}: {os.strerror(err.os_errno)}: the kernel cannot put "
-                      "this memory into huge pages (Linux 6.1 and its THP support can for "
-                      "anonymous and shared memory)")
-            raise PlacementError(err.os_errno, f"collapsing block '{self.name}': {reason}")
 
     def commit(self, nbytes):
         """Make the first `nbytes` bytes usable, inside of what is reserved; nothing moves.
@@ -633,44 +601,12 @@ cdef class Block:
         end = (size + step - 1) // step * step
         cdef list missing = region.runs(end, False)
         if missing and not region.block.is_file:
-            self._grow([(0, end)], missing)
+            self._granted = None
+            grow(region, self._choice, self.path, [(0, end)], missing)
 
     cdef int commit_ranges(self, list ranges) except -1:
-        return self._grow(ranges, ranges)
-
-    cdef int _grow(self, list ranges, list missing) except -1:
-        """Commit ranges, in which these are missing: all of them, or nothing."""
-        cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef Py_ssize_t n_undo = 0
-        cdef size_t more = sum([n for _, n in missing])
-        what = f"growth of block '{self.name}'"
-        cdef bint hugetlb = region.is_hugetlb()
-        policy.require_growth(self.name, more, self._choice, limits,
-                              PAGE_NAMES[<int>region.block.requested_pages])
-        if not hugetlb:
-            limits.require(more, what)
-        if self.path is not None:
-            limits.require_shm(more, what)
         self._granted = None
-        try:
-            for first, n in ranges:
-                # With the interpreter's lock: whoever makes an array looks at what is committed.
-                status = um.um_block_commit(&region.block, first, n, &err)
-                if status != um.UM_OK:
-                    explain(region, self.path, status, &err, what)
-                n_undo += 1
-            n_undo = len(missing)
-            if hugetlb and policy.is_prefaulted(self._choice):
-                for first, n in missing:
-                    self.populate(region, first, n, 1, None, 0, n)
-        except BaseException:
-            for first, n in missing[:n_undo]:
-                # What the kernel does not take back stays committed, and in the ledger.
-                status = um.um_block_release(&region.block, first, n, NULL, NULL)
-            raise
-        return 0
+        return grow(self.region(), self._choice, self.path, ranges, ranges)
 
     def release(self, offset=0, nbytes=None):
         """Give memory back; RSS and commit charge fall, and addresses stay reserved.
@@ -695,38 +631,12 @@ cdef class Block:
             The range is outside of what is reserved, or is a mapped file's or read-only.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
         cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
-        cdef size_t released = 0
         cdef size_t size = (size_of(nbytes, "nbytes") if nbytes is not None
                             else reserved - min(first, reserved))
-        self._check_unused(region, first, size)
-        # With the interpreter's lock: nobody makes an array over the range meanwhile.
-        status = um.um_block_release(&region.block, first, size, &released, &err)
+        check_unused(region, first, size)
         self._granted = None
-        if status != um.UM_OK:
-            raise_status(status, &err, f"releasing memory of block '{self.name}'")
-        return released
-
-    cdef int _check_unused(self, Region region, size_t first, size_t size) except -1:
-        """Refuse to take whole steps of a range away from who uses them."""
-        cdef size_t step = region.block.step_nbytes, reserved = region.block.reserved_nbytes
-        cdef size_t begin, end, piece = 2 * region.block.mirror_nbytes
-        cdef Py_ssize_t n_whole, n_parts
-        if first > reserved or size > reserved - first:
-            return 0
-        begin, end = (first + step - 1) // step * step, (first + size) // step * step
-        # The block and the calling method hold the region, and each window once.
-        n_whole = Py_REFCNT(<PyObject *>region) - 2 - region.n_windows
-        if piece and begin < end:
-            begin, end = begin // piece * piece, (end + piece - 1) // piece * piece
-        n_parts = region.n_windows_in(begin, end)
-        if begin < end and n_whole + n_parts > 0:
-            raise BufferError(
-                f"Block '{self.name}': live arrays over bytes {begin} to {end}: {n_parts}, "
-                f"users of all of it (buffers, tapes): {n_whole}; drop them first")
-        return 0
+        return release_range(region, first, size)
 
     def _discard(self, offset, nbytes):
         """Forget whole steps of a range: their pages go, they stay committed, and read as zeros.
@@ -735,15 +645,10 @@ cdef class Block:
         memory that is locked or not committed.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes"), covered = 0
-        self._check_unused(region, first, size)
-        status = um.um_block_discard(&region.block, first, size, &covered, &err)
+        cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
+        check_unused(region, first, size)
         self._granted = None
-        if status != um.UM_OK:
-            raise_status(status, &err, f"discarding memory of block '{self.name}'")
-        return covered
+        return discard_range(region, first, size)
 
     def _overlay(self, offset, int fd, file_offset, nbytes):
         """Commit a range as a private mapping of a file, which never changes.
@@ -751,14 +656,10 @@ cdef class Block:
         Raises ValueError for a range that cannot be a file's or is not in the file, and OSError.
         """
         cdef Region region = self.region()
-        cdef um.um_error err
-        cdef um.um_status status
         cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
         cdef uint64_t start = size_of(file_offset, "file_offset")
-        status = um.um_block_overlay(&region.block, first, fd, start, size, &err)
         self._granted = None
-        if status != um.UM_OK:
-            raise_status(status, &err, f"mapping a file into block '{self.name}'")
+        overlay_range(region, first, fd, start, size)
 
     def advise(self, advice):
         """Tell the kernel how the memory will be used.
@@ -835,7 +736,7 @@ cdef class Block:
         self._drop()
 
     def _check_idle(self):
-        # Whoever uses the memory holds the region.
+        # Every user of the memory holds the region.
         cdef Py_ssize_t n_users = 0
         if self._region is not None:
             n_users = Py_REFCNT(<PyObject *>self._region) - 1
@@ -873,7 +774,7 @@ cdef class Block:
 
 
 cdef Block _new_block(Region region, name, category, bint shared):
-    """A block over a mapping that is there; shared: writes through it are others' as well."""
+    """Make a block over an existing mapping; `shared`: other processes see what is written."""
     cdef Block block = Block.__new__(Block)
     region.name = block.name = name
     region.writable = region.block.access != um.UM_ACCESS_READ

@@ -2,7 +2,7 @@
 from unimem._core cimport native as um
 from unimem._core.header_bytes cimport HeaderBytes
 
-cdef class Header(HeaderBytes):
+cdef class GGUFHeader(HeaderBytes):
     cdef um.um_gguf _gguf
     cdef object _numbers(self, um.um_gguf_type type, um.uint64_t at, um.uint64_t n)
     cdef list _strings(self, um.uint64_t *at, um.uint64_t n)

@@ -25,7 +25,7 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
     "uint64", "int64", "float64")]
 
 
-cdef class Header(HeaderBytes):
+cdef class GGUFHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
     Parameters

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-from unimem._core.region import regions, told
+from unimem._core.region import holder_parts, regions
 from unimem._core.status import ledger, row_name
 
 __all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 class Holder(Protocol):
-    """Who knows what parts of regions are for. Any thread may ask; no answer raises."""
+    """An object that knows what parts of regions are for. Any thread may ask; no answer raises."""
 
     def _ledger_is_open(self) -> bool:
         """Tell whether there are parts, without making them: there may be very many."""
@@ -85,14 +85,14 @@ class Holder(Protocol):
 
 
 def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
-    """Enter, weakly, who knows what parts of regions are for; for as long as it lives.
+    """Enter a holder, by a weak reference: it counts for as long as it lives.
 
     Any number of threads may enter holders. A forked child has those of its parent.
 
     Parameters
     ----------
     holder : Holder
-        Who.
+        The object that names the parts.
     sizes : mapping of str to int
         Bytes of the categories that it names and that regions are not entered by, for
         `high_water`.
@@ -138,12 +138,12 @@ def entries() -> tuple[Entry, ...]:
     ...     [(e.category, e.parts[0].active_bytes) for e in entries() if e.name == "mine"]
     [('scratch', 4000)]
     """
-    parts = [Part(*fields) for fields in told()]
+    parts = [Part(*fields) for fields in holder_parts()]
     for reference, _ in list(_named.values()):
         holder = reference()
         if holder is not None:
             parts += holder._ledger_parts()
-        # Nobody is held longer than it is asked.
+        # No holder is kept alive longer than it is asked.
         del holder
     found = sorted(regions(), key=lambda region: region[2])
     addresses = [region[2] for region in found]

@@ -1,4 +1,6 @@
 # From a request to a region: mapping, warming and locking it, and what the kernel says of it.
+from libc.stdint cimport uint64_t
+
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
@@ -9,10 +11,18 @@ cdef dict PAGES
 cdef dict PAGE_NAMES
 cdef size_t THP_BYTES
 
-# What can be had of a request: (region, policy.PlacementChoice). With a source, a sealed copy of
-# it.
+# What a request was granted: (region, what `policy.decide` chose). With a source, a sealed copy.
 cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
                        Region source)
+# A mapping of a part of a file.
+cdef Region map_file(int fd, uint64_t start, size_t size, um.um_access access,
+                     um.um_category category, str file)
+# A mapping of shared memory that another block has made; `label` stands in messages.
+cdef Region attach_file(int fd, bint writable, um.um_category category, str label)
+# Puts what is in RAM into huge pages; raises PlacementError where the kernel cannot, if asked to.
+cdef int collapse_region(Region region, bint raises) except -1
+# Moves pages to where the NUMA policy says, and returns the bytes that are left elsewhere.
+cdef object repair_region(Region region, str path)
 # Locks it as was chosen. Returns the choice as it turned out, and says in `problems` what failed.
 cdef object lock_region(Region region, object choice, list problems)
 # Locks all of it (True, "onfault") or unlocks it (False). Returns what it was.

@@ -94,6 +94,60 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     return None
 
 
+cdef Region map_file(int fd, uint64_t start, size_t size, um.um_access access,
+                     um.um_category category, str file):
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef Region region = Region.__new__(Region)
+    with nogil:
+        status = um.um_block_map_file(&region.block, fd, start, size, access, category, &err)
+    if status != um.UM_OK:
+        raise_status(status, &err, f"mapping {file}")
+    region.file = file
+    return region
+
+
+cdef Region attach_file(int fd, bint writable, um.um_category category, str label):
+    cdef um.um_error err
+    cdef um.um_access access = um.UM_ACCESS_SHARED if writable else um.UM_ACCESS_READ
+    cdef um.um_status status
+    cdef Region region = Region.__new__(Region)
+    with nogil:
+        status = um.um_block_attach(&region.block, fd, access, category, &err)
+    if status == um.UM_E_OS and err.os_errno in (errno.EPERM, errno.EACCES) and writable:
+        raise PlacementError(err.os_errno, f"attaching {label}: it may only be read, for it is "
+                             "sealed or open for reading: attach it with writable=False")
+    if status != um.UM_OK:
+        raise_status(status, &err, f"attaching {label}")
+    return region
+
+
+cdef int collapse_region(Region region, bint raises) except -1:
+    cdef um.um_error err
+    cdef um.um_status status
+    with nogil:
+        status = um.um_block_collapse(&region.block, &err)
+    if raises and status not in (um.UM_OK, um.UM_E_NOMEM):
+        reason = ("pages='4k' were asked for"
+                  if region.block.requested_pages == um.UM_PAGES_4K else
+                  f"{err.what.decode()}: {os.strerror(err.os_errno)}: the kernel cannot put "
+                  "this memory into huge pages (Linux 6.1 and its THP support can for "
+                  "anonymous and shared memory)")
+        raise PlacementError(err.os_errno, f"collapsing block '{region.name}': {reason}")
+    return 0
+
+
+cdef object repair_region(Region region, str path):
+    cdef um.um_error err
+    cdef um.um_status status
+    cdef uint64_t left = 0
+    with nogil:
+        status = um.um_block_repair(&region.block, &left, &err)
+    if status != um.UM_OK:
+        explain(region, path, status, &err, f"repairing block '{region.name}'")
+    return left
+
+
 cdef object lock_region(Region region, object choice, list problems):
     cdef um.um_error err
     cdef um.um_status status

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Regions: each owns one mapping, and knows who uses which part of it."""
+"""Regions: each owns one mapping, and counts the users of each part of it."""
 import os
 import weakref
 
@@ -207,7 +207,7 @@ cdef class Region:
     cdef object tell_watchers(self):
         cdef list told = self.watchers
         cdef Watcher watcher
-        # Who still has to wait says so again.
+        # A watcher that still has to wait registers again.
         self.watchers = None
         for reference in told:
             watcher = reference()
@@ -259,16 +259,16 @@ def _forget_holder(reference):
 
 
 cdef object enter_holder(object holder):
-    """Note, weakly, who tells what parts of regions are for.
+    """Note, by a weak reference, an object that names parts of regions.
 
-    Its `_ledger_parts` does, as tuples of the fields of a `Part`, and runs nothing of Python's.
+    Its `_ledger_parts` returns them, as tuples of the fields of a `Part`, and runs no Python code.
     """
     reference = PyWeakref_NewRef(holder, _forget_holder)
     _holders[<uintptr_t><PyObject *>reference] = reference
 
 
-def told():
-    """What those who were noted tell of their parts, the first of them first.
+def holder_parts():
+    """Return the parts that holders name, in the order in which the holders were entered.
 
     Returns
     -------

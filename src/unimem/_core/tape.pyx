@@ -458,7 +458,8 @@ cdef class DeviceTape(Bump):
     """The half of `cuda.Tape` that a decode step calls for every buffer.
 
     A CuPy array costs more to make than everything else in a take, so the tape remembers those it
-    has made. A subclass makes them: `_new_array(offset, shape, dtype)`.
+    has made. A subclass makes them, `_new_array(offset, shape, dtype)`, and brings the tensors of
+    a model to what it takes: `_upload(weights, ...)`.
     """
 
     def __cinit__(self, *args, **options):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.gguf import GGUFHeader
 from unimem._core.ledger import Part
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError

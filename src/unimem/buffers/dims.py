@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unimem.system.integers import integer
 
 if TYPE_CHECKING:
-    from unimem.weights.opened import Contents
+    from unimem.weights.tensors import Contents
 
 __all__ = ["ModelDims"]
 

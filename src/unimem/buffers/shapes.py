@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
 
 if TYPE_CHECKING:
-    from unimem.weights.opened import Contents
+    from unimem.weights.tensors import Contents
 
 __all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 

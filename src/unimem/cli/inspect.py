@@ -15,13 +15,14 @@ import numpy as np
 import typer
 
 import unimem
-from unimem._core.gguf import Header as GGUFHeader
+from unimem._core.gguf import GGUFHeader
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.tables import Bar, can_show, room, table_lines
 from unimem.cli.terminal import one_line
 from unimem.system.text import format_bytes, table
-from unimem.weights.opened import Value, Weights, open_weights
+from unimem.weights.files import Value
+from unimem.weights.opened import Weights, open_weights
 from unimem.weights.residency import Residency, map_resident
 
 __all__ = ["SCHEMA", "inspect"]

@@ -39,8 +39,7 @@ from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.weights.loading import Load
-from unimem.weights.opened import Weights, open_weights
-from unimem.weights.residency import warm_where_it_fits
+from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
 if TYPE_CHECKING:
     from unimem.engine import Decoder

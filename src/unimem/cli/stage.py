@@ -17,7 +17,7 @@ from unimem.system.placement import Pages, sum_placements
 from unimem.system.text import format_bytes
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
-from unimem.weights.staging.held import Held, alone, drop, hold, hold_files, holders
+from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
 from unimem.weights.staging.places import sweep
 from unimem.weights.staging.stage import stage as make_stage
 
@@ -106,7 +106,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     source = os.path.abspath(model)
     with ExitStack() as stack:
         waits = f"{source}: waiting for a process that stages it, "
-        stack.enter_context(alone(source, lambda pid: _tell(f"{waits}{pid}")))
+        stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
         found = _reuse(source, asked)
         if found is not None:
             held = found

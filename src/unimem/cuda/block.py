@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
-import unimem as um
 from unimem._core.arrays import array_within, checked_size
+from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
 from unimem.system import gpu
@@ -90,24 +90,24 @@ class _Memory:
         pinned: bool,
         placement: PlacementOptions,
     ) -> None:
-        self.host: um.Block | None = None
+        self.host: HostBlock | None = None
         self.users: memoryview | None = None
         self.nbytes = nbytes
         self._driver = driver
         if pinned:
-            self._pin(um.Block(nbytes, name=name, category=category, **placement))
+            self._pin(HostBlock(nbytes, name=name, category=category, **placement))
         else:
             self._allocation = driver.allocate(nbytes)
             self.address = int(self._allocation.ptr)
             self._entry = DeviceEntry(driver.name, category, nbytes)
         _alive.add(self)
 
-    def _pin(self, host: um.Block) -> None:
+    def _pin(self, host: HostBlock) -> None:
         for _ in range(len(_stuck)):
             with contextlib.suppress(IndexError):  # another thread tries it
                 _unpin(*_stuck.pop(0))
         self.nbytes, self.address = host.nbytes, host.address
-        # Who closes the host's block by himself is refused: the GPU still sees it.
+        # Closing the host's block directly is refused: the GPU still sees it.
         self.users = memoryview(host)
         try:
             _pinned[self.address] = host, self.users
@@ -125,7 +125,7 @@ class _Memory:
 
 # The host's memory that GPUs see, by address. It is kept from here, so that it stays mapped until
 # CUDA has let go of it, whatever fails or is interrupted.
-_pinned: dict[int, tuple[um.Block, memoryview]] = {}
+_pinned: dict[int, tuple[HostBlock, memoryview]] = {}
 # What CUDA did not let go of, as while a stream is captured. The next pinned block tries again.
 _stuck: list[tuple[gpu.Driver, int]] = []
 
@@ -262,7 +262,7 @@ class Block:
         return n if self._host_users is None else n + sys.getrefcount(self._host_users.obj)
 
     def _n_users(self) -> int:
-        """Count arrays, tapes and whoever else refers to the memory, on either side."""
+        """Count arrays, tapes and other references to the memory, on either side."""
         # Counted as it was when the block was the only one.
         return self._n_references() - self._n_own
 
@@ -316,28 +316,7 @@ class Block:
     def as_array(
         self, dtype: Any = "uint8", shape: int | tuple[int, ...] | None = None, offset: int = 0
     ) -> Any:
-        """View the memory as an array, without a copy.
-
-        Parameters
-        ----------
-        dtype : dtype-like
-            A NumPy dtype.
-        shape : int or tuple of int, optional
-            All that fits behind the offset by default.
-        offset : int, default 0
-            Bytes before the first element.
-
-        Returns
-        -------
-        cupy.ndarray
-            Which keeps the memory alive.
-
-        Raises
-        ------
-        ValueError
-            It does not fit, or is not aligned.
-        ClosedError
-        """
+        """View the memory as a CuPy array, without a copy: see `unimem.Block.as_array`."""
         memory = self._opened()
         dims, descr = array_within(
             f"Block '{self.name}'", self.address, self._nbytes, offset, shape, dtype

@@ -31,14 +31,8 @@ class DecodeBuffers(DecodeBufferSet[Any]):
         Where the buffers are taken; otherwise a tape of their own.
     dtype : {"float16", "bfloat16", "float32"}
         Type of the activations.
-    name : str, optional
-        Stands in messages.
-    device : int, default 0
-        CUDA's number of the GPU; only without `tape`.
-    pinned : bool, default False
-        Host memory that the GPU sees; only without `tape`.
-    **placement
-        See `PlacementOptions`; only of pinned memory.
+    name, device, pinned, **placement
+        As for `cuda.Tape`; all but the name only without `tape`.
 
     Raises
     ------

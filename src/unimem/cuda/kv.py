@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-import unimem as um
+from unimem._core.block import Block
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
@@ -32,7 +32,7 @@ class KVCache(KVDevice):
 
     `unimem.KVCache` of fixed storage, with CuPy arrays: the same rows, positions, states and
     errors, which are kept on the host. What touches the memory is queued on a stream: nobody waits,
-    and nothing is allocated. A token is counted as soon as its rows are queued, so whoever reads on
+    and nothing is allocated. A token is counted as soon as its rows are queued: a reader on
     another stream waits for these first (an event). Appends take a stream; all else that copies
     (`trim_to` with `keep_first`, tokens that move because a `reserve` needs their rows, `copy`,
     `save`) uses CuPy's current one.
@@ -48,54 +48,29 @@ class KVCache(KVDevice):
 
     Parameters
     ----------
-    n_layers, n_kv_heads, head_dim : int
-        The model's dimensions.
-    max_seq_len : int
-        Tokens that fit.
-    batch : int, default 1
-        Streams that grow together.
-    dtype : {"f16", "f32", "bf16", "q8_0"}
-        What is stored; NumPy's names are accepted.
+    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
+        As for `unimem.KVCache`.
     window, spare_rows, grow
         Of rings and growing caches, which a device does not have.
-    budget_bytes : int, optional
-        What `capacity_bytes` never exceeds: it limits the rows.
     tape : cuda.Tape, optional
         Where the storage is taken, such as ``layout.history``; otherwise it has a block of its own.
-    device : int, default 0
-        CUDA's number of the GPU; only without `tape`.
-    pinned : bool, default False
-        Host memory that the GPU sees; only without `tape`.
-    name : str, optional
-        Stands in messages.
-    **placement
-        See `PlacementOptions`; only of pinned memory, without `tape`.
+    name, device, pinned, **placement
+        As for `cuda.Tape`; all but the name only without `tape`.
 
     Attributes
     ----------
-    dtype : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
-    name : str
-        Stands in messages.
-    budget_bytes : int or None
-        As given.
+    dtype, name, budget_bytes : str, str, int or None
+        As for `unimem.KVCache`.
     window, grow, n_growths : None, bool, int
         Always None, False and 0.
 
     Raises
     ------
-    ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit; options that do
-        not go together.
-    TapeFull
-        `tape` has no room.
-    CacheFull
-        `budget_bytes` is too small for one token.
-    CapacityError
-        The device has no room.
+    ValueError, TapeFull, CacheFull
+        As `unimem.KVCache`.
     NotImplementedError
         `window`, `spare_rows` or `grow`; placement of device memory.
-    TypeError, MemoryError, PlacementError
+    CapacityError, TypeError, MemoryError, PlacementError
         As `cuda.Block`.
 
     Examples
@@ -315,9 +290,9 @@ class KVCache(KVDevice):
             if out is not None:
                 raise ValueError("out: expected together with dtype")
             return self._view(layer, False, row, n), self._view(layer, True, row, n)
-        return self._while_held(lambda: self._converted(i, dtype, out, stream))
+        return self._while_held(lambda: self._convert(i, dtype, out, stream))
 
-    def _converted(
+    def _convert(
         self, i: int, dtype: npt.DTypeLike, out: tuple[Any, Any] | None, stream: Any
     ) -> tuple[Any, Any]:
         layer, row, n = self._span(i)
@@ -410,9 +385,9 @@ class KVCache(KVDevice):
         CapacityError, MemoryError, PlacementError
             There is no room for it.
         """
-        return self._while_held(self._copied)
+        return self._while_held(self._copy)
 
-    def _copied(self) -> Self:
+    def _copy(self) -> Self:
         self._check_whole("copy")
         n, position = self.seq_len, self.next_position
         other = type(self)(
@@ -442,34 +417,13 @@ class KVCache(KVDevice):
         tokens: Sequence[int] | npt.NDArray[Any] | None = None,
         model: str | None = None,
     ) -> None:
-        """Write the tokens to a file, for `restore`, here or by `unimem.KVCache`.
+        """Write the tokens to a file, as `unimem.KVCache.save`; either class restores it.
 
-        The file is as that of `unimem.KVCache.save`. The tokens are copied to main memory first,
-        all of them, on CuPy's current stream.
-
-        Parameters
-        ----------
-        path : path-like
-            The file.
-        tokens : sequence of int, optional
-            The ids of all tokens up to `next_position`.
-        model : str, optional
-            What the cache belongs to, such as ``weights.fingerprint``.
-
-        Raises
-        ------
-        RuntimeError
-            Rows are reserved, or layers differ in length.
-        ValueError
-            Another number of `tokens`.
-        MemoryError
-            There is no room in main memory.
-        OSError
-            It cannot be written, or is a folder or device; the file is as it was.
+        All tokens are copied to main memory first, on CuPy's current stream: MemoryError is raised
+        where there is no room for them.
         """
         self._check_whole("save")
-        kv = cast(um.KVCache, self)
-        self._while_held(lambda: snapshot.save(kv, path, tokens, model))
+        self._while_held(lambda: snapshot.save(self, path, tokens, model))
 
     @classmethod
     def restore(
@@ -488,23 +442,15 @@ class KVCache(KVDevice):
 
         Parameters
         ----------
-        path : path-like
-            The file.
+        path, tokens, model
+            As for `unimem.KVCache.restore`.
         mode : {"copy"}
             It is read into main memory, in parallel, and copied from there. A growing cache becomes
             a fixed one.
-        tokens : sequence of int, optional
-            The tokens to be computed: those of the file must be the first of them.
-        model : str, optional
-            What the file must have been saved with.
         verify : bool, optional
             The checksums of the data are compared in any case.
-        device : int, default 0
-            CUDA's number of the GPU.
-        pinned : bool, default False
-            Host memory that the GPU sees.
-        **placement
-            See `PlacementOptions`; only of pinned memory.
+        device, pinned, **placement
+            As for `cuda.Tape`.
 
         Returns
         -------
@@ -512,16 +458,10 @@ class KVCache(KVDevice):
 
         Raises
         ------
-        SnapshotError
-            The file is no snapshot, is damaged, or is one of another model or of other tokens.
         NotImplementedError
             ``mode="map"``, or a snapshot of a ring.
-        ValueError, TypeError
-            An unknown mode or option, `tokens` that are no ids.
-        OSError
-            It cannot be read.
-        CapacityError, MemoryError, PlacementError
-            There is no room.
+        SnapshotError, ValueError, TypeError, OSError, CapacityError, MemoryError, PlacementError
+            As `unimem.KVCache.restore`.
         """
         if mode == "map":
             unsupported("restore by mapping", "KVCache.restore(mode='map')", "mode='copy'")
@@ -539,7 +479,7 @@ class KVCache(KVDevice):
             **placement,
         )
         try:
-            snapshot.read_into(cast(um.KVCache, kv), path, tokens, model)
+            snapshot.read_into(kv, path, tokens, model)
         except BaseException:
             kv.__exit__()
             raise
@@ -555,7 +495,7 @@ class KVCache(KVDevice):
         ClosedError
         """
         self._span(0)
-        snapshot.verify(cast(um.KVCache, self))
+        snapshot.verify(self)
 
     def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
         """Address of the first token that all layers hold, in one lane."""
@@ -563,7 +503,7 @@ class KVCache(KVDevice):
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
         """Copy the tokens of one lane to main memory."""
-        rows = _in_main_memory(self.seq_len * self.row_bytes)
+        rows = _host_rows(self.seq_len * self.row_bytes)
         queue = self._driver.stream()
         begin = self._first_address(layer, part, stream)
         self._driver.copy(rows.ctypes.data, begin, rows.nbytes, queue)
@@ -578,7 +518,7 @@ class KVCache(KVDevice):
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> npt.NDArray[np.uint8]:
         """Return where the tokens of one lane go in main memory, from where they are copied."""
-        rows = _in_main_memory(n * self.row_bytes)
+        rows = _host_rows(n * self.row_bytes)
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
 
@@ -604,6 +544,6 @@ def _steps_of_blocks(steps: Five, which: int) -> Five:
     return heads, steps[which], blocks, tokens, 2
 
 
-def _in_main_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    with um.Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
+def _host_rows(nbytes: int) -> npt.NDArray[np.uint8]:
+    with Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
         return block.as_array("uint8", nbytes)

@@ -93,7 +93,7 @@ class Layout(Lifetimes[Tape]):
             )
         check_placement("Layout", placement)  # which no tape may need
         super().__init__(weights, scratch, history, new_tape)
-        # Where each tensor is, and the arrays, which the layout holds for whoever asks.
+        # Where each tensor is, and its array, which the layout keeps for the next caller.
         self._places: dict[str, tuple[int, tuple[int, ...], Any]] = {}
         self._tensors: dict[str, Any] = {}
 
@@ -212,9 +212,9 @@ class Layout(Lifetimes[Tape]):
         Raises
         ------
         BufferError
-            Arrays still use a tape, or are somebody's of `tensors`; nothing is closed then.
+            Arrays still use a tape, or a caller holds arrays of `tensors`; nothing is closed then.
         """
-        # What only the layout holds is nobody's; what others hold counts without the dict, too.
+        # Arrays that only the layout holds do not count; those of callers count without the dict.
         self._tensors.clear()
         try:
             super().close()

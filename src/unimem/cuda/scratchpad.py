@@ -27,43 +27,25 @@ class Scratchpad(DeviceScratchpad):
 
     Parameters
     ----------
-    max_seq_len : int
-        Tokens that fit.
-    dim : int
-        Values of a token.
-    dtype : {"float32", "float16", "bfloat16", "float64"}
-        What is stored.
+    max_seq_len, dim, dtype
+        As for `unimem.Scratchpad`.
     tape : cuda.Tape, optional
         Where the buffer is taken, such as ``layout.history``; otherwise a tape of its own.
-    device : int, default 0
-        CUDA's number of the GPU; only without `tape`.
-    pinned : bool, default False
-        Host memory that the GPU sees; only without `tape`.
-    name : str, optional
-        Stands in messages.
-    **placement
-        See `PlacementOptions`; only of pinned memory, without `tape`.
+    name, device, pinned, **placement
+        As for `cuda.Tape`; all but the name only without `tape`.
 
     Attributes
     ----------
-    capacity, dim : int
-        Tokens that fit, and values of a token.
-    dtype : numpy.dtype
-        What is stored.
+    capacity, dim, dtype, name : int, int, numpy.dtype, str
+        As for `unimem.Scratchpad`.
     tape : cuda.Tape
         What the buffer lies on.
-    name : str
-        Stands in messages.
 
     Raises
     ------
-    ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit.
-    TapeFull
-        `tape` has no room.
-    CapacityError
-        The device has no room.
-    TypeError, MemoryError, PlacementError, NotImplementedError
+    ValueError, TapeFull
+        As `unimem.Scratchpad`.
+    CapacityError, TypeError, MemoryError, PlacementError, NotImplementedError
         As `cuda.Block`.
 
     Examples

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import unimem as um
+from unimem._core.block import Block as HostBlock
 from unimem._core.tape import DeviceTape
+from unimem.cuda import upload
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
 from unimem.system.placement import PlacementOptions
+from unimem.weights.tensors import Contents
 
 __all__ = ["Tape"]
 
@@ -31,13 +33,9 @@ class Tape(DeviceTape):
     name : str, optional
         Stands in messages.
     category : str, default "scratch"
-        The row of the ledger, for a block of the tape's own.
-    device : int, default 0
-        CUDA's number of the GPU; only with a size.
-    pinned : bool, default False
-        Host memory that the GPU sees; only with a size.
-    **placement
-        See `PlacementOptions`; only of pinned memory.
+        As for `cuda.Block`; only with a size.
+    device, pinned, **placement
+        As for `cuda.Block`; only with a size.
 
     Raises
     ------
@@ -66,7 +64,7 @@ class Tape(DeviceTape):
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        if isinstance(nbytes_or_block, um.Block):
+        if isinstance(nbytes_or_block, HostBlock):
             raise TypeError(
                 "expected a size in bytes or a cuda.Block, got a unimem.Block, which is in main "
                 "memory: cuda.Tape(nbytes, pinned=True) is there too, and the GPU sees it"
@@ -98,6 +96,9 @@ class Tape(DeviceTape):
 
     def _address_of(self, thing: Any) -> Any:
         return thing.data.ptr if self._driver.is_array(thing) else thing
+
+    def _upload(self, weights: Contents, **options: Any) -> dict[str, Any]:
+        return upload.to_device(weights, self, self._driver, **options)
 
     def _where(self) -> str:
         return "its block closed" if self.block.closed else str(self.block.granted)

@@ -18,15 +18,15 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from unimem._core.arrays import array_within
+from unimem._core.tape import DeviceTape
 from unimem.cuda.block import Block
-from unimem.cuda.tape import Tape
 from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
 from unimem.system.gpu import Driver
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import check_version, reopen
 from unimem.weights.loading import Progress
-from unimem.weights.opened import Contents, Tensor, Weights
+from unimem.weights.tensors import Contents, Tensor
 
 __all__ = ["to_device"]
 
@@ -40,7 +40,7 @@ def _places(weights: Contents, transfers: list[Transfer]) -> list[tuple[Tensor, 
     moved = {transfer.file.path: transfer.at - transfer.begin for transfer in transfers}
     places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
     for tensor, at in places:
-        dtype, _ = tensor._as_in_arrays()
+        dtype, _ = tensor._array_layout()
         if at % dtype.alignment:
             raise ValueError(
                 f"tensor '{tensor.name}' of {tensor.file} would lie at no multiple of "
@@ -51,8 +51,9 @@ def _places(weights: Contents, transfers: list[Transfer]) -> list[tuple[Tensor, 
 
 
 def to_device(
-    weights: Weights,
-    tape: Tape,
+    weights: Contents,
+    tape: DeviceTape,
+    driver: Driver,
     *,
     progress: Progress | None,
     threads: int | None,
@@ -60,16 +61,8 @@ def to_device(
     stream: Any,
 ) -> dict[str, Any]:
     """Bring the tensors of a model to the GPU: see `Weights.to_device`."""
-    weights._opened()
-    if not isinstance(tape, Tape):
-        raise TypeError(
-            f"tape: expected a unimem.cuda.Tape, got {type(tape).__name__}: make one with "
-            "cuda.Tape(weights.mapped_bytes). In main memory the tensors are already, without a "
-            "copy: Tensor.as_array"
-        )
     n_threads = _n_threads(threads)
     slot_bytes = _slot_bytes(staging_bytes)
-    driver = tape._driver
     earlier = driver.stream(stream)
     transfers = list_transfers(weights)
     nbytes = transfers[-1].end
@@ -82,7 +75,7 @@ def to_device(
         region = None
         try:
             region = tape.take_bytes(nbytes, align=ALIGN)
-            # Who had this memory before may still be using it.
+            # Queued work may still use this memory for what lay here before.
             driver.synchronize(earlier)
             if nbytes > 0:
                 upload = _Upload(driver, transfers, fds, int(region.data.ptr), slot_bytes)
@@ -92,7 +85,7 @@ def to_device(
             if progress is not None:
                 total = sum(transfer.nbytes for transfer in transfers)
                 progress(total, total)
-            return {tensor.name: _array(tape, region, tensor, at) for tensor, at in places}
+            return {tensor.name: _array(driver, region, tensor, at) for tensor, at in places}
         except BaseException:
             # The traceback would keep it, and it the tape.
             region = None
@@ -101,12 +94,12 @@ def to_device(
             raise
 
 
-def _array(tape: Tape, region: Any, tensor: Tensor, at: int) -> Any:
-    dtype, shape = tensor._as_in_arrays()
+def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
+    dtype, shape = tensor._array_layout()
     name = f"tensor '{tensor.name}'"
     dims, descr = array_within(name, region.data.ptr, region.nbytes, at, shape, dtype)
     memory = region.data.mem
-    return tape._driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
+    return driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
 
 
 def _n_threads(threads: int | None) -> int:
@@ -175,7 +168,7 @@ class _Upload:
             for first in range(0, transfer.nbytes, slot_bytes)
         ]
         self._n_pieces = len(pieces)
-        # Those that nobody has taken. Taking one is one step under the interpreter's lock.
+        # Pieces that no thread has taken. Taking one is a single step under the GIL.
         self._pieces = iter(pieces)
         # Offsets in the ring, and an event each. The one whose copy was queued first comes first.
         self._slots: SimpleQueue[tuple[int, Any]] = SimpleQueue()

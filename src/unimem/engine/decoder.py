@@ -28,8 +28,7 @@ from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
 from unimem.weights.loading import Load, Progress
-from unimem.weights.opened import Weights, open_weights
-from unimem.weights.residency import warm_where_it_fits
+from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-# Rows and positions of KV caches, for kv_memory.pyx and kv_device.pyx.
+# Rows and positions of KV caches, for memory.pyx and device.pyx.
 from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um

@@ -1,9 +1,17 @@
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy.typing as npt
 
-from unimem.buffers.dims import ModelDims
+class _Dims(Protocol):
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
 
 class KVRows:
     name: str
@@ -16,9 +24,7 @@ class KVRows:
     _file: str | None
     _lowest_end: int
     @classmethod
-    def for_dims(
-        cls, dims: ModelDims, *, max_seq_len: int | None = None, **options: Any
-    ) -> Self: ...
+    def for_dims(cls, dims: _Dims, *, max_seq_len: int | None = None, **options: Any) -> Self: ...
     @staticmethod
     def storage_bytes(
         n_layers: int,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -29,9 +30,6 @@ from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
 
-if TYPE_CHECKING:
-    from unimem.kv.cache import KVCache
-
 __all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "verify"]
 
 # What is written at once: more makes no disk faster.
@@ -42,7 +40,87 @@ _THREADS = 4
 Tokens = Sequence[int] | NDArray[Any] | None
 
 
-def save(kv: KVCache, path: str | os.PathLike[str], tokens: Tokens, model: str | None) -> None:
+class Cache(Protocol):
+    """What of a cache is saved and restored, in main memory or on a device."""
+
+    _snapshot: Any
+
+    @property
+    def _file(self) -> str | None:
+        """The file that its rows are mapped from, or None."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a lane."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that fit."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all layers hold."""
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of a ring, or None."""
+
+    def crop(self, n: int) -> None:
+        """Keep the first tokens."""
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+
+    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> NDArray[np.uint8]:
+        """Return the bytes of the tokens of one lane."""
+
+    def _begin_restore(self, next_position: int, n: int) -> None:
+        """Prepare for n tokens that end at a position."""
+
+    def _restore_rows(
+        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
+    ) -> NDArray[np.uint8]:
+        """Return the memory into which the tokens of one lane are read."""
+
+    def _finish_restore(self, next_position: int, n: int) -> None:
+        """Take over the tokens that were read."""
+
+
+class HostCache(Cache, Protocol):
+    """A cache in main memory, which can be made of a snapshot."""
+
+    def __init__(self, **options: Any) -> None:
+        """Make an empty one."""
+
+    @classmethod
+    def _mapped(
+        cls,
+        fields: dict[str, Any],
+        fd: int,
+        path: str,
+        offsets: list[int],
+        n: int,
+        next_position: int,
+    ) -> Self:
+        """Make one whose rows are mapped from a file."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Close it to new use."""
+
+
+_HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
+
+
+def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | None) -> None:
     """Write a cache's tokens to a file, which is replaced whole or not at all.
 
     Parameters
@@ -174,14 +252,14 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def restore(
-    cls: type[KVCache],
+    cls: type[_HostCacheT],
     path: str | os.PathLike[str],
     mode: Literal["map", "copy"],
     tokens: Tokens,
     model: str | None,
     verify: bool | None,
     placement: PlacementOptions,
-) -> KVCache:
+) -> _HostCacheT:
     """Make a cache of a snapshot.
 
     Parameters
@@ -237,7 +315,7 @@ def restore(
         can_be_mapped = (
             snapshot.seq_len and not snapshot.window and snapshot.alignment % mmap.PAGESIZE == 0
         )
-        source = _Source(fd, snapshot) if mode == "map" else None
+        source = _SnapshotFile(fd, snapshot) if mode == "map" else None
         if source and can_be_mapped:
             if verify:
                 _check_data(snapshot, fd)
@@ -258,7 +336,7 @@ def restore(
 
 
 def read_into(
-    kv: KVCache, path: str | os.PathLike[str], tokens: Tokens = None, model: str | None = None
+    kv: Cache, path: str | os.PathLike[str], tokens: Tokens = None, model: str | None = None
 ) -> Snapshot:
     """Read a snapshot into a cache that is there, and check all of it.
 
@@ -326,7 +404,7 @@ def read_into(
         return snapshot
 
 
-def verify(kv: KVCache) -> None:
+def verify(kv: Cache) -> None:
     """Check the data of the file that a cache was mapped from.
 
     What is checked is the file, as it was saved: it does not matter what was done to the cache
@@ -351,7 +429,7 @@ def verify(kv: KVCache) -> None:
     kv._snapshot.verify()
 
 
-class _Source:
+class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
     def __init__(self, fd: int, snapshot: Snapshot) -> None:
@@ -466,7 +544,7 @@ def _read_fully(fd: int, out: NDArray[np.uint8], offset: int, path: str) -> None
         rest, offset = rest[n:], offset + n
 
 
-def _read(kv: KVCache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
+def _read(kv: Cache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
     """Read the rows into an empty cache."""
     n, position = snapshot.seq_len, snapshot.next_position
     kv._begin_restore(position, n)
@@ -533,7 +611,7 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
     def one(chunk: Chunk) -> None:
         buffer = buffers.get()
         try:
-            # Looked at with the buffer in hand: whoever has none begins no work after the stop.
+            # Read while the buffer is held: a thread without one begins no work after the stop.
             if not stopped:
                 work(chunk, buffer)
         finally:

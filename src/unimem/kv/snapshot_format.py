@@ -26,7 +26,7 @@ __all__ = [
     "encode",
     "new",
     "round_up",
-    "sealed",
+    "seal_header",
 ]
 
 DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
@@ -318,10 +318,10 @@ def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
         "header_checksum": 0,
     }
     values = [special[name] if name in special else getattr(snapshot, name) for name, _ in _FIELDS]
-    out[:HEADER_BYTES] = np.frombuffer(sealed(_HEADER.pack(*values)), np.uint8)
+    out[:HEADER_BYTES] = np.frombuffer(seal_header(_HEADER.pack(*values)), np.uint8)
 
 
-def sealed(header: bytes) -> bytes:
+def seal_header(header: bytes) -> bytes:
     """Return the header with the checksum that belongs to it."""
     head = header[: OFFSETS["header_checksum"]]
     return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
@@ -367,7 +367,7 @@ def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, Any]:
         _refuse("version", f"{rule}: update unimem-llm, or save anew", path)
     if version != VERSION:
         _refuse("version", f"expected version {VERSION}, got {version}; {DAMAGED}", path)
-    if head != sealed(head):
+    if head != seal_header(head):
         _refuse("header_checksum", f"the header's checksum does not match; {DAMAGED}", path)
     _check_dims(values, path)
     _check_layout(values, file_bytes, path)

@@ -15,13 +15,13 @@ from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
-from unimem.weights.opened import Contents, Part
+from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
-    from unimem.weights.files import Model, ModelFile
+    from unimem.weights.files import ModelFile, ModelFiles
     from unimem.weights.loading import Load
     from unimem.weights.opened import Weights
 
@@ -116,13 +116,15 @@ class FileSource:
 
     Parameters
     ----------
-    model : Model
+    model : ModelFiles
         The files.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelFiles) -> None:
         self._model = model
-        self._contents = Contents(tuple(map(Part, model.files, loading.nowhere(model))))
+        self._contents = Contents(
+            tuple(map(ModelPart, model.files, loading.unloaded_memory(model)))
+        )
         self._held: _Unevictable | None = None
         self.shape, self.facts = _describe(self._contents, model.index)
 

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -35,9 +35,7 @@ from unimem.system import limits
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import check_version
 from unimem.weights.loading import Progress
-
-if TYPE_CHECKING:
-    from unimem.weights.opened import Tensor, Weights
+from unimem.weights.tensors import Contents, Tensor
 
 __all__ = ["content_hash"]
 
@@ -49,18 +47,22 @@ _PIECE_BYTES = 1 << 20
 
 
 def content_hash(
-    weights: Weights, *, threads: int | None = None, progress: Progress | None = None
+    contents: Contents,
+    *,
+    mapped: bool,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> str:
     """Hash the metadata and all data of a model: see `Weights.content_hash`."""
     n_threads = _n_threads(threads)
-    _check_versions(weights)
-    tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name.encode())
+    _check_versions(contents, mapped)
+    tensors = sorted(contents.tensors.values(), key=lambda tensor: tensor.name.encode())
     chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
-    work = _Work(chunks, mapped=weights.load == "map")
+    work = _Work(chunks, mapped=mapped)
     work.run(n_threads, progress)
-    _check_versions(weights)
+    _check_versions(contents, mapped)
     total = xxhash.xxh3_128(_HEAD)
-    _add_metadata(total, weights)
+    _add_metadata(total, contents)
     digests = iter(work.digests)
     total.update(_u64(len(tensors)))
     for tensor in tensors:
@@ -73,16 +75,16 @@ def content_hash(
     return total.hexdigest()
 
 
-def _check_versions(weights: Weights) -> None:
+def _check_versions(contents: Contents, mapped: bool) -> None:
     """Raise OSError (ESTALE) when a mapped file was replaced or written to."""
-    for part in weights._parts if weights.load == "map" else ():
+    for part in contents._parts if mapped else ():
         # A file that was removed is still what is mapped. It has no path to look at it by.
         with suppress(FileNotFoundError):
             check_version(part.file, os.stat(part.file.absolute_path))
 
 
-def _add_metadata(total: xxhash.xxh3_128, weights: Weights) -> None:
-    header = weights._parts[0].file.header
+def _add_metadata(total: xxhash.xxh3_128, contents: Contents) -> None:
+    header = contents._parts[0].file.header
     keys = {key.encode(): index for key, index in header.keys().items() if key not in _OF_A_SPLIT}
     total.update(_u64(len(keys)))
     for key in sorted(keys):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem._core.gguf import tensor_type
-
-if TYPE_CHECKING:
-    from unimem.weights.opened import Tensor
 
 __all__ = ["dequantize"]
 
@@ -24,15 +21,37 @@ Convert: TypeAlias = Callable[[Bytes, Floats], None]
 _PIECE_BYTES = 256 << 10
 
 
-def dequantize(tensor: Tensor) -> Floats:
-    """Convert a tensor's data: see `Tensor.dequantize`."""
-    array = tensor.as_array()
-    if array.dtype != np.uint8 or tensor.type == "u8":
-        block_values, block_bytes, convert = 1, array.itemsize, _by_numpy(tensor, array.dtype)
+def dequantize(
+    array: NDArray[Any],
+    kind: str,
+    number: int | None,
+    shape: tuple[int, ...],
+    *,
+    name: str,
+    path: str,
+) -> Floats:
+    """Convert a tensor's data: see `Tensor.dequantize`.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        The data: values where NumPy or ml_dtypes has the type, else bytes.
+    kind : str
+        The type's name.
+    number : int or None
+        ggml's number of the type.
+    shape : tuple of int
+        Of the tensor.
+    name, path : str
+        The tensor's name and its file, for messages.
+    """
+    what = f"tensor '{name}' is {kind}"
+    if array.dtype != np.uint8 or kind == "u8":
+        block_values, block_bytes, convert = 1, array.itemsize, _by_numpy(array.dtype, what)
     else:
-        block_values, block_bytes, convert = _of_blocks(tensor)
+        block_values, block_bytes, convert = _of_blocks(number, what)
     data = array.reshape(-1).view(np.uint8)
-    out = np.empty(tensor.shape, np.float32)
+    out = np.empty(shape, np.float32)
     values = out.reshape(-1)
     n_blocks = data.nbytes // block_bytes
     step = max(1, _PIECE_BYTES // block_bytes)
@@ -46,18 +65,17 @@ def dequantize(tensor: Tensor) -> Floats:
                 # The file may be truncated meanwhile: an error of a copy, where converting from the
                 # mapping itself would end the process.
                 address = data.ctypes.data + first * block_bytes
-                guard.copy(part, address, part.nbytes, tensor.file)
+                guard.copy(part, address, part.nbytes, path)
                 convert(part, values[first * block_values : end * block_values])
     finally:
         del array, data  # the traceback would keep the memory
     return out
 
 
-def _by_numpy(tensor: Tensor, dtype: np.dtype[np.generic]) -> Convert:
+def _by_numpy(dtype: np.dtype[Any], what: str) -> Convert:
     if dtype.kind == "c":
         raise NotImplementedError(
-            f"tensor '{tensor.name}' is {tensor.type}, whose complex numbers are no float32: "
-            "as_array() has them"
+            f"{what}, whose complex numbers are no float32: as_array() has them"
         )
 
     def convert(data: Bytes, out: Floats) -> None:
@@ -66,10 +84,8 @@ def _by_numpy(tensor: Tensor, dtype: np.dtype[np.generic]) -> Convert:
     return convert
 
 
-def _of_blocks(tensor: Tensor) -> tuple[int, int, Convert]:
+def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
     """Return the values and bytes of a block, and what converts blocks."""
-    number = tensor.ggml_type
-    what = f"tensor '{tensor.name}' is {tensor.type}"
     if number is None:
         raise NotImplementedError(
             f"{what}, whose values are packed as no library here reads them: as_array() has the "

@@ -25,7 +25,7 @@ _CODES = {
 }
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     """`DLTensor`, with its `DLDevice` and `DLDataType`."""
 
     _fields_ = (
@@ -45,7 +45,7 @@ class _Tensor(ctypes.Structure):
 class _Managed(ctypes.Structure):
     """`DLManagedTensor`."""
 
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 class _Versioned(ctypes.Structure):
@@ -57,7 +57,7 @@ class _Versioned(ctypes.Structure):
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
+        ("tensor", _DLTensor),
     )
 
 
@@ -73,7 +73,7 @@ def export(array: NDArray[Any], **options: Any) -> Any:
     Parameters
     ----------
     array : numpy.ndarray
-        Which the capsule, and who takes it, keep alive.
+        The capsule, and its consumer, keep it alive.
     **options
         Of the protocol: ``stream``, ``max_version``, ``dl_device``, ``copy``.
 
@@ -84,7 +84,7 @@ def export(array: NDArray[Any], **options: Any) -> Any:
     Raises
     ------
     BufferError
-        The array is read-only, and who asks does not say that it knows of such (``max_version`` of
+        The array is read-only, and the consumer does not say that it knows such (``max_version`` of
         at least (1, 0)); or DLPack has no such type.
     """
     code = _CODES.get(array.dtype.name)

@@ -12,16 +12,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, TypeAlias, Union
 
-from unimem._core.gguf import Header as GGUFHeader
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import GGUFError, SafetensorsError
 
-if TYPE_CHECKING:
-    from unimem.weights.opened import Value
+__all__ = [
+    "Header",
+    "ModelFile",
+    "ModelFiles",
+    "Value",
+    "check_version",
+    "open_model",
+    "reopen",
+    "version_of",
+]
 
-__all__ = ["Header", "Model", "ModelFile", "check_version", "open_model", "reopen", "version_of"]
+#: What a key of the metadata may hold.
+Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot before Python 3.12
+    int, float, bool, str, NDArray[np.number[Any] | np.bool_], list[str], list["Value"]
+]
 
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -134,7 +148,7 @@ class _Descriptors(list[int]):
         self.close()
 
 
-class Model:
+class ModelFiles:
     """The opened files of a model, in their order. Leaving the ``with`` closes their descriptors.
 
     It is for one thread. A forked child has the descriptors, too, and closes its own.
@@ -191,7 +205,7 @@ class Model:
         self.close()
 
 
-def open_model(path: str | os.PathLike[str]) -> Model:
+def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
     Parameters
@@ -202,7 +216,7 @@ def open_model(path: str | os.PathLike[str]) -> Model:
 
     Returns
     -------
-    Model
+    ModelFiles
 
     Raises
     ------
@@ -218,7 +232,7 @@ def open_model(path: str | os.PathLike[str]) -> Model:
         raise ValueError(
             f"path: {name!r} cannot be the path of a file: it has a lone half of a character"
         ) from None
-    model = Model()
+    model = ModelFiles()
     try:
         if name.endswith(".index.json"):
             _add_indexed(model, name)
@@ -310,7 +324,7 @@ def _header(fd: int, nbytes: int, path: str) -> Header:
 # ---- split GGUF -----------------------------------------------------------------------------
 
 
-def _add_parts(model: Model, first: ModelFile) -> None:
+def _add_parts(model: ModelFiles, first: ModelFile) -> None:
     """Open the parts beside a part; a file that is whole stays alone."""
     count, number = _split(first)
     if count == 1:
@@ -336,12 +350,12 @@ def _add_parts(model: Model, first: ModelFile) -> None:
     total = _integer(model.files[0], "split.tensors.count")
     found = sum(len(file.header.tensor_names()) for file in model.files)
     if found != total:
-        _of_another(first, f"split.tensors.count is {total}, the parts have {found} tensors")
+        _refuse_part(first, f"split.tensors.count is {total}, the parts have {found} tensors")
 
 
-def _check_part(model: Model, part: ModelFile, i: int, count: int) -> None:
+def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
     if _split(part) != (count, i):
-        _of_another(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
+        _refuse_part(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
     first = model.files[0].header
     keys, firsts = part.header.keys(), first.keys()
     # A part has these, or nothing but the keys of the split.
@@ -349,7 +363,7 @@ def _check_part(model: Model, part: ModelFile, i: int, count: int) -> None:
         if key in keys and (
             key not in firsts or part.header.value(keys[key]) != first.value(firsts[key])
         ):
-            _of_another(part, f"its {key} is not that of the first part")
+            _refuse_part(part, f"its {key} is not that of the first part")
 
 
 def _split(file: ModelFile) -> tuple[int, int]:
@@ -367,14 +381,14 @@ def _integer(file: ModelFile, key: str) -> int:
     return value
 
 
-def _of_another(part: ModelFile, why: str) -> NoReturn:
+def _refuse_part(part: ModelFile, why: str) -> NoReturn:
     raise GGUFError(f"a part of another model: {why}", path=part.path)
 
 
 # ---- several safetensors ----------------------------------------------------------------------
 
 
-def _add_indexed(model: Model, path: str) -> None:
+def _add_indexed(model: ModelFiles, path: str) -> None:
     model.index = path
     where = _read_index(path)
     folder = os.path.dirname(path)
@@ -388,9 +402,9 @@ def _add_indexed(model: Model, path: str) -> None:
                 os.path.join(folder, name),
             ) from None
         except GGUFError:
-            _not_safetensors(os.path.join(folder, name))
+            _refuse_header(os.path.join(folder, name))
         if isinstance(file.header, GGUFHeader):
-            _not_safetensors(file.path)
+            _refuse_header(file.path)
         has = set(file.header.tensor_names())
         wanted = {tensor for tensor, place in where.items() if place == name}
         for tensor in sorted(wanted ^ has)[:1]:
@@ -401,7 +415,7 @@ def _add_indexed(model: Model, path: str) -> None:
             )
 
 
-def _not_safetensors(path: str) -> NoReturn:
+def _refuse_header(path: str) -> NoReturn:
     raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 
@@ -445,7 +459,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_names_differ(model: Model) -> None:
+def _check_names_differ(model: ModelFiles) -> None:
     if len(model.files) == 1:
         return
     seen: dict[str, str] = {}

@@ -18,28 +18,28 @@ from unimem.system import limits, policy
 from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
-from unimem.weights.files import Model, ModelFile
+from unimem.weights.files import ModelFile, ModelFiles
 
 __all__ = [
-    "Choice",
     "Lifetime",
     "Load",
+    "LoadChoice",
+    "LoadMemory",
     "Loaded",
-    "Memory",
     "NoDirectReadsError",
     "Progress",
-    "bring",
     "cached_bytes",
     "check_load",
     "check_request",
     "choose",
     "copy_bytes",
-    "nowhere",
+    "load_model",
     "read_direct",
+    "unloaded_memory",
 ]
 
 Load = Literal["auto", "map", "copy", "direct"]
-Advice = Literal["willneed", "sequential", "random"]
+AccessPattern = Literal["willneed", "sequential", "random"]
 Progress = Callable[[int, int], object]
 # As `unimem._core.load.load` takes them.
 Range = tuple[int, int, Block, int, int, str]
@@ -93,7 +93,7 @@ class Lifetime:
             raise ClosedError(f"Weights '{self.name}' {self._ended}")
 
 
-class Memory(NamedTuple):
+class LoadMemory(NamedTuple):
     """Where the data of one file lies.
 
     Attributes
@@ -116,7 +116,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     """How a model is brought into memory, and why so; and what of the request that leaves out."""
 
     mode: Literal["map", "copy", "direct"]
@@ -130,11 +130,11 @@ class Loaded:
 
     Attributes
     ----------
-    memory : tuple of Memory
+    memory : tuple of LoadMemory
         One a file, in the files' order.
     blocks : tuple of Block
         The blocks they lie in, each once.
-    choice : Choice
+    choice : LoadChoice
         What was done.
     lifetime : Lifetime
         How long it is there.
@@ -142,9 +142,9 @@ class Loaded:
         Bytes of the blocks, or what was taken of a tape.
     """
 
-    memory: tuple[Memory, ...]
+    memory: tuple[LoadMemory, ...]
     blocks: tuple[Block, ...]
-    choice: Choice
+    choice: LoadChoice
     lifetime: Lifetime
     mapped_bytes: int
 
@@ -153,7 +153,7 @@ class NoDirectReadsError(Exception):
     """A file system has no reads past the page cache."""
 
 
-class _Told:
+class _ProgressCallback:
     """A progress callback, and whether it raised: its errors are not the file system's."""
 
     def __init__(self, progress: Progress) -> None:
@@ -173,11 +173,11 @@ def check_request(
     *,
     tape: Tape | None,
     threads: int | None,
-    advice: Advice | None,
+    advice: AccessPattern | None,
     progress: Progress | None,
     placement: PlacementOptions,
 ) -> None:
-    """Check what `bring` takes, the same for each mode, before a file is opened.
+    """Check what `load_model` takes, the same for each mode, before a file is opened.
 
     Raises
     ------
@@ -199,21 +199,22 @@ def check_request(
         raise ValueError(f"threads: expected 1 or more, got {threads!r}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a function of two integers, got {progress!r:.60}")
-    if advice is not None and advice not in get_args(Advice):
-        raise ValueError(f"advice: expected one of {', '.join(get_args(Advice))}, got {advice!r}")
+    patterns = get_args(AccessPattern)
+    if advice is not None and advice not in patterns:
+        raise ValueError(f"advice: expected one of {', '.join(patterns)}, got {advice!r}")
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
 
 
-def bring(
-    model: Model,
+def load_model(
+    model: ModelFiles,
     load: Load,
     undo: ExitStack,
     *,
     tape: Tape | None,
     threads: int | None,
-    advice: Advice | None,
+    advice: AccessPattern | None,
     progress: Progress | None,
     placement: PlacementOptions,
 ) -> Loaded:
@@ -226,14 +227,14 @@ def bring(
     if choice.warning:
         policy.warn(choice.warning)
     if load == "map":
-        _tell_what_a_mapping_lacks(model, placement)
+        _check_mapping_placement(model, placement)
     if choice.mode == "map":
         return _map(model, choice, undo, advice)
     try:
         return _read(model, choice, undo, tape, threads, progress, placement)
     except NoDirectReadsError:
         undo.close()
-    choice = _without_direct(model, choice, load, placement)
+    choice = _choose_buffered(model, choice, load, placement)
     return _read(model, choice, undo, tape, threads, progress, placement)
 
 
@@ -246,10 +247,12 @@ def check_load(load: object) -> None:
         raise ValueError(f"load: expected 'auto', 'map', 'copy' or 'direct', got {load!r}")
 
 
-def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOptions) -> Choice:
+def choose(
+    model: ModelFiles, load: Load, tape: Tape | None, placement: PlacementOptions
+) -> LoadChoice:
     """Choose how a model is brought into memory; nothing of it is read."""
     if load != "auto":
-        return Choice(load, "it was asked for")
+        return LoadChoice(load, "it was asked for")
     network = next(
         (kind for kind in map(_file_system, model.files) if _NETWORK.fullmatch(kind)), ""
     )
@@ -264,23 +267,23 @@ def choose(model: Model, load: Load, tape: Tape | None, placement: PlacementOpti
         unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
-        return Choice("map", "a mapping shares the page cache, and reads nothing twice")
+        return LoadChoice("map", "a mapping shares the page cache, and reads nothing twice")
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], limits.available_bytes()
-    if tape is None and needed > room and not _is_in_a_pool(needed, placement):
+    if tape is None and needed > room and not _fits_pool(needed, placement):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if placement.get("strict"):
             limits.require(needed, f"a copy of {model.files[0].path}")
         warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
-        return Choice("map", why, warning)
+        return LoadChoice("map", why, warning)
     cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
     why += f"; {cached / total:.0%} of the file are in the page cache"
     if cached < total and _is_cache_hidden(model):
         why += ", as far as the kernel tells this user, who neither owns nor may write it"
-    return Choice("copy" if cached >= MOSTLY * total else "direct", why)
+    return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why)
 
 
-def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
+def _fits_pool(nbytes: int, placement: PlacementOptions) -> bool:
     """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
     request = policy.Request(
         nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
@@ -288,9 +291,9 @@ def _is_in_a_pool(nbytes: int, placement: PlacementOptions) -> bool:
     return policy.decide(request, limits).pages in policy.HUGETLB
 
 
-def _without_direct(
-    model: Model, choice: Choice, load: Load, placement: PlacementOptions
-) -> Choice:
+def _choose_buffered(
+    model: ModelFiles, choice: LoadChoice, load: Load, placement: PlacementOptions
+) -> LoadChoice:
     """Choose what to do on a file system that cannot be read past the page cache."""
     why = f"{_file_system(model.files[0])} has no reads past the page cache (O_DIRECT)"
     if load == "direct":
@@ -298,7 +301,7 @@ def _without_direct(
         if placement.get("strict"):
             raise PlacementError(text)
         policy.warn(text)
-    return Choice("copy", f"{choice.reason}; {why}")
+    return LoadChoice("copy", f"{choice.reason}; {why}")
 
 
 def _file_system(file: ModelFile) -> str:
@@ -312,25 +315,25 @@ def _file_system(file: ModelFile) -> str:
     return ""
 
 
-def cached_bytes(model: Model) -> int:
+def cached_bytes(model: ModelFiles) -> int:
     """Bytes of the files that are in the page cache, as far as the kernel tells this user."""
     found = 0
-    for block in _looked_at(model):
+    for block in _mapped_files(model):
         found += min(block._resident_range(0, block.nbytes), block.nbytes)
     return found
 
 
-def _is_cache_hidden(model: Model) -> bool:
-    return any(block._is_cache_hidden for block in _looked_at(model))
+def _is_cache_hidden(model: ModelFiles) -> bool:
+    return any(block._is_cache_hidden for block in _mapped_files(model))
 
 
-def _looked_at(model: Model) -> Iterator[Block]:
+def _mapped_files(model: ModelFiles) -> Iterator[Block]:
     for file, fd in zip(model.files, model.fds, strict=True):
         with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
             yield block
 
 
-def copy_bytes(model: Model) -> int:
+def copy_bytes(model: ModelFiles) -> int:
     """Tell what a copy asks for, before it is rounded to pages."""
     return _layout_of(model)[1]
 
@@ -338,15 +341,17 @@ def copy_bytes(model: Model) -> int:
 # ---- mapped -----------------------------------------------------------------------------------
 
 
-def nowhere(model: Model) -> tuple[Memory, ...]:
-    """Say that a model is in no memory: only its headers are looked at."""
+def unloaded_memory(model: ModelFiles) -> tuple[LoadMemory, ...]:
+    """Return the memory of a model of which only the headers are read: none."""
     lifetime = Lifetime(model.files[0].path)
     lifetime.end("were not opened")
-    block = cast(Block, None)  # to which nobody comes whose lifetime has ended
-    return tuple(Memory(block, 0, 0, file.nbytes, lifetime) for file in model.files)
+    block = cast(Block, None)  # never reached: the lifetime has ended
+    return tuple(LoadMemory(block, 0, 0, file.nbytes, lifetime) for file in model.files)
 
 
-def _map(model: Model, choice: Choice, undo: ExitStack, advice: Advice | None) -> Loaded:
+def _map(
+    model: ModelFiles, choice: LoadChoice, undo: ExitStack, advice: AccessPattern | None
+) -> Loaded:
     lifetime = Lifetime(model.files[0].path)
     blocks: list[Block] = []
     for file, fd in zip(model.files, model.fds, strict=True):
@@ -357,12 +362,12 @@ def _map(model: Model, choice: Choice, undo: ExitStack, advice: Advice | None) -
         if advice is not None:
             blocks[-1].advise(advice)
     model.check_versions()
-    memory = tuple(Memory(block, 0, 0, block.nbytes, lifetime) for block in blocks)
+    memory = tuple(LoadMemory(block, 0, 0, block.nbytes, lifetime) for block in blocks)
     nbytes = sum(file.nbytes for file in model.files)
     return Loaded(memory, tuple(blocks), choice, lifetime, nbytes)
 
 
-def _tell_what_a_mapping_lacks(model: Model, placement: PlacementOptions) -> None:
+def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> None:
     asked = [
         f"{name}='{value}'"
         for name, value in (("pages", placement.get("pages")), ("numa", placement.get("numa")))
@@ -389,7 +394,7 @@ class _Slot(NamedTuple):
     at: int
 
 
-def _layout_of(model: Model) -> tuple[list[_Slot], int]:
+def _layout_of(model: ModelFiles) -> tuple[list[_Slot], int]:
     """Lay the files' data out one behind the other; and tell the bytes of it all."""
     slots = []
     end = 0
@@ -407,8 +412,8 @@ def _data_end(file: ModelFile) -> int:
 
 
 def _read(
-    model: Model,
-    choice: Choice,
+    model: ModelFiles,
+    choice: LoadChoice,
     undo: ExitStack,
     tape: Tape | None,
     threads: int | None,
@@ -451,7 +456,7 @@ def _read(
         )
         nbytes = block.nbytes
     memory = tuple(
-        Memory(block, slot.file_offset, base + slot.at, slot.nbytes, lifetime) for slot in slots
+        LoadMemory(block, slot.file_offset, base + slot.at, slot.nbytes, lifetime) for slot in slots
     )
     return Loaded(memory, (block,), choice, lifetime, nbytes)
 
@@ -489,7 +494,7 @@ def read_direct(
     def direct(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT)
 
-    told = None if progress is None else _Told(progress)
+    callback = None if progress is None else _ProgressCallback(progress)
     with ExitStack() as opened:
         try:
             # By their descriptors, for others may have their paths by now. Python's files are
@@ -504,9 +509,9 @@ def read_direct(
                 [(file.fileno(), *part[1:]) for file, part in zip(files, parts, strict=True)],
                 threads=threads,
                 direct=True,
-                progress=told,
+                progress=callback,
             )
         except OSError as error:
-            if error.errno != errno.EINVAL or (told is not None and told.raised):
+            if error.errno != errno.EINVAL or (callback is not None and callback.raised):
                 raise
             raise NoDirectReadsError from error

@@ -4,298 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
-from math import prod
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, Union, Unpack
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal, Self, Unpack
 
 from unimem._core import ledger
 from unimem._core.block import Block
-from unimem._core.gguf import tensor_type
-from unimem._core.tape import Tape
-from unimem.errors import ClosedError, PlacementError
+from unimem._core.tape import DeviceTape, Tape
+from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import policy
 from unimem.system.placement import Lock, PlacementOptions
-from unimem.weights.files import Header, ModelFile, open_model
-from unimem.weights.loading import Advice, Load, Loaded, Memory, Progress, bring, check_request
+from unimem.weights import residency
+from unimem.weights.files import ModelFile, open_model
+from unimem.weights.loading import (
+    AccessPattern,
+    Load,
+    Loaded,
+    Progress,
+    check_request,
+    load_model,
+)
+from unimem.weights.residency import Residency
+from unimem.weights.tensors import Contents, ModelPart
 
-if TYPE_CHECKING:
-    from unimem.cuda.tape import Tape as DeviceTape
-    from unimem.weights.residency import Residency
-
-__all__ = ["Contents", "Tensor", "Value", "Weights", "open_weights"]
-
-#: What a key of the metadata may hold.
-Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot before Python 3.12
-    int, float, bool, str, NDArray[np.number[Any] | np.bool_], list[str], list["Value"]
-]
-
-# What ml_dtypes or NumPy can read, by the type's name; all others are blocks of bytes.
-_DTYPES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f64": "float64",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "u16": "uint16",
-    "u32": "uint32",
-    "u64": "uint64",
-    "bool": "bool",
-    "c64": "complex64",
-    "f8_e4m3": "float8_e4m3fn",
-    "f8_e5m2": "float8_e5m2",
-    "f8_e8m0": "float8_e8m0fnu",
-    "f8_e4m3fnuz": "float8_e4m3fnuz",
-    "f8_e5m2fnuz": "float8_e5m2fnuz",
-}
-
-
-@cache
-def _dtype(name: str) -> np.dtype[Any]:
-    if hasattr(np, name):
-        return np.dtype(name)
-    import ml_dtypes  # which most models never need
-
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return found
-
-
-class Part(NamedTuple):
-    """One file of a model, and where its data lies."""
-
-    file: ModelFile
-    memory: Memory
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor of a model: where it is and what it holds. Any number of threads may use it.
-
-    Attributes
-    ----------
-    name : str
-        As the file has it.
-    shape : tuple of int
-        In NumPy's order: the last dimension is contiguous.
-    ne : tuple of int
-        In ggml's order: the first dimension is contiguous. Empty for a scalar.
-    type : str
-        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; of a type that ggml has not,
-        safetensors' in lower case, such as ``"f8_e4m3"``.
-    ggml_type : int or None
-        ggml's number of the type; None where it has no such type.
-    nbytes : int
-        Bytes of the data.
-    offset : int
-        Where the data begins in the file.
-    file : str
-        The path of the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    ne: tuple[int, ...]
-    type: str
-    ggml_type: int | None
-    nbytes: int
-    offset: int
-    file: str
-    _memory: Memory = field(repr=False, compare=False)
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte in this process; it never changes.
-
-        Raises
-        ------
-        ClosedError
-            The weights were closed, or the tape that they lie on took the memory back.
-        """
-        self._memory.lifetime.check()
-        return self._memory.block.address + self._block_offset
-
-    @property
-    def _block_offset(self) -> int:
-        return self._memory.block_offset + self.offset - self._memory.file_offset
-
-    def as_array(self) -> NDArray[Any]:
-        """View the data, without a copy.
-
-        Returns
-        -------
-        numpy.ndarray
-            Read-only, and keeping the memory alive. Of `shape` and the type's dtype where NumPy or
-            ml_dtypes has it (see docs/gguf.md and docs/safetensors.md); else uint8, with the bytes
-            of a row as the last dimension, or of one dimension where rows are no whole bytes. Not
-            aligned where a safetensors file puts the tensor so, which NumPy reads.
-
-        Raises
-        ------
-        ClosedError
-            The weights were closed, or the tape that they lie on took the memory back.
-        """
-        self._memory.lifetime.check()
-        dtype, shape = self._as_in_arrays()
-        block, at = self._memory.block, self._block_offset
-        if at % dtype.alignment == 0:
-            array = block.as_array(dtype, shape, at)
-            array.flags.writeable = False  # memory of our own could be written
-            return array
-        raw = block.as_array("uint8", (self.nbytes,), at)
-        raw.flags.writeable = False  # and so is what looks at it
-        return raw.view(dtype).reshape(shape)
-
-    def _as_in_arrays(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Return the dtype and shape of arrays over the data."""
-        name = _DTYPES.get(self.type)
-        if name is not None:
-            return _dtype(name), self.shape
-        n_rows = prod(self.shape[:-1])
-        if self.ggml_type is not None:
-            _, block_values, block_bytes = tensor_type(self.ggml_type)
-            return np.dtype(np.uint8), (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
-        if n_rows == 0 or self.nbytes % n_rows:
-            return np.dtype(np.uint8), (self.nbytes,)
-        return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        from unimem.weights import dlpack
-
-        return dlpack.export(self.as_array(), **options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.as_array().__dlpack_device__()
-
-    def dequantize(self) -> NDArray[np.float32]:
-        """Convert the data to float32.
-
-        Returns
-        -------
-        numpy.ndarray
-            A new array of `shape`, float32: by ggml's own conversion where ggml-python is
-            installed, else by gguf-py's; float types by NumPy and ml_dtypes.
-
-        Raises
-        ------
-        OSError
-            The mapped file has become shorter.
-        NotImplementedError
-            Nothing that is installed converts the type.
-        ClosedError
-            The weights were closed.
-        """
-        from unimem.weights.dequantize import dequantize
-
-        return dequantize(self)
-
-
-class _Metadata(Mapping[str, Value]):
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._keys = header.keys()
-
-    def __getitem__(self, key: str) -> Value:
-        return self._header.value(self._keys[key])
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys  # without decoding the value, as Mapping would
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __repr__(self) -> str:
-        return f"<metadata: {len(self)} keys>"
-
-
-class _Tensors(Mapping[str, Tensor]):
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self._parts = parts
-        # Tensors are counted through all parts: a number a name is all that is kept of each.
-        self._firsts: list[int] = []
-        self._places: dict[str, int] = {}
-        for part in parts:
-            first = len(self._places)
-            self._firsts.append(first)
-            names = part.file.header.tensor_names()
-            self._places |= {name: first + i for name, i in names.items()} if first else names
-
-    def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        i = bisect_right(self._firsts, place) - 1
-        part = self._parts[i]
-        ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
-        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __repr__(self) -> str:
-        return f"<tensors: {len(self)}>"
-
-
-class Contents:
-    """What the headers of a model's files say of it. Any number of threads may read it."""
-
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self._parts = parts
-        # The first part of a split model has the metadata of all.
-        self._metadata = _Metadata(parts[0].file.header)
-        self._tensors = _Tensors(parts)
-        self._types: dict[str, int] = {}
-        for part in parts:
-            for kind, nbytes in part.file.header.bytes_by_type().items():
-                self._types[kind] = self._types.get(kind, 0) + nbytes
-
-    def _check_open(self) -> None:
-        """Raise ClosedError where it is no longer to be read."""
-
-    @property
-    def metadata(self) -> Mapping[str, Value]:
-        """The file's metadata, in its order, read-only.
-
-        A value is decoded each time it is asked for: keep what you use more than once. Arrays of
-        numbers are read-only arrays, arrays of strings are lists, arrays of arrays are lists of
-        these. Bytes of a string that are not UTF-8 become lone surrogates, and
-        ``text.encode("utf-8", "surrogateescape")`` gives them back.
-        """
-        self._check_open()
-        return self._metadata
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The model's tensors by name, in the order of its files, read-only."""
-        self._check_open()
-        return self._tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.by_type().values())
-
-    def by_type(self) -> dict[str, int]:
-        """Bytes of all tensors of a type, by the type's name."""
-        self._check_open()
-        return dict(self._types)
+__all__ = ["Weights", "open_weights", "warm_where_it_fits"]
 
 
 class Weights(Contents):
@@ -307,7 +40,7 @@ class Weights(Contents):
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
-        super().__init__(tuple(map(Part, files, loaded.memory)))
+        super().__init__(tuple(map(ModelPart, files, loaded.memory)))
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
@@ -339,11 +72,6 @@ class Weights(Contents):
 
     def _check_open(self) -> None:
         self._opened()
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The paths of the model's files: of a split model, all of its parts."""
-        return tuple(part.file.path for part in self._parts)
 
     @property
     def load(self) -> Literal["map", "copy", "direct"]:
@@ -397,10 +125,10 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.content_hash import content_hash
+        from unimem.weights.content_hash import content_hash  # xxhash, which few need
 
         self._opened()
-        return content_hash(self, threads=threads, progress=progress)
+        return content_hash(self, mapped=self.load == "map", threads=threads, progress=progress)
 
     def residency(self) -> Residency:
         """Tell what of the model is in RAM, in huge pages, and on which nodes, tensor by tensor.
@@ -417,10 +145,8 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights import residency
-
         self._opened()
-        return residency.residency(self)
+        return residency.measure_residency(self)
 
     def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
         """Bring all into RAM and into this process's page tables, so that a touch costs no fault.
@@ -443,10 +169,8 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights import residency
-
         self._opened()
-        residency.warm(self, threads=threads, progress=progress)
+        residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
     def lock(self, how: Lock = True) -> None:
         """Keep the model in RAM.
@@ -470,10 +194,13 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights import residency
-
         self._opened()
-        residency.lock(self, how)
+        if self._tape is not None:
+            raise ValueError(
+                f"Weights '{self.files[0]}' lie on a tape, which holds more than them: make the "
+                "tape with lock=True"
+            )
+        residency.lock(self, self.blocks, how, mapped=self.load == "map")
 
     def evict(self) -> int:
         """Drop the model's files from the page cache; they come back from the disk when touched.
@@ -493,9 +220,12 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights import residency
-
         self._opened()
+        if self.load != "map":
+            raise ValueError(
+                f"Weights '{self.files[0]}' lie in memory of their own, not in the page cache "
+                f"(load='{self.load}'): close() them to give it back, or open them with load='map'"
+            )
         return residency.evict(self)
 
     def to_device(
@@ -545,8 +275,6 @@ class Weights(Contents):
             that a safetensors file puts where a GPU cannot read it.
         MemoryError, PlacementError
             There is no pinned memory.
-        ImportError
-            CuPy or a device is missing.
         ClosedError, FrozenError
             The weights or the tape were closed, or the tape is frozen.
 
@@ -562,11 +290,15 @@ class Weights(Contents):
             with um.open_weights("model.gguf") as w, cuda.Tape(w.mapped_bytes) as tape:
                 arrays = w.to_device(tape)
         """
-        from unimem.cuda import upload
-
-        return upload.to_device(
+        self._opened()
+        if not isinstance(tape, DeviceTape):
+            raise TypeError(
+                f"tape: expected a unimem.cuda.Tape, got {type(tape).__name__}: make one with "
+                "cuda.Tape(weights.mapped_bytes). In main memory the tensors are already, without "
+                "a copy: Tensor.as_array"
+            )
+        return tape._upload(
             self,
-            tape,
             progress=progress,
             threads=threads,
             staging_bytes=staging_bytes,
@@ -638,7 +370,9 @@ class Weights(Contents):
         return f"{name}, {self.load}, {len(self._tensors)} tensors, bytes: {types or 0})"
 
 
-def _parts_of(parts: tuple[Part, ...], loaded: Loaded, tape: Tape | None) -> Iterator[ledger.Part]:
+def _parts_of(
+    parts: tuple[ModelPart, ...], loaded: Loaded, tape: Tape | None
+) -> Iterator[ledger.Part]:
     """Say what the memory of a model is for: tensors of a type, and what they do not fill."""
     for block in loaded.blocks:
         first, nbytes = block.address, block.committed_bytes
@@ -658,7 +392,7 @@ def open_weights(
     progress: Progress | None = None,
     tape: Tape | None = None,
     threads: int | None = None,
-    advice: Advice | None = None,
+    advice: AccessPattern | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Weights:
     """Open a model: read and check the headers of its files, and bring their data into memory.
@@ -723,7 +457,7 @@ def open_weights(
     )
     with ExitStack() as undo:
         with open_model(path) as model:
-            loaded = bring(
+            loaded = load_model(
                 model,
                 load,
                 undo,
@@ -754,3 +488,11 @@ def _warm_and_lock(
             if placement.get("strict"):
                 raise
             policy.warn(error.strerror or str(error))
+
+
+def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:
+    """Bring a mapped model into RAM, unless it cannot stay there: then a warning says so."""
+    try:
+        weights.warm(threads, progress)
+    except CapacityError as error:
+        policy.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")

@@ -10,22 +10,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.errors import CapacityError
-from unimem.system import limits, policy
+from unimem._core.block import Block
+from unimem.system import limits
 from unimem.system.placement import Lock
 from unimem.system.text import format_bytes
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
+from unimem.weights.tensors import Contents, ModelPart
 
-if TYPE_CHECKING:
-    from unimem.weights.opened import Part, Weights
-
-__all__ = ["Residency", "evict", "lock", "residency", "warm", "warm_where_it_fits"]
+__all__ = ["Residency", "evict", "lock", "map_resident", "measure_residency", "warm"]
 
 # Of um_block_pages, in the order of the fields of Residency.
 _FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}
@@ -47,7 +45,7 @@ class Residency:
         All bytes: of a tensor its data, of a file what of it is mapped or was loaded, header and
         padding included.
     resident_bytes : int
-        In RAM: of a mapped file in the page cache, whoever brought it there.
+        In RAM: of a mapped file in the page cache, whichever process brought it there.
     mapped_bytes : int
         In RAM, and in the page tables of this process: touching them costs no fault. A process
         that may not look at its own, as after a change of its user (``/proc/self/pagemap``), is
@@ -120,9 +118,9 @@ class Residency:
         return text
 
 
-def residency(weights: Weights) -> Residency:
+def measure_residency(contents: Contents) -> Residency:
     """Look at all pages of a model once: see `Weights.residency`."""
-    parts = weights._parts
+    parts = contents._parts
     scans = {part.file.path: _Scan(part) for part in parts}
     nodes = sorted(set().union(*(scan.nodes for scan in scans.values())))
     tables, files = [], {}
@@ -140,18 +138,18 @@ def residency(weights: Weights) -> Residency:
     return _row(
         np.sum(list(files.values()), axis=0),
         nodes,
-        tensors=_Rows(names, np.concatenate(tables), nodes),
+        tensors=_TensorResidencies(names, np.concatenate(tables), nodes),
         by_file={path: _row(row, nodes) for path, row in files.items()},
         _scans=scans,
     )
 
 
-def map_resident(weights: Weights) -> None:
+def map_resident(contents: Contents) -> None:
     """Map what of the files is in RAM, and nothing else.
 
     Only of pages that are mapped here the kernel tells their nodes, and whether they are huge.
     """
-    for part in weights._parts:
+    for part in contents._parts:
         memory = part.memory
         flags, _ = memory.block._pages(memory.block_offset, memory.nbytes)
         chosen = flags & (_FLAGS["resident"] | _FLAGS["mapped"]) == _FLAGS["resident"]
@@ -162,17 +160,23 @@ def map_resident(weights: Weights) -> None:
             memory.block._warm_range(begin, min(end, memory.block.nbytes) - begin)
 
 
-def warm(weights: Weights, threads: int | None = None, progress: Progress | None = None) -> None:
+def warm(
+    contents: Contents,
+    *,
+    mapped: bool,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Bring a model into RAM and into the page tables: see `Weights.warm`."""
-    _require_room(weights)
+    _require_room(contents, mapped)
     n_threads = limits.thread_count() if threads is None else threads
-    total = sum(part.memory.nbytes for part in weights._parts)
+    total = sum(part.memory.nbytes for part in contents._parts)
     done, told = 0, 0.0
-    for part, offset, nbytes in _pieces(weights._parts):
+    for part, offset, nbytes in _pieces(contents._parts):
         try:
             part.memory.block._warm_range(offset, nbytes, n_threads)
         except OSError as error:
-            if weights.load != "map" or error.errno is not None:
+            if not mapped or error.errno is not None:
                 raise
             raise OSError(errno.EIO, "The file has become shorter", part.file.path) from None
         done += nbytes
@@ -184,31 +188,18 @@ def warm(weights: Weights, threads: int | None = None, progress: Progress | None
         progress(total, total)
 
 
-def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:
-    """Bring a mapped model into RAM, unless it cannot stay there: then a warning says so."""
-    try:
-        warm(weights, threads, progress)
-    except CapacityError as error:
-        policy.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")
-
-
-def lock(weights: Weights, how: Lock = True) -> None:
+def lock(contents: Contents, blocks: Sequence[Block], how: Lock, *, mapped: bool) -> None:
     """Keep a model in RAM, or no longer: see `Weights.lock`."""
-    if weights._tape is not None:
-        raise ValueError(
-            f"Weights '{weights.files[0]}' lie on a tape, which holds more than them: make the "
-            "tape with lock=True"
-        )
-    before: list[tuple[Any, Lock]] = []
+    before: list[tuple[Block, Lock]] = []
     try:
         # First on fault, which reads nothing: what is refused is refused at once, and reading can
         # be interrupted.
-        for block in weights.blocks:
+        for block in blocks:
             at_first: Lock = "onfault" if how is True else how
             before.append((block, block._lock(at_first, asked=how)))
         if how is True:
-            warm(weights)
-            for block in weights.blocks:
+            warm(contents, mapped=mapped)
+            for block in blocks:
                 block._lock(True)
     except BaseException:
         for block, was in before:
@@ -216,33 +207,28 @@ def lock(weights: Weights, how: Lock = True) -> None:
         raise
 
 
-def evict(weights: Weights) -> int:
+def evict(contents: Contents) -> int:
     """Drop a model's files from the page cache: see `Weights.evict`.
 
-    Pages that are mapped elsewhere stay, by other processes or other weights of this one.
+    Pages that are mapped elsewhere stay, by other processes or other contents of this one.
     """
-    if weights.load != "map":
-        raise ValueError(
-            f"Weights '{weights.files[0]}' lie in memory of their own, not in the page cache "
-            f"(load='{weights.load}'): close() them to give it back, or open them with load='map'"
-        )
     with ExitStack() as stack:
-        fds = [stack.enter_context(reopen(part.file)) for part in weights._parts]
-        before = residency(weights)
-        for part in weights._parts:
+        fds = [stack.enter_context(reopen(part.file)) for part in contents._parts]
+        before = measure_residency(contents)
+        for part in contents._parts:
             try:
                 part.memory.block.advise("dontneed")
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 raise ValueError(
-                    f"Weights '{weights.files[0]}' are locked in RAM: lock(False) first"
+                    f"Weights '{contents.files[0]}' are locked in RAM: lock(False) first"
                 ) from None
         for fd in fds:
             # What was not yet written to the disk would stay.
             os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        after = residency(weights)
+        after = measure_residency(contents)
     return sum(
         max(0, was.resident_bytes - now.resident_bytes)
         for was, now in zip(before.by_file.values(), after.by_file.values(), strict=True)
@@ -264,7 +250,7 @@ class _Scan:
         The nodes that pages are on; empty where the kernel does not tell.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ModelPart) -> None:
         memory = part.memory
         self.file_offset, self.nbytes = memory.file_offset, memory.nbytes
         where = memory.block_offset, memory.nbytes
@@ -301,11 +287,11 @@ class _Scan:
             where = first * _PAGE, (first + len(flags)) * _PAGE
             a, b = np.clip(begin, *where) - where[0], np.clip(end, *where) - where[0]
             for column, chosen in enumerate(pages, 1):
-                table[:, column] += _below(chosen, b) - _below(chosen, a)
+                table[:, column] += _bytes_below(chosen, b) - _bytes_below(chosen, a)
         return table
 
 
-def _below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bytes_below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes of the chosen pages below each place."""
     n_before = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(chosen, out=n_before[1:])
@@ -329,7 +315,7 @@ def _row(row: NDArray[np.int64], nodes: Sequence[int], **whole: Any) -> Residenc
     )
 
 
-class _Rows(Mapping[str, Residency]):
+class _TensorResidencies(Mapping[str, Residency]):
     """Residencies that are made when they are asked for: a model may have 100 000 tensors."""
 
     def __init__(
@@ -350,27 +336,27 @@ class _Rows(Mapping[str, Residency]):
 # ---- warming ------------------------------------------------------------------------------------
 
 
-def _require_room(weights: Weights) -> None:
+def _require_room(contents: Contents, mapped: bool) -> None:
     """Refuse to bring in what does not fit, before anything is read."""
-    what = f"warming '{weights.files[0]}'"
-    if weights.load != "map":
-        missing = sum(part.memory.nbytes - _resident_bytes(part) for part in weights._parts)
+    what = f"warming '{contents.files[0]}'"
+    if not mapped:
+        missing = sum(part.memory.nbytes - _resident_bytes(part) for part in contents._parts)
         if missing:  # was swapped out
             limits.require(missing, what)
         return
     # Files that lie in memory take none of what is free.
-    parts = [part for part in weights._parts if not part.file.in_memory]
+    parts = [part for part in contents._parts if not part.file.in_memory]
     total, cached = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
     if cached < total:
         limits.require_cached(total, cached, what)
 
 
-def _resident_bytes(part: Part) -> int:
+def _resident_bytes(part: ModelPart) -> int:
     memory = part.memory
     return min(memory.block._resident_range(memory.block_offset, memory.nbytes), memory.nbytes)
 
 
-def _pieces(parts: Sequence[Part]) -> Iterator[tuple[Part, int, int]]:
+def _pieces(parts: Sequence[ModelPart]) -> Iterator[tuple[ModelPart, int, int]]:
     for part in parts:
         begin, end = part.memory.block_offset, part.memory.block_offset + part.memory.nbytes
         for offset in range(begin, end, _WARM_BYTES):

@@ -26,10 +26,10 @@ from unimem.errors import PlacementError
 from unimem.system import kernel_files
 from unimem.system.placement import Placement
 from unimem.weights.files import Version, version_of
-from unimem.weights.staging.places import Folder, Memory, proc_folder, sweep
+from unimem.weights.staging.places import Folder, Memfd, proc_folder, sweep
 from unimem.weights.staging.stage import Stage
 
-__all__ = ["Held", "alone", "drop", "hold", "hold_files", "holders"]
+__all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders"]
 
 SCHEMA = "unimem.stage/1"
 
@@ -113,7 +113,9 @@ def holders() -> list[Held]:
 
 
 @contextmanager
-def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) -> Iterator[Held]:
+def hold(
+    stage: Stage, source: str, asked: dict[str, Any], warnings: Sequence[str]
+) -> Iterator[Held]:
     """Give a staged model to a process of its own.
 
     The process keeps it from the end of the ``with`` on. Whatever goes wrong until then, it ends,
@@ -127,7 +129,7 @@ def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) 
         The model, as an absolute path.
     asked : dict
         The options that it was staged with, for those who look for it.
-    told : sequence of str
+    warnings : sequence of str
         The warnings that this gave.
 
     Raises
@@ -151,7 +153,7 @@ def hold(stage: Stage, source: str, asked: dict[str, Any], told: Sequence[str]) 
             "backing": stage.backing,
             "nbytes": stage.nbytes,
             "granted": asdict(stage.granted),
-            "warnings": list(told),
+            "warnings": list(warnings),
         }
         with _started(note, fds, place.fd, is_folder=isinstance(place, Folder)) as held:
             place.leave()
@@ -196,7 +198,7 @@ def _started(
     text = json.dumps({"schema": SCHEMA, **note})
     ours, its = socket.socketpair()
     with ours:
-        memory = Memory()
+        memory = Memfd()
         try:
             with open(memory.create("unimem-stage"), "w") as file:
                 file.write(text)
@@ -237,10 +239,10 @@ def _close(fds: list[int]) -> None:
 def drop(held: Held) -> None:
     """End the process that keeps a model, and wait until it is gone.
 
-    Who has the model open or mapped keeps what it has.
+    Processes that have the model open or mapped keep what they have.
     """
     with suppress(ProcessLookupError, FileNotFoundError):
-        fd = os.pidfd_open(_number_here(held.pid))
+        fd = os.pidfd_open(_local_pid(held.pid))
         try:
             # Another process may have its number by now.
             if _read(held.pid) == held:
@@ -253,19 +255,19 @@ def drop(held: Held) -> None:
     sweep()
 
 
-def _number_here(pid: int) -> int:
-    """Return the number of a process in this namespace; /proc may be of an outer one."""
-    depth = len(_numbers("self"))
-    return _numbers(str(pid))[depth - 1]
+def _local_pid(pid: int) -> int:
+    """Return the ID of a process in this PID namespace; /proc may be of an outer one."""
+    depth = len(_pids_by_namespace("self"))
+    return _pids_by_namespace(str(pid))[depth - 1]
 
 
-def _numbers(pid: str) -> list[int]:
+def _pids_by_namespace(pid: str) -> list[int]:
     status = kernel_files.read_bytes(f"/proc/{pid}/status").decode(errors="replace")
     return [int(number) for number in kernel_files.parse_fields(status)["NSpid"].split()]
 
 
 @contextmanager
-def alone(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
+def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
     """Wait until no other command of this user stages this model.
 
     Parameters
@@ -275,8 +277,8 @@ def alone(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
     waiting : callable
         Called with the process that it has to wait for.
     """
-    # Not a lock of the model file: whoever may read that could hold it for ever. The name of a
-    # socket goes with its process, and who listens there can be asked for the user.
+    # Not a lock of the model file: any process that may read it could hold the lock for ever. The
+    # name of a socket goes with its process, and the kernel tells the user of the listener.
     key = hashlib.sha256(os.fsencode(source)).hexdigest()[:32]
     name = f"\0unimem-stage-{os.geteuid()}-{key}"
     with socket.socket(socket.AF_UNIX) as mine:
@@ -326,7 +328,7 @@ def _note(path: str) -> str:
     """Read a sealed memfd that this user has made.
 
     That is the proof. Of a process it can be none: a setuid program runs as its owner, with the
-    command line and the descriptors of whoever started it.
+    command line and the descriptors that its caller gave it.
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:

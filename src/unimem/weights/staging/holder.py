@@ -22,7 +22,7 @@ _PROT_READ = _MAP_SHARED = _MLOCK_ONFAULT = 1
 
 def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
     """Keep the descriptors that this process was given, until SIGTERM."""
-    # Who started it need not stay to see its end, and no terminal ends it.
+    # Its parent need not wait for its end, and no terminal ends it.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -44,7 +44,7 @@ def _keep(ready: int, lock: str, fds: list[int]) -> None:
         return
     # Its number where /proc was mounted, which may be in an outer namespace.
     os.write(ready, f"0 {os.readlink('/proc/self')}".encode())
-    # Whoever started it may end otherwise, and then nobody knows of it.
+    # The command that started it may end too early, and then no process knows of it.
     if os.read(ready, 16) == b"keep":
         os.close(ready)
         signal.sigwait({signal.SIGTERM})

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Literal
 
 from unimem._core import tmpfs
+from unimem._core.library import get_library
 from unimem.errors import PlacementError
 from unimem.system.limits import SHM
 
@@ -25,7 +26,7 @@ __all__ = [
     "BACKINGS",
     "Backing",
     "Folder",
-    "Memory",
+    "Memfd",
     "Mount",
     "Place",
     "proc_folder",
@@ -132,8 +133,6 @@ class _Namespace:
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        from unimem import get_library
-
         ours, its = socket.socketpair()
         command = [
             *(sys.executable, "-I", "-S", _CHILD),
@@ -184,7 +183,7 @@ class _Namespace:
         self._process.wait()
 
 
-class Memory(Place):
+class Memfd(Place):
     """One memfd, on base pages or from a pool of hugetlb pages.
 
     Parameters
@@ -224,9 +223,9 @@ class Memory(Place):
 
 
 class Folder(Place):
-    """A folder in ``/dev/shm``, which whoever keeps it has locked: one that nobody has is stale.
+    """A folder in ``/dev/shm``, which its keeper has locked: an unlocked one is stale.
 
-    It has no seal: who owns the files could make them writable again.
+    It has no seal: the owner of the files could make them writable again.
 
     Raises
     ------

@@ -25,14 +25,14 @@ from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, su
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
-from unimem.weights.files import Model, ModelFile, Version, open_model, version_of
+from unimem.weights.files import ModelFile, ModelFiles, Version, open_model, version_of
 from unimem.weights.loading import Progress
 from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
     Backing,
     Folder,
-    Memory,
+    Memfd,
     Mount,
     Place,
     proc_folder,
@@ -219,7 +219,7 @@ def stage(
     if backing != "auto" and backing not in BACKINGS:
         raise ValueError(f"backing: expected 'auto', {', '.join(BACKINGS)}, got {backing!r}")
     policy.check_options(placement)
-    options = _Options(**placement)
+    options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
     with open_model(path) as model:
@@ -227,7 +227,7 @@ def stage(
 
 
 @dataclass(frozen=True)
-class _Options:
+class _StageOptions:
     """`PlacementOptions`, with their defaults."""
 
     pages: Pages = "auto"
@@ -242,10 +242,10 @@ class _Staging:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelFiles,
         source: str,
         backing: Backing | Literal["auto"],
-        options: _Options,
+        options: _StageOptions,
         progress: Progress | None,
     ) -> None:
         self.model = model
@@ -336,11 +336,11 @@ class _Staging:
             if shortfall is not None:
                 self.pages = self.options.pages
                 raise PlacementError(shortfall)
-            return Memory(self.pages)
+            return Memfd(self.pages)
         what = f"staging {self.source}"
         limits.require(self.nbytes, what)
         if backing == "memfd":
-            return Memory()
+            return Memfd()
         if backing == "shm":
             if not os.path.isdir(limits.SHM):
                 raise PlacementError(errno.ENOENT, f"there is no {limits.SHM}")

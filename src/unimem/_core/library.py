@@ -1,0 +1,31 @@
+"""Where the C library and its headers are installed."""
+
+from pathlib import Path
+
+from unimem._core import block
+
+__all__ = ["get_include", "get_library"]
+
+# The compiled modules know where the package is installed; in an editable install this file does
+# not.
+_INSTALLED = Path(block.__file__).parent.parent
+
+
+def get_include() -> str:
+    """Return the folder of ``unimem.h`` and ``unimem_formats.h``, for C and Cython callers.
+
+    Returns
+    -------
+    str
+    """
+    return str(_INSTALLED / "include")
+
+
+def get_library() -> str:
+    """Return the path of ``libunimem.so``, to link with or to load.
+
+    Returns
+    -------
+    str
+    """
+    return str(_INSTALLED / "lib" / "libunimem.so")

@@ -1,0 +1,285 @@
+"""Tensors and metadata of a model, as the headers of its files have them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.gguf import tensor_type
+from unimem.weights import dlpack
+from unimem.weights.dequantize import dequantize
+from unimem.weights.files import Header, ModelFile, Value
+from unimem.weights.loading import LoadMemory
+
+__all__ = ["Contents", "ModelPart", "Tensor"]
+
+# What ml_dtypes or NumPy can read, by the type's name; all others are blocks of bytes.
+_DTYPES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f64": "float64",
+    "i8": "int8",
+    "i16": "int16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "bool": "bool",
+    "c64": "complex64",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "f8_e8m0": "float8_e8m0fnu",
+    "f8_e4m3fnuz": "float8_e4m3fnuz",
+    "f8_e5m2fnuz": "float8_e5m2fnuz",
+}
+
+
+@cache
+def _dtype(name: str) -> np.dtype[Any]:
+    if hasattr(np, name):
+        return np.dtype(name)
+    import ml_dtypes  # which most models never need
+
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
+
+
+class ModelPart(NamedTuple):
+    """One file of a model, and where its data lies."""
+
+    file: ModelFile
+    memory: LoadMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a model: where it is and what it holds. Any number of threads may use it.
+
+    Attributes
+    ----------
+    name : str
+        As the file has it.
+    shape : tuple of int
+        In NumPy's order: the last dimension is contiguous.
+    ne : tuple of int
+        In ggml's order: the first dimension is contiguous. Empty for a scalar.
+    type : str
+        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; of a type that ggml has not,
+        safetensors' in lower case, such as ``"f8_e4m3"``.
+    ggml_type : int or None
+        ggml's number of the type; None where it has no such type.
+    nbytes : int
+        Bytes of the data.
+    offset : int
+        Where the data begins in the file.
+    file : str
+        The path of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ne: tuple[int, ...]
+    type: str
+    ggml_type: int | None
+    nbytes: int
+    offset: int
+    file: str
+    _memory: LoadMemory = field(repr=False, compare=False)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process; it never changes.
+
+        Raises
+        ------
+        ClosedError
+            The weights were closed, or the tape that they lie on took the memory back.
+        """
+        self._memory.lifetime.check()
+        return self._memory.block.address + self._block_offset
+
+    @property
+    def _block_offset(self) -> int:
+        return self._memory.block_offset + self.offset - self._memory.file_offset
+
+    def as_array(self) -> NDArray[Any]:
+        """View the data, without a copy.
+
+        Returns
+        -------
+        numpy.ndarray
+            Read-only, and keeping the memory alive. Of `shape` and the type's dtype where NumPy or
+            ml_dtypes has it (see docs/gguf.md and docs/safetensors.md); else uint8, with the bytes
+            of a row as the last dimension, or of one dimension where rows are no whole bytes. Not
+            aligned where a safetensors file puts the tensor so, which NumPy reads.
+
+        Raises
+        ------
+        ClosedError
+            The weights were closed, or the tape that they lie on took the memory back.
+        """
+        self._memory.lifetime.check()
+        dtype, shape = self._array_layout()
+        block, at = self._memory.block, self._block_offset
+        if at % dtype.alignment == 0:
+            array = block.as_array(dtype, shape, at)
+            array.flags.writeable = False  # memory of our own could be written
+            return array
+        raw = block.as_array("uint8", (self.nbytes,), at)
+        raw.flags.writeable = False  # and so is what looks at it
+        return raw.view(dtype).reshape(shape)
+
+    def _array_layout(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return the dtype and shape of arrays over the data."""
+        name = _DTYPES.get(self.type)
+        if name is not None:
+            return _dtype(name), self.shape
+        n_rows = prod(self.shape[:-1])
+        if self.ggml_type is not None:
+            _, block_values, block_bytes = tensor_type(self.ggml_type)
+            return np.dtype(np.uint8), (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
+        if n_rows == 0 or self.nbytes % n_rows:
+            return np.dtype(np.uint8), (self.nbytes,)
+        return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
+
+    def __dlpack__(self, **options: Any) -> Any:
+
+        return dlpack.export(self.as_array(), **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.as_array().__dlpack_device__()
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """Convert the data to float32.
+
+        Returns
+        -------
+        numpy.ndarray
+            A new array of `shape`, float32: by ggml's own conversion where ggml-python is
+            installed, else by gguf-py's; float types by NumPy and ml_dtypes.
+
+        Raises
+        ------
+        OSError
+            The mapped file has become shorter.
+        NotImplementedError
+            Nothing that is installed converts the type.
+        ClosedError
+            The weights were closed.
+        """
+        return dequantize(
+            self.as_array(), self.type, self.ggml_type, self.shape, name=self.name, path=self.file
+        )
+
+
+class _Metadata(Mapping[str, Value]):
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._keys = header.keys()
+
+    def __getitem__(self, key: str) -> Value:
+        return self._header.value(self._keys[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # without decoding the value, as Mapping would
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"<metadata: {len(self)} keys>"
+
+
+class _Tensors(Mapping[str, Tensor]):
+    def __init__(self, parts: tuple[ModelPart, ...]) -> None:
+        self._parts = parts
+        # Tensors are counted through all parts: a number a name is all that is kept of each.
+        self._firsts: list[int] = []
+        self._places: dict[str, int] = {}
+        for part in parts:
+            first = len(self._places)
+            self._firsts.append(first)
+            names = part.file.header.tensor_names()
+            self._places |= {name: first + i for name, i in names.items()} if first else names
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        i = bisect_right(self._firsts, place) - 1
+        part = self._parts[i]
+        ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
+        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return f"<tensors: {len(self)}>"
+
+
+class Contents:
+    """What the headers of a model's files say of it. Any number of threads may read it."""
+
+    def __init__(self, parts: tuple[ModelPart, ...]) -> None:
+        self._parts = parts
+        # The first part of a split model has the metadata of all.
+        self._metadata = _Metadata(parts[0].file.header)
+        self._tensors = _Tensors(parts)
+        self._types: dict[str, int] = {}
+        for part in parts:
+            for kind, nbytes in part.file.header.bytes_by_type().items():
+                self._types[kind] = self._types.get(kind, 0) + nbytes
+
+    def _check_open(self) -> None:
+        """Raise ClosedError where it is no longer to be read."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the model's files: of a split model, all of its parts."""
+        return tuple(part.file.path for part in self._parts)
+
+    @property
+    def metadata(self) -> Mapping[str, Value]:
+        """The file's metadata, in its order, read-only.
+
+        A value is decoded each time it is asked for: keep what you use more than once. Arrays of
+        numbers are read-only arrays, arrays of strings are lists, arrays of arrays are lists of
+        these. Bytes of a string that are not UTF-8 become lone surrogates, and
+        ``text.encode("utf-8", "surrogateescape")`` gives them back.
+        """
+        self._check_open()
+        return self._metadata
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's tensors by name, in the order of its files, read-only."""
+        self._check_open()
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.by_type().values())
+
+    def by_type(self) -> dict[str, int]:
+        """Bytes of all tensors of a type, by the type's name."""
+        self._check_open()
+        return dict(self._types)
