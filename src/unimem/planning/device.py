@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from unimem.weights.files import ModelFile
-from unimem.weights.opened import Contents
+from unimem.weights.tensors import Contents
 
 __all__ = [
     "ALIGN",
