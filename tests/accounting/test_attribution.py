@@ -157,11 +157,24 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
 @settings(max_examples=examples(150), deadline=None)
 @given(processes())
 def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
-    process, entries = known
+    assert_sums_are_the_kernel_s(*known)
+
+
+def test_an_area_without_access_counts_where_it_was_swapped_out() -> None:
+    """Found by a search: one page without access, all of it swapped out, and an entry of a byte."""
+    process = invented([area(0, 1, 0, access="---p", swapped_bytes=PAGE)], [])
+    one = Entry("kv", "kv", BASE, 1, 1, parts=(Part("a", BASE, 1),))
+    assert_sums_are_the_kernel_s(process, [one])
+
+
+def assert_sums_are_the_kernel_s(process: Invented, entries: list[Entry]) -> None:
     mappings, rows = attribute(process, entries)
     assert_adds_up(process, mappings, rows)
     known_at = {entry.address: entry for entry in entries}
-    there = [each for each in process.areas if each.is_accessible or each.rss_bytes]
+    # What was written to is in RAM or in swap, whatever access there is to it now.
+    there = [
+        each for each in process.areas if each.is_accessible or each.rss_bytes or each.swapped_bytes
+    ]
     for mapping in mappings:
         if mapping.category in ("a", "kv"):
             one = known_at[mapping.address]
