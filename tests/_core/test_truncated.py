@@ -517,7 +517,7 @@ guarded()
 os.kill(os.getpid(), signal.SIGBUS)
 signal.signal(signal.SIGBUS, signal.SIG_DFL)
 guarded()
-print("well")
+print("well", flush=True)
 os.kill(os.getpid(), signal.SIGBUS)
 """
     done = run_script(run_python, tmp_path / "data", body)

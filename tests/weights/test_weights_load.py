@@ -323,6 +323,7 @@ def test_files_that_lie_in_memory(path: Path) -> None:
 def test_auto_maps_what_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_huge_pages()
     monkeypatch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
+    monkeypatch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool(free=0)})
     with pytest.warns(um.PlacementWarning, match=r"load='auto' maps .*does not fit") as caught:
         weights = open_weights(path, pages="thp")
     assert len(caught) == 1
