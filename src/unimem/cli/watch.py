@@ -25,7 +25,6 @@ import unimem
 from unimem.accounting.published import published
 from unimem.accounting.report import Report, report
 from unimem.cli import terminal
-from unimem.cli.tables import can_show, room
 from unimem.cli.watch_state import Sample, State
 from unimem.cli.watch_view import frame, whole
 from unimem.system.limits import memory_limits
@@ -259,7 +258,7 @@ class _Blocks(_Lines):
 
     def show(self, state: State, *, is_new: bool) -> None:
         if is_new:
-            lines = whole(state, room(), blocks=can_show(_BLOCKS))
+            lines = whole(state, terminal.surface().width, blocks=terminal.can_show(_BLOCKS))
             terminal.show("".join(f"{line.plain.rstrip()}\n" for line in [*lines, Text()]))
 
 
@@ -274,7 +273,7 @@ class _Screen:
         self._console = Console(
             file=sys.stdout, force_terminal=True, force_interactive=True, highlight=False
         )
-        self._has_blocks = can_show(_BLOCKS)
+        self._has_blocks = terminal.can_show(_BLOCKS)
         self._has_colors = terminal.is_colored(sys.stdout)
         self._keys = [sys.stdin.fileno()] if sys.stdin is not None and sys.stdin.isatty() else []
         self._seen: State | None = None

@@ -12,11 +12,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from unimem.cli.processes import mapped_models
-from unimem.cli.tables import fit
-from unimem.cli.terminal import one_line
 from unimem.cli.watch_state import Line, Rates, Sample, Sort, State
 from unimem.system.limits import Limit
-from unimem.system.text import format_bytes
+from unimem.system.text import escape, format_bytes, shorten
 
 __all__ = ["LEAST_HEIGHT", "LEAST_WIDTH", "frame", "whole"]
 
@@ -89,7 +87,7 @@ def frame(state: State, width: int, height: int, *, blocks: bool = True) -> list
             f"{LEAST_WIDTH}x{LEAST_HEIGHT} at least.",
             "q quits.",
         ]
-        return [Text(fit(line, width)) for line in says[:height]]
+        return [Text(shorten(line, width)) for line in says[:height]]
     keys = _keys(state, width)
     if state.shows_help:
         return [*list(_help(width))[: height - 1], keys]
@@ -170,8 +168,8 @@ def _head(state: State, width: int, blocks: bool, most_models: int) -> list[Text
     assert now is not None
     lines = [_title(state, now, width)]
     if "problem" in now.report.facts:
-        problem = one_line(str(now.report.facts["problem"]))
-        lines.append(_labelled("ledger").append(fit(problem, width - _LABEL), _NOTICE))
+        problem = escape(str(now.report.facts["problem"]))
+        lines.append(_labelled("ledger").append(shorten(problem, width - _LABEL), _NOTICE))
     lines += _models(now, width, most_models)
     lines += [_drawn(figures, state.history, width, blocks) for figures in _figures(state, now)]
     if not now.pressure:
@@ -271,8 +269,8 @@ def _title(state: State, now: Sample, width: int) -> Text:
         right.append(f"from {whose}, ", _DIM)
     right.append(how, style)
     left = Text(no_wrap=True).append(f"{state.pid} ", _BOLD)
-    command = one_line(str(facts.get("command") or facts.get("name") or ""))
-    left.append(fit(command, width - left.cell_len - right.cell_len - 2))
+    command = escape(str(facts.get("command") or facts.get("name") or ""))
+    left.append(shorten(command, width - left.cell_len - right.cell_len - 2))
     return _between(left, right, width)
 
 
@@ -283,7 +281,7 @@ def _models(now: Sample, width: int, most: int) -> Iterator[Text]:
         share += f", {model.pages}" if model.pages != "4k" else ""
         if i == most - 1 and len(models) > most:
             share += f"; and {len(models) - most} more"
-        name = fit(one_line(Path(model.path).name), width - _LABEL - len(share) - 2)
+        name = shorten(escape(Path(model.path).name), width - _LABEL - len(share) - 2)
         style = "" if model.resident_bytes >= model.nbytes else _NOTICE
         yield _labelled("model").append(f"{name}  ").append(share, style)
 
@@ -298,7 +296,7 @@ def _room(now: Sample, width: int) -> Text:
     line.append(_free(machine), _scarce(machine))
     if least is not machine:
         room = f"{_free(least)} in "
-        name = fit(one_line(least.name), width - cell_len(line.plain) - len(room) - 2)
+        name = shorten(escape(least.name), width - cell_len(line.plain) - len(room) - 2)
         line.append("; ").append(f"{room}{name}", _scarce(least))
     return line
 
@@ -370,10 +368,10 @@ def _columns(state: State, lines: Sequence[Line], width: int, blocks: bool) -> l
     """Choose the columns that there is room for; what the lines are for comes last, or a bar."""
     is_wide = width >= _WIDE
     names = {line.category for line in lines}
-    longest = max((cell_len(one_line(name)) for name in names), default=0)
+    longest = max((cell_len(escape(name)) for name in names), default=0)
     n = max(_SIZE, min(longest, 24 if is_wide else 18))
     category = _Column(
-        _TITLES["category"], n, lambda line: fit(one_line(line.category), n), is_left=True
+        _TITLES["category"], n, lambda line: shorten(escape(line.category), n), is_left=True
     )
     sizes = [
         _Column("size", _SIZE, lambda line: format_bytes(line.nbytes)),
@@ -469,10 +467,10 @@ def _growth_style(line: Line) -> str:
 
 def _what(line: Line, width: int) -> str:
     """Name a mapping; of a path that is too long, its end says the most."""
-    name = one_line(line.name)
+    name = escape(line.name)
     if cell_len(name) > width and "/" in name:
         name = Path(name).name
-    return fit(name or (f"{line.address:x}" if line.key else ""), width)
+    return shorten(name or (f"{line.address:x}" if line.key else ""), width)
 
 
 # ---- below the table -----------------------------------------------------------------------------
