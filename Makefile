@@ -14,13 +14,21 @@ C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] n
            $(wildcard bench/native/*.[ch] tests/support/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
-.PHONY: run test test-c test-py test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
+WORKERS ?= $(shell nproc)
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+.PHONY: run test test-all test-c test-py explore test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
         install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.installed
 	$(BIN)/unimem run
 
+# The fast tier. WORKERS=0 runs it in one process.
 test: test-c test-py
+
+# Everything there is: the fast tier, the slow tests, and searches with ten times the examples.
+test-all: test-c
+	$(PYTEST) --all
 
 test-c: $(VENV)/.installed
 	$(BIN)/cmake -S . -B $(BUILD)/c -G Ninja -DUNIMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Debug >/dev/null
@@ -28,7 +36,12 @@ test-c: $(VENV)/.installed
 	$(BIN)/ctest --test-dir $(BUILD)/c --output-on-failure
 
 test-py: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# Searches with other examples in each round, for so many seconds. A failure prints what repeats it.
+EXPLORE_SECONDS ?= 600
+explore: $(VENV)/.installed
+	$(BIN)/python tools/explore.py --seconds $(EXPLORE_SECONDS)
 
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed

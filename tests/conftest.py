@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and the list of what a run did not test."""
+"""The state that all tests begin from, their two tiers, fixtures, and what a run did not test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,70 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
+import known_state
+import tiers
+from project import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
+        session.config.workeroutput["n_left_out"] = tiers.n_left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker knows: each has seen all tests."""
+    tiers.n_left_out = getattr(node, "workeroutput", {}).get("n_left_out", 0)
+
+
+# Fixtures that take what all processes of the machine share, or look at it.
+MACHINE = {
+    *("cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages"),
+    "leaves_nothing",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("unimem's own tests")
+    group.addoption("--all", action="store_true", help="everything there is: make test-all")
+    group.addoption("--explore", action="store_true", help="random examples: make explore")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    known_state.begin()
+    config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
+    config.addinivalue_line("markers", "machine: looks at what all processes share; one at a time")
+    tiers.everything = config.getoption("--all") or config.getoption("--explore")
+    random = config.getoption("--explore")
+    # The same examples in each run: what was red is red again, and what is green stays so.
+    hypothesis.settings.register_profile(
+        "unimem", derandomize=not random, deadline=None, database=None, print_blob=True
+    )
+    hypothesis.settings.load_profile("unimem")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("machine") or MACHINE & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+    if not tiers.everything:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        tiers.n_left_out = len(slow)
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_the_checkout() -> None:
+    """Relative paths mean the same wherever pytest was started."""
+    os.chdir(ROOT)
 
 
 @pytest.fixture
@@ -94,3 +152,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for reason, tests in sorted(tests_of.items()):
             more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
             terminalreporter.write_line(f"{reason}: {tests[0]}{more}")
+    if not tiers.everything:
+        terminalreporter.write_line(
+            f"This was the fast tier. `make test-all` has {tiers.n_left_out} slow tests beside it, "
+            "and its searches try ten times as many examples."
+        )

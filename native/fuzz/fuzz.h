@@ -1,5 +1,5 @@
 /* What the fuzz targets share. A target parses an input as the library's users do, and aborts when
- * an answer breaks a promise of the header; the sanitizers see what touches memory of others. A
+ * a result breaks a promise of the header. The sanitizers see accesses outside of its memory. A
  * process runs one target in one thread. */
 #ifndef UM_FUZZ_H
 #define UM_FUZZ_H
@@ -33,23 +33,23 @@ typedef struct fuzz_range {
     uint64_t offset, nbytes;
 } fuzz_range;
 
-/* Heap memory of exactly nbytes, so that a sanitizer sees who reads the first byte behind it. */
+/* A copy in heap memory of exactly nbytes, so that a sanitizer sees a read past the end. */
 uint8_t *fuzz_copy(const uint8_t *bytes, size_t nbytes);
 /* A number that depends on all of the input. */
 uint64_t fuzz_hash(const uint8_t *bytes, size_t nbytes);
 bool fuzz_is_utf8(const uint8_t *text, uint64_t nbytes);
 /* Sorts the texts. */
 bool fuzz_all_differ(fuzz_text *texts, uint64_t n);
-/* Sorts the ranges. Those of no bytes are nowhere. */
+/* Sorts the ranges. Empty ranges are apart from all others. */
 bool fuzz_all_apart(fuzz_range *ranges, uint64_t n);
 /* offset + nbytes, which does not overflow. */
 uint64_t fuzz_end(uint64_t offset, uint64_t nbytes);
 /* Reads memory. */
 void fuzz_touch(const void *bytes, uint64_t nbytes);
 
-/* What a parser says of a failure, or leaves alone: `err` was filled with this pattern before. */
+/* The pattern that `err` is filled with before a call, and that a call which succeeds leaves. */
 enum { FUZZ_PATTERN = 0xa5 };
-/* nbytes of the file were given; a broken rule lies at most at last_offset. */
+/* nbytes of the file were given. The offset of a broken rule is at most last_offset. */
 void fuzz_check_status(um_status status, const um_error *err, uint64_t nbytes, uint64_t file_nbytes,
                        uint64_t last_offset);
 

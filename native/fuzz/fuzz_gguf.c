@@ -1,8 +1,9 @@
-/* GGUF headers. An input is the beginning of a file: all of it, a part of it that is read piece by
- * piece, and the beginning of longer files. */
+/* GGUF headers. An input is parsed as a whole file, piece by piece, and as the beginning of longer
+ * files. */
 #include "fuzz.h"
 
-/* What the input is to stand before: enough for some tensors, and all there could be. */
+/* Bytes that follow the input in a longer file: room for some tensors, and the most there can
+ * be. */
 static const uint64_t more_nbytes[] = {1 << 16, UINT64_MAX};
 
 /* Tables are compared as bytes. */
@@ -13,7 +14,8 @@ _Static_assert(sizeof(um_gguf_tensor) == 8 * sizeof(uint64_t) + 2 * sizeof(uint3
 
 static uint64_t number_nbytes(um_gguf_type type) {
     static const uint8_t nbytes[UM_GGUF_TYPE_COUNT] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-    PROMISED(type < UM_GGUF_TYPE_COUNT && nbytes[type] != 0);
+    PROMISED(type < UM_GGUF_TYPE_COUNT);
+    PROMISED(nbytes[type] != 0);
     return nbytes[type];
 }
 
@@ -30,7 +32,8 @@ static void decode_numbers(const uint8_t *bytes, um_gguf_type type, uint64_t at,
     }
 }
 
-/* As _core/gguf.pyx does, which trusts the parser with the bounds. Returns the end of the items. */
+/* Decodes as _core/gguf.pyx does, which relies on the parser for the bounds. Returns the end of the
+ * items. */
 static uint64_t decode_items(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
     if (type != UM_GGUF_STRING && type != UM_GGUF_ARRAY) {
         decode_numbers(bytes, type, at, n);
@@ -62,7 +65,8 @@ static void check_kv(const um_gguf_kv *kv, const uint8_t *bytes, uint64_t header
         PROMISED(decode_items(bytes, kv->item_type, kv->value_offset, kv->n_items) == end);
         return;
     }
-    PROMISED(kv->n_items == 1 && kv->item_type == UM_GGUF_TYPE_COUNT);
+    PROMISED(kv->n_items == 1);
+    PROMISED(kv->item_type == UM_GGUF_TYPE_COUNT);
     if (kv->type == UM_GGUF_STRING) {
         fuzz_touch(bytes + kv->value_offset, kv->value_nbytes);
     } else {
@@ -78,18 +82,21 @@ static void check_tensor(const um_gguf_tensor *t, const um_gguf *g, const uint8_
     PROMISED(fuzz_end(t->name_offset, t->name_nbytes) <= g->header_nbytes);
     PROMISED(fuzz_is_utf8(bytes + t->name_offset, t->name_nbytes));
     const um_gguf_tensor_type *type = um_gguf_type_of_tensor(t->type);
-    PROMISED(type != NULL && type->name != NULL);
+    PROMISED(type != NULL);
+    PROMISED(type->name != NULL);
     PROMISED(t->n_dims <= UM_GGUF_MAX_DIMS);
     uint64_t n_values = 1, nbytes = 0;
     for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
         PROMISED(i < t->n_dims || t->ne[i] == 1);
-        PROMISED(!__builtin_mul_overflow(n_values, t->ne[i], &n_values) && n_values <= INT64_MAX);
+        PROMISED(!__builtin_mul_overflow(n_values, t->ne[i], &n_values));
+        PROMISED(n_values <= INT64_MAX);
     }
     PROMISED(t->ne[0] % type->block_values == 0);
     PROMISED(!__builtin_mul_overflow(n_values / type->block_values, (uint64_t)type->block_bytes,
                                      &nbytes));
     PROMISED(t->nbytes == nbytes);
-    PROMISED(t->offset >= g->data_offset && t->offset % g->alignment == 0);
+    PROMISED(t->offset >= g->data_offset);
+    PROMISED(t->offset % g->alignment == 0);
     PROMISED(fuzz_end(t->offset, t->nbytes) <= file_nbytes || t->nbytes == 0);
 }
 
@@ -98,15 +105,19 @@ static void check_tensor(const um_gguf_tensor *t, const um_gguf *g, const uint8_
 static void check_tables(const um_gguf *g, const uint8_t *bytes, uint64_t nbytes,
                          uint64_t file_nbytes) {
     PROMISED(g->version == 2 || g->version == 3);
-    PROMISED(g->alignment >= 8 && (g->alignment & (g->alignment - 1)) == 0);
+    PROMISED(g->alignment >= 8);
+    PROMISED((g->alignment & (g->alignment - 1)) == 0);
     PROMISED(g->header_nbytes <= nbytes);
-    PROMISED(g->data_offset % g->alignment == 0 && g->data_offset >= g->header_nbytes);
+    PROMISED(g->data_offset % g->alignment == 0);
+    PROMISED(g->data_offset >= g->header_nbytes);
     PROMISED(g->data_offset - g->header_nbytes < g->alignment);
-    PROMISED(g->n_kv <= nbytes && g->n_tensors <= nbytes);
+    PROMISED(g->n_kv <= nbytes);
+    PROMISED(g->n_tensors <= nbytes);
     uint64_t n = g->n_kv > g->n_tensors ? g->n_kv : g->n_tensors;
     fuzz_text *texts = malloc(n * sizeof *texts);
     fuzz_range *ranges = malloc(n * sizeof *ranges);
-    PROMISED(texts != NULL && ranges != NULL);
+    PROMISED(texts != NULL);
+    PROMISED(ranges != NULL);
     for (uint64_t i = 0; i < g->n_kv; i++) {
         check_kv(&g->kv[i], bytes, g->header_nbytes);
         texts[i] = (fuzz_text){bytes + g->kv[i].key_offset, g->kv[i].key_nbytes};
@@ -143,7 +154,8 @@ static answer parse(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes)
     if (a.status == UM_OK) {
         check_tables(&a.gguf, exact, nbytes, file_nbytes);
     } else {
-        PROMISED(a.gguf.kv == NULL && a.gguf.tensors == NULL);
+        PROMISED(a.gguf.kv == NULL);
+        PROMISED(a.gguf.tensors == NULL);
     }
     free(exact);
     return a;
@@ -171,7 +183,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     answer whole = parse(bytes, nbytes, nbytes);
     PROMISED(whole.status != UM_E_FULL);
 
-    /* A reader that asks for more as it is told to comes to the same end. */
+    /* A reader that starts with a part and reads on as it is told gets the same result. */
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), nbytes);
     while (pieces.status == UM_E_FULL) {
         pieces = parse(bytes, pieces.err.asked, nbytes);
@@ -179,7 +191,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     PROMISED(same_answer(&whole, &pieces));
     um_gguf_free(&pieces.gguf);
 
-    /* What fits into a file fits into a longer one. */
+    /* A header that is valid in a file is valid in a longer one. */
     for (size_t i = 0; i < sizeof more_nbytes / sizeof more_nbytes[0]; i++) {
         uint64_t more = more_nbytes[i];
         answer longer = parse(bytes, nbytes, more > UINT64_MAX - nbytes ? more : nbytes + more);

@@ -1,7 +1,6 @@
-/* Safetensors headers. An input is a file: all of it, and a part of it that is read piece by piece.
- * Since hardly any change leaves the length of the header and the end of the data right, the same
- * JSON is also parsed behind the right length, in a file that ends where the largest of its numbers
- * says. */
+/* Safetensors headers. An input is parsed as a whole file and piece by piece. Few changes keep the
+ * length of the header and the end of the data consistent, so the same JSON is also parsed behind a
+ * correct length, in a file that ends where the largest number in the JSON says. */
 #include "fuzz.h"
 
 enum { LENGTH_NBYTES = 8 };
@@ -14,12 +13,13 @@ _Static_assert(sizeof(um_safetensors_tensor) == 2 * sizeof(uint64_t) + 6 * sizeo
 
 /* ---- texts ---- */
 
-/* As _core/safetensors.pyx writes them out: into memory of the size of the text. */
+/* Writes as _core/safetensors.pyx does: into memory of the size of the text. */
 static fuzz_text write_text(const uint8_t *bytes, um_safetensors_text text,
                             uint64_t header_nbytes) {
     PROMISED(text.offset > LENGTH_NBYTES);
     PROMISED(fuzz_end(text.offset, text.nbytes) < header_nbytes);
-    PROMISED(bytes[text.offset - 1] == '"' && bytes[text.offset + text.nbytes] == '"');
+    PROMISED(bytes[text.offset - 1] == '"');
+    PROMISED(bytes[text.offset + text.nbytes] == '"');
     uint8_t *out = malloc(text.nbytes);
     PROMISED(out != NULL);
     size_t nbytes = um_safetensors_write_text(bytes, text, (char *)out);
@@ -60,17 +60,21 @@ static void check_tensor(const um_safetensors *st, const um_safetensors_tensor *
     for (uint32_t i = 0; i < t->n_dims; i++) {
         PROMISED(!__builtin_mul_overflow(n_bits, st->dims[t->first_dim + i], &n_bits));
     }
-    PROMISED(n_bits % 8 == 0 && t->nbytes == n_bits / 8);
-    PROMISED(t->offset >= st->header_nbytes && fuzz_end(t->offset, t->nbytes) <= file_nbytes);
-    PROMISED(t->place < st->header_nbytes && bytes[t->place] == '[');
+    PROMISED(n_bits % 8 == 0);
+    PROMISED(t->nbytes == n_bits / 8);
+    PROMISED(t->offset >= st->header_nbytes);
+    PROMISED(fuzz_end(t->offset, t->nbytes) <= file_nbytes);
+    PROMISED(t->place < st->header_nbytes);
+    PROMISED(bytes[t->place] == '[');
 }
 
-/* Each byte behind the header is one tensor's. */
+/* Each byte after the header belongs to exactly one tensor. */
 static void check_tensors(const um_safetensors *st, const uint8_t *bytes, uint64_t file_nbytes) {
     uint64_t nbytes = st->header_nbytes;
     fuzz_text *names = malloc(st->n_tensors * sizeof *names);
     fuzz_range *ranges = malloc(st->n_tensors * sizeof *ranges);
-    PROMISED(names != NULL && ranges != NULL);
+    PROMISED(names != NULL);
+    PROMISED(ranges != NULL);
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         const um_safetensors_tensor *t = &st->tensors[i];
         check_tensor(st, t, bytes, file_nbytes);
@@ -105,11 +109,15 @@ static answer parse(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes)
     PROMISED(after.allocated_bytes - before.allocated_bytes <= 4096 + 20 * nbytes);
     if (a.status == UM_OK) {
         PROMISED(a.st.header_nbytes <= nbytes);
-        PROMISED(a.st.n_kv <= nbytes && a.st.n_tensors <= nbytes && a.st.n_dims <= nbytes);
+        PROMISED(a.st.n_kv <= nbytes);
+        PROMISED(a.st.n_tensors <= nbytes);
+        PROMISED(a.st.n_dims <= nbytes);
         check_metadata(&a.st, exact);
         check_tensors(&a.st, exact, file_nbytes);
     } else {
-        PROMISED(a.st.kv == NULL && a.st.tensors == NULL && a.st.dims == NULL);
+        PROMISED(a.st.kv == NULL);
+        PROMISED(a.st.tensors == NULL);
+        PROMISED(a.st.dims == NULL);
     }
     free(exact);
     return a;
@@ -134,8 +142,8 @@ static bool same_answer(const answer *a, const answer *b) {
            same_table(x->dims, y->dims, x->n_dims, sizeof *x->dims);
 }
 
-/* nbytes of a file that has these and maybe more behind them: what all of them say is what a reader
- * comes to that begins with less and asks for more as it is told to. */
+/* Parses the first nbytes of a file that may be longer. A reader that starts with fewer bytes and
+ * reads on as it is told gets the same result. */
 static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
     answer whole = parse(bytes, nbytes, file_nbytes);
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), file_nbytes);

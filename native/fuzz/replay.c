@@ -1,5 +1,5 @@
 /* Runs a fuzz target on the files of folders, without a fuzzer: `replay_gguf FOLDER...`. A target
- * that breaks aborts; the file's name stands before. Folders without a file are an error. */
+ * that fails aborts, after the name of the file was printed. A folder without files is an error. */
 #include <dirent.h>
 #include <errno.h>
 

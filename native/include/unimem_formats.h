@@ -1,8 +1,8 @@
-/* unimem: the headers of model files, parsed out of bytes that are not trusted. A part of the
- * public C API, with the conventions of unimem.h; the comments are the manual.
+/* unimem: parsers of the headers of model files, whose bytes are not trusted. A part of the public
+ * C API, with the conventions of unimem.h.
  *
- * The parsers open no files: a caller hands them the first bytes of one, and more of them when they
- * ask (UM_E_FULL, err->asked). What they hand out are offsets in the file, inside of it.
+ * The parsers open no files. A caller hands them the first bytes of a file, and more bytes if they
+ * ask for them (UM_E_FULL, err->asked). They hand out offsets, all of which lie inside the file.
  */
 #ifndef UNIMEM_FORMATS_H
 #define UNIMEM_FORMATS_H
@@ -34,11 +34,10 @@ typedef enum um_gguf_type {
     UM_GGUF_TYPE_COUNT
 } um_gguf_type;
 
-/* Offsets are from the first byte of the file; nothing is copied. */
+/* A key and its value. Offsets are from the first byte of the file; nothing is copied. */
 typedef struct um_gguf_kv {
     uint64_t key_offset, key_nbytes;
-    uint64_t
-        value_offset; /* of a string: its first byte; of an array: its first element's first byte */
+    uint64_t value_offset; /* of a string: its first byte; of an array: its first element */
     uint64_t value_nbytes; /* of the value from value_offset on */
     uint64_t n_items;      /* 1, or the array's length */
     um_gguf_type type;
@@ -62,27 +61,31 @@ typedef struct um_gguf {
     um_gguf_tensor *tensors;
 } um_gguf;
 
-/* What is known of a tensor type: ggml's name ("q8_0"), values and bytes of a block. */
+/* A tensor type of ggml. */
 typedef struct um_gguf_tensor_type {
-    const char *name;
+    const char *name; /* such as "q8_0" */
     uint32_t block_values, block_bytes;
 } um_gguf_tensor_type;
-/* NULL for a number that ggml 0.15 does not know. */
+/* Returns the type of a number; NULL for a number that ggml 0.15 does not know. */
 UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
 
-/* Parses a header. bytes holds the first nbytes of a file of file_nbytes. When the header goes on
- * behind nbytes (and inside the file), the call fails with UM_E_FULL and err->asked is a length
- * that is worth trying next. errors: UM_E_FORMAT with the rule (err->what) and the byte offset;
- * UM_E_FULL; UM_E_NOMEM. Allocates two tables, which are a small multiple of nbytes. */
-UM_API um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
-                               um_error *err);
+/* Parses the header in the first nbytes of a file of file_nbytes.
+ *
+ * It allocates two tables, a small multiple of nbytes: call um_gguf_free.
+ *
+ * - UM_E_INVALID: nbytes is above file_nbytes.
+ * - UM_E_FULL: the header goes on behind nbytes. err->asked is a length worth trying next.
+ * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes,
+                                          uint64_t file_nbytes, um_error *err);
 UM_API void um_gguf_free(um_gguf *gguf);
 
 /* ---- safetensors ---- */
 
-/* The header of a safetensors file, as https://github.com/huggingface/safetensors has it: a length,
- * and that many bytes of JSON. Offsets are bytes of the file; texts are as they lie there, escapes
- * and all: um_safetensors_write_text resolves them. */
+/* The header of a safetensors file, as https://github.com/huggingface/safetensors defines it: a
+ * length, and so many bytes of JSON. Offsets are from the first byte of the file. Texts have their
+ * escapes still: um_safetensors_write_text resolves them. */
 typedef enum um_safetensors_type {
     UM_ST_BOOL = 0,
     UM_ST_F4,
@@ -109,7 +112,7 @@ typedef enum um_safetensors_type {
     UM_ST_TYPE_COUNT
 } um_safetensors_type;
 
-/* A header has less than 4 GiB. */
+/* A text of the header, which is shorter than 4 GiB. */
 typedef struct um_safetensors_text {
     uint32_t offset, nbytes; /* between the quotes */
 } um_safetensors_text;
@@ -118,7 +121,7 @@ typedef struct um_safetensors_kv {
     um_safetensors_text key, value;
 } um_safetensors_kv;
 
-/* A tensor with more has no array in NumPy. */
+/* NumPy has no array with more dimensions. */
 #define UM_SAFETENSORS_MAX_DIMS 64
 
 typedef struct um_safetensors_tensor {
@@ -137,19 +140,26 @@ typedef struct um_safetensors {
     uint64_t header_nbytes; /* the length and the JSON: data begins here */
 } um_safetensors;
 
-/* The type's name in a header, such as "BF16", and the bits of a value; NULL and 0 for an unknown
- * one. */
+/* Returns the name of a type in a header, such as "BF16"; NULL for an unknown type. */
 UM_API const char *um_safetensors_type_name(um_safetensors_type type);
+/* Returns the bits of a value of a type; 0 for an unknown type. */
 UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
 
-/* Parses the first nbytes of a file of file_nbytes. The bytes may go away afterwards, but for the
- * texts. A string's offset, in an error, is that of its quote. errors: UM_E_FULL (the header has
- * err->asked bytes, or its length, of which less than 8 bytes were given, is needed first),
- * UM_E_FORMAT (err has rule and offset), UM_E_NOMEM, UM_E_INVALID (nbytes > file_nbytes). */
-UM_API um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nbytes,
-                                      uint64_t file_nbytes, um_error *err);
-/* Writes a text of the header as UTF-8, its escapes resolved; out has room for text.nbytes, which
- * is never too little. Returns the bytes written. */
+/* Parses the header in the first nbytes of a file of file_nbytes.
+ *
+ * After the call only texts need the bytes. The tables are freed by um_safetensors_free.
+ *
+ * - UM_E_INVALID: nbytes is above file_nbytes.
+ * - UM_E_FULL: the header is longer than nbytes. err->asked is its length, or 8 if nbytes is less
+ *   than the 8 bytes that hold the length.
+ * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset. The offset of a string
+ *   is that of its quote.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_safetensors_parse(um_safetensors *out, const void *bytes,
+                                                 size_t nbytes, uint64_t file_nbytes,
+                                                 um_error *err);
+/* Writes a text of the header to out as UTF-8, with its escapes resolved. Returns the bytes
+ * written: never more than text.nbytes. */
 UM_API size_t um_safetensors_write_text(const void *bytes, um_safetensors_text text, char *out);
 UM_API void um_safetensors_free(um_safetensors *safetensors);
 

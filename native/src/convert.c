@@ -1,12 +1,15 @@
-/* Between float32, float16, bfloat16 and q8_0, with the instructions that the CPU has. All codes
- * round to nearest even and give the same bits. A NaN that becomes a float16 or bfloat16 is made
- * quiet, and keeps its sign and the upper bits of its payload, as F16C does. q8_0 is as ggml's
- * quantize_row_q8_0_ref makes it on x86. */
+/* Conversions between float32, float16, bfloat16 and q8_0, with the instructions that the CPU has.
+ * All codes round to nearest even and give the same bits. A NaN that becomes a float16 or bfloat16
+ * is made quiet, and keeps its sign and the upper bits of its payload, as F16C does. q8_0 is as
+ * ggml's quantize_row_q8_0_ref makes it on x86. */
 #include "convert.h"
 
-#include "internal.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -97,8 +100,9 @@ static void f32_of_bf16_scalar(float *out, const uint16_t *in, size_t n) {
     }
 }
 
-/* The low byte of x as an integer, a half rounded away from zero; 0 when x is a NaN or does not fit
- * into 32 bits, which is what x86 makes of the reference's cast (C leaves it open). */
+/* Returns the low byte of x as an integer, with a half rounded away from zero; 0 if x is a NaN or
+ * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves
+ * open. */
 static int8_t q8_of(float x) {
     if (!(x > -0x1p31f && x < 0x1p31f)) {
         return 0;
@@ -116,8 +120,8 @@ static inline float reciprocal(float d) {
 static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
     float amax = 0;
     for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
-        /* As the reference: what came before a NaN is forgotten, and a NaN before the last value,
-         * too. */
+        /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
+         * value. */
         float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
         amax = amax > magnitude ? amax : magnitude;
     }
@@ -146,9 +150,9 @@ static const um_convert_code scalar = {
     f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar,
 };
 
-/* The vector codes take the bits of the largest magnitude of a block as an integer, where a NaN is
- * above infinity. Whether they may quantize the block: no value of it, and nothing on the way, is a
- * NaN, infinite, or out of range then. Other blocks are the scalar code's. */
+/* Returns whether the vector codes may quantize a block with this largest magnitude: then no value
+ * of it, and nothing on the way, is a NaN, infinite, or out of range. They take its bits as an
+ * integer, where a NaN is above infinity. The scalar code quantizes all other blocks. */
 static inline bool is_usual_amax(uint32_t amax_bits) {
     const uint32_t least = 0x0d800000; /* 2^-100 */
     return amax_bits == 0 || amax_bits - least < F32_INFINITY - least;
@@ -193,7 +197,7 @@ AVX2 static inline __m256i bf16_of_f32_x8(const float *in) {
 AVX2 static void bf16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        /* Packing works in halves of 128 bits, so that quarters have to change places. */
+        /* Packing works in halves of 128 bits, so the quarters are put into order afterwards. */
         __m256i mixed = _mm256_packus_epi32(bf16_of_f32_x8(in + i), bf16_of_f32_x8(in + i + 8));
         __m256i packed = _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0));
         _mm256_storeu_si256((__m256i *)(void *)(out + i), packed);
@@ -219,8 +223,8 @@ AVX2 static inline uint32_t max_of_x8(__m256i values) {
     return (uint32_t)_mm_cvtsi128_si32(max);
 }
 
-/* A half is rounded away from zero: with the largest float below 0.5 added, and the rest cut off,
- * all floats up to 127 are right. Product and sum are rounded one after the other, as in the
+/* Rounds a half away from zero: adds the largest float below 0.5 and cuts off the rest, which is
+ * right for all floats up to 127. Product and sum are rounded one after the other, as in the
  * reference: CMakeLists.txt forbids the compiler to fuse them. */
 AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
     __m256 x = _mm256_mul_ps(value, id), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
@@ -272,9 +276,9 @@ static const um_convert_code avx2 = {
 
 /* ---- AVX-512 ---- */
 
-/* AVX512_BF16 has an instruction for bfloat16, which takes denormals for zero. The masked forms of
- * some intrinsics stand here since the others warn of a sign conversion in GCC's own header when
- * not optimised. */
+/* The instruction of AVX512_BF16 is not used: it takes denormals for zero. Some intrinsics are used
+ * in their masked forms, since the others warn of a sign conversion in GCC's own header when not
+ * optimised. */
 
 #define AVX512 __attribute__((target("avx512f")))
 enum { ALL_16 = 0xffff };
@@ -409,7 +413,7 @@ static void f32_of_bf16_neon(float *out, const uint16_t *in, size_t n) {
     f32_of_bf16_scalar(out + i, in + i, n - i);
 }
 
-/* Eight values; vcvtaq rounds a half away from zero. */
+/* Converts eight values. vcvtaq rounds a half away from zero. */
 static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
     int16x4_t narrow_low = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(low, id)));
     int16x4_t narrow_high = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(high, id)));
@@ -477,7 +481,7 @@ const um_convert_code *um_convert_code_at(size_t i) {
 }
 
 static const um_convert_code *best_code(void) {
-    /* Found once; two threads that find it at the same time find the same. */
+    /* Two threads that look for it at the same time find the same code. */
     static const um_convert_code *_Atomic found;
     const um_convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
     if (code == NULL) {
@@ -495,10 +499,10 @@ const char *um_convert_isa(void) {
 
 /* ---- the floating-point mode of the thread ---- */
 
-/* Denormals as zero, and rounding in another direction, are modes that a thread can be in. On x86
- * they change q8_0 only: the others are integer arithmetic, exact, or instructions that name their
- * rounding. Elsewhere float16 is changed, too. The codes are called through pointers, so that no
- * compiler moves arithmetic past a change of the mode. */
+/* A thread can be in a mode that takes denormals for zero, or rounds in another direction. On x86
+ * this changes q8_0 only: the other conversions are integer arithmetic, exact, or instructions that
+ * name their rounding. Elsewhere it changes float16, too. The codes are called through pointers, so
+ * that no compiler moves arithmetic past a change of the mode. */
 
 #if defined(__x86_64__)
 
@@ -546,12 +550,12 @@ static bool depends_on_mode(um_dtype out_type) {
 
 /* ---- any to any ---- */
 
-/* Beside the public functions, since those cannot be inlined. */
+/* The public functions cannot be inlined; this one can. */
 static inline size_t block_bytes(um_dtype type) {
     return type == UM_F32 ? sizeof(float) : type == UM_Q8_0 ? sizeof(um_q8_0) : sizeof(uint16_t);
 }
 
-/* Of n values, whole blocks. */
+/* Returns the bytes of n values. pre: n is whole blocks. */
 static inline size_t bytes_of(um_dtype type, size_t n) {
     return type == UM_Q8_0 ? n / UM_Q8_0_VALUES * sizeof(um_q8_0) : n * block_bytes(type);
 }
@@ -597,7 +601,7 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
     } else if (out_type == UM_F32) {
         to_f32(code, out, in, in_type, n);
     } else {
-        /* By way of float32, which holds the values of all the others exactly. */
+        /* Goes through float32, which holds the values of all other types exactly. */
         enum { PIECE = 1024 };
         float piece[PIECE];
         for (size_t done = 0; done < n; done += PIECE) {
@@ -608,16 +612,11 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
     }
 }
 
-um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
-                        um_dtype in_type, size_t n, um_error *err) {
-    if (!is_known(out_type) || !is_known(in_type)) {
-        return um_fail(err, UM_E_INVALID, "type");
-    }
-    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
-        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
-    }
+/* pre: as um_convert_values. */
+static void convert_in_default_mode(const um_convert_code *code, void *out, um_dtype out_type,
+                                    const void *in, um_dtype in_type, size_t n) {
     if (n == 0) {
-        return UM_OK; /* the pointers may be NULL then */
+        return; /* the pointers may be NULL */
     }
     if (out_type == in_type) {
         memcpy(out, in, bytes_of(out_type, n));
@@ -628,6 +627,21 @@ um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_typ
     } else {
         convert(code, out, out_type, in, in_type, n);
     }
+}
+
+void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n) {
+    convert_in_default_mode(best_code(), out, out_type, in, in_type, n);
+}
+
+um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                        um_dtype in_type, size_t n, um_error *err) {
+    if (!is_known(out_type) || !is_known(in_type)) {
+        return um_fail(err, UM_E_INVALID, "type");
+    }
+    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
+        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
+    }
+    convert_in_default_mode(code, out, out_type, in, in_type, n);
     return UM_OK;
 }
 

@@ -1,5 +1,4 @@
-/* The conversions behind um_convert, one function a direction and instruction set; public to the
- * tests only. */
+/* The conversions behind um_convert: one function for each direction and instruction set. */
 #ifndef UM_CONVERT_H
 #define UM_CONVERT_H
 
@@ -16,7 +15,7 @@ typedef struct um_q8_0 {
     int8_t qs[UM_Q8_0_VALUES];
 } um_q8_0;
 
-/* All codes give the same bits. `n` is values, of q8_0 too: whole blocks then. */
+/* One implementation. All give the same bits. n counts values; of q8_0, n is whole blocks. */
 typedef struct um_convert_code {
     const char *isa;
     void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);
@@ -27,11 +26,15 @@ typedef struct um_convert_code {
     void (*f32_of_q8_0)(float *out, const um_q8_0 *in, size_t n);
 } um_convert_code;
 
-/* The i-th code that this CPU runs, the slowest first; NULL behind the last. */
+/* Returns the i-th code that this CPU runs, the slowest first; NULL behind the last. */
 const um_convert_code *um_convert_code_at(size_t i);
 
-/* um_convert by one code. */
-um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
-                        um_dtype in_type, size_t n, um_error *err);
+/* Does the same as um_convert, with this code. */
+UM_CHECKED um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type,
+                                   const void *in, um_dtype in_type, size_t n, um_error *err);
+
+/* Does the same as um_convert, and cannot fail. pre: both types are known, and n is whole blocks of
+ * both. */
+void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n);
 
 #endif

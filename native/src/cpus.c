@@ -1,8 +1,11 @@
-/* Which thread runs on which CPU. */
+/* The CPU that each thread runs on. */
 #include "cpus.h"
 
-#include "internal.h"
 #include "os.h"
+#include "status.h"
+
+#include <stdint.h>
+#include <string.h>
 
 enum { MASK_WORDS = UM_MAX_CPUS / 64 };
 

@@ -1,26 +1,33 @@
-/* Reads the header of a GGUF file: bounds first, then the value. Nothing of the input is trusted:
- * no count is allocated for before the bytes in hand could hold it, and no sum or product is made
- * unchecked. The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
- * versions 2 and 3 (they differ in nothing here). */
-#include "internal.h"
+/* Reads the header of a GGUF file. Nothing of the input is trusted: bounds are checked before a
+ * value is read, nothing is allocated for a count before the bytes in hand could hold it, and no
+ * sum or product is unchecked. The layout is that of
+ * https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, which do not differ
+ * here. */
+#include "names.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 #include "unimem_formats.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");
 
 enum {
-    HEADER_NBYTES_MAX = 256 << 20, /* the longest known has 20 MB */
+    HEADER_NBYTES_MAX = 256 << 20, /* the longest known header has 20 MB */
     NAME_NBYTES_MAX = 65535,
     ARRAY_DEPTH_MAX = 16,
     ALIGNMENT_DEFAULT = 32,
     ALIGNMENT_MIN = 8, /* so that a mapped tensor is aligned for every element type */
-    /* A header that goes on behind a first small piece has a vocabulary, and nearly all of these
-     * end before this many bytes. From there on twice as much is asked for. */
+    /* A header that does not end in a small first piece has a vocabulary, and nearly all of these
+     * headers are shorter than this. Behind it, each request doubles the size. */
     SECOND_PIECE_NBYTES = 16 << 20,
-    /* The least that an entry of each kind takes up, which bounds how many there can be. */
+    /* The least bytes of an entry of each kind. They bound how many entries there can be. */
     KV_NBYTES_MIN = 8 + 4 + 1,
     TENSOR_NBYTES_MIN = 8 + 4 + 4 + 8,
     STRING_NBYTES_MIN = 8,
@@ -70,13 +77,13 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
-/* The next n bytes must be there. When the file has them not, the rule is broken by the field at
- * `field`. */
+/* Checks that the next n bytes are in hand. If the file does not have them, the field at `field`
+ * breaks the rule. */
 static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t field) {
     if (n > r->file_nbytes - r->at) {
         return um_fail_format(r->err, rule, field);
     }
-    /* Without this a large file of holes would have all of itself read into memory. */
+    /* Without this, a large sparse file would be read into memory as a whole. */
     if (n > HEADER_NBYTES_MAX - r->at) {
         return um_fail_format(r->err, "the header is longer than 256 MiB", field);
     }
@@ -89,13 +96,14 @@ static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t fi
     return UM_OK;
 }
 
-/* How many of n rows the bytes in hand can make, each of at least nbytes_min. A table of so many
- * never overflows: before it would, the bytes are used up and more are asked for. */
+/* Returns how many of n rows, each of at least nbytes_min, the bytes in hand can hold. A table of
+ * so many rows never overflows: the bytes run out before, and more are asked for. */
 static uint64_t rows_at_most(const reader *r, uint64_t n, uint64_t nbytes_min) {
     return min_u64(n, (r->nbytes - r->at) / nbytes_min);
 }
 
-/* NULL when there is no memory; err is filled then. A table of no rows has an address as well. */
+/* Returns NULL, with err filled, if there is no memory. A table of no rows has an address as
+ * well. */
 static void *alloc_table(const reader *r, uint64_t n, size_t row_bytes) {
     void *table = um_heap_alloc(n == 0 ? 1 : n, row_bytes);
     if (table == NULL) {
@@ -130,7 +138,7 @@ static um_status read_u64(reader *r, uint64_t *out) {
     return UM_OK;
 }
 
-/* A string of at most `most` bytes; `too_long` is the rule of one that has more. */
+/* Reads a string of at most `most` bytes; `too_long` is the rule that a longer one breaks. */
 static um_status read_string(reader *r, uint64_t most, const char *too_long, uint64_t *out_offset,
                              uint64_t *out_nbytes) {
     uint64_t field = r->at;
@@ -165,8 +173,8 @@ static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_off
     return UM_OK;
 }
 
-/* Fails for the first name in the file that was there before. There are n rows, `stride` bytes
- * apart, each of which begins with the offset and the length of a name. */
+/* Fails for the first name in the file that repeats an earlier one. There are n rows, `stride`
+ * bytes apart, each of which begins with the offset and the length of a name. */
 static um_status check_names_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {
@@ -189,7 +197,7 @@ static um_status check_names_differ(const reader *r, const void *rows, size_t st
 
 /* ---- metadata ---- */
 
-/* Bytes of a value of fixed size; 0 for strings and arrays. */
+/* Returns the bytes of a value of fixed size; 0 for strings and arrays. */
 static uint64_t value_nbytes(um_gguf_type type) {
     switch (type) {
     case UM_GGUF_UINT8:
@@ -226,7 +234,7 @@ static um_status read_type(reader *r, um_gguf_type *out) {
     return UM_OK;
 }
 
-/* Passes n values of a fixed size; `field` is what says that there are n. */
+/* Skips n values of a fixed size; `field` is the place of the count n. */
 static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t field) {
     uint64_t nbytes;
     if (__builtin_mul_overflow(n, value_nbytes(type), &nbytes)) {
@@ -253,8 +261,8 @@ static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
     UM_TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
     uint64_t offset, nbytes;
     for (uint64_t i = 0; i < n; i++) {
-        /* Vocabularies have hundreds of thousands: those that are in hand as a whole pass with one
-         * comparison, and read_string finds what is wrong with the others. */
+        /* Vocabularies have hundreds of thousands of strings. One comparison passes a string that
+         * is in hand as a whole; read_string finds what is wrong with the others. */
         uint64_t left = r->nbytes - r->at;
         if (left >= sizeof(nbytes) &&
             (nbytes = load_u64(r->bytes + r->at)) <= left - sizeof(nbytes)) {
@@ -271,7 +279,7 @@ typedef struct array_head {
     uint64_t n, first;
 } array_head;
 
-/* Passes a whole array; `depth` counts the arrays around it. */
+/* Skips a whole array; `depth` counts the arrays around it. */
 static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
     UM_TRY(read_type(r, &out->item_type));
@@ -319,7 +327,7 @@ static um_status read_kv(reader *r, um_gguf_kv *out) {
     return UM_OK;
 }
 
-/* general.alignment, when this is it. */
+/* Reads the alignment if this is the key general.alignment. */
 static um_status read_alignment(const reader *r, const um_gguf_kv *kv, uint64_t *out) {
     static const char key[] = "general.alignment";
     if (kv->key_nbytes != sizeof(key) - 1 ||
@@ -370,7 +378,7 @@ static uint64_t offset_field(const um_gguf_tensor *t) {
 }
 
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
-    /* A dimension of 0 makes an empty tensor, but may not hide that the others overflow. */
+    /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow. */
     uint64_t n_values = 1;
     UM_TRY(read_u32(r, &out->n_dims));
     if (out->n_dims > UM_GGUF_MAX_DIMS) {
@@ -418,7 +426,7 @@ static um_status read_tensor(reader *r, um_gguf_tensor *out) {
     return read_u64(r, &out->offset);
 }
 
-/* Makes the offset, which counts from the data, one in the file. */
+/* Turns the offset, which counts from the data, into one of the file. */
 static um_status place_tensor(const reader *r, const um_gguf *gguf, um_gguf_tensor *t) {
     uint64_t room = r->file_nbytes - min_u64(gguf->data_offset, r->file_nbytes);
     if (t->offset % gguf->alignment != 0) {
@@ -441,8 +449,8 @@ static int compare_offsets(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* The first of the tensors, in the order given, that begins inside another; NULL when there is
- * none. An empty tensor is nowhere inside. */
+/* Returns the first of the tensors, in the order given, that begins inside another one; NULL if
+ * there is none. Empty tensors are never inside. */
 static const um_gguf_tensor *find_overlap(const um_gguf_tensor *const *tensors, uint64_t n) {
     uint64_t end = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -487,7 +495,7 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
         gguf->tensors[i] = tensor;
     }
     gguf->header_nbytes = r->at;
-    /* Cannot overflow: the header is in memory, and the alignment has 32 bits. */
+    /* This cannot overflow: the header is in memory, and the alignment has 32 bits. */
     gguf->data_offset = (r->at + gguf->alignment - 1) & ~(gguf->alignment - 1);
     UM_TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
                               tensor_name_rules.twice));
@@ -524,6 +532,12 @@ static um_status read_head(reader *r, um_gguf *gguf) {
                       n_kv_field);
 }
 
+static um_status read_all(reader *r, um_gguf *gguf) {
+    UM_TRY(read_head(r, gguf));
+    UM_TRY(read_metadata(r, gguf));
+    return read_tensors(r, gguf);
+}
+
 um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                         um_error *err) {
     if (nbytes > file_nbytes) {
@@ -531,13 +545,7 @@ um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t
     }
     reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err};
     um_gguf gguf = {.alignment = ALIGNMENT_DEFAULT};
-    um_status status = read_head(&r, &gguf);
-    if (status == UM_OK) {
-        status = read_metadata(&r, &gguf);
-    }
-    if (status == UM_OK) {
-        status = read_tensors(&r, &gguf);
-    }
+    um_status status = read_all(&r, &gguf);
     if (status != UM_OK) {
         um_gguf_free(&gguf);
         return status;

@@ -1,8 +1,11 @@
-/* Cells of one size. The free list is a stack whose links lie beside the cells, not in them: a cell
- * that was given back is still whatever its last user wrote, and a double give is seen. */
-#include "internal.h"
+/* Cells of one size. The free list is a stack whose links lie beside the cells, not in them. So a
+ * free cell keeps what its last user wrote, and a cell that is given back twice is noticed. */
+#include "sizes.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 enum { CELL_ALIGN = 64 };
 static const uint32_t NO_CELL = UINT32_MAX;
@@ -12,7 +15,7 @@ static uint64_t make_head(uint64_t old, uint32_t id) {
     return ((old >> 32) + 1) << 32 | id;
 }
 
-/* Sizes of the cells and of the links; false on overflow. */
+/* Computes the sizes of the cells and of the links; returns false on overflow. */
 static bool grid_sizes(size_t cell_bytes, uint32_t n_cells, size_t *cell, size_t *cells,
                        size_t *links) {
     return cell_bytes != 0 && n_cells != 0 && n_cells < TAKEN &&
@@ -61,12 +64,9 @@ um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t
     if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um_add(cells, links, &sum)) {
         return um_fail(err, UM_E_INVALID, "cell_bytes or n_cells");
     }
-    /* One take for both, so that a full tape leaves nothing behind. */
+    /* Takes both at once, so that a full tape leaves nothing behind. */
     void *base;
-    um_status status = um_tape_take(tape, sum, CELL_ALIGN, &base, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_tape_take(tape, sum, CELL_ALIGN, &base, err));
     return um_grid_init_apart(grid, base, (unsigned char *)base + cells, cell_bytes, n_cells, err);
 }
 
@@ -78,7 +78,7 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
         if (id == NO_CELL) {
             return um_fail_full(err, grid->n_cells, grid->n_cells, 1, "grid");
         }
-        /* Another thread may take this very cell now; then the tag has moved and the exchange
+        /* Another thread may take this very cell now. Then the tag has changed, and the exchange
          * fails. */
         next = atomic_load(&grid->next[id]);
     } while (!atomic_compare_exchange_weak(&grid->head, &head, make_head(head, next)));
@@ -94,11 +94,11 @@ um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err) {
     }
     uint64_t head = atomic_load(&grid->head);
     uint32_t taken = TAKEN;
-    /* Only one of two threads that give the same cell passes here. */
+    /* Of two threads that give the same cell, only one passes here. */
     if (!atomic_compare_exchange_strong(&grid->next[id], &taken, (uint32_t)head)) {
         return um_fail(err, UM_E_STATE, "the cell was given back already");
     }
-    /* Counted before it can be taken, so that the count never falls below 0. */
+    /* Counts the cell before it can be taken, so that the count never falls below 0. */
     atomic_fetch_add(&grid->n_free, 1);
     while (!atomic_compare_exchange_weak(&grid->head, &head, make_head(head, id))) {
         atomic_store(&grid->next[id], (uint32_t)head);

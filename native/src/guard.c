@@ -1,34 +1,38 @@
-/* The guard: touching a mapped file that somebody truncates, and living on.
+/* The guard: surviving a lost page of a mapped file.
  *
- * A page that cannot be had is a SIGBUS in the thread that touches it, at an address that the
- * kernel tells. While anybody runs guarded, a handler of ours is on top of whatever handled SIGBUS
- * before. It looks whether this thread is inside of a run whose range the address is in; then it
- * jumps back into um_guard_run. Everything else goes on to the handler below, as the kernel would
- * have called it. SIGSEGV is left alone: it says that nothing is mapped, or that it may not be
- * written, which is never the file's doing.
+ * A page that cannot be had raises SIGBUS in the thread that touches it, and the kernel tells the
+ * address. While anybody runs guarded, our handler is on top of the handler that was there before.
+ * If this thread is inside of a run and the address is in its range, our handler jumps back into
+ * um_guard_run. All other signals go on to the handler below, as the kernel would have called it.
+ * SIGSEGV is left alone: it means that nothing is mapped, or that it may not be written, and never
+ * that a file lost a page.
  *
- * Handlers are a stack that nobody can see. Whoever installs one keeps ours as his previous: he may
- * call it, or put it back, long after, when another of ours is on top of his. If there were one
- * function for both, it could not know which handler to go on to, and two that go on to each other
- * never end. So each action of others that we ever lay on top of has an entry of ours, whose
- * function goes on to that one action and no other, for as long as the process lives. */
-#include "internal.h"
+ * Handlers form a stack that nobody can look at. Code that installs a handler keeps ours as its
+ * previous one. It may call ours or put it back long after, when another one of ours is on top of
+ * its own. A single function of ours could not know which handler to go on to, and two handlers
+ * that go on to each other never end. So for each foreign action that we ever cover there is an
+ * entry with a function of its own, which goes on to that one action for as long as the process
+ * lives. */
 #include "os.h"
+#include "status.h"
 
 #include <errno.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
-/* A run, in the frame of its um_guard_run. */
+/* A run. It lies in the frame of its um_guard_run. */
 typedef struct guarded {
     uintptr_t first, end;
     struct guarded *outer;
     sigjmp_buf jump;
 } guarded;
 
-/* The handler asks this in any thread, and may not be the first to: memory for it comes with the
- * thread, and not when it is first asked for. musl has no other kind. */
+/* The handler reads this in any thread, and may be the first to do so. So its memory must come with
+ * the thread, and not with the first access. musl has no other kind. */
 #if defined(__GLIBC__)
 #define WITH_THREAD __attribute__((tls_model("initial-exec")))
 #else
@@ -38,13 +42,14 @@ static _Thread_local guarded *volatile innermost WITH_THREAD;
 
 typedef struct entry {
     struct sigaction below; /* never changes once the entry is used */
-    atomic_bool is_spent;   /* of SA_RESETHAND: it was called, and SIG_DFL stands in its place */
+    atomic_bool is_spent;   /* of SA_RESETHAND: it was called, and SIG_DFL counts now */
 } entry;
 
 enum { MAX_ENTRIES = 16 };
 static entry entries[MAX_ENTRIES];
 
-/* Guards what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may wait. */
+/* The lock of what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may
+ * wait. */
 static _Atomic uint32_t lock;
 static unsigned n_entries;
 static unsigned n_users; /* threads inside of a run */
@@ -52,14 +57,14 @@ static bool knows_forks;
 
 /* ---- the handler: async-signal-safe only ---- */
 
-/* Whether a page could not be had, of a file that was truncated or cannot be read, or one that the
- * hardware has lost; and where. Signals that were sent have codes of 0 and below, and no address.
- */
+/* Returns whether a page could not be had, because the file was truncated or cannot be read, or the
+ * hardware lost the page; and the range that was lost. Signals that were sent have codes of 0 and
+ * below, and no address. */
 static bool is_lost_page(const siginfo_t *info, uintptr_t *out_first, uintptr_t *out_end) {
     *out_first = (uintptr_t)info->si_addr;
     *out_end = *out_first + 1;
 #ifdef BUS_MCEERR_AR
-    if (info->si_code == BUS_MCEERR_AR) { /* the address is as exact as this */
+    if (info->si_code == BUS_MCEERR_AR) { /* si_addr_lsb is how exact the address is */
         uintptr_t nbytes = (uintptr_t)1 << info->si_addr_lsb;
         *out_first &= ~(nbytes - 1);
         *out_end = *out_first + nbytes;
@@ -69,8 +74,8 @@ static bool is_lost_page(const siginfo_t *info, uintptr_t *out_first, uintptr_t 
     return info->si_code == BUS_ADRERR || info->si_code == BUS_OBJERR;
 }
 
-/* Whether the signal is of an instruction, which is repeated when the handler returns. The kernel
- * lets nobody ignore those. */
+/* Returns whether the signal is of an instruction, which is repeated when the handler returns. The
+ * kernel lets nobody ignore these. */
 static bool is_repeated(const siginfo_t *info) {
 #ifdef BUS_MCEERR_AO
     if (info->si_code == BUS_MCEERR_AO) {
@@ -88,11 +93,11 @@ static void die_of(const siginfo_t *info) {
     }
 }
 
-/* The entry that this thread is going on from, and how deep in its stack. */
+/* The entry whose handler below this thread is running, and how deep in its stack. */
 static _Thread_local const entry *volatile going_on WITH_THREAD;
 static _Thread_local volatile uintptr_t going_on_at WITH_THREAD;
 
-/* Does as the kernel would have done with the action below. */
+/* Does what the kernel would have done with the action below. */
 static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     const struct sigaction *below = &from->below;
     bool is_once = (below->sa_flags & (int)SA_RESETHAND) != 0;
@@ -110,10 +115,10 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
         sigaddset(&blocked, number);
     }
     bool is_masked = um_os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
-    /* Who installs a handler in the moment between our looking what is on top and our being there
-     * can keep the very entry that goes on to him. When he hands on what he was called for, as
-     * faulthandler does by restoring his previous and raising the signal, it comes back here:
-     * nobody is left to hear of it. */
+    /* Code that installs a handler between our look at the top and our own installation may keep
+     * the very entry that goes on to it. If that handler passes the signal on, as faulthandler does
+     * by restoring the previous action and raising the signal, it comes back here: nobody is left
+     * to hear of it. */
     const entry *outer = going_on;
     uintptr_t outer_at = going_on_at, here = (uintptr_t)__builtin_frame_address(0);
     if (info->si_code == SI_TKILL && outer == from && here < outer_at) {
@@ -127,7 +132,7 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     } else {
         below->sa_handler(number);
     }
-    going_on = outer; /* before the next signal may come */
+    going_on = outer; /* before signals are unblocked */
     going_on_at = outer_at;
     if (is_masked) {
         um_os_signal_mask(SIG_SETMASK, &before, NULL);
@@ -173,7 +178,7 @@ static void (*const handlers[MAX_ENTRIES])(int, siginfo_t *, void *) = {
 
 /* ---- on top, and away: with the lock ---- */
 
-/* The entry whose function this action is; NULL: it is somebody else's. */
+/* Returns the entry whose function this action is; NULL if the action is foreign. */
 static entry *entry_of(const struct sigaction *action) {
     for (unsigned i = 0; i < n_entries && (action->sa_flags & SA_SIGINFO) != 0; i++) {
         if (action->sa_sigaction == handlers[i]) {
@@ -183,7 +188,8 @@ static entry *entry_of(const struct sigaction *action) {
     return NULL;
 }
 
-/* The C library adds flags of its own, and its masks have room that it does not fill. */
+/* Returns whether two actions are the same. The C library adds flags of its own, and its masks have
+ * room that it does not fill. */
 static bool is_same(const struct sigaction *a, const struct sigaction *b) {
     int told = SA_SIGINFO | SA_ONSTACK | SA_RESTART | SA_NODEFER | (int)SA_RESETHAND;
     bool same = a->sa_handler == b->sa_handler && ((a->sa_flags ^ b->sa_flags) & told) == 0;
@@ -193,7 +199,7 @@ static bool is_same(const struct sigaction *a, const struct sigaction *b) {
     return same;
 }
 
-/* The entry that goes on to this action; NULL: there are too many. */
+/* Returns the entry that goes on to this action; NULL if there are too many. */
 static entry *entry_over(const struct sigaction *below) {
     for (unsigned i = 0; i < n_entries; i++) {
         if (is_same(&entries[i].below, below)) {
@@ -217,7 +223,8 @@ static int put_on_top(void) {
         if (over == NULL) {
             return EBUSY;
         }
-        /* A call that a sent signal interrupts goes on, or not, as it would without us. */
+        /* A system call that a sent signal interrupts is restarted, or not, as it would be without
+         * us. */
         bool restarts = top.sa_handler == SIG_IGN || (top.sa_flags & SA_RESTART) != 0;
         struct sigaction ours = {.sa_sigaction = handlers[over - entries],
                                  .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK |
@@ -227,7 +234,7 @@ static int put_on_top(void) {
         if (is_same(&was, &top)) {
             break;
         }
-        top = was; /* somebody was faster: his is below now */
+        top = was; /* another thread was faster: its action is below now */
     }
     return os_errno;
 }
@@ -236,11 +243,11 @@ static void take_away(void) {
     struct sigaction top = {0}, was = {0}, none = {.sa_handler = SIG_DFL};
     const entry *ours = um_os_bus_action(NULL, &top) == 0 ? entry_of(&top) : NULL;
     if (ours == NULL) {
-        return; /* whoever is on top keeps ours as his previous */
+        return; /* a foreign handler is on top, and keeps ours as its previous one */
     }
     const struct sigaction *below = atomic_load(&ours->is_spent) ? &none : &ours->below;
     if (um_os_bus_action(below, &was) == 0 && !is_same(&was, &top)) {
-        um_os_bus_action(&was, NULL); /* somebody was faster: his stays */
+        um_os_bus_action(&was, NULL); /* another thread was faster: its action stays */
     }
 }
 
@@ -261,7 +268,7 @@ static void drop_lock(void) {
     }
 }
 
-/* A child has the thread that forked, and no other. */
+/* A child has only the thread that forked. */
 static void enter_child(void) {
     n_users = innermost != NULL;
     atomic_store(&lock, 0);
@@ -300,7 +307,7 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "pthread_sigmask");
     }
-    /* A thread is one user, however deep its runs are nested: so one that is jumped over has
+    /* A thread is one user, however deep its runs are nested: so a run that is jumped over has
      * nothing to undo. */
     um_status status = here.outer == NULL ? enter(err) : UM_OK;
     if (status == UM_OK) {
@@ -317,7 +324,7 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
             leave();
         }
     }
-    /* A handler that was jumped over may have blocked more. */
+    /* A handler that was jumped over may have blocked more signals. */
     if (status != UM_OK || sigismember(&before, SIGBUS) == 1) {
         um_os_signal_mask(SIG_SETMASK, &before, NULL);
     }

@@ -1,9 +1,15 @@
-/* The contiguous KV cache: rows that are appended, in storage that somebody else owns. A token
- * counts when every layer holds it. */
-#include "internal.h"
+/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's. A token counts
+ * once every layer holds it. */
+#include "convert.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 enum { LANE_ALIGN = 64 };
 
@@ -41,10 +47,7 @@ static bool count_lanes(const um_kv_spec *spec, size_t *out) {
 
 um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
     size_t row, lane, lanes, total;
-    um_status status = um_kv_row_bytes(spec, &row, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_kv_row_bytes(spec, &row, err));
     if (!um_mul(row, (size_t)spec->max_seq_len, &lane) || !um_round_up(lane, LANE_ALIGN, &lane) ||
         !count_lanes(spec, &lanes) || !um_mul(lane, lanes, &total) || total > PTRDIFF_MAX) {
         return um_fail(err, UM_E_INVALID, DIMS);
@@ -76,14 +79,9 @@ static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *stor
 um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                      um_error *err) {
     size_t row;
-    um_status status = um_kv_row_bytes(spec, &row, err);
-    if (status == UM_OK) {
-        status = check_storage(spec, storage, row, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
-    /* Both tables in one piece. */
+    UM_TRY(um_kv_row_bytes(spec, &row, err));
+    UM_TRY(check_storage(spec, storage, row, err));
+    /* One allocation holds both tables. */
     UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
         return um_fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
@@ -131,7 +129,7 @@ static uint64_t top_of(const um_kv *kv, uint32_t layer) {
     return atomic_load_explicit(&kv->top[layer], memory_order_relaxed);
 }
 
-/* Rows up to `top` are, or may be, written. */
+/* Records that rows up to `top` are written, or may be. */
 static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
     if (top > top_of(kv, layer)) {
         atomic_store_explicit(&kv->top[layer], top, memory_order_relaxed);
@@ -140,7 +138,7 @@ static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
 
 static void set_end(um_kv *kv, uint32_t layer, uint64_t end) {
     raise_top(kv, layer, end);
-    /* Release: who reads this end sees the rows below it. */
+    /* Release: a reader of this end sees the rows below it. */
     atomic_store_explicit(&kv->end[layer], end, memory_order_release);
 }
 
@@ -154,14 +152,14 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
-/* The first position whose row this layer still holds. */
+/* Returns the first position whose row this layer still holds. */
 static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
     uint64_t top = top_of(kv, layer);
     return is_ring(kv) && top > kv->n_rows ? max_u64(first, top - kv->n_rows) : first;
 }
 
-/* The first position to show of those from `oldest` to `end`. */
+/* Returns the first position to show of those from `oldest` to `end`. */
 static uint64_t first_shown(const um_kv *kv, uint64_t oldest, uint64_t end) {
     uint64_t window = kv->spec.window;
     if (window != 0 && end > window) {
@@ -225,14 +223,12 @@ static um_status check_not_reserved(const um_kv *kv, um_error *err) {
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
-    um_status status = check_not_reserved(kv, err);
-    if (status == UM_OK && layers_differ(kv)) {
-        return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
-    }
-    return status;
+    UM_TRY(check_not_reserved(kv, err));
+    return layers_differ(kv) ? um_fail(err, UM_E_STATE, "layers differ in length: roll back first")
+                             : UM_OK;
 }
 
-/* Whether n rows can be written behind `end`. */
+/* Checks that n rows can be written behind `end`. */
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
     if (!is_ring(kv)) {
         uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
@@ -249,7 +245,7 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* ---- appending ---- */
 
-/* Whether rows of this type can be given, or be asked for. */
+/* Checks that rows of this type can be given, or be asked for. */
 static um_status check_type(const um_kv *kv, um_dtype type, um_error *err) {
     if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
         return um_fail(err, UM_E_INVALID, "type");
@@ -261,7 +257,8 @@ static size_t nbytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
 
-/* Rows given to an append: those of tokens [skip, n), from row `row` of the lanes on. */
+/* The rows given to an append: those of tokens [skip, n), which go to row `row` of the lanes and
+ * those behind it. */
 typedef struct source {
     const unsigned char *rows;
     um_dtype type;
@@ -269,7 +266,7 @@ typedef struct source {
     uint64_t n, skip, row;
 } source;
 
-/* Writes K or V of a layer. The types were checked, so no conversion fails. */
+/* Writes K or V of a layer. pre: the types were checked. */
 static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
     size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
@@ -278,21 +275,22 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
         out += in.row * kv->row_bytes;
         if (in.order == UM_KV_TOKEN_MAJOR || n == 1) {
-            /* The rows are as they are stored; with tokens to skip there is one stream. */
+            /* The rows have the order in which they are stored. If tokens are skipped, there is one
+             * stream. */
             const unsigned char *from = in.rows + (b + skip) * heads * in_head;
-            um_convert(out, s->type, from, in.type, (n - skip) * heads * dim, NULL);
+            um_convert_values(out, s->type, from, in.type, (n - skip) * heads * dim);
             continue;
         }
         for (size_t t = skip; t < n; t++) {
             for (size_t h = 0; h < heads; h++, out += out_head) {
                 const unsigned char *from = in.rows + ((b * heads + h) * n + t) * in_head;
-                um_convert(out, s->type, from, in.type, dim, NULL);
+                um_convert_values(out, s->type, from, in.type, dim);
             }
         }
     }
 }
 
-/* How many of n tokens a ring has no rows for: the first ones. */
+/* Returns how many of n tokens, from the first one on, a ring has no rows for. */
 static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
     return is_ring(kv) && n > kv->n_rows ? n - kv->n_rows : 0;
 }
@@ -303,14 +301,10 @@ um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64
         return um_fail(err, UM_E_INVALID, "layer");
     }
     uint64_t end = end_of(kv, layer);
-    um_status status = check_not_reserved(kv, err);
-    if (status == UM_OK) {
-        status = check_room(kv, end, n, err);
-    }
-    if (status == UM_OK) {
-        *out_row = um_kv_row(kv, end + n_skipped(kv, n));
-    }
-    return status;
+    UM_TRY(check_not_reserved(kv, err));
+    UM_TRY(check_room(kv, end, n, err));
+    *out_row = um_kv_row(kv, end + n_skipped(kv, n));
+    return UM_OK;
 }
 
 void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
@@ -323,12 +317,10 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
         return um_fail(err, UM_E_INVALID, "order");
     }
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
-    um_status status = check_type(kv, type, err);
-    if (status == UM_OK) {
-        status = um_kv_append_begin(kv, layer, n, &in.row, err);
-    }
-    if (status != UM_OK || n == 0) {
-        return status;
+    UM_TRY(check_type(kv, type, err));
+    UM_TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
+    if (n == 0) {
+        return UM_OK;
     }
     write_rows(kv, layer, 0, in);
     in.rows = v;
@@ -342,16 +334,9 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
         return um_fail(err, UM_E_INVALID, "batch is not 1");
     }
     uint64_t end = end_of(kv, 0);
-    um_status status = check_type(kv, type, err);
-    if (status == UM_OK) {
-        status = check_whole(kv, err);
-    }
-    if (status == UM_OK) {
-        status = check_room(kv, end, 1, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(kv, type, err));
+    UM_TRY(check_whole(kv, err));
+    UM_TRY(check_room(kv, end, 1, err));
     size_t in_row = nbytes_of(type, (size_t)kv->spec.n_kv_heads * kv->spec.head_dim);
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -368,16 +353,12 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     if (n == 0) {
         return um_fail(err, UM_E_INVALID, "n is 0");
     }
-    um_status status = check_whole(kv, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
-    status = is_ring(kv) && n > kv->n_rows ? um_fail_full(err, kv->n_rows, 0, n, "kv")
-                                           : check_room(kv, end, n, err);
-    if (status != UM_OK) {
-        return status;
+    if (is_ring(kv) && n > kv->n_rows) {
+        return um_fail_full(err, kv->n_rows, 0, n, "kv");
     }
+    UM_TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         raise_top(kv, layer, end + n);
     }
@@ -399,7 +380,8 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
-/* All layers hold the tokens from `first` to `end`, and rows up to `top` were written. */
+/* Sets that all layers hold the tokens from `first` to `end`, and that rows up to `top` were
+ * written. */
 static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     atomic_store_explicit(&kv->first, first, memory_order_relaxed);
@@ -416,7 +398,7 @@ void um_kv_rollback(um_kv *kv) {
         top = max_u64(top, top_of(kv, layer));
     }
     if (is_ring(kv) && top - end >= kv->n_rows) {
-        first = top = end; /* some layer has overwritten all that was before */
+        first = top = end; /* some layer has overwritten all rows before */
     }
     set_all(kv, first, top, end);
 }
@@ -429,10 +411,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     if (layer >= s->n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
-    um_status status = check_type(kv, type, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(kv, type, err));
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
     if (position < first || position - first > len || n > len - (position - first)) {
         return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
@@ -446,7 +425,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
         for (size_t h = 0; h < heads; h++) {
             for (size_t t = 0; t < (size_t)n; t++, to += out_head) {
                 const unsigned char *from = rows + t * kv->row_bytes + h * in_head;
-                um_convert(to, type, from, s->type, dim, NULL);
+                um_convert_values(to, type, from, s->type, dim);
             }
         }
     }
@@ -456,10 +435,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
 /* ---- forgetting ---- */
 
 um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
-    um_status status = check_whole(kv, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     if (n > len) {
         return um_fail(err, UM_E_INVALID, "n is above seq_len");
@@ -467,7 +443,7 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t cropped = end - (len - n), oldest = um_kv_oldest_position(kv);
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
     if (is_ring(kv) && first_shown(kv, first, cropped) < oldest && n < len) {
-        /* Before `oldest`, rows were overwritten that the window would reach. */
+        /* The window would reach rows before `oldest`, which were overwritten. */
         uint64_t least = oldest + kv->spec.window;
         um_fail(err, UM_E_INVALID, "overwritten");
         if (err != NULL) {
@@ -485,7 +461,7 @@ static um_status move_bytes(void *context, void *to, const void *from, size_t nb
     return UM_OK;
 }
 
-/* Copies n rows in all lanes of a layer; they may overlap. */
+/* Copies n rows in all lanes of a layer; the ranges may overlap. */
 static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n,
                            um_error *err) {
     size_t nbytes = (size_t)n * kv->row_bytes;
@@ -506,20 +482,18 @@ um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) 
     if (is_ring(kv) && keep_first != 0) {
         return um_fail(err, UM_E_INVALID, "keep_first of a ring, whose rows follow from positions");
     }
-    um_status status = check_whole(kv, err);
+    UM_TRY(check_whole(kv, err));
     uint64_t len = um_kv_seq_len(kv);
-    if (status != UM_OK || n >= len || keep_first >= len - n) {
-        return status;
+    if (n >= len || keep_first >= len - n) {
+        return UM_OK;
     }
     uint64_t end = end_of(kv, 0), first = end - n - keep_first;
     uint64_t to = um_kv_row(kv, first), from = um_kv_row(kv, um_kv_first_position(kv));
-    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
-        status = copy_rows(kv, layer, to, from, keep_first, err);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        UM_TRY(copy_rows(kv, layer, to, from, keep_first, err));
     }
-    if (status == UM_OK) {
-        atomic_store_explicit(&kv->first, first, memory_order_release);
-    }
-    return status;
+    atomic_store_explicit(&kv->first, first, memory_order_release);
+    return UM_OK;
 }
 
 void um_kv_clear(um_kv *kv) {
@@ -550,15 +524,13 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
     if (is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row) {
         return um_fail(err, UM_E_INVALID, "row");
     }
-    um_status status = check_not_reserved(kv, err);
+    UM_TRY(check_not_reserved(kv, err));
     uint64_t from = um_kv_row(kv, first);
-    for (uint32_t layer = 0; status == UM_OK && layer < kv->spec.n_layers; layer++) {
-        status = copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err);
+    for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
+        UM_TRY(copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err));
     }
-    if (status == UM_OK) {
-        kv->shift = first - row; /* may wrap, as the rows that are counted from it do */
-    }
-    return status;
+    kv->shift = first - row; /* may wrap around; um_kv_row wraps it back */
+    return UM_OK;
 }
 
 void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {

@@ -1,10 +1,13 @@
-/* Loading: ranges of files into memory, read by several threads. */
+/* Loading: several threads read ranges of files into memory. */
 #include "cpus.h"
-#include "internal.h"
 #include "os.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdint.h>
 
 enum { DIRECT_ALIGN = 4096, DEFAULT_REQUEST_NBYTES = 4 << 20 };
 
@@ -12,7 +15,7 @@ typedef enum load_state { LOADING, ENDED, FAILED } load_state;
 
 typedef struct load_part {
     um_load_part range;
-    size_t first_piece, end_piece; /* of those of all parts */
+    size_t first_piece, end_piece; /* numbers among the pieces of all parts */
 } load_part;
 
 typedef struct load_thread {
@@ -22,15 +25,15 @@ typedef struct load_thread {
 } load_thread;
 
 struct um_load {
-    size_t piece_nbytes;   /* a thread takes so much at once, up to a border of huge pages */
+    size_t piece_nbytes;   /* what a thread takes at once, up to a border of huge pages */
     size_t request_nbytes; /* of one read */
-    size_t align;          /* a read begins at a multiple of it: 1, but for direct ones */
+    size_t align;          /* a read begins at a multiple of it; 1, unless direct */
     size_t n_pieces;
     _Atomic size_t next_piece;
     _Atomic uint64_t done_nbytes;
-    _Atomic uint32_t n_reading; /* threads; woken when it is 0 */
+    _Atomic uint32_t n_reading; /* threads; waiters are woken at 0 */
     _Atomic int state;
-    size_t failed_part; /* written by the thread that has changed the state to FAILED */
+    size_t failed_part; /* written by the thread that sets FAILED */
     int failed_errno;
     unsigned n_threads;
     load_thread threads[UM_MAX_THREADS];
@@ -58,8 +61,8 @@ static void read_piece(um_load *load, const load_part *part, size_t piece) {
         asked = asked < load->request_nbytes ? asked : load->request_nbytes;
         int os_errno =
             um_os_pread(range->fd, (char *)range->to + at, asked, range->offset + at, &n);
-        /* From here on the next read goes on. A direct one that stops between two such places has
-         * come to the end of the file, or will say so when it is asked again. */
+        /* The next read begins behind what this one read in whole units. A direct read that stops
+         * inside a unit has come to the end of the file, or says so when it is asked again. */
         size_t step = n >= left ? left : n / load->align * load->align;
         if (os_errno == 0 && step > 0) {
             at += step;
@@ -142,10 +145,7 @@ static um_status set_sizes(um_load *load, const um_load_options *options, um_err
 um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
                         const um_load_options *options, um_error *err) {
     um_cpus cpus;
-    um_status status = um_cpus_init(&cpus, options->n_threads, options->cpus, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_cpus_init(&cpus, options->n_threads, options->cpus, err));
     size_t nbytes;
     if (!um_mul(n_parts, sizeof(load_part), &nbytes) || !um_add(nbytes, sizeof(um_load), &nbytes)) {
         return um_fail(err, UM_E_INVALID, "n_parts");
@@ -154,7 +154,7 @@ um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts
     if (load == NULL) {
         return um_fail_nomem(err, ENOMEM, nbytes, "calloc");
     }
-    status = set_sizes(load, options, err);
+    um_status status = set_sizes(load, options, err);
     if (status == UM_OK) {
         status = set_parts(load, parts, n_parts, err);
     }
@@ -201,8 +201,8 @@ um_status um_load_end(um_load *load, size_t *out_part, um_error *err) {
     if (out_part != NULL) {
         *out_part = part;
     }
-    /* EFAULT is the kernel's answer where a touch would end in SIGBUS: the pool of huge pages, or
-     * the file system of shared memory, is used up. */
+    /* The kernel fails with EFAULT where a touch would raise SIGBUS: the pool of huge pages, or the
+     * file system of shared memory, is full. */
     if (os_errno == EFAULT || os_errno == ENOMEM) {
         return um_fail_nomem(err, ENOMEM, nbytes, "pread");
     }

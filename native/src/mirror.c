@@ -1,6 +1,10 @@
 /* Mirrored memory: a memfd of which each piece is mapped twice, back to back. */
-#include "internal.h"
+#include "mirror.h"
+
 #include "os.h"
+#include "steps.h"
+
+#include <stdint.h>
 
 static char *image(const um_block *block, size_t i) {
     return (char *)block->base + i * block->mirror_nbytes;
@@ -18,7 +22,8 @@ int um_mirror_map(const um_block *block) {
 
 /* ---- discarding ---- */
 
-/* The part of the file that is to be punched next: what continues it costs no call of its own. */
+/* The part of the file to punch next. Parts that continue it are joined to it, which saves
+ * calls. */
 typedef struct hole {
     size_t first, end;
 } hole;
@@ -27,7 +32,7 @@ static int punch(const um_block *block, const hole *h) {
     return h->first < h->end ? um_os_punch_hole(block->fd, h->first, h->end - h->first) : 0;
 }
 
-/* Pieces come from the end of the file to its beginning. */
+/* Adds a part to the hole. Parts come from the end of the file to its beginning. */
 static int extend(const um_block *block, hole *pending, size_t first, size_t end) {
     int os_errno = 0;
     if (end == pending->first) {
@@ -45,7 +50,8 @@ int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes) {
     hole pending = {SIZE_MAX, SIZE_MAX};
     int os_errno = 0;
     for (size_t start = from / m / 2 * 2 * m; os_errno == 0 && start < to; start += 2 * m) {
-        /* Inside the piece and its mirror, which the range may have begun before or go beyond. */
+        /* Offsets inside the piece and its mirror: the range may begin before them or end behind
+         * them. */
         size_t first = from > start ? from - start : 0,
                end = to - start < 2 * m ? to - start : 2 * m;
         size_t file = um_block_file_offset(block, start);
@@ -68,7 +74,7 @@ int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes) {
 
 /* ---- moving ---- */
 
-/* Maps through one image what the kernel says is there of the other. */
+/* Maps through image `to` the pages that are in RAM through image `from`. */
 static int populate_as(char *to, char *from, size_t nbytes, const char **out_call) {
     unsigned char pages[4096];
     size_t page = um_os_page_bytes();
@@ -104,7 +110,7 @@ int um_mirror_fold(const um_block *block, const char **out_call) {
         os_errno =
             populate_as(image(block, i), image(block, i + 1), block->mirror_nbytes, out_call);
         if (os_errno == 0) {
-            *out_call = "madvise"; /* of shared memory, that loses nothing */
+            *out_call = "madvise"; /* shared memory loses nothing by it */
             os_errno = um_os_advise(image(block, i + 1), block->mirror_nbytes, UM_OS_DONTNEED);
         }
     }

@@ -1,7 +1,10 @@
-/* Names in the headers of files: whether they are UTF-8, and whether they differ. */
-#include "internal.h"
+/* Names in the headers of model files: whether they are UTF-8, and whether they differ. */
+#include "names.h"
 
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
     uint64_t i = 0;
@@ -48,7 +51,8 @@ uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
 }
 
 um_name um_name_of(const unsigned char *bytes, uint64_t nbytes, uint64_t offset) {
-    /* FNV-1a. It only spares comparisons: names that collide cost no more than sorting by name. */
+    /* FNV-1a. The hash only saves comparisons: names that collide cost no more than sorting by
+     * name. */
     uint64_t hash = 0xcbf29ce484222325u;
     for (uint64_t i = 0; i < nbytes; i++) {
         hash = (hash ^ bytes[i]) * 0x100000001b3u;

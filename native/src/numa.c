@@ -1,20 +1,25 @@
-/* NUMA: where the pages of a block may lie, and moving those that lie elsewhere. */
+/* NUMA: moving pages that are on other nodes than the policy of their block wants. */
 #include "numa.h"
 
-#include "internal.h"
+#include "mirror.h"
 #include "os.h"
 #include "proc_file.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-/* Addresses in one call of move_pages; rounds of moving; and pages that may turn out immovable,
- * none of them moved in between, until the rest is not tried any more. */
+/* Addresses in one call of move_pages; rounds of moving; and how many pages in a row may turn out
+ * immovable before the rest is no longer tried. */
 enum { BATCH = 4096, MAX_ROUNDS = 4, MAX_STUCK = 256 };
 
-/* Written before the kernel is asked to move a page, and left where it did not come to that page.
- */
+/* The status of a page before the kernel is asked to move it. It stays if the kernel does not get
+ * to the page. */
 enum { NOT_TRIED = INT32_MIN };
 
 static bool has_node(const um_numa *numa, unsigned node) {
@@ -47,19 +52,19 @@ unsigned um_numa_pattern_index(const um_numa_pattern *pattern, uint64_t unit) {
     return low;
 }
 
-/* One repair. The pages are worked through in batches, each asked for anew: what the kernel says
- * that it moved is not believed before it was looked at. */
+/* One repair. Pages are moved in batches. After each round the kernel is asked where they are now,
+ * instead of being trusted that it moved them. */
 typedef struct repair {
     const um_block *block;
-    size_t page;    /* an address a page of this size is asked about */
-    size_t unit;    /* memory that shall lie on one node: a page, huge or not */
-    bool spread;    /* interleaved: each unit has its node. Else any of the nodes will do */
-    uint64_t phase; /* where in the pattern the block begins */
+    size_t page;    /* one address is asked about for each page of this size */
+    size_t unit;    /* memory that belongs on one node: a page, huge or not */
+    bool spread;    /* interleaved: each unit has its node; else any of the nodes will do */
+    uint64_t phase; /* the place in the pattern where the block begins */
     um_numa_pattern pattern;
     bool full[UM_MAX_NODES]; /* nodes that had no room */
     unsigned n_stuck;        /* immovable pages since one was moved */
 
-    size_t at; /* where in the block the next batch begins */
+    size_t at; /* the place in the block where the next batch begins */
     size_t n;
     void *pages[BATCH];
     int status[BATCH];
@@ -73,7 +78,7 @@ static bool next_batch(repair *r) {
     const um_block *block = r->block;
     r->n = 0;
     while (r->n < BATCH && r->at < block->reserved_nbytes) {
-        /* Of mirrored memory, the first image of each piece. */
+        /* Of mirrored memory, only the first image of each piece counts. */
         if (block->mirror_nbytes != 0 && r->at / block->mirror_nbytes % 2 != 0) {
             r->at += block->mirror_nbytes;
             continue;
@@ -94,7 +99,8 @@ static uint64_t unit_of(const repair *r, const void *page) {
     return um_block_file_offset(r->block, offset) / r->unit;
 }
 
-/* Whether a page lies where it may; out_node is where it shall. */
+/* Returns whether a page lies on a node that it may lie on. *out_node is the node that it should
+ * lie on. */
 static bool is_placed(const repair *r, const void *page, int node, int *out_node) {
     uint64_t unit = unit_of(r, page) + r->phase;
     *out_node = r->pattern.nodes[um_numa_pattern_index(&r->pattern, unit)];
@@ -103,7 +109,7 @@ static bool is_placed(const repair *r, const void *page, int node, int *out_node
 
 /* ---- the phase of an interleaved block ---- */
 
-/* Index of a node in the pattern, or n_nodes. */
+/* Returns the index of a node in the pattern; n_nodes if it is not there. */
 static unsigned index_of(const um_numa_pattern *pattern, int node) {
     unsigned i = 0;
     while (i < pattern->n_nodes && pattern->nodes[i] != node) {
@@ -112,10 +118,10 @@ static unsigned index_of(const um_numa_pattern *pattern, int node) {
     return i;
 }
 
-/* Which node the kernel begins with depends on the address, or on the number of a shared file's
- * inode. It is found by a vote, so that memory that the kernel has spread is left as it is: each
- * resident page votes for the phases with which it is in its place. Those are an interval of the
- * cycle, of which only the borders are counted. */
+/* Finds the phase of an interleaved block: the node that the kernel began with depends on the
+ * address, or on the inode of a shared file. Each resident page votes for the phases with which it
+ * is on its node, so that memory that the kernel has spread is left as it is. These phases are an
+ * interval of the cycle, of which only the borders are counted. */
 static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um_error *err) {
     const um_numa_pattern *pattern = &r->pattern;
     uint32_t cycle = pattern->cycle;
@@ -157,9 +163,9 @@ static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um
 
 /* ---- moving ---- */
 
-/* Lists the pages of the batch that are to be moved and asks where they are. With `heads`, only the
- * first one of each unit: of a huge page, that moves it whole. *out_elsewhere counts all of them.
- */
+/* Asks where the pages of the batch are, and lists those that have to move. With `heads`, lists
+ * only the first page of each unit: of a huge page, it moves all. *out_elsewhere counts all pages.
+ * Returns 0 or an errno. */
 static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     int os_errno = um_os_move_pages(r->n, r->pages, NULL, r->status);
     if (os_errno != 0) {
@@ -184,8 +190,8 @@ static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     return 0;
 }
 
-/* The first page of [first, n_moves) that the kernel gave up at: it was not moved, and has no errno
- * of its own. n_moves when there is none. */
+/* Finds the page of [first, n_moves) at which the kernel gave up: it was not moved, and has no
+ * errno of its own. *out is n_moves if there is none. Returns 0 or an errno. */
 static int find_stuck(repair *r, size_t first, size_t *out) {
     size_t n = r->n_moves - first;
     int os_errno = um_os_move_pages(n, r->move_pages + first, NULL, r->status);
@@ -202,10 +208,10 @@ static int find_stuck(repair *r, size_t first, size_t *out) {
     return 0;
 }
 
-/* Moves what is listed. The kernel stops at a page that it cannot move, such as one that a device
- * reads from, and at a node that has no room: then the rest is asked for again. MPOL_MF_MOVE_ALL is
- * not used: it needs a capability, and moves pages under processes that may want them where they
- * are; so what other processes map as well stays. */
+/* Moves the listed pages. The kernel stops at a page that it cannot move, such as one that a device
+ * reads from, and at a node that has no room: the rest is then asked for again. Pages that other
+ * processes map as well stay: MPOL_MF_MOVE_ALL would need a capability, and would move pages that
+ * those processes may want where they are. Returns 0 or an errno. */
 static int run_moves(repair *r, bool *out_again) {
     *out_again = false;
     for (size_t first = 0; first < r->n_moves && r->n_stuck < MAX_STUCK;) {
@@ -266,7 +272,7 @@ static um_status repair_batch(repair *r, uint64_t *elsewhere_nbytes, um_error *e
 
 /* ---- the policy ---- */
 
-/* The kernel's weight of a node; 1 where it has none. */
+/* Reads the kernel's weight of a node; 1 if it has none. Returns 0 or an errno. */
 static int read_weight(unsigned node, uint32_t *out) {
     char path[80], text[32];
     snprintf(path, sizeof path, "/sys/kernel/mm/mempolicy/weighted_interleave/node%u", node);
@@ -291,40 +297,47 @@ static um_status make_pattern(um_numa_pattern *out, const um_numa *numa, um_erro
     return UM_OK;
 }
 
-static um_status run_repair(repair *r, const um_placement *placement, uint64_t *out_nbytes,
-                            um_error *err) {
+/* Finds the phase of an interleaved block. *out_unanimous: every page is where it belongs. */
+static um_status find_spread(repair *r, const um_placement *placement, bool *out_unanimous,
+                             um_error *err) {
+    int64_t *borders = um_heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
+    if (borders == NULL) {
+        return um_fail_os(err, ENOMEM, 0, "calloc");
+    }
     um_status status = UM_OK;
-    if (r->spread) {
-        int64_t *borders = um_heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
-        bool unanimous = false;
-        if (borders == NULL) {
-            return um_fail_os(err, ENOMEM, 0, "calloc");
-        }
-        /* Where the kernel had no huge page for a huge unit it spread its small pages: that is as
-         * good, and nothing has to move. */
-        size_t unit = r->unit;
-        if (placement->huge_bytes == 0 && unit > r->page) {
-            r->unit = r->page;
-            status = find_phase(r, borders, &unanimous, err);
-            r->unit = unit;
-        }
-        if (status == UM_OK && !unanimous) {
-            status = find_phase(r, borders, &unanimous, err);
-        }
-        um_heap_free(borders);
-        if (status != UM_OK || unanimous) {
-            *out_nbytes = 0;
-            return status;
-        }
+    *out_unanimous = false;
+    /* Where the kernel had no huge page for a huge unit, it has spread small pages. That is as
+     * good, and nothing has to move. */
+    size_t unit = r->unit;
+    if (placement->huge_bytes == 0 && unit > r->page) {
+        r->unit = r->page;
+        status = find_phase(r, borders, out_unanimous, err);
+        r->unit = unit;
     }
-    *out_nbytes = 0;
-    for (r->at = 0; status == UM_OK && next_batch(r);) {
-        status = repair_batch(r, out_nbytes, err);
+    if (status == UM_OK && !*out_unanimous) {
+        status = find_phase(r, borders, out_unanimous, err);
     }
+    um_heap_free(borders);
     return status;
 }
 
-/* The kernel moves no page that is mapped twice. */
+static um_status run_repair(repair *r, const um_placement *placement, uint64_t *out_nbytes,
+                            um_error *err) {
+    *out_nbytes = 0;
+    if (r->spread) {
+        bool unanimous;
+        UM_TRY(find_spread(r, placement, &unanimous, err));
+        if (unanimous) {
+            return UM_OK;
+        }
+    }
+    for (r->at = 0; next_batch(r);) {
+        UM_TRY(repair_batch(r, out_nbytes, err));
+    }
+    return UM_OK;
+}
+
+/* Repairs mirrored memory with one image mapped: the kernel moves no page that is mapped twice. */
 static um_status repair_folded(repair *r, const um_placement *placement, uint64_t *out_nbytes,
                                um_error *err) {
     if (r->block->mirror_nbytes == 0) {
@@ -343,10 +356,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
         return um_fail(err, UM_E_INVALID, "the block has no NUMA policy");
     }
     um_placement placement;
-    um_status status = um_block_verify(block, &placement, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_block_verify(block, &placement, err));
     repair *r = um_heap_alloc(1, sizeof *r);
     if (r == NULL) {
         return um_fail_os(err, ENOMEM, sizeof *r, "calloc");
@@ -355,7 +365,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
     r->block = block;
     r->page = hugetlb ? (size_t)placement.page_bytes : um_os_page_bytes();
     r->unit = block->step_nbytes > r->page ? block->step_nbytes : r->page;
-    status = make_pattern(&r->pattern, &block->numa, err);
+    um_status status = make_pattern(&r->pattern, &block->numa, err);
     if (status == UM_OK) {
         uint64_t stray_nbytes = 0, elsewhere_nbytes = 0;
         for (unsigned node = 0; node < UM_MAX_NODES; node++) {
@@ -363,7 +373,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
         }
         r->spread = r->pattern.n_nodes > 1 && (block->numa.mode == UM_NUMA_INTERLEAVE ||
                                                block->numa.mode == UM_NUMA_WEIGHTED);
-        /* Where any of the nodes will do, the kernel's sums say whether there is anything to do. */
+        /* If any of the nodes will do, the kernel's sums tell whether anything has to move. */
         if (r->spread || stray_nbytes > 0) {
             status = repair_folded(r, &placement, &elsewhere_nbytes, err);
         }

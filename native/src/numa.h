@@ -6,19 +6,19 @@
 
 #include "unimem.h"
 
-/* As the kernel spreads pages: so many on the first node as its weight says, then on the next one,
- * and from the beginning again. */
+/* How the kernel spreads pages: as many on each node as its weight says, one node after the other,
+ * and again from the first. */
 typedef struct um_numa_pattern {
     unsigned n_nodes;
     int nodes[UM_MAX_NODES];     /* in ascending order */
-    uint32_t ends[UM_MAX_NODES]; /* unit of the cycle behind the last one of each node */
-    uint32_t cycle;              /* units until it begins anew; the sum of the weights */
+    uint32_t ends[UM_MAX_NODES]; /* the unit of the cycle behind the last one of each node */
+    uint32_t cycle;              /* units until the pattern repeats: the sum of the weights */
 } um_numa_pattern;
 
-/* weights has an entry for each node by its number, at least 1; NULL: all 1. pre: numa has a node.
- */
+/* Makes the pattern of a policy. weights has an entry of at least 1 for each node, by its number,
+ * or is NULL: then all are 1. pre: numa has a node. */
 void um_numa_pattern_make(um_numa_pattern *out, const um_numa *numa, const uint32_t *weights);
-/* Index into `nodes` of a unit's node. */
+/* Returns the index in `nodes` of a unit's node. */
 unsigned um_numa_pattern_index(const um_numa_pattern *pattern, uint64_t unit);
 
 #endif

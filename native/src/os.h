@@ -11,18 +11,18 @@
 
 /* ---- address space ---- */
 
-/* Inaccessible address space. pre: nbytes is a multiple of the base page. */
+/* Reserves inaccessible address space. pre: nbytes is a multiple of the base page. */
 int um_os_reserve(size_t nbytes, void **out);
-/* Inaccessible again, and charged to nobody: takes the place of what is mapped there. pre: both are
- * multiples of the page there (of a hugetlb mapping: the huge page). */
+/* Makes a range inaccessible again, and charged to nobody, in place of what is mapped there. pre:
+ * both are multiples of the page (of a hugetlb mapping: the huge page). */
 int um_os_reserve_at(void *address, size_t nbytes);
-/* Zeroed private memory at an address inside a reservation; huge_shift is 0, or the logarithm of a
- * hugetlb page's size. pre: both are multiples of the page. */
+/* Maps zeroed private memory at an address inside a reservation. huge_shift is 0, or the logarithm
+ * of a hugetlb page's size. pre: both are multiples of the page. */
 int um_os_map_at(void *address, size_t nbytes, unsigned huge_shift);
-/* A file, at an address inside a reservation. pre: address and offset are multiples of the file's
- * page. */
+/* Maps a file at an address inside a reservation. pre: address and offset are multiples of the
+ * file's page. */
 int um_os_map_file_at(void *address, int fd, uint64_t offset, size_t nbytes, um_access access);
-/* pre: the range was mapped by one of the above; both are multiples of the page. */
+/* Unmaps a range. pre: it was mapped by one of the above; both are multiples of the page. */
 int um_os_unmap(void *address, size_t nbytes);
 
 /* ---- pages ---- */
@@ -40,10 +40,10 @@ typedef enum um_os_advice {
     UM_OS_POPULATE_WRITE
 } um_os_advice;
 
-/* One madvise. pre: the range is mapped. */
+/* Calls madvise once. pre: the range is mapped. */
 int um_os_advise(void *address, size_t nbytes, um_os_advice advice);
-/* mincore: one byte a page, its lowest bit set when the page is in RAM. pre: the range is mapped.
- */
+/* Calls mincore: a byte for each page, whose lowest bit is set if the page is in RAM. pre: the
+ * range is mapped. */
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages);
 /* Neighbouring pages that this process has mapped. */
 typedef struct um_os_page_run {
@@ -51,86 +51,88 @@ typedef struct um_os_page_run {
     uint64_t huge;       /* 0, or they are parts of huge pages */
 } um_os_page_run;
 
-/* PAGEMAP_SCAN of an open /proc/self/pagemap: the first runs of a range, and how many bytes were
- * looked at to find them. pre: both are multiples of the page, capacity is at least 1. */
+/* Scans an open /proc/self/pagemap (PAGEMAP_SCAN): gives the first runs of a range, and how many
+ * bytes were scanned for them. pre: both are multiples of the page, capacity is at least 1. */
 int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
                      size_t capacity, size_t *out_n, size_t *out_scanned_nbytes);
-/* mlock2. pre: the range is mapped. */
+/* Locks a range (mlock2). pre: it is mapped. */
 int um_os_lock(void *address, size_t nbytes, int on_fault);
 int um_os_unlock(void *address, size_t nbytes);
 
 /* ---- NUMA ---- */
 
-/* mbind, for pages that will be touched. pre: the range is mapped; numa->mode is not NONE. */
+/* Sets the policy of pages that will be touched (mbind). pre: the range is mapped; numa->mode is
+ * not NONE. */
 int um_os_bind(void *address, size_t nbytes, const um_numa *numa);
-/* move_pages of this process: where n pages are (nodes NULL) or shall be. out_status[i] is the
- * node, or a negative errno. pre: n addresses, each inside a page. */
+/* Asks where n pages of this process are (nodes NULL), or moves them (move_pages). out_status[i] is
+ * the node, or a negative errno. pre: n addresses, each inside a page. */
 int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
 
 /* ---- files ---- */
 
-/* One pread. 0 bytes read means the end of the file. */
+/* Calls pread once. 0 bytes mean the end of the file. */
 int um_os_pread(int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes);
-/* One read at the file's own position, for /proc. */
+/* Calls read once, at the file's own position, for /proc. */
 int um_os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes);
 int um_os_file_nbytes(int fd, uint64_t *out);
-/* The page size of a file's mappings: of hugetlbfs its own, else the base page. */
+/* Returns the page size of a file's mappings: of hugetlbfs its own, else the base page. */
 int um_os_file_page_bytes(int fd, size_t *out);
 int um_os_open_read(const char *path, int *out_fd);
 int um_os_close(int fd);
-/* A second descriptor of the same file, closed on exec. */
+/* Makes a second descriptor of the same file, closed on exec. */
 int um_os_duplicate(int fd, int *out_fd);
-/* An empty memfd that can be sealed and never be executed; huge_shift as above. */
+/* Makes an empty memfd that can be sealed and never be executed; huge_shift as above. */
 int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd);
 int um_os_resize(int fd, uint64_t nbytes);
 /* Seals a memfd against growing and shrinking, and with `write` against writing and more seals. */
 int um_os_seal(int fd, int write);
-/* Gives a range of a shared file's memory back. pre: multiples of the file's page. */
+/* Gives back the memory of a range of a shared file. pre: multiples of the file's page. */
 int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
 
 /* ---- file systems ---- */
 
-/* A file system that is not made yet, by its type; its options; making it, and mounting it nowhere:
- * the result is its folder, and the file system goes with the last descriptor of that and the last
- * file in it. An option without a value is a flag. pre: of all but the first, a descriptor that the
- * first has made. */
+/* Opens a file system of a type, sets its options, creates it, and mounts it nowhere. The result is
+ * its folder. The file system goes with the last descriptor of the folder and the last file in it.
+ * An option without a value is a flag. pre: fd is of um_os_fs_open. */
 int um_os_fs_open(const char *type, int *out_fd);
 int um_os_fs_set(int fd, const char *key, const char *value);
 int um_os_fs_create(int fd);
 int um_os_fs_mount(int fd, int *out_fd);
-/* The file system of a folder that um_os_fs_mount gave, for new options; giving it these. */
+/* Opens the file system of a folder of um_os_fs_mount for new options, and applies them. */
 int um_os_fs_pick(int mount, int *out_fd);
 int um_os_fs_reconfigure(int fd);
 
 /* ---- threads ---- */
 
-/* The CPUs this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a word). */
+/* Gets the CPUs that this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a
+ * word). */
 int um_os_get_affinity(void *mask, size_t mask_nbytes);
 int um_os_set_affinity(const void *mask, size_t mask_nbytes);
-/* A thread that runs fn(arg), and to which no signals come but those of its own faults: they are
- * for who began it. And waiting for its end. */
+/* A thread that runs fn(arg). It receives no signals but those of its own faults: the others are
+ * for the thread that started it. */
 typedef struct um_os_thread {
     uint64_t handle;
 } um_os_thread;
 int um_os_thread_start(um_os_thread *out, void *(*fn)(void *), void *arg);
 int um_os_thread_join(um_os_thread thread);
-/* pthread_atfork: what is called before a fork, and behind it in the parent and in the child. */
+/* Sets functions to call before a fork, and behind it in the parent and in the child
+ * (pthread_atfork). */
 int um_os_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void));
-/* Sleeps while *word is `value`, until it is woken, a signal comes, or the time is over
- * (ETIMEDOUT); EAGAIN: it is another one. And waking all of this process who sleep on it. */
+/* Sleeps while *word is `value`, until woken, a signal comes, or the time is over (ETIMEDOUT).
+ * EAGAIN: *word has another value. */
 int um_os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);
 int um_os_wake(const _Atomic uint32_t *word);
 
 /* ---- signals: async-signal-safe ---- */
 
-/* sigaction of SIGBUS; either may be NULL. */
+/* Sets and reads the action of SIGBUS (sigaction); either may be NULL. */
 int um_os_bus_action(const struct sigaction *action, struct sigaction *out_previous);
 /* Sends SIGBUS to this thread. */
 int um_os_raise_bus(void);
-/* pthread_sigmask; out_previous may be NULL. */
+/* Changes the signal mask of this thread (pthread_sigmask); out_previous may be NULL. */
 int um_os_signal_mask(int how, const sigset_t *mask, sigset_t *out_previous);
 
-/* The base page; cannot fail. */
+/* Returns the base page size; cannot fail. */
 size_t um_os_page_bytes(void);
 
 #endif

@@ -1,10 +1,10 @@
-/* The system calls of os.h on Linux. The only file that includes sys/mman.h. */
+/* The system calls of os.h on Linux. No other file includes sys/mman.h. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include "os.h"
 
-#include "internal.h"
+#include "stats.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,6 +13,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -21,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The kernel's own numbers (uapi), since the C library's headers may be older than the kernel. */
+/* Numbers of the kernel (uapi): the C library's headers may be older than the kernel. */
 #ifndef MADV_POPULATE_READ /* Linux 5.14 */
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
@@ -87,9 +88,9 @@ int um_os_reserve_at(void *address, size_t nbytes) {
 
 int um_os_map_at(void *address, size_t nbytes, unsigned huge_shift) {
     int huge = huge_shift == 0 ? 0 : MAP_HUGETLB | (int)(huge_shift << MAP_HUGE_SHIFT);
-    /* Interleaving goes by the offset in the mapping. Linux takes the address for that of anonymous
-     * memory, whatever is said here, but the offset of hugetlb memory as it is: with 0, what a
-     * block grows by would always begin on the first node. */
+    /* The kernel interleaves by the offset in the mapping. For anonymous memory it takes the
+     * address, whatever is said here, but for hugetlb memory it takes the offset as it is: with 0,
+     * memory that a block grows by would always begin on the first node. */
     off_t offset = huge == 0 ? 0 : (off_t)(uintptr_t)address;
     void *mapped;
     um_count_os_call();
@@ -136,8 +137,8 @@ int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages) {
 
 int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
                      size_t capacity, size_t *out_n, size_t *out_scanned_nbytes) {
-    /* A run is the kernel's struct page_region: of the categories asked for, huge is the only one.
-     */
+    /* um_os_page_run is the kernel's struct page_region: huge is the only category that is asked
+     * for. */
     struct scan_arguments arguments = {.size = sizeof arguments,
                                        .start = (uintptr_t)address,
                                        .end = (uintptr_t)address + nbytes,
@@ -162,7 +163,8 @@ int um_os_lock(void *address, size_t nbytes, int on_fault) {
 
 int um_os_unlock(void *address, size_t nbytes) {
     um_count_os_call();
-    /* As it is locked, not through the C library: AddressSanitizer takes its munlock away. */
+    /* Calls the kernel as um_os_lock does, not through the C library: AddressSanitizer replaces its
+     * munlock. */
     return syscall(SYS_munlock, address, nbytes) == 0 ? 0 : errno;
 }
 
@@ -171,7 +173,7 @@ int um_os_bind(void *address, size_t nbytes, const um_numa *numa) {
     for (size_t i = 0; i < sizeof numa->nodes / sizeof numa->nodes[0]; i++) {
         n_nodes += __builtin_popcountll(numa->nodes[i]);
     }
-    /* One preferred node is older than several, and means the same. */
+    /* The mode for one preferred node is older than the one for several, and means the same. */
     const int modes[] = {
         [UM_NUMA_BIND] = MPOL_BIND,
         [UM_NUMA_INTERLEAVE] = MPOL_INTERLEAVE,
@@ -188,8 +190,8 @@ int um_os_bind(void *address, size_t nbytes, const um_numa *numa) {
 
 int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
     um_count_os_call();
-    /* A positive result is a number of pages that could not be moved: out_status has the reasons.
-     */
+    /* A positive result is the number of pages that could not be moved: out_status has the
+     * reasons. */
     return syscall(SYS_move_pages, 0, n, pages, nodes, out_status, MPOL_MF_MOVE) >= 0 ? 0 : errno;
 }
 
@@ -262,8 +264,8 @@ int um_os_duplicate(int fd, int *out_fd) {
 int um_os_memfd(const char *name, unsigned huge_shift, int *out_fd) {
     unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
     flags |= huge_shift == 0 ? 0 : MFD_HUGETLB | huge_shift << MFD_HUGE_SHIFT;
-    /* Hardened kernels (vm.memfd_noexec) refuse memory that could be made executable; old ones do
-     * not know how to say that it cannot. */
+    /* Hardened kernels (vm.memfd_noexec) refuse memory that could be made executable. Old kernels
+     * do not know the flag that rules it out. */
     um_count_os_call();
     int fd = memfd_create(name, flags | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL) {

@@ -1,9 +1,16 @@
-/* Paged KV memory: blocks of tokens with counts of their holders, and sequences that are tables of
- * them. A block is in one of two lists, or held: free, or evictable in the order of last use. */
-#include "internal.h"
+/* Paged KV memory: blocks of tokens that count their holders, and sequences that are tables of
+ * blocks. A block is held, or it is in one of two lists: free, or evictable in the order of last
+ * use. */
+#include "convert.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -13,7 +20,7 @@ enum { BLOCK_ALIGN = 64 };
 
 struct um_paged_block {
     uint32_t n_holders;
-    uint32_t before, after; /* in its list, while nobody holds it */
+    uint32_t before, after; /* neighbours in its list, while no sequence holds it */
     bool cached;
 };
 
@@ -42,7 +49,7 @@ static void unlink_block(um_paged *p, uint32_t block) {
 }
 
 static void add_free(um_paged *p, uint32_t block) {
-    /* To the front: what was used last is in the CPU's caches still. */
+    /* To the front: the block that was used last is still in the CPU's caches. */
     link_behind(p, free_list(p), block);
     p->n_free++;
 }
@@ -51,7 +58,7 @@ static uint64_t n_available(const um_paged *p) {
     return (uint64_t)p->n_free + p->n_evictable;
 }
 
-/* pre: there is one. */
+/* Takes a free block or, if there is none, the oldest evictable one. pre: there is one. */
 static uint32_t take_block(um_paged *p) {
     bool is_free = p->n_free != 0;
     uint32_t block = p->blocks[is_free ? free_list(p) : evictable_list(p)].after;
@@ -62,7 +69,7 @@ static uint32_t take_block(um_paged *p) {
     return block;
 }
 
-/* pre: it is held or cached. */
+/* Adds a holder to a block. pre: it is held or cached. */
 static void hold_block(um_paged *p, uint32_t block) {
     if (p->blocks[block].n_holders++ == 0) {
         unlink_block(p, block);
@@ -85,7 +92,7 @@ static void drop_block(um_paged *p, uint32_t block) {
 
 /* ---- the pool ---- */
 
-/* The bytes of n values of a head's type; pre: whole blocks. */
+/* Returns the bytes of n values of a type. pre: n is whole blocks of it. */
 static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
@@ -124,10 +131,7 @@ um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_erro
 um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage, um_error *err) {
     um_paged made;
     size_t total;
-    um_status status = sizes_of(spec, &made, &total, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(sizes_of(spec, &made, &total, err));
     if (storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0) {
         return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
@@ -198,7 +202,7 @@ void um_paged_uncache(um_paged *paged, uint32_t block) {
 
 /* ---- sequences ---- */
 
-/* Entries of the table change while others read them: a copy takes the place of a shared block. */
+/* Readers read the table while its entries change: a copy takes the place of a shared block. */
 static uint32_t block_at(const um_paged_seq *seq, uint64_t i) {
     return (uint32_t)__atomic_load_n(&seq->table[i], __ATOMIC_ACQUIRE);
 }
@@ -227,7 +231,7 @@ uint64_t um_paged_seq_len(const um_paged_seq *seq) {
 }
 
 static void set_layer_len(um_paged_seq *seq, uint32_t layer, uint64_t len) {
-    /* Release: who reads this length sees the tokens below it. */
+    /* Release: a reader of this length sees the tokens below it. */
     atomic_store_explicit(&seq->len[layer], len, memory_order_release);
 }
 
@@ -248,7 +252,7 @@ static um_status check_layers(const um_paged_seq *seq, um_error *err) {
 }
 
 static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
-    /* The lengths, and behind them the table. */
+    /* One allocation holds the lengths and, behind them, the table. */
     size_t lens = paged->spec.n_layers * sizeof *out->len;
     size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
     unsigned char *memory = um_heap_alloc(1, nbytes);
@@ -271,10 +275,7 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
             return um_fail(err, UM_E_INVALID, "no such block, or it is free");
         }
     }
-    um_status status = new_seq(&made, paged, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(new_seq(&made, paged, err));
     for (uint32_t i = 0; i < n_blocks; i++) {
         made.table[i] = blocks[i];
         hold_block(paged, (uint32_t)blocks[i]);
@@ -287,13 +288,8 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
 
 um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err) {
     um_paged_seq made;
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK) {
-        status = new_seq(&made, seq->paged, err);
-    }
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_layers(seq, err));
+    UM_TRY(new_seq(&made, seq->paged, err));
     memcpy(made.table, seq->table, seq->n_blocks * sizeof *seq->table);
     for (uint32_t i = 0; i < seq->n_blocks; i++) {
         seq->paged->blocks[seq->table[i]].n_holders++;
@@ -308,8 +304,8 @@ um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error
 static void keep_tokens(um_paged_seq *seq, uint64_t n) {
     uint64_t n_blocks = blocks_of(seq->paged, n);
     set_all_lens(seq, n);
-    /* From the end on, so that of a chain of cached blocks the last one is evicted first: without
-     * the ones before it nobody finds it. */
+    /* Drops blocks from the end on, so that of a chain of cached blocks the last one is evicted
+     * first: a block is found only by way of the ones before it. */
     while (seq->n_blocks > n_blocks) {
         drop_block(seq->paged, block_at(seq, --seq->n_blocks));
     }
@@ -332,14 +328,12 @@ void um_paged_rollback(um_paged_seq *seq) {
 }
 
 um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err) {
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK && n > um_paged_layer_len(seq, 0)) {
-        status = um_fail(err, UM_E_INVALID, "n is above the length");
+    UM_TRY(check_layers(seq, err));
+    if (n > um_paged_layer_len(seq, 0)) {
+        return um_fail(err, UM_E_INVALID, "n is above the length");
     }
-    if (status == UM_OK) {
-        keep_tokens(seq, n);
-    }
-    return status;
+    keep_tokens(seq, n);
+    return UM_OK;
 }
 
 /* ---- append ---- */
@@ -353,8 +347,9 @@ int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
     return is_shared_at(seq, um_paged_layer_len(seq, layer));
 }
 
-/* Sees to it that tokens `len` to `len + n` may be written: takes the blocks that are missing, and
- * one for the copy of the block that others hold, too. Where token `len` goes: *out_first. */
+/* Makes tokens `len` to `len + n` writable: takes the blocks that are missing, and one for a copy
+ * if other sequences hold the block of token `len`. *out_first is the block that token `len` goes
+ * to. */
 static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t *out_first,
                            um_error *err) {
     um_paged *p = seq->paged;
@@ -399,31 +394,25 @@ um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32
                              .n_layers = 1,
                              .at = um_paged_layer_len(seq, layer),
                              .n = n};
-    um_status status = check_type(seq->paged, type, err);
-    if (status == UM_OK && n != 0) {
-        status = make_room(seq, made.at, n, &made.first_block, err);
+    UM_TRY(check_type(seq->paged, type, err));
+    if (n != 0) {
+        UM_TRY(make_room(seq, made.at, n, &made.first_block, err));
     }
-    if (status == UM_OK) {
-        *out = made;
-    }
-    return status;
+    *out = made;
+    return UM_OK;
 }
 
 um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
                                     const void *v, um_dtype type, um_error *err) {
     um_paged_pending made;
-    um_status status = check_layers(seq, err);
-    if (status == UM_OK) {
-        status = um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err);
-    }
-    if (status == UM_OK) {
-        made.n_layers = seq->paged->spec.n_layers;
-        *out = made;
-    }
-    return status;
+    UM_TRY(check_layers(seq, err));
+    UM_TRY(um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err));
+    made.n_layers = seq->paged->spec.n_layers;
+    *out = made;
+    return UM_OK;
 }
 
-/* Writes the tokens' K or V of one layer. The types were checked, so no conversion fails. */
+/* Writes the tokens' K or V of one layer. pre: the types were checked. */
 static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
     const um_paged *p = t->seq->paged;
     um_dtype type = t->type;
@@ -439,13 +428,13 @@ static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
         uint32_t block = i == first ? t->first_block : block_at(t->seq, i);
         unsigned char *out = lane_of(p, block, layer, v) + row * p->head_bytes;
         for (size_t h = 0; t->order == UM_KV_HEAD_MAJOR && h < heads; h++) {
-            um_convert(out + h * out_head, p->spec.type, in + (h * (size_t)n + done) * in_head,
-                       type, run * dim, NULL);
+            um_convert_values(out + h * out_head, p->spec.type,
+                              in + (h * (size_t)n + done) * in_head, type, run * dim);
         }
         for (size_t i_run = 0; t->order == UM_KV_TOKEN_MAJOR && i_run < run; i_run++) {
             for (size_t h = 0; h < heads; h++) {
-                um_convert(out + h * out_head + i_run * p->head_bytes, p->spec.type,
-                           in + ((done + i_run) * heads + h) * in_head, type, dim, NULL);
+                um_convert_values(out + h * out_head + i_run * p->head_bytes, p->spec.type,
+                                  in + ((done + i_run) * heads + h) * in_head, type, dim);
             }
         }
     }
@@ -458,7 +447,8 @@ void um_paged_append_write(const um_paged_pending *pending) {
     const um_paged *p = pending->seq->paged;
     uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
     if (shared != pending->first_block) {
-        /* The sequence holds it still, so that whoever holds it, too, would not write to it. */
+        /* The sequence still holds the shared block, so that its other holders do not write to
+         * it. */
         memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
     }
     for (uint32_t i = 0; i < pending->n_layers; i++) {
@@ -486,23 +476,19 @@ void um_paged_append_end(const um_paged_pending *pending) {
 um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
                           um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
     um_paged_pending pending;
-    um_status status = um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err);
-    if (status == UM_OK) {
-        um_paged_append_write(&pending);
-        um_paged_append_end(&pending);
-    }
-    return status;
+    UM_TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    return UM_OK;
 }
 
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
     um_paged_pending pending;
-    um_status status = um_paged_append_all_begin(&pending, seq, k, v, type, err);
-    if (status == UM_OK) {
-        um_paged_append_write(&pending);
-        um_paged_append_end(&pending);
-    }
-    return status;
+    UM_TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    return UM_OK;
 }
 
 /* ---- gather ---- */
@@ -519,8 +505,8 @@ static size_t fetched_ahead(size_t nbytes) {
 
 #if defined(__x86_64__)
 
-/* A memcpy whose stores pass the caches by, so that no line of `out` is read first. Fetches what
- * comes next, the last of it from `next`, where the next run begins. */
+/* Copies like memcpy, but past the caches, so that no line of `out` is read first. Prefetches the
+ * bytes that come next, and at the end those from `next`, where the next run begins. */
 static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
                           size_t nbytes) {
     size_t ahead = fetched_ahead(nbytes), at = -(uintptr_t)out % LINE;
@@ -553,7 +539,7 @@ static void end_streamed(void) {}
 
 #endif
 
-/* Where a block's run of tokens goes, and how. */
+/* Where and how a block's run of tokens is copied. */
 typedef struct gather_job {
     const um_paged *paged;
     unsigned char *out;
@@ -578,7 +564,7 @@ static void gather_lane(const gather_job *job, const unsigned char *lane,
         for (size_t at = 0; at < fetched_ahead(nbytes); at += LINE) {
             __builtin_prefetch(next + at);
         }
-        um_convert(out, job->type, in, p->spec.type, job->run * p->spec.head_dim, NULL);
+        um_convert_values(out, job->type, in, p->spec.type, job->run * p->spec.head_dim);
     }
 }
 
@@ -592,10 +578,7 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     if (n > um_paged_layer_len(seq, layer)) {
         return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
-    um_status status = check_type(p, type, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(check_type(p, type, err));
     size_t out_head = bytes_of(type, p->spec.head_dim);
     if (heads > 1 && head_stride / out_head < n) {
         return um_fail(err, UM_E_INVALID, "head_stride");
@@ -610,8 +593,8 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
             block = block_at(seq, i);
             gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
             atomic_thread_fence(memory_order_acquire);
-            /* When the writer has put a copy in its place meanwhile, the block is others', who may
-             * have let it go since. */
+            /* If the writer has put a copy in its place meanwhile, the old block belongs to others,
+             * which may have given it back since. */
         } while (block_at(seq, i) != block);
     }
     if (job.streams) {

@@ -1,27 +1,32 @@
-/* Where each page of a block is. */
-#include "internal.h"
+/* The state of each page of a block. */
 #include "os.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
 
 /* Runs of pages in one scan, entries in one read of pagemap, and addresses in one call of
  * move_pages. */
 enum { RUNS = 1024, ENTRIES = 4096, BATCH = 4096 };
 
-/* Of an entry of pagemap. */
+/* A bit of an entry of pagemap. */
 #define ENTRY_PRESENT (UINT64_C(1) << 63)
 
-/* What is looked at: whole base pages. */
+/* The base pages that a call looks at. */
 typedef struct view {
     char *first;
     size_t n_pages;
     size_t page;
     size_t hugetlb_page; /* 0: other memory */
-    uint8_t mapped;      /* what is said of a page that is mapped */
+    uint8_t mapped;      /* the flags of a page that is mapped */
     uint8_t *pages;
 } view;
 
-/* PAGEMAP_SCAN. Returns 0 or an errno: ENOTTY before Linux 6.7. */
+/* Marks mapped pages by PAGEMAP_SCAN. Returns 0 or an errno: ENOTTY before Linux 6.7. */
 static int mark_scanned(const view *v, int pagemap) {
     um_os_page_run runs[RUNS];
     size_t nbytes = v->n_pages * v->page;
@@ -45,8 +50,8 @@ static int mark_scanned(const view *v, int pagemap) {
     return 0;
 }
 
-/* Older kernels have an entry a page, which does not tell whether the page is a part of a huge one.
- */
+/* Marks mapped pages by the entry that older kernels have for each page. It does not tell whether a
+ * page is a part of a huge page. Returns 0 or an errno. */
 static int mark_read(const view *v, int pagemap) {
     uint64_t entries[ENTRIES];
     for (size_t i = 0; i < v->n_pages;) {
@@ -71,7 +76,7 @@ static int mark_read(const view *v, int pagemap) {
 static um_status mark_mapped(const view *v, um_error *err) {
     int pagemap, os_errno = um_os_open_read("/proc/self/pagemap", &pagemap);
     if (os_errno == EACCES) {
-        /* Of hugetlb memory, mincore has not been asked. */
+        /* mincore was not called for hugetlb memory, so nothing is known of it. */
         memset(v->pages, UM_PAGE_UNKNOWN, v->hugetlb_page != 0 ? v->n_pages : 0);
         return UM_OK;
     }
@@ -88,7 +93,8 @@ static um_status mark_mapped(const view *v, um_error *err) {
     return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, call);
 }
 
-/* Whether a page has the node of the one before it, being a part of the same huge page. */
+/* Returns whether a page is a part of the same huge page as the page before it, and so on the same
+ * node. */
 static bool is_inside_huge_page(const view *v, size_t i, size_t huge_page) {
     return i > 0 && (v->pages[i] & UM_PAGE_HUGE) != 0 && (v->pages[i - 1] & UM_PAGE_HUGE) != 0 &&
            ((uintptr_t)v->first + i * v->page) % huge_page != 0;
@@ -175,6 +181,6 @@ um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, ui
             out_pages[i] = (out_pages[i] & 1) != 0 ? UM_PAGE_IN_RAM : 0;
         }
     }
-    um_status status = mark_mapped(&v, err);
-    return status == UM_OK && out_nodes != NULL ? find_nodes(&v, out_nodes, err) : status;
+    UM_TRY(mark_mapped(&v, err));
+    return out_nodes != NULL ? find_nodes(&v, out_nodes, err) : UM_OK;
 }

@@ -1,13 +1,18 @@
 /* Placement: what the kernel says of a block. */
-#include "internal.h"
 #include "os.h"
 #include "proc_file.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
-/* An entry of smaps has 700 to 800 bytes and a line of numa_maps 80 to 250, so that a read takes
- * one or two of them. */
+/* An entry of smaps has 700 to 800 bytes, and a line of numa_maps 80 to 250: a read takes one or
+ * two. */
 enum { SMAPS_READ_BYTES = 1024, NUMA_MAPS_READ_BYTES = 256 };
 
 static um_status fail_read(um_error *err, int os_errno, const char *what) {
@@ -18,7 +23,7 @@ static um_status fail_read(um_error *err, int os_errno, const char *what) {
     return UM_E_IO;
 }
 
-/* Adds the bytes of a line such as "Rss:   1234 kB" when it has this name. */
+/* Adds the bytes of a line such as "Rss:   1234 kB" if it has this name. */
 static bool add_field(const char *line, const char *name, uint64_t *bytes) {
     size_t n = strlen(name);
     if (strncmp(line, name, n) != 0 || line[n] != ':') {
@@ -31,15 +36,15 @@ static bool add_field(const char *line, const char *name, uint64_t *bytes) {
 /* What smaps says of a range, summed over its entries. */
 typedef struct smaps_sums {
     uint64_t rss, pss, huge, locked, swapped;
-    uint64_t hugetlb, hugetlb_page; /* which Rss and Pss do not contain */
+    uint64_t hugetlb, hugetlb_page; /* not contained in rss and pss */
     bool may_be_huge;               /* a page that is touched now could be a huge one */
 } smaps_sums;
 
-/* Mirrored memory is in the books once for each image. Of the two images of a piece, what is in RAM
- * is the larger figure, since what was touched through one of them was touched through the other,
- * too, or not yet. Pss needs no such thought: a page counts half where both images map it, and the
- * halves are added. So their sum is never above what is in RAM, and tells that also where each
- * image was touched elsewhere. */
+/* Adds the two images of a piece of mirrored memory. smaps counts its memory once for each image,
+ * so the larger figure is what is in RAM: a page that was touched through one image may not have
+ * been touched through the other one yet. Pss is added: a page that both images map counts half in
+ * each. The sum is never above what is in RAM, and is right also if each image was touched
+ * elsewhere. */
 static uint64_t larger(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
@@ -57,21 +62,22 @@ static void add_images(const smaps_sums *images, smaps_sums *out) {
     out->may_be_huge = out->may_be_huge || a->may_be_huge || b->may_be_huge;
 }
 
-/* The image that an address lies in; of memory that is not mirrored all of it is one. */
+/* Returns the number of the image that an address lies in; 0 for memory without a mirror. */
 static size_t image_of(const um_block *block, uintptr_t address) {
     uintptr_t base = (uintptr_t)block->base;
     return block->mirror_nbytes == 0 || address < base ? 0
                                                        : (address - base) / block->mirror_nbytes;
 }
 
-/* One entry's lines, after its first. */
+/* What the lines of one entry say. */
 typedef struct smaps_entry {
     uintptr_t end;
     uint64_t rss, kernel_page, eligible;
     bool inside, accessible;
 } smaps_entry;
 
-/* "7f0000000000-7f0000200000 rw-p ..."; false for any other line. */
+/* Begins an entry with a line such as "7f0000000000-7f0000200000 rw-p ..."; returns false for any
+ * other line. */
 static bool begin_entry(const char *line, uintptr_t first, uintptr_t *out_start, smaps_entry *out) {
     char *after;
     uintptr_t start = (uintptr_t)strtoull(line, &after, 16);
@@ -85,7 +91,7 @@ static bool begin_entry(const char *line, uintptr_t first, uintptr_t *out_start,
     return true;
 }
 
-/* Takes one line of an entry; true when it is the entry's last one. */
+/* Takes one line of an entry; returns whether it is the entry's last one. */
 static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
     if (strncmp(line, "VmFlags:", 8) != 0) {
         (void)(add_field(line, "KernelPageSize", &entry->kernel_page) ||
@@ -100,12 +106,13 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
         return false;
     }
     sums->rss += entry->rss;
-    /* Not the line "Locked", which counts a page that n processes map as 1/n. */
+    /* The line "Locked" would count a page that n processes map as 1/n. */
     sums->locked += strstr(line, " lo") != NULL ? entry->rss : 0;
     if (entry->kernel_page > um_os_page_bytes()) {
         sums->hugetlb_page = entry->kernel_page;
     }
-    /* Of the gaps between committed parts, the kernel says what they could be, too. */
+    /* The gaps between committed parts do not count: the kernel says that they could be huge,
+     * too. */
     sums->may_be_huge = sums->may_be_huge || (entry->accessible && entry->eligible > 0);
     return true;
 }
@@ -142,16 +149,6 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
 }
 
-int um_only_memory_node(void) {
-    char text[64], *after;
-    if (um_proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
-        return -1;
-    }
-    unsigned long node = strtoul(text, &after, 10);
-    bool one = after != text && (*after == '\n' || *after == '\0') && node < UM_MAX_NODES;
-    return one ? (int)node : -1;
-}
-
 /* Adds what a line of numa_maps, such as "7f0000000000 bind:1 anon=3 N0=1 N1=2
  * kernelpagesize_kB=4", says of nodes. Its counts are in pages of the size at its end. */
 static void add_node_bytes(const char *line, uint64_t *node_bytes) {
@@ -175,9 +172,9 @@ static void add_node_images(uint64_t images[2][UM_MAX_NODES], uint64_t *node_byt
     }
 }
 
-/* numa_maps costs the kernel one more walk over the pages, a fourth of what asking move_pages for
- * each of them does; it needs no capability, where containers may refuse move_pages. A machine with
- * one node needs neither. */
+/* Reads the nodes from numa_maps. This costs the kernel one more walk over the pages, a fourth of
+ * what move_pages costs, and needs no capability, while containers may refuse move_pages. A machine
+ * with one node needs neither. */
 static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint64_t *node_bytes,
                             um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
@@ -217,8 +214,8 @@ static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/numa_maps");
 }
 
-/* The size of the huge pages that smaps tells of. Where /sys does not tell it: what one page of
- * page table entries, 8 bytes each, covers. */
+/* Returns the size of the huge pages in smaps. If /sys does not tell it, it is what one page of
+ * page table entries covers, at 8 bytes each. */
 static size_t thp_bytes(void) {
     size_t told = um_huge_page_bytes(), page = um_os_page_bytes();
     return told != 0 ? told : page * (page / 8);
@@ -226,19 +223,15 @@ static size_t thp_bytes(void) {
 
 um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
     smaps_sums sums = {0};
-    um_status status = read_smaps(block, &sums, err);
-    if (status != UM_OK) {
-        return status;
-    }
-    /* hugetlb pages are in books of their own. The kernel does not say how many processes map one
-     * (so pss_bytes counts it whole), and never takes one out of RAM: to lock them changes nothing.
-     */
+    UM_TRY(read_smaps(block, &sums, err));
+    /* smaps counts hugetlb pages apart. The kernel does not say how many processes map one, so
+     * pss_bytes counts it whole. It never takes one out of RAM, so all of them count as locked. */
     um_placement found = {.resident_bytes = sums.rss + sums.hugetlb,
                           .pss_bytes = sums.pss + sums.hugetlb,
                           .huge_bytes = sums.huge + sums.hugetlb,
                           .locked_bytes = sums.locked + sums.hugetlb,
                           .swapped_bytes = sums.swapped};
-    /* Pages that are there say what they are; before the first one, eligibility says what they will
+    /* Resident pages show what they are. Before the first one, eligibility shows what they will
      * be. */
     bool huge = sums.huge > 0 || (sums.rss == 0 && sums.may_be_huge);
     if (sums.hugetlb_page != 0) {
@@ -249,12 +242,10 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
         found.page_bytes = huge ? thp_bytes() : um_os_page_bytes();
     }
     if (found.resident_bytes > 0) {
-        status = read_nodes(block, found.resident_bytes, found.node_bytes, err);
+        UM_TRY(read_nodes(block, found.resident_bytes, found.node_bytes, err));
     }
-    if (status == UM_OK) {
-        *out = found;
-    }
-    return status;
+    *out = found;
+    return UM_OK;
 }
 
 um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
@@ -270,7 +261,8 @@ um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
     for (size_t at = offset / page * page; at < last && nbytes != 0;) {
         size_t step = last - at < sizeof pages * page ? last - at : sizeof pages * page;
         if (block->is_cache_hidden != 0) {
-            /* What is mapped here is known; where the kernel tells not even that, nothing is. */
+            /* The kernel tells only of pages that are mapped here. If it does not even do that,
+             * none count. */
             size_t inside = limit - at < step ? limit - at : step;
             if (um_block_pages(block, at, inside, pages, NULL, NULL) != UM_OK) {
                 memset(pages, UM_PAGE_UNKNOWN, step / page);
@@ -282,7 +274,7 @@ um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
             }
         }
         for (size_t i = 0; i < step / page; i++) {
-            n_resident += pages[i] & UM_PAGE_IN_RAM; /* as mincore has it: the lowest bit */
+            n_resident += pages[i] & UM_PAGE_IN_RAM; /* the lowest bit, as in mincore */
         }
         at += step;
     }

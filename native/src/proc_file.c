@@ -1,12 +1,12 @@
 /* Files of /proc and /sys as text. */
 #include "proc_file.h"
 
-#include "internal.h"
 #include "os.h"
 
 #include <errno.h>
+#include <string.h>
 
-/* One read that a signal does not end. */
+/* Reads once, and again if a signal interrupts the read. */
 static int read_some(int fd, char *out, size_t nbytes, size_t *out_nbytes) {
     int os_errno;
     do {

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-/* Reads a small file whole, cut off at the capacity; out always ends with a zero, and is empty
+/* Reads a small file whole, cut off at the capacity. out always ends with a zero, and is empty
  * after a failure. Returns 0 or an errno. pre: capacity is at least 1. */
 int um_proc_text(const char *path, char *out, size_t capacity);
 
@@ -16,12 +16,12 @@ typedef struct um_proc_lines {
     char buffer[40960]; /* a line of numa_maps may have a path and 1024 nodes */
 } um_proc_lines;
 
-/* read_nbytes is asked for at a time. The kernel walks the pages of a mapping before it writes the
- * mapping's lines, and writes as many mappings as are asked for: small reads walk little that
- * nobody will look at. Returns 0 or an errno. */
+/* Opens a file to be read in pieces of read_nbytes. The kernel walks the pages of a mapping before
+ * it writes the lines of the mapping, and writes as many mappings as fit the read: small reads
+ * spare walks for lines that nobody looks at. Returns 0 or an errno. */
 int um_proc_lines_open(um_proc_lines *out, const char *path, size_t read_nbytes);
-/* The next line without its end, valid until the next call; NULL behind the last one. A line that
- * the buffer cannot hold loses its beginning. Returns 0 or an errno. */
+/* Reads the next line, without its end; NULL behind the last line. It is valid until the next call.
+ * A line that does not fit the buffer loses its beginning. Returns 0 or an errno. */
 int um_proc_lines_next(um_proc_lines *lines, char **out_line);
 void um_proc_lines_close(um_proc_lines *lines);
 

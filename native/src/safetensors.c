@@ -1,19 +1,25 @@
-/* Reads the header of a safetensors file, in one go and without recursion: the format knows every
- * key of its JSON and how deep it is, and what it does not know is an error. Nothing of the input
- * is trusted: tables grow with the rows that were seen, and no sum or product is made unchecked.
- * The layout is that of https://github.com/huggingface/safetensors. */
-#include "internal.h"
+/* Reads the header of a safetensors file, in one pass and without recursion: the format fixes the
+ * keys and the depth of its JSON, and anything else is an error. Nothing of the input is trusted:
+ * tables grow with the rows that were seen, and no sum or product is unchecked. The layout is that
+ * of https://github.com/huggingface/safetensors. */
+#include "names.h"
+#include "sizes.h"
+#include "stats.h"
+#include "status.h"
 #include "unimem_formats.h"
 
 #include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "values are read as they lie in the file");
 
 enum {
     LENGTH_NBYTES = 8,
-    JSON_NBYTES_MAX = 100000000, /* as the format has it */
+    JSON_NBYTES_MAX = 100000000, /* the limit of the format */
     FIRST_ROWS = 16,
     ESCAPE_NBYTES_MAX = 6 /* for one byte of text: \u0041 */
 };
@@ -73,8 +79,8 @@ static um_status fail(const reader *r, const char *rule, uint64_t offset) {
     return um_fail_format(r->err, rule, offset);
 }
 
-/* The table with room for one more row, where it is then, or NULL: there is no memory, and it
- * stays. Capacities are powers of two. */
+/* Returns the table with room for one more row, which may be at another address; NULL if there is
+ * no memory, and then the table stays. Capacities are powers of two. */
 static void *grow(const reader *r, void *table, uint64_t n, size_t row_bytes) {
     if (n != 0 && (n < FIRST_ROWS || !um_is_power_of_two(n))) {
         return table;
@@ -92,7 +98,8 @@ static void *grow(const reader *r, void *table, uint64_t n, size_t row_bytes) {
     return grown;
 }
 
-/* The next byte that is no space, which stays; 0, which JSON never has, at the end. */
+/* Skips spaces and returns the next byte, without taking it; 0 at the end, since JSON never has a
+ * byte of 0. */
 static unsigned char peek(reader *r) {
     while (r->at < r->end) {
         unsigned char c = r->bytes[r->at];
@@ -112,15 +119,15 @@ static um_status pass(reader *r, unsigned char c) {
     return UM_OK;
 }
 
-/* There is not the value that has to be there. Another one breaks `rule`; none at all is no JSON.
- */
+/* Fails because a value is not there. A value of another kind breaks `rule`; if there is none at
+ * all, the text is no JSON. */
 static um_status fail_value(reader *r, const char *rule) {
     unsigned char first = peek(r);
     bool is_value = first != 0 && strchr("{[\"-0123456789tfn", first) != NULL;
     return fail(r, is_value ? rule : not_json, r->at);
 }
 
-/* Begins a value, whose first byte is c. */
+/* Begins a value whose first byte must be c. */
 static um_status begin(reader *r, unsigned char c, const char *rule, uint64_t *out_field) {
     if (peek(r) != c) {
         return fail_value(r, rule);
@@ -129,7 +136,7 @@ static um_status begin(reader *r, unsigned char c, const char *rule, uint64_t *o
     return UM_OK;
 }
 
-/* Goes to the next item of an object or array, the n-th; *out_more is false behind the last. */
+/* Goes to the n-th item of an object or array; *out_more is false behind the last one. */
 static um_status next_item(reader *r, uint64_t n, unsigned char close, bool *out_more) {
     unsigned char c = peek(r);
     *out_more = c != close;
@@ -145,7 +152,7 @@ static um_status next_item(reader *r, uint64_t n, unsigned char close, bool *out
 
 enum { NO_ESCAPE = 0x110000, HALF_A_PAIR };
 
-/* The number that four hexadecimal digits are; NO_ESCAPE when they are not. */
+/* Returns the number of four hexadecimal digits; NO_ESCAPE if they are none. */
 static uint32_t read_hex(const unsigned char *p) {
     uint32_t value = 0;
     for (int i = 0; i < 4; i++) {
@@ -158,7 +165,8 @@ static uint32_t read_hex(const unsigned char *p) {
     return value;
 }
 
-/* The code point of the escape that begins at p and ends before `end`; NO_ESCAPE, HALF_A_PAIR. */
+/* Returns the code point of the escape that begins at p and ends before `end`; NO_ESCAPE or
+ * HALF_A_PAIR if it has none. */
 static uint32_t read_escape(const unsigned char *p, const unsigned char *end,
                             unsigned *out_nbytes) {
     static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
@@ -183,7 +191,7 @@ static uint32_t read_escape(const unsigned char *p, const unsigned char *end,
     return 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
 }
 
-/* Reads a string behind its quote. That the header is UTF-8 is known. */
+/* Reads a string behind its quote. The header is known to be UTF-8. */
 static um_status read_string(reader *r, um_safetensors_text *out) {
     out->offset = (uint32_t)r->at;
     for (;;) {
@@ -267,8 +275,9 @@ static uint64_t quote_of(um_safetensors_text text) {
 
 /* ---- texts that differ ---- */
 
-/* Fails for the first text in the header that was there before. There are n rows, `stride` bytes
- * apart, each of which begins with a text. Those with escapes are compared as what they mean. */
+/* Fails for the first text in the header that repeats an earlier one. There are n rows, `stride`
+ * bytes apart, each of which begins with a text. Texts with escapes are compared by their
+ * meaning. */
 static um_status check_texts_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {
@@ -340,7 +349,7 @@ static um_status read_metadata(reader *r, um_safetensors *st) {
 
 enum { DTYPE, SHAPE, DATA_OFFSETS, N_FIELDS };
 
-/* A tensor while it is read: where the values of its fields begin; 0: not yet seen. */
+/* A tensor while it is read. `fields` has where the value of each field begins; 0: not seen yet. */
 typedef struct entry {
     uint64_t fields[N_FIELDS];
     uint64_t begin, end;
@@ -427,10 +436,10 @@ static um_status read_data_offsets(reader *r, entry *e) {
     return n == 2 ? UM_OK : fail(r, rule, field);
 }
 
-/* What the fields say of each other, and of the file. */
+/* Checks the fields against each other and against the file, and sets where the data lies. */
 static um_status place_tensor(const reader *r, const um_safetensors *st, const entry *e,
                               um_safetensors_tensor *t) {
-    /* A dimension of 0 makes an empty tensor, but may not hide that the others overflow: NumPy has
+    /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow: NumPy has
      * no array of such a shape. */
     uint64_t n_bits = types[t->type].bits;
     bool is_empty = false;
@@ -520,8 +529,8 @@ static int compare_places(const void *a, const void *b) {
     return (x->place > y->place) - (x->place < y->place);
 }
 
-/* Each byte behind the header is one tensor's: they follow each other, in the order given, up to
- * the end of the file. */
+/* Checks that each byte behind the header belongs to one tensor: in the order given, the tensors
+ * follow each other up to the end of the file. */
 static um_status check_data_covered(const reader *r, const um_safetensors *st,
                                     const um_safetensors_tensor *const *order) {
     uint64_t end = st->header_nbytes;
@@ -544,7 +553,7 @@ static um_status check_places(const reader *r, const um_safetensors *st) {
     if (order == NULL) {
         return um_fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
     }
-    bool in_order = true; /* as writers leave them */
+    bool in_order = true; /* writers usually sort them */
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         order[i] = &st->tensors[i];
         in_order = in_order && (i == 0 || compare_places(&order[i - 1], &order[i]) < 0);

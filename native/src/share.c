@@ -1,84 +1,19 @@
-/* Sharing: memory behind a descriptor, which other processes may map. */
-#include "internal.h"
+/* Sharing: mapping another block's memory, and making sealed copies. */
+#include "map.h"
 #include "os.h"
+#include "sizes.h"
+#include "space.h"
+#include "stats.h"
+#include "status.h"
 
-#include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
-
-/* What the kernel takes; it puts "memfd:" before it. */
-enum { MAX_NAME_BYTES = 249 };
-
-/* ---- new memory ---- */
-
-static um_status make_memfd(const um_block_options *options, int *out_fd, um_error *err) {
-    const char *name = options->name == NULL ? "unimem" : options->name;
-    if (strlen(name) > MAX_NAME_BYTES) {
-        return um_fail(err, UM_E_INVALID, "name is longer than 249 bytes");
-    }
-    int os_errno = um_os_memfd(name, um_hugetlb_shift(options->pages), out_fd);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "memfd_create");
-}
-
-/* The caller's file, when memory can be made of it. */
-static um_status take_file(const um_block_options *options, int *out_fd, um_error *err) {
-    int fd;
-    int os_errno = um_os_duplicate(options->fd, &fd);
-    if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "fcntl");
-    }
-    unsigned shift = um_hugetlb_shift(options->pages);
-    size_t page = 0, asked_page = shift == 0 ? um_os_page_bytes() : (size_t)1 << shift;
-    uint64_t nbytes = 0;
-    um_status status = UM_OK;
-    if ((os_errno = um_os_file_page_bytes(fd, &page)) != 0) {
-        status = um_fail_os(err, os_errno, 0, "fstatfs");
-    } else if (page != asked_page) {
-        status = um_fail(err, UM_E_INVALID, "pages: the file system has pages of another size");
-    } else if ((os_errno = um_os_file_nbytes(fd, &nbytes)) != 0) {
-        status = um_fail_os(err, os_errno, 0, "fstat");
-    } else if (nbytes != 0) {
-        status = um_fail(err, UM_E_INVALID, "fd: the file is not empty");
-    }
-    if (status != UM_OK) {
-        um_os_close(fd);
-        return status;
-    }
-    *out_fd = fd;
-    return UM_OK;
-}
-
-void um_share_discard(const um_block_options *options, int fd) {
-    if (options->sharing == UM_SHARING_FD) {
-        um_os_resize(fd, 0);
-    }
-    um_os_close(fd);
-}
-
-um_status um_share_open(const um_block_options *options, size_t nbytes, int *out_fd,
-                        um_error *err) {
-    bool is_file = options->sharing == UM_SHARING_FD;
-    int fd;
-    um_status status = is_file ? take_file(options, &fd, err) : make_memfd(options, &fd, err);
-    if (status != UM_OK) {
-        return status;
-    }
-    const char *call = "ftruncate";
-    int os_errno = um_os_resize(fd, nbytes);
-    if (os_errno == 0 && !is_file) {
-        call = "fcntl";
-        os_errno = um_os_seal(fd, 0);
-    }
-    if (os_errno != 0) {
-        um_share_discard(options, fd);
-        return um_fail_os(err, os_errno, nbytes, call);
-    }
-    *out_fd = fd;
-    return UM_OK;
-}
+#include <string.h>
 
 /* ---- memory of somebody else ---- */
 
-/* What a file's page is called; false: it has no name. */
+/* Finds the name of a file's page size; returns false if it has none. */
 static bool pages_of(size_t page, um_pages *out) {
     static const um_pages hugetlb[] = {UM_PAGES_2M, UM_PAGES_1G};
     if (page == um_os_page_bytes()) {
@@ -94,7 +29,7 @@ static bool pages_of(size_t page, um_pages *out) {
     return false;
 }
 
-/* Fills what is to be mapped: the file is asked through block->fd. */
+/* Fills the block's sizes and pages from the file of block->fd. */
 static um_status look_at_file(um_block *block, um_error *err) {
     uint64_t nbytes;
     size_t whole_pages;
@@ -122,20 +57,16 @@ static um_status look_at_file(um_block *block, um_error *err) {
 
 static um_status map_whole(um_block *block, um_error *err) {
     size_t huge_page = um_huge_page_bytes(), align = block->step_nbytes;
-    /* Huge pages of shared memory are mapped as such only where address and offset agree. */
+    /* The kernel maps huge pages of shared memory as such only where address and offset agree. */
     if (huge_page > align && block->nbytes >= huge_page) {
         align = huge_page;
     }
     um_space space;
-    um_status status =
-        um_space_reserve(&space, block->nbytes, align, 0, block->requested_nbytes, err);
-    if (status != UM_OK) {
-        return status;
-    }
+    UM_TRY(um_space_reserve(&space, block->nbytes, align, 0, block->requested_nbytes, err));
     block->base = space.data;
     block->map_base = space.map_base;
     block->map_nbytes = space.map_nbytes;
-    status = um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
+    um_status status = um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
     if (status != UM_OK) {
         um_os_unmap(space.map_base, space.map_nbytes);
     }
@@ -170,8 +101,8 @@ um_status um_block_attach(um_block *out, int fd, um_access access, um_category c
 
 /* ---- sealed copies ---- */
 
-/* Before Linux 6.7 a sealed memfd cannot be mapped through a descriptor that could write. Where it
- * cannot be opened anew, for reading, newer kernels map it all the same. */
+/* Before Linux 6.7, a sealed memfd cannot be mapped through a descriptor that may write. If the
+ * file cannot be opened again for reading, the old descriptor stays: newer kernels map it. */
 static void reopen_read_only(um_block *block) {
     char path[32];
     int fd;
@@ -182,7 +113,8 @@ static void reopen_read_only(um_block *block) {
     }
 }
 
-/* No mapping may be left that writes when the memory is sealed; the address space is kept. */
+/* Seals the memory. The kernel refuses to while a writable mapping exists, so the range is unmapped
+ * first; its address space stays reserved. */
 static um_status seal(um_block *block, um_error *err) {
     int os_errno = um_os_reserve_at(block->base, block->reserved_nbytes);
     if (os_errno != 0) {
@@ -194,12 +126,12 @@ static um_status seal(um_block *block, um_error *err) {
     }
     reopen_read_only(block);
     block->access = UM_ACCESS_READ;
-    um_status status = um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err);
-    /* The pages are there; this mapping does not know of them yet. */
-    return status == UM_OK ? um_block_warm(block, 0, block->nbytes, 1, NULL, err) : status;
+    UM_TRY(um_block_map_range(block, 0, block->nbytes, block->requested_nbytes, err));
+    /* The pages are in RAM, but the new mapping has none of them yet. */
+    return um_block_warm(block, 0, block->nbytes, 1, NULL, err);
 }
 
-/* Of a file that others may truncate, under the guard. */
+/* Copies the bytes; under the guard if they are of a file that others may truncate. */
 static um_status copy_bytes(const um_block *to, const um_block *from, um_error *err) {
     if (from->is_file || from->overlaid != NULL || from->sharing == UM_SHARING_FD) {
         return um_guard_copy(to->base, from->base, from->nbytes, err);
@@ -225,12 +157,9 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
     um_block copy;
     um_block_options shared = *options;
     shared.sharing = UM_SHARING_MEMFD;
-    um_status status = um_block_map(&copy, block->nbytes, &shared, err);
-    if (status != UM_OK) {
-        return status;
-    }
-    /* Where there is no memory warming says so; memcpy would end the process. */
-    status = um_block_warm(&copy, 0, block->nbytes, 1, NULL, err);
+    UM_TRY(um_block_map(&copy, block->nbytes, &shared, err));
+    /* Without memory, warming fails, while memcpy would kill the process. */
+    um_status status = um_block_warm(&copy, 0, block->nbytes, 1, NULL, err);
     if (status == UM_OK) {
         status = copy_bytes(&copy, block, err);
     }
@@ -238,7 +167,10 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
         status = seal(&copy, err);
     }
     if (status != UM_OK) {
-        um_block_unmap(&copy, NULL);
+        /* The caller hears of the first failure. A copy that cannot be unmapped stays in the
+         * ledger. */
+        um_status unmapped = um_block_unmap(&copy, NULL);
+        (void)unmapped;
         return status;
     }
     *out = copy;

@@ -1,8 +1,13 @@
-/* The ledger: what is mapped, by category, and what this library cost the process. The only global
- * state there is. */
-#include "internal.h"
+/* The ledger, which has what is mapped by category, and the counters of what this library costs the
+ * process. There is no other global state but that of the guard. */
+#include "stats.h"
 
+#include "status.h"
+
+#include <assert.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 typedef struct category_totals {
@@ -50,7 +55,7 @@ void um_counters_read(um_counters *out) {
 
 /* ---- marks ---- */
 
-/* A bit of each set that are taken, and of those among them that are kept up to date. */
+/* A bit for each set of marks: whether it is taken, and whether it is kept up to date. */
 static _Atomic uint64_t marks_taken, marks_open;
 static _Atomic uint64_t marks_bytes[UM_MAX_MARKS][UM_CAT_COUNT];
 static_assert(UM_MAX_MARKS == 64, "a set is a bit of a word");
@@ -76,7 +81,7 @@ um_status um_marks_begin(unsigned *out, um_error *err) {
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         atomic_store(&marks_bytes[marks][i], 0);
     }
-    /* What comes from here on raises them; what came before is read afterwards. */
+    /* From here on, new mappings raise the marks. Older ones are read now. */
     atomic_fetch_or(&marks_open, (uint64_t)1 << marks);
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         raise_to(&marks_bytes[marks][i], atomic_load(&totals[i].mapped_bytes));

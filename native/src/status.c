@@ -1,7 +1,8 @@
-/* Status codes, and the one way to fill an um_error. */
-#include "internal.h"
+/* Status codes, and the functions that fill an um_error. */
+#include "status.h"
 
 #include <errno.h>
+#include <stdint.h>
 
 const char *um_status_name(um_status status) {
     switch (status) {

@@ -1,8 +1,10 @@
-/* The bump allocator: one word says how much is used, and a take moves it by one
+/* The bump allocator. One word says how much is used; a take moves it by one
  * compare-and-exchange. */
-#include "internal.h"
+#include "sizes.h"
+#include "status.h"
 
 #include <stdatomic.h>
+#include <stdint.h>
 
 um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
     if (base == NULL || total == 0) {
@@ -26,7 +28,7 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
     uintptr_t base = (uintptr_t)tape->base;
     size_t used = atomic_load_explicit(&tape->used, memory_order_relaxed), start, end;
     do {
-        /* The address is aligned, not the offset: the base may be less aligned than the take. */
+        /* Aligns the address, not the offset: the base may be less aligned than the take. */
         size_t address, limit = atomic_load_explicit(&tape->limit, memory_order_relaxed);
         if (!um_round_up(base + used, align, &address) ||
             !um_add(start = address - base, nbytes, &end) || end > limit ||
@@ -43,7 +45,8 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
     return UM_OK;
 }
 
-/* `used` only falls here, so the high water needs no care in take. */
+/* Lets `used` fall, and records how high it was. Only here it falls, so that a take need not care
+ * for the high water. */
 static void fall_to(um_tape *tape, size_t floor) {
     size_t kept = atomic_load(&tape->kept);
     size_t used = atomic_exchange(&tape->used, floor > kept ? floor : kept);
@@ -108,6 +111,6 @@ uint64_t um_tape_n_takes(const um_tape *tape) {
 }
 
 int um_tape_owns(const um_tape *tape, const void *address) {
-    /* One comparison: an address below the base wraps round to a large offset. */
+    /* One comparison is enough: an address below the base wraps round to a large offset. */
     return (uintptr_t)address - (uintptr_t)tape->base < tape->total;
 }

@@ -1,8 +1,9 @@
 /* File systems in memory that are mounted nowhere. */
-#include "internal.h"
 #include "os.h"
+#include "status.h"
 
 #include <inttypes.h>
+#include <stdint.h>
 #include <stdio.h>
 
 static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_error *err) {
@@ -10,7 +11,7 @@ static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_er
     snprintf(size, sizeof size, "%" PRIu64, nbytes);
     const char *call = "fsconfig";
     int os_errno = um_os_fs_set(fs, "size", size);
-    /* A kernel without huge pages knows no such option: never is what it does. */
+    /* A kernel without huge pages does not know this option, and uses none anyway. */
     if (os_errno == 0 && huge != 0) {
         os_errno = um_os_fs_set(fs, "huge", "always");
     }
@@ -26,7 +27,7 @@ static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_er
 
 um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
     if (nbytes == 0) {
-        return um_fail(err, UM_E_INVALID, "nbytes"); /* to the kernel: no limit */
+        return um_fail(err, UM_E_INVALID, "nbytes"); /* 0 means no limit to the kernel */
     }
     int fs;
     int os_errno = um_os_fs_open("tmpfs", &fs);
@@ -44,7 +45,7 @@ um_status um_tmpfs_seal(int fd, um_error *err) {
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, 0, "fspick");
     }
-    /* The file system, not the mount, of which there may be clones. */
+    /* Changes the file system, not the mount: there may be clones of the mount. */
     os_errno = um_os_fs_set(fs, "ro", NULL);
     if (os_errno == 0) {
         os_errno = um_os_fs_reconfigure(fs);

@@ -1,17 +1,22 @@
 /* Warming: bringing pages into RAM before anybody waits for them. */
 #include "cpus.h"
-#include "internal.h"
 #include "os.h"
+#include "sizes.h"
+#include "space.h"
+#include "status.h"
+#include "steps.h"
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 enum { WARM_STEP_BYTES = 16 << 20 };
 
 /* What the threads of one call share. */
 typedef struct warming {
     um_os_advice advice;
-    _Atomic int os_errno; /* of the first that failed; the others stop then */
+    _Atomic int os_errno; /* of the first thread that failed; the others stop then */
 } warming;
 
 typedef struct warm_part {
@@ -22,7 +27,7 @@ typedef struct warm_part {
     um_os_thread thread;
 } warm_part;
 
-/* Populates in steps, so that a signal, a full system and another thread's failure are noticed
+/* Populates in steps, so that a signal, a full system or the failure of another thread is noticed
  * between them. */
 static void warm_run(const warm_part *part) {
     warming *shared = part->shared;
@@ -44,8 +49,8 @@ static void *thread_run(void *arg) {
     return NULL;
 }
 
-/* Starts a thread a part, and waits for all that were started. Returns 0 or the errno of the thread
- * that could not be started. */
+/* Starts a thread for each part, and waits for all that were started. Returns 0, or the errno of
+ * the thread that could not be started. */
 static int run_threads(warm_part *parts, unsigned n_parts) {
     unsigned n_started = 0;
     int os_errno = 0;
@@ -61,9 +66,8 @@ static int run_threads(warm_part *parts, unsigned n_parts) {
     return os_errno;
 }
 
-/* EFAULT is the kernel's answer where a touch would end in SIGBUS: behind the end of a file that
- * has become shorter, or where the pool of huge pages, or the file system of shared memory, is used
- * up. */
+/* The kernel fails with EFAULT where a touch would raise SIGBUS: behind the end of a file that has
+ * become shorter, or where the pool of huge pages or the file system of shared memory is full. */
 static um_status fail_populate(const um_block *block, bool is_file, int os_errno, size_t end,
                                size_t nbytes, um_error *err) {
     if (os_errno != EFAULT) {
@@ -71,7 +75,7 @@ static um_status fail_populate(const um_block *block, bool is_file, int os_errno
     }
     bool shared = !is_file && block->sharing != UM_SHARING_NONE;
     uint64_t file_nbytes;
-    size_t mapped_nbytes = SIZE_MAX; /* what is behind it was cut off; a mirrored memfd is sealed */
+    size_t mapped_nbytes = SIZE_MAX; /* the rest was cut off; a mirrored memfd is sealed */
     if (shared && block->mirror_nbytes == 0 && um_os_file_nbytes(block->fd, &file_nbytes) == 0) {
         (void)um_round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes);
     }
@@ -83,15 +87,16 @@ static um_status fail_populate(const um_block *block, bool is_file, int os_errno
                       nbytes, "madvise");
 }
 
-/* Whole pages that all are a file's, or none of them. A private mapping of a file is read: to be
- * written, its pages would have to be copied. */
+/* Warms whole pages, which are all a file's or all not. A private mapping of a file is read:
+ * writing would copy its pages. */
 static um_status warm_range(const um_block *block, bool is_file, size_t first, size_t last,
                             const um_cpus *cpus, um_error *err) {
-    /* Threads meet at borders of huge pages: two that fill one huge page together get small ones.
-     */
+    /* Parts meet at borders of huge pages: two threads that fill one huge page together get small
+     * pages. */
     size_t page = um_os_page_bytes();
     size_t align = block->step_nbytes > page ? block->step_nbytes : page;
-    /* From the border below the first byte: so there are never more parts than threads. */
+    /* Counted from the border below the first byte, so that there are never more parts than
+     * threads. */
     size_t share = ((last - first / align * align) / cpus->n_threads / align + 1) * align;
 
     bool read_only =
@@ -108,8 +113,8 @@ static um_status warm_range(const um_block *block, bool is_file, size_t first, s
                                      .cpu = um_cpus_at(cpus, n_parts)};
         at = part_end;
     }
-    /* One part that needs no pinning is the caller's. One that does is not: the caller's affinity
-     * is not ours to change. */
+    /* The calling thread works on a single part itself, unless the part needs pinning: the caller's
+     * affinity is not ours to change. */
     if (n_parts == 1 && (cpus->chosen == NULL || parts[0].cpu < 0)) {
         warm_run(&parts[0]);
     } else {
@@ -130,9 +135,9 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
         return um_fail(err, UM_E_INVALID, "the range is outside the block");
     }
     um_cpus cpus;
-    um_status status = um_cpus_init(&cpus, n_threads, chosen_cpus, err);
-    if (status != UM_OK || nbytes == 0) {
-        return status;
+    UM_TRY(um_cpus_init(&cpus, n_threads, chosen_cpus, err));
+    if (nbytes == 0) {
+        return UM_OK;
     }
     if (!um_block_is_committed(block, offset, nbytes)) {
         return um_fail(err, UM_E_INVALID, "the range is not committed");
@@ -146,10 +151,10 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
     }
     /* Steps are pages here. */
     um_run run;
-    for (size_t at = first / page; status == UM_OK && at < last / page; at = run.end) {
+    for (size_t at = first / page; at < last / page; at = run.end) {
         bool is_file = um_block_next_overlay(block, at, at + 1, true, &run);
         um_block_next_overlay(block, at, last / page, is_file, &run);
-        status = warm_range(block, is_file, run.first * page, run.end * page, &cpus, err);
+        UM_TRY(warm_range(block, is_file, run.first * page, run.end * page, &cpus, err));
     }
-    return status;
+    return UM_OK;
 }

@@ -1,7 +1,9 @@
-/* What the tests of blocks share: making and ending one, and the kernel's books about it. */
+/* What the tests of blocks share: making and unmapping blocks, and what the kernel reports. */
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,11 +26,53 @@ static inline void unmap_block(um_block *block) {
     CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
 }
 
+static inline um_block attach_block(int fd, um_access access) {
+    um_block block;
+    memset(&block, 0x5A, sizeof block);
+    REQUIRE(CHECK_OK(um_block_attach(&block, fd, access, UM_CAT_STAGING, &test_err)));
+    return block;
+}
+
+static inline void commit(um_block *block, size_t offset, size_t nbytes) {
+    void *base = block->base;
+    CHECK_OK(um_block_commit(block, offset, nbytes, &test_err));
+    CHECK(um_block_is_committed(block, offset, nbytes));
+    CHECK(block->base == base);
+}
+
+static inline void release(um_block *block, size_t offset, size_t nbytes, size_t released) {
+    size_t out = 12345;
+    CHECK_OK(um_block_release(block, offset, nbytes, &out, &test_err));
+    CHECK_EQ_U64(out, released);
+}
+
+/* The bytes in RAM of a shared block's file. */
+static inline uint64_t file_bytes(const um_block *block) {
+    struct stat st;
+    CHECK(fstat(block->fd, &st) == 0);
+    return (uint64_t)st.st_blocks * 512;
+}
+
 static inline um_placement placement_of(const um_block *block) {
     um_placement placement;
     memset(&placement, 0, sizeof placement);
     CHECK_OK(um_block_verify(block, &placement, &test_err));
     return placement;
+}
+
+static inline uint64_t on_all_nodes(const um_placement *placement) {
+    uint64_t sum = 0;
+    for (size_t node = 0; node < UM_MAX_NODES; node++) {
+        sum += placement->node_bytes[node];
+    }
+    return sum;
+}
+
+/* The page faults of this process so far. */
+static inline long faults_now(void) {
+    struct rusage usage;
+    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
+    return usage.ru_minflt + usage.ru_majflt;
 }
 
 static inline um_ledger_row ledger_row(um_category category) {
@@ -37,14 +81,20 @@ static inline um_ledger_row ledger_row(um_category category) {
     return row;
 }
 
-/* Whether a range holds one byte only. */
+static inline void check_nothing_mapped(um_category category) {
+    um_ledger_row row = ledger_row(category);
+    CHECK_EQ_U64(row.n_mappings, 0);
+    CHECK_EQ_U64(row.mapped_bytes, 0);
+}
+
+/* Whether all bytes of a range are `byte`. */
 static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
     const unsigned char *bytes = at;
     return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
 }
 
-/* The line of the smaps entry that holds an address and begins with `name`; "" when there is none.
- * Valid until the next call. */
+/* The line that begins with `name`, in the smaps entry that contains an address; "" when there is
+ * none. Valid until the next call. */
 static inline const char *smaps_line(const void *address, const char *name) {
     static char line[512];
     FILE *file = fopen("/proc/self/smaps", "r");
@@ -66,7 +116,8 @@ static inline const char *smaps_line(const void *address, const char *name) {
     return line;
 }
 
-/* Two letters of smaps: "lo" locked, "dc" left out of a fork, "ac" charged to the commit limit. */
+/* Flags are two letters of smaps: "lo" locked, "dc" not copied by fork, "ac" charged to the commit
+ * limit. */
 static inline bool has_vm_flag(const void *address, const char *flag) {
     char word[8];
     snprintf(word, sizeof word, " %s ", flag);
@@ -78,7 +129,7 @@ static inline uint64_t smaps_bytes(const void *address, const char *name) {
     return number == NULL ? 0 : strtoull(number + 1, NULL, 10) * 1024;
 }
 
-/* The policy of the mapping that begins at an address, as numa_maps writes it ("bind:0"). */
+/* The policy of the mapping that begins at an address, as in numa_maps ("bind:0"). */
 static inline const char *policy_at(const void *address) {
     static char line[4096], policy[256];
     FILE *file = fopen("/proc/self/numa_maps", "r");
@@ -86,7 +137,7 @@ static inline const char *policy_at(const void *address) {
     while (file != NULL && fgets(line, sizeof line, file) != NULL) {
         char *after;
         if ((uintptr_t)strtoull(line, &after, 16) == (uintptr_t)address) {
-            /* Some policies have a blank in their names; the next word is a count or a path. */
+            /* Some policy names contain a blank. The next word is a count or a path. */
             size_t n = strcspn(after + 1, "=\n"), colon = strcspn(after + 1, ":");
             n = colon < n ? colon + strcspn(after + 1 + colon, " \n") : strcspn(after + 1, " \n");
             snprintf(policy, sizeof policy, "%.*s", (int)n, after + 1);
@@ -98,7 +149,7 @@ static inline const char *policy_at(const void *address) {
     return policy;
 }
 
-/* Whether this process may set policies: containers often may not. */
+/* Whether this process may set policies. Containers often may not. */
 static inline bool may_bind(void) {
     um_block_options options = {.numa = {.mode = UM_NUMA_BIND, .nodes = {1}}};
     um_block block;
@@ -127,12 +178,12 @@ static inline uint64_t meminfo(const char *name) {
     return found;
 }
 
-/* Huge pages of the pool that nobody has, and that are promised to nobody. */
+/* Huge pages of the pool that are neither used nor reserved. */
 static inline uint64_t huge_pages_available(void) {
     return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
 }
 
-/* Runs fn(arg) in a child; true when it returned true. What fails there is printed there. */
+/* Runs fn(arg) in a child process, and returns its result. The child prints its own failures. */
 static inline bool in_child(bool (*fn)(void *), void *arg) {
     fflush(NULL);
     pid_t pid = fork();

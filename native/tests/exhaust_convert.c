@@ -49,7 +49,7 @@ static float float_of(uint32_t bits) {
     return value;
 }
 
-/* Runs one code in one mode. The arguments were checked, so that it cannot fail. */
+/* Runs one code in one mode. It cannot fail, since the arguments were checked. */
 static void convert(const um_convert_code *code, uint64_t mode, void *out, um_dtype type,
                     const float *in, size_t n) {
     set_mode(mode);
@@ -57,7 +57,7 @@ static void convert(const um_convert_code *code, uint64_t mode, void *out, um_dt
     set_mode(modes[0]);
 }
 
-/* The code nearest to a number; of two equally near the even one, which rint chooses. */
+/* The code nearest to a number. A tie goes to the even code, as rint does. */
 static uint16_t nearest(float value, int mantissa_bits) {
     int bias = (1 << (14 - mantissa_bits)) - 1, infinity = (2 * bias + 1) << mantissa_bits;
     int sign = signbit(value) ? 0x8000 : 0, exponent;
@@ -127,18 +127,18 @@ static void compare_blocks(const float *in, const um_q8_0 *plain, size_t n_block
     }
 }
 
-/* Of each block the first value is 127, which makes d and 1 / d one. */
+/* The first value of each block is 127, so that d and 1 / d are 1. */
 static void round_all(void) {
     static float in[CHUNK];
     static um_q8_0 plain[CHUNK / BLOCK];
-    const uint32_t end = 0x42fe0001; /* behind 127 */
+    const uint32_t end = 0x42fe0001; /* the float after 127 */
     uint32_t next = 0;
     while (next < end) {
         uint32_t first = next;
         for (uint32_t i = 0; i < CHUNK; i++) {
             uint32_t bits = next < end ? next : 0;
             in[i] = i % BLOCK == 0 ? 127 : float_of(bits | (i & 1) << 31);
-            /* Either sign, one behind the other. */
+            /* Each value is followed by its negative. */
             next += i % BLOCK != 0 && (i & 1) == 0;
         }
         convert(um_convert_code_at(0), modes[0], plain, UM_Q8_0, in, CHUNK);

@@ -15,11 +15,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "internal.h"
 #include "os.h"
+#include "stats.h"
 #include "test.h"
 
-/* Of test.h: one count for the test and for the checks in here. */
+/* Declared in test.h: the test and the checks in this file share one count. */
 _Atomic unsigned test_n_checks, test_n_failures;
 um_error test_err;
 
@@ -29,7 +29,7 @@ enum { MAX_LOGGED = 1 << 16 };
 
 static _Atomic unsigned n_calls, fail_at;
 static _Atomic int fail_errno;
-static const char *_Atomic calls[MAX_LOGGED]; /* the functions that were called, in their order */
+static const char *_Atomic calls[MAX_LOGGED]; /* the functions called, in order */
 static _Atomic size_t read_limit, run_limit;
 static _Atomic unsigned n_allocs, fail_alloc_at;
 
@@ -89,7 +89,7 @@ unsigned fault_os_allocs(void) {
     return atomic_load(&n_allocs);
 }
 
-/* The errno with which this call is to fail, or 0. */
+/* The errno that this call must fail with, or 0. */
 static int fault(const char *call) {
     unsigned n = atomic_fetch_add(&n_calls, 1) + 1;
     if (n <= MAX_LOGGED) {
@@ -257,7 +257,7 @@ void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
 
 /* ---- the state of the process ---- */
 
-/* Reads /proc/self/maps whole, without the C library's buffers, which would change it. */
+/* Reads all of /proc/self/maps. The buffers of the C library would change what is read. */
 static void read_maps(char *out, size_t nbytes) {
     int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     size_t total = 0;
@@ -274,8 +274,8 @@ static void read_maps(char *out, size_t nbytes) {
     out[total] = '\0';
 }
 
-/* What changes at any time and is not the library's: the test's own stack and malloc heap, and
- * under a sanitizer all that is not a file. */
+/* Mappings that may change at any time and are not the library's: the test's stack and malloc heap,
+ * and under a sanitizer all mappings that are not of a file. */
 static bool is_of_the_test(const char *line) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     if (strchr(line, '/') == NULL) {
@@ -316,7 +316,7 @@ void os_state_read(os_state *out) {
     drop_lines_of_the_test(out->maps);
 }
 
-/* Prints the lines of one text that the other has not. */
+/* Prints the lines of one text that are not in the other. */
 static void print_lines_of(const char *text, const char *other, const char *mark) {
     char line[512];
     for (const char *at = text, *end; (end = strchr(at, '\n')) != NULL; at = end + 1) {
@@ -393,7 +393,7 @@ const char *os_state_permissions(const void *address) {
 
 /* ---- each call in turn ---- */
 
-/* What the error of a failed call has to name. */
+/* The name that the error of a failed call must contain. */
 static const char *name_of(const char *call) {
     static const char *const names[][2] = {
         {"um_os_reserve", "mmap"},
@@ -457,7 +457,7 @@ static bool is_harmless(const fault_case *c, const char *call) {
     return c->harmless != NULL && strstr(c->harmless, word) != NULL;
 }
 
-/* true when the Nth call was there to fail. */
+/* Returns true when there was an Nth call to fail. */
 static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_err) {
     void *outputs = malloc(c->outputs_nbytes + 1);
     um_error err, untouched;
@@ -499,7 +499,7 @@ static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_e
 
 void fault_os_check_each(const fault_case *c) {
     static const int errnos[] = {ENOMEM, EPERM};
-    /* Once without, so that the ledger's high water is where it will stay. */
+    /* One run without a fault, so that the high water of the ledger does not rise later. */
     CHECK(c->run(c->context, NULL) == UM_OK);
     if (c->undo != NULL) {
         c->undo(c->context);

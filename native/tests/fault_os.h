@@ -10,37 +10,39 @@
 
 #include "unimem.h"
 
-/* Calls that find the huge page size: without it a block only lies differently. */
+/* Calls that read the huge page size. When they fail, a block is only aligned differently. */
 #define HARMLESS_HUGE_PAGE " um_os_open_read um_os_read um_os_close "
 
-/* From now on the nth call (from 1 on; 0: none) fails with os_errno, once. Counting starts anew.
- * The calls that end something (close, join) do it and then report the failure, as the kernel
- * does. */
+/* From now on the nth call fails with os_errno, once; the first call is 1, and 0 means none.
+ * Counting starts anew. Calls that end something (close, join) do it and then report the failure,
+ * as the kernel does. */
 void fault_os_fail_nth(unsigned n, int os_errno);
-/* The calls since fault_os_fail_nth, the failed one included: all, and those of one function. */
+/* The number of calls since fault_os_fail_nth, including the failed one: of all functions, and of
+ * one. */
 unsigned fault_os_calls(void);
 unsigned fault_os_calls_of(const char *function);
-/* The function of os.h that was made to fail, or NULL when none was. */
+/* The function of os.h that was made to fail, or NULL. */
 const char *fault_os_failed(void);
-/* How many threads were pinned to this CPU alone since fault_os_fail_nth. */
+/* How many threads were pinned to this CPU alone, since fault_os_fail_nth. */
 unsigned fault_os_pinned_to(unsigned cpu);
-/* Every read gives at most this many bytes; 0: no limit. */
+/* Every read returns at most this many bytes; 0: no limit. */
 void fault_os_limit_read(size_t nbytes);
-/* Every scan of pages gives at most this many runs; 0: no limit. */
+/* Every scan of pages returns at most this many runs; 0: no limit. */
 void fault_os_limit_runs(size_t n);
-/* From now on this path opens as a file with this text, which is kept by address; NULL: as it is.
- */
+/* From now on this path opens as a file with this text; NULL: as the real file. The pointer is
+ * kept, the text is not copied. */
 void fault_os_file(const char *path, const char *text);
-/* From now on this answers move_pages in place of the kernel; NULL: the kernel does. */
+/* From now on this function answers move_pages; NULL: the kernel does. */
 typedef int (*fault_os_move_pages_fn)(size_t n, void *const *pages, const int *nodes,
                                       int *out_status);
 void fault_os_move_pages(fault_os_move_pages_fn answer);
-/* The nth heap allocation (from 1 on; 0: none) gives NULL, once. Counting starts anew. */
+/* The nth heap allocation returns NULL, once; the first is 1, and 0 means none. Counting starts
+ * anew. */
 void fault_os_fail_nth_alloc(unsigned n);
 unsigned fault_os_allocs(void);
 
-/* The mappings, the open files and the ledger of this process. Large: keep it static, since memory
- * from malloc would itself be a new mapping. */
+/* The mappings, the open files and the ledger of this process. It is large: keep it static, since
+ * memory from malloc would be a new mapping. */
 typedef struct os_state {
     um_ledger_row ledger[UM_CAT_COUNT];
     char files[256][64]; /* what each descriptor points to; "" for none */
@@ -49,25 +51,26 @@ typedef struct os_state {
 void os_state_read(os_state *out);
 /* Prints the difference when there is one. */
 bool os_state_same(const os_state *before, const os_state *after);
-/* Lets the C library make and cache what it maps for n threads that run at once, so that mappings
+/* Makes the C library map and cache what it needs for n threads that run at once, so that mappings
  * can be compared around a call that starts threads. */
 void os_state_settle_threads(unsigned n);
-/* The permissions of the mapping that holds an address, such as "rw-p"; "" when there is none. */
+/* The permissions of the mapping that contains an address, such as "rw-p"; "" when there is
+ * none. */
 const char *os_state_permissions(const void *address);
 
-/* An operation that may fail at any of its system calls, and has to leave no trace when it does. */
+/* An operation that may fail at any of its system calls, and must leave no trace then. */
 typedef struct fault_case {
     um_status (*run)(void *context, um_error *err);
-    void (*undo)(void *context); /* what run did; NULL when it leaves nothing */
+    void (*undo)(void *context); /* undoes run; NULL when there is nothing to undo */
     void *context;
-    const void *outputs; /* what run fills, and a run that fails does not */
+    const void *outputs; /* what run fills, and a failed run leaves */
     size_t outputs_nbytes;
-    bool reads_into_memory; /* which a read may find no room in: UM_E_NOMEM */
-    const char *harmless;   /* the functions whose failure does not matter, " name name " */
+    bool reads_into_memory; /* a read may fail for want of memory: UM_E_NOMEM */
+    const char *harmless;   /* functions that may fail without an error, " name name " */
 } fault_case;
 
-/* Runs it with the Nth call failing, for N = 1 and so on until it runs without a fault; with an
- * errno that means no memory and with one that does not, with an err and without. */
+/* Runs it with the Nth call failing, for N = 1, 2, ... until it runs without a fault: with an errno
+ * that means no memory and with another one, with an err and without. */
 void fault_os_check_each(const fault_case *c);
 
 #endif

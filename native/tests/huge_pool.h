@@ -1,4 +1,4 @@
-/* Huge pages for the length of a test, from the machine's pool. */
+/* Huge pages from the pool of the machine, for the duration of a test. */
 #ifndef UM_HUGE_POOL_H
 #define UM_HUGE_POOL_H
 
@@ -9,8 +9,8 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* The pool of the default size, held open: programs that run at the same time wait for each other.
- * -1: none. */
+/* The pool of the default size, or -1. It is kept open and locked, so that programs that run at the
+ * same time wait for each other. */
 static int huge_pool_fd = -1;
 static unsigned huge_pool_borrowed;
 
@@ -30,7 +30,7 @@ static inline void huge_pool_write(unsigned n) {
 
 static inline void huge_pool_give_back(void) {
     if (huge_pool_fd >= 0) {
-        /* Somebody else may have emptied the pool meanwhile. */
+        /* Another process may have emptied the pool in the meantime. */
         unsigned now = huge_pool_read();
         huge_pool_write(now > huge_pool_borrowed ? now - huge_pool_borrowed : 0);
         close(huge_pool_fd);
@@ -38,9 +38,9 @@ static inline void huge_pool_give_back(void) {
     }
 }
 
-/* Adds n pages to the pool; false, and the pool is as it was, when this process may not, or when
- * the machine has not that many free. They are given back at the end of the program at the latest.
- */
+/* Adds n pages to the pool. Returns false, and leaves the pool as it was, when this process may not
+ * do so or when the machine has too few free pages. The pages are given back when the program ends,
+ * at the latest. */
 static inline bool huge_pool_borrow(unsigned n) {
     huge_pool_fd = open("/proc/sys/vm/nr_hugepages", O_RDWR | O_CLOEXEC);
     if (huge_pool_fd < 0) {

@@ -1,7 +1,7 @@
-/* A KV cache beside a plain model of it. Each call is made by one of the functions below: it says
- * what has to come of it, makes it, and compares: the status and the um_error, the lengths and
- * positions of all layers, every token that is shown, and every byte of the storage. What the model
- * takes over from the library is um_convert alone. */
+/* A KV cache beside a simple model of it. Each function below makes one call: it works out what
+ * must result, makes the call, and compares the status and the um_error, the lengths and positions
+ * of all layers, every visible token, and every byte of the storage. The only function of the
+ * library that the model uses is um_convert. */
 #ifndef UM_KV_MODEL_H
 #define UM_KV_MODEL_H
 
@@ -14,7 +14,7 @@
 
 #include "test.h"
 
-/* SPAN: positions of which the model remembers the tokens; above the rows of any cache. */
+/* SPAN: positions whose tokens the model remembers, more than any cache has rows. */
 enum { MAX_LAYERS = 4, SPAN = 512, FILL = 0xCC };
 
 #define NOBODY UINT64_MAX
@@ -23,15 +23,15 @@ typedef struct kv_model {
     um_kv kv;
     um_kv_spec spec;
     um_kv_storage storage;
-    size_t row_bytes, lane_nbytes, n_lanes; /* lane_nbytes: of memory, what is behind included */
+    size_t row_bytes, lane_nbytes, n_lanes; /* lane_nbytes: with the gap behind the lane */
     unsigned char *map;
     size_t map_nbytes;
-    bool guarded;         /* pages that hold unusable rows only are inaccessible */
-    unsigned char *image; /* what each lane has to hold */
-    unsigned char *given; /* of each lane and position % SPAN, the row that was given */
-    uint64_t *holder;     /* of each layer and row of a ring, the position whose token it holds */
+    bool guarded;         /* pages that hold only unusable rows are inaccessible */
+    unsigned char *image; /* what each lane must contain */
+    unsigned char *given; /* for each lane and position % SPAN, the row that was given */
+    uint64_t *holder;     /* for each layer and row of a ring, its token's position */
     uint64_t first, next[MAX_LAYERS], reserved;
-    uint64_t row; /* of a plain cache, where `first` is */
+    uint64_t row; /* in a plain cache, the row of `first` */
     uint64_t random;
 } kv_model;
 
@@ -46,11 +46,13 @@ static inline size_t page_up(size_t nbytes) {
     return (nbytes + page - 1) / page * page;
 }
 
-/* A ring's lanes, each mapped twice. `gap`: bytes of no access behind each. */
+/* The lanes of a ring, each mapped twice. `gap`: inaccessible bytes after each lane. */
 static inline void map_ring(kv_model *m, size_t gap) {
     size_t lane = m->lane_nbytes;
     int fd = memfd_create("test_kv", MFD_CLOEXEC);
-    REQUIRE(page_up(lane) == lane && fd >= 0 && ftruncate(fd, (off_t)(m->n_lanes * lane)) == 0);
+    REQUIRE(page_up(lane) == lane);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(m->n_lanes * lane)) == 0);
     m->storage.lane_stride = 2 * lane + page_up(gap);
     m->map_nbytes = m->n_lanes * m->storage.lane_stride;
     m->map = mmap(NULL, m->map_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -64,7 +66,7 @@ static inline void map_ring(kv_model *m, size_t gap) {
     close(fd);
 }
 
-/* The bytes of a lane that may be touched, and are compared. */
+/* The bytes of a lane that are accessible, and are compared. */
 static inline size_t accessible_nbytes(const kv_model *m, uint64_t usable) {
     size_t nbytes = page_up((size_t)usable * m->row_bytes);
     return m->guarded && nbytes < m->lane_nbytes ? nbytes : m->lane_nbytes;
@@ -79,7 +81,7 @@ static inline void protect_rows(kv_model *m, uint64_t usable) {
     }
 }
 
-/* `gap`: bytes between the lanes, a multiple of 64; they must stay as they are. */
+/* `gap`: bytes between the lanes, a multiple of 64. They must stay unchanged. */
 static inline void map_plain(kv_model *m, size_t gap) {
     size_t rows = (size_t)m->storage.n_rows * m->row_bytes;
     m->lane_nbytes = m->guarded ? page_up(rows + gap) : (rows + 63) / 64 * 64 + gap;
@@ -90,7 +92,7 @@ static inline void map_plain(kv_model *m, size_t gap) {
     memset(m->map, FILL, m->n_lanes * m->lane_nbytes);
 }
 
-/* An empty cache with n_rows rows a lane, of which `usable` may be written. */
+/* An empty cache with n_rows rows in each lane, of which the first `usable` may be written. */
 static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uint64_t usable,
                               size_t gap, bool guarded) {
     memset(m, 0, sizeof *m);
@@ -101,7 +103,8 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
                    um_dtype_block_bytes(spec.type);
     m->storage = (um_kv_storage){.n_rows = n_rows, .usable_rows = usable};
     m->lane_nbytes = (size_t)n_rows * m->row_bytes;
-    REQUIRE(spec.n_layers <= MAX_LAYERS && n_rows < SPAN);
+    REQUIRE(spec.n_layers <= MAX_LAYERS);
+    REQUIRE(n_rows < SPAN);
     if (spec.window != 0) {
         map_ring(m, gap);
     } else {
@@ -111,7 +114,9 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
     m->image = malloc(m->n_lanes * m->lane_nbytes);
     m->given = malloc(m->n_lanes * SPAN * m->row_bytes);
     m->holder = malloc(spec.n_layers * n_rows * sizeof *m->holder);
-    REQUIRE(m->image != NULL && m->given != NULL && m->holder != NULL);
+    REQUIRE(m->image != NULL);
+    REQUIRE(m->given != NULL);
+    REQUIRE(m->holder != NULL);
     memset(m->image, FILL, m->n_lanes * m->lane_nbytes);
     memset(m->holder, 0xFF, spec.n_layers * n_rows * sizeof *m->holder);
     protect_rows(m, usable);
@@ -128,7 +133,7 @@ static inline void free_model(kv_model *m) {
     free(m->holder);
 }
 
-/* ---- what has to be ---- */
+/* ---- what the model expects ---- */
 
 static inline size_t lane_of(const kv_model *m, uint32_t layer, int v, size_t stream) {
     return (layer * 2 + (size_t)v) * m->spec.batch + stream;
@@ -162,7 +167,7 @@ static inline bool all_hold(const kv_model *m, uint64_t position) {
     return held;
 }
 
-/* Where what is shown would begin, if nothing were overwritten. */
+/* The first visible position if nothing were overwritten. */
 static inline uint64_t floor_of(const kv_model *m, uint64_t end) {
     uint64_t window = m->spec.window;
     return model_is_ring(m) && end > window && end - window > m->first ? end - window : m->first;
@@ -192,7 +197,7 @@ static inline uint64_t model_first(const kv_model *m) {
     return at;
 }
 
-/* The first position that all layers have, shown or not; at most the next. */
+/* The first position that all layers hold, visible or not; at most the next position. */
 static inline uint64_t model_oldest(const kv_model *m) {
     uint64_t at = model_next(m);
     while (at > m->first && all_hold(m, at - 1)) {
@@ -213,14 +218,14 @@ static inline bool model_differs(const kv_model *m) {
     return differs;
 }
 
-/* Everything of the cache as the model has it. */
+/* Compares all of the cache with the model. */
 static inline bool check_model(const kv_model *m) {
     const um_kv *kv = &m->kv;
     bool ok = CHECK_EQ_U64(um_kv_next_position(kv), model_next(m));
     ok = CHECK_EQ_U64(um_kv_first_position(kv), model_first(m)) && ok;
     ok = CHECK_EQ_U64(um_kv_seq_len(kv), model_len(m)) && ok;
     uint64_t oldest = um_kv_oldest_position(kv), next = model_next(m);
-    /* Where a layer is ahead by more than its rows, nothing is left: no token below the next. */
+    /* If a layer is ahead by more than its rows, no token below the next one is left. */
     ok = CHECK_EQ_U64(oldest < next ? oldest : next, model_oldest(m)) && ok;
     bool storage = true, tokens = true;
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
@@ -235,7 +240,7 @@ static inline bool check_model(const kv_model *m) {
             storage = storage && base == m->map + lane * m->storage.lane_stride &&
                       memcmp(base, m->image + lane * m->lane_nbytes,
                              accessible_nbytes(m, m->kv.usable_rows)) == 0;
-            /* One behind the other from the first on: a ring's go on into the mirror. */
+            /* The rows lie one after the other; those of a ring continue into the mirror. */
             const unsigned char *rows = base + um_kv_row(kv, first) * m->row_bytes;
             for (uint64_t t = 0; t < len; t++) {
                 tokens = tokens && memcmp(rows + t * m->row_bytes, given_row(m, lane, first + t),
@@ -247,7 +252,7 @@ static inline bool check_model(const kv_model *m) {
     return CHECK(tokens) && ok;
 }
 
-/* What a call that fails may not change, beside what check_model looks at. */
+/* What a call that fails must not change, in addition to what check_model compares. */
 typedef struct kv_picture {
     um_kv kv;
     uint64_t words[2 * MAX_LAYERS];
@@ -264,7 +269,7 @@ static inline kv_picture picture_of(const kv_model *m) {
     return p;
 }
 
-/* `call` fails with this status, and changes nothing. */
+/* `call` must fail with this status and change nothing. */
 #define CHECK_REFUSED(status, m, call)                                                             \
     do {                                                                                           \
         kv_picture before_ = picture_of(m);                                                        \
@@ -274,7 +279,7 @@ static inline kv_picture picture_of(const kv_model *m) {
         check_model(m);                                                                            \
     } while (0)
 
-/* What a call has to answer. */
+/* What a call must return. */
 static inline um_error answer(um_status status) {
     return (um_error){.status = status};
 }
@@ -293,7 +298,8 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
         CHECK_EQ_U64(test_err.limit, expected.limit);
         CHECK_EQ_U64(test_err.used, expected.used);
         CHECK_EQ_U64(test_err.asked, expected.asked);
-        CHECK(test_err.what != NULL && test_err.what[0] != '\0');
+        REQUIRE(test_err.what != NULL);
+        CHECK(test_err.what[0] != '\0');
         CHECK(expected.what == NULL || strcmp(test_err.what, expected.what) == 0);
     } else if (got == UM_OK) {
         um_error pattern;
@@ -304,7 +310,7 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
     return got;
 }
 
-/* Makes `call`, which has to answer `expected`. The model is brought up to date before. */
+/* Makes `call`, which must return `expected`. The model must be updated before. */
 #define ANSWER(m, expected, call)                                                                  \
     (test_err_pattern(&test_err), check_answer(m, &before, (call), expected))
 
@@ -315,7 +321,8 @@ static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     size_t nbytes = n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     float *floats = malloc(n * sizeof *floats + 1);
     void *out = malloc(nbytes + (nbytes == 0));
-    REQUIRE(floats != NULL && out != NULL);
+    REQUIRE(floats != NULL);
+    REQUIRE(out != NULL);
     for (size_t i = 0; i < n; i++) {
         floats[i] = (float)(int32_t)test_random(&m->random) * 0x1p-28f;
     }
@@ -324,7 +331,7 @@ static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     return out;
 }
 
-/* The row of a token was given, and lies in the storage now. `at`: token and number of tokens in
+/* The row of a token was given, and is now in the storage. `at`: token and number of tokens in
  * `in`. */
 static inline void give_row(kv_model *m, size_t lane, uint64_t position, const unsigned char *in,
                             um_dtype type, um_kv_order order, uint64_t at, uint64_t n) {
@@ -340,7 +347,7 @@ static inline void give_row(kv_model *m, size_t lane, uint64_t position, const u
     memcpy(image_row(m, lane, row_of(m, position)), row, m->row_bytes);
 }
 
-/* A layer was given n tokens. */
+/* n tokens were given to a layer. */
 static inline void give_tokens(kv_model *m, uint32_t layer, const void *k, const void *v,
                                um_dtype type, um_kv_order order, uint64_t n) {
     uint64_t rows = m->storage.n_rows, skip = model_is_ring(m) && n > rows ? n - rows : 0;
@@ -388,7 +395,7 @@ static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dt
     return got;
 }
 
-/* The same number of tokens to every layer. */
+/* Appends n tokens to every layer. */
 static inline void append_everywhere(kv_model *m, uint64_t n) {
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
         CHECK_EQ_U64(do_append(m, layer, n, m->spec.type, UM_KV_HEAD_MAJOR), UM_OK);
@@ -414,7 +421,7 @@ static inline um_status do_append_all(kv_model *m, um_dtype type) {
     return got;
 }
 
-/* Reserves n rows in every layer; what they held is lost. */
+/* Reserves n rows in every layer. Their old contents are lost. */
 static inline um_status do_reserve(kv_model *m, uint64_t n) {
     kv_picture before = picture_of(m);
     uint64_t end = m->next[0], row = 777;
@@ -436,7 +443,7 @@ static inline um_status do_reserve(kv_model *m, uint64_t n) {
     return got;
 }
 
-/* Writes the rows that are reserved, as an engine does. */
+/* Writes the reserved rows, as an engine does. */
 static inline void write_reserved(kv_model *m) {
     for (uint64_t t = 0; t < m->reserved; t++) {
         uint64_t position = m->next[0] + t;
@@ -452,7 +459,7 @@ static inline void write_reserved(kv_model *m) {
     check_model(m);
 }
 
-/* Whatever the rows of n tokens hold was given. */
+/* Takes the contents of the rows of n tokens as given. */
 static inline void take_rows(kv_model *m, uint64_t position, uint64_t n) {
     for (uint64_t at = position; at < position + n; at++) {
         for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
@@ -498,7 +505,7 @@ static inline void do_rollback(kv_model *m) {
     check_model(m);
 }
 
-/* Whether the tokens that a ring has to show when it ends there are still held. */
+/* Whether a ring still holds the tokens that it must show when it ends at `end`. */
 static inline bool can_end_at(const kv_model *m, uint64_t end) {
     bool held = true;
     for (uint64_t at = floor_of(m, end); at < end; at++) {
@@ -558,7 +565,7 @@ static inline void do_clear(kv_model *m) {
     check_model(m);
 }
 
-/* The row behind the last that is used or reserved. */
+/* The row after the last one that is used or reserved. */
 static inline uint64_t model_end_row(const kv_model *m) {
     uint64_t end = 0;
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
@@ -626,7 +633,8 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     size_t head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     size_t nbytes = valid ? m->spec.batch * heads * (size_t)n * head : 64;
     unsigned char *out = malloc(nbytes + 1), *expected = malloc(nbytes + 1);
-    REQUIRE(out != NULL && expected != NULL);
+    REQUIRE(out != NULL);
+    REQUIRE(expected != NULL);
     memset(out, FILL, nbytes + 1);
     memset(expected, FILL, nbytes + 1);
     unsigned char *to = expected;

@@ -1,8 +1,8 @@
 /* What the C tests share: checks that count and print, and a report. Each test is one program.
  *
- * The status checks use one um_error, `test_err`, which is filled with a pattern before the call,
- * so that they also see whether the call left it alone when it succeeded, and filled all that
- * matters when it failed. Threads use CHECK with an um_error of their own. */
+ * The status checks use one um_error, `test_err`. It is filled with a pattern before the call, so
+ * that they also check that a call that succeeds leaves it alone, and that a call that fails fills
+ * all that matters. Threads use CHECK with an um_error of their own. */
 #ifndef UM_TEST_H
 #define UM_TEST_H
 
@@ -22,7 +22,7 @@ extern _Atomic unsigned test_n_checks;
 extern _Atomic unsigned test_n_failures;
 extern um_error test_err;
 
-/* A loop that goes wrong would print for minutes: only the first failures are told. */
+/* A loop that fails would print for minutes: only the first failures are printed. */
 #define TEST_MAX_TOLD 40
 
 static inline bool test_check(bool ok, const char *file, int line, const char *text) {
@@ -79,14 +79,27 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
 #define CHECK_STATUS(expected, call)                                                               \
     (test_err_pattern(&test_err), test_status((call), (expected), __FILE__, __LINE__, #call))
 #define CHECK_OK(call) CHECK_STATUS(UM_OK, call)
-#define CHECK_FULL(call, limit_, used_, asked_)                                                    \
+/* What a call that failed for want of room has written to test_err. */
+#define CHECK_ROOM(limit_, used_, asked_)                                                          \
     do {                                                                                           \
-        CHECK_STATUS(UM_E_FULL, call);                                                             \
         CHECK_EQ_U64(test_err.limit, limit_);                                                      \
         CHECK_EQ_U64(test_err.used, used_);                                                        \
         CHECK_EQ_U64(test_err.asked, asked_);                                                      \
     } while (0)
-/* What the test itself needs and cannot go on without. */
+#define CHECK_FULL(call, limit_, used_, asked_)                                                    \
+    do {                                                                                           \
+        CHECK_STATUS(UM_E_FULL, call);                                                             \
+        CHECK_ROOM(limit_, used_, asked_);                                                         \
+    } while (0)
+/* What a failed system call has written to test_err. The name is compared only if the errno is
+ * right, since `what` is no valid pointer after a call that succeeded. */
+#define CHECK_OS_ERR(os_errno_, name_)                                                             \
+    do {                                                                                           \
+        if (CHECK_EQ_U64(test_err.os_errno, os_errno_)) {                                          \
+            CHECK(strcmp(test_err.what, name_) == 0);                                              \
+        }                                                                                          \
+    } while (0)
+/* A condition that the test cannot go on without. */
 #define REQUIRE(cond)                                                                              \
     do {                                                                                           \
         if (!CHECK(cond)) {                                                                        \
@@ -94,12 +107,12 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
         }                                                                                          \
     } while (0)
 
-/* Says loudly what this machine cannot show. */
+/* Reports what this machine cannot test. */
 static inline void test_skip(const char *what, const char *reason) {
     fprintf(stderr, "SKIPPED: %s: %s\n", what, reason);
 }
 
-/* Numbers that are the same in every run (SplitMix64). */
+/* Random numbers that are the same in every run (SplitMix64). */
 static inline uint64_t test_random(uint64_t *state) {
     uint64_t z = (*state += 0x9E3779B97F4A7C15u);
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -107,8 +120,8 @@ static inline uint64_t test_random(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-/* Interrupts the calling thread, at whatever instruction it has come to, every 20 microseconds
- * until `handler` is NULL again: what the handler sees another thread could see. */
+/* Interrupts the calling thread every 20 microseconds, at any instruction, until `handler` is NULL
+ * again. What the handler sees another thread could see. */
 static inline void test_interrupt(void (*handler)(int)) {
     struct itimerval every = {.it_interval = {.tv_usec = handler != NULL ? 20 : 0},
                               .it_value = {.tv_usec = handler != NULL ? 20 : 0}};
@@ -119,7 +132,7 @@ static inline void test_interrupt(void (*handler)(int)) {
     }
 }
 
-/* To be returned from main. A test that checked nothing has failed. */
+/* The exit status for main. A test without checks has failed. */
 static inline int test_report(void) {
     unsigned n = atomic_load(&test_n_checks), failed = atomic_load(&test_n_failures);
     printf("%u checks, %u failed\n", n, failed);

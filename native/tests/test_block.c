@@ -1,4 +1,4 @@
-/* Blocks: what is mapped, what the kernel says of it, and what is left when a call fails. */
+/* Blocks: what is mapped, what the kernel reports, and what is left when a call fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -6,26 +6,17 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
 
-/* Without the huge page size a block gets base pages, and says so. */
+/* huge_page is 0 when the kernel has no huge pages: then a block gets base pages, and says so. */
 static size_t page, huge_page;
 static os_state before, after;
 
-static void test_page_sizes(void) {
-    page = um_page_bytes();
-    CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
-    huge_page = um_huge_page_bytes();
-    CHECK(huge_page == 0 || (huge_page > page && huge_page % page == 0));
-    CHECK_EQ_U64(huge_page != 0, access("/sys/kernel/mm/transparent_hugepage", F_OK) == 0);
-}
-
-/* Options of nothing but pages, in the category of this test. */
+/* Options with nothing but pages, in the category of this test. */
 static const um_block_options *of(um_pages pages) {
     static um_block_options options;
     options = (um_block_options){.pages = pages, .category = UM_CAT_SCRATCH};
@@ -34,7 +25,7 @@ static const um_block_options *of(um_pages pages) {
 
 /* ---- map and unmap ---- */
 
-/* What a block of one piece says of itself. */
+/* The fields of a block that is one piece. */
 static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
                          size_t nbytes, size_t step) {
     CHECK_EQ_U64(block->nbytes, nbytes);
@@ -47,10 +38,12 @@ static void check_fields(const um_block *block, const um_block_options *options,
     CHECK(block->requested_pages == options->pages);
     CHECK(block->category == options->category);
     CHECK(memcmp(&block->numa, &options->numa, sizeof block->numa) == 0);
-    CHECK(block->lock == UM_LOCK_NONE && block->sharing == options->sharing);
+    CHECK(block->lock == UM_LOCK_NONE);
+    CHECK(block->sharing == options->sharing);
     bool shared = options->sharing != UM_SHARING_NONE;
     CHECK(block->access == (shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
-    CHECK((block->fd >= 0) == shared && block->is_file == 0);
+    CHECK((block->fd >= 0) == shared);
+    CHECK(block->is_file == 0);
 }
 
 static void check_permissions(const um_block *block, const char *permissions) {
@@ -63,7 +56,7 @@ static void check_permissions(const um_block *block, const char *permissions) {
 
 static void check_map_with(size_t asked, const um_block_options *options, size_t nbytes,
                            size_t step) {
-    um_block block = make_block(asked, options); /* sets the ledger's high water */
+    um_block block = make_block(asked, options); /* raises the ledger's high water */
     unmap_block(&block);
     os_state_read(&before);
     um_ledger_row row = ledger_row(options->category), row_mapped;
@@ -111,7 +104,7 @@ static void test_map(void) {
     check_map(5 * unit - 1, UM_PAGES_AUTO, 5 * unit, unit);
 }
 
-/* The size of blocks that will grow decides, not the size that they begin with. */
+/* The reserved size decides on the pages of a block, not its first size. */
 static void test_auto_pages_of_a_growing_block(void) {
     if (huge_page == 0) {
         test_skip("pages of a growing block", "the kernel has no huge pages");
@@ -152,7 +145,7 @@ static void test_refused_sizes(void) {
             check_refused(UM_E_INVALID, "nbytes", 0, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX - page + 1, &options);
-            /* More than the address space has. */
+            /* More than the address space. */
             check_refused(UM_E_NOMEM, "mmap", SIZE_MAX / 4, &options);
             check_refused(UM_E_NOMEM, "mmap", (size_t)1 << 58, &options);
             options.reserve_nbytes = page;
@@ -193,6 +186,43 @@ static void test_refused_options(void) {
     unmap_block(&block);
 }
 
+/* No machine has the node with the highest number. */
+static void test_refused_nodes(void) {
+    if (!may_bind()) {
+        return;
+    }
+    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block_options options = {
+            .category = UM_CAT_SCRATCH,
+            .sharing = (um_sharing)sharing,
+            .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
+        check_refused(UM_E_OS, "mbind", page, &options);
+    }
+}
+
+static void test_unmap(void) {
+    um_block zeroed = {0};
+    fault_os_fail_nth(0, 0);
+    unmap_block(&zeroed);
+    CHECK_EQ_U64(fault_os_calls(), 0);
+
+    /* A block that could not be unmapped is still mapped, and can be unmapped later. */
+    um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
+    memset(block.base, 7, block.nbytes);
+    os_state_read(&before);
+    fault_os_fail_nth(1, EPERM);
+    CHECK_STATUS(UM_E_OS, um_block_unmap(&block, &test_err));
+    CHECK_OS_ERR(EPERM, "munmap");
+    fault_os_fail_nth(1, ENOMEM);
+    CHECK(um_block_unmap(&block, NULL) != UM_OK);
+    CHECK(memcmp(&block, &copy, sizeof block) == 0);
+    CHECK(is_filled(block.base, block.nbytes, 7));
+    os_state_read(&after);
+    CHECK(os_state_same(&before, &after));
+    unmap_block(&block);
+    unmap_block(&block);
+}
+
 /* ---- hugetlb ---- */
 
 static void check_hugetlb(um_sharing sharing, size_t huge) {
@@ -200,7 +230,7 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
         .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
     uint64_t available = huge_pages_available();
     um_block block = make_block(huge + 1, &options);
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* promised when it is mapped */
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* reserved when it is mapped */
     CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
     unmap_block(&block);
     CHECK_EQ_U64(huge_pages_available(), available);
@@ -222,85 +252,9 @@ static void test_hugetlb(void) {
     huge_pool_give_back();
 }
 
-/* A page size that the kernel has, and that nobody has filled the pool of, is no memory; one that
- * it does not have is the kernel's refusal. */
-static void test_gigantic_pages(void) {
-    const char *free_pages = "/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages";
-    bool known = access(free_pages, F_OK) == 0;
-    size_t nbytes = (size_t)1 << 45; /* more than any pool has */
-    um_block block;
-    um_status status = um_block_map(&block, nbytes, of(UM_PAGES_1G), &test_err);
-    CHECK(status == (known ? UM_E_NOMEM : UM_E_OS));
-    CHECK(strcmp(test_err.what, "mmap") == 0);
-}
-
-/* ---- NUMA ---- */
-
-static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
-    um_block_options options = {.category = UM_CAT_SCRATCH,
-                                .sharing = sharing,
-                                .numa = {.mode = mode, .nodes = {1}},
-                                .reserve_nbytes = 8 * page};
-    um_block block;
-    um_status status = um_block_map(&block, 4 * page, &options, &test_err);
-    if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {
-        CHECK(strcmp(test_err.what, "mbind") == 0);
-        test_skip("weighted interleaving", "the kernel is older than 6.9");
-        return;
-    }
-    REQUIRE(CHECK(status == UM_OK));
-    CHECK(strcmp(policy_at(block.base), policy) == 0);
-    memset(block.base, 1, block.nbytes);
-    um_placement p = placement_of(&block);
-    CHECK_EQ_U64(p.node_bytes[0], 4 * page);
-    CHECK_EQ_U64(p.resident_bytes, 4 * page);
-    unmap_block(&block);
-}
-
-static void test_policies(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        check_policy(UM_NUMA_BIND, (um_sharing)sharing, "bind:0");
-        check_policy(UM_NUMA_INTERLEAVE, (um_sharing)sharing, "interleave:0");
-        check_policy(UM_NUMA_WEIGHTED, (um_sharing)sharing, "weighted interleave:0");
-        check_policy(UM_NUMA_PREFERRED, (um_sharing)sharing, "prefer:0");
-        /* The last node there can be is on no machine. */
-        um_block_options options = {
-            .category = UM_CAT_SCRATCH,
-            .sharing = (um_sharing)sharing,
-            .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
-        check_refused(UM_E_OS, "mbind", page, &options);
-    }
-}
-
-static void test_unmap(void) {
-    um_block zeroed = {0};
-    fault_os_fail_nth(0, 0);
-    unmap_block(&zeroed);
-    CHECK_EQ_U64(fault_os_calls(), 0);
-
-    /* What cannot be unmapped is still there, and can be unmapped later. */
-    um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
-    memset(block.base, 7, block.nbytes);
-    os_state_read(&before);
-    fault_os_fail_nth(1, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_unmap(&block, &test_err));
-    CHECK(test_err.os_errno == EPERM && strcmp(test_err.what, "munmap") == 0);
-    fault_os_fail_nth(1, ENOMEM);
-    CHECK(um_block_unmap(&block, NULL) != UM_OK);
-    CHECK(memcmp(&block, &copy, sizeof block) == 0);
-    CHECK(is_filled(block.base, block.nbytes, 7));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    unmap_block(&block);
-    unmap_block(&block);
-}
-
 /* ---- fork ---- */
 
-/* In the child: shared memory is not there, and is struck off; private memory is its own. */
+/* In the child: shared memory is not mapped and leaves the ledger; private memory is a copy. */
 static bool child_forgets(void *arg) {
     um_block *blocks = arg;
     static const um_block zeroed;
@@ -310,7 +264,7 @@ static bool child_forgets(void *arg) {
     bool good = CHECK(strcmp(os_state_permissions(base), "") == 0);
     um_block_forget(&blocks[0]);
     good = CHECK(memcmp(&blocks[0], &zeroed, sizeof zeroed) == 0) && good;
-    good = CHECK(fcntl(fd, F_GETFD) == -1 && errno == EBADF) && good;
+    good = CHECK(fcntl(fd, F_GETFD) == -1) && CHECK(errno == EBADF) && good;
     um_ledger_row forgotten = ledger_row(UM_CAT_SCRATCH);
     good = CHECK(forgotten.n_mappings == row.n_mappings - 1) && good;
     good = CHECK(forgotten.mapped_bytes == row.mapped_bytes - 4 * page) && good;
@@ -325,9 +279,11 @@ static void test_fork(void) {
     um_block blocks[2] = {make_block(4 * page, &options), make_block(4 * page, of(UM_PAGES_4K))};
     memset(blocks[0].base, 1, 4 * page);
     memset(blocks[1].base, 2, 4 * page);
-    CHECK(has_vm_flag(blocks[0].base, "dc") && !has_vm_flag(blocks[1].base, "dc"));
+    CHECK(has_vm_flag(blocks[0].base, "dc"));
+    CHECK(!has_vm_flag(blocks[1].base, "dc"));
     CHECK(in_child(child_forgets, blocks));
-    CHECK(is_filled(blocks[0].base, 4 * page, 1) && is_filled(blocks[1].base, 4 * page, 2));
+    CHECK(is_filled(blocks[0].base, 4 * page, 1));
+    CHECK(is_filled(blocks[1].base, 4 * page, 2));
     unmap_block(&blocks[0]);
     unmap_block(&blocks[1]);
     um_block_forget(&blocks[0]); /* nothing is left to forget */
@@ -345,7 +301,8 @@ static void test_lock(void) {
             unmap_block(&block);
             return;
         }
-        CHECK(block.lock == UM_LOCK_ONFAULT && has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_ONFAULT);
+        CHECK(has_vm_flag(block.base, "lo"));
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
         ((unsigned char *)block.base)[page] = 1;
         CHECK_EQ_U64(placement_of(&block).locked_bytes, page);
@@ -353,21 +310,23 @@ static void test_lock(void) {
         CHECK(block.lock == UM_LOCK_NOW);
         CHECK_EQ_U64(placement_of(&block).locked_bytes, 8 * page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(block.base, "lo"));
         CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)3, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)-1, &test_err));
-        /* The kernel's word for a page that could not be had. */
+        /* The errno of the kernel for a page that it could not get. */
         fault_os_fail_nth(1, EAGAIN);
         CHECK_STATUS(UM_E_NOMEM, um_block_lock(&block, UM_LOCK_NOW, &test_err));
-        CHECK(test_err.os_errno == EAGAIN && strcmp(test_err.what, "mlock2") == 0);
+        CHECK_OS_ERR(EAGAIN, "mlock2");
         fault_os_fail_nth(0, 0);
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(block.base, "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(block.base, "lo"));
         unmap_block(&block);
     }
 }
 
-/* The limit holds for those without the capability. */
+/* The limit applies to processes without the capability. */
 static bool child_passes_limit(void *arg) {
     um_block *block = arg;
     struct rlimit limit = {.rlim_cur = 4 * page, .rlim_max = 4 * page};
@@ -376,8 +335,9 @@ static bool child_passes_limit(void *arg) {
         return CHECK(!"the child cannot take a limit on");
     }
     bool good = CHECK(um_block_lock(block, UM_LOCK_NOW, &err) == UM_E_NOMEM);
-    good = CHECK(err.os_errno == ENOMEM && strcmp(err.what, "mlock2") == 0) && good;
-    good = CHECK(block->lock == UM_LOCK_NONE && !has_vm_flag(block->base, "lo")) && good;
+    good = CHECK(err.os_errno == ENOMEM) && CHECK(strcmp(err.what, "mlock2") == 0) && good;
+    good = CHECK(block->lock == UM_LOCK_NONE) && good;
+    good = CHECK(!has_vm_flag(block->base, "lo")) && good;
     um_block small;
     um_block_options options = *of(UM_PAGES_4K);
     good = CHECK(um_block_map(&small, 2 * page, &options, NULL) == UM_OK) && good;
@@ -405,92 +365,21 @@ static void test_advise(void) {
         CHECK_OK(um_block_advise(&block, UM_ADVICE_SEQUENTIAL, &test_err));
         CHECK(has_vm_flag(block.base, "sr"));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
-        CHECK(has_vm_flag(block.base, "rr") && !has_vm_flag(block.base, "sr"));
+        CHECK(has_vm_flag(block.base, "rr"));
+        CHECK(!has_vm_flag(block.base, "sr"));
         if (huge_page != 0) {
             CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
             CHECK(has_vm_flag(block.base, "hg"));
             CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
-            CHECK(has_vm_flag(block.base, "nh") && !has_vm_flag(block.base, "hg"));
+            CHECK(has_vm_flag(block.base, "nh"));
+            CHECK(!has_vm_flag(block.base, "hg"));
         }
         fault_os_fail_nth(1, EIO);
         CHECK_STATUS(UM_E_OS, um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
-        CHECK(test_err.os_errno == EIO && strcmp(test_err.what, "madvise") == 0);
+        CHECK_OS_ERR(EIO, "madvise");
         fault_os_fail_nth(0, 0);
         unmap_block(&block);
     }
-}
-
-/* ---- collapse ---- */
-
-/* A block of four huge pages, of which the first and the third have small pages. */
-static um_block make_scattered(um_sharing sharing) {
-    um_block_options options = *of(UM_PAGES_THP);
-    options.sharing = sharing;
-    um_block block = make_block(4 * huge_page, &options);
-    unsigned char *bytes = block.base;
-    CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
-    memset(bytes + page, 5, 3 * page);
-    memset(bytes + 3 * huge_page - page, 6, page);
-    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
-    CHECK_OK(um_block_advise(&block, UM_ADVICE_HUGEPAGE, &test_err));
-    return block;
-}
-
-static void check_collapse(um_sharing sharing) {
-    um_block block = make_scattered(sharing);
-    unsigned char *bytes = block.base;
-    um_status status = um_block_collapse(&block, &test_err);
-    if (status != UM_OK) {
-        CHECK(status == UM_E_OS || status == UM_E_NOMEM);
-        test_skip("collapsing", strerror(test_err.os_errno));
-    } else {
-        um_placement p = placement_of(&block);
-        CHECK_EQ_U64(p.huge_bytes, 2 * huge_page);
-        CHECK_EQ_U64(p.resident_bytes, 2 * huge_page); /* what was not touched is not there */
-        CHECK(is_filled(bytes, page, 0) && is_filled(bytes + page, 3 * page, 5));
-        CHECK(is_filled(bytes + 4 * page, huge_page - 4 * page, 0));
-        CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
-        CHECK_OK(um_block_collapse(&block, &test_err)); /* of huge pages there is nothing to do */
-    }
-    unmap_block(&block);
-}
-
-static void test_collapse(void) {
-    if (huge_page == 0) {
-        test_skip("collapsing", "the kernel has no huge pages");
-        return;
-    }
-    check_collapse(UM_SHARING_NONE);
-    check_collapse(UM_SHARING_MEMFD);
-    um_block block = make_block(2 * huge_page, of(UM_PAGES_4K));
-    memset(block.base, 1, block.nbytes);
-    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
-    CHECK(test_err.os_errno == EINVAL && strcmp(test_err.what, "madvise") == 0);
-    unmap_block(&block);
-    /* Nothing of it could be a huge page. */
-    block = make_block(3 * page, of(UM_PAGES_AUTO));
-    memset(block.base, 1, block.nbytes);
-    CHECK_OK(um_block_collapse(&block, &test_err));
-    unmap_block(&block);
-}
-
-/* The calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
-static void test_collapse_answers(void) {
-    if (huge_page == 0) {
-        return;
-    }
-    um_block block = make_scattered(UM_SHARING_NONE);
-    fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
-    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
-    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "madvise") == 0);
-    fault_os_fail_nth(2, EAGAIN); /* what is busy now is tried again */
-    CHECK_OK(um_block_collapse(&block, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_advise"), 3);
-    fault_os_fail_nth(1, ENOMEM);
-    CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
-    CHECK(strcmp(test_err.what, "mincore") == 0);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
 /* ---- each system call in turn ---- */
@@ -538,16 +427,9 @@ static void test_map_faults(void) {
             check_map_faults(unit, options);
         }
     }
-    /* A kernel without THP refuses the advice; base pages need none. */
-    um_block block;
-    fault_os_fail_nth(4, EINVAL);
-    CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K), &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
-/* Locks or unlocks a block in three parts, of which all are in the same state ever after. */
+/* Locks or unlocks a block in three parts, which must all be in the same state afterwards. */
 static um_status set_lock(um_block *block, um_lock lock, um_error *err) {
     um_lock old = block->lock;
     um_status status = um_block_lock(block, lock, err);
@@ -575,12 +457,8 @@ static void undo_unlock(void *context) {
     CHECK(set_lock(context, UM_LOCK_ONFAULT, NULL) == UM_OK);
 }
 
-static um_status run_collapse(void *context, um_error *err) {
-    return um_block_collapse(context, err);
-}
-
-/* Of a block in three parts. */
-static void test_page_faults(void) {
+/* With a block in three parts. */
+static void test_lock_faults(void) {
     um_block_options options = *of(UM_PAGES_THP);
     size_t unit = huge_page == 0 ? page : huge_page;
     options.reserve_nbytes = 5 * unit;
@@ -600,46 +478,25 @@ static void test_page_faults(void) {
         fault_os_check_each(&c);
         undo_lock(&block);
     }
-    if (huge_page != 0) {
-        c.run = run_collapse;
-        c.undo = NULL;
-        fault_os_check_each(&c);
-    }
     unmap_block(&block);
 }
 
-static void test_huge_page_faults(void) {
-    os_state_read(&before);
-    for (unsigned n = 1; n <= 3; n++) {
-        fault_os_fail_nth(n, EPERM);
-        size_t found = um_huge_page_bytes();
-        CHECK(found == 0 || found == huge_page);
-    }
-    fault_os_fail_nth(0, 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-}
-
 int main(void) {
-    test_page_sizes();
+    page = um_page_bytes();
+    huge_page = um_huge_page_bytes();
     test_map();
     test_auto_pages_of_a_growing_block();
     test_refused_sizes();
     test_refused_options();
+    test_refused_nodes();
     test_hugetlb();
-    test_gigantic_pages();
-    test_policies();
     test_unmap();
     test_fork();
     test_lock();
     test_lock_limit();
     test_advise();
-    test_collapse();
-    test_collapse_answers();
     test_map_faults();
-    test_page_faults();
-    test_huge_page_faults();
-    um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    test_lock_faults();
+    check_nothing_mapped(UM_CAT_SCRATCH);
     return test_report();
 }

@@ -1,7 +1,7 @@
-/* Conversions, of every code that this CPU runs and in every floating-point mode, against
- * references that share nothing with them: a table of all values of a 16-bit format in double
- * precision, where the nearest one is looked up; and ggml's quantizer, written down from its
- * definition (ggml-quants.c, quantize_row_q8_0_ref). */
+/* Conversions: every code that this CPU can run, in every floating-point mode, against independent
+ * references: a table of all values of a 16-bit format in double precision, in which the nearest is
+ * looked up; and ggml's quantizer, rewritten from its definition (ggml-quants.c,
+ * quantize_row_q8_0_ref). */
 #include "test.h"
 
 #include <math.h>
@@ -26,7 +26,7 @@ static float float_of(uint32_t bits) {
     return value;
 }
 
-/* Memory of exactly nbytes, so that AddressSanitizer sees a read behind it. */
+/* Memory of exactly nbytes, so that AddressSanitizer sees a read past the end. */
 static void *allocate(size_t nbytes) {
     void *p = malloc(nbytes + (nbytes == 0));
     REQUIRE(p != NULL);
@@ -35,8 +35,8 @@ static void *allocate(size_t nbytes) {
 
 /* ---- references ---- */
 
-/* The values of a 16-bit format from 0 up to the largest, in their order, and behind them the one
- * that would come next: what is nearer to it than to the largest is infinite. All are exact. */
+/* The values of a 16-bit format in order, from 0 to the largest, and the one that would follow: a
+ * number nearer to that than to the largest becomes infinite. All are exact. */
 typedef struct format {
     um_dtype type;
     int mantissa_bits, bias;
@@ -61,8 +61,8 @@ static void make_formats(void) {
     }
 }
 
-/* The code of the value nearest to a float; of two equally near the even one. A NaN keeps its sign
- * and the upper bits of its payload, and is made quiet. */
+/* The code of the value nearest to a float; a tie goes to the even code. A NaN keeps its sign and
+ * the upper bits of its payload, and becomes quiet. */
 static uint16_t nearest(const format *f, float value) {
     uint16_t sign = signbit(value) ? 0x8000 : 0;
     if (isnan(value)) {
@@ -110,29 +110,43 @@ static void quantize(um_q8_0 *out, const float *in) {
     }
 }
 
-/* The references themselves, against what everybody knows. */
+/* Checks the references themselves with well-known values. */
 static void test_references(void) {
     const format *f16 = &formats[0], *bf16 = &formats[1];
-    CHECK(f16->magnitudes[1] == 0x1p-24 && f16->magnitudes[0x400] == 0x1p-14);
-    CHECK(f16->magnitudes[0x3c00] == 1.0 && f16->magnitudes[0x3555] == 0.333251953125);
-    CHECK(f16->magnitudes[0x7bff] == 65504.0 && f16->magnitudes[0x7c00] == 65536.0);
-    CHECK(nearest(f16, 65519.996f) == 0x7bff && nearest(f16, 65520.0f) == 0x7c00);
-    CHECK(nearest(f16, -INFINITY) == 0xfc00 && nearest(f16, -0.0f) == 0x8000);
-    CHECK(nearest(f16, 0x1p-25f) == 0 && nearest(f16, 0x1.000002p-25f) == 1);
-    CHECK(nearest(f16, 0x1.8p-24f) == 2 && nearest(f16, 0x1.4p-23f) == 2);
-    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00 && nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
+    CHECK(f16->magnitudes[1] == 0x1p-24);
+    CHECK(f16->magnitudes[0x400] == 0x1p-14);
+    CHECK(f16->magnitudes[0x3c00] == 1.0);
+    CHECK(f16->magnitudes[0x3555] == 0.333251953125);
+    CHECK(f16->magnitudes[0x7bff] == 65504.0);
+    CHECK(f16->magnitudes[0x7c00] == 65536.0);
+    CHECK(nearest(f16, 65519.996f) == 0x7bff);
+    CHECK(nearest(f16, 65520.0f) == 0x7c00);
+    CHECK(nearest(f16, -INFINITY) == 0xfc00);
+    CHECK(nearest(f16, -0.0f) == 0x8000);
+    CHECK(nearest(f16, 0x1p-25f) == 0);
+    CHECK(nearest(f16, 0x1.000002p-25f) == 1);
+    CHECK(nearest(f16, 0x1.8p-24f) == 2);
+    CHECK(nearest(f16, 0x1.4p-23f) == 2);
+    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00);
+    CHECK(nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
     CHECK(nearest(f16, float_of(0xff812345)) == (0xfe00 | 0x12345 >> 13));
-    CHECK(bf16->magnitudes[0x3f80] == 1.0 && bf16->magnitudes[0x80] == 0x1p-126);
-    CHECK(bf16->magnitudes[1] == 0x1p-133 && bf16->magnitudes[0x7f80] == 0x1p128);
-    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80 && nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
-    CHECK(nearest(bf16, 0x1p-134f) == 0 && nearest(bf16, -0x1.8p-133f) == 0x8002);
-    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80 && nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
+    CHECK(bf16->magnitudes[0x3f80] == 1.0);
+    CHECK(bf16->magnitudes[0x80] == 0x1p-126);
+    CHECK(bf16->magnitudes[1] == 0x1p-133);
+    CHECK(bf16->magnitudes[0x7f80] == 0x1p128);
+    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80);
+    CHECK(nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
+    CHECK(nearest(bf16, 0x1p-134f) == 0);
+    CHECK(nearest(bf16, -0x1.8p-133f) == 0x8002);
+    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80);
+    CHECK(nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
     CHECK(nearest(bf16, float_of(0x7f800001)) == 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
     um_q8_0 block;
     quantize(&block, in);
-    CHECK(block.d == 0x3c00 && memcmp(block.qs, qs, sizeof qs) == 0);
+    CHECK(block.d == 0x3c00);
+    CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
 
 /* ---- floating-point modes ---- */
@@ -142,7 +156,7 @@ typedef struct fp_mode {
     uint64_t word; /* MXCSR, FPCR */
 } fp_mode;
 
-/* Denormals that are operands (DAZ) and results (FTZ) as zeros, and rounding up. */
+/* Denormals become zeros, as operands (DAZ) and as results (FTZ), and rounding is upwards. */
 #if defined(__x86_64__)
 static const fp_mode modes[] = {{"usual mode", 0x1f80}, {"FTZ, DAZ, rounding up", 0xdfc0}};
 static void set_mode(uint64_t word) {
@@ -189,7 +203,7 @@ static void convert(const way *w, void *out, um_dtype out_type, const void *in, 
     test_status(status, UM_OK, __FILE__, __LINE__, w->code->isa);
 }
 
-/* Tells the first items that differ. */
+/* Prints the first items that differ. */
 static void check_same(const way *w, const char *what, const void *got, const void *expected,
                        size_t n, size_t item) {
     const unsigned char *a = got, *b = expected;
@@ -219,7 +233,7 @@ static void test_all_narrow(const way *w, const format *f) {
     size_t n_wrong = 0;
     for (unsigned i = 0; i < N_NARROW; i++) {
         bool is_nan = (i & 0x7fff) > f->infinity;
-        /* A NaN keeps its sign and payload, and is quiet when it is back. */
+        /* A NaN keeps its sign and payload, and is quiet after the way back. */
         bool right = is_nan
                          ? isnan(values[i]) && back[i] == (i | f->quiet)
                          : bits_of(values[i]) == bits_of(value_of(f, (uint16_t)i)) && back[i] == i;
@@ -246,8 +260,8 @@ static void add_input(uint32_t bits) {
     inputs[n_inputs++] = float_of(bits);
 }
 
-/* Every sign and exponent; in each the values round about every float16 and bfloat16 and every tie
- * between two, also where they are denormal and steps are larger, and some at random. */
+/* Every sign and exponent. For each: the values around every float16 and bfloat16 and every tie
+ * between two, also where they are denormal and the steps are larger, and random values. */
 static void make_inputs(void) {
     uint64_t seed = 42;
     inputs = allocate(MAX_INPUTS * sizeof *inputs);
@@ -310,7 +324,7 @@ static void random_block(float *out, uint64_t *seed, int exponent) {
     }
 }
 
-/* Makes values that fall between two steps of the scale d, or next to that, of those below half of
+/* Makes values halfway between two steps of the scale d, or next to that, from values below half of
  * the range. */
 static void make_ties(float *row, uint64_t *seed, float d) {
     for (int i = 0; i < BLOCK; i++) {
@@ -334,7 +348,7 @@ static void make_rows(void) {
         float *row = rows + (size_t)b * BLOCK;
         uint64_t dice = test_random(&seed);
         switch (b % 8) {
-        case 0: /* any exponent, those where a scale is denormal, infinite or 0 among them */
+        case 0: /* any exponent, including those where a scale is denormal, infinite or 0 */
             random_block(row, &seed, (int)(dice % 280) - 150);
             break;
         case 1: /* any bits */
@@ -342,16 +356,16 @@ static void make_rows(void) {
                 row[i] = float_of((uint32_t)test_random(&seed));
             }
             break;
-        case 2: /* something odd among usual values: wherever it is */
+        case 2: /* one special value among usual values, at any place */
             random_block(row, &seed, 3);
             row[dice % BLOCK] = odd_ones[dice / BLOCK % N_ODD_ONES];
             break;
-        case 3: /* little but odd ones */
+        case 3: /* mostly special values */
             for (int i = 0; i < BLOCK; i++) {
                 row[i] = odd_ones[test_random(&seed) % N_ODD_ONES];
             }
             break;
-        case 4: /* ties, and the floats beside them; of a scale that is a power of two, or any */
+        case 4: /* ties and the floats next to them, with scales that are powers of two or any */
             random_block(row, &seed, (int)(dice % 20));
             row[dice / 32 % BLOCK] = ldexpf(dice & 1024 ? -127 : 127, (int)(dice % 20));
             make_ties(row, &seed, ldexpf(1, (int)(dice % 20)));
@@ -360,7 +374,7 @@ static void make_rows(void) {
             random_block(row, &seed, (int)(dice % 20));
             make_ties(row, &seed, row[dice / 32 % BLOCK] / 127);
             break;
-        case 5: /* round about the ends of what vector code does itself, and of denormal scales */
+        case 5: /* around the limits of the vector code, and of denormal scales */
             random_block(row, &seed, -90);
             row[dice % BLOCK] = ldexpf(
                 1 + (float)(dice >> 40) * 0x1p-24f,
@@ -370,7 +384,7 @@ static void make_rows(void) {
             random_block(row, &seed, 4);
         }
     }
-    /* Zeros, of either sign. */
+    /* Zeros of either sign. */
     for (int i = 0; i < 2 * BLOCK; i++) {
         rows[i] = i < BLOCK ? 0 : -0.0f;
     }
@@ -400,7 +414,7 @@ static void test_dequantizing(const way *w) {
     convert(w, out, UM_F32, in, UM_Q8_0, n);
     size_t n_wrong = 0;
     for (size_t i = 0; i < n; i++) {
-        /* Exact in double precision and in single. */
+        /* The product is exact, in double precision and in single. */
         double product = (double)value_of(&formats[0], (uint16_t)(i / 256)) * (int8_t)(i % 256);
         bool right = isnan(product) ? isnan(out[i]) : bits_of(out[i]) == bits_of((float)product);
         n_wrong += !right;
@@ -416,7 +430,7 @@ static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
 
-/* n values of a type that are usual ones. */
+/* n usual values of a type. */
 static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
     float *values = allocate(n * sizeof *values);
     for (size_t i = 0; i < n; i++) {
@@ -428,7 +442,7 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
     return out;
 }
 
-/* Of many values, what comes by way of float32 in two steps by the scalar code. */
+/* Many values, against the scalar code in two steps by way of float32. */
 static void test_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
@@ -458,8 +472,8 @@ static void test_pairs(const way *w) {
     }
 }
 
-/* Each length from 0 on, at each address modulo a vector: all of the output, nothing beyond it, and
- * nothing read beyond the input. */
+/* Each length from 0 on, at each address modulo a vector: all of the output is written, nothing
+ * beyond it, and nothing is read beyond the input. */
 static void test_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
@@ -510,10 +524,13 @@ static void test_convert(void) {
     CHECK(memcmp(out, (const uint16_t[5]){0x3c00, 0xc000, 0x3800, 0x7c00, 2}, sizeof out) == 0);
     float back[5];
     CHECK_OK(um_convert(back, UM_F32, halves, UM_F16, 5, &test_err));
-    CHECK(back[0] == 1.0f && back[1] == -2.0f && back[2] == 0.5f && back[3] == 65504.0f &&
-          back[4] == 0x1p-23f);
+    CHECK(back[0] == 1.0f);
+    CHECK(back[1] == -2.0f);
+    CHECK(back[2] == 0.5f);
+    CHECK(back[3] == 65504.0f);
+    CHECK(back[4] == 0x1p-23f);
 
-    /* The same type is copied bit for bit, signalling NaNs too. */
+    /* The same type is copied bit by bit, signalling NaNs included. */
     uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};
     CHECK_OK(um_convert(bits_out, UM_F32, bits, UM_F32, 3, &test_err));
     CHECK(memcmp(bits, bits_out, sizeof bits) == 0);

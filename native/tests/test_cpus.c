@@ -8,7 +8,6 @@
 #include <sched.h>
 
 #include "fault_os.h"
-#include "os.h"
 #include "test.h"
 
 static void test_init(void) {
@@ -22,9 +21,11 @@ static void test_init(void) {
 
     CHECK_OK(um_cpus_init(&cpus, UINT32_MAX, chosen, &test_err));
     CHECK_EQ_U64(cpus.n_threads, UM_MAX_THREADS);
-    CHECK(um_cpus_at(&cpus, 0) == 0 && um_cpus_at(&cpus, 1) == -1 && um_cpus_at(&cpus, 2) == 8191);
+    CHECK(um_cpus_at(&cpus, 0) == 0);
+    CHECK(um_cpus_at(&cpus, 1) == -1);
+    CHECK(um_cpus_at(&cpus, 2) == 8191);
     fault_os_fail_nth(0, 0);
-    um_cpus_allow(&cpus); /* those that were chosen are not asked after */
+    um_cpus_allow(&cpus); /* for chosen CPUs the kernel is not asked */
     CHECK_EQ_U64(fault_os_calls(), 0);
 }
 
@@ -34,7 +35,8 @@ static void test_in_turn(void) {
     um_cpus cpus;
     CHECK_OK(um_cpus_init(&cpus, 3, NULL, &test_err));
     CHECK_EQ_U64(cpus.n_threads, 3);
-    CHECK(um_cpus_at(&cpus, 0) == -1 && um_cpus_at(&cpus, 2) == -1);
+    CHECK(um_cpus_at(&cpus, 0) == -1);
+    CHECK(um_cpus_at(&cpus, 2) == -1);
     for (unsigned i = 0; i < N; i++) {
         cpus.allowed[numbers[i] / 64] |= UINT64_C(1) << numbers[i] % 64;
     }
@@ -56,7 +58,7 @@ static void test_allowed(void) {
         n_allowed += allowed;
     }
     CHECK_EQ_U64(n_allowed, CPU_COUNT(&mine));
-    /* Who cannot be told pins nothing. */
+    /* When the allowed CPUs cannot be read, no thread is pinned. */
     fault_os_fail_nth(1, EINVAL);
     um_cpus_allow(&cpus);
     fault_os_fail_nth(0, 0);
@@ -69,14 +71,15 @@ static void test_pin(void) {
     fault_os_fail_nth(0, 0);
     um_cpus_pin(-1);
     CHECK_EQ_U64(fault_os_calls(), 0);
-    um_cpus_pin(8191); /* which there is not */
+    um_cpus_pin(8191); /* no machine has this CPU */
     CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
     REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         if (CPU_ISSET((size_t)cpu, &mine)) {
             um_cpus_pin(cpu);
             REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
-            CHECK(CPU_COUNT(&now) == 1 && CPU_ISSET((size_t)cpu, &now));
+            CHECK(CPU_COUNT(&now) == 1);
+            CHECK(CPU_ISSET((size_t)cpu, &now));
         }
     }
     REQUIRE(sched_setaffinity(0, sizeof mine, &mine) == 0);

@@ -1,4 +1,4 @@
-/* Files: mapping a range of one, and reading one without mapping it. */
+/* Files: mapping a range of a file, and reading a file without mapping it. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -16,7 +16,7 @@
 static size_t page;
 static os_state before, after;
 
-/* Each place in a file has its own byte. */
+/* The byte that a test file holds at an offset. */
 static unsigned char byte_at(uint64_t offset) {
     return (unsigned char)(offset * 167 + offset / 256 * 13 + 5);
 }
@@ -76,10 +76,15 @@ static void test_map(void) {
             CHECK_EQ_U64(block.nbytes, nbytes);
             CHECK_EQ_U64(block.requested_nbytes, nbytes);
             CHECK_EQ_U64((uintptr_t)block.base % page, 0);
-            CHECK(block.is_file != 0 && block.category == UM_CAT_WEIGHTS);
-            CHECK(block.access == (um_access)access && block.sharing == UM_SHARING_NONE);
-            CHECK(block.fd == -1 && block.step_nbytes == page && block.committed == NULL);
-            CHECK(block.reserved_nbytes == whole && block.committed_nbytes == whole);
+            CHECK(block.is_file != 0);
+            CHECK(block.category == UM_CAT_WEIGHTS);
+            CHECK(block.access == (um_access)access);
+            CHECK(block.sharing == UM_SHARING_NONE);
+            CHECK(block.fd == -1);
+            CHECK(block.step_nbytes == page);
+            CHECK(block.committed == NULL);
+            CHECK(block.reserved_nbytes == whole);
+            CHECK(block.committed_nbytes == whole);
             CHECK(um_block_is_committed(&block, 0, nbytes));
             CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
@@ -91,7 +96,8 @@ static void test_map(void) {
             CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes + whole);
             um_placement p = placement_of(&block);
             CHECK_EQ_U64(p.resident_bytes, whole);
-            CHECK(p.pss_bytes <= whole && p.pss_bytes > 0);
+            CHECK(p.pss_bytes <= whole);
+            CHECK(p.pss_bytes > 0);
             uint64_t resident = 0;
             CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
             CHECK_EQ_U64(resident, whole);
@@ -111,13 +117,14 @@ static void test_private_writes_stay_private(void) {
     CHECK(holds_file(&other, 0));
     unsigned char bytes[64];
     CHECK_OK(um_file_read(fd, page, bytes, sizeof bytes, &test_err));
-    CHECK(bytes[0] == byte_at(page) && bytes[63] == byte_at(page + 63));
+    CHECK(bytes[0] == byte_at(page));
+    CHECK(bytes[63] == byte_at(page + 63));
     unmap_block(&written);
     unmap_block(&other);
     close(fd);
 }
 
-/* Neighbours in one file, mapped one after the other, would become one entry of smaps. */
+/* Without the gaps, neighbouring ranges of one file would become one entry of smaps. */
 static void test_neighbours_stay_apart(void) {
     enum { N = 8 };
     int fd = make_file(N * page);
@@ -137,7 +144,7 @@ static void test_neighbours_stay_apart(void) {
     close(fd);
 }
 
-/* The page cache's huge pages can be mapped as such only where address and offset agree. */
+/* Huge pages of the page cache can be mapped as such only where address and offset agree. */
 static void test_large_files_lie_as_in_the_file(void) {
     size_t huge_page = um_huge_page_bytes();
     int fd = make_file(3 * page);
@@ -153,7 +160,7 @@ static void test_large_files_lie_as_in_the_file(void) {
     close(fd);
 }
 
-/* What is written through a shared mapping is the file's, and stays there. */
+/* A write through a shared mapping goes to the file, and stays there. */
 static void test_shared_writes_are_the_files(void) {
     int fd = make_file(3 * page + 5);
     um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
@@ -163,12 +170,13 @@ static void test_shared_writes_are_the_files(void) {
     unmap_block(&written);
     unsigned char bytes[2];
     CHECK_OK(um_file_read(fd, 2 * page - 1, bytes, sizeof bytes, &test_err));
-    CHECK(bytes[0] == 0xAB && bytes[1] == byte_at(2 * page));
+    CHECK(bytes[0] == 0xAB);
+    CHECK(bytes[1] == byte_at(2 * page));
     unmap_block(&other);
     close(fd);
 }
 
-/* Of a file's pages nothing is lost; of a private mapping it would be what was written. */
+/* Dropped pages of a file are read again. A private mapping would lose what was written. */
 static void test_advise(void) {
     int fd = make_file(8 * page);
     for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
@@ -205,7 +213,7 @@ static void test_lock(void) {
     close(fd);
 }
 
-/* The kernel maps whole huge pages of such a file: what lies behind it has to stay untouched. */
+/* The kernel maps whole huge pages of such a file, and memory after them must stay untouched. */
 static void test_file_of_huge_pages(void) {
     enum { HUGE_BYTES = 2 << 20 };
     if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
@@ -229,7 +237,7 @@ static void test_file_of_huge_pages(void) {
     huge_pool_give_back();
 }
 
-/* A read-only mapping shares the file's own pages: what is written to the file is seen. */
+/* A read-only mapping shares the pages of the file: writes to the file are visible. */
 static void test_read_is_the_file(void) {
     int fd = make_file(2 * page);
     um_block block = map_file(fd, page, page, UM_ACCESS_READ);
@@ -289,7 +297,7 @@ static void test_refused_maps(void) {
     check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)3, UM_CAT_WEIGHTS);
     check_map_fails(UM_E_INVALID, 0, fd, 0, page, (um_access)-1, UM_CAT_WEIGHTS);
     close(fd);
-    /* What cannot be mapped, and what was not opened for reading. */
+    /* A folder, and a file that is not open for reading. */
     struct stat folder;
     fd = open("/", O_RDONLY | O_DIRECTORY);
     REQUIRE(fstat(fd, &folder) == 0);
@@ -321,7 +329,8 @@ static void test_warm(void) {
         CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, NULL, &test_err));
         CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 99 * page, 2, 1, NULL, &test_err));
 
-        /* The file loses its tail: an error, not a dead process, and the head is still there. */
+        /* The file becomes shorter: an error, not a dead process, and the beginning is still
+         * readable. */
         CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
         CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
         CHECK(test_err.os_errno == 0);
@@ -355,7 +364,7 @@ static void test_read(void) {
             }
             CHECK(right);
         }
-        /* The file ends before: it says how much came. */
+        /* The file ends earlier: the error says how many bytes were read. */
         CHECK_STATUS(UM_E_IO, um_file_read(fd, n - 100, bytes, 200, &test_err));
         CHECK(test_err.os_errno == 0);
         CHECK_EQ_U64(test_err.used, 100);
@@ -366,10 +375,11 @@ static void test_read(void) {
     }
     fault_os_limit_read(0);
 
-    /* The file's position is not used, nor moved. */
+    /* The position of the file is neither used nor moved. */
     CHECK(lseek(fd, 5, SEEK_SET) == 5);
     CHECK_OK(um_file_read(fd, 9, bytes, 1, &test_err));
-    CHECK(bytes[0] == byte_at(9) && lseek(fd, 0, SEEK_CUR) == 5);
+    CHECK(bytes[0] == byte_at(9));
+    CHECK(lseek(fd, 0, SEEK_CUR) == 5);
     CHECK_OK(um_file_read(fd, n, NULL, 0, &test_err));
 
     CHECK_STATUS(UM_E_IO, um_file_read(-1, 0, bytes, 1, &test_err));
@@ -439,7 +449,8 @@ static void test_faults(void) {
     fault_os_fail_nth(3, EINTR);
     CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
     CHECK(strcmp(fault_os_failed(), "um_os_pread") == 0);
-    CHECK(bytes[0] == byte_at(page) && bytes[99] == byte_at(page + 99));
+    CHECK(bytes[0] == byte_at(page));
+    CHECK(bytes[99] == byte_at(page + 99));
     fault_os_fail_nth(3, EIO);
     CHECK_STATUS(UM_E_IO, um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
     CHECK(test_err.os_errno == EIO);
@@ -464,7 +475,6 @@ int main(void) {
     test_warm();
     test_read();
     test_faults();
-    um_ledger_row row = ledger_row(UM_CAT_WEIGHTS);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_WEIGHTS);
     return test_report();
 }

@@ -1,6 +1,6 @@
-/* GGUF headers: a file with all there is, each of its prefixes, each rule, failing allocations, and
- * files with random damage. The bytes always lie at the end of an allocation of their size, so that
- * a sanitizer sees the first byte that is read too far. */
+/* GGUF headers: a file with everything, each of its prefixes, each rule, failing allocations, and
+ * files with random damage. The bytes always end where an allocation ends, so that a sanitizer sees
+ * a read past them. */
 #include "test.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { FILE_MAX = 1 << 16, DATA_NBYTES = 256, UNKNOWN_TENSOR_TYPE = 42 };
 
 static unsigned char file[FILE_MAX];
 static size_t file_nbytes;
-static size_t marked; /* where the field lies that a rule is about */
+static size_t marked; /* the offset of the field that a rule is about */
 
 static void put(const void *bytes, size_t nbytes) {
     REQUIRE(nbytes <= FILE_MAX - file_nbytes);
@@ -60,7 +60,7 @@ static void put_zeros(size_t nbytes) {
 static void put_data(size_t alignment) {
     put_zeros((alignment - file_nbytes % alignment) % alignment + DATA_NBYTES);
 }
-/* A tensor with up to two dimensions; n_dims of them are written. */
+/* A tensor with up to two dimensions, of which n_dims are written. */
 static void put_tensor(const char *name, uint32_t n_dims, uint64_t ne0, uint64_t ne1, uint32_t type,
                        uint64_t offset) {
     const uint64_t ne[2] = {ne0, ne1};
@@ -141,7 +141,8 @@ static void test_everything(void) {
     CHECK_EQ_U64(g.n_kv, 2 * UM_GGUF_TYPE_COUNT);
     CHECK_EQ_U64(g.n_tensors, 4);
     CHECK_EQ_U64(g.data_offset, file_nbytes - DATA_NBYTES);
-    CHECK(g.header_nbytes <= g.data_offset && g.data_offset - g.header_nbytes < 64);
+    CHECK(g.header_nbytes <= g.data_offset);
+    CHECK(g.data_offset - g.header_nbytes < 64);
     for (uint32_t type = 0; type < UM_GGUF_TYPE_COUNT; type++) {
         const um_gguf_kv *value = &g.kv[2 * type], *array = &g.kv[2 * type + 1];
         if (type != UM_GGUF_ARRAY) {
@@ -175,11 +176,12 @@ static void test_everything(void) {
     CHECK_EQ_U64(g.tensors[1].ne[3], 1);
     CHECK_EQ_U64(g.tensors[3].ne[1], 3);
     um_gguf_free(&g);
-    CHECK(g.kv == NULL && g.tensors == NULL);
+    CHECK(g.kv == NULL);
+    CHECK(g.tensors == NULL);
     um_gguf_free(&g);
 }
 
-/* Parses what must fail, and sees that `out` was left alone. */
+/* Parses an input that must fail, and checks that `out` was left alone. */
 static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
     um_gguf g, before;
     memset(&g, 0x5a, sizeof g);
@@ -191,7 +193,8 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 /* `file` must break the rule, at the mark. */
 static void check_rule(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
-    if (!CHECK(test_err.status == UM_E_FORMAT && strcmp(test_err.what, rule) == 0)) {
+    REQUIRE(test_err.status == UM_E_FORMAT);
+    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
     CHECK_EQ_U64(test_err.offset, marked);
@@ -209,7 +212,8 @@ static void test_prefixes(void) {
         check_fails(UM_E_FULL, n, file_nbytes); /* more of it can be read */
         CHECK_EQ_U64(test_err.used, n);
         CHECK_EQ_U64(test_err.limit, file_nbytes);
-        CHECK(test_err.asked > n && test_err.asked <= file_nbytes);
+        CHECK(test_err.asked > n);
+        CHECK(test_err.asked <= file_nbytes);
     }
     CHECK_OK(parse(&g, header_nbytes, file_nbytes));
     um_gguf_free(&g);
@@ -236,7 +240,8 @@ static void test_failing_allocations(void) {
     for (unsigned n = 1; n <= n_allocs; n++) {
         fault_os_fail_nth_alloc(n);
         check_fails(UM_E_NOMEM, file_nbytes, file_nbytes);
-        CHECK(test_err.os_errno == ENOMEM && test_err.asked > 0);
+        CHECK(test_err.os_errno == ENOMEM);
+        CHECK(test_err.asked > 0);
     }
     fault_os_fail_nth_alloc(0);
 }
@@ -365,7 +370,7 @@ static void test_value_rules(void) {
     put_array(UM_GGUF_TYPE_COUNT, 0);
     check_rule("unknown type of metadata");
     for (uint32_t type = 0; type < UM_GGUF_TYPE_COUNT; type++) {
-        /* Lengths that wrap to little when they are multiplied by the size of an item. */
+        /* Lengths that overflow to small numbers when multiplied by the size of an item. */
         const uint64_t lengths[] = {UINT64_MAX, UINT64_C(1) << 61, UINT64_C(1) << 62,
                                     UINT64_C(1) << 63, 1000};
         for (int i = 0; i < 5; i++) {
@@ -400,7 +405,7 @@ static void test_nested_arrays(void) {
 }
 
 static void test_long_header(void) {
-    /* A file of holes: the length is believed, but not read. */
+    /* A sparse file: its length is accepted, but it is not read. */
     start(0, 1);
     put_key("key", UM_GGUF_ARRAY);
     marked = file_nbytes + 4;
@@ -488,14 +493,17 @@ static void test_type_rules(void) {
     unsigned n_known = 0;
     for (uint32_t type = 0; type < UNKNOWN_TENSOR_TYPE; type++) {
         const um_gguf_tensor_type *known = um_gguf_type_of_tensor(type);
-        n_known += known != NULL;
-        CHECK(known == NULL || (known->block_values > 0 && known->block_bytes > 0));
+        if (known != NULL) {
+            n_known++;
+            CHECK(known->block_values > 0);
+            CHECK(known->block_bytes > 0);
+        }
     }
     CHECK_EQ_U64(n_known, UNKNOWN_TENSOR_TYPE - sizeof removed / sizeof *removed);
     CHECK(strcmp(um_gguf_type_of_tensor(8)->name, "q8_0") == 0);
 }
 
-/* The field of a tensor's offset is its last. */
+/* The last field of a tensor is its offset. */
 static void mark_last_field(void) {
     marked = file_nbytes - sizeof(uint64_t);
 }
@@ -515,7 +523,7 @@ static void test_place_rules(void) {
         put_data(32);
         check_rule("a tensor passes the end of the file");
     }
-    start(3, 0); /* in no order, with a gap, and an empty one inside */
+    start(3, 0); /* in any order, with a gap, and with an empty tensor inside another */
     put_tensor("b", 1, 9, 0, 0, 64);
     put_tensor("a", 1, 8, 0, 0, 0);
     put_tensor("e", 1, 0, 0, 0, 64);
@@ -553,7 +561,7 @@ static void test_place_rules(void) {
     check_rule("a tensor's name is longer than 65535 bytes");
 }
 
-/* Tables are bounded by the bytes at hand, whatever the counts say. */
+/* Tables are limited by the number of bytes given, whatever the counts say. */
 static void test_allocations_are_bounded(void) {
     um_counters before, after;
     start(UINT64_C(1) << 50, UINT64_C(1) << 50);
@@ -592,17 +600,19 @@ static void test_random_damage(void) {
         if (status == UM_OK) {
             n_ok++;
             for (uint64_t i = 0; i < g.n_tensors; i++) {
-                CHECK(g.tensors[i].offset >= g.data_offset &&
-                      g.tensors[i].nbytes <= nbytes - g.tensors[i].offset);
+                CHECK(g.tensors[i].offset >= g.data_offset);
+                CHECK(g.tensors[i].nbytes <= nbytes - g.tensors[i].offset);
             }
             um_gguf_free(&g);
         } else {
             n_format++;
-            CHECK(status == UM_E_FORMAT && err.offset <= nbytes);
+            CHECK(status == UM_E_FORMAT);
+            CHECK(err.offset <= nbytes);
         }
         free(exact);
     }
-    CHECK(n_ok > 0 && n_format > 0);
+    CHECK(n_ok > 0);
+    CHECK(n_format > 0);
 }
 
 int main(void) {

@@ -52,7 +52,8 @@ static void test_bad_sizes(void) {
         CHECK(um_grid_bytes(bad[i].cell_bytes, bad[i].n_cells, &nbytes, NULL) == UM_E_INVALID);
         CHECK_EQ_U64(nbytes, 12345);
         um_status status = um_grid_init(&grid, &tape, bad[i].cell_bytes, bad[i].n_cells, &test_err);
-        CHECK(status == UM_E_INVALID || (status == UM_E_FULL && bad[i].n_cells == 1));
+        CHECK(status == UM_E_INVALID || status == UM_E_FULL);
+        CHECK(status == UM_E_INVALID || bad[i].n_cells == 1);
     }
     CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
     CHECK(memcmp(&tape_before, &tape, sizeof tape) == 0);
@@ -76,7 +77,7 @@ static void test_bytes_are_enough(void) {
     }
 }
 
-/* Whatever is missing, nothing is left behind on the tape. */
+/* Whatever there is no room for, nothing is left on the tape. */
 static void test_init_without_room(void) {
     size_t nbytes = grid_bytes(100, 9), smallest = 0;
     for (size_t total = 1; total <= nbytes; total++) {
@@ -92,7 +93,8 @@ static void test_init_without_room(void) {
             continue;
         }
         CHECK(smallest == 0);
-        CHECK(status == UM_E_FULL && test_err.status == UM_E_FULL);
+        CHECK(status == UM_E_FULL);
+        CHECK(test_err.status == UM_E_FULL);
         CHECK_EQ_U64(test_err.limit, total);
         CHECK_EQ_U64(test_err.used, 0);
         CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
@@ -136,7 +138,7 @@ static void test_take_and_give(void) {
         CHECK(cell + grid.cell_bytes <= tape.base + um_tape_used(&tape));
         memset(cell, (int)id + 1, grid.cell_bytes);
     }
-    /* Every byte of every cell is its own: neither another cell nor a link was written over. */
+    /* Every byte of every cell is its own: no other cell and no link was written over it. */
     for (uint32_t id = 0; id < N; id++) {
         unsigned char *cell = um_grid_cell(&grid, id);
         bool own = true;
@@ -157,7 +159,7 @@ static void test_take_and_give(void) {
     CHECK(um_grid_cell(&grid, N) == NULL);
     CHECK(um_grid_cell(&grid, UINT32_MAX) == NULL);
 
-    /* Given back in another order than taken; what was written stays. */
+    /* Cells are given back in another order; their contents stay. */
     for (uint32_t i = 0; i < N; i++) {
         uint32_t give = (i * 4 + 3) % N;
         CHECK_OK(um_grid_give(&grid, give, &test_err));
@@ -180,7 +182,7 @@ static void test_take_and_give(void) {
 
 /* ---- cells apart from their links ---- */
 
-/* Where nothing is mapped: who touches it does not come back. */
+/* An address where nothing is mapped: touching it ends the process. */
 static void *const NOWHERE = (void *)(uintptr_t)64;
 
 static void test_apart(void) {
@@ -205,7 +207,8 @@ static void test_apart(void) {
     check_give_fails(UM_E_STATE, &grid, 4);
     CHECK_OK(um_grid_take(&grid, &id, &test_err));
     CHECK_EQ_U64(id, 4);
-    CHECK(links[0] == 0x5A5A5A5A && links[N + 1] == 0x5A5A5A5A);
+    CHECK(links[0] == 0x5A5A5A5A);
+    CHECK(links[N + 1] == 0x5A5A5A5A);
 }
 
 static void test_bad_places(void) {
@@ -222,7 +225,7 @@ static void test_bad_places(void) {
                {32, links, 64, 4}, /* cells lie at multiples of 64 */
                {64, NULL, 64, 4},
                {64, (char *)links + 1, 64, 2},
-               {UINTPTR_MAX - 63, links, 64, 1}, /* cells end behind the last address */
+               {UINTPTR_MAX - 63, links, 64, 1}, /* cells end after the last address */
                {UINTPTR_MAX - 127, links, 64, 2},
                {64, links, 0, 4},
                {64, links, 64, 0},
@@ -238,7 +241,7 @@ static void test_bad_places(void) {
     CHECK(memcmp(&before, &grid, sizeof grid) == 0);
 }
 
-/* Against a model: a set of the cells that are taken. */
+/* Against a model: the set of taken cells. */
 static void test_random_order(void) {
     enum { N = 50 };
     um_tape tape = make_tape(memory, sizeof memory);
@@ -248,13 +251,14 @@ static void test_random_order(void) {
     uint64_t seed = 7;
     for (int i = 0; i < 20000; i++) {
         uint64_t r = test_random(&seed);
-        /* The share of takes goes up and down, so that both ends are met. */
+        /* The share of takes goes up and down, so that the grid becomes full and empty. */
         if (r % 100 < (i / 500 % 2 == 0 ? 65u : 35u)) {
             uint32_t id;
             um_status status = um_grid_take(&grid, &id, NULL);
             CHECK(status == (n_taken < N ? UM_OK : UM_E_FULL));
             if (status == UM_OK) {
-                REQUIRE(id < N && !taken[id]);
+                REQUIRE(id < N);
+                REQUIRE(!taken[id]);
                 taken[id] = true;
                 n_taken++;
             }
@@ -275,7 +279,7 @@ enum { N_THREADS = 4, MAX_CELLS = 64 };
 
 typedef struct shared_grid {
     um_grid *grid;
-    _Atomic uint32_t owner[MAX_CELLS]; /* 0: nobody's */
+    _Atomic uint32_t owner[MAX_CELLS]; /* 0: no owner */
     _Atomic unsigned n_twice, n_foreign, n_lost, n_wrong;
     int n_rounds;
     uint32_t hold; /* cells held at once */
@@ -299,7 +303,8 @@ static void *take_and_give(void *arg) {
             if (atomic_exchange(&s->owner[id], w->id) != 0) {
                 atomic_fetch_add(&s->n_twice, 1);
             }
-            /* Never a number that no grid has, as when a take is counted before its give. */
+            /* Below n_cells, since this thread holds a cell, and not wrapped around, as when a take
+             * is counted before its give. */
             if (um_grid_n_available(s->grid) >= s->grid->n_cells) {
                 atomic_fetch_add(&s->n_wrong, 1);
             }
@@ -346,7 +351,7 @@ static void check_threads(uint32_t n_cells, uint32_t hold, int n_rounds) {
     CHECK_EQ_U64(atomic_load(&s.n_lost), 0);
     CHECK_EQ_U64(atomic_load(&s.n_wrong), 0);
 
-    /* All are back: each can be taken once, and then there are no more. */
+    /* All cells are back: each can be taken once, and then none is left. */
     CHECK_EQ_U64(um_grid_n_available(&grid), n_cells);
     bool taken[MAX_CELLS] = {false};
     uint32_t id;
@@ -360,11 +365,12 @@ static void check_threads(uint32_t n_cells, uint32_t hold, int n_rounds) {
 }
 
 /* The ABA problem, provoked: a signal interrupts the thread at any instruction, and its handler
- * takes two cells and gives the first one back. When that falls between reading the head's link and
- * exchanging the head, the head is the same cell again, but its link leads to a taken one. */
+ * takes two cells and gives the first one back. If that happens between reading the link of the
+ * head and exchanging the head, the head is the same cell again, but its link leads to a taken
+ * one. */
 
 static um_grid *signalled_grid;
-static _Atomic uint32_t cell_owner[MAX_CELLS]; /* 0: nobody, 1: the thread, 2: the handler */
+static _Atomic uint32_t cell_owner[MAX_CELLS]; /* 0: no owner */
 static _Atomic unsigned n_signals, n_handed_twice;
 
 static void own(uint32_t id, uint32_t owner) {
@@ -379,7 +385,7 @@ static void disown_and_give(uint32_t id) {
 }
 
 static void on_signal(int number) {
-    static uint32_t held = UINT32_MAX; /* since the signal before */
+    static uint32_t held = UINT32_MAX; /* since the previous signal */
     uint32_t first, second;
     (void)number;
     atomic_fetch_add(&n_signals, 1);
@@ -416,7 +422,7 @@ static void test_signals(void) {
     CHECK_EQ_U64(atomic_load(&n_handed_twice), 0);
 }
 
-/* Two threads give the same cell back at once: one of them is told. */
+/* Two threads give back the same cell at once: one of them gets an error. */
 
 typedef struct rivals {
     um_grid *grid;

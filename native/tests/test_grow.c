@@ -1,4 +1,4 @@
-/* Growth: what is committed and released, what stays, and what is left when a call fails. */
+/* Growing: what is committed and released, what stays, and what is left when a call fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -6,17 +6,11 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
 
-enum { N_STEPS = 130 }; /* more than a word of the bitmap, more than two */
-
 static size_t page, huge_page;
-static os_state before, after;
 
 static const um_block_options *of(um_pages pages, um_sharing sharing, size_t reserve_nbytes) {
     static um_block_options options;
@@ -27,27 +21,7 @@ static const um_block_options *of(um_pages pages, um_sharing sharing, size_t res
     return &options;
 }
 
-static void commit(um_block *block, size_t offset, size_t nbytes) {
-    void *base = block->base;
-    CHECK_OK(um_block_commit(block, offset, nbytes, &test_err));
-    CHECK(um_block_is_committed(block, offset, nbytes));
-    CHECK(block->base == base);
-}
-
-static void release(um_block *block, size_t offset, size_t nbytes, size_t released) {
-    size_t out = 12345;
-    CHECK_OK(um_block_release(block, offset, nbytes, &out, &test_err));
-    CHECK_EQ_U64(out, released);
-}
-
-/* Bytes that a shared block's file holds. */
-static uint64_t file_bytes(const um_block *block) {
-    struct stat st;
-    CHECK(fstat(block->fd, &st) == 0);
-    return (uint64_t)st.st_blocks * 512;
-}
-
-/* ---- one thing at a time ---- */
+/* ---- one call at a time ---- */
 
 static void check_growth(um_sharing sharing) {
     um_block block = make_block(page + 1, of(UM_PAGES_4K, sharing, 9 * page + 1));
@@ -65,11 +39,12 @@ static void check_growth(um_sharing sharing) {
     commit(&block, 2 * page, 1); /* whole steps */
     CHECK_EQ_U64(block.nbytes, 3 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1) && is_filled(bytes + 2 * page, page, 0));
+    CHECK(is_filled(bytes, 2 * page, 1));
+    CHECK(is_filled(bytes + 2 * page, page, 0));
     CHECK(strcmp(os_state_permissions(bytes + 3 * page - 1), usable) == 0);
     CHECK(strcmp(os_state_permissions(bytes + 3 * page), "---p") == 0);
 
-    commit(&block, 6 * page - 1, 2); /* behind a gap, over a border */
+    commit(&block, 6 * page - 1, 2); /* after a gap, across a border of steps */
     CHECK_EQ_U64(block.nbytes, 3 * page);
     CHECK_EQ_U64(block.committed_nbytes, 5 * page);
     CHECK(block.committed != NULL);
@@ -80,11 +55,13 @@ static void check_growth(um_sharing sharing) {
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).n_mappings, 1);
     memset(bytes + 5 * page, 5, 2 * page);
 
-    commit(&block, 0, 10 * page); /* the gaps; what was there stays as it is */
+    commit(&block, 0, 10 * page); /* fills the gaps; the rest stays as it is */
     CHECK_EQ_U64(block.nbytes, 10 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1) && is_filled(bytes + 2 * page, 3 * page, 0));
-    CHECK(is_filled(bytes + 5 * page, 2 * page, 5) && is_filled(bytes + 7 * page, 3 * page, 0));
+    CHECK(is_filled(bytes, 2 * page, 1));
+    CHECK(is_filled(bytes + 2 * page, 3 * page, 0));
+    CHECK(is_filled(bytes + 5 * page, 2 * page, 5));
+    CHECK(is_filled(bytes + 7 * page, 3 * page, 0));
     unmap_block(&block);
 }
 
@@ -93,11 +70,11 @@ static void check_release(um_sharing sharing) {
     unsigned char *bytes = block.base;
     memset(bytes, 3, block.nbytes);
     CHECK(has_vm_flag(bytes + 4 * page, "ac") == (sharing == UM_SHARING_NONE));
-    release(&block, 3 * page + 1, 3 * page - 1, 2 * page); /* steps that are inside as a whole */
+    release(&block, 3 * page + 1, 3 * page - 1, 2 * page); /* only whole steps inside the range */
     CHECK(strcmp(os_state_permissions(bytes + 4 * page - 1), "---p") != 0);
     CHECK(strcmp(os_state_permissions(bytes + 4 * page), "---p") == 0);
     CHECK(strcmp(os_state_permissions(bytes + 6 * page - 1), "---p") == 0);
-    CHECK(!has_vm_flag(bytes + 4 * page, "ac")); /* the commit charge has fallen as well */
+    CHECK(!has_vm_flag(bytes + 4 * page, "ac")); /* the commit charge has gone as well */
     CHECK_EQ_U64(block.nbytes, 4 * page);
     CHECK_EQ_U64(block.committed_nbytes, 8 * page);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
@@ -105,13 +82,14 @@ static void check_release(um_sharing sharing) {
     if (sharing != UM_SHARING_NONE) {
         CHECK_EQ_U64(file_bytes(&block), 8 * page);
     }
-    CHECK(is_filled(bytes, 4 * page, 3) && is_filled(bytes + 6 * page, 4 * page, 3));
+    CHECK(is_filled(bytes, 4 * page, 3));
+    CHECK(is_filled(bytes + 6 * page, 4 * page, 3));
     release(&block, 4 * page, 2 * page, 0); /* again */
     release(&block, 7 * page + 1, page, 0); /* no whole step */
     release(&block, 8 * page, 0, 0);
     release(&block, 5 * page, 3 * page, 2 * page);
     commit(&block, 4 * page, page);
-    CHECK(is_filled(bytes + 4 * page, page, 0)); /* what was given back is gone */
+    CHECK(is_filled(bytes + 4 * page, page, 0)); /* released contents are lost */
     CHECK_EQ_U64(block.nbytes, 5 * page);
     CHECK_OK(um_block_release(&block, 5 * page, 5 * page, NULL, &test_err));
     CHECK(block.committed == NULL); /* one piece again */
@@ -134,29 +112,6 @@ static void test_one_at_a_time(void) {
     }
 }
 
-static void test_is_committed(void) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 8 * page));
-    struct {
-        size_t offset, nbytes;
-        bool committed;
-    } ranges[] = {{0, 4 * page, true},      {0, 4 * page + 1, false},
-                  {4 * page, 0, true},      {8 * page, 0, true},
-                  {8 * page + 1, 0, false}, {8 * page, 1, false},
-                  {4 * page - 1, 1, true},  {4 * page, 1, false},
-                  {SIZE_MAX, 0, false},     {SIZE_MAX, 1, false},
-                  {1, SIZE_MAX, false},     {0, SIZE_MAX, false},
-                  {0, 8 * page + 1, false}, {0, 0, true}};
-    for (int gap = 0; gap < 2; gap++) {
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
-            CHECK((um_block_is_committed(&block, ranges[i].offset, ranges[i].nbytes) != 0) ==
-                  ranges[i].committed);
-        }
-        commit(&block, 7 * page, page); /* now with a bitmap */
-    }
-    unmap_block(&block);
-    CHECK(um_block_is_committed(&block, 0, 0) && !um_block_is_committed(&block, 0, 1));
-}
-
 static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     um_block copy = *block;
     size_t out = 12345;
@@ -164,7 +119,8 @@ static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     CHECK_STATUS(UM_E_INVALID, um_block_release(block, offset, nbytes, &out, &test_err));
     CHECK(um_block_commit(block, offset, nbytes, NULL) == UM_E_INVALID);
     CHECK(um_block_release(block, offset, nbytes, NULL, NULL) == UM_E_INVALID);
-    CHECK(out == 12345 && memcmp(block, &copy, sizeof copy) == 0);
+    CHECK(out == 12345);
+    CHECK(memcmp(block, &copy, sizeof copy) == 0);
 }
 
 static void test_refused(void) {
@@ -180,7 +136,7 @@ static void test_refused(void) {
         um_block_map_file(&other, block.fd, 0, page, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
     check_refused(&other, 0, page);
     unmap_block(&other);
-    /* What may only be read can be committed, since it is; it cannot be given back. */
+    /* Read-only memory counts as committed. It cannot be released. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
     CHECK_OK(um_block_commit(&other, 0, 8 * page, &test_err));
     CHECK_STATUS(UM_E_INVALID, um_block_release(&other, 0, page, NULL, &test_err));
@@ -189,49 +145,7 @@ static void test_refused(void) {
     check_refused(&block, 0, 1);
 }
 
-/* ---- as the block is ---- */
-
-static void test_new_steps_are_as_the_block(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_block(page, of(UM_PAGES_4K, (um_sharing)sharing, 8 * page));
-        char *bytes = block.base;
-        commit(&block, 4 * page, page);
-        CHECK(has_vm_flag(bytes + 4 * page, "dc") == (sharing != UM_SHARING_NONE));
-        if (huge_page != 0) {
-            CHECK(has_vm_flag(bytes + 4 * page, "nh"));
-        }
-        if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
-            test_skip("locked growth", "this process may not lock memory");
-        } else {
-            CHECK(has_vm_flag(bytes + 4 * page, "lo") && !has_vm_flag(bytes + 2 * page, "lo"));
-            commit(&block, 6 * page, 2 * page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and there already */
-            release(&block, 6 * page, page, page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
-            CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));
-            commit(&block, 2 * page, page);
-            CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
-            bytes[2 * page] = 1;
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page);
-        }
-        unmap_block(&block);
-    }
-}
-
-static void test_new_steps_have_the_policy(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(UM_PAGES_4K, (um_sharing)sharing, 8 * page);
-        options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-        um_block block = make_block(page, &options);
-        commit(&block, 4 * page, page);
-        CHECK(strcmp(policy_at((char *)block.base + 4 * page), "bind:0") == 0);
-        CHECK(strcmp(policy_at((char *)block.base + page), "default") == 0);
-        unmap_block(&block);
-    }
-}
+/* ---- huge pages ---- */
 
 static void test_huge_steps(void) {
     if (huge_page == 0) {
@@ -253,7 +167,7 @@ static void test_huge_steps(void) {
     if (huge_bytes != 4 * huge_page) {
         test_skip("huge bytes of growth", "the kernel gave too few huge pages");
     } else {
-        /* Less than a huge page is not given back, and the others stay huge. */
+        /* Less than a huge page is not released, and the other pages stay huge. */
         release(&block, 3 * huge_page + page, huge_page, 0);
         release(&block, 3 * huge_page, huge_page + page, huge_page);
         CHECK_EQ_U64(placement_of(&block).huge_bytes, 3 * huge_page);
@@ -263,11 +177,10 @@ static void test_huge_steps(void) {
 
 static void check_hugetlb(um_sharing sharing, size_t huge) {
     uint64_t available = huge_pages_available();
-    os_state_read(&before);
     um_block block = make_block(huge, of(UM_PAGES_2M, sharing, 64 * huge));
     unsigned char *bytes = block.base;
     CHECK_EQ_U64(block.step_nbytes, huge);
-    CHECK_EQ_U64(huge_pages_available(), available - 1); /* what is reserved costs none */
+    CHECK_EQ_U64(huge_pages_available(), available - 1); /* reserved address space takes none */
     commit(&block, 4 * huge, 2 * huge);
     CHECK_EQ_U64(huge_pages_available(), available - 3);
     memset(bytes + 4 * huge, 4, 2 * huge);
@@ -275,12 +188,14 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     uint64_t word = block.committed[0];
     CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 4 * huge, 60 * huge, &test_err));
     CHECK(strcmp(test_err.what, "mmap") == 0);
-    CHECK(memcmp(&block, &copy, sizeof copy) == 0 && block.committed[0] == word);
+    REQUIRE(memcmp(&block, &copy, sizeof copy) == 0);
+    CHECK_EQ_U64(block.committed[0], word);
     CHECK_EQ_U64(huge_pages_available(), available - 3);
     if (sharing == UM_SHARING_NONE) {
-        /* In two parts, the first of which could be had. */
+        /* In two parts: there is memory for the first only. */
         CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 0, 64 * huge, &test_err));
-        CHECK(memcmp(&block, &copy, sizeof copy) == 0 && block.committed[0] == word);
+        REQUIRE(memcmp(&block, &copy, sizeof copy) == 0);
+        CHECK_EQ_U64(block.committed[0], word);
         CHECK_EQ_U64(huge_pages_available(), available - 3);
     }
     CHECK(strcmp(os_state_permissions(bytes + huge), "---p") == 0);
@@ -292,7 +207,8 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
     release(&block, huge, 2 * huge, 2 * huge); /* never touched */
     CHECK_EQ_U64(huge_pages_available(), available - 2);
     commit(&block, 5 * huge, huge);
-    CHECK(is_filled(bytes + 4 * huge, huge, 4) && is_filled(bytes + 5 * huge, huge, 0));
+    CHECK(is_filled(bytes + 4 * huge, huge, 4));
+    CHECK(is_filled(bytes + 5 * huge, huge, 0));
     CHECK_EQ_U64(placement_of(&block).huge_bytes, 2 * huge);
     unmap_block(&block);
     CHECK_EQ_U64(huge_pages_available(), available);
@@ -309,71 +225,10 @@ static void test_hugetlb_steps(void) {
     huge_pool_give_back();
 }
 
-/* ---- any order ---- */
-
-/* What each step holds; GAP: nothing is there. */
-enum { GAP = -1 };
-
-static void check_model(const um_block *block, const int *steps) {
-    size_t n_committed = 0, n_usable = 0;
-    bool right = true;
-    for (size_t i = 0; i < N_STEPS; i++) {
-        bool there = um_block_is_committed(block, i * page, page) != 0;
-        n_committed += steps[i] != GAP;
-        n_usable += n_usable == i && steps[i] != GAP;
-        right = right && there == (steps[i] != GAP);
-        right = right && (!there ||
-                          is_filled((char *)block->base + i * page, page, (unsigned char)steps[i]));
-    }
-    CHECK(right);
-    CHECK_EQ_U64(block->committed_nbytes, n_committed * page);
-    CHECK_EQ_U64(block->nbytes, n_usable * page);
-    CHECK((block->committed == NULL) == (n_usable == n_committed));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
-}
-
-static void check_random_order(um_sharing sharing, uint64_t seed) {
-    um_block block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
-    int steps[N_STEPS];
-    for (size_t i = 0; i < N_STEPS; i++) {
-        steps[i] = i < 3 ? 0 : GAP;
-    }
-    for (int round = 0; round < 300; round++) {
-        uint64_t r = test_random(&seed);
-        size_t first = (size_t)(r % N_STEPS), most = N_STEPS - first;
-        size_t n = (size_t)(r >> 16) % (r >> 60 == 0 ? most : most < 20 ? most : 20) + 1;
-        if ((r >> 40 & 1) != 0) {
-            commit(&block, first * page, n * page);
-            for (size_t i = first; i < first + n; i++) {
-                steps[i] = steps[i] == GAP ? 0 : steps[i];
-            }
-        } else {
-            size_t n_there = 0;
-            for (size_t i = first; i < first + n; i++) {
-                n_there += steps[i] != GAP;
-                steps[i] = GAP;
-            }
-            release(&block, first * page, n * page, n_there * page);
-        }
-        for (size_t i = first; i < first + n && steps[i] != GAP; i++) {
-            steps[i] = round % 250 + 1;
-            memset((char *)block.base + i * page, steps[i], page);
-        }
-        check_model(&block, steps);
-    }
-    unmap_block(&block);
-}
-
-static void test_any_order(void) {
-    for (uint64_t seed = 1; seed <= 3; seed++) {
-        check_random_order(UM_SHARING_NONE, seed);
-        check_random_order(UM_SHARING_MEMFD, seed);
-    }
-}
-
 /* ---- shared memory ---- */
 
-/* Others see what was given back as zeros, and have what they wrote where nothing was committed. */
+/* Another mapping reads released memory as zeros. What was written through it to steps that are not
+ * committed here is kept. */
 static void test_others_see_it(void) {
     um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)), other;
     memset(block.base, 1, 4 * page);
@@ -393,8 +248,8 @@ static void test_others_see_it(void) {
     unmap_block(&block);
 }
 
-/* Somebody who has the descriptor forbids writing: the memory can neither be given back nor be
- * mapped again. What it holds is still there, and the block says that it has it no more. */
+/* Another process forbids writing through the descriptor: the memory can neither be given back nor
+ * be mapped again. Its contents are kept, and the block no longer counts it as committed. */
 static void test_release_of_sealed_memory(void) {
     um_block block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0)), other;
     memset(block.base, 9, block.nbytes);
@@ -402,7 +257,7 @@ static void test_release_of_sealed_memory(void) {
         test_skip("memory sealed by others", "the kernel has not F_SEAL_FUTURE_WRITE");
     } else {
         CHECK_STATUS(UM_E_OS, um_block_release(&block, 2 * page, 2 * page, NULL, &test_err));
-        CHECK(test_err.os_errno == EPERM && strcmp(test_err.what, "fallocate") == 0);
+        CHECK_OS_ERR(EPERM, "fallocate");
         CHECK_EQ_U64(block.nbytes, 2 * page);
         CHECK_EQ_U64(block.committed_nbytes, 6 * page);
         CHECK(!um_block_is_committed(&block, 2 * page, 1));
@@ -422,7 +277,7 @@ typedef struct changing {
     size_t out_nbytes;
 } changing;
 
-/* Bits that the block says it has. */
+/* A bit for each of the first ten steps that the block says is committed. */
 static uint64_t bits_of(const um_block *block) {
     uint64_t bits = 0;
     for (size_t i = 0; i < 10; i++) {
@@ -441,7 +296,7 @@ static um_status run_commit(void *context, um_error *err) {
     return status;
 }
 
-/* Steps 0, 4 and 9 are there. */
+/* Steps 0, 4 and 9 are committed. */
 static void undo_commit(void *context) {
     changing *c = context;
     size_t step = c->block.step_nbytes;
@@ -508,56 +363,16 @@ static void test_faults(void) {
     }
 }
 
-/* The first gap needs a bitmap; without it nothing happens. */
-static void test_heap_faults(void) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)),
-             copy = block;
-    size_t out = 12345;
-    memset(block.base, 1, block.nbytes);
-    os_state_read(&before);
-    fault_os_fail_nth_alloc(1);
-    CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 6 * page, page, &test_err));
-    CHECK(test_err.os_errno == ENOMEM && strcmp(test_err.what, "calloc") == 0);
-    fault_os_fail_nth_alloc(1);
-    CHECK_STATUS(UM_E_NOMEM, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth_alloc(0);
-    /* A bitmap that was made for nothing is given back (AddressSanitizer looks for it). */
-    fault_os_fail_nth(1, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_commit(&block, 6 * page, page, &test_err));
-    fault_os_fail_nth(1, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth(2, EPERM);
-    CHECK_STATUS(UM_E_OS, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth(0, 0);
-    CHECK(out == 12345 && memcmp(&block, &copy, sizeof copy) == 0);
-    CHECK(is_filled(block.base, block.nbytes, 1));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    /* Growth and shrinking at the end need none. */
-    fault_os_fail_nth_alloc(1);
-    commit(&block, 2 * page, 5 * page);
-    release(&block, 3 * page, 4 * page, 4 * page);
-    CHECK_EQ_U64(fault_os_allocs(), 0);
-    fault_os_fail_nth_alloc(0);
-    unmap_block(&block);
-}
-
 int main(void) {
     page = um_page_bytes();
     huge_page = um_huge_page_bytes();
     test_one_at_a_time();
-    test_is_committed();
     test_refused();
-    test_new_steps_are_as_the_block();
-    test_new_steps_have_the_policy();
     test_huge_steps();
     test_hugetlb_steps();
-    test_any_order();
     test_others_see_it();
     test_release_of_sealed_memory();
     test_faults();
-    test_heap_faults();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

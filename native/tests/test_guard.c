@@ -1,4 +1,5 @@
-/* The guard: pages of truncated files, from many threads, between handlers that come and go. */
+/* The guard: pages of truncated files, with many threads, and with handlers that are installed and
+ * removed. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -15,17 +16,19 @@
 enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
 static size_t page;
 
-/* A mapped file whose first page is there, and whose others were cut off. */
+/* A mapped file of which all pages but the first were cut off. */
 static unsigned char *cut;
-/* The same of another file, which nobody guards. */
+/* Another such file, which no run guards. */
 static unsigned char *foreign;
 static unsigned char buffer[FILE_PAGES * 65536];
 
 static unsigned char *map_cut(void) {
     int fd = memfd_create("cut", MFD_CLOEXEC);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(FILE_PAGES * page)) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(FILE_PAGES * page)) == 0);
     void *base = mmap(NULL, FILE_PAGES * page, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
-    REQUIRE(base != MAP_FAILED && pwrite(fd, "begin", 5, 0) == 5);
+    REQUIRE(base != MAP_FAILED);
+    REQUIRE(pwrite(fd, "begin", 5, 0) == 5);
     REQUIRE(ftruncate(fd, (off_t)page) == 0);
     close(fd);
     return base;
@@ -37,7 +40,7 @@ static struct sigaction action_now(void) {
     return action;
 }
 
-/* The C library adds flags of its own, and its masks have room that it does not fill. */
+/* The C library adds flags of its own, and leaves a part of its masks unset. */
 static bool same_action(const struct sigaction *a, const struct sigaction *b) {
     int told = SA_SIGINFO | SA_ONSTACK | SA_RESTART | SA_NODEFER | (int)SA_RESETHAND;
     bool same = a->sa_handler == b->sa_handler && ((a->sa_flags ^ b->sa_flags) & told) == 0;
@@ -62,14 +65,14 @@ static void touch(void *at) {
     (void)*(volatile unsigned char *)at;
 }
 
-/* How a child ends that does this: its signal, or 256 and its exit status. */
+/* How a child process ends that calls `work`: the signal, or 256 plus the exit status. */
 static int end_of(void (*work)(void)) {
     fflush(NULL);
     pid_t pid = fork();
     REQUIRE(pid >= 0);
     if (pid == 0) {
         atomic_store(&test_n_failures, 0);
-        alarm(20); /* an endless chain shall not take the test with it */
+        alarm(20); /* an endless chain of handlers must not hang the test */
         work();
         _exit(atomic_load(&test_n_failures) != 0);
     }
@@ -79,7 +82,7 @@ static int end_of(void (*work)(void)) {
 }
 enum { EXIT = 256 };
 
-/* What is to end the child ends it only when all checks before were right. */
+/* The signal that must end the child ends it only if all checks before were right. */
 static bool is_well(void) {
     return atomic_load(&test_n_failures) == 0;
 }
@@ -95,7 +98,8 @@ static void test_copy(void) {
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
     CHECK(memcmp(buffer, "begin", 6) == 0);
     CHECK_STATUS(UM_E_IO, read_cut(&test_err));
-    CHECK(test_err.os_errno == 0 && test_err.offset == 0);
+    CHECK(test_err.os_errno == 0);
+    CHECK(test_err.offset == 0);
     CHECK_STATUS(UM_E_IO, um_guard_copy(buffer, cut + page, 1, &test_err));
     CHECK(um_guard_copy(buffer, cut + page, 1, NULL) == UM_E_IO);
     CHECK_OK(um_guard_copy(buffer, cut + page, 0, &test_err));
@@ -112,7 +116,8 @@ static void write_cut(void *context) {
 
 static void test_writing(void) {
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, write_cut, cut, &test_err));
-    CHECK(cut[0] == 1 && cut[page - 1] == 1); /* half done */
+    CHECK(cut[0] == 1); /* partly written */
+    CHECK(cut[page - 1] == 1);
     memcpy(cut, "begin", 6);
 }
 
@@ -137,10 +142,12 @@ static void run_inner(void *context) {
 
 static void test_nested(void) {
     struct sigaction before = action_now(), after;
-    /* A page of the inner range ends the inner run, one of the outer range both. */
+    /* A page of the inner range ends the inner run; a page of the outer range ends both. */
     nesting inner = {.inner_from = 2, .inner_n = 1, .touched = 2};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &inner, &test_err));
-    CHECK(inner.inner == UM_E_IO && inner.came_back && !inner.ran);
+    CHECK(inner.inner == UM_E_IO);
+    CHECK(inner.came_back);
+    CHECK(!inner.ran);
     nesting outer = {.inner_from = 2, .inner_n = 1, .touched = 3};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &outer, &test_err));
     CHECK(!outer.came_back);
@@ -162,7 +169,8 @@ static void *run_blocked(void *arg) {
         CHECK(read_cut(NULL) == UM_E_IO);
         CHECK(um_guard_copy(buffer, cut, page, NULL) == UM_OK);
         sigset_t mask = mask_now();
-        CHECK(sigismember(&mask, SIGBUS) == 1 && sigismember(&mask, SIGINT) == 1);
+        CHECK(sigismember(&mask, SIGBUS) == 1);
+        CHECK(sigismember(&mask, SIGINT) == 1);
     }
     return arg;
 }
@@ -177,7 +185,7 @@ static void test_blocked(void) {
     CHECK(sigismember(&mask, SIGBUS) == 0);
 }
 
-/* ---- going on to who was there before ---- */
+/* ---- passing faults on to the previous handler ---- */
 
 static void default_action(void) {
     install_plain(SIG_DFL);
@@ -198,7 +206,7 @@ static void send_bus(void *context) {
 }
 
 static void queue_bus(void *context) {
-    /* What is sent has no address, whatever it says. */
+    /* A signal that was sent has no fault address, whatever its value is. */
     union sigval value = {.sival_ptr = cut + page};
     (void)context;
     sigqueue(getpid(), SIGBUS, value);
@@ -255,7 +263,7 @@ static void note(int number, siginfo_t *info, void *context) {
     count(number);
 }
 
-/* Makes the page good, so that the instruction succeeds. */
+/* Maps the page, so that the instruction succeeds. */
 static void mend(int number, siginfo_t *info, void *context) {
     note(number, info, context);
     mmap(foreign + page, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -266,19 +274,26 @@ static void goes_on_to_a_handler(void) {
     sigaddset(&action.sa_mask, SIGUSR1);
     REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && seen_number == SIGBUS);
-    CHECK(sigismember(&seen_mask, SIGBUS) == 1 && sigismember(&seen_mask, SIGUSR1) == 1);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen_number == SIGBUS);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 1);
+    CHECK(sigismember(&seen_mask, SIGUSR1) == 1);
     sigset_t mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0 && sigismember(&mask, SIGUSR1) == 0);
+    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(sigismember(&mask, SIGUSR1) == 0);
 
     install(mend, SA_NODEFER, NULL);
     fault_outside();
-    CHECK(atomic_load(&n_called) == 2 && seen.si_addr == foreign + page);
+    CHECK(atomic_load(&n_called) == 2);
+    CHECK(seen.si_addr == foreign + page);
     CHECK(seen.si_code == BUS_ADRERR);
-    CHECK(sigismember(&seen_mask, SIGBUS) == 0 && sigismember(&seen_mask, SIGUSR1) == 0);
+    CHECK(sigismember(&seen_mask, SIGBUS) == 0);
+    CHECK(sigismember(&seen_mask, SIGUSR1) == 0);
     CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 3 && seen.si_code == SI_QUEUE);
-    CHECK(seen.si_value.sival_ptr == cut + page && seen.si_pid == getpid());
+    CHECK(atomic_load(&n_called) == 3);
+    CHECK(seen.si_code == SI_QUEUE);
+    CHECK(seen.si_value.sival_ptr == cut + page);
+    CHECK(seen.si_pid == getpid());
     CHECK(read_cut(NULL) == UM_E_IO);
     CHECK(atomic_load(&n_called) == 3);
 }
@@ -286,8 +301,9 @@ static void goes_on_to_a_handler(void) {
 static void calls_once(void) {
     install(note, (int)SA_RESETHAND, NULL);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && action_now().sa_handler == SIG_DFL);
-    /* Installed again it is called again, and then no more. */
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(action_now().sa_handler == SIG_DFL);
+    /* A handler that is installed again is called again, once. */
     install(note, (int)SA_RESETHAND, NULL);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
     CHECK(atomic_load(&n_called) == 2);
@@ -297,7 +313,7 @@ static void calls_once(void) {
     }
 }
 
-/* A signal such as the kernel sends for a page that the hardware has lost. */
+/* Sends a signal like the kernel's for a page that the hardware has lost. */
 static void send_code(int code, void *address, unsigned lsb) {
     siginfo_t info = {0};
     info.si_signo = SIGBUS;
@@ -310,7 +326,7 @@ static void send_code(int code, void *address, unsigned lsb) {
 static void lose_by_hardware(void *context) {
     (void)context;
     send_code(BUS_MCEERR_AR, cut - 1 + page / 2, 12);
-    touch(NULL); /* never comes here */
+    touch(NULL); /* does not get here */
 }
 
 static void tell_of_loss(void *context) {
@@ -320,12 +336,13 @@ static void tell_of_loss(void *context) {
 
 static void hardware_losses(void) {
     default_action();
-    /* The kernel tells where a page begins, wherever it was touched. */
+    /* The kernel reports the beginning of the page, whichever byte was touched. */
     CHECK(um_guard_run(cut + page - 1, 1, lose_by_hardware, NULL, NULL) == UM_E_IO);
-    /* What nobody touched is no fault of the run. */
+    /* A lost page that was not touched is no fault of the run. */
     install(note, 0, NULL);
     CHECK(um_guard_run(cut, page, tell_of_loss, NULL, NULL) == UM_OK);
-    CHECK(atomic_load(&n_called) == 1 && seen.si_code == BUS_MCEERR_AO);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen.si_code == BUS_MCEERR_AO);
     default_action();
     if (is_well()) {
         um_guard_run(cut, page, tell_of_loss, NULL, NULL);
@@ -344,18 +361,19 @@ static void test_chaining(void) {
     CHECK(end_of(hardware_losses) == SIGBUS);
 }
 
-/* ---- handlers that come while a run is under way ---- */
+/* ---- handlers that are installed during a run ---- */
 
 static struct sigaction previous;
 
-/* As faulthandler does: tells, puts back what was there, and sends the signal again. */
+/* Does what faulthandler does: notes the signal, restores the previous handler, and raises the
+ * signal again. */
 static void tell_and_end(int number, siginfo_t *info, void *context) {
     note(number, info, context);
     sigaction(SIGBUS, &previous, NULL);
     raise(number);
 }
 
-/* As others do. */
+/* Does what other handlers do: calls the previous one. */
 static void tell_and_call(int number, siginfo_t *info, void *context) {
     note(number, info, context);
     if ((previous.sa_flags & SA_SIGINFO) != 0) {
@@ -383,7 +401,7 @@ static void check_between(bool calls) {
 static void ends_between(void) {
     check_between(false);
     if (is_well()) {
-        fault_outside(); /* goes from ours to theirs, to ours, to the default */
+        fault_outside(); /* from our handler to theirs, to ours, to the default */
     }
 }
 
@@ -394,7 +412,7 @@ static void calls_between(void) {
     }
 }
 
-/* Theirs is given up while another of ours is on top: then nobody goes on to it any more. */
+/* Their handler is removed while ours is on top once more: from then on nothing is passed to it. */
 static void put_back(void *context) {
     (void)context;
     REQUIRE(sigaction(SIGBUS, &previous, NULL) == 0);
@@ -405,7 +423,7 @@ static void is_given_up(void) {
     CHECK(um_guard_run(cut, page, put_back, NULL, NULL) == UM_OK);
     CHECK(action_now().sa_handler == SIG_DFL);
     CHECK(read_cut(NULL) == UM_E_IO);
-    /* Put back when nobody runs, ours stays, and goes on to the default. */
+    /* If it is restored while no run is under way, ours stays, and passes on to the default. */
     put_back(NULL);
     CHECK(action_now().sa_handler != SIG_DFL);
     if (is_well()) {
@@ -413,7 +431,7 @@ static void is_given_up(void) {
     }
 }
 
-/* A fault in the run that theirs has come into is theirs first. */
+/* A fault in the run during which their handler was installed goes to theirs first. */
 static void come_and_fault(void *context) {
     come_between(context);
     touch(cut + page);
@@ -423,10 +441,11 @@ static void hears_first(void) {
     int calls = 1;
     default_action();
     CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
-    CHECK(atomic_load(&n_called) == 1 && seen.si_addr == cut + page);
+    CHECK(atomic_load(&n_called) == 1);
+    CHECK(seen.si_addr == cut + page);
     sigset_t mask = mask_now();
     CHECK(sigismember(&mask, SIGBUS) == 0);
-    /* One who blocks the signal in his handler is jumped over, too. */
+    /* A handler that blocks the signal is skipped, too. */
     install(tell_and_call, 0, NULL);
     CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
     mask = mask_now();
@@ -440,7 +459,7 @@ static int n_met;
 static void install_another(void *context) {
     struct sigaction action = {.sa_handler = count};
     (void)context;
-    for (int i = 0; i < 5; i++) { /* another mask is another action */
+    for (int i = 0; i < 5; i++) { /* another mask makes another action */
         if ((n_met >> i & 1) != 0) {
             sigaddset(&action.sa_mask, SIGRTMIN + i);
         }
@@ -449,17 +468,18 @@ static void install_another(void *context) {
 }
 
 static void meets_many(void) {
-    int n_at_first = action_now().sa_handler == SIG_DFL ? 1 : 2; /* a sanitizer has its own */
+    int n_at_first =
+        action_now().sa_handler == SIG_DFL ? 1 : 2; /* a sanitizer has its own handler */
     default_action();
     um_status status = UM_OK;
     for (n_met = 0; n_met < MANY && status == UM_OK; n_met++) {
         status = um_guard_run(cut, page, install_another, NULL, NULL);
     }
-    CHECK(n_met + n_at_first == 18); /* 16 there is room for, the last is refused */
+    CHECK(n_met + n_at_first == 18); /* there is room for 16, and the last is refused */
     CHECK_STATUS(UM_E_OS, um_guard_copy(buffer, cut, page, &test_err));
-    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "sigaction") == 0);
+    CHECK_OS_ERR(EBUSY, "sigaction");
     CHECK(action_now().sa_handler == count);
-    /* Those that were met before are as good as ever. */
+    /* The handlers that were known before still work. */
     default_action();
     CHECK(read_cut(NULL) == UM_E_IO);
 }
@@ -471,14 +491,17 @@ static void keeps_restarting(void *context) {
 static void restarts_as_before(void) {
     int flag = -1;
     install(note, 0, NULL);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag == 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag == 0);
     install(note, SA_RESTART, NULL);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag != 0);
     install_plain(SIG_IGN);
-    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK && flag != 0);
+    CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
+    CHECK(flag != 0);
 }
 
-/* faulthandler's way: puts back what was there before him, and sends the signal to that. */
+/* Does what faulthandler does: restores the previous handler, and raises the signal for it. */
 static struct sigaction kept_by_him;
 static volatile int n_handed_on;
 
@@ -497,8 +520,8 @@ static void keeps_on_top(void *context) {
     kept_by_him = action_now();
 }
 
-/* He is below an entry that he keeps as his previous: as when he came in the moment between our
- * looking what is on top and our being there. */
+/* The handler is below an entry that it keeps as its previous one: as if it had been installed
+ * between our look at the handler on top and our own installation. */
 static void keeps_what_goes_on_to_him(void) {
     install(hands_on, SA_NODEFER, NULL);
     REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
@@ -525,8 +548,10 @@ static void *fault_often(void *arg) {
     for (int i = 0; i < N_FAULTS; i++) {
         um_error err;
         size_t at = (size_t)(1 + i % (FILE_PAGES - 1)) * page + (size_t)i % page;
-        CHECK(um_guard_copy(out, own + at, 1, &err) == UM_E_IO && err.status == UM_E_IO);
-        CHECK(um_guard_copy(out, own, 5, &err) == UM_OK && memcmp(out, "begin", 5) == 0);
+        CHECK(um_guard_copy(out, own + at, 1, &err) == UM_E_IO);
+        CHECK(err.status == UM_E_IO);
+        CHECK(um_guard_copy(out, own, 5, &err) == UM_OK);
+        CHECK(memcmp(out, "begin", 5) == 0);
         CHECK(um_guard_copy(out, own + page - 1, 2, &err) == UM_E_IO);
     }
     munmap(own, FILE_PAGES * page);
@@ -551,7 +576,7 @@ static void test_threads(void) {
     CHECK(same_action(&before, &after));
 }
 
-/* Sends signals to the process, which have to come to the handler that is installed. */
+/* Sends signals to the process, which must reach the installed handler. */
 static void *send_often(void *arg) {
     unsigned *n = arg;
     while (!atomic_load(&is_over)) {
@@ -570,13 +595,15 @@ static void others_hear_theirs(void) {
     run_threads();
     atomic_store(&is_over, true);
     pthread_join(sender, NULL);
-    /* Signals that wait are one. */
-    CHECK(n_sent > 0 && atomic_load(&n_called) > 0 && (unsigned)atomic_load(&n_called) <= n_sent);
+    /* Pending signals are merged into one. */
+    CHECK(n_sent > 0);
+    CHECK(atomic_load(&n_called) > 0);
+    CHECK((unsigned)atomic_load(&n_called) <= n_sent);
     CHECK(action_now().sa_handler == count);
 }
 
-/* Whoever comes while a run is under way hears of its fault first; the run goes on when ours is on
- * top again. */
+/* A handler that is installed during a run hears of a fault of the run first. The run goes on when
+ * ours is on top again. */
 static void hear_one(int number) {
     (void)number;
 }
@@ -627,7 +654,7 @@ static void *stay_inside(void *arg) {
 
 static void child_of_a_run(void) {
     CHECK(read_cut(NULL) == UM_E_IO);
-    CHECK(action_now().sa_handler == SIG_DFL); /* the parent's run is none of the child's */
+    CHECK(action_now().sa_handler == SIG_DFL); /* the child has no part in the run of its parent */
     if (is_well()) {
         touch(foreign + page);
     }
@@ -641,7 +668,7 @@ static void fork_while_guarded(void) {
     REQUIRE(pthread_create(&other, NULL, stay_inside, NULL) == 0);
     pthread_barrier_wait(&inside);
     CHECK(end_of(child_of_a_run) == SIGBUS);
-    CHECK(action_now().sa_handler != SIG_DFL); /* the run goes on here */
+    CHECK(action_now().sa_handler != SIG_DFL); /* in the parent the run goes on */
     CHECK(read_cut(NULL) == UM_E_IO);
     CHECK(action_now().sa_handler != SIG_DFL);
     pthread_barrier_wait(&forked);
@@ -660,7 +687,7 @@ static void one_run(void) {
     CHECK(read_cut(NULL) == UM_E_IO);
 }
 
-/* A child never waits for a lock that a thread of the parent had. */
+/* A child process never waits for a lock that a thread of its parent had. */
 static void fork_between(void) {
     pthread_t other;
     unsigned char out;
@@ -685,19 +712,21 @@ static void mark(void *context) {
 
 static void test_faults(void) {
     struct sigaction before = action_now(), after;
-    /* The mask; reading the handler, and laying ours on top. */
+    /* Setting the mask, reading the handler, and installing ours on top. */
     static const char *const calls[] = {"um_os_signal_mask", "um_os_bus_action",
                                         "um_os_bus_action"};
     for (unsigned nth = 1; nth <= 3; nth++) {
         bool ran = false;
         fault_os_fail_nth(nth, EPERM);
         CHECK_STATUS(UM_E_OS, um_guard_run(cut, page, mark, &ran, &test_err));
-        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0 && test_err.os_errno == EPERM && !ran);
+        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0);
+        CHECK(test_err.os_errno == EPERM);
+        CHECK(!ran);
         fault_os_fail_nth(0, 0);
         after = action_now();
         CHECK(same_action(&before, &after));
     }
-    /* A handler that cannot be taken away goes on as before, and the next run takes it away. */
+    /* A handler that cannot be removed keeps working, and the next run removes it. */
     for (unsigned nth = 4; nth <= 5; nth++) {
         fault_os_fail_nth(nth, EPERM);
         CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
@@ -711,12 +740,13 @@ static void test_faults(void) {
     }
 }
 
-/* The first run of a process says what a fork shall do. */
+/* The first run of a process registers the handlers of fork. */
 static void test_first(void) {
     bool ran = false;
     fault_os_fail_nth(2, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(strcmp(test_err.what, "pthread_atfork") == 0 && !ran);
+    CHECK(strcmp(test_err.what, "pthread_atfork") == 0);
+    CHECK(!ran);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
     CHECK(ran);

@@ -92,7 +92,7 @@ static void test_bad_specs(void) {
         }
     }
 
-    /* Each product on the way overflows in one of these. */
+    /* Each product of the size overflows in one of these. */
     spec = good;
     spec.n_kv_heads = spec.head_dim = UINT32_MAX;
     spec.type = UM_F32;
@@ -110,7 +110,7 @@ static void test_bad_specs(void) {
     check_too_large(spec);
     spec.head_dim = UINT32_MAX;
     check_too_large(spec);
-    /* What no address space has. */
+    /* More than any address space. */
     spec = good;
     spec.n_layers = 1;
     spec.max_seq_len = ((uint64_t)1 << 62) / 20;
@@ -155,7 +155,7 @@ static void test_bad_storage(void) {
     CHECK_BAD_STORAGE(n_rows = UINT64_MAX / 2 + 1);
     CHECK_BAD_STORAGE(usable_rows = 8);
     CHECK_BAD_STORAGE(usable_rows = UINT64_MAX);
-    /* More room than needed, fewer rows than tokens, none that can be written yet. */
+    /* More memory than needed, fewer rows than tokens, no row usable yet. */
     bad = good;
     bad.lane_stride += 64;
     CHECK_OK(init_status(&spec, &bad, &test_err));
@@ -170,7 +170,7 @@ static void test_bad_storage(void) {
     CHECK_BAD_STORAGE(lane_stride -= 64);
     CHECK_BAD_STORAGE(usable_rows = 4);
     CHECK_BAD_STORAGE(usable_rows = 0);
-    for (int i = 0; i < 2; i++) { /* twice as many rows do not fit a number */
+    for (int i = 0; i < 2; i++) { /* twice as many rows overflow */
         bad = good;
         bad.n_rows = bad.usable_rows = ((uint64_t)1 << 63) + (i == 0 ? 0 : 5);
         CHECK_STATUS(UM_E_INVALID, init_status(&spec, &bad, &test_err));
@@ -220,14 +220,17 @@ static void test_sizes(void) {
 
         kv_model m;
         make_fixed(&m, spec);
-        CHECK(m.kv.base == m.map && memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
+        CHECK(m.kv.base == m.map);
+        CHECK(memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
         CHECK_EQ_U64(m.kv.row_bytes, row);
         CHECK_EQ_U64(m.kv.lane_stride, m.storage.lane_stride);
         CHECK_EQ_U64(m.kv.n_rows, 7);
         CHECK_EQ_U64(m.kv.usable_rows, 7);
         CHECK(um_kv_lane(&m.kv, 2, 1, 2) == m.map + 17 * m.storage.lane_stride);
-        CHECK(um_kv_lane(&m.kv, 3, 0, 0) == NULL && um_kv_lane(&m.kv, UINT32_MAX, 1, 0) == NULL);
-        CHECK(um_kv_lane(&m.kv, 0, 0, 3) == NULL && um_kv_lane(&m.kv, 0, 1, UINT32_MAX) == NULL);
+        CHECK(um_kv_lane(&m.kv, 3, 0, 0) == NULL);
+        CHECK(um_kv_lane(&m.kv, UINT32_MAX, 1, 0) == NULL);
+        CHECK(um_kv_lane(&m.kv, 0, 0, 3) == NULL);
+        CHECK(um_kv_lane(&m.kv, 0, 1, UINT32_MAX) == NULL);
         uint64_t first = 777;
         CHECK_EQ_U64(um_kv_layer_len(&m.kv, 3, &first), 0);
         CHECK_EQ_U64(um_kv_layer_len(&m.kv, UINT32_MAX, NULL), 0);
@@ -283,7 +286,7 @@ static void test_append_all(void) {
             CHECK_EQ_U64(um_kv_seq_len(&m.kv), token + 1);
         }
         CHECK_EQ_U64(do_append_all(&m, in_type), UM_E_FULL);
-        CHECK(test_err.limit == 7 && test_err.used == 7 && test_err.asked == 1);
+        CHECK_ROOM(7, 7, 1);
         CHECK(strcmp(test_err.what, "kv") == 0);
         free_model(&m);
     }
@@ -322,7 +325,7 @@ static void test_refused_appends(void) {
     CHECK(um_kv_append(kv, 3, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, NULL) == UM_E_INVALID);
     CHECK(um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 3, NULL) == UM_E_FULL);
 
-    /* A token that only one layer holds: the others may follow, all of them at once may not. */
+    /* A token that only one layer has: each other layer may follow, but not all in one call. */
     CHECK_EQ_U64(do_append(&m, 1, 1, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
     CHECK_EQ_U64(um_kv_seq_len(kv), 5);
     CHECK_EQ_U64(do_append_all(&m, UM_F32), UM_E_STATE);
@@ -349,12 +352,12 @@ static void test_append_halves(void) {
     append_everywhere(&m, 5);
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_begin(kv, 3, 1, &row, &test_err));
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 1, 3, &row, &test_err));
-    CHECK(test_err.limit == 7 && test_err.used == 5 && test_err.asked == 3);
+    CHECK_ROOM(7, 5, 3);
     CHECK(um_kv_append_begin(kv, 1, UINT64_MAX, &row, NULL) == UM_E_FULL);
     CHECK_EQ_U64(row, 12345);
     CHECK_OK(um_kv_append_begin(kv, 1, 2, &row, &test_err));
     CHECK_EQ_U64(row, 5);
-    check_model(&m); /* nothing has happened yet */
+    check_model(&m); /* nothing has changed yet */
     um_kv_append_end(kv, 1, 2);
     CHECK_EQ_U64(um_kv_layer_len(kv, 1, NULL), 7);
     CHECK_EQ_U64(um_kv_layer_len(kv, 0, NULL), 5);
@@ -399,8 +402,7 @@ static void test_refused_reads(void) {
 
 /* ---- reserve, commit, rollback ---- */
 
-static void test_reserve(void) {
-    static const float k[100], v[100];
+static void test_refused_reserves(void) {
     kv_model m;
     um_kv *kv = &m.kv;
     uint64_t row = 777;
@@ -413,16 +415,23 @@ static void test_reserve(void) {
     uint64_t too_many[] = {6, UINT64_MAX, UINT64_MAX - 1, (uint64_t)1 << 63};
     for (size_t i = 0; i < sizeof too_many / sizeof too_many[0]; i++) {
         CHECK_REFUSED(UM_E_FULL, &m, um_kv_reserve(kv, too_many[i], &row, &test_err));
-        CHECK_EQ_U64(test_err.limit, 7);
-        CHECK_EQ_U64(test_err.used, 2);
-        CHECK_EQ_U64(test_err.asked, too_many[i]);
+        CHECK_ROOM(7, 2, too_many[i]);
         CHECK(strcmp(test_err.what, "kv") == 0);
     }
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_reserve(kv, 0, &row, &test_err));
     CHECK(um_kv_reserve(kv, 6, &row, NULL) == UM_E_FULL);
     CHECK_EQ_U64(row, 777);
+    free_model(&m);
+}
 
-    /* While rows are reserved, nothing else moves the cache's ends. */
+/* While rows are reserved, no other call moves the ends of the cache. */
+static void test_reserve(void) {
+    static const float k[100], v[100];
+    kv_model m;
+    um_kv *kv = &m.kv;
+    uint64_t row = 777;
+    make_fixed(&m, spec_of(1, UM_F16));
+    append_everywhere(&m, 2);
     CHECK_EQ_U64(do_reserve(&m, 3), UM_OK);
     CHECK_EQ_U64(um_kv_seq_len(kv), 2);
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_STATE);
@@ -448,7 +457,7 @@ static void test_reserve(void) {
     CHECK_EQ_U64(um_kv_seq_len(kv), 4);
     CHECK_EQ_U64(do_commit(&m, 1), UM_E_STATE);
 
-    /* A rollback ends it too, and a commit of nothing. */
+    /* A rollback ends a reservation too, and so does a commit of nothing. */
     CHECK_EQ_U64(do_reserve(&m, 3), UM_OK);
     do_rollback(&m);
     CHECK_EQ_U64(um_kv_seq_len(kv), 4);
@@ -458,7 +467,7 @@ static void test_reserve(void) {
     CHECK_EQ_U64(um_kv_seq_len(kv), 4);
     CHECK_EQ_U64(do_commit(&m, 0), UM_E_STATE);
 
-    /* To the last row. */
+    /* Up to the last row. */
     CHECK_EQ_U64(do_reserve(&m, 3), UM_OK);
     write_reserved(&m);
     CHECK_EQ_U64(do_commit(&m, 3), UM_OK);
@@ -479,7 +488,7 @@ static void test_torn_tokens(void) {
     CHECK_EQ_U64(do_trim(&m, 1, 0), UM_E_STATE);
     CHECK_EQ_U64(do_trim(&m, 1, 1), UM_E_STATE);
     CHECK_EQ_U64(do_set_usable(&m, 4), UM_E_INVALID);
-    /* They move with the others. */
+    /* Torn tokens move with the others. */
     CHECK_EQ_U64(do_move(&m, 3), UM_E_INVALID);
     CHECK_EQ_U64(do_move(&m, 2), UM_OK);
     CHECK_EQ_U64(do_move(&m, 1), UM_OK);
@@ -493,7 +502,7 @@ static void test_torn_tokens(void) {
     free_model(&m);
 }
 
-/* ---- forgetting ---- */
+/* ---- crop, clear, trim ---- */
 
 static void test_crop_and_clear(void) {
     kv_model m;
@@ -530,7 +539,7 @@ static void test_trim(void) {
     make_fixed(&m, spec_of(2, UM_F16));
     CHECK_EQ_U64(do_trim(&m, 0, 0), UM_OK);
     append_everywhere(&m, 7);
-    /* All of them, where that is more. */
+    /* Trimming to at least as many tokens as there are keeps all of them. */
     uint64_t all[][2] = {{7, 0},
                          {8, 0},
                          {0, 7},
@@ -544,17 +553,17 @@ static void test_trim(void) {
         CHECK_EQ_U64(do_trim(&m, all[i][0], all[i][1]), UM_OK);
         CHECK_EQ_U64(um_kv_seq_len(kv), 7);
     }
-    /* The position and the rows of what is kept stay: not a byte is written. */
+    /* The kept tokens keep their positions and rows: not a byte is written. */
     CHECK_EQ_U64(do_trim(&m, 5, 0), UM_OK);
     CHECK_EQ_U64(um_kv_next_position(kv), 7);
     CHECK_EQ_U64(um_kv_first_position(kv), 2);
     CHECK_EQ_U64(um_kv_row(kv, 2), 2);
-    /* max_seq_len would have room, the rows have not; moving makes some. */
+    /* max_seq_len has room, but the rows have none; a move makes room. */
     CHECK_EQ_U64(do_append(&m, 0, 2, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 7 && test_err.used == 7 && test_err.asked == 2);
+    CHECK_ROOM(7, 7, 2);
     CHECK(strcmp(test_err.what, "rows") == 0);
     CHECK_EQ_U64(do_append(&m, 0, 3, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 7 && test_err.used == 5 && test_err.asked == 3);
+    CHECK_ROOM(7, 5, 3);
     CHECK(strcmp(test_err.what, "kv") == 0);
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_FULL);
     CHECK(strcmp(test_err.what, "rows") == 0);
@@ -574,7 +583,7 @@ static void test_trim(void) {
     free_model(&m);
 }
 
-/* All ways to keep some of 7 tokens, those included whose rows overlap. */
+/* All ways to keep some of 7 tokens, including those whose rows overlap. */
 static void test_keep_first(void) {
     for (uint64_t n = 0; n <= 7; n++) {
         for (uint64_t keep = 0; n + keep <= 8; keep++) {
@@ -593,7 +602,7 @@ static void test_keep_first(void) {
 
 /* ---- for the owner of the storage ---- */
 
-/* Moves bytes as memmove does, but for the last of so many calls. */
+/* Moves bytes as memmove does. The last of a given number of calls fails. */
 static um_status move_some(void *context, void *to, const void *from, size_t nbytes) {
     int *left = context;
     if (--*left == 0) {
@@ -614,7 +623,7 @@ static void test_mover(void) {
     CHECK_EQ_U64(1000 - left, m.n_lanes);
     CHECK_EQ_U64(do_move(&m, 0), UM_OK);
     CHECK_EQ_U64(1000 - left, 2 * m.n_lanes);
-    /* What has nowhere to go, and nothing, is not moved. */
+    /* Tokens that are already there, and no tokens, are not moved. */
     CHECK_EQ_U64(do_move(&m, 0), UM_OK);
     CHECK_EQ_U64(do_trim(&m, 3, 0), UM_OK);
     CHECK_EQ_U64(1000 - left, 2 * m.n_lanes);
@@ -626,35 +635,37 @@ static void test_mover(void) {
         append_everywhere(&m, 7);
         left = n;
         CHECK_STATUS(UM_E_IO, um_kv_trim(kv, 3, 2, &test_err));
-        CHECK(um_kv_seq_len(kv) == 7 && um_kv_first_position(kv) == 0);
+        CHECK(um_kv_seq_len(kv) == 7);
+        CHECK(um_kv_first_position(kv) == 0);
         CHECK_OK(um_kv_trim(kv, 4, 0, &test_err));
         left = n;
         CHECK_STATUS(UM_E_IO, um_kv_move(kv, 1, &test_err));
-        CHECK(um_kv_seq_len(kv) == 4 && um_kv_row(kv, 3) == 3);
+        CHECK(um_kv_seq_len(kv) == 4);
+        CHECK(um_kv_row(kv, 3) == 3);
         free_model(&m);
     }
 }
 
-/* Rows become usable page by page; the others cannot be touched at all. */
+/* Rows become usable page by page. The others are inaccessible. */
 static void test_growing(void) {
     um_kv_spec spec = spec_of(2, UM_F32);
     size_t page = page_up(1);
-    spec.head_dim = (uint32_t)page / 16; /* two rows a page */
+    spec.head_dim = (uint32_t)page / 16; /* two rows in each page */
     spec.max_seq_len = 100;
     kv_model m;
     um_kv *kv = &m.kv;
     make_model(&m, spec, 12, 0, 0, true);
     CHECK_EQ_U64(do_append(&m, 0, 0, UM_F32, UM_KV_HEAD_MAJOR), UM_OK);
     CHECK_EQ_U64(do_append(&m, 0, 1, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 0 && test_err.used == 0 && test_err.asked == 1);
+    CHECK_ROOM(0, 0, 1);
     CHECK(strcmp(test_err.what, "rows") == 0);
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_FULL);
     CHECK_EQ_U64(do_set_usable(&m, 4), UM_OK);
     append_everywhere(&m, 3);
     CHECK_EQ_U64(do_append(&m, 1, 2, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 4 && test_err.used == 3 && test_err.asked == 2);
+    CHECK_ROOM(4, 3, 2);
     CHECK_EQ_U64(do_append(&m, 1, 98, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    CHECK(test_err.limit == 100 && test_err.used == 3 && test_err.asked == 98);
+    CHECK_ROOM(100, 3, 98);
     append_everywhere(&m, 1);
     CHECK_EQ_U64(do_set_usable(&m, 12), UM_OK);
     append_everywhere(&m, 7);
@@ -674,7 +685,7 @@ static void test_growing(void) {
     CHECK_EQ_U64(do_move(&m, 3), UM_OK);
     CHECK_EQ_U64(um_kv_row(kv, 1), 3);
     CHECK_EQ_U64(do_append(&m, 0, 1, UM_F32, UM_KV_HEAD_MAJOR), UM_E_FULL);
-    /* Nothing is held: the next token goes where the cache was moved to. */
+    /* No token is left: the next goes to the row that the cache was moved to. */
     CHECK_EQ_U64(do_trim(&m, 0, 0), UM_OK);
     CHECK_EQ_U64(do_move(&m, 0), UM_OK);
     CHECK_EQ_U64(do_set_usable(&m, 0), UM_OK);
@@ -738,7 +749,7 @@ static void test_large_positions(void) {
         CHECK_EQ_U64(do_move(&m, 5), UM_OK);
         CHECK_EQ_U64(do_move(&m, 0), UM_OK);
         if (i == 2) {
-            /* The last position that there is. */
+            /* The last possible position. */
             append_everywhere(&m, 3);
             CHECK_EQ_U64(do_append(&m, 0, 1, UM_F32, UM_KV_TOKEN_MAJOR), UM_E_FULL);
             CHECK_EQ_U64(test_err.limit, UINT64_MAX);
@@ -759,6 +770,7 @@ int main(void) {
     test_refused_appends();
     test_append_halves();
     test_refused_reads();
+    test_refused_reserves();
     test_reserve();
     test_torn_tokens();
     test_crop_and_clear();

@@ -1,6 +1,6 @@
 /* Random calls, valid and not, of random caches. Every sequence has a number, which is printed when
- * it fails; with a number as its argument the program runs that sequence alone, and with two as
- * many from there on. */
+ * it fails. With a number as its argument the program runs only that sequence; with a second number
+ * N, it runs N sequences from there on. */
 #include "kv_model.h"
 
 enum { N_SEQUENCES = 1000, N_CALLS = 60 };
@@ -9,7 +9,7 @@ static uint64_t below(kv_model *m, uint64_t n) {
     return test_random(&m->random) % n;
 }
 
-/* Mostly up to n or one more, now and then far too many. */
+/* Mostly at most n + 1, sometimes far too many. */
 static uint64_t about(kv_model *m, uint64_t n) {
     return below(m, 30) == 0 ? UINT64_MAX - below(m, 3) : below(m, n + 2);
 }
@@ -18,8 +18,8 @@ static um_dtype any_type(kv_model *m) {
     return (um_dtype)below(m, m->spec.type == UM_Q8_0 ? 4 : 3);
 }
 
-/* One cache of the many there are: of every type, plain and ring, with rows that are not usable
- * yet, or as many as it has tokens. */
+/* A random cache: any type, plain or ring, some with rows that are not usable yet, some with as
+ * many rows as tokens. */
 static void make_any(kv_model *m, uint64_t sequence) {
     uint64_t random = sequence;
     m->random = sequence;
@@ -33,7 +33,7 @@ static void make_any(kv_model *m, uint64_t sequence) {
     size_t gap = (size_t)below(m, 3) * 64;
     spec.head_dim = spec.type == UM_Q8_0 ? 32 * (spec.head_dim % 3 + 1) : spec.head_dim;
     if (ring) {
-        /* Rows that fill whole pages: 16 or 32 of them do with these. */
+        /* Rows must fill whole pages: 16 or 32 rows of this size do. */
         n_rows = 16 + 16 * below(m, 2);
         spec.n_kv_heads = spec.type == UM_Q8_0 ? 4 : 2;
         spec.head_dim = (uint32_t)(page_up(1) / 32 / (spec.type == UM_F32 ? 4 : 2) * 2);
@@ -44,7 +44,7 @@ static void make_any(kv_model *m, uint64_t sequence) {
     } else {
         spec.max_seq_len = below(m, 2) == 0 ? n_rows : below(m, 30) + 1;
         usable = below(m, 2) == 0 ? n_rows : below(m, n_rows + 1);
-        /* Several rows are a page, so that some of it may be unusable. */
+        /* A page has several rows, so that a part of it may be unusable. */
         spec.head_dim = guarded && spec.type != UM_Q8_0 ? 512 : spec.head_dim;
     }
     random = m->random;
@@ -78,7 +78,7 @@ static void reserve_some(kv_model *m) {
     }
 }
 
-/* Positions near every edge that a number may have. */
+/* Positions near every limit of a number. */
 static void adopt_some(kv_model *m) {
     uint64_t edges[] = {0, (uint64_t)1 << 32, (uint64_t)1 << 63, UINT64_MAX - 60};
     uint64_t next = edges[below(m, 4)] + below(m, 30);

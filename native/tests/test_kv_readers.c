@@ -1,6 +1,6 @@
-/* Readers beside the writer of a KV cache: whatever they are told is there is whole, in a plain
- * cache and in a ring. In a ring that is so for as many tokens as it has rows beyond the window:
- * the writer waits for the readers after so many. */
+/* Readers beside the writer of a KV cache: every token that they are told of is whole, in a plain
+ * cache and in a ring. In a ring that holds for as many tokens as it has rows beyond the window:
+ * after that many, the writer waits for the readers. */
 #include "kv_model.h"
 
 #include <pthread.h>
@@ -12,7 +12,7 @@ static _Atomic unsigned n_reads, n_torn;
 static _Atomic bool phase_done;
 static pthread_barrier_t phase;
 
-/* All tokens that are shown of all layers, and the last one that all layers hold. */
+/* Reads all visible tokens of all layers, and the last one that all layers hold. */
 static void read_tokens(void) {
     uint64_t next = um_kv_next_position(read_kv), shown = um_kv_seq_len(read_kv);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
@@ -47,14 +47,14 @@ static void *read_phases(void *arg) {
     return arg;
 }
 
-/* The rows of tokens, of K and V of all layers: each value is the position. */
+/* The rows of tokens, of K and V of all layers. Each value is the position. */
 static void fill_rows(float *rows, uint64_t position, uint64_t n) {
     for (uint64_t i = 0; i < LAYERS * n * VALUES; i++) {
         rows[i] = (float)(position + i / VALUES % n);
     }
 }
 
-/* n tokens, in one of the three ways. */
+/* Writes n tokens, in one of three ways. */
 static void write_tokens(um_kv *kv, uint64_t n, uint64_t way) {
     static float rows[LAYERS * SPARE * VALUES];
     uint64_t position = um_kv_next_position(kv), row;
@@ -75,8 +75,8 @@ static void write_tokens(um_kv *kv, uint64_t n, uint64_t way) {
     }
 }
 
-/* While no reader looks: some tokens are dropped, and their rows wiped, so that nobody can take
- * what they held for what comes next. */
+/* Called while no reader reads: drops some tokens and wipes their rows, so that old contents are
+ * not taken for new ones. */
 static void drop_some(um_kv *kv, uint64_t *random) {
     uint64_t next = um_kv_next_position(kv), len = um_kv_seq_len(kv);
     uint64_t what = test_random(random) % 8, n = test_random(random) % (len + 1);
@@ -150,7 +150,7 @@ static void read_when_interrupted(int number) {
     read_tokens();
 }
 
-/* At whatever instruction the writer is. Here a reader is never overtaken. */
+/* Reads at any instruction of the writer. Here no reader is overtaken. */
 static void test_interrupted(uint64_t window) {
     kv_model m = make_cache(window);
     read_kv = &m.kv;

@@ -1,5 +1,5 @@
-/* Rings: that the last tokens are one contiguous array whatever was written over, that nothing is
- * shown that was, and that crop says how far back it can go. */
+/* Rings: the last tokens are one contiguous array, overwritten tokens are not visible, and crop
+ * says how far back it can go. */
 #include "kv_model.h"
 
 /* 16 rows of 256 bytes are a page of 4096. */
@@ -31,7 +31,7 @@ static void check_shown(const kv_model *m, uint64_t first, uint64_t next) {
     }
 }
 
-/* Twice around, in steps of every size up to more than there are rows. */
+/* Twice around the ring, in steps of every size up to more than all rows. */
 static void test_wrapping(void) {
     for (uint64_t n = 1; n <= 3 * ROWS; n++) {
         for (uint64_t window = ROWS - 3; window <= ROWS; window += 3) {
@@ -51,7 +51,7 @@ static void test_wrapping(void) {
         CHECK_EQ_U64(do_append_all(&m, UM_F16), UM_OK);
         check_shown(&m, next > ROWS ? next - ROWS : 0, next);
     }
-    /* Of more than all rows the last are taken, in both orders. */
+    /* Of more tokens than rows the last are kept, in both orders. */
     CHECK_EQ_U64(do_append(&m, 0, 2 * ROWS + 5, UM_F16, UM_KV_TOKEN_MAJOR), UM_OK);
     CHECK_EQ_U64(do_append(&m, 1, 2 * ROWS + 5, UM_F16, UM_KV_HEAD_MAJOR), UM_OK);
     CHECK_EQ_U64(do_append(&m, 2, 0, UM_F16, UM_KV_HEAD_MAJOR), UM_OK);
@@ -76,19 +76,19 @@ static void test_refused(void) {
     CHECK_EQ_U64(do_adopt(&m, 11, 12), UM_E_INVALID);
     CHECK_EQ_U64(do_crop(&m, 13), UM_E_INVALID);
     CHECK_EQ_U64(do_reserve(&m, ROWS + 1), UM_E_FULL);
-    CHECK(test_err.limit == ROWS && test_err.used == 0 && test_err.asked == ROWS + 1);
+    CHECK_ROOM(ROWS, 0, ROWS + 1);
     uint64_t row = 777;
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_reserve(kv, 0, &row, &test_err));
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_reserve(kv, UINT64_MAX, &row, &test_err));
     CHECK_EQ_U64(row, 777);
-    /* What lies before the window is held, but not shown. */
+    /* Tokens before the window are kept, but not visible. */
     CHECK_EQ_U64(do_read(&m, 0, 0, 7, 1, UM_F32), UM_E_INVALID);
     CHECK_EQ_U64(do_read(&m, 0, 0, 8, 12, UM_F32), UM_OK);
     CHECK_EQ_U64(do_read(&m, 0, 0, 8, 13, UM_F32), UM_E_INVALID);
     free_model(&m);
 }
 
-/* A window of 12 in 16 rows: 4 tokens more are there than shown. */
+/* A window of 12 in 16 rows: 4 more tokens are kept than are visible. */
 static void test_crop(void) {
     kv_model m;
     make_ring(&m, 3, 12);
@@ -109,7 +109,7 @@ static void test_crop(void) {
     CHECK_EQ_U64(do_crop(&m, 12), UM_OK);
     CHECK_EQ_U64(do_crop(&m, 11), UM_E_INVALID);
     CHECK_EQ_U64(test_err.limit, 12);
-    /* What is appended now overwrites nothing more, until it is past the end that was. */
+    /* New tokens overwrite no older ones until they pass the previous end. */
     append_everywhere(&m, 4);
     CHECK_EQ_U64(do_crop(&m, 8), UM_OK);
     append_everywhere(&m, 5);
@@ -119,7 +119,8 @@ static void test_crop(void) {
     free_model(&m);
 }
 
-/* A ring as large as its window can only go back while it has not wrapped, or was trimmed. */
+/* A ring with no more rows than its window can be cropped only if it has not wrapped, or was
+ * trimmed. */
 static void test_crop_without_spare_rows(void) {
     kv_model m;
     make_ring(&m, 1, ROWS);
@@ -163,7 +164,7 @@ static void test_trim(void) {
     free_model(&m);
 }
 
-/* Tokens that some layers lack have overwritten others in a full ring. */
+/* In a full ring, tokens that some layers lack have overwritten others. */
 static void test_torn_tokens(void) {
     kv_model m;
     make_ring(&m, 1, ROWS);
@@ -193,7 +194,7 @@ static void test_torn_tokens(void) {
     free_model(&m);
 }
 
-/* One layer goes ahead so far that nothing is left of what all of them held. */
+/* One layer goes ahead so far that no token is left that all layers hold. */
 static void test_torn_far(void) {
     uint64_t far[] = {ROWS - 1, ROWS, ROWS + 1, 5 * ROWS};
     for (size_t i = 0; i < sizeof far / sizeof far[0]; i++) {
@@ -204,7 +205,7 @@ static void test_torn_far(void) {
         CHECK_EQ_U64(um_kv_seq_len(&m.kv), i == 0 ? 1 : 0);
         do_rollback(&m);
         check_shown(&m, i == 0 ? 29 : 30, 30);
-        /* The next tokens are shown at once. */
+        /* The next tokens are visible at once. */
         append_everywhere(&m, 1);
         check_shown(&m, i == 0 ? 29 : 30, 31);
         append_everywhere(&m, 12);
@@ -219,7 +220,7 @@ static void test_torn_far(void) {
     }
 }
 
-/* Four spare rows: four tokens reserved cost nothing that is shown, five cost one token. */
+/* Four spare rows: reserving four tokens hides none, reserving five hides one. */
 static void test_reserve(void) {
     kv_model m;
     make_ring(&m, 1, 12);
@@ -233,7 +234,7 @@ static void test_reserve(void) {
     CHECK_EQ_U64(do_reserve(&m, 1), UM_E_STATE);
     CHECK_EQ_U64(do_crop(&m, 11), UM_E_STATE);
     CHECK_EQ_U64(do_trim(&m, 1, 0), UM_E_STATE);
-    /* All rows that are reserved lie one behind the other, in the mirror where they have to. */
+    /* All reserved rows lie one after the other, if necessary in the mirror. */
     write_reserved(&m);
     CHECK_EQ_U64(do_commit(&m, 6), UM_E_INVALID);
     CHECK_EQ_U64(do_commit(&m, 2), UM_OK);
@@ -265,7 +266,7 @@ static void test_adopt(void) {
     append_everywhere(&m, ROWS);
     CHECK_EQ_U64(do_adopt(&m, 40, 12), UM_OK);
     check_shown(&m, 28, 40);
-    CHECK_EQ_U64(do_crop(&m, 5), UM_OK); /* nothing lies before what was adopted */
+    CHECK_EQ_U64(do_crop(&m, 5), UM_OK); /* nothing is left from before the adoption */
     check_shown(&m, 28, 33);
     append_everywhere(&m, 20);
     check_shown(&m, 41, 53);

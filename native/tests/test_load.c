@@ -1,4 +1,4 @@
-/* Loading: that memory holds what the files do, however the reads come, and that threads end. */
+/* Loading: memory holds what the files hold, however the reads are split, and all threads end. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -16,7 +16,7 @@
 #include "blocks.h"
 #include "fault_os.h"
 
-/* What takes longest to read, a byte at a time: whoever looks in between is in the middle. */
+/* A size that takes long to read byte by byte, so that a check in between finds it unfinished. */
 enum { ENDLESS = 64 << 20 };
 
 static size_t page, huge_page;
@@ -54,7 +54,7 @@ static bool holds(const void *memory, uint64_t seed, uint64_t offset, size_t nby
     return true;
 }
 
-/* Waits for the end; *out_nbytes is what was read by then. */
+/* Waits for the end; *out_nbytes is what was read. */
 static um_status load_all(const um_load_part *parts, size_t n_parts, const um_load_options *options,
                           uint64_t *out_nbytes, size_t *out_part, um_error *err) {
     um_load *load = NULL;
@@ -96,7 +96,7 @@ static void test_sizes(void) {
         size_t phase = phases[i % 4], nbytes = sizes[i / 4 % 8], request = requests[i / 32];
         size_t offset = i % 3 == 0 ? file_nbytes - nbytes : 0;
         if (request == 1000 && nbytes > border) {
-            continue; /* thousands of reads that show nothing more */
+            continue; /* thousands of reads that test nothing more */
         }
         unsigned char *to = base + border + phase;
         memset(base, 0xEE, block.nbytes);
@@ -108,16 +108,16 @@ static void test_sizes(void) {
         CHECK(is_filled(base, (size_t)(to - base), 0xEE));
         CHECK(is_filled(to + nbytes, block.nbytes - (size_t)(to - base) - nbytes, 0xEE));
         unsigned n_started = fault_os_calls_of("um_os_thread_start");
-        CHECK(n_started <= options.n_threads && (n_started > 0) == (nbytes > 0));
+        CHECK(n_started <= options.n_threads);
+        CHECK((n_started > 0) == (nbytes > 0));
         CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
     }
     close(fd);
     unmap_block(&block);
 }
 
-/* Pieces end where huge pages of the memory do, whatever is asked for: the number of reads shows
- * it.
- */
+/* Pieces end at the borders of huge pages of the memory, whatever the request is: the number of
+ * reads shows it. */
 static void test_borders(void) {
     if (huge_page == 0) {
         test_skip("borders of huge pages", "the kernel has no huge pages");
@@ -136,7 +136,7 @@ static void test_borders(void) {
         fault_os_fail_nth(0, 0);
         check_load(&part, 1, &options);
         size_t n_pieces = last / piece - first / piece + 1;
-        size_t n_reads = 0; /* a piece above what is asked for takes several */
+        size_t n_reads = 0; /* a piece larger than the request takes several reads */
         for (uintptr_t at = first / piece * piece; at <= last; at += piece) {
             uintptr_t from = at < first ? first : at,
                       to = at + piece <= last ? at + piece : last + 1;
@@ -185,27 +185,30 @@ static void test_parts(void) {
     unmap_block(&block);
 }
 
-/* Reads that give less than was asked for. */
+/* Reads that return less than was asked for. */
 static void test_partial_reads(void) {
+    enum { PIECE = 4 << 20 };
     size_t nbytes = 20 * page + 77;
-    um_block block = make_pages(24 * page, UM_PAGES_4K);
+    um_block block = make_pages(PIECE + 24 * page, UM_PAGES_4K);
+    /* At a border between pieces, so that there is none inside, which would be one read more. */
+    void *to = (void *)(((uintptr_t)block.base + PIECE - 1) / PIECE * PIECE);
     int fd = make_file(4, nbytes);
-    um_load_part part = {.fd = fd, .to = block.base, .nbytes = nbytes};
+    um_load_part part = {.fd = fd, .to = to, .nbytes = nbytes};
     size_t limits[] = {97, 999, 4096, 5000};
     for (int i = 0; i < 8; i++) {
         bool direct = i >= 4;
         size_t limit = limits[i % 4];
-        memset(block.base, 0xEE, block.nbytes);
+        memset(to, 0xEE, 24 * page);
         fault_os_limit_read(limit);
         fault_os_fail_nth(0, 0);
         um_load_options options = {.n_threads = 2, .direct = direct};
         if (direct && limit < 4096) {
-            /* No file system reads so little of a direct read but at the end of the file. */
+            /* A direct read is as short as this only at the end of a file. */
             CHECK_STATUS(UM_E_IO, load_all(&part, 1, &options, &(uint64_t){0}, NULL, &test_err));
             CHECK_EQ_U64(test_err.os_errno, 0);
         } else {
             check_load(&part, 1, &options);
-            CHECK(holds(block.base, 4, 0, nbytes));
+            CHECK(holds(to, 4, 0, nbytes));
             unsigned n_reads = 0;
             size_t align = direct ? 4096 : 1;
             for (size_t left = nbytes; left > 0; n_reads++) {
@@ -219,7 +222,7 @@ static void test_partial_reads(void) {
     unmap_block(&block);
 }
 
-/* Past the page cache, of a real file. */
+/* Reads past the page cache, of a real file. */
 static void test_direct(void) {
     char path[] = "/tmp/unimem-load-XXXXXX";
     size_t border = huge_page == 0 ? page : huge_page, file_nbytes = 2 * border + 12345;
@@ -260,7 +263,7 @@ static void test_direct(void) {
     unmap_block(&block);
 }
 
-/* ---- what fails ---- */
+/* ---- failures ---- */
 
 static void test_short_files(void) {
     um_block block = make_pages(30 * page, UM_PAGES_4K);
@@ -319,19 +322,22 @@ static void test_shorter_meanwhile(void) {
     }
     size_t failed = 777;
     CHECK_STATUS(UM_E_IO, um_load_end(load, &failed, &test_err));
-    CHECK(failed == 0 && test_err.os_errno == 0 && nbytes < ENDLESS);
+    CHECK(failed == 0);
+    CHECK(test_err.os_errno == 0);
+    CHECK(nbytes < ENDLESS);
     fault_os_limit_read(0);
     close(fd);
     unmap_block(&block);
 }
 
-/* One that fails stops another that would read for long. */
+/* A read that fails stops another one that would take long. */
 static void test_failure_stops(void) {
     size_t border = huge_page == 0 ? page : huge_page;
     um_block block = make_pages(ENDLESS, UM_PAGES_4K);
     int fd = make_file(1, 0);
     REQUIRE(ftruncate(fd, ENDLESS) == 0);
-    /* The first thread is busy with the first part, whose one piece another takes no more of. */
+    /* The first thread is busy with the first part, which is one piece that no other thread can
+     * take a share of. */
     um_load_part parts[] = {
         {.fd = fd, .to = block.base, .nbytes = border},
         {.fd = -1, .to = (char *)block.base + border, .nbytes = border},
@@ -342,7 +348,8 @@ static void test_failure_stops(void) {
     size_t part = 777;
     um_load_options options = {.n_threads = 2};
     CHECK_STATUS(UM_E_IO, load_all(parts, 3, &options, &nbytes, &part, &test_err));
-    CHECK(part == 1 && test_err.os_errno == EBADF);
+    CHECK(part == 1);
+    CHECK(test_err.os_errno == EBADF);
     CHECK(nbytes <= border);
     CHECK(is_filled((char *)block.base + border, ENDLESS - border, 0));
     fault_os_limit_read(0);
@@ -350,7 +357,7 @@ static void test_failure_stops(void) {
     unmap_block(&block);
 }
 
-/* Memory that the kernel cannot give. */
+/* Memory that the kernel has no page for. */
 static void test_no_memory(void) {
     int fd = make_file(1, 20 * page);
     for (int os_errno = 0; os_errno < 2; os_errno++) {
@@ -367,7 +374,8 @@ static void test_no_memory(void) {
         } while (strcmp(fault_os_failed(), "um_os_pread") != 0);
         CHECK(status == UM_E_NOMEM);
         fault_os_fail_nth(0, 0);
-        CHECK(failed == 0 && test_err.os_errno == ENOMEM);
+        CHECK(failed == 0);
+        CHECK(test_err.os_errno == ENOMEM);
         CHECK_EQ_U64(test_err.asked, 20 * page);
         unmap_block(&block);
     }
@@ -416,7 +424,8 @@ static void test_faults(void) {
                            {.fd = fd, .to = (char *)block.base + 5 * border, .nbytes = border}}};
     for (unsigned i = 0; i < 6; i++) {
         l.options = (um_load_options){.n_threads = 1 + i / 2, .cpus = i % 2 ? cpus : NULL};
-        /* A thread that cannot be pinned still reads; who cannot sleep asks again. */
+        /* A thread that cannot be pinned still reads, and a waiting thread that cannot sleep
+         * polls. */
         fault_os_check_each(&(fault_case){
             .run = run_load,
             .context = &l,
@@ -430,8 +439,9 @@ static void test_faults(void) {
             break;
         }
     }
-    /* All but a thread that cannot be started goes on after an interruption. */
-    CHECK(fault_os_failed() != NULL && strcmp(fault_os_failed(), "um_os_thread_start") == 0);
+    /* All calls are repeated after an interruption, except the start of a thread. */
+    REQUIRE(fault_os_failed() != NULL);
+    CHECK(strcmp(fault_os_failed(), "um_os_thread_start") == 0);
     fault_os_fail_nth(0, 0);
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
@@ -508,7 +518,7 @@ static void test_cpus(void) {
     }
     CHECK_EQ_U64(n_pinned, 4);
 
-    /* The caller's own affinity is not touched, even by one thread. */
+    /* The caller's own affinity is not changed, even with one thread. */
     int one = -1;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         one = CPU_ISSET((size_t)cpu, &allowed) ? cpu : one;
@@ -545,7 +555,7 @@ static void on_signal(int number) {
     }
 }
 
-/* Of this process, by the kernel. */
+/* The threads of this process, by /proc. */
 static unsigned n_threads_now(void) {
     unsigned n = 0;
     DIR *tasks = opendir("/proc/self/task");
@@ -557,8 +567,8 @@ static unsigned n_threads_now(void) {
     return n;
 }
 
-/* Ended in the middle: nothing is read afterwards. Signals come to the caller alone, and end its
- * waiting. */
+/* A load that is ended early reads nothing more. Signals go to the caller only, and end its
+ * wait. */
 static void test_end_in_the_middle(void) {
     um_block block = make_pages(ENDLESS, UM_PAGES_4K);
     unsigned char *base = block.base;
@@ -579,16 +589,19 @@ static void test_end_in_the_middle(void) {
         }
         CHECK_EQ_U64(n_threads_now(), n_before + n_threads);
         test_interrupt(on_signal);
-        um_load_wait(load, 3600000, &more, &running); /* a signal ends it */
+        um_load_wait(load, 3600000, &more, &running); /* a signal ends the wait */
         test_interrupt(NULL);
-        CHECK(running && more >= nbytes && more < ENDLESS);
+        CHECK(running);
+        CHECK(more >= nbytes);
+        CHECK(more < ENDLESS);
         CHECK_OK(um_load_end(load, NULL, &test_err));
-        /* The kernel lists one on its way out that was joined. */
+        /* The kernel may still list a thread that was joined. */
         for (int i = 0; i < 10000 && n_threads_now() != n_before; i++) {
             usleep(1000);
         }
         CHECK_EQ_U64(n_threads_now(), n_before);
-        CHECK(base[0] == byte_of(1, 0) && base[ENDLESS - 1] == 0);
+        CHECK(base[0] == byte_of(1, 0));
+        CHECK(base[ENDLESS - 1] == 0);
     }
     CHECK(atomic_load(&n_signals) > 0);
     CHECK_EQ_U64(atomic_load(&n_elsewhere), 0);
@@ -597,7 +610,7 @@ static void test_end_in_the_middle(void) {
     unmap_block(&block);
 }
 
-/* Who waits sleeps: as often as a thread ends it may look, and once more. */
+/* A waiting thread sleeps: it wakes at most once for each thread that ends, and once more. */
 static void test_waiting(void) {
     um_block block = make_pages(ENDLESS, UM_PAGES_AUTO);
     int fd = make_file(1, ENDLESS);

@@ -1,49 +1,16 @@
-/* Mirrored memory: two images of each piece, in the kernel's books and in ours. */
+/* Mirrored memory: two images of each piece, in the figures of the kernel and in ours. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "blocks.h"
+#include "mirrors.h"
 
 #include <errno.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
-#include "os.h"
 
 static size_t page, huge_page;
-
-static um_block_options mirror_of(size_t mirror_nbytes, um_pages pages) {
-    return (um_block_options){.pages = pages,
-                              .category = UM_CAT_HISTORY,
-                              .sharing = UM_SHARING_MEMFD,
-                              .mirror_nbytes = mirror_nbytes};
-}
-
-static um_block make_mirror(size_t n_pieces, size_t mirror_nbytes, um_pages pages) {
-    um_block_options options = mirror_of(mirror_nbytes, pages);
-    return make_block(n_pieces * mirror_nbytes, &options);
-}
-
-static unsigned char *image(const um_block *block, size_t i) {
-    return (unsigned char *)block->base + i * block->mirror_nbytes;
-}
-
-/* Bytes that the memfd holds. */
-static uint64_t file_bytes(const um_block *block) {
-    struct stat st;
-    CHECK(fstat(block->fd, &st) == 0);
-    return (uint64_t)st.st_blocks * 512;
-}
-
-static void fill(const um_block *block) {
-    for (size_t i = 0; i < block->nbytes / block->mirror_nbytes; i += 2) {
-        memset(image(block, i), (int)(i + 1), block->mirror_nbytes);
-    }
-}
 
 static void test_images(void) {
     enum { N_PIECES = 5 };
@@ -59,19 +26,20 @@ static void test_images(void) {
     CHECK_EQ_U64(block.step_nbytes, page);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
     CHECK(is_filled(block.base, block.nbytes, 0));
-    fill(&block);
+    fill_images(&block);
     for (size_t i = 0; i < N_PIECES; i++) {
         CHECK(is_filled(image(&block, 2 * i), 2 * m, (unsigned char)(2 * i + 1)));
-        CHECK(has_vm_flag(image(&block, 2 * i), "dc") &&
-              has_vm_flag(image(&block, 2 * i + 1), "dc"));
-        /* Each image is an entry of its own, with no neighbour joined to it. */
+        CHECK(has_vm_flag(image(&block, 2 * i), "dc"));
+        CHECK(has_vm_flag(image(&block, 2 * i + 1), "dc"));
+        /* Each image is an entry of smaps, joined with no neighbour. */
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i), "Size"), m);
         CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i + 1), "Size"), m);
     }
     image(&block, 3)[m - 1] = 77;
     CHECK(image(&block, 2)[m - 1] == 77);
-    memset(image(&block, 4) + m - 5, 88, 10); /* over the end, which is the beginning */
-    CHECK(is_filled(image(&block, 4), 5, 88) && is_filled(image(&block, 5) + m - 5, 5, 88));
+    memset(image(&block, 4) + m - 5, 88, 10); /* past the end, to the beginning */
+    CHECK(is_filled(image(&block, 4), 5, 88));
+    CHECK(is_filled(image(&block, 5) + m - 5, 5, 88));
     CHECK(image(&block, 4)[5] == 5);
     CHECK_EQ_U64(file_bytes(&block), N_PIECES * m);
     unmap_block(&block);
@@ -134,30 +102,6 @@ static void test_failures_of_map(void) {
 
 /* ---- placement ---- */
 
-static long faults_now(void) {
-    struct rusage usage;
-    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
-    return usage.ru_minflt + usage.ru_majflt;
-}
-
-/* How many faults it takes to read every page through every image. AddressSanitizer has pages of
- * its own for each read. */
-__attribute__((no_sanitize("address"))) static long faults_of_reading(const um_block *block) {
-    long before = faults_now();
-    for (size_t at = 0; at < block->nbytes; at += page) {
-        (void)((volatile unsigned char *)block->base)[at];
-    }
-    return faults_now() - before;
-}
-
-static uint64_t on_all_nodes(const um_placement *placement) {
-    uint64_t sum = 0;
-    for (unsigned node = 0; node < UM_MAX_NODES; node++) {
-        sum += placement->node_bytes[node];
-    }
-    return sum;
-}
-
 static void test_warm(void) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
@@ -165,7 +109,7 @@ static void test_warm(void) {
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
-    fill(&block); /* it can be written as well */
+    fill_images(&block); /* writing takes no faults either */
     CHECK_EQ_U64(faults_of_reading(&block), 0);
     for (size_t i = 0; i < 2 * N_PIECES; i++) {
         CHECK_EQ_U64(smaps_bytes(image(&block, i), "Rss"), m);
@@ -174,36 +118,38 @@ static void test_warm(void) {
     um_placement placement = placement_of(&block);
     CHECK_EQ_U64(placement.resident_bytes, N_PIECES * m);
     CHECK_EQ_U64(placement.pss_bytes, N_PIECES * m);
-    CHECK(placement.pages == UM_PAGES_4K && placement.huge_bytes == 0);
+    CHECK(placement.pages == UM_PAGES_4K);
+    CHECK(placement.huge_bytes == 0);
     CHECK_EQ_U64(placement.locked_bytes, 0);
     CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
     uint64_t resident;
-    /* Not a file that was cut off: it is sealed. */
+    /* EFAULT does not mean a truncated file: the memfd is sealed. */
     fault_os_fail_nth(1, EFAULT);
     CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
-    CHECK_EQ_U64(resident, 3 * m); /* of address space */
+    CHECK_EQ_U64(resident, 3 * m); /* counted in address space */
     unmap_block(&block);
 }
 
 static void test_touched_in_part(void) {
     size_t m = 8 * page;
     um_block block = make_mirror(3, m, UM_PAGES_4K), other;
-    image(&block, 0)[0] = 1; /* through the first image, through the mirror, through both */
+    image(&block, 0)[0] = 1; /* through the first image, the mirror, both */
     image(&block, 1)[2 * page] = 1;
     image(&block, 2)[0] = 1;
     image(&block, 3)[0] = 1;
     image(&block, 5)[0] = 1;
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * page);
     CHECK_EQ_U64(placement_of(&block).pss_bytes, 4 * page);
-    /* Another mapping of it is another user of its pages, and has none of ours in its figures. */
+    /* Another mapping shares the pages, and its figures do not include ours. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
     CHECK_EQ_U64(other.nbytes, 3 * m);
     CHECK(other.mirror_nbytes == 0);
     CHECK_EQ_U64(placement_of(&other).resident_bytes, 0);
     memset(other.base, 2, other.nbytes);
-    CHECK(is_filled(block.base, 4 * m, 2) && is_filled(image(&block, 5), m, 2));
+    CHECK(is_filled(block.base, 4 * m, 2));
+    CHECK(is_filled(image(&block, 5), m, 2));
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * m);
     unmap_block(&other);
     unmap_block(&block);
@@ -243,7 +189,7 @@ static void test_policy(void) {
     for (size_t i = 0; i < 4; i++) {
         CHECK(strcmp(policy_at(image(&block, i)), "bind:0") == 0);
     }
-    fill(&block);
+    fill_images(&block);
     CHECK_EQ_U64(placement_of(&block).node_bytes[0], 8 * page);
     CHECK_OK(um_block_repair(&block, NULL, &test_err));
     unmap_block(&block);
@@ -252,7 +198,7 @@ static void test_policy(void) {
 static void test_other_calls(void) {
     size_t m = 2 * page;
     um_block block = make_mirror(3, m, UM_PAGES_AUTO), copy, other;
-    fill(&block);
+    fill_images(&block);
     for (int advice = UM_ADVICE_WILLNEED; advice <= UM_ADVICE_NOHUGEPAGE; advice++) {
         if (advice == UM_ADVICE_DONTNEED) {
             CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)advice, &test_err));
@@ -269,7 +215,8 @@ static void test_other_calls(void) {
     unmap_block(&other);
     um_block_options options = {.category = UM_CAT_OTHER};
     CHECK_OK(um_block_copy_sealed(&copy, &block, &options, &test_err));
-    CHECK(copy.mirror_nbytes == 0 && memcmp(copy.base, block.base, block.nbytes) == 0);
+    CHECK(copy.mirror_nbytes == 0);
+    CHECK(memcmp(copy.base, block.base, block.nbytes) == 0);
     unmap_block(&copy);
     options.mirror_nbytes = m;
     CHECK_STATUS(UM_E_INVALID, um_block_copy_sealed(&copy, &block, &options, &test_err));
@@ -297,7 +244,7 @@ static void test_fork(void) {
 
 enum { PIECES = 4, PIECE_PAGES = 5 };
 
-/* What the pages of each piece hold. */
+/* The contents of the pages of each piece. */
 typedef struct contents {
     unsigned char pages[PIECES][PIECE_PAGES];
 } contents;
@@ -321,7 +268,7 @@ static void refill(const um_block *block, contents *c, uint64_t *random) {
     }
 }
 
-/* Steps of the address space; returns how many pages of memory those are. */
+/* Forgets steps of the address space; returns how many pages of memory those are. */
 static size_t forget(contents *c, size_t first, size_t end) {
     bool seen[PIECES][PIECE_PAGES] = {{false}};
     size_t n = 0;
@@ -345,9 +292,10 @@ static void test_discard(void) {
             size_t n = forget(&m, first, end), out = 12345;
             fault_os_fail_nth(0, 0);
             CHECK_OK(um_block_discard(&block, first * page, (end - first) * page, &out, &test_err));
-            /* The pieces in the middle are one hole; at each end is one more, or a wrapped one. */
-            CHECK(fault_os_calls() <= 4 &&
-                  fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
+            /* The pieces in the middle are one hole; at each end there is one more, or one that
+             * wraps. */
+            CHECK(fault_os_calls() <= 4);
+            CHECK(fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
             CHECK((fault_os_calls() == 0) == (n == 0));
             CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
             CHECK_EQ_U64(out, n * page);
@@ -359,7 +307,7 @@ static void test_discard(void) {
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1);                            /* all of it is one hole */
+    CHECK_EQ_U64(fault_os_calls(), 1);                            /* the whole file is one hole */
     CHECK_OK(um_block_discard(&block, 1, page, NULL, &test_err)); /* no whole step */
     CHECK_EQ_U64(fault_os_calls(), 1);
     unmap_block(&block);
@@ -390,84 +338,7 @@ static void test_failures_of_discard(void) {
     unmap_block(&d.block);
 }
 
-/* ---- huge pages ---- */
-
-/* Pieces of so many halves of a huge page; how many halves of the memory can be in huge pages. */
-static void check_collapse(size_t n_pieces, size_t halves, size_t huge_halves) {
-    size_t m = halves * huge_page / 2;
-    um_block block = make_mirror(n_pieces, m, UM_PAGES_THP);
-    bool whole = halves % 2 == 0;
-    CHECK_EQ_U64(block.step_nbytes, whole ? huge_page : page);
-    CHECK_EQ_U64((uintptr_t)block.base % huge_page, 0);
-    CHECK_OK(um_block_collapse(&block, &test_err)); /* nothing is there */
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
-    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    fill(&block);
-    um_status status = um_block_collapse(&block, &test_err);
-    if (status != UM_OK) {
-        test_skip("huge pages of mirrors", test_err.what);
-        unmap_block(&block);
-        return;
-    }
-    CHECK_EQ_U64(faults_of_reading(&block), 0); /* through no image */
-    um_placement placement = placement_of(&block);
-    CHECK_EQ_U64(placement.resident_bytes, n_pieces * m);
-    CHECK_EQ_U64(placement.pss_bytes, n_pieces * m);
-    CHECK_EQ_U64(placement.huge_bytes, huge_halves * huge_page / 2);
-    CHECK(placement.pages == (huge_halves == 0 ? UM_PAGES_4K : UM_PAGES_THP));
-    CHECK_EQ_U64(on_all_nodes(&placement), n_pieces * m);
-    for (size_t i = 0; i < 2 * n_pieces; i++) {
-        CHECK(is_filled(image(&block, i), m, (unsigned char)(i / 2 * 2 + 1)));
-    }
-    /* Less than a huge page goes back all the same, where that is a step. */
-    size_t out, gone = whole ? 0 : page;
-    CHECK_OK(um_block_discard(&block, m + m / 2, page, &out, &test_err));
-    CHECK_EQ_U64(out, gone);
-    CHECK_EQ_U64(file_bytes(&block), n_pieces * m - gone);
-    CHECK_EQ_U64(faults_of_reading(&block) > 0, gone > 0);
-    CHECK_OK(um_block_discard(&block, 0, 2 * m, &out, &test_err));
-    CHECK_EQ_U64(out, m);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, (n_pieces - 1) * m);
-    CHECK_EQ_U64(file_bytes(&block), (n_pieces - 1) * m);
-    unmap_block(&block);
-}
-
-static void test_huge_pages(void) {
-    if (huge_page == 0) {
-        test_skip("mirrors of huge pages", "the kernel has none");
-        return;
-    }
-    check_collapse(3, 2, 6);
-    check_collapse(2, 4, 8);
-    check_collapse(3, 1, 0);
-    check_collapse(4, 3, 8); /* one of the two images of each agrees with the file */
-    um_block block = make_mirror(2, huge_page, UM_PAGES_4K);
-    fill(&block);
-    CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
-    CHECK_EQ_U64(placement_of(&block).huge_bytes, 0);
-    unmap_block(&block);
-}
-
-static um_status run_collapse(void *context, um_error *err) {
-    um_block *block = context;
-    um_status status = um_block_collapse(block, err);
-    CHECK(is_filled(image(block, 0), 2 * block->mirror_nbytes, 1));
-    return status;
-}
-
-static void test_failures_of_collapse(void) {
-    um_block block = make_mirror(2, huge_page, UM_PAGES_THP);
-    fill(&block);
-    if (huge_page == 0 || um_block_collapse(&block, NULL) != UM_OK) {
-        test_skip("failures of collapsing mirrors", "there are no huge pages");
-    } else {
-        fault_os_check_each(&(fault_case){.run = run_collapse,
-                                          .context = &block,
-                                          .outputs = &block,
-                                          .outputs_nbytes = sizeof block});
-    }
-    unmap_block(&block);
-}
+/* ---- hugetlb ---- */
 
 static void test_hugetlb(void) {
     enum { HUGE_BYTES = 2 << 20 };
@@ -477,12 +348,13 @@ static void test_hugetlb(void) {
     }
     uint64_t available = huge_pages_available();
     um_block block = make_mirror(2, HUGE_BYTES, UM_PAGES_2M), untouched = block;
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each once */
+    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each page once */
     CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ_U64(faults_of_reading(&block), 0);
-    fill(&block);
-    CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1) && is_filled(image(&block, 3), HUGE_BYTES, 3));
+    fill_images(&block);
+    CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1));
+    CHECK(is_filled(image(&block, 3), HUGE_BYTES, 3));
     um_placement placement = placement_of(&block);
     CHECK(placement.pages == UM_PAGES_2M);
     CHECK_EQ_U64(placement.resident_bytes, 2 * HUGE_BYTES);
@@ -502,7 +374,7 @@ static void test_hugetlb(void) {
     huge_pool_give_back();
 }
 
-/* ---- repairing, where the kernel is played ---- */
+/* ---- repairing, with a simulated kernel ---- */
 
 enum { N_PLAYED = PIECES * PIECE_PAGES };
 
@@ -516,11 +388,11 @@ static struct {
 static size_t file_page_of(const void *address) {
     size_t offset = (size_t)((const unsigned char *)address - image(kernel.block, 0));
     size_t piece = offset / page / PIECE_PAGES / 2;
-    REQUIRE(offset / page / PIECE_PAGES % 2 == 0); /* first images alone */
+    REQUIRE(offset / page / PIECE_PAGES % 2 == 0); /* only first images */
     return (PIECES - 1 - piece) * PIECE_PAGES + offset / page % PIECE_PAGES;
 }
 
-/* As Linux does it: a page that is mapped twice is not moved. */
+/* As in Linux, a page that is mapped twice is not moved. */
 static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
     for (size_t i = 0; i < n; i++) {
         size_t at = file_page_of(pages[i]);
@@ -566,7 +438,7 @@ static void test_repair(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 3, elsewhere = 12345;
     contents m;
-    refill(&block, &m, &random); /* through one image or the other */
+    refill(&block, &m, &random); /* through either image */
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 3 == 0;
@@ -579,7 +451,7 @@ static void test_repair(void) {
     CHECK_EQ_U64(elsewhere, 0);
     CHECK_EQ_U64(kernel.n_moved, 7);
     CHECK(holds(&block, &m));
-    /* Interleaving goes by the place in the file. */
+    /* Interleaving follows the place in the file. */
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 2 == 0;
     }
@@ -595,7 +467,7 @@ static void test_repair(void) {
     unmap_block(&block);
 }
 
-/* What was never touched stays so, and what was touched through the mirror alone is moved. */
+/* Untouched pages stay untouched, and pages touched only through the mirror are moved. */
 static void test_repair_in_part(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
@@ -612,8 +484,9 @@ static void test_repair_in_part(void) {
     CHECK_EQ_U64(elsewhere, 0);
     CHECK_EQ_U64(kernel.n_moved, 2);
     CHECK_EQ_U64(file_bytes(&block), 2 * page);
-    CHECK(image(&block, 0)[3 * page] == 77 && image(&block, 5)[0] == 88);
-    /* Locked pages are mapped twice, and stay where they are. */
+    CHECK(image(&block, 0)[3 * page] == 77);
+    CHECK(image(&block, 5)[0] == 88);
+    /* Locked pages stay mapped twice, so they are not moved. */
     kernel.node[file_page_of(image(&block, 4))] = 1;
     play(&block, UM_NUMA_PREFERRED, 1);
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
@@ -625,12 +498,12 @@ static void test_repair_in_part(void) {
     unmap_block(&block);
 }
 
-/* What the calls of mirrored memory come to; test_numa has the others. */
+/* Failures of the calls for mirrored memory; test_numa.c has the others. */
 static void test_failures_of_repair(void) {
     um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
     unsigned n_failed = 0;
-    fill(&block);
+    fill_images(&block);
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = 0;
     }
@@ -643,7 +516,8 @@ static void test_failures_of_repair(void) {
         const char *failed = fault_os_failed();
         fault_os_fail_nth(0, 0);
         if (failed == NULL) {
-            CHECK(status == UM_OK && elsewhere == 0);
+            CHECK(status == UM_OK);
+            CHECK(elsewhere == 0);
             break;
         }
         if (strcmp(failed, "um_os_residency") == 0 || strcmp(failed, "um_os_advise") == 0) {
@@ -680,13 +554,10 @@ int main(void) {
     test_fork();
     test_discard();
     test_failures_of_discard();
-    test_huge_pages();
-    test_failures_of_collapse();
     test_hugetlb();
     test_repair();
     test_repair_in_part();
     test_failures_of_repair();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

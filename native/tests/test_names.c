@@ -1,11 +1,11 @@
-/* Names in headers: well-formed UTF-8, and names that differ, also where their hashes do not. */
+/* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
 #include "test.h"
 
-#include "internal.h"
+#include "names.h"
 
 static uint64_t utf8_nbytes(const char *text) {
     size_t nbytes = strlen(text);
-    unsigned char *exact = malloc(nbytes + 1); /* so that a sanitizer sees what is read too far */
+    unsigned char *exact = malloc(nbytes + 1); /* so that a sanitizer sees a read past the end */
     REQUIRE(exact != NULL);
     memcpy(exact + 1, text, nbytes);
     uint64_t n = um_utf8_nbytes(exact + 1, nbytes);
@@ -40,7 +40,7 @@ static void test_utf8(void) {
                                       "\xf0\x9f\x98",
                                       "\xf8\x88\x80\x80\x80",
                                       "\xff"};
-    /* ASCII is passed eight bytes at a time: what follows may begin at any of them. */
+    /* ASCII is skipped eight bytes at a time: the next character may begin at any of them. */
     for (size_t n_before = 0; n_before < 20; n_before++) {
         char text[64];
         memset(text, 'x', n_before);
@@ -70,14 +70,14 @@ static void test_names_differ(void) {
     CHECK(um_names_differ(names, 1, &offset));
     CHECK(um_names_differ(names, 5, &offset));
     CHECK_EQ_U64(offset, 0);
-    /* Of two pairs and a triple, the first that was there before. */
+    /* Among two pairs and a triple: the first name that was there before. */
     um_name twice[] = {name("c", 90), name("b", 70), name("a", 10), name("c", 20),
                        name("b", 60), name("a", 50), name("a", 30), name("d", 5)};
     CHECK(!um_names_differ(twice, 8, &offset));
     CHECK_EQ_U64(offset, 30);
 }
 
-/* A hash can be made the same for any names: then they are told apart by what they are. */
+/* Any names can be given the same hash: then their bytes decide. */
 static void test_names_of_one_hash(void) {
     static char texts[100][8];
     um_name names[100];

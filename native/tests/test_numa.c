@@ -1,8 +1,8 @@
-/* Repairing: which pages are moved, where to, and what is left when they cannot be.
+/* Repairing: which pages are moved, where to, and what is left when they cannot be moved.
  *
- * The machine that runs the tests may have one node. Here the kernel is played: its books are
- * invented files, and move_pages is a function that does what Linux does, its giving up included.
- */
+ * The machine that runs the tests may have one node, so the kernel is simulated: its reports are
+ * invented files, and move_pages is a function that does what Linux does, even where Linux gives
+ * up. */
 #include "numa.h"
 
 #include "test.h"
@@ -15,19 +15,19 @@
 
 enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
 
-/* ---- the kernel that is played ---- */
+/* ---- the simulated kernel ---- */
 
 static unsigned char *const base = (unsigned char *)(uintptr_t)0x100000000000;
 
 static struct {
     size_t page_bytes, n_pages;
     int node[MAX_PAGES];       /* NOWHERE: never touched */
-    size_t first[MAX_PAGES];   /* of the huge page that a page is part of; its own number: small */
+    size_t first[MAX_PAGES];   /* the first page of its huge page; its own number: a small page */
     size_t n_of_page;          /* pages in a huge page */
-    bool pinned[MAX_PAGES];    /* cannot be migrated, which ends the call */
+    bool pinned[MAX_PAGES];    /* cannot be migrated, and ends the call */
     bool elsewhere[MAX_PAGES]; /* mapped by another process too */
-    unsigned busy[MAX_PAGES];  /* as often not to be had now */
-    bool gap[MAX_PAGES];       /* must not be asked for */
+    unsigned busy[MAX_PAGES];  /* how often it will still be busy */
+    bool gap[MAX_PAGES];       /* must not be asked about */
     size_t room[N_NODES];      /* pages that a node can still take */
     size_t n_moved, n_calls, n_asked_to_move;
 } kernel;
@@ -48,7 +48,7 @@ static void play(size_t n_pages, size_t page_bytes) {
     }
 }
 
-/* Makes n pages from `first` on a huge one. */
+/* Makes n pages from `first` on a huge page. */
 static void play_huge(size_t first, size_t n) {
     kernel.n_of_page = n;
     for (size_t i = first; i < first + n; i++) {
@@ -73,7 +73,7 @@ static size_t n_huge(void) {
     return n;
 }
 
-/* Writes the kernel's books. */
+/* Writes the reports of the kernel. */
 static void play_books(void) {
     size_t kb = kernel.page_bytes / 1024, resident = kernel.n_pages - n_on(NOWHERE);
     bool hugetlb = kernel.page_bytes > um_page_bytes();
@@ -102,7 +102,8 @@ static size_t page_of(const void *address) {
     return page;
 }
 
-/* Moves the pages that were put aside for a node; an errno, or -1 when one could not be moved. */
+/* Moves the pages that were set aside for a node. Returns an errno, or -1 when a page could not be
+ * moved. */
 static int migrate(const size_t *aside, size_t n, int node) {
     int result = 0;
     for (size_t i = 0; i < n; i++) {
@@ -127,7 +128,7 @@ static int migrate(const size_t *aside, size_t n, int node) {
     return result;
 }
 
-/* What became of one page before it was put aside: 0 put it aside, else its status. */
+/* Returns false if the page is to be set aside, or true if it has a status already. */
 static bool has_status(size_t page, int node, const size_t *aside, size_t n, int *out_status) {
     size_t first = kernel.first[page];
     bool is_aside = false;
@@ -149,8 +150,8 @@ static bool has_status(size_t page, int node, const size_t *aside, size_t n, int
     return true;
 }
 
-/* As Linux does it: pages for the same node are put aside and migrated together; when one of them
- * cannot be, the call ends, and the statuses of these and all further ones are not written. */
+/* As in Linux, pages for the same node are set aside and migrated together. When one of them fails,
+ * the call ends, and no status is written for these and all later pages. */
 static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
     static size_t aside[MAX_PAGES];
     size_t n_aside = 0, begin = 0;
@@ -209,7 +210,7 @@ static um_block make_block(um_numa_mode mode, uint64_t nodes, size_t step_pages)
                       .fd = -1};
 }
 
-/* Repairs, and returns the pages that stay elsewhere. */
+/* Repairs the block, and returns how many pages stay misplaced. */
 static size_t repair(um_block *block) {
     uint64_t elsewhere = UINT64_MAX;
     um_block copy = *block;
@@ -221,7 +222,7 @@ static size_t repair(um_block *block) {
     return (size_t)elsewhere / kernel.page_bytes;
 }
 
-/* Pages whose unit does not lie where the pattern with this phase says. */
+/* The pages whose unit is not where the pattern with this phase puts it. */
 static size_t n_misplaced(const um_numa_pattern *pattern, size_t unit_pages, uint64_t phase) {
     size_t n = 0;
     for (size_t i = 0; i < kernel.n_pages; i++) {
@@ -231,7 +232,7 @@ static size_t n_misplaced(const um_numa_pattern *pattern, size_t unit_pages, uin
     return n;
 }
 
-/* The same, with the phase that suits best. */
+/* The same, with the best phase. */
 static size_t n_misplaced_at_best(const um_numa *numa, const uint32_t *weights, size_t unit_pages) {
     um_numa_pattern pattern;
     size_t best = SIZE_MAX;
@@ -277,11 +278,13 @@ static void test_pattern(void) {
     last.nodes[15] = UINT64_C(1) << 63;
     um_numa_pattern pattern;
     um_numa_pattern_make(&pattern, &last, NULL);
-    CHECK(pattern.n_nodes == 1 && pattern.nodes[0] == 1023 && pattern.cycle == 1);
+    CHECK(pattern.n_nodes == 1);
+    CHECK(pattern.nodes[0] == 1023);
+    CHECK(pattern.cycle == 1);
     CHECK_EQ_U64(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
 }
 
-/* ---- nodes of which any will do ---- */
+/* ---- any of several nodes ---- */
 
 static void test_bind(void) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_PREFERRED};
@@ -297,13 +300,13 @@ static void test_bind(void) {
         CHECK_EQ_U64(n_on(NOWHERE), n_untouched);
         CHECK_EQ_U64(kernel.n_moved, n_stray);
 
-        /* With nothing to do, no page is asked about. */
+        /* If there is nothing to do, no page is asked about. */
         CHECK_EQ_U64(repair(&block), 0);
         CHECK_EQ_U64(kernel.n_calls, 0);
         CHECK(um_block_repair(&block, NULL, NULL) == UM_OK);
     }
 
-    /* With several nodes pages stay where they are on one of them; the others are spread. */
+    /* With several nodes, pages that are on one of them stay; the others are spread. */
     play(1000, um_page_bytes());
     for (size_t page = 0; page < 1000; page++) {
         kernel.node[page] = page < 500 ? 2 : 1;
@@ -345,7 +348,7 @@ static void test_interleave(void) {
         }
         um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
         CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_moved, 0); /* wherever the kernel began */
+        CHECK_EQ_U64(kernel.n_moved, 0); /* wherever the kernel started */
         CHECK_EQ_U64(kernel.n_calls, 2);
 
         for (size_t i = 0; i < 700; i++) {
@@ -364,10 +367,12 @@ static void test_interleave(void) {
     memset(kernel.node, 0, sizeof kernel.node);
     um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
     CHECK_EQ_U64(repair(&block), 0);
-    CHECK(n_on(0) == 3000 && n_on(1) == 3000 && n_on(3) == 3000);
+    CHECK(n_on(0) == 3000);
+    CHECK(n_on(1) == 3000);
+    CHECK(n_on(3) == 3000);
     CHECK_EQ_U64(kernel.n_moved, 6000);
 
-    /* Over one node it is what bind is. */
+    /* Interleaving over one node is the same as bind. */
     block = make_block(UM_NUMA_INTERLEAVE, 1 << 1, 1);
     CHECK_EQ_U64(repair(&block), 0);
     CHECK_EQ_U64(n_on(1), 9000);
@@ -402,7 +407,7 @@ static void test_weighted(void) {
         CHECK_EQ_U64(n_on(0), 3000);
         CHECK_EQ_U64(n_on(2), 1000);
     }
-    /* A weight that is absent, or nothing that could be one, is 1. */
+    /* A weight that is missing or invalid is 1. */
     fault_os_file(path[2], NULL);
     const char *nothing[] = {"", "0\n", "many\n", "256\n"};
     for (size_t i = 0; i < 4; i++) {
@@ -416,7 +421,7 @@ static void test_weighted(void) {
     }
     fault_os_file(path[0], NULL);
     fault_os_file(path[1], NULL);
-    /* So is that of a node that has no file. */
+    /* So is the weight of a node without a file. */
     snprintf(path[0], sizeof path[0], "%snode3", folder);
     if (access(path[0], F_OK) != 0) {
         play(100, um_page_bytes());
@@ -440,7 +445,7 @@ static void test_huge_pages(void) {
         for (size_t page = 0; page < kernel.n_pages; page++) {
             kernel.node[page] = page / HUGE < 10 ? 2 : 1;
         }
-        /* Two of three are huge pages; the third part is small ones, on several nodes. */
+        /* Two thirds are huge pages; the rest are small pages, on several nodes. */
         for (size_t unit = 0; unit < 20; unit++) {
             if (unit % 3 < 2) {
                 play_huge(unit * HUGE, HUGE);
@@ -459,7 +464,7 @@ static void test_huge_pages(void) {
         }
         CHECK(kernel.n_calls < 40);
     }
-    /* One address moves a huge page; one that cannot be moved is not tried with each of them. */
+    /* One address moves a huge page. A huge page that cannot be moved is tried only once. */
     play(HUGE * 20, um_page_bytes());
     for (size_t first = 0; first < kernel.n_pages; first += HUGE) {
         play_huge(first, HUGE);
@@ -474,7 +479,7 @@ static void test_huge_pages(void) {
     CHECK(kernel.n_calls < 40);
 }
 
-/* Where the kernel had no huge pages it spreads small ones, and that is left as it is. */
+/* Where the kernel had no huge pages it spreads small ones, and they are left there. */
 static void test_small_pages_of_huge_units(void) {
     play(HUGE * 20, um_page_bytes());
     for (size_t page = 0; page < kernel.n_pages; page++) {
@@ -484,7 +489,7 @@ static void test_small_pages_of_huge_units(void) {
     CHECK_EQ_U64(repair(&block), 0);
     CHECK_EQ_U64(kernel.n_moved, 0);
 
-    kernel.node[77] = 2; /* then the units get whole */
+    kernel.node[77] = 2; /* then the units become whole */
     CHECK_EQ_U64(repair(&block), 0);
     CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
 }
@@ -523,7 +528,7 @@ static void test_full_node(void) {
     kernel.room[0] = 0;
     block = make_block(UM_NUMA_BIND, 1 << 0, 1);
     CHECK_EQ_U64(repair(&block), 10000);
-    CHECK(kernel.n_calls < 40); /* not once a page */
+    CHECK(kernel.n_calls < 40); /* not one for each page */
 }
 
 static void test_immovable_pages(void) {
@@ -539,12 +544,14 @@ static void test_immovable_pages(void) {
         n_pinned += r < 2;
         n_shared += r == 3;
     }
-    REQUIRE(n_pinned > 50 && n_shared > 50);
+    REQUIRE(n_pinned > 50);
+    REQUIRE(n_shared > 50);
     um_block block = make_block(UM_NUMA_BIND, 1, 1);
     CHECK_EQ_U64(repair(&block), n_pinned + n_shared);
     CHECK_EQ_U64(n_on(1), n_pinned + n_shared);
 
-    /* A page that is in use is asked for again; one that is in use for good is not waited for. */
+    /* A page that is in use for a moment is tried again; for one that stays in use there is no
+     * wait. */
     play(10, um_page_bytes());
     memset(kernel.node, 0, sizeof kernel.node);
     kernel.busy[3] = 2;
@@ -555,7 +562,7 @@ static void test_immovable_pages(void) {
     CHECK_EQ_U64(repair(&block), 1);
     CHECK(kernel.n_calls < 20);
 
-    /* Memory that a device holds, all of it: after some pages the rest is not tried. */
+    /* All of the memory is pinned by a device: after some pages the rest is not tried. */
     size_t unit_pages[] = {1, HUGE};
     for (int i = 0; i < 2; i++) {
         play(MAX_PAGES, um_page_bytes());
@@ -572,7 +579,7 @@ static void test_immovable_pages(void) {
     }
 }
 
-/* ---- refused, and faults ---- */
+/* ---- refused calls, and faults ---- */
 
 static void test_refused(void) {
     play(4, um_page_bytes());
@@ -607,8 +614,8 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
     CHECK(os_state_same(&before, &after));
     *out_done = failed == NULL;
     if (status == UM_OK) {
-        /* No more than which books are asked, or in which order. A node that is said to be full is
-         * not tried again, and what should be there is told. */
+        /* A fault changes only which reports are read, or in which order. A node that is said to be
+         * full is not tried again, and its pages are counted as misplaced. */
         bool full = failed != NULL && strcmp(failed, "um_os_move_pages") == 0;
         CHECK(failed == NULL || full || strcmp(failed, "um_os_open_read") == 0 ||
               strcmp(failed, "um_os_read") == 0 || strcmp(failed, "um_os_close") == 0);
@@ -617,7 +624,9 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
         CHECK_EQ_U64(elsewhere, n_wrong * kernel.page_bytes);
         CHECK((n_wrong == 0) == !full);
     } else {
-        CHECK(failed != NULL && test_err.status == status && test_err.os_errno == os_errno);
+        CHECK(failed != NULL);
+        CHECK(test_err.status == status);
+        CHECK(test_err.os_errno == os_errno);
         CHECK(status == (os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS) || status == UM_E_IO);
         CHECK_EQ_U64(elsewhere, 12345);
         CHECK_EQ_U64(n_on(NOWHERE), 0);
@@ -681,7 +690,7 @@ static void test_real_kernel(void) {
         test_skip("repair with the real kernel", "memory lies on no node below 64");
         return;
     }
-    /* Where the kernel spreads pages itself, it agrees with the pattern that is found. */
+    /* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
     um_status status = um_block_map(&block, 100 * um_page_bytes(), &options, &test_err);
     if (status != UM_OK) {
         test_skip("repair with the real kernel", "this process may not set a NUMA policy");
@@ -695,7 +704,8 @@ static void test_real_kernel(void) {
     int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {-1, -1};
     void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
     if (um_os_move_pages(2, pages, NULL, where) == 0) {
-        CHECK(where[0] == node && where[1] == node);
+        CHECK(where[0] == node);
+        CHECK(where[1] == node);
     } else {
         test_skip("move_pages", "the kernel refuses it here");
     }

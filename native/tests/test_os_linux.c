@@ -1,4 +1,4 @@
-/* Each system call on its own: what it does, that it reports an errno, and that it is counted. */
+/* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,7 +18,7 @@
 
 static size_t page;
 
-/* `call` is one system call, and gives this result. */
+/* `call` must make one system call and return this result. */
 #define CHECK_CALL(expected, call)                                                                 \
     do {                                                                                           \
         um_counters counted_before, counted_after;                                                 \
@@ -28,10 +28,43 @@ static size_t page;
         CHECK_EQ_U64(counted_after.n_os_calls, counted_before.n_os_calls + 1);                     \
     } while (0)
 
+/* The second, the third and the seventh of eight pages are mapped. */
+static void check_scan(char *eight) {
+    int pagemap = -1;
+    size_t n_runs = 777, scanned = 777;
+    um_os_page_run runs[4];
+    CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
+    int os_errno = um_os_scan_pages(pagemap, eight, 8 * page, runs, 4, &n_runs, &scanned);
+    if (os_errno == ENOTTY) {
+        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
+        CHECK(n_runs == 777);
+        CHECK(scanned == 777);
+    } else {
+        CHECK_EQ_U64(os_errno, 0);
+        CHECK(n_runs == 2);
+        CHECK(scanned == 8 * page);
+        CHECK_EQ_U64(runs[0].start, (uintptr_t)eight + page);
+        CHECK_EQ_U64(runs[0].end, (uintptr_t)eight + 3 * page);
+        CHECK_EQ_U64(runs[1].start, (uintptr_t)eight + 6 * page);
+        CHECK_EQ_U64(runs[1].end, (uintptr_t)eight + 7 * page);
+        CHECK(runs[0].huge == 0);
+        CHECK(runs[1].huge == 0);
+        CHECK_CALL(0, um_os_scan_pages(pagemap, eight, 8 * page, runs, 1, &n_runs, &scanned));
+        CHECK(n_runs == 1);
+        CHECK(scanned >= 3 * page);
+        CHECK(scanned <= 6 * page);
+        n_runs = 777;
+        CHECK_CALL(EBADF, um_os_scan_pages(-1, eight, page, runs, 4, &n_runs, &scanned));
+        CHECK_EQ_U64(n_runs, 777);
+    }
+    CHECK_CALL(0, um_os_close(pagemap));
+}
+
 static void test_memory(void) {
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(16 * page, (void **)&base));
-    REQUIRE(base != NULL && (uintptr_t)base % page == 0);
+    REQUIRE(base != NULL);
+    REQUIRE((uintptr_t)base % page == 0);
     CHECK(strcmp(os_state_permissions(base), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 16 * page - 1), "---p") == 0);
 
@@ -50,34 +83,15 @@ static void test_memory(void) {
     CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
     CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
     CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    CHECK((pages[0] & 1) == 0 && (pages[1] & 1) == 1 && (pages[2] & 1) == 1 && (pages[3] & 1) == 0);
-    CHECK(base[5 * page] == 0 && base[7 * page - 1] == 0);
+    CHECK((pages[0] & 1) == 0);
+    CHECK((pages[1] & 1) == 1);
+    CHECK((pages[2] & 1) == 1);
+    CHECK((pages[3] & 1) == 0);
+    CHECK(base[5 * page] == 0);
+    CHECK(base[7 * page - 1] == 0);
 
     /* Pages 1, 2 and 6 of the 8. */
-    int pagemap = -1;
-    size_t n_runs = 777, scanned = 777;
-    um_os_page_run runs[4];
-    CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
-    int os_errno = um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 4, &n_runs, &scanned);
-    if (os_errno == ENOTTY) {
-        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
-        CHECK(n_runs == 777 && scanned == 777);
-    } else {
-        CHECK_EQ_U64(os_errno, 0);
-        CHECK(n_runs == 2 && scanned == 8 * page);
-        CHECK_EQ_U64(runs[0].start, (uintptr_t)base + 5 * page);
-        CHECK_EQ_U64(runs[0].end, (uintptr_t)base + 7 * page);
-        CHECK_EQ_U64(runs[1].start, (uintptr_t)base + 10 * page);
-        CHECK_EQ_U64(runs[1].end, (uintptr_t)base + 11 * page);
-        CHECK(runs[0].huge == 0 && runs[1].huge == 0);
-        CHECK_CALL(
-            0, um_os_scan_pages(pagemap, base + 4 * page, 8 * page, runs, 1, &n_runs, &scanned));
-        CHECK(n_runs == 1 && scanned >= 3 * page && scanned <= 6 * page);
-        n_runs = 777;
-        CHECK_CALL(EBADF, um_os_scan_pages(-1, base, page, runs, 4, &n_runs, &scanned));
-        CHECK_EQ_U64(n_runs, 777);
-    }
-    CHECK_CALL(0, um_os_close(pagemap));
+    check_scan(base + 4 * page);
 
     if (um_huge_page_bytes() != 0) {
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
@@ -99,7 +113,8 @@ static void test_memory(void) {
 static void test_files(void) {
     int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
     REQUIRE(fd >= 0);
-    CHECK(pwrite(fd, "first", 5, 0) == 5 && pwrite(fd, "second", 6, (off_t)page) == 6);
+    CHECK(pwrite(fd, "first", 5, 0) == 5);
+    CHECK(pwrite(fd, "second", 6, (off_t)page) == 6);
     uint64_t file_nbytes = 777;
     CHECK_CALL(0, um_os_file_nbytes(fd, &file_nbytes));
     CHECK_EQ_U64(file_nbytes, page + 6);
@@ -112,11 +127,14 @@ static void test_files(void) {
     CHECK((fcntl(opened, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK((fcntl(opened, F_GETFL) & O_ACCMODE) == O_RDONLY);
     CHECK_CALL(0, um_os_read(opened, bytes, 3, &n));
-    CHECK(n == 3 && memcmp(bytes, "fir", 3) == 0);
+    CHECK(n == 3);
+    CHECK(memcmp(bytes, "fir", 3) == 0);
     CHECK_CALL(0, um_os_read(opened, bytes, 2, &n));
-    CHECK(n == 2 && memcmp(bytes, "st", 2) == 0);
+    CHECK(n == 2);
+    CHECK(memcmp(bytes, "st", 2) == 0);
     CHECK_CALL(0, um_os_pread(opened, bytes, sizeof bytes, page, &n));
-    CHECK(n == 6 && memcmp(bytes, "second", 6) == 0);
+    CHECK(n == 6);
+    CHECK(memcmp(bytes, "second", 6) == 0);
     CHECK_CALL(0, um_os_pread(opened, bytes, sizeof bytes, page + 6, &n));
     CHECK_EQ_U64(n, 0);
     CHECK_CALL(0, um_os_close(opened));
@@ -129,16 +147,24 @@ static void test_files(void) {
     CHECK_CALL(0, um_os_map_file_at(private, fd, 0, 2 * page, UM_ACCESS_PRIVATE));
     CHECK(strcmp(os_state_permissions(shared), "r--s") == 0);
     CHECK(strcmp(os_state_permissions(private), "rw-p") == 0);
-    CHECK(memcmp(shared, "second", 6) == 0 && memcmp(private + page, "second", 6) == 0);
+    CHECK(memcmp(shared, "second", 6) == 0);
+    CHECK(memcmp(private + page, "second", 6) == 0);
     private[page] = 'S';
     CHECK(shared[0] == 's');
     CHECK_CALL(0, um_os_unmap(private, 2 * page));
     CHECK_CALL(0, um_os_unmap(shared, page));
 
-    /* A failure leaves the output alone. */
-    n = 777;
-    file_nbytes = 777;
-    opened = 777;
+    close(fd);
+}
+
+/* A failure leaves the output alone. */
+static void test_failures_of_files(void) {
+    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
+    REQUIRE(fd >= 0);
+    uint64_t file_nbytes = 777;
+    size_t n = 777;
+    char bytes[1];
+    unsigned char *shared;
     CHECK_CALL(0, um_os_reserve(page, (void **)&shared));
     CHECK_CALL(EBADF, um_os_map_file_at(shared, -1, 0, page, UM_ACCESS_READ));
     CHECK_CALL(EINVAL, um_os_map_file_at(shared, fd, 1, page, UM_ACCESS_READ));
@@ -149,7 +175,9 @@ static void test_files(void) {
     CHECK_CALL(EBADF, um_os_read(-1, bytes, 1, &n));
     CHECK_CALL(EBADF, um_os_file_nbytes(-1, &file_nbytes));
     CHECK_CALL(ENOENT, um_os_open_read("/no/such/file", &opened));
-    CHECK(n == 777 && file_nbytes == 777 && opened == 777);
+    CHECK(n == 777);
+    CHECK(file_nbytes == 777);
+    CHECK(opened == 777);
     close(fd);
 }
 
@@ -164,15 +192,17 @@ static void test_reserve_at(void) {
     CHECK(strcmp(os_state_permissions(base + 2 * page - 1), "rw-p") == 0);
     CHECK(strcmp(os_state_permissions(base + 2 * page), "---p") == 0);
     CHECK(strcmp(os_state_permissions(base + 5 * page - 1), "---p") == 0);
-    CHECK(has_vm_flag(base, "ac") && !has_vm_flag(base + 2 * page, "ac"));
+    CHECK(has_vm_flag(base, "ac"));
+    CHECK(!has_vm_flag(base + 2 * page, "ac"));
     CHECK_CALL(0, um_os_map_at(base + 2 * page, 3 * page, 0));
-    CHECK(is_filled(base, 2 * page, 1) && is_filled(base + 2 * page, 3 * page, 0));
+    CHECK(is_filled(base, 2 * page, 1));
+    CHECK(is_filled(base + 2 * page, 3 * page, 0));
     CHECK_CALL(EINVAL, um_os_reserve_at(base + 1, page));
     CHECK(is_filled(base, 2 * page, 1));
     CHECK_CALL(0, um_os_unmap(base, 8 * page));
 }
 
-/* Each advice is the one it is named after, as far as smaps shows it. */
+/* Each advice has the effect of its name, as far as smaps shows it. */
 static void test_advice(void) {
     struct {
         um_os_advice advice;
@@ -209,11 +239,14 @@ static void test_lock(void) {
         unsigned char pages[4];
         CHECK_CALL(0, um_os_lock(base, 2 * page, 0));
         CHECK_CALL(0, um_os_lock(base + 2 * page, 2 * page, 1));
-        CHECK(has_vm_flag(base, "lo") && has_vm_flag(base + 3 * page, "lo"));
+        CHECK(has_vm_flag(base, "lo"));
+        CHECK(has_vm_flag(base + 3 * page, "lo"));
         CHECK_CALL(0, um_os_residency(base, 4 * page, pages));
-        CHECK((pages[1] & 1) == 1 && (pages[2] & 1) == 0);
+        CHECK((pages[1] & 1) == 1);
+        CHECK((pages[2] & 1) == 0);
         CHECK_CALL(0, um_os_unlock(base, 4 * page));
-        CHECK(!has_vm_flag(base, "lo") && !has_vm_flag(base + 3 * page, "lo"));
+        CHECK(!has_vm_flag(base, "lo"));
+        CHECK(!has_vm_flag(base + 3 * page, "lo"));
     }
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
     CHECK_CALL(ENOMEM, um_os_lock(base, page, 0));
@@ -248,7 +281,7 @@ static void test_policy(void) {
     } else {
         test_skip("weighted interleaving", "the kernel is older than 6.9");
     }
-    /* All nodes there can be: what the machine has not is left out, not misread. */
+    /* All possible nodes: those that the machine lacks are left out, not misread. */
     numa.mode = UM_NUMA_PREFERRED;
     memset(numa.nodes, 0xFF, sizeof numa.nodes);
     os_errno = um_os_bind(base, 4 * page, &numa);
@@ -272,10 +305,12 @@ static void test_move_pages(void) {
         test_skip("move_pages", "it is refused here");
     } else {
         CHECK_CALL(0, um_os_move_pages(2, pages, NULL, status));
-        CHECK(status[0] == -ENOENT && status[1] >= 0);
+        CHECK(status[0] == -ENOENT);
+        CHECK(status[1] >= 0);
         nodes[0] = nodes[1] = status[1];
         CHECK_CALL(0, um_os_move_pages(2, pages, nodes, status));
-        CHECK(status[1] == nodes[1] && base[page] == 1);
+        CHECK(status[1] == nodes[1]);
+        CHECK(base[page] == 1);
         nodes[1] = UM_MAX_NODES + 1;
         CHECK_CALL(ENODEV, um_os_move_pages(2, pages, nodes, status));
     }
@@ -303,7 +338,9 @@ static void test_memfd(void) {
     CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
     CHECK_EQ_U64(file_page, page);
     CHECK_CALL(0, um_os_duplicate(fd, &copy));
-    CHECK(copy != fd && copy != 777 && (fcntl(copy, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK(copy != fd);
+    CHECK(copy != 777);
+    CHECK((fcntl(copy, F_GETFD) & FD_CLOEXEC) != 0);
 
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
@@ -311,14 +348,15 @@ static void test_memfd(void) {
     CHECK(strcmp(os_state_permissions(base), "rw-s") == 0);
     memset(base, 1, 4 * page);
     CHECK_CALL(0, um_os_punch_hole(fd, page, 2 * page));
-    CHECK(is_filled(base, page, 1) && is_filled(base + page, 2 * page, 0));
+    CHECK(is_filled(base, page, 1));
+    CHECK(is_filled(base + page, 2 * page, 0));
     CHECK(is_filled(base + 3 * page, page, 1));
 
     int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
     CHECK_CALL(0, um_os_seal(fd, 0));
     CHECK((fcntl(fd, F_GET_SEALS) & (size_seals | F_SEAL_WRITE | F_SEAL_SEAL)) == size_seals);
     CHECK_CALL(EPERM, um_os_resize(fd, 5 * page));
-    CHECK_CALL(EBUSY, um_os_seal(fd, 1)); /* somebody could write */
+    CHECK_CALL(EBUSY, um_os_seal(fd, 1)); /* it could still be written */
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
     CHECK_CALL(0, um_os_seal(fd, 1));
     CHECK((fcntl(fd, F_GET_SEALS) & F_SEAL_WRITE) != 0);
@@ -337,7 +375,8 @@ static void test_memfd_failures(void) {
     CHECK_CALL(EBADF, um_os_seal(-1, 0));
     CHECK_CALL(EBADF, um_os_punch_hole(-1, 0, page));
     CHECK(um_os_memfd("huge pages of 2 bytes", 1, &fd) != 0);
-    CHECK(fd == 777 && file_page == 777);
+    CHECK(fd == 777);
+    CHECK(file_page == 777);
 }
 
 static void test_hugetlb(void) {
@@ -397,8 +436,8 @@ static void *read_mask(void *arg) {
     return NULL;
 }
 
-/* No signals come to a thread, but for faults of its own; those of who began it are as they were.
- */
+/* A thread gets no signals except for its own faults. The mask of the thread that started it is
+ * unchanged. */
 static void test_signals_of_threads(void) {
     sigset_t before, after, seen;
     um_os_thread thread;
@@ -454,7 +493,8 @@ static void test_file_systems(void) {
     CHECK_CALL(EBADF, um_os_fs_mount(-1, &mount));
     CHECK_CALL(EBADF, um_os_fs_pick(-1, &fs));
     CHECK_CALL(EINVAL, um_os_fs_reconfigure(-1));
-    CHECK(fs == 777 && mount == 777);
+    CHECK(fs == 777);
+    CHECK(mount == 777);
     CHECK_CALL(0, um_os_fs_open("tmpfs", &fs));
     CHECK((fcntl(fs, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK_CALL(EINVAL, um_os_fs_set(fs, "no such option", "1"));
@@ -469,7 +509,8 @@ static void test_file_systems(void) {
     CHECK_CALL(0, um_os_fs_set(fs, "ro", NULL));
     CHECK_CALL(0, um_os_fs_reconfigure(fs));
     CHECK_CALL(0, um_os_close(fs));
-    CHECK(mkdirat(mount, "a", 0700) == -1 && errno == EROFS);
+    CHECK(mkdirat(mount, "a", 0700) == -1);
+    CHECK(errno == EROFS);
     CHECK_CALL(0, um_os_close(mount));
 }
 
@@ -495,9 +536,10 @@ static void test_threads(void) {
         CHECK_EQ_U64(end.n_os_calls, start.n_os_calls + 3); /* start, set_affinity, join */
         CHECK_EQ_U64(atomic_load(&r.ran), 1);
         CHECK_EQ_U64(r.result, 0);
-        CHECK(CPU_COUNT(&r.cpus) == 1 && CPU_ISSET(cpu, &r.cpus));
+        CHECK(CPU_COUNT(&r.cpus) == 1);
+        CHECK(CPU_ISSET(cpu, &r.cpus));
     }
-    /* Pinning a thread leaves the others where they were. */
+    /* Pinning a thread does not move other threads. */
     CPU_ZERO(&mask);
     CHECK_CALL(EINVAL, um_os_set_affinity(&mask, sizeof mask));
     CHECK_CALL(0, um_os_set_affinity(&mine, sizeof mine));
@@ -510,6 +552,7 @@ int main(void) {
     CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
     test_memory();
     test_files();
+    test_failures_of_files();
     test_reserve_at();
     test_advice();
     test_lock();

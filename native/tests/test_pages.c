@@ -1,4 +1,5 @@
-/* Pages: what is told of each is what was done to it, and what the kernel's sums say. */
+/* Pages: the report on each page agrees with what was done to it, and with the sums of the
+ * kernel. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -6,7 +7,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -22,14 +22,15 @@ static size_t page, huge_page;
 static uint8_t pages[MAX_PAGES + 1];
 static int16_t nodes[MAX_PAGES + 1];
 
-/* Looks, and checks that nothing is written behind the pages of the range. */
+/* Asks for the pages, and checks that nothing is written past those of the range. */
 static void look(const um_block *block, size_t offset, size_t nbytes) {
     size_t n = (offset % page + nbytes + page - 1) / page;
     REQUIRE(n <= MAX_PAGES);
     memset(pages, 0xA5, n + 1);
     memset(nodes, 0x5A, (n + 1) * sizeof *nodes);
     CHECK_OK(um_block_pages(block, offset, nbytes, pages, nodes, &test_err));
-    CHECK(pages[n] == 0xA5 && nodes[n] == 0x5A5A);
+    CHECK(pages[n] == 0xA5);
+    CHECK(nodes[n] == 0x5A5A);
 }
 
 static size_t n_with(size_t n, uint8_t flags) {
@@ -40,7 +41,7 @@ static size_t n_with(size_t n, uint8_t flags) {
     return found;
 }
 
-/* Whether the nodes are told of what is mapped here, and of nothing else. */
+/* Whether nodes are reported exactly for the pages that are mapped here. */
 static bool nodes_agree(size_t n) {
     bool agree = true;
     for (size_t i = 0; i < n; i++) {
@@ -57,7 +58,9 @@ static um_block map_new_file(size_t nbytes, um_access access) {
     REQUIRE(fd >= 0);
     unlink(path);
     unsigned char *bytes = calloc(nbytes, 1);
-    REQUIRE(bytes != NULL && write(fd, bytes, nbytes) == (ssize_t)nbytes && fsync(fd) == 0);
+    REQUIRE(bytes != NULL);
+    REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
+    REQUIRE(fsync(fd) == 0);
     free(bytes);
     REQUIRE(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
     um_block block;
@@ -77,14 +80,15 @@ static void test_touched(void) {
         CHECK_EQ_U64(pages[i], i % 3 == 0 ? MAPPED : 0);
     }
     CHECK(nodes_agree(100));
-    /* Any range tells of the pages that it touches. */
+    /* A range reports all pages that it touches. */
     look(&block, 3 * page + 1, 1);
     CHECK_EQ_U64(pages[0], MAPPED);
     look(&block, 4 * page - 1, 2);
-    CHECK(pages[0] == MAPPED && pages[1] == 0);
+    CHECK(pages[0] == MAPPED);
+    CHECK(pages[1] == 0);
     look(&block, 0, 0);
     look(&block, 100 * page, 0);
-    /* However few runs a scan gives, and without nodes. */
+    /* With any number of runs from each scan, and without nodes. */
     fault_os_limit_runs(1);
     look(&block, page, 99 * page);
     fault_os_limit_runs(0);
@@ -144,7 +148,7 @@ static void test_huge(void) {
         test_skip("huge pages", "the kernel gave none");
     } else {
         CHECK_EQ_U64(pages[n] & UM_PAGE_HUGE, UM_PAGE_HUGE);
-        /* A range that begins inside of a huge page. */
+        /* A range that begins inside a huge page. */
         look(&block, huge_page + 5 * page, 20 * page);
         CHECK_EQ_U64(n_with(20, MAPPED | UM_PAGE_HUGE), 20);
         CHECK(nodes_agree(20));
@@ -191,7 +195,8 @@ static void test_shared(void) {
 static void test_files(void) {
     um_access kinds[] = {UM_ACCESS_READ, UM_ACCESS_PRIVATE};
     for (int i = 0; i < 2; i++) {
-        /* As long as no readahead and no large folio reaches from one touch to the next. */
+        /* The distance is larger than readahead and large folios, so that one touch does not reach
+         * the next. */
         size_t n = 4096, nbytes = n * page - 100;
         um_block block = map_new_file(nbytes, kinds[i]);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
@@ -203,8 +208,10 @@ static void test_files(void) {
         }
         CHECK_OK(um_block_warm(&block, 2048 * page, 2 * page, 1, NULL, &test_err));
         look(&block, 0, nbytes);
-        CHECK(pages[2048] == MAPPED && pages[2049] == MAPPED);
-        CHECK(pages[0] == 0 && pages[n - 1] == 0);
+        CHECK(pages[2048] == MAPPED);
+        CHECK(pages[2049] == MAPPED);
+        CHECK(pages[0] == 0);
+        CHECK(pages[n - 1] == 0);
         CHECK(nodes_agree(n));
         uint64_t resident = 0;
         CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
@@ -214,12 +221,13 @@ static void test_files(void) {
     }
 }
 
-/* What a user who only may read a file of somebody else's is told of it. */
+/* What is reported to a user who may only read a file of another user. */
 static bool look_as_nobody(void *arg) {
     int fd = *(const int *)arg;
     um_block block;
     /* /proc/self belongs to root once a process has changed its user. */
-    REQUIRE(seteuid(65534) == 0 && prctl(PR_SET_DUMPABLE, 1, 0, 0, 0) == 0);
+    REQUIRE(seteuid(65534) == 0);
+    REQUIRE(prctl(PR_SET_DUMPABLE, 1, 0, 0, 0) == 0);
     REQUIRE(CHECK_OK(
         um_block_map_file(&block, fd, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err)));
     CHECK(block.is_cache_hidden != 0);
@@ -240,9 +248,12 @@ static void test_hidden_cache(void) {
     snprintf(path, sizeof path, "%s/unimem-test-XXXXXX",
              getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
     int fd = mkstemp(path);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)(10 * page)) == 0 && fchmod(fd, 0644) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)(10 * page)) == 0);
+    REQUIRE(fchmod(fd, 0644) == 0);
     int reader = open(path, O_RDONLY | O_CLOEXEC);
-    REQUIRE(reader >= 0 && unlink(path) == 0);
+    REQUIRE(reader >= 0);
+    REQUIRE(unlink(path) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, reader, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS,
                                        &test_err)));
@@ -265,9 +276,10 @@ static void test_without_pagemap(void) {
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
     CHECK(strcmp(fault_os_failed(), "um_os_open_read") == 0);
     for (size_t i = 0; i < 10; i++) {
-        CHECK(pages[i] == (i == 3 ? IN_RAM : 0) && nodes[i] == -1);
+        CHECK(pages[i] == (i == 3 ? IN_RAM : 0));
+        CHECK(nodes[i] == -1);
     }
-    /* What else opening may fail with is an error. */
+    /* Any other failure to open is an error. */
     fault_os_fail_nth(2, EMFILE);
     CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
     fault_os_fail_nth(0, 0);
@@ -300,7 +312,7 @@ static void test_old_kernel(void) {
 
 static size_t n_asked;
 
-/* Nodes by the address: a huge page lies on one. */
+/* The node depends on the address; a huge page is on one node. */
 static int answer_nodes(size_t n, void *const *addresses, const int *wanted, int *out_status) {
     CHECK(wanted == NULL);
     n_asked += n;
@@ -343,7 +355,7 @@ static void test_several_nodes(void) {
             uintptr_t at = (uintptr_t)block.base + i / n * huge_page;
             CHECK(nodes[i] == (at / page % 11 == 5 ? -1 : (int)(at / huge_page % 3)));
         }
-        /* From inside of a huge page it is asked about where the range begins. */
+        /* From inside a huge page, the address asked about is the beginning of the range. */
         n_asked = 0;
         look(&block, page, 2 * huge_page);
         CHECK_EQ_U64(n_asked, 3);
@@ -382,7 +394,8 @@ static void test_faults(void) {
     fault_os_file(has_memory_path, "0-1\n");
     fault_os_move_pages(refuse_nodes);
     CHECK_STATUS(UM_E_OS, um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
-    CHECK(test_err.os_errno == EPERM && strstr(test_err.what, "move_pages") != NULL);
+    REQUIRE(test_err.os_errno == EPERM);
+    CHECK(strstr(test_err.what, "move_pages") != NULL);
     fault_os_move_pages(NULL);
     fault_os_file(has_memory_path, NULL);
     unmap_block(&block);

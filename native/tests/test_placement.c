@@ -1,4 +1,4 @@
-/* Placement: that what is said of a block is what the kernel's books say, whatever is in them. */
+/* Placement: the report on a block agrees with the kernel's figures, whatever they are. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -27,14 +27,6 @@ static bool same_placement(const um_placement *a, const um_placement *b) {
            memcmp(a->node_bytes, b->node_bytes, sizeof a->node_bytes) == 0;
 }
 
-static uint64_t on_all_nodes(const um_placement *placement) {
-    uint64_t sum = 0;
-    for (size_t node = 0; node < UM_MAX_NODES; node++) {
-        sum += placement->node_bytes[node];
-    }
-    return sum;
-}
-
 static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
     uint64_t found = UINT64_MAX;
     CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
@@ -59,7 +51,7 @@ static bool thp_enabled(void) {
 
 static void test_small_pages(void) {
     um_block block = make_pages(100 * page, UM_PAGES_4K);
-    um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel puts it close */
+    um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
@@ -75,22 +67,22 @@ static void test_small_pages(void) {
     CHECK_EQ_U64(on_all_nodes(&p), 34 * page);
     CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 0);
 
-    /* Pages that somebody protected or locked make the range several entries of smaps: all of them
+    /* Protected or locked pages split the range into several entries of smaps: all of them
      * count. */
     CHECK(mprotect(bytes + 30 * page, page, PROT_READ) == 0);
     CHECK(mprotect(bytes + 60 * page, 2 * page, PROT_NONE) == 0);
     CHECK_EQ_U64(placement_of(&block).resident_bytes, 34 * page);
-    /* Not through the C library: AddressSanitizer makes its mlock do nothing. */
+    /* Not through the C library: under AddressSanitizer its mlock does nothing. */
     if (syscall(SYS_mlock, bytes + page, 5 * page) == 0) {
         p = placement_of(&block);
         CHECK_EQ_U64(p.locked_bytes, 5 * page);
-        CHECK_EQ_U64(p.resident_bytes, (34 + 4) * page); /* page 3 was there */
+        CHECK_EQ_U64(p.resident_bytes, (34 + 4) * page); /* page 3 was in RAM already */
         CHECK(syscall(SYS_munlock, bytes, block.nbytes) == 0);
     } else {
         test_skip("locked_bytes", "this process may not lock memory");
     }
 
-    /* However few bytes a read of /proc gives. */
+    /* With any number of bytes from each read of /proc. */
     um_placement whole = placement_of(&block), piecewise;
     fault_os_limit_read(61);
     CHECK_OK(um_block_verify(&block, &piecewise, &test_err));
@@ -113,14 +105,15 @@ static void test_huge_pages(void) {
     }
     um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
     um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_THP); /* would be, when touched */
+    CHECK(p.pages == UM_PAGES_THP); /* they will be, once touched */
     CHECK_EQ_U64(p.page_bytes, huge_page);
     CHECK_EQ_U64(p.huge_bytes, 0);
     memset(block.base, 1, block.nbytes);
     p = placement_of(&block);
     CHECK_EQ_U64(p.resident_bytes, block.nbytes);
     CHECK_EQ_U64(on_all_nodes(&p), block.nbytes);
-    CHECK(p.huge_bytes <= block.nbytes && p.huge_bytes % huge_page == 0);
+    CHECK(p.huge_bytes <= block.nbytes);
+    CHECK(p.huge_bytes % huge_page == 0);
     CHECK(p.pages == (p.huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K));
     CHECK_EQ_U64(p.page_bytes, p.huge_bytes > 0 ? huge_page : page);
     if (p.huge_bytes == 0) {
@@ -166,9 +159,9 @@ static void test_shared(void) {
     CHECK_EQ_U64(p.pss_bytes, 10 * page);
     CHECK_EQ_U64(on_all_nodes(&p), 10 * page);
 
-    /* Mapped twice, a page counts half each time; locked it is as a whole. */
+    /* A page that is mapped twice counts half in each Pss, but as a whole when locked. */
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 0); /* that it has brought in itself */
+    CHECK_EQ_U64(placement_of(&other).resident_bytes, 0); /* it has touched none */
     CHECK_EQ_U64(resident(&other, 0, other.nbytes), 10 * page);
     volatile unsigned char *bytes = other.base;
     for (size_t i = 0; i < 10; i++) {
@@ -216,9 +209,9 @@ static void test_hugetlb(void) {
     huge_pool_give_back();
 }
 
-/* ---- invented books ---- */
+/* ---- invented figures of the kernel ---- */
 
-/* A block that nobody maps, and what the books say of it. */
+/* A block that is not mapped, which only the invented figures contain. */
 static um_block invented_block(void) {
     return (um_block){.base = (void *)(uintptr_t)0x200000,
                       .nbytes = 0x100000,
@@ -251,7 +244,9 @@ static um_placement placement_by(const char *smaps) {
 static void test_invented_smaps(void) {
     fault_os_file(has_memory_path, "5\n");
     um_placement p = placement_by("");
-    CHECK(p.pages == UM_PAGES_4K && p.resident_bytes == 0 && p.locked_bytes == 0);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK(p.resident_bytes == 0);
+    CHECK(p.locked_bytes == 0);
     CHECK_EQ_U64(on_all_nodes(&p), 0);
 
     p = placement_by("200000-280000 rw-p 00000000 00:00 0 \nSize: 512 kB\nKernelPageSize: 4 kB\n"
@@ -262,7 +257,8 @@ static void test_invented_smaps(void) {
                      "THPeligible: 1\nVmFlags: mr mw me nr \n"
                      "300000-400000 r--s 00000000 00:01 2 /a:\\040lo \nKernelPageSize: 4 kB\n"
                      "Rss: 40 kB\nPss: 20 kB\nSwap: 16 kB\nVmFlags: rd mr \n");
-    CHECK(p.pages == UM_PAGES_4K && p.page_bytes == page);
+    CHECK(p.pages == UM_PAGES_4K);
+    CHECK(p.page_bytes == page);
     CHECK_EQ_U64(p.resident_bytes, 140 << 10);
     CHECK_EQ_U64(p.pss_bytes, 70 << 10);
     CHECK_EQ_U64(p.locked_bytes, 100 << 10);
@@ -278,20 +274,26 @@ static void test_invented_smaps(void) {
                  "%s: 2048 kB\nVmFlags: rd \n",
                  kinds[i]);
         p = placement_by(text);
-        CHECK(p.pages == UM_PAGES_THP && p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
+        CHECK(p.pages == UM_PAGES_THP);
+        CHECK(p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
         CHECK_EQ_U64(p.huge_bytes, 2 << 20);
     }
-    /* Before the first touch eligibility counts, of what can be touched. */
+    /* Before the first touch, accessible memory that is eligible for THP counts. */
     p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: rd \n");
     CHECK(p.pages == UM_PAGES_THP);
     p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 0\nVmFlags: rd \n"
                      "300000-400000 ---p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: mr \n");
     CHECK(p.pages == UM_PAGES_4K);
 
+    fault_os_file(has_memory_path, NULL);
+}
+
+static void test_invented_hugetlb(void) {
     struct {
         um_pages pages;
         uint64_t kb;
     } sizes[] = {{UM_PAGES_2M, 2048}, {UM_PAGES_1G, 1 << 20}};
+    fault_os_file(has_memory_path, "5\n");
     for (int i = 0; i < 2; i++) {
         char text[512];
         snprintf(text, sizeof text,
@@ -299,7 +301,7 @@ static void test_invented_smaps(void) {
                  "Shared_Hugetlb: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd ht \n"
                  "280000-400000 ---p 00000000 00:00 0 \nKernelPageSize: 4 kB\nVmFlags: mr \n",
                  (size_t)sizes[i].kb, (size_t)sizes[i].kb, 2 * (size_t)sizes[i].kb);
-        p = placement_by(text);
+        um_placement p = placement_by(text);
         CHECK(p.pages == sizes[i].pages);
         CHECK_EQ_U64(p.page_bytes, sizes[i].kb << 10);
         uint64_t fields[] = {p.resident_bytes, p.pss_bytes, p.huge_bytes, p.locked_bytes,
@@ -338,7 +340,7 @@ static void test_invented_nodes(void) {
     }
     fault_os_limit_read(0);
 
-    /* A line with all nodes there may be. */
+    /* A line with all possible nodes. */
     static char line[40000];
     int n = snprintf(line, sizeof line, "200000 default");
     for (int node = 0; node < UM_MAX_NODES; node++) {
@@ -353,7 +355,7 @@ static void test_invented_nodes(void) {
     }
     CHECK(all);
 
-    /* With one node, the only one is not asked for. */
+    /* With one node, its figures are not read. */
     fault_os_file(has_memory_path, "3\n");
     p = placement_of(&block);
     CHECK_EQ_U64(p.node_bytes[3], 64 << 10);
@@ -409,8 +411,8 @@ static void forget(void *context) {
     ((asking *)context)->nbytes = 12345;
 }
 
-/* The Nth call fails: either the same placement is found in another way, or there is an error that
- * names the call, and nothing else changed. */
+/* Makes the Nth call fail: either the same placement is found in another way, or an error names the
+ * call and nothing else has changed. */
 static bool check_verify_fault(const um_block *block, const um_placement *expected, unsigned n,
                                int os_errno) {
     static os_state state_before, state_after;
@@ -433,7 +435,8 @@ static bool check_verify_fault(const um_block *block, const um_placement *expect
         bool is_read = strcmp(failed, "um_os_read") == 0;
         CHECK(is_read || strcmp(failed, "um_os_open_read") == 0);
         CHECK(status == (is_read ? UM_E_IO : os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS));
-        CHECK(err.status == status && err.os_errno == os_errno);
+        CHECK(err.status == status);
+        CHECK(err.os_errno == os_errno);
         CHECK(strstr(err.what, is_read ? "read /proc/self/" : "open /proc/self/") != NULL);
         CHECK(memcmp(&placement, &pattern, sizeof pattern) == 0);
     }
@@ -449,7 +452,7 @@ static void test_faults(void) {
                                       .context = &a,
                                       .outputs = &a.nbytes,
                                       .outputs_nbytes = sizeof a.nbytes});
-    /* With one node and with several, in which case the kernel's own books tell of them. */
+    /* With one node and with several, whose figures the kernel reports. */
     bool has_numa_maps = access(numa_maps_path, R_OK) == 0;
     for (int several = 0; several <= has_numa_maps; several++) {
         fault_os_file(has_memory_path, several ? "0-3\n" : NULL);
@@ -464,7 +467,7 @@ static void test_faults(void) {
             }
             CHECK(n > 5);
         }
-        /* A signal is no failure, and a kernel without NUMA has one node. */
+        /* An interruption is no failure, and a kernel without NUMA has one node. */
         for (unsigned n = 2; n < 4; n++) {
             um_placement p;
             fault_os_fail_nth(n, EINTR);
@@ -506,6 +509,7 @@ int main(void) {
     test_shared();
     test_hugetlb();
     test_invented_smaps();
+    test_invented_hugetlb();
     test_invented_nodes();
     test_resident();
     test_faults();

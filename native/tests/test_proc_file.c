@@ -1,4 +1,4 @@
-/* Files of /proc and /sys: whole or line by line, however few bytes a read gives. */
+/* Files of /proc and /sys, read whole or line by line, with any number of bytes from each read. */
 #include "proc_file.h"
 
 #include "test.h"
@@ -17,16 +17,21 @@ static void test_text(void) {
     for (size_t i = 0; i < 3; i++) {
         fault_os_limit_read(limits[i]);
         fault_os_file(path, "0-3\n");
-        CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "0-3\n") == 0);
-        CHECK(um_proc_text(path, text, 3) == 0 && strcmp(text, "0-") == 0);
-        CHECK(um_proc_text(path, text, 1) == 0 && strcmp(text, "") == 0);
+        CHECK(um_proc_text(path, text, sizeof text) == 0);
+        CHECK(strcmp(text, "0-3\n") == 0);
+        CHECK(um_proc_text(path, text, 3) == 0);
+        CHECK(strcmp(text, "0-") == 0);
+        CHECK(um_proc_text(path, text, 1) == 0);
+        CHECK(strcmp(text, "") == 0);
         fault_os_file(path, "");
-        CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "") == 0);
+        CHECK(um_proc_text(path, text, sizeof text) == 0);
+        CHECK(strcmp(text, "") == 0);
     }
     fault_os_limit_read(0);
     fault_os_file(path, NULL);
     strcpy(text, "before");
-    CHECK(um_proc_text(path, text, sizeof text) == ENOENT && strcmp(text, "") == 0);
+    CHECK(um_proc_text(path, text, sizeof text) == ENOENT);
+    CHECK(strcmp(text, "") == 0);
 
     fault_os_file(path, "text");
     for (unsigned n = 1; n <= 4; n++) {
@@ -36,7 +41,8 @@ static void test_text(void) {
         CHECK(strcmp(text, n < 4 ? "" : "text") == 0);
     }
     fault_os_fail_nth(2, EINTR);
-    CHECK(um_proc_text(path, text, sizeof text) == 0 && strcmp(text, "text") == 0);
+    CHECK(um_proc_text(path, text, sizeof text) == 0);
+    CHECK(strcmp(text, "text") == 0);
     fault_os_fail_nth(0, 0);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
@@ -52,7 +58,8 @@ static void check_lines(const char *text, const char *const *expected, size_t n_
         fault_os_limit_read(limits[i / 4]);
         REQUIRE(um_proc_lines_open(&lines, path, sizes[i % 4]) == 0);
         while (um_proc_lines_next(&lines, &line) == 0 && line != NULL) {
-            CHECK(n < n_expected && strcmp(line, expected[n]) == 0);
+            REQUIRE(n < n_expected);
+            CHECK(strcmp(line, expected[n]) == 0);
             n++;
         }
         CHECK_EQ_U64(n, n_expected);
@@ -67,20 +74,26 @@ static void test_lines(void) {
     check_lines("", NULL, 0);
     check_lines("without an end", NULL, 0);
     check_lines("one\n\nthree\nrest", (const char *const[]){"one", "", "three"}, 3);
-    /* A line as long as the buffer, less its end, is whole; of a longer one the end is left. */
+    /* A line that fits into the buffer with its end is whole; of a longer one, only the end is
+     * kept. */
     for (size_t n = sizeof((um_proc_lines *)0)->buffer - 1; n < sizeof text - 10; n += 20000) {
         memset(text, 'x', n);
         strcpy(text + n, "\nlast\n");
         um_proc_lines *lines = malloc(sizeof *lines);
         char *line;
         fault_os_file(path, text);
-        REQUIRE(lines != NULL && um_proc_lines_open(lines, path, 4096) == 0);
-        REQUIRE(um_proc_lines_next(lines, &line) == 0 && line != NULL);
+        REQUIRE(lines != NULL);
+        REQUIRE(um_proc_lines_open(lines, path, 4096) == 0);
+        REQUIRE(um_proc_lines_next(lines, &line) == 0);
+        REQUIRE(line != NULL);
         strcpy(tail, line);
         CHECK(strspn(tail, "x") == strlen(tail));
         CHECK(n == sizeof lines->buffer - 1 ? strlen(tail) == n : strlen(tail) < n);
-        CHECK(um_proc_lines_next(lines, &line) == 0 && strcmp(line, "last") == 0);
-        CHECK(um_proc_lines_next(lines, &line) == 0 && line == NULL);
+        REQUIRE(um_proc_lines_next(lines, &line) == 0);
+        REQUIRE(line != NULL);
+        CHECK(strcmp(line, "last") == 0);
+        CHECK(um_proc_lines_next(lines, &line) == 0);
+        CHECK(line == NULL);
         um_proc_lines_close(lines);
         free(lines);
     }

@@ -1,6 +1,6 @@
-/* Safetensors headers: a file with all there is, each of its prefixes, each rule, failing
- * allocations, and files with random damage. The bytes always lie at the end of an allocation of
- * their size, so that a sanitizer sees the first byte that is read too far. */
+/* Safetensors headers: a file with everything, each of its prefixes, each rule, failing
+ * allocations, and files with random damage. The bytes always end where an allocation ends, so that
+ * a sanitizer sees a read past them. */
 #include "test.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { FILE_MAX = 1 << 16 };
 
 static unsigned char file[FILE_MAX];
 static size_t file_nbytes;
-static size_t marked; /* where the field lies that a rule is about */
+static size_t marked; /* the offset of the field that a rule is about */
 
 static void put(const void *bytes, size_t nbytes) {
     REQUIRE(nbytes <= FILE_MAX - file_nbytes);
@@ -22,8 +22,8 @@ static void put(const void *bytes, size_t nbytes) {
     file_nbytes += nbytes;
 }
 
-/* The length of the header, the header, and data. In `json`, a ' stands for a quote, and a ^ is not
- * written but marks where a field lies. */
+/* Writes the length of the header, the header, and data. In `json`, a ' stands for a quote, and a ^
+ * is not written but marks the offset of a field. */
 static void put_file(const char *json, size_t data_nbytes) {
     file_nbytes = 8;
     for (const char *c = json; *c != '\0'; c++) {
@@ -40,7 +40,8 @@ static void put_file(const char *json, size_t data_nbytes) {
     file_nbytes += data_nbytes;
 }
 
-/* Every type, dimensions of every kind, escapes, spaces, and data in another order than names. */
+/* Every type, all kinds of dimensions, escapes, spaces, and data in another order than the
+ * names. */
 static void put_everything(void) {
     put_file("{ '__metadata__' : {'format':'pt', 'k\\u0041':'\\ud83d\\ude00\\n\xc3\xa9','':''},\n"
              "'scalar':{'dtype':'F32','shape':[],'data_offsets':[9,13]},"
@@ -82,7 +83,7 @@ static um_status parse(um_safetensors *out, size_t nbytes, uint64_t size) {
 }
 
 static bool is_text(um_safetensors_text text, const char *expected) {
-    char *resolved = malloc(text.nbytes + 1); /* exactly what a text may need */
+    char *resolved = malloc(text.nbytes + 1); /* the most that a text can need */
     REQUIRE(resolved != NULL);
     size_t nbytes = um_safetensors_write_text(file, text, resolved);
     bool same = nbytes == strlen(expected) && memcmp(resolved, expected, nbytes) == 0;
@@ -96,9 +97,12 @@ static void test_everything(void) {
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
     CHECK_EQ_U64(s.header_nbytes, file_nbytes - 74);
     CHECK_EQ_U64(s.n_kv, 3);
-    CHECK(is_text(s.kv[0].key, "format") && is_text(s.kv[0].value, "pt"));
-    CHECK(is_text(s.kv[1].key, "kA") && is_text(s.kv[1].value, "\xf0\x9f\x98\x80\n\xc3\xa9"));
-    CHECK(is_text(s.kv[2].key, "") && is_text(s.kv[2].value, ""));
+    CHECK(is_text(s.kv[0].key, "format"));
+    CHECK(is_text(s.kv[0].value, "pt"));
+    CHECK(is_text(s.kv[1].key, "kA"));
+    CHECK(is_text(s.kv[1].value, "\xf0\x9f\x98\x80\n\xc3\xa9"));
+    CHECK(is_text(s.kv[2].key, ""));
+    CHECK(is_text(s.kv[2].value, ""));
 
     CHECK_EQ_U64(s.n_tensors, 23);
     static const char *const names[] = {"scalar", "t\\0", "empty", "bool"};
@@ -112,7 +116,9 @@ static void test_everything(void) {
         CHECK_EQ_U64(t->n_dims, n_dims[i]);
     }
     const uint64_t *dims = s.dims + s.tensors[2].first_dim;
-    CHECK(dims[0] == 1 && dims[1] == 0 && dims[2] == 288230376151711743);
+    CHECK(dims[0] == 1);
+    CHECK(dims[1] == 0);
+    CHECK(dims[2] == 288230376151711743);
     CHECK_EQ_U64(s.dims[s.tensors[1].first_dim + 1], 3);
     uint64_t sum = 0;
     unsigned seen = 0;
@@ -123,7 +129,9 @@ static void test_everything(void) {
     CHECK_EQ_U64(seen, (1u << UM_ST_TYPE_COUNT) - 1);
     CHECK_EQ_U64(sum, 74);
     um_safetensors_free(&s);
-    CHECK(s.kv == NULL && s.tensors == NULL && s.dims == NULL);
+    CHECK(s.kv == NULL);
+    CHECK(s.tensors == NULL);
+    CHECK(s.dims == NULL);
     um_safetensors_free(&s);
 }
 
@@ -149,7 +157,7 @@ static void test_nothing(void) {
     um_safetensors_free(&s);
 }
 
-/* Parses what must fail, and sees that `out` was left alone. */
+/* Parses an input that must fail, and checks that `out` was left alone. */
 static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
     um_safetensors s, before;
     memset(&s, 0x5a, sizeof s);
@@ -161,7 +169,8 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 /* `file` must break the rule, at the mark. */
 static void check_breaks(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
-    if (!CHECK(test_err.status == UM_E_FORMAT && strcmp(test_err.what, rule) == 0)) {
+    REQUIRE(test_err.status == UM_E_FORMAT);
+    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
     CHECK_EQ_U64(test_err.offset, marked);
@@ -193,7 +202,7 @@ static void test_prefixes(void) {
     check_fails(UM_E_INVALID, file_nbytes, file_nbytes - 1);
     CHECK(um_safetensors_parse(&s, file, 3, file_nbytes, NULL) == UM_E_FULL);
     CHECK(um_safetensors_parse(&s, file, 3, 3, NULL) == UM_E_FORMAT);
-    /* The JSON that ends early, in a file that goes on. */
+    /* JSON that ends early, in a file that goes on. */
     for (uint64_t n = 0; n < header_nbytes - 8 - 6; n++) {
         memcpy(file, &n, 8);
         check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
@@ -212,7 +221,8 @@ static void test_failing_allocations(void) {
     for (unsigned n = 1; n <= n_allocs; n++) {
         fault_os_fail_nth_alloc(n);
         check_fails(UM_E_NOMEM, file_nbytes, file_nbytes);
-        CHECK(test_err.os_errno == ENOMEM && test_err.asked > 0);
+        CHECK(test_err.os_errno == ENOMEM);
+        CHECK(test_err.asked > 0);
     }
     fault_os_fail_nth_alloc(0);
 }
@@ -267,7 +277,7 @@ static void test_utf8_rule(void) {
         snprintf(json, sizeof json, "{'__metadata__':{'a':'%s'}}", bad[i]);
         check_rule("the header is not valid UTF-8", json, 0);
     }
-    check_rule("the header is not valid UTF-8", "{}^\xff", 0); /* also where no string is */
+    check_rule("the header is not valid UTF-8", "{}^\xff", 0); /* also outside of strings */
     check_rule("the header is not valid UTF-8", "{'^\xe2\x82", 0);
     um_safetensors s;
     put_file("{'__metadata__':{'\xdf\xbf\xe0\xa0\x80':'\xed\x9f\xbf\xf4\x8f\xbf\xbf\x7f'}}", 0);
@@ -482,7 +492,7 @@ static void test_place_rules(void) {
 static void test_allocations_are_bounded(void) {
     um_counters before, after;
     um_safetensors s;
-    /* The most rows for the bytes: keys of one byte, and dimensions of one digit. */
+    /* The most rows for the number of bytes: keys of one byte, and dimensions of one digit. */
     file_nbytes = 8;
     put("{\"__metadata__\":{", 17);
     for (unsigned i = 0; i < 2000; i++) {
@@ -498,7 +508,7 @@ static void test_allocations_are_bounded(void) {
     CHECK_EQ_U64(s.n_kv, 2000);
     um_safetensors_free(&s);
     CHECK(after.allocated_bytes - before.allocated_bytes <= 16 * file_nbytes);
-    /* What is only claimed is not allocated for. */
+    /* No memory is allocated for a length that is only claimed. */
     put_file("{}", 0);
     json_nbytes = 100000000;
     memcpy(file, &json_nbytes, 8);
@@ -512,7 +522,8 @@ static void check_parsed(const um_safetensors *s, const unsigned char *bytes, si
     uint64_t sum = s->header_nbytes;
     for (uint64_t i = 0; i < s->n_tensors; i++) {
         const um_safetensors_tensor *t = &s->tensors[i];
-        CHECK(t->offset >= s->header_nbytes && t->nbytes <= nbytes - t->offset);
+        CHECK(t->offset >= s->header_nbytes);
+        CHECK(t->nbytes <= nbytes - t->offset);
         CHECK(t->first_dim + t->n_dims <= s->n_dims);
         sum += t->nbytes;
     }
@@ -556,11 +567,13 @@ static void test_random_damage(void) {
             um_safetensors_free(&s);
         } else {
             n_format++;
-            CHECK(status == UM_E_FORMAT && err.offset <= nbytes);
+            CHECK(status == UM_E_FORMAT);
+            CHECK(err.offset <= nbytes);
         }
         free(exact);
     }
-    CHECK(n_ok > 0 && n_format > 0);
+    CHECK(n_ok > 0);
+    CHECK(n_format > 0);
 }
 
 int main(void) {

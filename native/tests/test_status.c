@@ -1,9 +1,9 @@
-/* Status names, and that every failure is a whole um_error. */
+/* Status names, and that every failure fills the whole um_error. */
 #include "test.h"
 
 #include <errno.h>
 
-#include "internal.h"
+#include "status.h"
 
 static void test_names(void) {
     const char *names[] = {"UM_OK",       "UM_E_INVALID", "UM_E_FULL",  "UM_E_NOMEM", "UM_E_OS",
@@ -15,7 +15,7 @@ static void test_names(void) {
     CHECK(um_status_name((um_status)-1) != NULL);
 }
 
-/* Field by field: what does not belong to a status is 0. */
+/* Compares all fields: those that a status does not use are 0. */
 static void check_err(um_status status, int os_errno, uint64_t limit, uint64_t used, uint64_t asked,
                       uint64_t offset, const char *what) {
     CHECK(test_err.status == status);

@@ -1,4 +1,4 @@
-/* The tape: alignment, bounds that cannot overflow, marks, keeping, freezing, and many threads. */
+/* The tape: alignment, bounds without overflow, marks, keeping, freezing, and many threads. */
 #include "test.h"
 
 #include <pthread.h>
@@ -54,7 +54,7 @@ static void test_init(void) {
 }
 
 static void test_alignment(void) {
-    /* The address is what has to be aligned, however the base lies. */
+    /* The address is aligned, wherever the base is. */
     for (size_t shift = 0; shift <= 65; shift++) {
         um_tape tape = make_tape(memory + shift, TOTAL);
         size_t end = 0;
@@ -90,7 +90,7 @@ static void test_bounds(void) {
     check_take_fails(UM_E_FULL, &tape, 1, 64);
     take(&tape, 10, 1);
 
-    /* No room for the padding, not even for nothing behind it. */
+    /* There is no room for the padding, not even for a take of 0 bytes. */
     tape = make_tape(memory + 1, 63);
     check_take_fails(UM_E_FULL, &tape, 1, 64);
     CHECK(take(&tape, 0, 64) == memory + 64);
@@ -113,8 +113,8 @@ static void test_sizes_that_overflow(void) {
         }
         check_take_fails(UM_E_FULL, &tape, 1, (size_t)1 << 63);
     }
-    /* A tape touches no memory, so it can stand at the end of the address space, where rounding an
-     * address up wraps round to 0. */
+    /* A tape does not touch its memory, so it can be at the end of the address space, where
+     * rounding up an address overflows to 0. */
     uintptr_t last_page = UINTPTR_MAX - 4095;
     um_tape tape = make_tape((void *)(last_page + 1), 4000);
     check_take_fails(UM_E_FULL, &tape, 0, 4096);
@@ -227,7 +227,7 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_INVALID, &tape, 1, 3);
 
-    /* Up to a limit, as scratch takes up to its high water. */
+    /* Up to a limit, as for scratch up to its high water. */
     CHECK_OK(um_tape_freeze(&tape, um_tape_high_water(&tape), &test_err));
     check_take_fails(UM_E_STATE, &tape, 101, 1);
     take(&tape, 60, 1);
@@ -292,7 +292,7 @@ static void *take_until_full(void *arg) {
         t->n_takes++;
         t->nbytes += nbytes;
         t->aligned = t->aligned && (uintptr_t)p % align == 0;
-        /* What another thread was given as well, it has written to, or it will find our bytes. */
+        /* If another thread got the same bytes, it has written to them, or it will find ours. */
         for (size_t i = 0; i < nbytes; i++) {
             t->zeroed = t->zeroed && ((unsigned char *)p)[i] == 0;
             ((unsigned char *)p)[i] = t->id;

@@ -1,4 +1,4 @@
-/* File systems in memory that are mounted nowhere. */
+/* In-memory file systems that are mounted nowhere. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 #include "fault_os.h"
-#include "os.h"
 
 #define TMPFS_MAGIC 0x01021994
 /* Since Linux 5.12, with the same number on every architecture. */
@@ -40,12 +39,13 @@ static void test_size(void) {
     CHECK_EQ_U64(fs.f_type, TMPFS_MAGIC);
     CHECK_EQ_U64(fs.f_blocks * (uint64_t)fs.f_bsize, 64 * um_page_bytes());
     CHECK(fallocate(file, 0, 0, (off_t)(64 * um_page_bytes())) == 0);
-    CHECK(fallocate(file, 0, 0, (off_t)(65 * um_page_bytes())) == -1 && errno == ENOSPC);
+    CHECK(fallocate(file, 0, 0, (off_t)(65 * um_page_bytes())) == -1);
+    CHECK(errno == ENOSPC);
     close(file);
     close(fd);
 }
 
-/* Files outlive the folder; nobody sees the mount. */
+/* Files outlive the folder, and no process sees the mount. */
 static void test_detached(void) {
     os_state_read(&before);
     int fd = open_tmpfs(1 << 20, 0), file = make_file(fd, "a");
@@ -63,7 +63,8 @@ static void test_detached(void) {
     fclose(mounts);
     close(fd);
     char text[4] = "";
-    CHECK(pread(file, text, 4, 0) == 4 && memcmp(text, "text", 4) == 0);
+    CHECK(pread(file, text, 4, 0) == 4);
+    CHECK(memcmp(text, "text", 4) == 0);
     close(file);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
@@ -73,28 +74,33 @@ static void test_sealed(void) {
     int fd = open_tmpfs(1 << 20, 0), file = make_file(fd, "a");
     CHECK(write(file, "text", 4) == 4);
     CHECK_STATUS(UM_E_OS, um_tmpfs_seal(fd, &test_err));
-    CHECK(test_err.os_errno == EBUSY && strcmp(test_err.what, "fsconfig") == 0);
+    CHECK_OS_ERR(EBUSY, "fsconfig");
     close(file);
     CHECK_OK(um_tmpfs_seal(fd, &test_err));
-    CHECK(openat(fd, "a", O_RDWR | O_CLOEXEC) == -1 && errno == EROFS);
-    CHECK(openat(fd, "b", O_RDWR | O_CREAT | O_CLOEXEC, 0600) == -1 && errno == EROFS);
-    CHECK(unlinkat(fd, "a", 0) == -1 && errno == EROFS);
+    CHECK(openat(fd, "a", O_RDWR | O_CLOEXEC) == -1);
+    CHECK(errno == EROFS);
+    CHECK(openat(fd, "b", O_RDWR | O_CREAT | O_CLOEXEC, 0600) == -1);
+    CHECK(errno == EROFS);
+    CHECK(unlinkat(fd, "a", 0) == -1);
+    CHECK(errno == EROFS);
     file = openat(fd, "a", O_RDONLY | O_CLOEXEC);
     REQUIRE(file >= 0);
     char text[4] = "";
-    CHECK(read(file, text, 4) == 4 && memcmp(text, "text", 4) == 0);
+    CHECK(read(file, text, 4) == 4);
+    CHECK(memcmp(text, "text", 4) == 0);
     CHECK(mmap(NULL, 4, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) == MAP_FAILED);
     CHECK(mmap(NULL, 4, PROT_READ | PROT_EXEC, MAP_SHARED, file, 0) == MAP_FAILED);
     close(file);
-    /* Attributes of the mount change nothing of that, so clones of it cannot write either. */
+    /* Attributes of the mount do not change that, so clones of it cannot be written either. */
     uint64_t attributes[4] = {0, MOUNT_ATTR_RDONLY};
     long cleared = syscall(SYS_MOUNT_SETATTR, fd, "", AT_EMPTY_PATH, attributes, sizeof attributes);
     CHECK(cleared == 0 || errno == ENOSYS);
-    CHECK(openat(fd, "a", O_RDWR | O_CLOEXEC) == -1 && errno == EROFS);
+    CHECK(openat(fd, "a", O_RDWR | O_CLOEXEC) == -1);
+    CHECK(errno == EROFS);
     close(fd);
 }
 
-/* Huge pages come from the mount, whatever shmem_enabled says. */
+/* The mount decides on huge pages, whatever shmem_enabled says. */
 static void test_huge(void) {
     size_t huge = um_huge_page_bytes();
     if (huge == 0) {

@@ -1,5 +1,5 @@
-/* Warming: what is in RAM afterwards, which threads brought it there, and what is said when a page
- * cannot be had. */
+/* Warming: what is in RAM afterwards, which threads brought it there, and the error when a page is
+ * not available. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -41,7 +41,8 @@ static void test_range(void) {
         fault_os_fail_nth(0, 0);
         CHECK_OK(um_block_warm(&block, offset, nbytes, n_threads, NULL, &test_err));
         unsigned n_started = fault_os_calls_of("um_os_thread_start");
-        CHECK(n_started <= n_threads && n_started != 1);
+        CHECK(n_started <= n_threads);
+        CHECK(n_started != 1);
         CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
         CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), n_started);
         CHECK_EQ_U64(resident(&block, offset, nbytes), expected * page);
@@ -52,8 +53,8 @@ static void test_range(void) {
     }
 }
 
-/* Where threads meet at huge page borders, a range that begins and ends within a huge page is no
- * more parts than there are threads. */
+/* Threads divide a range at borders of huge pages. A range that begins and ends within a huge page
+ * still has no more parts than threads. */
 static void test_parts(void) {
     if (huge_page == 0) {
         test_skip("parts of huge pages", "the kernel has no huge pages");
@@ -115,7 +116,7 @@ static void test_cpus(void) {
     }
     some[1] = n_some < 2 ? some[0] : some[1];
 
-    /* One thread that is to be pinned is not the caller's. */
+    /* A single pinned thread is not the thread of the caller. */
     int one[] = {some[1]};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
@@ -127,8 +128,8 @@ static void test_cpus(void) {
     CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
     CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 0);
 
-    /* Each is pinned to its own; a negative one runs anywhere; a CPU that there is not does no
-     * harm. */
+    /* Each thread is pinned to its own CPU; one with a negative number runs anywhere; a CPU that
+     * does not exist does no harm. */
     int mixed[] = {some[0], -1, some[1], 8191};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, mixed, &test_err));
@@ -139,7 +140,7 @@ static void test_cpus(void) {
     CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
     CHECK_EQ_U64(resident(&block, 0, block.nbytes), block.nbytes);
 
-    /* Without a list, the CPUs that this thread may run on are taken in turn. */
+    /* Without a list, the threads take the CPUs that the caller may run on in turn. */
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, NULL, &test_err));
     unsigned n_pinned = 0;
@@ -151,7 +152,7 @@ static void test_cpus(void) {
     }
     CHECK_EQ_U64(n_pinned, 4);
     fault_os_fail_nth(0, 0);
-    CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* one part is the caller's */
+    CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* by the caller */
     CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
 
     int beyond[] = {some[0], 8192};
@@ -197,7 +198,7 @@ static void test_shared(void) {
     unmap_block(&block);
 }
 
-/* Shared memory that somebody else makes shorter. */
+/* Shared memory that another process makes shorter. */
 static void test_shorter(void) {
     int fd = memfd_create("shorter", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
@@ -212,7 +213,7 @@ static void test_shorter(void) {
     CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
     unmap_block(&block);
 
-    /* The last page of a file that ends inside it is there. */
+    /* The last page of a file exists if the file ends inside it. */
     CHECK(ftruncate(fd, 2 * (off_t)page + 100) == 0);
     REQUIRE(CHECK_OK(um_block_attach(&block, fd, UM_ACCESS_SHARED, UM_CAT_OTHER, &test_err)));
     CHECK_OK(um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
@@ -226,7 +227,7 @@ static void test_shorter(void) {
     close(fd);
 }
 
-/* A file system of shared memory that has less room than the file. */
+/* A file system in memory that has less room than the file. */
 static void test_full_file_system(void) {
     char folder[] = "/tmp/unimem-warm-XXXXXX", path[64], options[64];
     REQUIRE(mkdtemp(folder) != NULL);
@@ -278,7 +279,7 @@ static void test_hugetlb(void) {
     huge_pool_give_back();
 }
 
-/* What the kernel says where a touch would be fatal. */
+/* The errno of the kernel where a touch would end the process. */
 static void test_no_page(void) {
     struct {
         um_block_options options;
@@ -288,7 +289,7 @@ static void test_no_page(void) {
     for (int i = 0; i < 2; i++) {
         um_block block = make_block(4 * page, &cases[i].options);
         for (int huge = 0; huge < 2; huge++) {
-            block.requested_pages = huge ? UM_PAGES_2M : UM_PAGES_4K; /* as if it were */
+            block.requested_pages = huge ? UM_PAGES_2M : UM_PAGES_4K; /* in name only */
             um_status status = huge ? UM_E_NOMEM : cases[i].status;
             fault_os_fail_nth(1, EFAULT);
             CHECK_STATUS(status, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));

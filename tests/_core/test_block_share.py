@@ -314,7 +314,7 @@ def closes(thing: um.Block | um.Tape) -> bool:
     return thing.closed
 
 
-@pytest.mark.parametrize("shared", [True, NAME])
+@pytest.mark.parametrize("shared", [True, NAME], ids=["unnamed", "named"])
 def test_shared_memory_is_left_out_of_a_child(shared: Any) -> None:
     with um.Block(16 * PAGE, shared=shared, warm=True) as block:
         block.as_array()[:] = 1

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import unimem as um
 from project import ROOT
+from tiers import examples
 
 Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
 BLOCK = 32
@@ -138,7 +139,7 @@ def cast(values: NDArray[Any], name: str) -> NDArray[Any]:
 ANY_BITS = hnp.arrays(np.uint32, st.integers(0, 70), elements=st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(bits=ANY_BITS)
 def test_any_float32_narrows_as_in_numpy(codes: list[Code], bits: NDArray[np.uint32]) -> None:
     values = bits.view(np.float32)
@@ -206,7 +207,7 @@ def blocks(elements: st.SearchStrategy[Any], dtype: Any) -> st.SearchStrategy[ND
 USUAL = st.floats(-(2.0**100), 2.0**100, width=32).map(lambda x: x if abs(x) > 2e-30 else 0.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(values=blocks(USUAL, np.float32))
 def test_rows_quantize_as_in_ggml(
     codes: list[Code], ggml: ctypes.CDLL, values: NDArray[np.float32]
@@ -215,7 +216,7 @@ def test_rows_quantize_as_in_ggml(
 
 
 @ON_X86
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(bits=blocks(st.integers(0, 2**32 - 1), np.uint32))
 def test_any_bits_quantize_as_in_ggml(
     codes: list[Code], ggml: ctypes.CDLL, bits: NDArray[np.uint32]
@@ -225,7 +226,7 @@ def test_any_bits_quantize_as_in_ggml(
 
 
 @ON_X86
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     values=blocks(st.floats(-8, 8, width=32), np.float32),
     at=st.integers(0, BLOCK - 1),

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gguf_files as gf
+from tiers import examples
 from unimem.errors import GGUFError
 from unimem.weights.opened import open_weights
 
@@ -118,7 +119,7 @@ def check_read_or_refused(raw: bytes) -> None:
         assert 0 <= refused.offset <= len(raw)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(st.sampled_from(VALID), MUTATIONS)
 @example(SMALL, [cut(0)])
 @example(SMALL, [put(8, 2**61, 8), put(16, 2**61, 8)])
@@ -128,7 +129,7 @@ def test_mutated_files_are_read_or_refused(raw: bytes, mutations: list[Mutation]
     check_read_or_refused(raw)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_behind_a_head_are_read_or_refused(tail: bytes) -> None:
     for head in (b"", gf.head(1, 0), gf.head(0, 1), gf.head(3, 3)):

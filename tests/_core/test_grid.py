@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 
 import unimem as um
 from devices import Device
+from tiers import examples
 from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -197,7 +198,7 @@ class GridAgainstModel(RuleBasedStateMachine):
 def test_grid_against_model(device: Device) -> None:
     run_state_machine_as_test(
         partial(GridAgainstModel, device),  # type: ignore[arg-type]
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=examples(40), stateful_step_count=40, deadline=None),
     )
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import gguf_files as gf
 import unimem as um
 from conftest import Run
+from tiers import examples
 from unimem._core import ledger, status
 from unimem._core.gguf import Header as GGUFHeader
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
@@ -669,7 +670,7 @@ ranges = st.lists(
 
 
 @given(ranges)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_parts_that_lie_in_each_other(drawn: list[tuple[int, int, int]]) -> None:
     """Against one byte at a time: of the smallest part that it lies in, the last of these."""
     parts = [

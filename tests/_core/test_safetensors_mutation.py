@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import safetensors_files as sf
 import unimem as um
+from tiers import examples
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import SafetensorsError
 
@@ -151,7 +152,7 @@ def test_unchanged_files_are_read() -> None:
         check_as_the_library(raw)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(st.sampled_from(VALID), MUTATIONS, st.booleans())
 @example(SMALL, [cut(0)], False)
 @example(SMALL, [put_length(0)], False)
@@ -168,7 +169,7 @@ TEXTS = st.lists(st.sampled_from(TOKENS), max_size=30).map(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(TEXTS)
 def test_any_tokens_are_read_as_by_the_library_or_refused(text: bytes) -> None:
     for header in (b"{" + text, b'{"t":{' + text, b'{"__metadata__":{' + text + b"}}"):

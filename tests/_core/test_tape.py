@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 
 import unimem as um
 from devices import Device
+from tiers import examples
 from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -447,7 +448,7 @@ class TapeAgainstModel(RuleBasedStateMachine):
 def test_tape_against_model(device: Device) -> None:
     run_state_machine_as_test(
         partial(TapeAgainstModel, device),  # type: ignore[arg-type]
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None),
     )
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from project import ROOT
+from tiers import examples
 from unimem._core.ledger import Entry, Part
 from unimem.accounting import attribution
 from unimem.accounting.attribution import apportion, attribute, kind_of
@@ -153,7 +154,7 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
     return invented(areas, present), entries
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(processes())
 def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
     process, entries = known

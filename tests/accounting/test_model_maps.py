@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_stage import may_mount
 
 import gguf_files as g
 import safetensors_files as st
@@ -27,6 +26,7 @@ import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from models.make import TINY, write_model
 from proc_maps import PAGE
+from staging import may_mount
 from unimem._core.gguf import Header as GGUFHeader
 from unimem.accounting import model_maps
 from unimem.accounting.model_maps import MappedModel, library_files, models

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import unimem as um
+from tiers import examples
 from unimem_bench.buffer_instances import FAMILIES, greedy_by_order, greedy_by_size, instances
 
 
@@ -73,7 +74,7 @@ def test_any_plan(uses: list[um.BufferUse], align: int) -> None:
     assert plan.align == align
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(0, 2**32), st.sampled_from([64, 256]))
 @example("cut", 0, 64)
 def test_plans_of_the_kinds_that_are_measured(family: str, seed: int, align: int) -> None:

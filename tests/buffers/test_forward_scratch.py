@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_buffers import interrupted, power_of_two, random_dims
 
 import proc_maps
 import unimem as um
+from buffer_sets import interrupted, power_of_two, random_dims
 from unimem._core.status import counters
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
-from test_stage import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
+from staging import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

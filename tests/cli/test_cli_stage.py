@@ -30,7 +30,8 @@ import unimem as um
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
-from test_stage import (
+from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from staging import (
     MIB,
     TINY,
     indexed,  # noqa: F401 - a fixture
@@ -42,8 +43,6 @@ from test_stage import (
     start_reader,
     stop,
 )
-
-from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from unimem.cli import main
 from unimem.errors import CapacityError
 from unimem.system import limits, policy

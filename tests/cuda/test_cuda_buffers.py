@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_buffers import (
+
+import unimem as um
+from buffer_sets import (
     COUNTS,
     DIMS,
     NAMES,
@@ -20,8 +22,6 @@ from test_buffers import (
     check_interrupts_of_the_end,
     random_dims,
 )
-
-import unimem as um
 from conformance import exit_status
 from unimem._core.status import device_ledger
 

@@ -26,6 +26,7 @@ from conformance import exit_status
 from host_gpu import HostDriver, array_of, numpy_of
 from kv_model import GIVEN_DTYPES, KV_DTYPES, given, memory, same_bits, stored
 from kv_twins import DIM, HEADS, LAYERS, ROWS, Twins
+from tiers import examples
 from unimem._core.status import device_ledger
 from unimem.kv import snapshot
 
@@ -138,7 +139,8 @@ def test_any_calls_in_any_order(cuda: Any) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
-        TwinMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        TwinMachine,
+        settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None),
     )
 
 

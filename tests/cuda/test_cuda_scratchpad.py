@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from numpy.typing import NDArray
-from test_scratchpad import check_that_it_is_closed
 
 import host_gpu as host
 import unimem as um
 from host_gpu import HostDriver, array_of, numpy_of
-from pad_model import DTYPES, TAKEN, PadAgainstModel, awkward, converted, dtype_of, same_bits
+from pad_model import (
+    DTYPES,
+    TAKEN,
+    PadAgainstModel,
+    awkward,
+    check_that_it_is_closed,
+    converted,
+    dtype_of,
+    same_bits,
+)
+from tiers import examples
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
@@ -386,5 +395,5 @@ class DevicePadAgainstModel(PadAgainstModel):
 
 TestDevicePadAgainstModel = DevicePadAgainstModel.TestCase
 TestDevicePadAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=examples(60), stateful_step_count=40, deadline=None
 )

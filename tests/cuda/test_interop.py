@@ -224,13 +224,13 @@ def plain(value: Any) -> Any:
 
 def test_what_is_read_of_a_file_by_gguf_py_makes_the_same_file(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
-    import test_gguf
+    import every_type
 
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
-    test_gguf.write_every_type(first)
+    every_type.write_every_type(first)
     with open_weights(first) as w:
         again = {
-            key: (plain(w.metadata[key]), kind) for key, (_, kind) in test_gguf.METADATA.items()
+            key: (plain(w.metadata[key]), kind) for key, (_, kind) in every_type.METADATA.items()
         }
         tensors = {}
         for tensor in w.tensors.values():

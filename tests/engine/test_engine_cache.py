@@ -20,6 +20,7 @@ pytest.importorskip(
 
 import unimem as um
 from models.make import TINY, Shape, write_model
+from tiers import examples
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.planning.needs import PREFILL_BATCH
 
@@ -187,7 +188,7 @@ def pair(model: Path) -> Iterator[tuple[Decoder, Decoder]]:
         yield ring, full
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(STEPS)
 def test_whatever_is_done_to_a_ring(
     pair: tuple[Decoder, Decoder], steps: list[tuple[str, int]]

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from project import STORIES
+from tiers import examples
 from tokenizer_models import (
     CONTROL,
     PAGE,
@@ -341,7 +342,7 @@ VALUES = st.one_of(
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

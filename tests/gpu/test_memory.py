@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_buffers import check_buffers, random_dims
 
 import unimem as um
+from buffer_sets import check_buffers, random_dims
 from conformance import exit_status
 from gpu.machine import MIB, Counted, bridge, cuda, cupy, gpu, held, new_stream
 from unimem._core.status import device_ledger

@@ -1,13 +1,10 @@
 """Every kind of KV cache against the NumPy model: random calls, views that are held meanwhile, and
 system calls that fail. A call that fails leaves all as it was.
-
-UNIMEM_KV_EXAMPLES says how many sequences of calls are tried for each kind.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,11 +36,11 @@ from kv_model import (
     write_rows,
 )
 from os_faults import os_faults
+from tiers import examples
 from unimem.system import limits
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "250"))
 PAGE = proc_maps.PAGE
 
 Refusals = type[Exception] | tuple[type[Exception], ...]
@@ -593,7 +590,7 @@ class SpaciousRing(AnyRing):
 
 
 SETTINGS = settings(
-    max_examples=N_EXAMPLES,
+    max_examples=examples(250),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

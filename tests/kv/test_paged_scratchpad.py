@@ -16,6 +16,7 @@ import proc_maps
 import unimem as um
 from os_faults import os_faults
 from pad_model import DTYPES, TAKEN, PadAgainstModel, awkward, converted, dtype_of, same_bits
+from tiers import examples
 from unimem._core.status import counters, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -294,5 +295,5 @@ class PagedScratchpadAgainstModel(PadAgainstModel):
 
 TestPagedScratchpadAgainstModel = PagedScratchpadAgainstModel.TestCase
 TestPagedScratchpadAgainstModel.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=examples(100), stateful_step_count=40, deadline=None
 )

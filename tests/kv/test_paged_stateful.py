@@ -3,13 +3,10 @@ and share what begins with the same tokens; and allocations that fail, which cha
 
 What a model computes for a token depends on all tokens before it: so do the values here, and a
 block that is shared wrongly is seen.
-
-UNIMEM_KV_EXAMPLES says how many sequences of calls are tried.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -27,12 +24,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import unimem as um
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
 from os_faults import os_faults
+from tiers import examples
 from unimem._core.status import ledger
 from unimem.kv import prefix
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-N_EXAMPLES = int(os.environ.get("UNIMEM_KV_EXAMPLES", "300"))
 N_LAYERS, N_HEADS, MOST_SEQUENCES = 2, 2, 6
 
 IDS = st.lists(st.integers(0, 1), max_size=12)  # so few that many prefixes are the same
@@ -314,7 +311,7 @@ class PagedAgainstModel(RuleBasedStateMachine):
 
 TestPagedAgainstModel = PagedAgainstModel.TestCase
 TestPagedAgainstModel.settings = settings(
-    max_examples=N_EXAMPLES,
+    max_examples=examples(300),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tiers import examples
 from unimem.kv import prefix
 from unimem.kv.prefix import Node, PrefixIndex
 
@@ -251,4 +252,6 @@ class PrefixAgainstModel(RuleBasedStateMachine):
 
 
 TestPrefixAgainstModel = PrefixAgainstModel.TestCase
-TestPrefixAgainstModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPrefixAgainstModel.settings = settings(
+    max_examples=examples(100), stateful_step_count=30, deadline=None
+)

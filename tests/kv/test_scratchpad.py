@@ -23,10 +23,12 @@ from pad_model import (
     TAKEN,
     PadAgainstModel,
     awkward,
+    check_that_it_is_closed,
     converted,
     dtype_of,
     same_bits,
 )
+from tiers import examples
 from unimem._core.status import counters, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -327,26 +329,6 @@ def test_a_pad_that_was_never_made_is_closed() -> None:
     check_that_it_is_closed(paged, np.ones(8, "float32"))
 
 
-def check_that_it_is_closed(pad: Any, row: Any) -> None:
-    assert pad.closed
-    assert repr(pad) == f"{type(pad).__name__}(closed)"
-    for call in (
-        lambda: pad.append(row),
-        lambda: pad.append_batch(row.reshape(1, 8)),
-        lambda: pad.crop(0),
-        lambda: len(pad),
-        pad.as_array,
-        pad.clear,
-        pad.__enter__,
-    ):
-        with pytest.raises(um.ClosedError, match="is closed"):
-            call()
-    with pytest.raises(RuntimeError, match="is made already"):
-        pad.__init__(64, 8)
-    pad.close()
-    pad.__exit__()
-
-
 def test_a_tape_under_a_pad_is_made_once() -> None:
     with um.Tape(1 << 12) as tape, um.Scratchpad(8, 4, tape=tape) as pad:
         pad.append(rows(1)[0])
@@ -451,5 +433,5 @@ class ScratchpadAgainstModel(PadAgainstModel):
 
 TestScratchpadAgainstModel = ScratchpadAgainstModel.TestCase
 TestScratchpadAgainstModel.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=examples(100), stateful_step_count=40, deadline=None
 )

@@ -59,6 +59,7 @@ def test_the_wheel_has_what_callers_need_and_no_sources(wheel: Path) -> None:
         "unimem/py.typed",
         "unimem/include/unimem.h",
         "unimem/include/unimem_formats.h",
+        "unimem/include/unimem_kv.h",
         "unimem/lib/libunimem-bench.so",
         "unimem/lib/libunimem.so",
         "unimem/lib/cmake/unimem/unimem-config.cmake",

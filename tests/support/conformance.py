@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import unimem as um
+from tiers import examples
 
 Array = NDArray[Any]
 # What the suite calls an array of a device's own library.
@@ -325,7 +326,7 @@ class CacheContract(Contract):
         check(kind, cache, tokens)
 
     @settings(
-        max_examples=15,
+        max_examples=examples(15),
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )

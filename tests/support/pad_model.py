@@ -172,3 +172,23 @@ class PadAgainstModel(RuleBasedStateMachine):
         assert all(same_bits(view[0], self.model[at]) for at, view in self.views)
         assert counters() == self.counters
         assert f"len={len(self.model)}, capacity={self.CAPACITY}, dim={self.DIM}" in repr(self.pad)
+
+
+def check_that_it_is_closed(pad: Any, row: Any) -> None:
+    assert pad.closed
+    assert repr(pad) == f"{type(pad).__name__}(closed)"
+    for call in (
+        lambda: pad.append(row),
+        lambda: pad.append_batch(row.reshape(1, 8)),
+        lambda: pad.crop(0),
+        lambda: len(pad),
+        pad.as_array,
+        pad.clear,
+        pad.__enter__,
+    ):
+        with pytest.raises(um.ClosedError, match="is closed"):
+            call()
+    with pytest.raises(RuntimeError, match="is made already"):
+        pad.__init__(64, 8)
+    pad.close()
+    pad.__exit__()

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_block_lock import DROP_LOCK
 
 import gguf_files as g
 import unimem as um
 from conftest import Run
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
+from memlock import DROP_LOCK
 from unimem.system import limits
 from unimem.weights import residency
 from unimem.weights.opened import Weights

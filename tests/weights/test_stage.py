@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
-import json
 import mmap
 import os
 import pickle
@@ -16,100 +14,42 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import gguf_files as gf
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
+from staging import (
+    MIB,
+    TINY,
+    indexed,  # noqa: F401
+    leaves_nothing,  # noqa: F401
+    look,
+    may_mount,
+    model,  # noqa: F401
+    read_elsewhere,
+    split,  # noqa: F401
+    stale,
+    start_reader,
+    stop,
+)
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.weights.staging import places
 from unimem.weights.staging.places import BACKINGS
 
-TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
-MIB = 1 << 20
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
-def may_mount() -> bool:
-    try:
-        os.close(tmpfs.open_mount(MIB, False))
-    except PlacementError:
-        return False
-    return True
-
-
 needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not mount a tmpfs")
-
-
-def left() -> tuple[list[str], list[str], set[str]]:
-    """Open descriptors, what lies in /dev/shm and is nobody's, children."""
-    fds = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            fds.append(os.readlink(f"/proc/self/fd/{fd}"))
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return sorted(fds), sorted(stale()), set(children)
-
-
-def stale() -> Iterator[str]:
-    for folder in Path("/dev/shm").glob("unimem-stage-*"):
-        with suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                yield folder.name
-            finally:
-                os.close(fd)
-
-
-@pytest.fixture
-def leaves_nothing() -> Iterator[None]:
-    before = left()
-    yield
-    gc.collect()
-    assert left() == before
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A model of a little more than three huge pages, which ends inside of a page."""
-    path = tmp_path / "model.gguf"
-    shutil.copy(TINY, path)
-    os.truncate(path, 6 * MIB + 12345)
-    return path
-
-
-@pytest.fixture
-def split(tmp_path: Path) -> list[Path]:
-    pytest.importorskip("gguf", reason="gguf (extra test) writes split models")
-    (tmp_path / "parts").mkdir()
-    return gf.write_split(TINY, tmp_path / "parts" / "tiny", 3)
-
-
-@pytest.fixture
-def indexed(tmp_path: Path) -> Path:
-    """A safetensors model of two files and an index."""
-    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors (extra test) is missing")
-    where = {}
-    for i in range(2):
-        name = f"model-0000{i + 1}-of-00002.safetensors"
-        numpy.save_file({f"t{i}": np.arange(1000, dtype=np.float32) + i}, tmp_path / name)
-        where[f"t{i}"] = name
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return index
 
 
 def cached_bytes(path: Path) -> int:
@@ -123,11 +63,6 @@ def evict(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(path):
         pytest.skip("this file system keeps its files in RAM")
-
-
-def read_elsewhere(path: str) -> bytes:
-    """What another process reads there."""
-    return subprocess.run(["cat", path], capture_output=True, check=True).stdout
 
 
 # ---- what others get ----
@@ -220,56 +155,6 @@ def test_huge_pages_that_only_some_readers_get_are_told(backing: Any, model: Pat
         um.stage(model, backing=backing, pages="thp", strict=True)
     with pytest.warns(um.PlacementWarning, match=r"gets 0 B of 6\.0 MiB in huge pages"):
         um.stage(model, backing=backing, pages="thp").close()
-
-
-READER = """
-import mmap, os, re, sys
-fd = os.open(sys.argv[1], os.O_RDONLY)
-size = os.fstat(fd).st_size
-memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-total = sum(memory[i] for i in range(0, size, mmap.PAGESIZE))
-print("ready", flush=True)
-for line in sys.stdin:
-    inode, found = os.fstat(fd).st_ino, False
-    for row in open("/proc/self/smaps"):
-        head = re.match(r"[0-9a-f]+-[0-9a-f]+ \\S+ \\S+ \\S+ (\\d+)", row)
-        found = int(head[1]) == inode if head else found
-        if found and not head and row.split()[-1] == "kB":
-            print(row.split()[0][:-1], int(row.split()[1]) << 10)
-    print(f"read {sum(memory[i] for i in range(0, size, mmap.PAGESIZE)) == total}", flush=True)
-"""
-
-
-def start_reader(path: str) -> subprocess.Popen[str]:
-    """A process that knows nothing of unimem, and has mapped and touched the file."""
-    reader = subprocess.Popen(
-        [sys.executable, "-I", "-c", READER, path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == "ready\n"
-    return reader
-
-
-def look(reader: subprocess.Popen[str]) -> dict[str, int]:
-    """What smaps says of its mapping, once it has read all of it again."""
-    assert reader.stdin is not None
-    assert reader.stdout is not None
-    reader.stdin.write("\n")
-    reader.stdin.flush()
-    found = {}
-    for line in iter(reader.stdout.readline, "read True\n"):
-        name, value = line.split()
-        assert name != "read"
-        found[name] = int(value)
-    return found
-
-
-def stop(reader: subprocess.Popen[str]) -> None:
-    reader.communicate("")
-    assert reader.returncode == 0
 
 
 def plain_reader(path: str) -> dict[str, int]:
@@ -587,7 +472,7 @@ def test_a_child_that_dies_is_no_mount(
 
 
 def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup,  # noqa: F811
+    cgroup_512mb: SmallCgroup,
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "large.gguf"

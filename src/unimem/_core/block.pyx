@@ -666,7 +666,8 @@ cdef class Block:
                     self.populate(region, first, n, 1, None, 0, n)
         except BaseException:
             for first, n in missing[:n_undo]:
-                um.um_block_release(&region.block, first, n, NULL, NULL)
+                # What the kernel does not take back stays committed, and in the ledger.
+                status = um.um_block_release(&region.block, first, n, NULL, NULL)
             raise
         return 0
 

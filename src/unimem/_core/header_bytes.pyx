@@ -71,7 +71,7 @@ cdef class HeaderBytes:
         # Later pieces are read in large steps, of which the header may fill a small part. What the
         # kernel would not take back stays, and is counted as what it is.
         cdef um.um_block *block = &self._region.block
-        um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
+        cdef um.um_status _status = um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
 
     cdef Region opened(self):
         if self._region is None:

@@ -163,7 +163,8 @@ cdef int _run(_Parts given, const um.um_load_options *options, object progress) 
         # A forked child would wait for ever for threads that it has not.
         if getpid() == pid:
             with nogil:
-                um.um_load_end(reading, NULL, NULL)
+                # The exception under way is what the caller hears of.
+                status = um.um_load_end(reading, NULL, NULL)
         raise
     with nogil:
         status = um.um_load_end(reading, &part, &err)

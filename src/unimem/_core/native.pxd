@@ -1,7 +1,15 @@
-# The public C API, unimem.h and unimem_formats.h, for Cython. The headers' comments are the manual.
+# The public C API for Cython. The comments of unimem.h, unimem_kv.h and unimem_formats.h are the
+# manual.
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
+    enum:
+        UM_VERSION_MAJOR
+        UM_VERSION_MINOR
+        UM_VERSION_PATCH
+
+    const char *um_version()
+
     ctypedef enum um_status:
         UM_OK
         UM_E_INVALID
@@ -136,6 +144,7 @@ cdef extern from "unimem.h" nogil:
         size_t reserved_nbytes
         size_t committed_nbytes
         uint64_t *committed
+        uint64_t *overlaid
         void *map_base
         size_t map_nbytes
         int fd
@@ -260,6 +269,11 @@ cdef extern from "unimem.h" nogil:
                          um_error *err)
     const char *um_convert_isa()
 
+# Movers are called with the interpreter's lock where the calls that move rows are made with it.
+cdef extern from "unimem.h":
+    ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
+
+cdef extern from "unimem.h" nogil:
     ctypedef struct um_kv_spec:
         uint32_t n_layers
         uint32_t n_kv_heads
@@ -282,6 +296,9 @@ cdef extern from "unimem.h" nogil:
         size_t lane_stride
         uint64_t n_rows
         uint64_t usable_rows
+        uint64_t shift
+        um_kv_mover *mover
+        void *mover_context
 
     um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
     um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
@@ -327,6 +344,9 @@ cdef extern from "unimem.h" nogil:
         uint32_t block_tokens
         um_dtype type
 
+    ctypedef struct um_paged_block:
+        pass
+
     ctypedef struct um_paged:
         um_paged_spec spec
         unsigned char *base
@@ -335,6 +355,7 @@ cdef extern from "unimem.h" nogil:
         size_t block_bytes
         uint32_t n_free
         uint32_t n_evictable
+        um_paged_block *blocks
 
     ctypedef struct um_paged_seq:
         um_paged *paged
@@ -342,7 +363,15 @@ cdef extern from "unimem.h" nogil:
         const int32_t *table
 
     ctypedef struct um_paged_pending:
-        pass
+        um_paged_seq *seq
+        const void *rows[2]
+        um_dtype type
+        um_kv_order order
+        uint32_t layer
+        uint32_t n_layers
+        uint64_t at
+        uint64_t n
+        uint32_t first_block
 
     um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err)
     um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
@@ -379,6 +408,10 @@ cdef extern from "unimem.h" nogil:
                               void *out, size_t head_stride, um_dtype type, um_error *err)
 
 cdef extern from "unimem_formats.h" nogil:
+    enum:
+        UM_GGUF_MAX_DIMS
+        UM_SAFETENSORS_MAX_DIMS
+
     ctypedef enum um_gguf_type:
         UM_GGUF_UINT8
         UM_GGUF_INT8
@@ -434,6 +467,28 @@ cdef extern from "unimem_formats.h" nogil:
     void um_gguf_free(um_gguf *gguf)
 
     ctypedef enum um_safetensors_type:
+        UM_ST_BOOL
+        UM_ST_F4
+        UM_ST_F6_E2M3
+        UM_ST_F6_E3M2
+        UM_ST_U8
+        UM_ST_I8
+        UM_ST_F8_E5M2
+        UM_ST_F8_E4M3
+        UM_ST_F8_E8M0
+        UM_ST_F8_E4M3FNUZ
+        UM_ST_F8_E5M2FNUZ
+        UM_ST_I16
+        UM_ST_U16
+        UM_ST_F16
+        UM_ST_BF16
+        UM_ST_I32
+        UM_ST_U32
+        UM_ST_F32
+        UM_ST_C64
+        UM_ST_F64
+        UM_ST_I64
+        UM_ST_U64
         UM_ST_TYPE_COUNT
 
     ctypedef struct um_safetensors_text:
@@ -451,6 +506,7 @@ cdef extern from "unimem_formats.h" nogil:
         uint32_t first_dim
         uint32_t n_dims
         um_safetensors_type type
+        uint32_t place
 
     ctypedef struct um_safetensors:
         uint64_t n_kv
@@ -468,7 +524,5 @@ cdef extern from "unimem_formats.h" nogil:
     size_t um_safetensors_write_text(const void *data, um_safetensors_text text, char *out)
     void um_safetensors_free(um_safetensors *safetensors)
 
-# Movers are called with the interpreter's lock where the calls that move rows are made with it.
 cdef extern from "unimem.h":
-    ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
     void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context)

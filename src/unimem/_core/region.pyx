@@ -103,8 +103,8 @@ cdef class Region:
 
     def __dealloc__(self):
         self.leave()
-        # A destructor never raises; the kernel refuses only what was never mapped.
-        um.um_block_unmap(&self.block, NULL)
+        # A destructor never raises. What the kernel refuses to unmap stays in the ledger.
+        cdef um.um_status _status = um.um_block_unmap(&self.block, NULL)
 
     cdef void enter(self) noexcept:
         global _newest

@@ -273,7 +273,8 @@ cdef class KVDevice(KVRows):
             raise
         finally:
             self._writing = False
-        um.um_kv_commit(&self.kv, 1, NULL)
+        if um.um_kv_commit(&self.kv, 1, &err) != um.UM_OK:
+            self.fail(&err, "append_all")
 
     def _append_at(self, layer, k, v, row, stream):
         """Write tokens of one layer at the row that an int32 says when the device gets there."""

@@ -1,6 +1,5 @@
-/* Files laid over reserved memory: what is read, what is copied, and what is left when a call
- * fails.
- */
+/* Files mapped over reserved memory: what is read, what is copied, and what is left when a call
+ * fails. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -8,9 +7,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "fault_os.h"
@@ -19,11 +15,12 @@ enum { FILE_PAGES = 6, RESERVED = 12 };
 
 static size_t page, huge_page;
 
-/* A file of which the ith page is full of i + 101. */
+/* A file whose page i is filled with i + 101. */
 static int make_file(void) {
     char path[] = "/tmp/unimem-overlay-XXXXXX";
     int fd = mkstemp(path);
-    REQUIRE(fd >= 0 && unlink(path) == 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(unlink(path) == 0);
     unsigned char *bytes = malloc(FILE_PAGES * page);
     REQUIRE(bytes != NULL);
     for (size_t i = 0; i < FILE_PAGES; i++) {
@@ -60,13 +57,7 @@ static void overlay(um_block *block, size_t to, int fd, size_t from, size_t n) {
     CHECK_OK(um_block_overlay(block, to * page, fd, from * page, n * page, &test_err));
 }
 
-static long faults_now(void) {
-    struct rusage usage;
-    CHECK(getrusage(RUSAGE_SELF, &usage) == 0);
-    return usage.ru_minflt + usage.ru_majflt;
-}
-
-/* ---- what it holds ---- */
+/* ---- contents ---- */
 
 static void test_contents(void) {
     int fd = make_file(), copy = dup(fd);
@@ -78,8 +69,8 @@ static void test_contents(void) {
     CHECK_EQ_U64(fault_os_calls_of("um_os_map_file_at"), 1);
     close(copy);
     CHECK(um_block_is_committed(&block, 2 * page, 3 * page));
-    CHECK(!um_block_is_committed(&block, page, page) &&
-          !um_block_is_committed(&block, 5 * page, page));
+    CHECK(!um_block_is_committed(&block, page, page));
+    CHECK(!um_block_is_committed(&block, 5 * page, page));
     CHECK_EQ_U64(block.nbytes, page);
     CHECK_EQ_U64(block.committed_nbytes, 4 * page);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
@@ -87,37 +78,33 @@ static void test_contents(void) {
     for (size_t i = 2; i < 5; i++) {
         CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
     }
-    CHECK(um_block_is_overlaid(&block, 0, RESERVED * page) &&
-          um_block_is_overlaid(&block, 5 * page - 1, page) &&
-          um_block_is_overlaid(&block, 2 * page - 1, 2));
-    CHECK(!um_block_is_overlaid(&block, 0, 2 * page) &&
-          !um_block_is_overlaid(&block, 5 * page, page) &&
-          !um_block_is_overlaid(&block, 3 * page, 0) &&
-          !um_block_is_overlaid(&block, 3 * page, SIZE_MAX));
-    /* What is written is the block's; the file stays as it is. */
+    /* A write changes the block, not the file. */
     memset(at(&block, 3), 9, page);
-    CHECK(is_filled(at(&block, 3), page, 9) && is_filled(at(&block, 4), page, 104));
+    CHECK(is_filled(at(&block, 3), page, 9));
+    CHECK(is_filled(at(&block, 4), page, 104));
     CHECK(file_is_as_it_was(fd));
-    /* Around it the block grows as before. */
+    /* The block grows around it as before. */
     CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err));
     CHECK_EQ_U64(block.nbytes, 7 * page);
-    CHECK(is_filled(at(&block, 0), page, 1) && is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 1), page, 0) && is_filled(at(&block, 5), 2 * page, 0));
+    CHECK(is_filled(at(&block, 0), page, 1));
+    CHECK(is_filled(at(&block, 3), page, 9));
+    CHECK(is_filled(at(&block, 1), page, 0));
+    CHECK(is_filled(at(&block, 5), 2 * page, 0));
     overlay(&block, 7, fd, 5, 1);
     CHECK_EQ_U64(block.nbytes, 8 * page);
     CHECK(is_filled(at(&block, 7), page, 106));
     overlay(&block, 9, fd, 0, 0); /* nothing */
     CHECK_EQ_U64(block.committed_nbytes, 8 * page);
-    /* Given back it is memory like any other. */
+    /* Once released, the range is memory like any other. */
     size_t released = 0;
     CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
-    CHECK(!um_block_is_overlaid(&block, 2 * page, 2 * page));
     CHECK_EQ_U64(released, 2 * page);
     CHECK(strcmp(os_state_permissions(at(&block, 2)), "---p") == 0);
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));
     CHECK(is_filled(at(&block, 2), page, 0));
     overlay(&block, 3, fd, 0, 1);
-    CHECK(is_filled(at(&block, 3), page, 101) && is_filled(at(&block, 4), page, 104));
+    CHECK(is_filled(at(&block, 3), page, 101));
+    CHECK(is_filled(at(&block, 4), page, 104));
     unmap_block(&block);
     CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
     close(fd);
@@ -186,7 +173,7 @@ static void test_warm(void) {
     for (unsigned n_threads = 1; n_threads < 4; n_threads++) {
         CHECK_OK(um_block_warm(&block, 0, 10 * page, n_threads, NULL, &test_err));
     }
-    /* Nothing of the file was copied. */
+    /* No page of the file was copied. */
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Size"), 6 * page);
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Rss"), 6 * page);
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
@@ -200,7 +187,7 @@ static void test_warm(void) {
     *(volatile unsigned char *)at(&block, 9) = 1;
     CHECK_EQ_U64(faults_now() - before, 0);
     CHECK_EQ_U64(sum, 101 + 102 + 103 + 104 + 105 + 106);
-    /* A range that begins and ends inside of it, and one that is none of it. */
+    /* A range that begins and ends inside the file, and one outside of it. */
     CHECK_OK(um_block_warm(&block, 3 * page + 1, page, 2, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
     CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
@@ -223,9 +210,10 @@ static void test_shrunk_file(void) {
     } else {
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK(um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK);
-        CHECK(block.lock == UM_LOCK_NONE && !has_vm_flag(at(&block, 1), "lo"));
+        CHECK(block.lock == UM_LOCK_NONE);
+        CHECK(!has_vm_flag(at(&block, 1), "lo"));
     }
-    /* What was lost can be given up. */
+    /* Lost pages can be discarded. */
     size_t out = 0;
     CHECK_OK(um_block_discard(&block, page, 6 * page, &out, &test_err));
     CHECK_EQ_U64(out, 6 * page);
@@ -245,18 +233,20 @@ static void test_discard(void) {
     CHECK_OK(um_block_discard(&block, page, 4 * page, &out, &test_err));
     CHECK_EQ_U64(out, 4 * page);
     CHECK_EQ_U64(block.nbytes, 10 * page);
-    CHECK(is_filled(at(&block, 0), page, 1) && is_filled(at(&block, 1), 4 * page, 0));
-    CHECK(is_filled(at(&block, 5), page, 104) && is_filled(at(&block, 7), page, 106));
+    CHECK(is_filled(at(&block, 0), page, 1));
+    CHECK(is_filled(at(&block, 1), 4 * page, 0));
+    CHECK(is_filled(at(&block, 5), page, 104));
+    CHECK(is_filled(at(&block, 7), page, 106));
     CHECK(has_vm_flag(at(&block, 3), "nh") || huge_page == 0); /* as the block is */
     memset(at(&block, 1), 7, 4 * page);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, page, 4 * page, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1); /* the block's own memory */
+    CHECK_EQ_U64(fault_os_calls(), 1); /* memory of the block itself */
     CHECK(is_filled(at(&block, 1), 4 * page, 0));
     CHECK(file_is_as_it_was(fd));
-    /* Without memory for pages of the block's own, the range is not committed any more. */
+    /* If there is no memory for new pages of the block, the range is not committed any more. */
     for (unsigned nth = 1; nth <= 4; nth++) {
-        bool kept = nth <= 2; /* madvise, mmap that releases */
+        bool kept = nth <= 2; /* the madvise, and the mmap that releases */
         fault_os_fail_nth(nth, ENOMEM);
         CHECK_STATUS(UM_E_NOMEM, um_block_discard(&block, 6 * page, page, &out, &test_err));
         fault_os_fail_nth(0, 0);
@@ -274,7 +264,7 @@ static void test_discard(void) {
 
 /* ---- any order ---- */
 
-/* What each page holds; GAP: nothing is there. */
+/* The contents of each page; GAP: it is not committed. */
 enum { GAP = -1 };
 
 static void check_model(const um_block *block, const int *pages) {
@@ -371,21 +361,21 @@ static void test_faults(void) {
     static os_state before, after;
     um_block copy = l.block;
     os_state_read(&before);
-    for (unsigned nth = 1; nth <= 2; nth++) { /* a bitmap of files, and one of gaps */
+    for (unsigned nth = 1; nth <= 2; nth++) { /* the bitmaps of files and of gaps */
         fault_os_fail_nth_alloc(nth);
         CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
-        CHECK(test_err.os_errno == ENOMEM && strcmp(test_err.what, "calloc") == 0);
+        CHECK_OS_ERR(ENOMEM, "calloc");
     }
     fault_os_fail_nth_alloc(0);
     CHECK(memcmp(&l.block, &copy, sizeof copy) == 0);
     os_state_read(&after);
     CHECK(os_state_same(&before, &after));
-    /* What a failed mmap leaves is nobody's: it is reserved anew. */
+    /* The range of a failed mmap is unmapped: it is reserved again. */
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
     CHECK_EQ_U64(fault_os_calls_of("um_os_reserve_at"), 1);
     fault_os_fail_nth(0, 0);
-    /* The first leaves a bitmap behind, which the next ones go on with. */
+    /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);
     fault_os_check_each(&(fault_case){.run = run_overlay,
@@ -407,7 +397,6 @@ int main(void) {
     test_discard();
     test_any_order();
     test_faults();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

@@ -1,13 +1,8 @@
-/* Discarding: pages go back to the system and stay committed; what is left when a call fails. */
+/* Discarding: pages go back to the system and stay committed. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "fault_os.h"
 #include "huge_pool.h"
@@ -32,7 +27,7 @@ static void fill(const um_block *block) {
     }
 }
 
-/* Whether steps [first, end) read as zeros, and the others as they were filled. */
+/* Whether steps [first, end) read as zeros, and all others as they were filled. */
 static bool is_discarded(const um_block *block, size_t first, size_t end) {
     bool right = true;
     for (size_t i = 0; i < N_STEPS; i++) {
@@ -50,7 +45,7 @@ static void discard(um_block *block, size_t offset, size_t nbytes, size_t discar
     CHECK_OK(um_block_discard(block, offset, nbytes, &out, &test_err));
     CHECK_EQ_U64(fault_os_calls(), discarded == 0 ? 0 : 1);
     CHECK_EQ_U64(out, discarded);
-    CHECK(memcmp(block, &copy, sizeof copy) == 0); /* committed as before */
+    CHECK(memcmp(block, &copy, sizeof copy) == 0); /* still committed */
 }
 
 static void check_steps(um_block *block) {
@@ -58,15 +53,13 @@ static void check_steps(um_block *block) {
     uint64_t entered = ledger_row(UM_CAT_HISTORY).mapped_bytes;
     fill(block);
     CHECK_EQ_U64(placement_of(block).resident_bytes, N_STEPS * step);
-    discard(block, 2 * step + 1, 4 * step, 3 * step); /* whole steps inside */
+    discard(block, 2 * step + 1, 4 * step, 3 * step); /* only whole steps inside the range */
     uint64_t resident;
     CHECK_OK(um_block_resident(block, 3 * step, 3 * step, &resident, &test_err));
     CHECK_EQ_U64(resident, 0);
     CHECK_EQ_U64(placement_of(block).resident_bytes, (N_STEPS - 3) * step);
     if (block->sharing != UM_SHARING_NONE) {
-        struct stat st;
-        CHECK(fstat(block->fd, &st) == 0);
-        CHECK_EQ_U64((uint64_t)st.st_blocks * 512, (N_STEPS - 3) * step);
+        CHECK_EQ_U64(file_bytes(block), (N_STEPS - 3) * step);
     }
     CHECK(is_discarded(block, 3, 6));
     discard(block, step + 1, step, 0);
@@ -99,7 +92,7 @@ static void test_huge_pages(void) {
         um_block block = make_steps(UM_PAGES_THP, (um_sharing)sharing, huge_page);
         fill(&block);
         if (sharing != UM_SHARING_NONE) {
-            (void)um_block_collapse(&block, NULL); /* small pages are as good a test */
+            (void)um_block_collapse(&block, NULL); /* small pages will do as well */
         }
         check_steps(&block);
         unmap_block(&block);
@@ -113,7 +106,8 @@ static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     CHECK_STATUS(UM_E_INVALID, um_block_discard(block, offset, nbytes, &out, &test_err));
     CHECK(um_block_discard(block, offset, nbytes, NULL, NULL) == UM_E_INVALID);
     CHECK_EQ_U64(fault_os_calls(), 0);
-    CHECK(out == 12345 && memcmp(block, &copy, sizeof copy) == 0);
+    CHECK(out == 12345);
+    CHECK(memcmp(block, &copy, sizeof copy) == 0);
 }
 
 static void test_hugetlb(void) {
@@ -147,7 +141,7 @@ static void test_refused(void) {
     unmap_block(&other);
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
     discard(&other, 0, page, page);
-    CHECK(is_discarded(&block, 0, 1)); /* one memory */
+    CHECK(is_discarded(&block, 0, 1)); /* both blocks share the memory */
     unmap_block(&other);
     CHECK_OK(um_block_release(&block, 4 * page, page, NULL, &test_err));
     check_refused(&block, 3 * page, 2 * page);
@@ -212,7 +206,6 @@ int main(void) {
     test_hugetlb();
     test_refused();
     test_faults();
-    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
-    CHECK(row.n_mappings == 0 && row.mapped_bytes == 0);
+    check_nothing_mapped(UM_CAT_HISTORY);
     return test_report();
 }

@@ -1,0 +1,391 @@
+/* unimem: KV caches, contiguous and paged. A part of unimem.h, which includes this header and has
+ * the conventions. */
+#ifndef UNIMEM_KV_H
+#define UNIMEM_KV_H
+
+#ifndef UNIMEM_H
+#error "include unimem.h, which includes this header"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- kv ---- */
+
+/* K and V of all layers of one stream (optionally of a batch), in storage of the caller's.
+ *
+ * A lane is K or V of one layer of one stream: rows of n_kv_heads * head_dim values, one for each
+ * token. Lane ((layer * 2 + v) * batch + stream) begins at base + lane * lane_stride.
+ *
+ * - A plain cache holds its tokens in consecutive rows, beginning at any row.
+ * - A ring (window != 0) holds the token of position p in row p % n_rows. Its lanes are mirrored
+ *   (um_block_options): rows n_rows to 2 * n_rows are rows 0 to n_rows again.
+ *
+ * Tokens have positions, counted from 0, which never change. The cache holds the tokens from some
+ * first position up to um_kv_next_position. A ring shows only the last `window` of these. A token
+ * counts once every layer holds it. While a reader reads from a ring, the writer may append as many
+ * tokens as there are rows beyond the window; then it overwrites what the reader was shown. */
+typedef struct um_kv_spec {
+    uint32_t n_layers, n_kv_heads, head_dim, batch;
+    uint64_t max_seq_len; /* the most tokens that the cache holds; of a ring, at least the window */
+    uint64_t window;      /* 0, or a ring of the last so many tokens */
+    um_dtype type;        /* UM_Q8_0: head_dim is a multiple of 32 */
+} um_kv_spec;
+
+/* The place of the lanes. */
+typedef struct um_kv_storage {
+    void *base;           /* aligned to 64 bytes */
+    size_t lane_stride;   /* bytes; a multiple of 64 with room for all rows (of a ring: twice) */
+    uint64_t n_rows;      /* rows of a lane; of a ring, at least the window */
+    uint64_t usable_rows; /* rows [0, usable_rows) may be written now; of a ring, n_rows */
+} um_kv_storage;
+
+/* Copies bytes between two places of a lane, which may overlap. */
+typedef um_status um_kv_mover(void *context, void *to, const void *from, size_t nbytes);
+
+typedef struct um_kv {
+    um_kv_spec spec;              /* read */
+    unsigned char *base;          /* read */
+    size_t row_bytes;             /* read: one token of K (or V) in one layer of one stream */
+    size_t lane_stride;           /* read */
+    uint64_t n_rows;              /* read */
+    uint64_t usable_rows;         /* read; see um_kv_set_usable */
+    uint64_t shift;               /* of a plain cache: position p is in row p - shift */
+    UM_ATOMIC(uint64_t) first;    /* no token before this position is held */
+    UM_ATOMIC(uint64_t) reserved; /* rows that are reserved and not committed */
+    UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
+    UM_ATOMIC(uint64_t) * top;    /* of each layer, the highest `end` so far. A ring has overwritten
+                                     what lies n_rows below it */
+    um_kv_mover *mover;           /* see um_kv_set_mover */
+    void *mover_context;
+} um_kv;
+
+/* Computes the bytes of one row.
+ *
+ * - UM_E_INVALID: a dimension is 0, a product overflows, the type is unknown, head_dim is not whole
+ *   blocks of the type, or window is above max_seq_len. */
+UM_API UM_CHECKED um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
+/* Computes the bytes of fixed storage: lanes of max_seq_len rows, rounded up to 64 bytes.
+ *
+ * - UM_E_INVALID: as um_kv_row_bytes. */
+UM_API UM_CHECKED um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
+/* Makes an empty cache. It allocates a few words for each layer: call um_kv_free.
+ *
+ * - UM_E_INVALID: as um_kv_row_bytes, or the storage breaks what um_kv_storage says.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_kv_init(um_kv *kv, const um_kv_spec *spec,
+                                       const um_kv_storage *storage, um_error *err);
+/* Frees what um_kv_init allocated. The storage is left alone, and so is a zeroed kv. */
+UM_API void um_kv_free(um_kv *kv);
+
+/* Returns the address of row 0 of a lane, of K (v = 0) or V (v = 1). It never changes. NULL: there
+ * is no such lane. */
+UM_API void *um_kv_lane(const um_kv *kv, uint32_t layer, int v, uint32_t stream);
+/* Returns the row of a position. */
+UM_API uint64_t um_kv_row(const um_kv *kv, uint64_t position);
+
+/* The order of the rows that um_kv_append takes and um_kv_read gives. */
+typedef enum um_kv_order {
+    UM_KV_TOKEN_MAJOR = 0, /* [n, heads, head_dim], batch 1: as a matrix product leaves them */
+    UM_KV_HEAD_MAJOR       /* [batch, heads, n, head_dim]: as attention code holds them */
+} um_kv_order;
+
+/* Appends n tokens (may be 0) to one layer: a copy, or a conversion if the types differ.
+ *
+ * k and v are aligned for `type`, which is UM_Q8_0 only if the cache's type is. A ring forgets what
+ * is before its rows: of more than n_rows tokens it takes the last n_rows. After a failure no row
+ * is appended.
+ *
+ * - UM_E_INVALID: there is no such layer or type, or TOKEN_MAJOR comes with batch > 1.
+ * - UM_E_FULL: err->what is "kv" if max_seq_len is reached, and "rows" if the rows are used up:
+ *   um_kv_set_usable or um_kv_move makes room.
+ * - UM_E_STATE: rows are reserved. */
+UM_API UM_CHECKED um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v,
+                                         um_dtype type, um_kv_order order, uint64_t n,
+                                         um_error *err);
+/* Appends one token to all layers, k and v [n_layers, heads, head_dim]; batch is 1.
+ *
+ * - UM_E_INVALID, UM_E_FULL: as um_kv_append.
+ * - UM_E_STATE: rows are reserved, or layers differ in length. */
+UM_API UM_CHECKED um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
+                                             um_error *err);
+
+/* Begins to append n tokens to a layer whose rows the caller writes.
+ *
+ * *out_row is the row of the first token. A ring takes the last n_rows tokens only: then it is the
+ * row of the first one that it takes.
+ *
+ * - UM_E_INVALID, UM_E_FULL, UM_E_STATE: as um_kv_append. */
+UM_API UM_CHECKED um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n,
+                                               uint64_t *out_row, um_error *err);
+/* Shows the tokens of um_kv_append_begin, which the caller has written. */
+UM_API void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n);
+
+/* Reserves n rows in every layer for an engine that writes them itself. *out_row is the first.
+ *
+ * In a ring the rows may go on into the mirror, or be taken % n_rows. What these rows held is lost.
+ *
+ * - UM_E_INVALID: n is 0.
+ * - UM_E_FULL: as um_kv_append; of a ring, n is above n_rows.
+ * - UM_E_STATE: rows are reserved already, or layers differ in length. */
+UM_API UM_CHECKED um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err);
+/* Shows the first n of the reserved rows, in all layers at once.
+ *
+ * - UM_E_INVALID: n is above what was reserved.
+ * - UM_E_STATE: nothing is reserved. */
+UM_API UM_CHECKED um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err);
+/* Drops the reservation, and tokens that not all layers hold. */
+UM_API void um_kv_rollback(um_kv *kv);
+
+/* Returns how many tokens all layers hold, and a ring shows. */
+UM_API uint64_t um_kv_seq_len(const um_kv *kv);
+/* Returns the position behind the last of these. */
+UM_API uint64_t um_kv_next_position(const um_kv *kv);
+/* Returns the position of the first of these: next_position - seq_len. */
+UM_API uint64_t um_kv_first_position(const um_kv *kv);
+/* Returns the first position that every layer still has. A crop may show it in the window again. */
+UM_API uint64_t um_kv_oldest_position(const um_kv *kv);
+/* Returns how many tokens one layer holds, and a ring shows; 0 for no such layer.
+ * *out_first_position (may be NULL) is the position of the first one. */
+UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position);
+
+/* Copies n tokens of K or V of a layer, from `position` on, to out [batch, heads, n, head_dim].
+ *
+ * They are converted to `type`, which is UM_Q8_0 only if the cache's type is.
+ *
+ * - UM_E_INVALID: there is no such layer or type, or the layer does not hold the tokens. */
+UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position,
+                                       uint64_t n, void *out, um_dtype type, um_error *err);
+
+/* Keeps the first n of the seq_len tokens. next_position goes back by what is dropped.
+ *
+ * A ring then shows the `window` tokens before that again, if they are still there.
+ *
+ * - UM_E_INVALID: n is above seq_len. err->what is "overwritten" if a ring lacks what it would have
+ *   to show; err->limit is then the smallest n that works.
+ * - UM_E_STATE: layers differ in length, or rows are reserved. */
+UM_API UM_CHECKED um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
+/* Keeps the first keep_first and the last n of the seq_len tokens, or all if that is more.
+ *
+ * next_position stays. No byte moves, except for the keep_first tokens: they are copied to the rows
+ * before the last n, and get the positions there.
+ *
+ * - UM_E_INVALID: keep_first of a ring is not 0.
+ * - UM_E_STATE: as um_kv_crop.
+ * - Others: as the mover (um_kv_set_mover). */
+UM_API UM_CHECKED um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err);
+/* Drops all tokens and the reservation. The next position is 0. */
+UM_API void um_kv_clear(um_kv *kv);
+
+/* ---- kv: for the owner of the storage ---- */
+
+/* Allows writing to rows [0, n) from now on.
+ *
+ * - UM_E_INVALID: the cache is a ring, or n is above n_rows, or below the end of the tokens or of
+ *   the reserved rows. */
+UM_API UM_CHECKED um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
+/* Moves the tokens of a plain cache so that the first lies in `row`. An empty cache begins there.
+ *
+ * - UM_E_INVALID: the cache is a ring, or rows are not usable.
+ * - UM_E_STATE: rows are reserved.
+ * - Others: as the mover (um_kv_set_mover). */
+UM_API UM_CHECKED um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
+/* Sets the function that moves rows, for storage that memmove cannot reach or touch safely.
+ *
+ * um_kv_trim with keep_first, and um_kv_move, call `mover` (NULL: memmove) for each lane, and
+ * return its status if it fails. All lengths and positions are then as before, but the rows that
+ * tokens were to go to may have been written, and tokens in these rows are lost. So a mover fails
+ * before its first byte, or gives the cache up. Besides these, only um_kv_append, um_kv_append_all
+ * and um_kv_read touch the storage. */
+UM_API void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context);
+/* Declares that the rows hold n tokens before next_position, instead of what they held.
+ *
+ * A plain cache has them in rows [0, n), a ring where they belong.
+ *
+ * - UM_E_INVALID: n is above next_position, max_seq_len, the usable rows or the window. */
+UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n,
+                                        um_error *err);
+
+/* ---- paged kv ---- */
+
+/* K and V of many sequences, in blocks of tokens that they share, in storage of the caller's.
+ *
+ * A block is one piece of memory with block_tokens tokens of all layers: [n_layers, 2, n_kv_heads,
+ * block_tokens, head_dim], K before V, at base + id * block_bytes. So copy-on-write is one memcpy.
+ * The tokens of a head are contiguous: gathering and attention read runs of block_tokens rows. With
+ * strides this is [n_blocks, block_tokens, n_kv_heads, head_dim] for each layer, as kernels with
+ * block tables take it.
+ *
+ * A sequence is a table of block ids. Nobody writes to a block that sequences share: the sequence
+ * that appends to it gets a copy first. A block that no sequence holds any more is free or, if it
+ * is cached (um_paged_cache), evictable:
+ *
+ * - An evictable block keeps its tokens until a block is needed and none is free. The block that
+ *   has been evictable for longest is then taken, and is no longer cached.
+ * - The blocks that a sequence gives back are evicted from its end on.
+ * - An index of cached blocks asks um_paged_is_cached for a block that it has found.
+ * - A cached block is no longer cached, too, if the only sequence that holds it was cropped into it
+ *   and appends. */
+typedef struct um_paged_spec {
+    uint32_t n_layers, n_kv_heads, head_dim;
+    uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
+    um_dtype type;                   /* UM_Q8_0: head_dim is a multiple of 32 */
+} um_paged_spec;
+
+typedef struct um_paged_block um_paged_block; /* the state of a block */
+
+typedef struct um_paged {
+    um_paged_spec spec;   /* read */
+    unsigned char *base;  /* read */
+    size_t head_bytes;    /* read: K (or V) of one head of one token */
+    size_t lane_bytes;    /* read: K (or V) of one layer in a block */
+    size_t block_bytes;   /* read: a multiple of 64 */
+    uint32_t n_free;      /* read: blocks that hold nothing */
+    uint32_t n_evictable; /* read: blocks that are cached, and that no sequence holds */
+    um_paged_block *blocks;
+} um_paged;
+
+typedef struct um_paged_seq {
+    um_paged *paged;
+    uint32_t n_blocks;         /* read: entries of the table */
+    int32_t *table;            /* read: block ids; has room for all blocks, and so never moves */
+    UM_ATOMIC(uint64_t) * len; /* of each layer, in tokens */
+} um_paged_seq;
+
+/* Computes the bytes that n_blocks blocks need.
+ *
+ * - UM_E_INVALID: a dimension is 0, a product overflows, there are too many blocks, the type is
+ *   unknown, or head_dim is not whole blocks of the type. */
+UM_API UM_CHECKED um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out,
+                                                   um_error *err);
+/* Makes a pool of free blocks over so many bytes of storage, aligned to 64.
+ *
+ * It allocates a few words for each block: call um_paged_free.
+ *
+ * - UM_E_INVALID: as um_paged_storage_bytes; the storage is NULL or not aligned.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
+                                          um_error *err);
+/* Frees what um_paged_init allocated. The sequences are of no use then. The storage is left alone,
+ * and so is a zeroed paged. */
+UM_API void um_paged_free(um_paged *paged);
+
+/* Returns the address of K (v = 0) or V (v = 1) of a layer in a block; NULL for no such thing. */
+UM_API void *um_paged_lane(const um_paged *paged, uint32_t block, uint32_t layer, int v);
+/* Returns how many sequences hold a block; 0 for no such block. */
+UM_API uint32_t um_paged_n_holders(const um_paged *paged, uint32_t block);
+/* Returns how many blocks sequences hold. */
+UM_API uint32_t um_paged_n_in_use(const um_paged *paged);
+
+UM_API int um_paged_is_cached(const um_paged *paged, uint32_t block);
+/* Caches a block that a sequence holds.
+ *
+ * - UM_E_INVALID: there is no such block.
+ * - UM_E_STATE: no sequence holds it. */
+UM_API UM_CHECKED um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err);
+/* Undoes um_paged_cache. A block that no sequence holds becomes free. */
+UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
+
+/* Makes a sequence that begins with n_blocks full blocks (may be 0), in the order of their tokens.
+ *
+ * The blocks are held or cached. All that the sequence will ever allocate is allocated here: call
+ * um_paged_seq_free.
+ *
+ * - UM_E_INVALID: there is no such block, or it is free.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged,
+                                              const int32_t *blocks, uint32_t n_blocks,
+                                              um_error *err);
+/* Makes a sequence with the same tokens in the same blocks: a copy of the table.
+ *
+ * - UM_E_STATE: layers differ in length.
+ * - UM_E_NOMEM: there is no heap memory. */
+UM_API UM_CHECKED um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq,
+                                              um_error *err);
+/* Drops all tokens, and gives all blocks back. */
+UM_API void um_paged_seq_clear(um_paged_seq *seq);
+/* Clears the sequence and frees its memory. A zeroed seq is left alone. */
+UM_API void um_paged_seq_free(um_paged_seq *seq);
+
+UM_API uint64_t um_paged_seq_len(const um_paged_seq *seq); /* tokens that all layers hold */
+UM_API uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer);
+/* Returns whether the next append to this layer copies a shared block. */
+UM_API int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer);
+
+/* Appends n tokens to one layer, like um_kv_append with batch 1. A failure changes nothing.
+ *
+ * - UM_E_INVALID: there is no such layer, type or order.
+ * - UM_E_FULL: there are not enough blocks. limit is n_blocks, used is what sequences hold, and
+ *   asked is what the call needs, the copy of a shared block included. */
+UM_API UM_CHECKED um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k,
+                                            const void *v, um_dtype type, um_kv_order order,
+                                            uint64_t n, um_error *err);
+/* Appends one token to all layers, k and v [n_layers, heads, head_dim].
+ *
+ * - UM_E_INVALID, UM_E_FULL: as um_paged_append.
+ * - UM_E_STATE: layers differ in length. */
+UM_API UM_CHECKED um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v,
+                                                um_dtype type, um_error *err);
+
+/* Tokens that are being appended. */
+typedef struct um_paged_pending {
+    um_paged_seq *seq;
+    const void *rows[2]; /* K and V */
+    um_dtype type;
+    um_kv_order order;
+    uint32_t layer, n_layers;
+    uint64_t at, n;
+    uint32_t first_block; /* where the first token goes: the table's, or one that takes its place */
+} um_paged_pending;
+
+/* Begins an append in three steps, for callers whose lock should not be held while tokens are
+ * copied.
+ *
+ * - um_paged_append_begin takes blocks, and is the only step that fails. um_paged_append_write
+ *   writes where nobody reads yet. um_paged_append_end shows the tokens.
+ * - Between the first and the last step the sequence is left alone, except that tokens may be
+ *   gathered from it. k and v stay as they are.
+ * - Beside the second step, other sequences of the pool may be used freely. Beside the first and
+ *   the last step they may not.
+ *
+ * Errors:
+ *
+ * - UM_E_INVALID, UM_E_FULL: as um_paged_append. */
+UM_API UM_CHECKED um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq,
+                                                  uint32_t layer, const void *k, const void *v,
+                                                  um_dtype type, um_kv_order order, uint64_t n,
+                                                  um_error *err);
+/* Begins um_paged_append_all in three steps.
+ *
+ * - UM_E_INVALID, UM_E_FULL, UM_E_STATE: as um_paged_append_all. */
+UM_API UM_CHECKED um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq,
+                                                      const void *k, const void *v, um_dtype type,
+                                                      um_error *err);
+UM_API void um_paged_append_write(const um_paged_pending *pending);
+UM_API void um_paged_append_end(const um_paged_pending *pending);
+
+/* Drops tokens that not all layers hold. */
+UM_API void um_paged_rollback(um_paged_seq *seq);
+/* Keeps the first n tokens, and gives back the blocks behind them.
+ *
+ * - UM_E_INVALID: there are fewer tokens.
+ * - UM_E_STATE: layers differ in length. */
+UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err);
+
+/* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim].
+ *
+ * Heads are head_stride bytes apart. The tokens are converted to `type`, which is UM_Q8_0 only if
+ * the cache's type is. The call may run beside the writer, unless the writer crops, clears or frees
+ * this very sequence.
+ *
+ * - UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or
+ *   head_stride is below what n tokens need. */
+UM_API UM_CHECKED um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v,
+                                            uint64_t n, void *out, size_t head_stride,
+                                            um_dtype type, um_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,46 @@
+/* The steps of a block: a bit for each one that is committed, and for each one that is a file's. */
+#ifndef UM_STEPS_H
+#define UM_STEPS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "unimem.h"
+
+/* Neighbouring steps of a block, by their numbers. */
+typedef struct um_run {
+    size_t first, end;
+} um_run;
+
+/* Returns how many steps the block reserves. */
+size_t um_block_n_steps(const um_block *block);
+/* Finds the first run in [from, end) whose steps are all committed, or all not committed. Returns
+ * false if there is none. */
+bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed, um_run *out);
+/* Finds the first run in [from, end) whose steps are all a file's (um_block_overlay), or all not.
+ */
+bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
+                           um_run *out);
+
+/* Allocates a bit for each step of the block, none of them set. errors: UM_E_NOMEM. */
+UM_CHECKED um_status um_steps_alloc(const um_block *block, uint64_t **out, um_error *err);
+/* Sets or clears the bits of a run. */
+void um_steps_set(uint64_t *words, um_run run, bool set);
+
+/* A change of which steps are committed. Everything that can fail happens in um_steps_begin, before
+ * the memory changes. */
+typedef struct um_steps_change {
+    um_run range;
+    uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */
+} um_steps_change;
+
+/* Prepares the change of a range to committed or not committed. errors: UM_E_NOMEM. */
+UM_CHECKED um_status um_steps_begin(const um_block *block, um_run range, bool committed,
+                                    um_steps_change *out, um_error *err);
+/* Drops a change whose memory stayed as it was. */
+void um_steps_abandon(const um_block *block, const um_steps_change *change);
+/* Records in the block, and in the ledger, that the range has changed. */
+void um_steps_finish(um_block *block, const um_steps_change *change, bool committed);
+
+#endif

@@ -1,0 +1,42 @@
+"""The paths that documents name are there, and the map of docs/design.md is whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from project import ROOT
+
+GENERATED = ROOT / "docs/benchmarks.md"
+DOCUMENTS = sorted(
+    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {GENERATED}
+)
+FOLDERS = "src|native|bench|tests|tools|docs|examples"
+
+
+def rows_of_the_map() -> list[list[str]]:
+    """For each row of the table "To change X, open Y", its paths."""
+    text = (ROOT / "docs/design.md").read_text()
+    table = text.partition("\n## To change X, open Y\n")[2].partition("\n## ")[0]
+    rows = table.partition("|---|---|\n")[2].strip().splitlines()
+    return [re.findall(r"`([^`]+)`", row.split(" | ")[1]) for row in rows]
+
+
+def test_the_map_has_25_rows_of_one_or_two_paths() -> None:
+    rows = rows_of_the_map()
+    assert len(rows) == 25
+    assert {len(paths) for paths in rows} <= {1, 2}
+
+
+def test_every_path_of_the_map_exists() -> None:
+    paths = [path for row in rows_of_the_map() for path in row]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_of_a_document_exists(document: Path) -> None:
+    text = document.read_text()
+    paths = set(re.findall(rf"(?<![\w./])(?:{FOLDERS})/[\w./*-]*\w", text))
+    assert sorted(path for path in paths if not list(ROOT.glob(path))) == []

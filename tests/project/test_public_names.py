@@ -1,0 +1,25 @@
+"""Public names are those of the list: what others wrote against them goes on working."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from project import ROOT
+from public_names import public_names
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+LISTED = json.loads((ROOT / "tests/project/data/public_names.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return public_names()
+
+
+@pytest.mark.parametrize("kind", sorted(LISTED))
+def test_public_names_are_those_of_the_list(kind: str, found: Any) -> None:
+    assert LISTED[kind], "an empty list would hold nothing"
+    assert found[kind] == LISTED[kind]
