@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import unimem as um
 from unimem.system.placement import sum_placements
-from unimem.system.text import format_bytes, table
+from unimem.system.text import Surface, format_bytes, table_lines
 from unimem.weights.staging.held import Held, drop, hold
 from unimem_bench.suites.load import llama_start
 
@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def ram_bytes(self) -> int:
-        """What the model takes of the RAM, in all processes together."""
+        """What the model takes of the RAM, in all processes sum_placements."""
         assert self.staged is not None
         if self.tells_shares:
             return sum(file["pss_bytes"] for files in self.models for file in files)
@@ -216,7 +216,7 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
         lines.append((str(report.facts["pid"]), kind, mapped, in_ram, share, huge))
     lines.append(("both", "", "", "", format_bytes(facts.ram_bytes), ""))
     head = ("process", "model", "mapped", "in RAM", "its share", "in huge pages")
-    for line in table(head, lines).splitlines():
+    for line in table_lines(Surface(), head, lines):
         say(f"   {line}")
 
 
@@ -236,7 +236,7 @@ def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str],
         (name, *(f"{1000 * f(times):.1f} ms" for f in (statistics.median, min, max)))
         for name, times in facts.seconds.items()
     ]
-    for line in table(("", "median", "least", "most"), lines).splitlines():
+    for line in table_lines(Surface(), ("", "median", "least", "most"), lines):
         say(f"   {line}")
     cached = " of ".join(map(format_bytes, (hot.resident_bytes, hot.nbytes)))
     say(f"   of the file, {cached} were in the page cache at the end")

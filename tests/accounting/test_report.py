@@ -21,7 +21,9 @@ from project import ROOT
 from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.accounting.report import Report, Row
+from unimem.accounting.report_text import report_lines
 from unimem.system.malloc import malloc_bytes
+from unimem.system.text import Surface
 
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
@@ -238,7 +240,7 @@ def test_a_process_that_shows_its_ledger(start: Callable[[str], int]) -> None:
     assert mapping.requested is not None
     assert mapping.requested["pages"] == "4k"
     assert report.resident_bytes == report.facts["pss_bytes"]
-    assert "counters: n_prompt_tokens 7, n_generated_tokens 3" in str(report)
+    assert "engine    7 tokens read, 3 made" in str(report)
     check(report)
 
 
@@ -309,13 +311,20 @@ def test_a_table_and_json() -> None:
         )
     assert report.total_bytes == 5_002_048
     assert str(report).splitlines() == [
-        "category         size  pages  active  resident  high water",
-        "kv            2.0 KiB     4k    10 B   1.0 KiB        20 B",
-        "weights:q8_0  4.8 MiB      -       -         -           -",
-        "total         4.8 MiB",
-        "cpu_features: avx2, fma",
-        "threads: 2",
+        "memory           size   in RAM  active  pages",
+        f"kv            2.0 KiB  1.0 KiB    10 B     4k  {'#' * 33}",
+        "weights:q8_0  4.8 MiB        -       -      -",
+        "total         4.8 MiB  1.0 KiB",
+        "",
+        "in RAM    1.0 MiB (Pss), 1.0 MiB with all that is shared (Rss)",
+        "of Rss    0 B in huge pages (0%), 0 B locked, 1.0 MiB on node 0",
+        "",
+        "cpu_features  avx2, fma",
+        "threads       2",
     ]
+    wide = list(report_lines(Surface(120), report.rows, report.facts))
+    assert wide[0].split() == ["memory", "size", "in", "RAM", "active", "most", "pages"]
+    assert wide[1].split()[:8] == ["kv", "2.0", "KiB", "1.0", "KiB", "10", "B", "20"]
     document = check(report)
     assert document["schema"] == "unimem.report/1"
     assert document["total_bytes"] == 5_002_048
@@ -328,46 +337,63 @@ def test_a_table_and_json() -> None:
 def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() -> None:
     model = {
         "path": "/" + "very/" * 30 + "long-name-of-a-model.gguf",
-        "format": "GGUF",
-        "architecture": "llama",
-        "pss_bytes": 1536,
+        "nbytes": 4096,
+        "rss_bytes": 1536,
+        "staged_from": None,
+        "state": "file",
+        "problem": None,
     }
     report = Report(
         (Row("files", 2048, resident_bytes=1024), Row("anonymous", 4096, resident_bytes=512)),
         {
+            "pid": 7,
             "command": "python " + "x" * 100 + " end",
-            "rss_bytes": 1536,
+            "problem": "p" * 100,
             "models": [
                 model,
-                model | {"format": None, "architecture": None, "path": "/a.gguf"},
-                model | {"architecture": "x" * 500},
+                model | {"nbytes": 2048, "problem": "unknown header", "path": "/a.gguf"},
+                model | {"nbytes": 1536, "problem": "x" * 500, "path": "/b.gguf"},
             ],
             "cpu_features": ["feature"] * 20,
-            "problem": "p" * 100,
+            "cached_bytes": 1536,
+            "sizes_bytes": {"a": 1024, "b": 0},
         },
     )
     lines = str(report).splitlines()
-    assert lines[:4] == [
-        "category      size  resident",
-        "files      2.0 KiB   1.0 KiB",
-        "anonymous  4.0 KiB     512 B",
-        "total      6.0 KiB   1.5 KiB",
-    ]
-    assert lines[4].startswith("command: python xxx")
-    assert lines[4].endswith("xxx end")
-    assert lines[5] == "rss: 1.5 KiB"
-    assert lines[6].startswith("model: /very/very")
-    assert lines[6].endswith("name-of-a-model.gguf (GGUF llama, 1.5 KiB resident)")
-    assert lines[7] == "model: /a.gguf (unknown header, 1.5 KiB resident)"
-    assert lines[8].endswith("model.gguf (GGUF xxxxxxxx...xxxxxxxxxxxxxx, 1.5 KiB resident)")
     assert max(map(len, lines)) == 80
-    assert lines[10] == "  " + ", ".join(["feature"] * 8) + ","
-    assert lines[12:] == ["problem: " + "p" * 71, "  " + "p" * 29]
+    heading, table, facts = [part.splitlines() for part in str(report).split("\n\n")]
+    assert heading[:2] == ["process   7 python", "          " + "x" * 33 + "..." + "x" * 34]
+    assert heading[2:4] == [
+        "          end",
+        "model     /very/very/very/very/very/very/ve...ery/very/long-name-of-a-model.gguf",
+    ]
+    assert heading[4:6] == [
+        "          (1.5 KiB of 4.0 KiB in RAM)",
+        "model     /a.gguf (1.5 KiB of 2.0 KiB in RAM; unknown header)",
+    ]
+    assert heading[6:] == [
+        "model     /b.gguf (1.5 KiB, all in RAM;",
+        "          " + "x" * 33 + "..." + "x" * 33 + ")",
+        "problem   " + "p" * 33 + "..." + "p" * 34,
+    ]
+    assert [line.split("#")[0].rstrip() for line in table] == [
+        "memory        size   in RAM  pages",
+        "files      2.0 KiB  1.0 KiB      -",
+        "anonymous  4.0 KiB    512 B      -",
+        "total      6.0 KiB  1.5 KiB",
+    ]
+    assert facts == [
+        "cpu_features  feature, feature, feature, feature, feature, feature, feature,",
+        "              feature, feature, feature, feature, feature, feature, feature,",
+        "              feature, feature, feature, feature, feature, feature",
+        "cached        1.5 KiB",
+        "sizes         a 1.0 KiB, b 0 B",
+    ]
 
 
 def test_names_of_others_do_nothing_to_a_terminal() -> None:
     report = Report((), {"name": "a\x1b[2J", "command": "b\nc\udcff"})
-    assert str(report).splitlines()[2:] == ["name: a?[2J", "command: b?c?"]
+    assert str(report).splitlines()[-2:] == ["name      a\\x1b[2J", "command   b\\nc?"]
     assert json.loads(report.to_json())["facts"] == report.facts
 
 

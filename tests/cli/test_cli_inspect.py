@@ -402,16 +402,6 @@ def test_a_header_that_cannot_be_read_is_of_a_file(header: Any) -> None:
 # ---- what a terminal shows ----------------------------------------------------------------------
 
 
-def test_names_cannot_fake_lines() -> None:
-    assert terminal.one_line("a\nb\tc\x1b") == r"a\nb\tc\x1b"
-    assert terminal.printable("a\nb\tc\x1b") == "a\nb\tc\\x1b"
-    for turn in ("\u202a", "\u202e", "\u2066", "\u2069", "\u2028", "\u2029"):
-        assert terminal.printable(turn) == terminal.one_line(turn) == f"\\u{ord(turn):04x}"
-    # Arabic, and emoji that are joined of several, are shown as they are.
-    for text in ("\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f680"):
-        assert terminal.one_line(text) == text
-
-
 def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "x\nfiles  good.gguf (1 GiB)\u202e"
     folder.mkdir()

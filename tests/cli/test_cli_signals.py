@@ -49,3 +49,33 @@ sys.exit(main(["inspect", {str(model)!r}]))
 """
     ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     assert b"fingerprint" in ended.stdout
+
+
+# Interrupts the process when it imports a module, as Ctrl-C may.
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "MODULE":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+BEFORE
+from unimem_command import main
+sys.argv = ["unimem", "plan"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["unimem", "unimem._core.block", "typer", "unimem.cli.plan"])
+def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:
+    script = INTERRUPTED.replace("MODULE", module).replace("BEFORE", "")
+    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+def test_interrupts_that_somebody_ignores_end_nothing() -> None:
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)
+    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"Fits: " in ended.stdout

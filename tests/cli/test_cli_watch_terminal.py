@@ -228,7 +228,7 @@ def test_the_process_ends(shell: Terminal) -> None:
     ("broken", "code"),
     [
         # A process that holds the lock of its memory lets readers wait.
-        ("watch.report = lambda pid: time.sleep(1000)", 0),
+        ("samples.report = lambda pid: time.sleep(1000)", 0),
         ("watch.frame = lambda *_, **__: 1 / 0", 1),
     ],
     ids=["a read that never ends", "a picture that fails"],
@@ -238,7 +238,8 @@ def test_whatever_happens(
 ) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
-        f"import sys, time\nfrom unimem.cli import main, watch\n{broken}\nsys.exit(main())\n"
+        "import sys, time\nfrom unimem.accounting import samples\n"
+        f"from unimem.cli import main, watch\n{broken}\nsys.exit(main())\n"
     )
     shell.type(
         f"{sys.executable} {script} report {decoder} --watch --interval 0.2; echo ended with $?"

@@ -371,9 +371,13 @@ def test_options_out_of_range(options: dict[str, Any]) -> None:
 
 def test_str(available: Any) -> None:
     available(64 * GIB)
-    lines = str(um.plan(DIMS, ctx=100)).splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "category",
+    plan = um.plan(DIMS, ctx=100)
+    facts, memory, checks, unknown, verdict = str(plan).split("\n\n")
+    assert [line.split()[0] for line in facts.splitlines()] == ["model", "context", "load"]
+    assert facts.startswith("model     architecture unknown, dimensions\n")
+    assert f"100 tokens (the longest that fits: {plan.max_ctx:,}), KV f16" in facts
+    assert [line.split()[0] for line in memory.splitlines()] == [
+        "memory",
         "weights:f16",
         "kv",
         "scratch",
@@ -381,7 +385,10 @@ def test_str(available: Any) -> None:
         "tokens",
         "diagnostics",
         "total",
-        "available",
-        "context:",
-        "not",
+        "must",
     ]
+    head, *rows = checks.splitlines()
+    assert head.split() == ["limit", "needed", "available", "fits"]
+    assert [row.partition("  ")[0] for row in rows] == [check.name for check in plan.checks]
+    assert unknown.startswith("Not known:\n-  ")
+    assert verdict == "Fits: 2.1 of 64.0 GiB. Largest context 8k."

@@ -54,6 +54,8 @@ def test_the_wheel_has_what_callers_need_and_no_sources(wheel: Path) -> None:
     assert {
         "pytest_unimem/__init__.py",
         "pytest_unimem/py.typed",
+        "unimem_command/__init__.py",
+        "unimem_command/py.typed",
         "unimem/py.typed",
         "unimem/include/unimem.h",
         "unimem/include/unimem_formats.h",

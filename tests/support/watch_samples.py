@@ -6,7 +6,7 @@ from collections.abc import Mapping as Names
 from typing import Any
 
 from unimem.accounting.report import Mapping, Report, Row
-from unimem.cli.watch_state import Sample
+from unimem.accounting.samples import Sample
 from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure

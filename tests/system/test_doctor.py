@@ -14,7 +14,7 @@ import pytest
 
 import unimem as um
 from project import ROOT
-from unimem.system import cgroups, kernel_files, limits, machine_text
+from unimem.system import cgroups, kernel_files, limits
 
 GIB = 1 << 30
 THP = "/sys/kernel/mm/transparent_hugepage"
@@ -558,14 +558,6 @@ def test_names_cannot_command_a_terminal(machine: Invented) -> None:
     shown = str(um.doctor())
     assert "\x1b" not in shown
     assert r"echo 1 > /a\x1b[2J\nb" in shown
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 2, 3, 4, 9), "0,2-4,9")]
-)
-def test_ranges_read_what_they_write(ids: tuple[int, ...], text: str) -> None:
-    assert machine_text.ranges(ids) == text
-    assert kernel_files.parse_list(text) == ids
 
 
 # ---- as data -------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unimem.cli import terminal
-from unimem.cli.tables import fact_lines, room, table_lines, wrap
-from unimem.system.text import format_bytes
+from unimem.system.text import Surface, escape, fact_lines, format_bytes, item_lines, table_lines
 from unimem_bench import texts
 from unimem_bench.advise import Advice, Factor, Variant, advise, count, flag
 from unimem_bench.stats import Ratio
@@ -35,28 +34,29 @@ def show_advice(model: Path, *, quick: bool, as_json: bool) -> None:
 
 
 def _say(line: str) -> None:
-    print(terminal.one_line(line), file=sys.stderr, flush=True)
+    print(escape(line), file=sys.stderr, flush=True)
 
 
 def page(advice: Advice) -> Iterator[str]:
     """Write what was found, and last the line to copy."""
-    yield from fact_lines(_facts(advice).items())
+    surface = terminal.surface()
+    yield from fact_lines(surface, _facts(advice).items())
     yield ""
     for factor in advice.factors:
         if factor.variants:
-            yield from _table(factor)
+            yield from _table(surface, factor)
             yield ""
     if advice.left_out:
-        yield terminal.heading("Not measured:")
+        yield surface.heading("Not measured:")
         for name, reason in advice.left_out.items():
-            yield from _item(f"{name}: {reason}")
+            yield from item_lines(surface, "-", f"{name}: {reason}")
         yield ""
     if advice.trade_offs:
-        yield terminal.heading("What it costs:")
+        yield surface.heading("What it costs:")
         for sentence in advice.trade_offs:
-            yield from _item(sentence)
+            yield from item_lines(surface, "-", sentence)
         yield ""
-    yield from _verdict(advice)
+    yield from _verdict(surface, advice)
 
 
 def _facts(advice: Advice) -> dict[str, str]:
@@ -72,10 +72,10 @@ def _facts(advice: Advice) -> dict[str, str]:
     }
 
 
-def _table(factor: Factor) -> Iterator[str]:
+def _table(surface: Surface, factor: Factor) -> Iterator[str]:
     head = (flag(factor.name), "decode", "to the defaults", "prefill", "start", "memory")
     rows = [_row(each, factor.name) for each in factor.variants]
-    yield from table_lines(head, rows, align="<>>>>>", spare=("memory", "prefill"))
+    yield from table_lines(surface, head, rows, align="<>>>>>", spare=("memory", "prefill"))
 
 
 def _row(variant: Variant, name: str) -> tuple[str, ...]:
@@ -101,23 +101,16 @@ def _interval(ratio: Ratio) -> str:
     return f" ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _verdict(advice: Advice) -> Iterator[str]:
+def _verdict(surface: Surface, advice: Advice) -> Iterator[str]:
     """Say what to do, in a last line to copy."""
     if advice.margin is None:
-        yield terminal.good(
+        yield surface.good(
             "Nothing differs by more than noise: the defaults are as good as any here."
         )
         return
     what = "decodes" if advice.by == "decode" else "starts"
-    yield terminal.good(
+    yield surface.good(
         f"With these it {what} {texts.factor(advice.margin.value)} as fast as with the defaults"
         f"{_interval(advice.margin)}:"
     )
-    yield terminal.one_line(f"unimem run {shlex.quote(advice.model)} {' '.join(advice.flags)}")
-
-
-def _item(sentence: str) -> Iterator[str]:
-    start = "-  "
-    for line in wrap(terminal.one_line(sentence), room() - len(start)):
-        yield start + line
-        start = "   "
+    yield escape(f"unimem run {shlex.quote(advice.model)} {' '.join(advice.flags)}")

@@ -17,8 +17,8 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.exits import FAILED, INTERRUPTED
-from unimem.cli.tables import fit
 from unimem.system.atomic_file import NewFile, write_text
+from unimem.system.text import shorten
 from unimem_bench import markdown, page
 from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
 from unimem_bench.compare import compare
@@ -137,7 +137,7 @@ class _Progress:
         left = self._left()
         text += f", about {duration(left)} to go" if left is not None else ""
         if self._is_terminal:
-            _tell(f"\r\x1b[K{fit(text, shutil.get_terminal_size().columns - 1)}")
+            _tell(f"\r\x1b[K{shorten(text, shutil.get_terminal_size().columns - 1)}")
         else:
             _tell(f"{text}\n")
 

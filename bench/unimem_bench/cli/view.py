@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from unimem.cli import terminal
-from unimem.cli.tables import fact_lines, room, table_lines, wrap
+from unimem.system.text import Surface, escape, fact_lines, table_lines, wrap
 from unimem_bench.compare import (
     ENOUGH,
     Differences,
@@ -21,19 +22,23 @@ from unimem_bench.texts import claim
 
 __all__ = ["difference_lines", "record_lines", "suite_lines"]
 
-_STYLES: dict[Tone, Callable[[str], str]] = {
-    "plain": str,
-    "subject": terminal.heading,
-    "bad": terminal.bad,
-    "missing": terminal.dim,
+_STYLES: dict[Tone, Callable[[Surface, str], str]] = {
+    "plain": lambda _, text: text,
+    "subject": Surface.heading,
+    "bad": Surface.bad,
+    "missing": Surface.dim,
 }
 
 
 def record_lines(record: Record) -> Iterator[str]:
     """Write all that a record says, the table of all targets last."""
-    yield from fact_lines(machine_facts(record))
+    surface = terminal.surface()
+    yield from fact_lines(surface, machine_facts(record))
     for suite in record.suites:
-        yield from ["", *_wrapped(f"{suite.name}: {suite_title(suite)}", terminal.heading)]
+        yield from [
+            "",
+            *_wrapped(f"{suite.name}: {suite_title(suite)}", terminal.surface().heading),
+        ]
         for case in suite.cases:
             yield ""
             yield from _case(case)
@@ -43,19 +48,19 @@ def record_lines(record: Record) -> Iterator[str]:
 
 def _case(case: CaseRecord) -> Iterator[str]:
     made = case_table(case)
-    yield from _wrapped(f"{made.name}: {made.question}", terminal.tint)
+    yield from _wrapped(f"{made.name}: {made.question}", terminal.surface().tint)
     if made.problem is not None:
         text = f"{'failed' if made.is_error else 'not measured'}: {made.problem}"
-        yield from _wrapped(text, terminal.bad if made.is_error else str)
+        yield from _wrapped(text, terminal.surface().bad if made.is_error else str)
     if made.table is not None:
         yield from _table(made.table)
     for note in made.notes:
-        yield from _wrapped(note, terminal.dim)
+        yield from _wrapped(note, terminal.surface().dim)
 
 
 def _targets(record: Record) -> Iterator[str]:
     made = targets(record)
-    yield terminal.heading("All targets")
+    yield terminal.surface().heading("All targets")
     if made.table.rows:
         # Side by side, case and claim leave room for nothing else.
         rows = [
@@ -65,14 +70,15 @@ def _targets(record: Record) -> Iterator[str]:
         issue, _, *heads = made.table.head
         yield from _table(Table((issue, *heads), tuple(rows), "><<<"))
     for note in made.notes:
-        yield from _wrapped(note, terminal.dim)
-    yield (terminal.good if made.is_good else terminal.bad)(f"{made.summary}.")
+        yield from _wrapped(note, terminal.surface().dim)
+    yield (terminal.surface().good if made.is_good else terminal.surface().bad)(f"{made.summary}.")
 
 
 def difference_lines(differences: Differences) -> Iterator[str]:
     """Write what differs in two records, how much of each suite agrees, and of all of it last."""
+    surface = terminal.surface()
     for text in differences.warnings:
-        yield from _wrapped(f"warning: {text}", terminal.bad)
+        yield from _wrapped(f"warning: {text}", surface.bad)
     for name, cases in (("A", differences.only_a), ("B", differences.only_b)):
         if cases:
             yield from _wrapped(f"only in {name}: {', '.join(cases)}")
@@ -81,14 +87,16 @@ def difference_lines(differences: Differences) -> Iterator[str]:
         changes=[each for each in differences.changes if not each.agrees],
     )
     if differing.changes:
-        yield terminal.heading("Medians of unimem that lie outside the other's 5 to 95 %")
+        yield surface.heading("Medians of unimem that lie outside the other's 5 to 95 %")
         yield from [*_table(_joined(change_table(differing), 5)), ""]
     if differing.pairs:
-        yield terminal.heading("How many times as fast unimem is, where that differs, most first")
+        yield terminal.surface().heading(
+            "How many times as fast unimem is, where that differs, most first"
+        )
         yield from [*_table(_joined(pair_table(differing), 4)), ""]
     if differences.pairs or differences.changes:
         yield from [*_table(suite_table(differences)), ""]
-    style = terminal.good if differences.share >= ENOUGH else terminal.bad
+    style = surface.good if differences.share >= ENOUGH else surface.bad
     yield from _wrapped(f"{summary(differences)}.", style)
 
 
@@ -107,7 +115,7 @@ def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[
         chosen = suite.chosen(quick=quick, case=case)
         if not chosen:
             continue
-        yield from _wrapped(f"{suite.name}: {suite.question}", terminal.heading)
+        yield from _wrapped(f"{suite.name}: {suite.question}", terminal.surface().heading)
         rows = []
         for each in chosen:
             claims = "; ".join(claim(each.empty(), target) for target in each.targets)
@@ -117,9 +125,10 @@ def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[
 
 def _table(table: Table) -> Iterator[str]:
     cells, tones = zip(*table.rows, strict=True)
-    styles = [_STYLES[tone] for tone in tones]
-    yield from table_lines(table.head, cells, align=table.align, styles=styles, wraps=True)
+    surface = terminal.surface()
+    styles = [partial(_STYLES[tone], surface) for tone in tones]
+    yield from table_lines(surface, table.head, cells, align=table.align, styles=styles, wraps=True)
 
 
 def _wrapped(text: str, style: Callable[[str], str] = str) -> Iterator[str]:
-    yield from map(style, wrap(terminal.one_line(text), room()))
+    yield from map(style, wrap(escape(text), terminal.surface().width))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from unimem._core.status import Marks, counters, ledger, row_name
 from unimem.errors import ClosedError
 from unimem.system.malloc import malloc_bytes
-from unimem.system.text import format_bytes, table
+from unimem.system.text import Surface, fact_lines, format_bytes, format_change, table_lines
 
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 
@@ -261,7 +261,7 @@ class Measured:
     def __str__(self) -> str:
         peaks, growth = self.peaks, self.growth
         lines = [
-            (name, format_bytes(peaks[name]), _signed(growth[name]))
+            (name, format_bytes(peaks[name]), format_change(growth[name]))
             for name in _CATEGORIES
             if peaks[name]
         ]
@@ -269,17 +269,14 @@ class Measured:
         facts = {
             "minor faults": f"{self.minor_faults}, of this thread {self.thread_minor_faults}",
             "major faults": f"{self.major_faults}, of this thread {self.thread_major_faults}",
-            "unimem's system calls": self.n_os_calls,
+            "unimem's system calls": f"{self.n_os_calls}",
             "unimem's allocations": f"{self.n_allocations} of {format_bytes(self.allocated_bytes)}",
-            "malloc": "not known" if malloc is None else _signed(malloc),
+            "malloc": "not known" if malloc is None else format_change(malloc),
             "seconds": f"{self.seconds:.6f}",
         }
-        return "\n".join(
-            [
-                table(("category", "peak", "growth"), lines),
-                *(f"{name}: {value}" for name, value in facts.items()),
-            ]
-        )
+        surface = Surface()
+        shown = [*table_lines(surface, ("category", "peak", "growth"), lines), ""]
+        return "\n".join([*shown, *fact_lines(surface, facts.items())])
 
     def __repr__(self) -> str:
         if self._first is None:
@@ -295,10 +292,6 @@ def _measure_call(function: Any) -> Iterator[None]:
             yield
     finally:
         function.measured = measured
-
-
-def _signed(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{format_bytes(abs(nbytes))}"
 
 
 def measure() -> Measured:

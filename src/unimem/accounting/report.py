@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,17 +14,16 @@ from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute
 from unimem.accounting.model_maps import MappedModel, models
 from unimem.accounting.published import failure, published
+from unimem.accounting.report_text import report_lines
 from unimem.accounting.rows import Mapping, Row, in_order, plain
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process
-from unimem.system.text import format_bytes, table
+from unimem.system.text import Surface
 
-__all__ = ["Mapping", "Report", "Row", "report", "table"]
+__all__ = ["Mapping", "Report", "Row", "report"]
 
 _SCHEMA = "unimem.report/1"
 
-_WIDTH = 80
-_KIND_WIDTH = 30  # of a model's format and architecture, which may be any text
 _TRIES = 5
 
 
@@ -88,78 +86,7 @@ class Report:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        def size(nbytes: int | None) -> str:
-            return "-" if nbytes is None else format_bytes(nbytes)
-
-        head = ("category", "size", "pages", "active", "resident", "high water")
-        lines: list[tuple[str, ...]] = [
-            (
-                row.category if row.device is None else f"{row.category} on {row.device}",
-                size(row.nbytes),
-                row.granted.pages if row.granted else "-",
-                size(row.active_bytes),
-                size(row.resident_bytes),
-                size(row.high_water_bytes),
-            )
-            for row in self.rows
-        ]
-        # What is known of none is not shown.
-        kept = [i for i in range(len(head)) if i < 2 or any(line[i] != "-" for line in lines)]
-        is_resident_known = all(
-            row.resident_bytes is not None for row in self.rows if row.device is None
-        )
-        resident = size(self.resident_bytes) if is_resident_known else ""
-        lines.append(("total", size(self.total_bytes), "", "", resident, ""))
-        for device, nbytes in self.device_bytes.items():
-            lines.append((f"total on {device}", size(nbytes), "", "", "", ""))
-        shown = table([head[i] for i in kept], [[line[i] for i in kept] for line in lines])
-        facts = [
-            # Names and commands are somebody's: nothing in them that a terminal would obey.
-            "".join(letter if letter.isprintable() else "?" for letter in line)
-            for name, value in self.facts.items()
-            for line in _fact(name, value)
-        ]
-        return "\n".join([shown, *facts])
-
-
-def _fact(name: str, value: Any) -> Iterator[str]:
-    """Write a fact in lines: sizes in their units, models and sets of sizes by their names."""
-    if name == "models":
-        for model in value:
-            label, after = "model: ", f" ({_of_model(model)})"
-            yield label + _shortened(model["path"], _WIDTH - len(label) - len(after)) + after
-        return
-    if name == "command":
-        yield f"command: {_shortened(value, _WIDTH - len('command: '))}"
-        return
-    is_size = name.endswith("_bytes")
-    if isinstance(value, dict):
-        value = [f"{key} {_figure(number, is_size)}" for key, number in value.items()]
-    is_list = isinstance(value, (list, tuple))
-    text = ", ".join(map(str, value)) if is_list else _figure(value, is_size)
-    label = name.removesuffix("_bytes")
-    yield from textwrap.wrap(
-        f"{label}: {text}",
-        _WIDTH,
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )
-
-
-def _figure(value: Any, is_size: bool) -> str:
-    return format_bytes(value) if is_size and isinstance(value, int) else str(value)
-
-
-def _of_model(model: dict[str, Any]) -> str:
-    kind = " ".join(filter(None, (model["format"] or "unknown header", model["architecture"])))
-    return f"{_shortened(kind, _KIND_WIDTH)}, {format_bytes(model['pss_bytes'])} resident"
-
-
-def _shortened(text: str, room: int) -> str:
-    """Leave the middle of a text out where it would be too long."""
-    if len(text) <= room:
-        return text
-    return f"{text[: (room - 3) // 2]}...{text[-((room - 2) // 2) :]}"
+        return "\n".join(report_lines(Surface(), self.rows, self.facts))
 
 
 # ---- of a process -------------------------------------------------------------------------------

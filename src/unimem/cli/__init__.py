@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from unimem.cli import terminal
 from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
+from unimem.system.text import escape
 
 if TYPE_CHECKING:
     import typer
@@ -158,7 +158,7 @@ def _sentence(error: BaseException) -> str:
 def _fail(sentence: str, code: int) -> int:
     if sys.stderr is not None:
         with suppress(OSError):  # as of a terminal that was closed
-            print(f"unimem: {terminal.one_line(sentence)}", file=sys.stderr)
+            print(f"unimem: {escape(sentence)}", file=sys.stderr)
     return code
 
 

@@ -8,7 +8,7 @@ import typer
 
 from unimem.cli import terminal
 from unimem.system.doctor import doctor as look
-from unimem.system.machine_text import Style, render
+from unimem.system.machine_text import render
 
 __all__ = ["doctor"]
 
@@ -23,5 +23,4 @@ def doctor(
     if as_json:
         terminal.show(machine.to_json() + "\n")
         return
-    style = Style(terminal.dim, terminal.heading, terminal.good, terminal.bad)
-    terminal.show(render(machine, style) + "\n")
+    terminal.show(render(machine, terminal.surface()) + "\n")

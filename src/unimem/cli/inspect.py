@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,14 @@ import unimem
 from unimem._core.gguf import GGUFHeader
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
-from unimem.cli.tables import Bar, can_show, room, table_lines
-from unimem.cli.terminal import one_line
-from unimem.system.text import format_bytes, table
+from unimem.system.text import (
+    Bar,
+    escape,
+    format_bytes,
+    format_count,
+    table_lines,
+    wrap,
+)
 from unimem.weights.files import Value
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.residency import Residency, map_resident
@@ -65,7 +69,7 @@ def inspect(
     with open_weights(model, load="map") as weights:
         if metadata is not None and not as_json:
             for key, value in _chosen(weights, metadata).items():
-                terminal.show(f"{terminal.heading(one_line(key))}\n{_whole(value)}\n")
+                terminal.show(f"{terminal.surface().heading(escape(key))}\n{_whole(value)}\n")
             return
         look = _look(weights) if residency else None
         digest = _hash(weights) if content_hash else None
@@ -152,20 +156,21 @@ def _show_facts(weights: Weights, digest: str | None) -> None:
     rows = {
         "model": facts.name or "unknown",
         "architecture": facts.architecture or "unknown",
-        "parameters": f"{facts.n_parameters:,} in {_count(facts.n_tensors, 'tensor')}",
+        "parameters": f"{facts.n_parameters:,} in {format_count(facts.n_tensors, 'tensor')}",
         "context": "unknown" if facts.context is None else f"{facts.context:,} tokens",
         "format": facts.format,
-        "files": "\n".join(f"{one_line(path)} ({size})" for path, size in sizes),
+        "files": "\n".join(f"{escape(path)} ({size})" for path, size in sizes),
         "fingerprint": weights.fingerprint,
     }
     if digest is not None:
         rows["content"] = digest
+    surface = terminal.surface()
     for name, value in rows.items():
+        text = escape(value, keeps_lines=True)
         # A path stays in one piece, so that it can be copied.
-        lines = terminal.printable(value).split("\n")
-        if name != "files":
-            lines = textwrap.wrap(" ".join(lines), _WIDTH - _LABEL - 1) or [""]
-        label = terminal.dim(name.ljust(_LABEL + 1))
+        is_paths = name == "files"
+        lines = text.split("\n") if is_paths else wrap(text, _WIDTH - _LABEL - 1, cuts=False)
+        label = surface.dim(name.ljust(_LABEL + 1))
         terminal.show(label + ("\n" + " " * (_LABEL + 1)).join(lines) + "\n")
     terminal.show("\n")
 
@@ -178,17 +183,18 @@ def _show_types(weights: Weights) -> None:
         rows.append((kind, str(n), format_bytes(nbytes), f"{share:.1%}"))
         bars.append(Bar(share))
     rows.append(("total", str(len(weights.tensors)), format_bytes(total), ""))
-    lines = table_lines(("type", "tensors", "size", "share"), rows, bars=[*bars, None])
+    head = ("type", "tensors", "size", "share")
+    lines = table_lines(terminal.surface(), head, rows, bars=[*bars, None])
     terminal.show("\n".join(lines) + "\n")
 
 
 def _show_metadata(weights: Weights) -> None:
     if not weights.metadata:
         return
-    width = min(40, max(len(one_line(key)) for key in weights.metadata))
-    terminal.show("\n" + terminal.heading("metadata") + "\n")
+    width = min(40, max(len(escape(key)) for key in weights.metadata))
+    terminal.show("\n" + terminal.surface().heading("metadata") + "\n")
     for key, value in weights.metadata.items():
-        shown = one_line(key)
+        shown = escape(key)
         text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
         terminal.show(f"{shown.ljust(width)}  {text}\n")
 
@@ -201,15 +207,15 @@ def _show_tensors(weights: Weights, look: Residency | None) -> None:
     rows = []
     for tensor in weights.tensors.values():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        row = [one_line(tensor.name), tensor.type, shape, format_bytes(tensor.nbytes)]
+        row = [tensor.name, tensor.type, shape, format_bytes(tensor.nbytes)]
         row.append(str(tensor.offset))
         if look is not None:
             row.append(_percent(look.tensors[tensor.name]))
         if several:
-            row.append(one_line(Path(tensor.file).name))
+            row.append(Path(tensor.file).name)
         rows.append(row)
-    first, _, rest = table(head, rows).partition("\n")
-    terminal.show(f"\n{terminal.heading(first)}\n{rest}\n")
+    lines = table_lines(terminal.surface(), head, rows, cuts=False)
+    terminal.show("\n" + "\n".join(lines) + "\n")
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -218,8 +224,7 @@ def _show_tensors(weights: Weights, look: Residency | None) -> None:
 def _brief(value: Value, width: int) -> str:
     """Write a value in one line."""
     if isinstance(value, (list, np.ndarray)):
-        kind = _kind(value)
-        text = f"[{_count(len(value), kind)}]"
+        text = f"[{_length(value)}]"
         for item in value[:width]:
             one = f" {_quoted(item) if isinstance(item, str) else _brief(item, width)}"
             if len(text) + len(one) > width - len(_CUT):
@@ -227,14 +232,14 @@ def _brief(value: Value, width: int) -> str:
             text += one
         return text
     # What a float32 holds has 7 digits.
-    text = f"{value:.7g}" if isinstance(value, float) else one_line(_text(value))
+    text = f"{value:.7g}" if isinstance(value, float) else escape(_text(value))
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 
 def _whole(value: Value) -> str:
     if isinstance(value, (list, np.ndarray)):
-        return "\n".join(one_line(_text(item)) for item in value)
-    return terminal.printable(_text(value))
+        return "\n".join(escape(_text(item)) for item in value)
+    return escape(_text(value), keeps_lines=True)
 
 
 def _text(value: Any) -> str:
@@ -245,18 +250,14 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _kind(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
+def _length(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
-        return str(value.dtype)
-    return "string" if not value or isinstance(value[0], str) else "array"
+        return f"{len(value):,} {value.dtype}"
+    return format_count(len(value), "string" if not value or isinstance(value[0], str) else "array")
 
 
 def _quoted(text: str) -> str:
-    return f'"{one_line(text)}"'
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 or not what.isalpha() else f"{n:,} {what}s"
+    return f'"{escape(text)}"'
 
 
 # ---- the picture --------------------------------------------------------------------------------
@@ -282,15 +283,16 @@ def _cell(part: Residency) -> str:
 
 
 def _show_residency(look: Residency) -> None:
-    width = room()
+    surface = terminal.surface()
+    width = surface.width
     n_lines = max(1, _PICTURE_LINES // len(look.by_file))
-    sign = 0 if can_show("█▓▒·") else 1
-    styles = {"huge": terminal.good, "part": terminal.bad, "none": terminal.dim}
+    sign = 0 if terminal.can_show("█▓▒·") else 1
+    styles = {"huge": surface.good, "part": surface.bad, "none": surface.dim}
     used = set()
     widest = 0.0
-    terminal.show(f"\n{terminal.heading('in RAM')}\n")
+    terminal.show(f"\n{surface.heading('in RAM')}\n")
     for path, whole in look.by_file.items():
-        terminal.show(f"{one_line(path)}: {_in_words(whole)}\n")
+        terminal.show(f"{escape(path)}: {_in_words(whole)}\n")
         n = min(n_lines * width, -(-whole.nbytes // mmap.PAGESIZE))
         kinds = [_cell(part) for part in look.ranges(path, max(n, 1))]
         widest = max(widest, whole.nbytes / max(n, 1))

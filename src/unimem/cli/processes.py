@@ -13,7 +13,7 @@ from unimem.accounting.published import published
 from unimem.accounting.report import Report
 from unimem.system.process import read_process
 
-__all__ = ["SCHEMA", "Model", "ModelProcess", "Processes", "find", "mapped_models"]
+__all__ = ["SCHEMA", "MappedFile", "ModelProcess", "Processes", "find", "mapped_models"]
 
 SCHEMA = "unimem.processes/1"
 
@@ -110,7 +110,7 @@ def _others() -> Iterator[int]:
     yield from (pid for pid in psutil.pids() if pid != os.getpid())
 
 
-class Model(NamedTuple):
+class MappedFile(NamedTuple):
     """A model file that a process maps.
 
     Attributes
@@ -129,14 +129,16 @@ class Model(NamedTuple):
     pages: str
 
 
-def mapped_models(report: Report) -> list[Model]:
+def mapped_models(report: Report) -> list[MappedFile]:
     """Give the model files that a process maps, the largest first."""
-    found: dict[str, Model] = {}
+    found: dict[str, MappedFile] = {}
     of_models = [
         (m.path, m) for m in report.mappings if m.path and m.category.startswith("weights")
     ]
     for path, mapping in sorted(of_models, key=lambda each: -each[1].nbytes):
         granted = mapping.granted
         _, nbytes, resident, pages = found.get(path, ("", 0, 0, granted.pages))
-        found[path] = Model(path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages)
+        found[path] = MappedFile(
+            path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages
+        )
     return sorted(found.values(), key=lambda model: -model.nbytes)

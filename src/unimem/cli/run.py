@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import secrets
-import textwrap
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 import unimem
 from unimem._core.status import counters
 from unimem.accounting.report import Report
+from unimem.accounting.report_text import memory_lines
 from unimem.cli import terminal
 from unimem.cli.options import (
     AsJson,
@@ -30,14 +30,13 @@ from unimem.cli.options import (
     Window,
     check_numa,
 )
-from unimem.cli.report import memory_lines
-from unimem.cli.tables import table_lines
 from unimem.errors import CacheFull
 from unimem.layout import Layout
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
+from unimem.system.text import escape, fact_lines, table_lines
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
@@ -350,8 +349,8 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
     at_start = options.chat or not talk.prompt
     try:
         if not (quiet or at_start):
-            prompt = terminal.printable(talk.prompt)
-            terminal.show(terminal.dim(flow.push(prompt) + flow.flush()))
+            prompt = escape(talk.prompt, keeps_lines=True)
+            terminal.show(terminal.surface().dim(flow.push(prompt) + flow.flush()))
         if talk.prompt_tokens:
             start = clock()
             decoder.prefill(talk.prompt_tokens)
@@ -368,7 +367,7 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
                 talk.stop = "end"
                 break
             if not quiet:
-                text = terminal.printable(stream.push(token))
+                text = escape(stream.push(token), keeps_lines=True)
                 text = text.lstrip() if at_start else text
                 at_start = at_start and not text
                 terminal.show(flow.push(text))
@@ -386,7 +385,7 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
     talk.n_buffers = len(addresses)
     talk.moved = tuple(name for name, address in addresses.items() if now[name] != address)
     if not quiet:
-        terminal.show(flow.push(terminal.printable(stream.flush())) + flow.flush() + "\n\n")
+        terminal.show(flow.push(escape(stream.flush(), keeps_lines=True)) + flow.flush() + "\n\n")
 
 
 # ---- what is shown ------------------------------------------------------------------------------
@@ -394,7 +393,8 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
 
 def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
     report = decoder.report()
-    terminal.show("\n".join(memory_lines(report)) + "\n\n")
+    surface = terminal.surface()
+    terminal.show("\n".join(memory_lines(surface, report.rows)) + "\n\n")
     costs = talk.costs
     if costs is None:
         terminal.show(f"The steady state begins after {WARM_UP} tokens: it was not reached.\n\n")
@@ -411,15 +411,10 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
         ]
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
         head = (f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all")
-        terminal.show("\n".join(table_lines(head, steady)) + "\n\n")
-    for name, value in _facts(decoder, report, talk, options).items():
-        lines = textwrap.wrap(
-            terminal.one_line(value),
-            _WIDTH - 10,
-            break_long_words=False,  # such as paths
-            break_on_hyphens=False,
-        )
-        terminal.show(terminal.dim(name.ljust(10)) + ("\n" + " " * 10).join(lines) + "\n")
+        terminal.show("\n".join(table_lines(surface, head, steady)) + "\n\n")
+    facts = _facts(decoder, report, talk, options)
+    lines = fact_lines(replace(surface, width=_WIDTH), facts.items(), cuts=False)
+    terminal.show("\n".join(lines) + "\n")
 
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:

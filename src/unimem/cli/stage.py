@@ -14,7 +14,7 @@ import typer
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.system.placement import Pages, sum_placements
-from unimem.system.text import format_bytes
+from unimem.system.text import escape, format_bytes
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
 from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
@@ -175,7 +175,7 @@ def _list(found: list[Held], *, as_json: bool) -> None:
         why = held.staleness()
         stale = "" if why is None else f"; {why}"
         text = f"{held.source}: {_describe(held)}; process {held.pid}{stale}"
-        terminal.show(f"{terminal.one_line(held.path)}\n    {terminal.one_line(text)}\n")
+        terminal.show(f"{escape(held.path)}\n    {escape(text)}\n")
     if not found:
         _tell("nothing is staged")
 
@@ -208,7 +208,7 @@ def _tell(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        print(f"unimem: {terminal.one_line(text)}", file=sys.stderr)
+        print(f"unimem: {escape(text)}", file=sys.stderr)
     except OSError:
         # Nobody reads it, and what was asked for is done. Python would try once more when it ends.
         with open(os.devnull, "wb") as nowhere:

@@ -6,64 +6,25 @@ import os
 import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from unimem.system.text import format_bytes
+from unimem.system.text import Surface, format_bytes, text_width
 
 __all__ = [
     "Flow",
-    "bad",
-    "dim",
-    "good",
-    "heading",
+    "can_show",
     "is_colored",
     "is_terminal",
-    "one_line",
-    "printable",
     "show",
     "show_path",
-    "tint",
+    "surface",
     "updates",
 ]
 
 # What is ready sooner needs no bar.
 _PATIENCE_SECONDS = 0.5
-
-# A model may write anything, and a terminal would obey control characters, and those that turn the
-# direction of what follows (Unicode's bidirectional embeddings, overrides and isolates) or end a
-# line; these show instead.
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
-_VISIBLE |= {
-    code: f"\\u{code:04x}"
-    for code in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-_VISIBLE |= {ord("\n"): "\\n", ord("\t"): "\\t"}
-_VISIBLE_IN_LINES = {code: shown for code, shown in _VISIBLE.items() if chr(code) not in "\n\t"}
-
-
-def printable(text: str) -> str:
-    r"""Write control characters, except line ends and tabs, as ``\x1b`` and the like.
-
-    Examples
-    --------
-    >>> print(printable("one\x1b[2J"))
-    one\x1b[2J
-    """
-    return text.translate(_VISIBLE_IN_LINES)
-
-
-def one_line(text: str) -> str:
-    r"""Write all control characters so, as of names and paths, which cannot fake another line then.
-
-    Examples
-    --------
-    >>> print(one_line("one\ntwo"))
-    one\ntwo
-    """
-    return text.translate(_VISIBLE)
 
 
 def show(text: str) -> None:
@@ -129,7 +90,8 @@ class Flow:
         shown = ""
         for char in text:
             # Chinese and Japanese are written without spaces, and may be broken anywhere.
-            is_wide = unicodedata.east_asian_width(char) in ("W", "F")
+            width = text_width(char)
+            is_wide = width == 2
             if is_wide or char.isspace():
                 shown += self.flush()
             if char == "\n":
@@ -141,7 +103,7 @@ class Flow:
                 self._column += 1
             else:
                 self._word += char
-                self._word_width += 2 if is_wide else 1
+                self._word_width += width
                 if self._word_width >= self._width:
                     shown += self.flush()  # no line is long enough for it
         return shown
@@ -157,33 +119,19 @@ class Flow:
         return word
 
 
-def dim(text: str) -> str:
-    """Make text recede, where standard output shows colours."""
-    return _styled(text, "\x1b[2m")
+def surface() -> Surface:
+    """Tell what standard output is: as wide as the terminal, and where there is none the usual."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else Surface().width
+    return Surface(width, is_colored(sys.stdout), can_show("█▌░"))
 
 
-def heading(text: str) -> str:
-    """Make text stand out, where standard output shows colours."""
-    return _styled(text, "\x1b[1m")
-
-
-def good(text: str) -> str:
-    """Make text green, where standard output shows colours."""
-    return _styled(text, "\x1b[32m")
-
-
-def bad(text: str) -> str:
-    """Make text yellow, where standard output shows colours: it is worth a look, and no error."""
-    return _styled(text, "\x1b[33m")
-
-
-def tint(text: str) -> str:
-    """Give text the colour of bars, where standard output shows colours."""
-    return _styled(text, "\x1b[36m")
-
-
-def _styled(text: str, code: str) -> str:
-    return f"{code}{text}\x1b[0m" if is_colored(sys.stdout) else text
+def can_show(text: str) -> bool:
+    """Whether standard output's encoding has these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def is_colored(stream: TextIO) -> bool:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from pathlib import PurePath
 from typing import Any
 
 from unimem.accounting.rows import Row
 from unimem.errors import CapacityError
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
-from unimem.system.text import format_bytes, table
+from unimem.system.text import (
+    Bar,
+    Surface,
+    escape,
+    fact_lines,
+    format_bytes,
+    format_count,
+    item_lines,
+    shorten,
+    table_lines,
+    wrap,
+)
 
-__all__ = ["Advice", "Check", "Plan", "find_worst_check"]
+__all__ = ["Advice", "Check", "Plan", "find_worst_check", "plan_lines"]
 
 _SCHEMA = "unimem.plan/1"
 
@@ -210,21 +223,7 @@ class Plan:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        lines = [(_label(row), format_bytes(row.nbytes)) for row in self.rows]
-        lines.append(("total", format_bytes(self.total_bytes)))
-        lines.append(("available", format_bytes(self.available_bytes)))
-        if self.max_ctx is None:
-            longest = "the longest that fits is not known"
-        elif self.max_ctx:
-            longest = f"the longest that fits: {self.max_ctx}"
-        else:
-            longest = "none fits"
-        tokens = "not known" if self.ctx is None else f"{self.ctx} tokens"
-        told = [f"context: {tokens} ({longest})"]
-        told += [f"not known: {text}" for text in self.unknown]
-        told += [self.facts["numa"]] if "numa" in self.facts else []
-        told += [item.text for item in self.advice]
-        return "\n".join([table(("category", "size"), lines), *told])
+        return "\n".join(plan_lines(Surface(), self))
 
 
 def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
@@ -241,5 +240,169 @@ def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
     return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
 
 
-def _label(row: Row) -> str:
-    return row.category if row.device is None else f"{row.category} on {row.device}"
+# ---- what people read ---------------------------------------------------------------------------
+
+_INDENT = 3  # of what is to be typed
+_EXACT = 10 * 1024  # a context of fewer tokens is said to the token, others in units of 1024
+
+
+def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterator[str]:
+    """Write what a plan says, and in the last line whether it fits.
+
+    Parameters
+    ----------
+    surface : Surface
+        What it is written on.
+    plan : Plan
+        Which.
+    path : str, optional
+        What the file is called, by default as the plan has it.
+    """
+    yield from fact_lines(surface, _facts(plan, path or plan.facts.get("model", "")).items())
+    yield ""
+    yield from _memory_lines(surface, plan)
+    yield ""
+    yield from _check_lines(surface, plan)
+    yield ""
+    if plan.spilled_bytes:
+        yield from wrap(
+            f"{format_bytes(plan.spilled_bytes)} of the file cannot stay in RAM beside the rest: "
+            "every token reads them from the disk again.",
+            surface.width,
+        )
+        yield ""
+    if plan.unknown:
+        yield surface.heading("Not known:")
+        for sentence in plan.unknown:
+            yield from item_lines(surface, "-", sentence)
+        yield ""
+    yield from _advice_lines(surface, plan)
+    yield (surface.good if plan.fits else surface.bad)(_verdict(surface, plan))
+
+
+def _facts(plan: Plan, path: str) -> dict[str, str]:
+    known = plan.facts
+    what = (known.get("architecture") or "architecture unknown", known.get("format"))
+    tokens = "unknown" if plan.ctx is None else format_count(plan.ctx, "token")
+    if plan.max_ctx:
+        tokens += f" (the longest that fits: {plan.max_ctx:,})"
+    elif plan.max_ctx == 0:
+        tokens += " (none fits)"
+    cache = [tokens, f"KV {plan.kv_dtype}"]
+    cache += [f"attention sees the last {plan.window:,}"] if plan.window else []
+    cache += [format_count(plan.batch, "stream")] if plan.batch > 1 else []
+    cache += [format_count(plan.sessions, "session")] if plan.sessions > 1 else []
+    name, kind = known.get("name") or PurePath(path).stem, ", ".join(filter(None, what))
+    facts = {
+        "model": f"{name}: {kind}" if name else kind,
+        "file": path,
+        "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
+        "load": f"{plan.load}: {plan.load_reason}",
+        "pages": plan.pages if plan.pages != "auto" else "",
+        "numa": known.get("numa") or plan.numa or "",
+        "ggml": known.get("ggml") or "",
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:
+    rows: list[tuple[str, str]] = []
+    bars: list[Bar | None] = []
+    totals: dict[str | None, int] = {None: plan.total_bytes}
+    for row in plan.rows:
+        if row.device is not None:
+            totals[row.device] = totals.get(row.device, 0) + row.nbytes
+    for row in plan.rows:
+        rows.append((_on(row.category, row.device), format_bytes(row.nbytes)))
+        bars.append(Bar(row.nbytes / totals[row.device] if row.nbytes else 0.0))
+    for device, nbytes in totals.items():
+        rows.append((_on("total", device), format_bytes(nbytes)))
+        if device is None and plan.required_bytes < nbytes:
+            rows.append(("must stay in RAM", format_bytes(plan.required_bytes)))
+    bars += [None] * (len(rows) - len(bars))
+    yield from table_lines(surface, ("memory", "size"), rows, bars=bars)
+
+
+def _on(what: str, device: str | None) -> str:
+    return what if device is None else f"{what} on {device}"
+
+
+def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
+    rows, bars = [], []
+    for check in plan.checks:
+        needed, available = format_bytes(check.needed_bytes), format_bytes(check.available_bytes)
+        name = shorten(escape(check.name), surface.width // 2)  # which leaves room for a bar
+        rows.append((name, needed, available, "yes" if check.fits else "no"))
+        share = check.needed_bytes / check.available_bytes if check.available_bytes else 1.0
+        bars.append(Bar(share, True, surface.good if check.fits else surface.bad))
+    head = ("limit", "needed", "available", "fits")
+    yield from table_lines(surface, head, rows, align="<>>>", bars=bars)
+
+
+def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
+    if not plan.advice:
+        return
+    yield surface.heading("What helps, that costs the least first:")
+    remedies = {check.remedy for check in plan.checks}
+    for number, advice in enumerate(plan.advice, 1):
+        text = advice.text[:1].upper() + advice.text[1:]
+        remedy = next((one for one in remedies if text.endswith(f": {one}")), "")
+        text = text.removesuffix(f": {remedy}") + _worth(advice)
+        typed = remedy or _as_options(advice.options)
+        yield from item_lines(surface, f"{number}.", f"{text}:" if typed else text)
+        if typed:  # in a line of its own, however long: to be copied
+            yield " " * _INDENT + escape(typed)
+    yield ""
+
+
+def _worth(advice: Advice) -> str:
+    """Say what it is worth in figures."""
+    worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
+    worth += ["then it fits"] if advice.fits else []
+    return f" ({', '.join(worth)})" if worth else ""
+
+
+def _as_options(options: dict[str, Any]) -> str:
+    """Write keyword arguments of `unimem.plan` as the command line has them."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in options.items()
+        if value not in (None, False)
+    )
+
+
+def _verdict(surface: Surface, plan: Plan) -> str:
+    """Say in one line whether it fits."""
+    if not plan.fits:
+        lacking = [check for check in plan.checks if not check.fits]
+        worst = max(lacking, key=lambda c: (c.is_hard, c.needed_bytes - c.available_bytes))
+        start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
+        name = shorten(escape(worst.name), surface.width - len(start) - len(end))
+        return start + name + end
+    # What can be dropped is counted as long as there is room for it.
+    nbytes = plan.required_bytes if plan.spilled_bytes else plan.total_bytes
+    fits = [_of(nbytes, plan.available_bytes)]
+    devices = {row.device for row in plan.rows}
+    fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
+    return f"Fits: {', '.join(fits)}. {_largest(plan)}"
+
+
+def _figures(check: Check) -> str:
+    return _of(check.needed_bytes, check.available_bytes)
+
+
+def _of(nbytes: int, available: int) -> str:
+    """Write two sizes, and their unit once where it is the same."""
+    size, unit = format_bytes(nbytes).split()
+    most = format_bytes(available)
+    return f"{size} of {most}" if most.endswith(f" {unit}") else f"{size} {unit} of {most}"
+
+
+def _largest(plan: Plan) -> str:
+    longest = plan.max_ctx
+    if longest is None:
+        return "Largest context unknown."
+    if not longest:
+        return "No context fits."
+    is_exact = longest < _EXACT and longest % 1024
+    return f"Largest context {longest:,}." if is_exact else f"Largest context {longest // 1024}k."

@@ -1,19 +1,27 @@
-"""A machine as text of 80 columns; a terminal gives its own styles."""
+"""A machine as lines of 80 columns, for a terminal and for ``str()`` alike."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from unimem.system.limits import Limit
 from unimem.system.machine import Finding, MachineFacts
-from unimem.system.text import format_bytes, table
+from unimem.system.text import (
+    Surface,
+    escape,
+    fact_lines,
+    format_bytes,
+    format_count,
+    format_ranges,
+    table_lines,
+    text_width,
+    wrap,
+)
 
-__all__ = ["Style", "ranges", "render"]
+__all__ = ["render"]
 
 _WIDTH = 80
-_NAME = 10  # columns of the names of facts
 _INDENT = 3
 _LABEL = 9  # columns of "run" and "changes"
 _LONGEST_CPUS = 16  # a list where the CPUs of nodes alternate has no end
@@ -24,35 +32,15 @@ _LASTS = (
 )
 
 
-def _as_it_is(text: str) -> str:
-    return text
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How kinds of text look; by default all the same.
-
-    Attributes
-    ----------
-    name, heading, good, bad : callable
-        Each takes a text that fits in its line and gives what is written for it.
-    """
-
-    name: Callable[[str], str] = _as_it_is
-    heading: Callable[[str], str] = _as_it_is
-    good: Callable[[str], str] = _as_it_is
-    bad: Callable[[str], str] = _as_it_is
-
-
-def render(machine: MachineFacts, style: Style | None = None) -> str:
+def render(machine: MachineFacts, surface: Surface | None = None) -> str:
     """Write a machine for people.
 
     Parameters
     ----------
     machine : MachineFacts
         What was found.
-    style : Style, optional
-        By default plain text.
+    surface : Surface, optional
+        What it is written on; lines have 80 columns on any.
 
     Returns
     -------
@@ -60,95 +48,97 @@ def render(machine: MachineFacts, style: Style | None = None) -> str:
         Lines of at most 80 columns, but for names that are longer; no line end at the end. A
         command in several lines can be copied as it is.
     """
-    style = style or Style()
-    lines: list[str] = []
-    for name, values in _facts(machine):
-        wrapped = [line for value in values for line in _wrap(value, _WIDTH - _NAME)]
-        names = [style.name(name.ljust(_NAME)), *[" " * _NAME] * (len(wrapped) - 1)]
-        lines += [start + line for start, line in zip(names, wrapped, strict=True)]
+    surface = replace(surface or Surface(), width=_WIDTH)
+    lines = list(fact_lines(surface, _facts(machine), cuts=False))
     if len(machine.numa.nodes) > 1:
-        for rows in _node_tables(machine):
-            head, rest = rows.split("\n", 1)
-            lines += ["", style.heading(head), rest]
+        for head, rows in _node_tables(machine):
+            lines += ["", *table_lines(surface, head, rows, cuts=False)]
     needed = [finding for finding in machine.findings if not finding.is_optional]
     optional = [finding for finding in machine.findings if finding.is_optional]
     lines.append("")
     if needed:
-        lines.append(style.heading("To change, the greatest effect first:"))
-        lines += _numbered(needed, style, style.bad, 1)
+        lines.append(surface.heading("To change, the greatest effect first:"))
+        lines += _numbered(surface, needed, surface.bad, 1)
     else:
-        lines.append(style.good("Nothing to change."))
+        lines.append(surface.good("Nothing to change."))
     if optional:
-        lines += ["", style.heading("Optional:")]
-        lines += _numbered(optional, style, _as_it_is, len(needed) + 1)
+        lines += ["", surface.heading("Optional:")]
+        lines += _numbered(surface, optional, str, len(needed) + 1)
     if machine.findings:
-        lines += ["", *(_wrap(_LASTS, _WIDTH))]
+        lines += ["", *wrap(_LASTS, _WIDTH)]
     return "\n".join(lines)
 
 
 def _numbered(
-    findings: Sequence[Finding], style: Style, what: Callable[[str], str], first: int
+    surface: Surface, findings: Sequence[Finding], style: Callable[[str], str], first: int
 ) -> Iterator[str]:
-    margin = " " * _INDENT
+    margin, width = " " * _INDENT, surface.width - _INDENT
     for number, finding in enumerate(findings, first):
         yield ""
-        title, *more = _wrap(finding.what, _WIDTH - _INDENT)
-        yield f"{number}.".ljust(_INDENT) + what(title)
-        yield from (margin + what(line) for line in more)
-        yield from (margin + line for line in _wrap(finding.why, _WIDTH - _INDENT))
+        title, *more = wrap(escape(finding.what), width, cuts=False)
+        yield f"{number}.".ljust(_INDENT) + style(title)
+        yield from (margin + style(line) for line in more)
+        yield from (margin + line for line in wrap(escape(finding.why), width, cuts=False))
         for label, lines in (
-            ("run", _command(finding.run, _WIDTH - _INDENT - _LABEL)),
-            ("changes", _wrap(finding.changes, _WIDTH - _INDENT - _LABEL)),
+            ("run", _command(finding.run, width - _LABEL)),
+            ("changes", wrap(escape(finding.changes), width - _LABEL, cuts=False)),
         ):
-            starts = [style.name(label.ljust(_LABEL)), *[" " * _LABEL] * (len(lines) - 1)]
+            starts = [surface.dim(label.ljust(_LABEL)), *[" " * _LABEL] * (len(lines) - 1)]
             yield from (margin + start + line for start, line in zip(starts, lines, strict=True))
 
 
-def _facts(machine: MachineFacts) -> Iterator[tuple[str, list[str]]]:
+def _facts(machine: MachineFacts) -> Iterator[tuple[str, str]]:
+    """Give names and texts; what belongs to the same name has none."""
     kernel, memory, numa = machine.kernel, machine.memory, machine.numa
-    yield "kernel", [f"Linux {kernel.release}, {kernel.architecture}"]
-    yield "cpu", [text for text in _cpu(machine) if text]
+    narrower = [limit for limit in memory.limits if limit.name != "memory of the machine"]
+    balancing = {None: "not there", 0: "off"}.get(numa.balancing, f"{numa.balancing}")
+    facts = {
+        "kernel": [f"Linux {kernel.release}, {kernel.architecture}"],
+        "cpu": list(filter(None, _cpu(machine))),
+        "memory": list(_memory(machine)),
+        "limits": [*map(_limit, narrower), _locked(memory.memlock)],
+        "pages": list(_pages(machine)),
+        "hugetlb": ["; ".join(_pools(machine)) or "none in this kernel"],
+        "numa": [
+            f"{format_count(len(numa.nodes), 'node')}; automatic balancing {balancing}; "
+            f"vm.zone_reclaim_mode {_or_none(numa.zone_reclaim_mode)}"
+        ],
+    }
+    for name, texts in facts.items():
+        yield from zip((name, *[""] * (len(texts) - 1)), texts, strict=True)
+
+
+def _memory(machine: MachineFacts) -> Iterator[str]:
+    memory = machine.memory
+    yield (
+        f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} available "
+        "to this process"
+    )
     swap = (
         f"swap {format_bytes(memory.swap_total_bytes)} (vm.swappiness {memory.swappiness})"
         if memory.swap_total_bytes
         else "no swap"
     )
     yield (
-        "memory",
-        [
-            f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} available "
-            "to this process",
-            f"{swap}; vm.overcommit_memory {memory.overcommit_mode}; "
-            f"vm.max_map_count {_or_none(memory.max_map_count)}",
-        ],
+        f"{swap}; vm.overcommit_memory {memory.overcommit_mode}; "
+        f"vm.max_map_count {_or_none(memory.max_map_count)}"
     )
-    narrower = [limit for limit in memory.limits if limit.name != "memory of the machine"]
-    yield "limits", [*map(_limit, narrower), _locked(memory.memlock)]
-    yield "pages", [text for text in _pages(machine) if text]
-    pools = [
-        f"{name}: {pool.total} {'page' if pool.total == 1 else 'pages'}, {pool.free} free"
-        + (f", {pool.surplus_most} more on demand" if pool.surplus_most else "")
-        for name, pool in machine.pools.items()
-    ]
-    yield "hugetlb", ["; ".join(pools) or "none in this kernel"]
-    n = len(numa.nodes)
-    balancing = {None: "not there", 0: "off"}.get(numa.balancing, f"{numa.balancing}")
-    yield (
-        "numa",
-        [
-            f"{n} node{'' if n == 1 else 's'}; automatic balancing {balancing}; "
-            f"vm.zone_reclaim_mode {_or_none(numa.zone_reclaim_mode)}"
-        ],
-    )
+
+
+def _pools(machine: MachineFacts) -> Iterator[str]:
+    for name, pool in machine.pools.items():
+        pages = "page" if pool.total == 1 else "pages"
+        more = f", {pool.surplus_most} more on demand" if pool.surplus_most else ""
+        yield f"{name}: {pool.total} {pages}, {pool.free} free{more}"
 
 
 def _cpu(machine: MachineFacts) -> Iterator[str]:
     cpu = machine.cpu
     counts = (
-        f"{_count(cpu.sockets, 'socket')}, {_count(cpu.cores, 'core')}, "
-        f"{_count(cpu.threads, 'thread')}"
+        f"{format_count(cpu.sockets, 'socket')}, {format_count(cpu.cores, 'core')}, "
+        f"{format_count(cpu.threads, 'thread')}"
     )
-    yield f"{cpu.model}: {counts}; {_count(cpu.usable_cores, 'core')} for this process"
+    yield f"{cpu.model}: {counts}; {format_count(cpu.usable_cores, 'core')} for this process"
     yield " ".join(cpu.features)
     if cpu.governors:
         yield "governor " + ", ".join(cpu.governors)
@@ -184,13 +174,13 @@ def _locked(limit: Limit | None) -> str:
     return "locking without limit" if limit is None else _limit(limit)
 
 
-def _node_tables(machine: MachineFacts) -> Iterator[str]:
+def _node_tables(machine: MachineFacts) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]]]:
     pools, weights, nodes = machine.pools, machine.numa.weights, machine.numa.nodes.values()
     head = ["node", "CPUs", "memory", "available", *(f"{name} free" for name in pools)]
     head += ["weight"] if weights else []
     rows = []
     for node in nodes:
-        cpus = ranges(node.cpus) or "none"
+        cpus = format_ranges(node.cpus) or "none"
         row = [
             f"{node.id}" + ("" if node.allowed else " (forbidden)"),
             cpus if len(cpus) <= _LONGEST_CPUS else f"{len(node.cpus)} of them",
@@ -200,50 +190,19 @@ def _node_tables(machine: MachineFacts) -> Iterator[str]:
         row += [str(pool.nodes.get(node.id, (0, 0))[1]) for pool in pools.values()]
         row += [str(weights.get(node.id, "-"))] if weights else []
         rows.append(row)
-    yield table(head, rows)
+    yield head, rows
     distances = [(str(node.id), *map(str, node.distances)) for node in nodes]
     if len({len(row) for row in distances} | {len(nodes) + 1}) == 1:
-        yield table(("distance", *(str(node.id) for node in nodes)), distances)
-
-
-def ranges(ids: Sequence[int]) -> str:
-    """Write ascending ids as the kernel does.
-
-    Examples
-    --------
-    >>> ranges((0, 1, 2, 5))
-    '0-2,5'
-    """
-    parts: list[list[int]] = []
-    for i in ids:
-        if parts and i == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], i]
-        else:
-            parts.append([i])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+        yield ("distance", *(str(node.id) for node in nodes)), distances
 
 
 def _or_none(value: object) -> str:
     return "not there" if value is None else str(value)
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    lines = textwrap.wrap(_clean(text), width, break_long_words=False, break_on_hyphens=False)
-    return lines or [""]
-
-
 def _command(text: str, width: int) -> list[str]:
-    if len(_clean(text)) <= width:
-        return [_clean(text)]
-    lines = _wrap(text, width - 2)
+    if text_width(escape(text)) <= width:
+        return [escape(text)]
+    lines = wrap(escape(text), width - 2, cuts=False)
     # A shell reads a line that ends so as one with the next.
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
-
-
-def _clean(text: str) -> str:
-    """Write out what a terminal would obey: names of cgroups may have any characters."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,12 +1,95 @@
-"""How sizes and tables are written, wherever text is made."""
+"""Text for people: sizes, tables and wrapped lines, for a terminal and for ``str()`` alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
 
-__all__ = ["format_bytes", "table"]
+__all__ = [
+    "Bar",
+    "Surface",
+    "draw_bar",
+    "escape",
+    "fact_lines",
+    "format_bytes",
+    "format_change",
+    "format_count",
+    "format_ranges",
+    "item_lines",
+    "shorten",
+    "shorten_path",
+    "table_lines",
+    "text_width",
+    "wrap",
+]
 
 _KIB = 1024
+_GAP = "  "
+_CUT = "..."
+_LABEL = 10  # columns of the names of facts
+_INDENT = 3  # of an item of a list
+_NARROWEST_BAR = 6
+_NARROWEST_TEXT = 8
+_WIDE = 110  # columns, from which on there is room for paths
+
+# A terminal would obey control characters, and those that turn the direction of what follows
+# (Unicode's bidirectional embeddings, overrides and isolates) or end a line. No encoding has
+# surrogates, which stand for bytes of file names that are no UTF-8.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_VISIBLE |= {
+    code: f"\\u{code:04x}"
+    for code in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+_VISIBLE |= {ord("\n"): "\\n", ord("\t"): "\\t"} | dict.fromkeys(range(0xD800, 0xE000), "?")
+_VISIBLE_IN_LINES = {code: shown for code, shown in _VISIBLE.items() if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What text is written on; by default what ``str()`` returns.
+
+    Attributes
+    ----------
+    width : int
+        Columns of a line.
+    is_colored : bool
+        Whether it shows colours.
+    has_blocks : bool
+        Whether it shows the block characters of Unicode.
+    """
+
+    width: int = 80
+    is_colored: bool = False
+    has_blocks: bool = False
+
+    def dim(self, text: str) -> str:
+        """Make text recede."""
+        return self._styled(text, "\x1b[2m")
+
+    def heading(self, text: str) -> str:
+        """Make text stand out."""
+        return self._styled(text, "\x1b[1m")
+
+    def good(self, text: str) -> str:
+        """Make text green."""
+        return self._styled(text, "\x1b[32m")
+
+    def bad(self, text: str) -> str:
+        """Make text yellow: it is worth a look, and no error."""
+        return self._styled(text, "\x1b[33m")
+
+    def tint(self, text: str) -> str:
+        """Give text the colour of bars."""
+        return self._styled(text, "\x1b[36m")
+
+    def _styled(self, text: str, code: str) -> str:
+        return f"{code}{text}\x1b[0m" if self.is_colored else text
+
+
+# ---- figures ------------------------------------------------------------------------------------
 
 
 def format_bytes(nbytes: float) -> str:
@@ -26,21 +109,355 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes / _KIB:.1f} TiB"
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lay out texts in columns: the first to the left, the others to the right.
+def format_change(nbytes: int) -> str:
+    """Write by how much a size has changed.
 
     Examples
     --------
-    >>> print(table(("category", "size"), [("kv", "1 B"), ("scratch", "20 B")]))
-    category  size
-    kv         1 B
-    scratch   20 B
+    >>> format_change(1536), format_change(-2048), format_change(0)
+    ('+1.5 KiB', '-2.0 KiB', '0 B')
     """
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (head, *lines)
-    )
+    return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{format_bytes(abs(nbytes))}"
+
+
+def format_count(n: int, noun: str, plural: str = "s") -> str:
+    """Write a number and what it counts.
+
+    Examples
+    --------
+    >>> format_count(1, "page"), format_count(2048, "page"), format_count(2, "pass", "es")
+    ('1 page', '2,048 pages', '2 passes')
+    """
+    return f"{n:,} {noun}{'' if n == 1 else plural}"
+
+
+def format_ranges(ids: Iterable[int]) -> str:
+    """Write numbers as the kernel writes those of CPUs and nodes.
+
+    Examples
+    --------
+    >>> format_ranges([0, 2, 3, 4, 7])
+    '0,2-4,7'
+    """
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
+
+def escape(text: str, *, keeps_lines: bool = False) -> str:
+    r"""Write what a terminal would obey as ``\x1b`` and the like.
+
+    Parameters
+    ----------
+    text : str
+        Names and paths are somebody else's, and a model may write anything.
+    keeps_lines : bool
+        Whether line ends and tabs stay; without them, a name cannot fake another line.
+
+    Examples
+    --------
+    >>> print(escape("one\ntwo\x1b[2J"))
+    one\ntwo\x1b[2J
+    """
+    return text.translate(_VISIBLE_IN_LINES if keeps_lines else _VISIBLE)
+
+
+def text_width(text: str) -> int:
+    """Count the columns that a text takes.
+
+    Examples
+    --------
+    >>> text_width("Maya"), text_width("日本")
+    (4, 4)
+    """
+    return len(text) if text.isascii() else sum(map(_char_width, text))
+
+
+def _char_width(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+def shorten(text: str, columns: int) -> str:
+    """Cut a text in its middle, where names and paths say the least.
+
+    Examples
+    --------
+    >>> shorten("/models/a-very-long-name-Q4_K_M.gguf", 20)
+    '/models/..._K_M.gguf'
+    """
+    if text_width(text) <= columns:
+        return text
+    kept = columns - len(_CUT)
+    if kept < 2:
+        return _beginning(text, columns)
+    return _beginning(text, kept // 2) + _CUT + _beginning(text[::-1], kept - kept // 2)[::-1]
+
+
+def _beginning(text: str, columns: int) -> str:
+    """Give the most of its beginning that is no wider."""
+    for i, char in enumerate(text):
+        columns -= _char_width(char)
+        if columns < 0:
+            return text[:i]
+    return text
+
+
+def shorten_path(surface: Surface, path: str) -> str:
+    """Give a path, or where lines are short the name of the file."""
+    return path if surface.width >= _WIDE else path.rpartition("/")[2]
+
+
+def wrap(text: str, columns: int, *, cuts: bool = True) -> list[str]:
+    """Break a text between words.
+
+    Parameters
+    ----------
+    text : str
+        Words.
+    columns : int
+        Of a line.
+    cuts : bool, default True
+        Whether a word that no line has room for is cut; else it stays whole, to be copied.
+
+    Examples
+    --------
+    >>> wrap("One day, Maya", 8)
+    ['One day,', 'Maya']
+    """
+    lines = [""]
+    for word in text.split():
+        part = shorten(word, columns) if cuts else word
+        longer = f"{lines[-1]} {part}" if lines[-1] else part
+        if text_width(longer) <= columns or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def fact_lines(
+    surface: Surface, facts: Iterable[tuple[str, str]], *, cuts: bool = True
+) -> Iterator[str]:
+    """Write names, and beside each its text in as many lines as it needs.
+
+    Parameters
+    ----------
+    surface : Surface
+        What they are written on.
+    facts : iterable of (str, str)
+        Names and texts; what has no name belongs to the text before. Texts are escaped.
+    cuts : bool, default True
+        As for `wrap`.
+    """
+    facts = list(facts)
+    label = max([_LABEL, *(len(name) + len(_GAP) for name, _ in facts)])
+    for name, text in facts:
+        start = surface.dim(name.ljust(label)) if name else " " * label
+        for line in wrap(escape(text), max(surface.width - label, _NARROWEST_TEXT), cuts=cuts):
+            yield start + line
+            start = " " * label
+
+
+def item_lines(surface: Surface, mark: str, text: str) -> Iterator[str]:
+    """Write an item of a list: a mark or a number, and beside it an escaped text."""
+    start = mark.ljust(_INDENT)
+    for line in wrap(escape(text), surface.width - _INDENT):
+        yield start + line
+        start = " " * _INDENT
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """A bar at the end of a row of a table.
+
+    Attributes
+    ----------
+    share : float
+        What of its column is full, from 0 to 1.
+    has_rest : bool
+        Whether the rest of the column is shown, too.
+    style : callable, optional
+        How the full part looks.
+    """
+
+    share: float
+    has_rest: bool = False
+    style: Callable[[str], str] | None = None
+
+
+def draw_bar(share: float, columns: int, *, has_blocks: bool) -> tuple[str, str]:
+    """Draw the full part of a bar, and the rest.
+
+    It is drawn to the half of a character, which fonts and code pages have had for long.
+
+    Examples
+    --------
+    >>> draw_bar(0.3, 5, has_blocks=True), draw_bar(0.3, 5, has_blocks=False)
+    (('█▌', '░░░'), ('##', '...'))
+    """
+    whole, has_half = divmod(round(min(max(share, 0.0), 1.0) * columns * 2), 2)
+    rest = columns - whole - has_half
+    if has_blocks:
+        return "█" * whole + "▌" * has_half, "░" * rest
+    return "#" * (whole + has_half), "." * rest
+
+
+def table_lines(
+    surface: Surface,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    align: str | None = None,
+    bars: Sequence[Bar | None] = (),
+    spare: Sequence[str] = (),
+    styles: Sequence[Callable[[str], str]] = (),
+    wraps: bool = False,
+    cuts: bool = True,
+) -> Iterator[str]:
+    """Lay out texts in columns, and bars in what is left of the line.
+
+    Parameters
+    ----------
+    surface : Surface
+        What they are written on.
+    head : sequence of str
+        Names of the columns.
+    rows : sequence of sequences of str
+        Texts of each row, which are escaped.
+    align : str, optional
+        ``<`` for a column to the left and ``>`` for one to the right; by default the first is to
+        the left. Where the line is too short, those to the left are cut, the widest first.
+    bars : sequence of Bar or None
+        One a row.
+    spare : sequence of str
+        Names of columns that are left out where cutting is not enough, the first one first.
+    styles : sequence of callable
+        One a row: how its text looks.
+    wraps : bool
+        Whether names of columns, and texts to the left, are broken into lines before they are cut.
+    cuts : bool, default True
+        Whether texts are cut at all; else lines are as long as they need to be.
+
+    Yields
+    ------
+    str
+        The head, which stands out, and the rows.
+
+    Examples
+    --------
+    >>> rows = [("kv", "512.0 MiB"), ("total", "1.0 GiB")]
+    >>> bars = [Bar(0.5), None]
+    >>> for line in table_lines(Surface(31), ("memory", "size"), rows, bars=bars):
+    ...     print(line)
+    memory       size
+    kv      512.0 MiB  ######
+    total     1.0 GiB
+
+    >>> rows = [("a name of some words", "1.0 GiB"), ("total", "1.0 GiB")]
+    >>> for line in table_lines(Surface(20), ("memory", "the size"), rows, wraps=True):
+    ...     print(line)
+    memory      the size
+    a name of    1.0 GiB
+    some words
+    total        1.0 GiB
+    """
+    align = "<" + ">" * (len(head) - 1) if align is None else align
+    texts = [[escape(text) for text in row] for row in (head, *rows)]
+    widths = [max(map(text_width, column)) for column in zip(*texts, strict=True)]
+    columns = surface.width if cuts else sum(widths) + len(_GAP) * len(widths)
+    kept = _kept(head, widths, align, spare, columns)
+    texts = [[row[i] for i in kept] for row in texts]
+    widths, align = [widths[i] for i in kept], "".join(align[i] for i in kept)
+    gaps = len(_GAP) * (len(widths) - 1)
+    if wraps:
+        _narrow_to_words(texts, widths, align, columns - gaps)
+    _narrow(widths, align, columns - gaps)
+    n_bar = columns - sum(widths) - gaps - len(_GAP)
+    for i, row in enumerate(texts):
+        first, *more = _lines(row, widths, align, wraps=wraps)
+        if i == 0:
+            yield from (surface.heading(line.rstrip()) for line in (first, *more))
+            continue
+        style = styles[i - 1] if styles else str
+        bar = bars[i - 1] if bars else None
+        if bar is not None and n_bar >= _NARROWEST_BAR:
+            yield (style(first) + _GAP + _drawn(surface, bar, n_bar)).rstrip()
+        else:
+            yield style(first.rstrip())
+        yield from (style(line.rstrip()) for line in more)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:
+    """Lay out a row in one line, or in as many as its texts need."""
+    cells = [
+        wrap(text, width) if wraps else [shorten(text, width)]
+        for text, width in zip(row, widths, strict=True)
+    ]
+    for parts in zip_longest(*cells, fillvalue=""):
+        yield _GAP.join(map(_pad, parts, widths, align))
+
+
+def _kept(
+    head: Sequence[str], widths: Sequence[int], align: str, spare: Sequence[str], columns: int
+) -> list[int]:
+    """Choose the columns that there is room for, the others cut as far as they may be."""
+    least = [
+        min(width, _NARROWEST_TEXT) if side == "<" else width
+        for width, side in zip(widths, align, strict=True)
+    ]
+    kept = list(range(len(head)))
+    for name in spare:
+        if sum(least[i] for i in kept) + len(_GAP) * (len(kept) - 1) <= columns:
+            break
+        kept.remove(head.index(name))
+    return kept
+
+
+def _narrow_to_words(
+    texts: Sequence[Sequence[str]], widths: list[int], align: str, columns: int
+) -> None:
+    """Take from columns what breaking lines between words makes up for, so that none is cut."""
+    heads, *rows = texts
+    least = [
+        max([_longest_word(name), *map(_longest_word if side == "<" else text_width, column)])
+        for name, side, *column in zip(heads, align, *rows, strict=True)
+    ]
+    _narrow(widths, "<" * len(widths), columns, least)
+
+
+def _narrow(
+    widths: list[int], align: str, columns: int, least: Sequence[int] | None = None
+) -> None:
+    """Take from columns to the left what lines are too long by."""
+    least = [_NARROWEST_TEXT] * len(widths) if least is None else least
+    while sum(widths) > columns:
+        flexible = [i for i, side in enumerate(align) if side == "<" and widths[i] > least[i]]
+        if not flexible:
+            break
+        widths[max(flexible, key=lambda i: widths[i])] -= 1
+
+
+def _longest_word(text: str) -> int:
+    return max(map(text_width, text.split()), default=0)
+
+
+def _pad(text: str, width: int, side: str) -> str:
+    spaces = " " * (width - text_width(text))
+    return text + spaces if side == "<" else spaces + text
+
+
+def _drawn(surface: Surface, bar: Bar, columns: int) -> str:
+    full, rest = draw_bar(bar.share, columns, has_blocks=surface.has_blocks)
+    drawn = (bar.style or surface.tint)(full) if full else ""
+    return drawn + surface.dim(rest) if bar.has_rest else drawn

@@ -1,0 +1,224 @@
+"""A report as lines, for a terminal and for ``str()`` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from unimem.accounting.rows import Mapping as MappedRange
+from unimem.accounting.rows import Row
+from unimem.system.placement import Placement, sum_placements
+from unimem.system.text import (
+    Bar,
+    Surface,
+    fact_lines,
+    format_bytes,
+    shorten_path,
+    table_lines,
+)
+
+__all__ = ["memory_lines", "report_lines"]
+
+_MODELS = 4  # named in the page
+_STATES = {
+    "unnamed": "memory without a path",
+    "replaced": "another file is at this path now",
+    "deleted": "no file is at this path any more",
+}
+_COUNTERS = {
+    "n_prompt_tokens": "tokens read",
+    "n_generated_tokens": "made",
+    "kv_tokens": "in the KV cache",
+}
+_WIDE = 110  # columns, from which on there is room for what was most
+
+# Facts that the page has in words of its own, or that its sums say of a process.
+_IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults"}
+_OF_PROCESS = {"pid", "name", "command", "source", "n_threads", "n_entries_left_out"}
+_OF_PROCESS |= {"rss_bytes", "pss_bytes", "swapped_bytes"}
+
+
+def report_lines(
+    surface: Surface,
+    rows: Sequence[Row],
+    facts: Mapping[str, Any],
+    mappings: Sequence[MappedRange] = (),
+) -> Iterator[str]:
+    """Write what a report says.
+
+    Parameters
+    ----------
+    surface : Surface
+        What it is written on.
+    rows, facts
+        Of the report.
+    mappings : sequence of Mapping
+        Those that shall have a line each.
+    """
+    parts = (
+        fact_lines(surface, _heading(facts)),
+        memory_lines(surface, rows),
+        fact_lines(surface, chain(_sums(rows), _faults(rows, facts))),
+        fact_lines(surface, _more(facts)),
+        _mapping_lines(surface, mappings),
+    )
+    is_first = True
+    for lines in map(list, parts):
+        if lines:
+            yield from lines if is_first else ["", *lines]
+            is_first = False
+
+
+# ---- facts --------------------------------------------------------------------------------------
+
+
+def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "pid" in facts:
+        yield "process", f"{facts['pid']} {facts['command'] or facts['name']}"
+    models = sorted(facts.get("models", ()), key=lambda model: -model["nbytes"])
+    for model in models[:_MODELS]:
+        yield "model", f"{model['path']} ({'; '.join(_about(model))})"
+    if len(models) > _MODELS:
+        yield "", f"and {len(models) - _MODELS} more files, which --json names"
+    if counters := facts.get("counters"):
+        # Of another version of unimem there may be others.
+        counted = [
+            f"{counters[name]:,} {text}" for name, text in _COUNTERS.items() if name in counters
+        ]
+        yield "engine", ", ".join(counted)
+    if problem := facts.get("problem"):
+        yield "problem", problem
+
+
+def _about(model: Mapping[str, Any]) -> Iterator[str]:
+    size, in_ram = format_bytes(model["nbytes"]), format_bytes(model["rss_bytes"])
+    is_all = model["rss_bytes"] >= model["nbytes"]
+    yield f"{size}, all in RAM" if is_all else f"{in_ram} of {size} in RAM"
+    if model["staged_from"] is not None:
+        yield f"staged from {model['staged_from']}"
+    if (state := _STATES.get(model["state"])) is not None:
+        yield state
+    if model["problem"] is not None:
+        yield model["problem"]
+
+
+def _placements(rows: Iterable[Row]) -> list[Placement]:
+    return [row.granted for row in rows if row.granted and row.device is None]
+
+
+def _sums(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    if not (placed := _placements(rows)):
+        return
+    all_, size = sum_placements(placed), format_bytes
+    rss, huge = all_.resident_bytes, all_.huge_bytes
+    nodes = [f"{size(nbytes)} on node {node}" for node, nbytes in sorted(all_.nodes.items())]
+    of_it = [f"{size(huge)} in huge pages ({huge / rss if rss else 0:.0%})"]
+    of_it += [f"{size(all_.locked_bytes)} locked", *nodes]
+    yield "in RAM", f"{size(all_.pss_bytes)} (Pss), {size(rss)} with all that is shared (Rss)"
+    yield "of Rss", ", ".join(of_it)
+
+
+def _faults(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "minor_faults" in facts:
+        faults = f"{facts['minor_faults']:,} minor, {facts['major_faults']:,} major"
+        if placed := _placements(rows):
+            faults += f"; {format_bytes(sum_placements(placed).swapped_bytes)} swapped out"
+        yield "faults", faults
+
+
+def _more(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Write facts that the page does not know, as of a decoder."""
+    known = _IN_WORDS | (_OF_PROCESS if "pid" in facts else set())
+    for name, value in facts.items():
+        if name in known or value is None:
+            continue
+        is_size = name.endswith("_bytes")
+        if isinstance(value, dict):
+            text = ", ".join(f"{key} {_figure(each, is_size)}" for key, each in value.items())
+        elif isinstance(value, (list, tuple)):
+            text = ", ".join(map(str, value))
+        else:
+            text = _figure(value, is_size)
+        yield name.removesuffix("_bytes"), text
+
+
+def _figure(value: Any, is_size: bool) -> str:
+    return format_bytes(value) if is_size and isinstance(value, int) else str(value)
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def memory_lines(surface: Surface, rows: Sequence[Row]) -> Iterator[str]:
+    """Write rows of memory and their sums as a table, with a bar of what is in RAM."""
+    devices = dict.fromkeys(row.device for row in rows if row.device is not None)
+    total = sum(row.resident_bytes or 0 for row in rows if row.device is None)
+    columns: dict[str, list[int | None]] = {
+        "size": [row.nbytes for row in rows],
+        "in RAM": [row.resident_bytes for row in rows],
+        "active": [row.active_bytes for row in rows],
+    }
+    if surface.width >= _WIDE:
+        columns["most"] = [row.high_water_bytes for row in rows]
+    # What is known of none is not shown.
+    columns = {name: sizes for name, sizes in columns.items() if name == "size" or any(sizes)}
+    known = columns.values()
+    cells = [
+        [
+            row.category if row.device is None else f"{row.category} on {row.device}",
+            *("-" if sizes[i] is None else format_bytes(sizes[i] or 0) for sizes in known),
+            _pages(row.granted),
+        ]
+        for i, row in enumerate(rows)
+    ]
+    sums = {"size": _total(rows, None), "in RAM": total}
+    cells.append(["total", *(format_bytes(sums[c]) if c in sums else "" for c in columns), ""])
+    for device in devices:
+        cells.append(
+            [f"total on {device}", format_bytes(_total(rows, device)), *[""] * len(columns)]
+        )
+    shares = [(row.resident_bytes or 0) / total if total else 0.0 for row in rows]
+    bars = [Bar(share) for share in shares] + [None] * (len(cells) - len(shares))
+    spare = ("pages", *(name for name in ("most", "active") if name in columns))
+    yield from table_lines(surface, ("memory", *columns, "pages"), cells, bars=bars, spare=spare)
+
+
+def _total(rows: Iterable[Row], device: str | None) -> int:
+    return sum(row.nbytes for row in rows if row.device == device)
+
+
+def _pages(granted: Placement | None) -> str:
+    if granted is None:
+        return "-"
+    # What is of several mappings has the pages of that with the smallest.
+    if granted.pages == "4k" and granted.huge_bytes:
+        return f"{granted.huge_bytes / granted.resident_bytes:.0%} huge"
+    return granted.pages
+
+
+def _mapping_lines(surface: Surface, mappings: Sequence[MappedRange]) -> Iterator[str]:
+    """Write a line for each mapping, what is in RAM first."""
+    if not mappings:
+        return
+    rows = [
+        (
+            f"{each.address:x}",
+            format_bytes(each.nbytes),
+            format_bytes(each.granted.pss_bytes),
+            each.granted.pages,
+            _kind(each),
+            shorten_path(surface, each.path) if each.path else each.name,
+        )
+        for each in sorted(mappings, key=lambda each: (-each.granted.pss_bytes, -each.nbytes))
+    ]
+    head = ("address", "size", "in RAM", "pages", "memory", "name")
+    spare = ("address", "pages", "memory")
+    yield from table_lines(surface, head, rows, align=">>>><<", spare=spare)
+
+
+def _kind(mapping: MappedRange) -> str:
+    """Name the category that most of a mapping is, and how many others there are."""
+    parts = sorted(mapping.parts, key=lambda category: -mapping.parts[category])
+    first, *others = parts or [mapping.category]
+    return f"{first} +{len(others)}" if others else first

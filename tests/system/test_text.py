@@ -1,0 +1,95 @@
+"""How sizes, names and lines are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from unimem.system import kernel_files
+from unimem.system.text import (
+    Surface,
+    escape,
+    fact_lines,
+    format_change,
+    format_count,
+    format_ranges,
+    item_lines,
+    shorten,
+    table_lines,
+    text_width,
+    wrap,
+)
+
+
+def test_names_cannot_fake_lines() -> None:
+    assert escape("a\nb\tc\x1b") == r"a\nb\tc\x1b"
+    assert escape("a\nb\tc\x1b", keeps_lines=True) == "a\nb\tc\\x1b"
+    for turn in ("\u202a", "\u202e", "\u2066", "\u2069", "\u2028", "\u2029"):
+        assert escape(turn, keeps_lines=True) == escape(turn) == f"\\u{ord(turn):04x}"
+    # Arabic, and emoji that are joined of several, are shown as they are.
+    for text in ("\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f680"):
+        assert escape(text) == text
+    assert escape("not UTF-8: \udcff").encode() == b"not UTF-8: ?"
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 2, 3, 4, 9), "0,2-4,9")]
+)
+def test_ranges_read_what_they_write(ids: tuple[int, ...], text: str) -> None:
+    assert format_ranges(ids) == text
+    assert kernel_files.parse_list(text) == ids
+
+
+def test_figures() -> None:
+    assert [format_change(n) for n in (-1, 0, 1 << 20)] == ["-1 B", "0 B", "+1.0 MiB"]
+    assert [format_count(n, "token") for n in (0, 1, 1000)] == [
+        "0 tokens",
+        "1 token",
+        "1,000 tokens",
+    ]
+
+
+def test_width_is_that_of_a_terminal() -> None:
+    assert text_width("漢字") == 4
+    assert text_width("e\u0301") == 1
+    assert shorten("漢字漢字漢字", 8) == "漢...字"
+    assert shorten("漢字", 3) == "漢"
+    assert shorten("漢字", 0) == ""
+
+
+def test_a_word_that_no_line_has_room_for_is_cut_or_stays_whole() -> None:
+    assert wrap("see /a/very/long/path now", 9) == ["see", "/a/...ath", "now"]
+    assert wrap("see /a/very/long/path now", 9, cuts=False) == ["see", "/a/very/long/path", "now"]
+    assert wrap("", 9) == [""]
+
+
+def test_colours_are_for_surfaces_that_show_them() -> None:
+    plain, colored = Surface(20), Surface(20, is_colored=True)
+    for style, code in (("heading", 1), ("dim", 2), ("good", 32), ("bad", 33), ("tint", 36)):
+        assert getattr(plain, style)("x") == "x"
+        assert getattr(colored, style)("x") == f"\x1b[{code}mx\x1b[0m"
+    facts = [("name", "one two three"), ("", "four")]
+    assert list(fact_lines(plain, facts)) == [
+        "name      one two",
+        "          three",
+        "          four",
+    ]
+    assert next(fact_lines(colored, facts)) == "\x1b[2mname      \x1b[0mone two"
+    assert list(item_lines(plain, "1.", "words that need a line more")) == [
+        "1. words that need a",
+        "   line more",
+    ]
+
+
+def test_names_of_facts_have_room() -> None:
+    assert list(fact_lines(Surface(), [("cpu_features", "avx2"), ("threads", "2")])) == [
+        "cpu_features  avx2",
+        "threads       2",
+    ]
+
+
+def test_a_table_that_must_not_be_cut_is_not() -> None:
+    name = "a/name/" * 20
+    assert list(table_lines(Surface(40), ("name", "n"), [(name, "1")], cuts=False)) == [
+        f"name{' ' * (len(name) - 4)}  n",
+        f"{name}  1",
+    ]
