@@ -17,11 +17,14 @@ _VARIABLES = (
     *("CLICOLOR", "CLICOLOR_FORCE", "COLORTERM", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"),
     *("LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "LC_NUMERIC", "LC_TIME"),
     *("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "PYTHONIOENCODING", "PYTHONOPTIMIZE"),
-    *("PYTHONUNBUFFERED", "PYTHONWARNINGS", "TMUX", "TYPER_USE_RICH", "TZ"),
+    *("PYTHONWARNINGS", "TMUX", "TYPER_USE_RICH", "TZ"),
 )
 # Variables of unimem's own that tests are meant to see: where they run.
 _KEPT = {"UNIMEM_NUMA_VM"}
-_DEFAULT = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "xterm", "TZ": "UTC"}
+_DEFAULT = {
+    **{"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "xterm", "TZ": "UTC"},
+    "PYTHONUNBUFFERED": "1",  # whoever waits for a line of a script gets it when it is written
+}
 # A worker of pytest-xdist begins from what its parent has made.
 _BEGUN = "PYTEST_XDIST_WORKER"
 
