@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-import unimem
 from unimem._core.gguf import GGUFHeader
 from unimem.cli import terminal
+from unimem.cli.documents import document_head
 from unimem.cli.options import AsJson
 from unimem.system.text import (
     Bar,
@@ -344,9 +344,7 @@ def _document(
 ) -> dict[str, Any]:
     facts = _Facts.of(weights)
     values = weights.metadata if keys is None else _chosen(weights, keys)
-    return {
-        "schema": SCHEMA,
-        "unimem": unimem.__version__,
+    return document_head(SCHEMA) | {
         "files": [{"path": part.file.path, "nbytes": part.file.nbytes} for part in weights._parts],
         "format": facts.format.lower(),
         "name": facts.name,

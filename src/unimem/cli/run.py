@@ -14,11 +14,11 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-import unimem
 from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines
 from unimem.cli import terminal
+from unimem.cli.documents import document_head
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -487,9 +487,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
     text = "".join(stream.push(token) for token in talk.tokens if token not in ends)
     costs = talk.costs
     ggml = {key: report.facts.get(key) for key in ("ggml", "cpu_features", "tinyblas", "advice")}
-    return {
-        "schema": SCHEMA,
-        "unimem": unimem.__version__,
+    return document_head(SCHEMA) | {
         "model": {
             "files": list(weights.files),
             "embedded": options.embedded,

@@ -13,9 +13,9 @@ from queue import Empty, SimpleQueue
 
 from rich.console import Console, Group, RenderableType
 
-import unimem
 from unimem.accounting.samples import Sample, Sampler
 from unimem.cli import terminal
+from unimem.cli.documents import document_head
 from unimem.cli.screen import Screen
 from unimem.cli.watch_state import State
 from unimem.cli.watch_view import LEAST_WIDTH, frame, whole
@@ -100,7 +100,7 @@ def _read(sampler: Sampler, events: _Events) -> None:
 
 def _print_json(state: State, event: _Event | None) -> None:
     if isinstance(event, Sample):
-        document = {"schema": SCHEMA, "unimem": unimem.__version__} | state.document()
+        document = document_head(SCHEMA) | state.document()
         terminal.show(json.dumps(document, allow_nan=False) + "\n")
 
 
