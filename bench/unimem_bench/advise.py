@@ -36,7 +36,7 @@ from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "Advice",
+    "Advised",
     "Effort",
     "Factor",
     "Variant",
@@ -144,7 +144,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advised:
     """What `advise` has found.
 
     Attributes
@@ -250,7 +250,7 @@ def advise(
     ctx: int | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
-) -> Advice:
+) -> Advised:
     """Measure a model with each value of the options that place its memory.
 
     Parameters
@@ -266,7 +266,7 @@ def advise(
 
     Returns
     -------
-    Advice
+    Advised
 
     Raises
     ------
@@ -308,7 +308,7 @@ def advise(
         by = _better(together, is_loading=all(factor.by != "decode" for factor in factors))
     if together is None or by is None:
         together, by, winners = None, None, {}
-    return Advice(
+    return Advised(
         model=str(model),
         quick=quick,
         threads=made.threads,

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from unimem.system import limits
 
 __all__ = [
-    "Measured",
+    "Rounds",
     "Side",
     "alternate",
     "by_preference",
@@ -48,7 +48,7 @@ MOST_TRIES = 2  # as many rounds as were asked for, so many times
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Generic[Key]):
+class Rounds(Generic[Key]):
     """What `alternate` gives.
 
     Attributes
@@ -73,7 +73,7 @@ def alternate(
     warmup: int,
     cpus: Sequence[int],
     pids: Sequence[int] = (),
-) -> Measured[Key]:
+) -> Rounds[Key]:
     """Measure sides in rounds, in each of which every side runs once.
 
     Parameters
@@ -104,7 +104,7 @@ def alternate(
             break
     n_run = len(kept)
     kept = sorted(sorted(kept)[:rounds], key=lambda each: each[1])
-    return Measured(
+    return Rounds(
         {name: [figures[name] for _, _, figures in kept] for name in sides},
         n_dropped=n_run - len(kept),
         n_disturbed=sum(taken > 0 for taken, _, _ in kept),

@@ -39,8 +39,8 @@ from unimem_bench.texts import (
 
 __all__ = [
     "CaseTable",
-    "Row",
     "Table",
+    "TableRow",
     "Targets",
     "Tone",
     "case_table",
@@ -56,7 +56,7 @@ Tone = Literal["plain", "subject", "bad", "missing"]
 _NOT_THERE = "-"
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table: its cells, and how it looks."""
 
     cells: tuple[str, ...]
@@ -71,14 +71,14 @@ class Table:
     ----------
     head : tuple of str
         Names of the columns.
-    rows : tuple of Row
+    rows : tuple of TableRow
         With as many cells.
     align : str
         ``<`` for a column to the left and ``>`` for one to the right.
     """
 
     head: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     align: str
 
 
@@ -164,7 +164,7 @@ def _sides(case: CaseRecord) -> Table:
         is_beaten = ratio is not None and ratio.is_difference and ratio.value < 1
         tone: Tone = "bad" if is_beaten and side.role == "peer" else "plain"
         rows.append(
-            Row(
+            TableRow(
                 (
                     side.name,
                     "" if side.role == "unimem" else side.role,
@@ -181,7 +181,7 @@ def _sides(case: CaseRecord) -> Table:
 def _scaling(case: CaseRecord) -> Table:
     names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
     unit = case.unit if has_scale(case.unit) else ""
-    rows = [Row((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
+    rows = [TableRow((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
     head = (case.x or "", *(name if unit else f"{name}, {case.unit}" for name in names))
     return Table(head, tuple(rows), ">" + "<" * len(names))
 
@@ -273,7 +273,7 @@ def targets(record: Record) -> Targets:
             measured(each) or _NOT_THERE,
             outcome(each),
         )
-        rows.append(Row(cells, tone))
+        rows.append(TableRow(cells, tone))
     head = ("issue", "case", "claim", "measured", "verdict")
     n_met = sum(each.met is True for each in found)
     n_missed = sum(each.met is False for each in found)

@@ -21,7 +21,7 @@ from unimem.planning.plan import plan
 from unimem.system.limits import Node
 from unimem_bench import advise as module
 from unimem_bench import rounds, states
-from unimem_bench.advise import Advice, Effort, Speeds, advise, candidates, effort
+from unimem_bench.advise import Advised, Effort, Speeds, advise, candidates, effort
 from unimem_bench.cli.advise import page
 from unimem_bench.decoders import SideError
 from unimem_bench.stats import Ratio
@@ -134,7 +134,7 @@ def _node(number: int, total_bytes: int = 1 << 30) -> Node:
     return Node(number, total_bytes, total_bytes, total_bytes, (number,), (10, 20), True)
 
 
-def make(effects: Effects, **options: Any) -> Advice:
+def make(effects: Effects, **options: Any) -> Advised:
     FakeDecoder.effects = effects
     advice = advise(embedded_model(), quick=True, **options)
     assert FakeDecoder.started
@@ -346,7 +346,7 @@ def test_a_page_ends_with_the_line_to_copy() -> None:
 
 
 def test_a_path_with_spaces_can_be_copied() -> None:
-    advice = Advice(
+    advice = Advised(
         model="/models/my model.gguf",
         quick=True,
         threads=2,

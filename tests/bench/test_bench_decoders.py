@@ -20,7 +20,7 @@ from bench_cases import cases_of, check_case, run_case
 from unimem.system import limits
 from unimem_bench import decoding, huge_pages, models, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
-from unimem_bench.models import Shape, write_model
+from unimem_bench.models import ModelShape, write_model
 from unimem_bench.suite import Case, NotMeasured
 
 PROMPT = [1, *range(20, 50)]
@@ -69,7 +69,7 @@ def test_the_mixture_is_the_one_of_llama_cpp(
     n_layers: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
-    shape = Shape(
+    shape = ModelShape(
         256, layers=n_layers, heads=4, kv_heads=4, inner=256, vocab=300, ctx=64, tied=tied
     )
     monkeypatch.setitem(models.SHAPES, "any", shape)

@@ -11,7 +11,7 @@ from bench_records import MACHINE, costs, faster, grows, record, sample_record, 
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
-    Row,
+    TableRow,
     case_table,
     machine_facts,
     suite_title,
@@ -56,11 +56,11 @@ def test_a_row_a_side() -> None:
     assert made.table.head == ("", "", "median (5 to 95 %)", "unimem against it")
     assert made.table.align == "<<><"
     assert made.table.rows == (
-        Row(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
-        Row(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
-        Row(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
-        Row(("C memcpy", "limit", "40 ns (32 to 48)", "1.25x slower")),
-        Row(("equal", "peer", "50 ns (40 to 60)", "no difference")),
+        TableRow(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
+        TableRow(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
+        TableRow(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
+        TableRow(("C memcpy", "limit", "40 ns (32 to 48)", "1.25x slower")),
+        TableRow(("equal", "peer", "50 ns (40 to 60)", "no difference")),
     )
     assert made.notes == (
         "torch is left out: torch is not installed",

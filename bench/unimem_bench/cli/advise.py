@@ -11,7 +11,7 @@ from unimem.cli import terminal
 from unimem.cli.tables import fact_lines, room, table_lines, wrap
 from unimem.system.text import format_bytes
 from unimem_bench import texts
-from unimem_bench.advise import Advice, Factor, Variant, advise, count, flag
+from unimem_bench.advise import Advised, Factor, Variant, advise, count, flag
 from unimem_bench.stats import Ratio
 
 __all__ = ["show_advice"]
@@ -38,7 +38,7 @@ def _say(line: str) -> None:
     print(terminal.one_line(line), file=sys.stderr, flush=True)
 
 
-def page(advice: Advice) -> Iterator[str]:
+def page(advice: Advised) -> Iterator[str]:
     """Write what was found, and last the line to copy."""
     yield from fact_lines(_facts(advice).items())
     yield ""
@@ -59,7 +59,7 @@ def page(advice: Advice) -> Iterator[str]:
     yield from _verdict(advice)
 
 
-def _facts(advice: Advice) -> dict[str, str]:
+def _facts(advice: Advised) -> dict[str, str]:
     effort = advice.effort
     return {
         "model": advice.model,
@@ -101,7 +101,7 @@ def _interval(ratio: Ratio) -> str:
     return f" ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _verdict(advice: Advice) -> Iterator[str]:
+def _verdict(advice: Advised) -> Iterator[str]:
     """Say what to do, in a last line to copy."""
     if advice.margin is None:
         yield terminal.good(
