@@ -116,6 +116,15 @@ def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
         decoder.require_idle()
 
 
+def test_a_decoder_does_not_import_from_the_current_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with DecoderProcess(model, threads=1, ctx=64) as decoder:
+        assert decoder.facts["granted"]
+
+
 def test_a_full_context_starts_anew(model: Path) -> None:
     with DecoderProcess(model, threads=1, ctx=64) as decoder:
         _, tokens = decoder.greedy(PROMPT, 64 - len(PROMPT))

@@ -24,7 +24,7 @@ from screens import CONTROL, Screen, show
 from unimem_bench import markdown
 from unimem_bench.compare import compare, summary
 from unimem_bench.record import CaseRecord, Record
-from unimem_bench.run import Interrupted
+from unimem_bench.run import Interrupted, run
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, targets
 
@@ -485,6 +485,17 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
     assert only.sides[0].role == "unimem"
     assert all(min(each) > 0 for side in only.sides for each in side.passes)
     assert made.stderr.startswith("calls, pass 1 of ")
+
+
+def test_a_run_does_not_import_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "json.py").write_text("raise SystemExit('nor this one')")
+    monkeypatch.chdir(tmp_path)
+    found = run(["calls"], quick=True, folder=tmp_path, case="take_address")
+    (only,) = found.cases()
+    assert only.failed is None
 
 
 def test_a_run_is_interrupted(tmp_path: Path) -> None:
