@@ -35,6 +35,7 @@ __all__ = [
     "comparisons",
     "figures",
     "growth",
+    "margin",
     "ratio",
     "sizes",
     "spread",
@@ -255,6 +256,17 @@ def _verdict(case: CaseRecord, target: Target) -> Verdict:
     worst = min(sign * low, sign * high) if met else max(sign * low, sign * high)
     certain = (worst - sign * target.limit >= 0) == met
     return Verdict(case, target, other, measured, met, certain)
+
+
+def margin(target: Target, value: float) -> float:
+    """Give how many times as good as its limit a figure is: a growth at ten times the size."""
+    if target.kind == "exponent":
+        return float(10 ** (target.limit - value))
+    if target.at_least:
+        return value / target.limit
+    if value > 0:
+        return target.limit / value
+    return math.inf if target.limit > 0 else 1.0  # nothing, where nothing is allowed
 
 
 def _kind(target: Target) -> Literal["speed", "cost"]:

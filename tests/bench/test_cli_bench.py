@@ -431,8 +431,12 @@ def test_plots_are_written(measured: Measured, small: Record, tmp_path: Path) ->
     assert names == {"overview.svg", "targets.svg", "calls.svg"}
 
 
-def test_a_page_is_the_same_of_the_same_record(small: Record, tmp_path: Path) -> None:
+def test_a_page_is_the_same_of_the_same_record(
+    small: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[bench]'")
+    pictured = {"calls": (small.suites[0].cases[0].name,), "gpu": ("take",)}
+    monkeypatch.setattr("unimem_bench.page.PICTURES", pictured)
     file = tmp_path / "record.json"
     file.write_text(small.to_json())
     pages = [tmp_path / name / "page.md" for name in "ab"]
@@ -446,11 +450,17 @@ def test_a_page_is_the_same_of_the_same_record(small: Record, tmp_path: Path) ->
     assert first == second
     text = pages[0].read_text()
     images = re.findall(r"^!\[.+\]\(<(.+)>\)$", text, re.M)
-    assert sorted(images) == sorted(str(name) for name in first if name.suffix == ".svg")
-    assert text.index("## All targets") < text.index(f"**{targets(small).summary}.**")
-    assert re.findall(r"^## (.*)$", text, re.M)[3:] == [each.name for each in small.suites]
+    assert images == ["page/calls.svg"]
+    assert images == [str(name) for name in first if name.suffix == ".svg"]
+    assert f"**{targets(small).summary}.**" in text
+    assert "\n".join(markdown.target_lines(small)) in text
+    heads = re.findall(r"^## (.*)$", text, re.M)
+    assert heads[3:] == [*(each.name for each in small.suites), "All targets"]
     for each in small.cases():
-        assert "\n".join(markdown.case_lines(each)) in text
+        problem = case_table(each).problem
+        begins = f"- not measured, {markdown.escape(problem)}: " if problem else "| "
+        rows = [line for line in text.splitlines() if line.startswith(begins)]
+        assert any(markdown.escape(each.name) in line for line in rows), each.name
 
 
 def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
@@ -462,8 +472,11 @@ def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
     assert show("bench", "--from", path, "--page", tmp_path / page.name).code == 0
     again = "unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md"
     assert (tmp_path / page.name).read_text() == page.read_text(), f"make it again: {again}"
-    plots = {each.name for each in (tmp_path / page.stem).iterdir()}
-    assert {each.name for each in (page.parent / page.stem).iterdir()} == plots
+    assert page.read_text().count("\n") < 400
+    pictures = list((page.parent / page.stem).iterdir())
+    assert {each.name for each in (tmp_path / page.stem).iterdir()} == {p.name for p in pictures}
+    assert len(pictures) <= 3
+    assert all(each.stat().st_size <= 60_000 for each in pictures)
 
 
 # ---- real runs ----------------------------------------------------------------------------------
