@@ -25,7 +25,7 @@ from bench_records import (
 )
 from conftest import Run
 from unimem_bench import stats
-from unimem_bench.record import CaseRecord, Record, Role, Target
+from unimem_bench.record import CaseRecord, Record, Role, SuiteRecord, Target
 
 NEEDS = "matplotlib (extra bench) draws the plots: pip install '.[bench]'"
 matplotlib = pytest.importorskip("matplotlib", reason=NEEDS)
@@ -45,6 +45,11 @@ def plain(name: str, unit: str = "ns", **levels: float) -> CaseRecord:
 
 def strange_record() -> Record:
     """All that is hard to draw."""
+    return record(strange_names(), strange_figures())
+
+
+def strange_names() -> SuiteRecord:
+    """Names, units and questions that are long, or look like formulas."""
     sides = {f"unimem, {LONG}": 5.0, LONG: 7e6, "x" * 70: 1.0}
     laws = {f"unimem, {LONG}": 0.5, LONG: 0.0, "x" * 70: 1.0}
     roles = ("unimem", "peer", "limit")
@@ -54,7 +59,7 @@ def strange_record() -> Record:
         for role, power in zip(roles, laws.values(), strict=True)
     ]
     bytes_of = f"bytes of {'a very ' * 9}long thing"
-    names = suite(
+    return suite(
         "names",
         SENTENCE,
         case(
@@ -75,7 +80,11 @@ def strange_record() -> Record:
         ),
         plain("names/$x$ and $y_1$", ours=5.0, peer=6.0),
     )
-    figures = suite(
+
+
+def strange_figures() -> SuiteRecord:
+    """Figures of six decades, of nothing, and of one size."""
+    return suite(
         "figures",
         "Which figures?",
         plain("figures/six decades", "us", ours=0.003, peer=3000, limit=0.001),
@@ -124,7 +133,6 @@ def strange_record() -> Record:
         ),
         failed_case("figures/failed", "None?", "us", "there is none", [faster("b", 2, 2)]),
     )
-    return record(names, figures)
 
 
 def forty_cases() -> Record:

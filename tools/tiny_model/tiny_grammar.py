@@ -133,6 +133,15 @@ def _character(
     return _Character(species, f"{_article(described)} {named} {name}", name, True, pronoun)
 
 
+def _family(species: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the relatives that a hero may have, and the homes."""
+    if species in ("prince", "princess"):
+        return words("mother father"), ROYAL_HOMES
+    if species in ANIMALS:
+        return words("mother father"), ANIMAL_HOMES
+    return words("mom dad grandma grandpa"), HUMAN_HOMES
+
+
 def _cast(rng: random.Random, plot: str) -> dict[str, str]:
     """Draw the facts of one story, by the names that the templates use."""
     # Hero and friend differ in pronoun, so that "he" and "she" always say who is meant.
@@ -143,12 +152,7 @@ def _cast(rng: random.Random, plot: str) -> dict[str, str]:
     friend = _character(rng, friends, other_pronoun, other=hero.species)
     while friend.short == hero.short:
         friend = _character(rng, friends, other_pronoun, other=hero.species)
-    if hero.species in ("prince", "princess"):
-        family, homes = words("mother father"), ROYAL_HOMES
-    elif hero.species in ANIMALS:
-        family, homes = words("mother father"), ANIMAL_HOMES
-    else:
-        family, homes = words("mom dad grandma grandpa"), HUMAN_HOMES
+    family, homes = _family(hero.species)
     fitting = _PLACES.get(plot)
     place = rng.choice([p for p in PLACES if fitting is None or p.name in fitting])
     spots = rng.sample(place.spots, 3)
