@@ -18,6 +18,7 @@ from screens import CONTROL, show
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError, GGUFError
 from unimem.planning.plan import plan
+from unimem.system import limits
 from unimem.system.limits import Node
 from unimem_bench import advise as module
 from unimem_bench import rounds, states
@@ -126,6 +127,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(module, "DecoderProcess", FakeDecoder)
     monkeypatch.setattr(module, "reserved", invented.reserved)
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
+    # Plans would take pages that this machine has reserved, and ask for none.
+    empty = {
+        name: replace(pool, total=0, free=0, reserved=0)
+        for name, pool in limits.huge_pools().items()
+    }
+    monkeypatch.setattr(limits, "huge_pools", lambda: empty)
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     return invented
 
