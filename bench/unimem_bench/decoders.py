@@ -214,7 +214,7 @@ class DecoderProcess:
         """
         return n / float(self._decode(n)["seconds"])
 
-    def around(self, n: int) -> float:
+    def python_share(self, n: int) -> float:
         """Make the next `n` tokens as `decode` does; unimem's only.
 
         Returns

@@ -39,7 +39,7 @@ Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
 
 # What may be taken from a round. The kernel counts the CPU time of others in ticks, of which one or
-# two are always somebody's.
+# two are always taken by other processes.
 LATE_SHARE = 0.02
 OTHERS_SHARE = 0.05
 OTHERS_TICKS = 3
@@ -119,7 +119,7 @@ class Uses(NamedTuple):
     wall : float
         Time.
     late : float
-        What this thread has waited for a CPU that somebody else had.
+        What this thread has waited for a CPU that another one had.
     busy : float
         CPU time of all processes on the CPUs that we use, with what a hypervisor took.
     ours : float

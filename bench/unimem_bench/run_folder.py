@@ -1,7 +1,7 @@
 """The folder of a run that was given none, which goes with the run.
 
 A run holds a lock on its folder. The kernel drops the lock with the process, also after SIGKILL, so
-a folder that nobody has locked is of a run that is gone, and the next run removes it.
+a folder without a lock belongs to a run that is gone, and the next run removes it.
 """
 
 from __future__ import annotations

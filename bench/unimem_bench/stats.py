@@ -2,7 +2,7 @@
 
 A ratio is taken inside each round, and its median over all rounds of all passes is reported. Its
 interval says where a second run of the same length would land, 95 times of 100: that is what
-somebody who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
+a reader who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
 passes are drawn with replacement, then rounds within each of them, since processes differ by more
 than their rounds do; and from the difference of two such draws, since a second run is as uncertain
 as the first. It is widened by what Student's t has for so few passes, or for the rounds of one.

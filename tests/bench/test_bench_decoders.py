@@ -112,7 +112,7 @@ def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
         assert facts["peak_rss_bytes"] > facts["anonymous_bytes"] > model.stat().st_size * 0.9
         assert facts["start_s"] > 0
         assert decoder.prefill(PROMPT) > 0
-        assert 0 < decoder.around(4) < 1
+        assert 0 < decoder.python_share(4) < 1
         decoder.require_idle()
 
 

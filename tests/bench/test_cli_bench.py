@@ -341,7 +341,7 @@ def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "there")
 
-    monkeypatch.setattr(command, "keep" if option == "--output" else "draw", fail)
+    monkeypatch.setattr(command, "write_record" if option == "--output" else "draw", fail)
     screen = show("bench", "calls", option, tmp_path / "x", "--json")
     assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
     assert json.loads(screen.out) == record().to_dict()

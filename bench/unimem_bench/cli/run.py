@@ -30,11 +30,11 @@ from unimem_bench.texts import duration
 __all__ = [
     "check_files",
     "draw",
-    "keep",
     "measure",
     "show",
     "show_cases",
     "show_differences",
+    "write_record",
 ]
 
 _INSTALL = "pip install 'unimem-llm[bench]'"
@@ -164,7 +164,7 @@ def _tell(text: str) -> None:
 # ---- what is written and shown ------------------------------------------------------------------
 
 
-def keep(record: Record, path: Path) -> None:
+def write_record(record: Record, path: Path) -> None:
     """Write a record."""
     write_text(path, record.to_json() + "\n")
 

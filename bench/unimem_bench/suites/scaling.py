@@ -69,7 +69,7 @@ def timed(
     return measured
 
 
-def second(side: Side) -> Side:
+def second_run(side: Side) -> Side:
     """Measure the second of two equal runs: the first brings code and data into the caches."""
 
     def again() -> float:
@@ -367,7 +367,10 @@ def fork(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
             each.close()
         return elapsed / n * 1e6
 
-    return {"unimem": second(forked), "NumPy, copying": second(timed(partial(_copied, rows), 1e-6))}
+    return {
+        "unimem": second_run(forked),
+        "NumPy, copying": second_run(timed(partial(_copied, rows), 1e-6)),
+    }
 
 
 def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -397,9 +400,9 @@ def gather(measure: Measure) -> None:
             sequence.append(0, k[:size], k[:size])
             of_size = out[:, : N_HEADS * size * HEAD_DIM].reshape(2, N_HEADS, size, HEAD_DIM)
             into = of_size[0], of_size[1]
-            ours[size] = second(timed(partial(sequence.gather, 0, into), 1e-6))
+            ours[size] = second_run(timed(partial(sequence.gather, 0, into), 1e-6))
             pairs = [(part, k[:size]) for part in into]
-            limits[size] = second(partial(_copy, _table(pairs)))
+            limits[size] = second_run(partial(_copy, _table(pairs)))
             for part in sequence.gather(0, into):
                 require_equal(part.swapaxes(0, 1), k[:size], "gather")
         measure.scale({"unimem": ours}, limits={"C memcpy": limits}, rounds=21)
@@ -420,7 +423,7 @@ def gather(measure: Measure) -> None:
 def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
     """Plan a GGUF file of so many tensors of 64 bytes."""
     path = model_file(measure, n_tensors=size)
-    return {"unimem": second(timed(partial(um.plan, path, load="map"), 1e-3))}
+    return {"unimem": second_run(timed(partial(um.plan, path, load="map"), 1e-3))}
 
 
 def open_file(
@@ -433,7 +436,7 @@ def open_file(
     """
     path = model_file(measure, **{of: size})
     opening = partial(um.open_weights, path, load="map")
-    sides = {"unimem": second(timed(opening, 1e-3, um.Weights.close))}
+    sides = {"unimem": second_run(timed(opening, 1e-3, um.Weights.close))}
     if measure.installed("ggml") and size <= most_of_ggml:
         import ggml
 
@@ -445,7 +448,7 @@ def open_file(
                 raise AssertionError(f"ggml does not open {path}")
             return context
 
-        sides["ggml"] = second(timed(open_with_ggml, 1e-3, ggml.gguf_free))
+        sides["ggml"] = second_run(timed(open_with_ggml, 1e-3, ggml.gguf_free))
     return sides
 
 
@@ -514,13 +517,13 @@ def verify(measure: Measure, *, pages: Pages, first: int, decades: int) -> None:
     wanted, room = 2 * found[-1], states.available_bytes()
     if wanted > room:
         raise NotMeasured(f"wants {format_bytes(wanted)} of memory, there are {format_bytes(room)}")
-    look: Sides = {size: partial(_look, size, pages) for size in found}
-    measure.scale({"unimem": look}, rounds=7, quick_rounds=2, warmup=0)
+    ours: Sides = {size: partial(_time_verify, size, pages) for size in found}
+    measure.scale({"unimem": ours}, rounds=7, quick_rounds=2, warmup=0)
 
 
-def _look(nbytes: int, pages: Pages) -> float:
+def _time_verify(nbytes: int, pages: Pages) -> float:
     with um.Block(nbytes, pages=pages, category="diagnostics", warm=True) as block:
-        figure = second(timed(block.verify, 1e-6))()
+        figure = second_run(timed(block.verify, 1e-6))()
         if block.verify().resident_bytes != block.nbytes:
             raise AssertionError(f"verify: a block of {nbytes} bytes is not all resident")
     return figure
