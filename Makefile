@@ -115,9 +115,10 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
-# A run in the repository, and the document that is made of it.
+# The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed
-	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md
+	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md \
+	    --plots $(BUILD)/bench-docs
 
 # llama.cpp for the suite `decode`, built for this machine: a wheel lacks instruction sets. See
 # bench/README.md.

@@ -118,7 +118,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    # A path is not broken: somebody may copy it.
+    # A path is not broken: a reader may copy it.
     for part in textwrap.wrap(line, _WIDTH, subsequent_indent="   ", break_long_words=False):
         print(part, flush=True)
 

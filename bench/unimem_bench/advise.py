@@ -37,7 +37,7 @@ from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "Advice",
+    "Advised",
     "Effort",
     "Factor",
     "Variant",
@@ -145,7 +145,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advised:
     """What `advise` has found.
 
     Attributes
@@ -251,7 +251,7 @@ def advise(
     ctx: int | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
-) -> Advice:
+) -> Advised:
     """Measure a model with each value of the options that place its memory.
 
     Parameters
@@ -267,7 +267,7 @@ def advise(
 
     Returns
     -------
-    Advice
+    Advised
 
     Raises
     ------
@@ -309,7 +309,7 @@ def advise(
         by = _better(together, is_loading=all(factor.by != "decode" for factor in factors))
     if together is None or by is None:
         together, by, winners = None, None, {}
-    return Advice(
+    return Advised(
         model=str(model),
         quick=quick,
         threads=made.threads,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unimem_bench.record import CaseRecord, Record
 from unimem_bench.stats import Ratio, Spread, comparisons, figures, sizes, spread, subject
 from unimem_bench.suite import OURS
-from unimem_bench.tables import Row, Table, size_text
+from unimem_bench.tables import Table, TableRow, size_text
 from unimem_bench.texts import amount, factor, times
 
 __all__ = [
@@ -198,7 +198,7 @@ def _at(document: Any, place: str) -> Any:
 def pair_table(differences: Differences) -> Table:
     """Make a table of how many times as fast unimem is, where that does not agree first."""
     rows = [
-        Row(
+        TableRow(
             (
                 pair.name,
                 f"{pair.side} / {pair.other}" if pair.side != OURS else pair.other,
@@ -216,7 +216,7 @@ def pair_table(differences: Differences) -> Table:
 def change_table(differences: Differences) -> Table:
     """Make a table of the medians of unimem's sides."""
     rows = [
-        Row(
+        TableRow(
             (
                 each.name,
                 each.side,
@@ -239,7 +239,7 @@ def suite_table(differences: Differences) -> Table:
             suite = each.name.partition("/")[0]
             found.setdefault(suite, ([], []))[i].append(each.agrees)
     rows = [
-        Row((suite, *(f"{sum(each)} of {len(each)}" if each else "" for each in agreeing)))
+        TableRow((suite, *(f"{sum(each)} of {len(each)}" if each else "" for each in agreeing)))
         for suite, agreeing in found.items()
     ]
     return Table(("suite", "ratios that agree", "medians that agree"), tuple(rows), "<>>")

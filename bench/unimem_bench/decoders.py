@@ -161,7 +161,8 @@ class DecoderProcess:
         if kind == "unimem":
             options |= {"pages": pages, "numa": numa, "load": load}
             options |= {"kv_dtype": kv_dtype, "window": window}
-            command = [python or sys.executable, "-m", "unimem_bench.unimem_side"]
+            # -P: what lies in the current folder is not imported.
+            command = [python or sys.executable, "-P", "-m", "unimem_bench.unimem_side"]
         else:
             options["repack"] = kind == "llama.cpp"
             script = Path(__file__).with_name("llama_cpp_side.py")
@@ -213,7 +214,7 @@ class DecoderProcess:
         """
         return n / float(self._decode(n)["seconds"])
 
-    def around(self, n: int) -> float:
+    def python_share(self, n: int) -> float:
         """Make the next `n` tokens as `decode` does; unimem's only.
 
         Returns

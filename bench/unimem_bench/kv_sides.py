@@ -43,7 +43,7 @@ CACHE_LINE = 64
 
 @lru_cache(maxsize=2)
 def tokens(n: int, dtype: str = "float16") -> tuple[Array, Array]:
-    """Make K and V of n tokens, all of which differ; nobody writes to them.
+    """Make K and V of n tokens, all of which differ; no side writes to them.
 
     Their values lie between 1 and 2, or -1 and -2, and have a float16 each, so that a cache of that
     type holds exactly them.

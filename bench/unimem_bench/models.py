@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unimem_bench.files import made_once
 from unimem_bench.suite import NotMeasured
 
-__all__ = ["KINDS", "SHAPES", "Kind", "Shape", "add_metadata", "add_tokenizer", "write_model"]
+__all__ = ["KINDS", "SHAPES", "Kind", "ModelShape", "add_metadata", "add_tokenizer", "write_model"]
 
 Kind = Literal["f16", "q8_0", "q4_k_m"]
 
@@ -30,7 +30,7 @@ KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_k_m": 15}
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The dimensions of a model.
 
     Attributes
@@ -62,15 +62,17 @@ class Shape:
 
 
 # Rows of all shapes are multiples of 256, which the types of `q4_k_m` want.
-SHAPES: dict[str, Shape] = {
-    "15m": Shape(256, layers=6, heads=4, kv_heads=4, inner=768, vocab=32000, ctx=1024, tied=True),
-    "110m": Shape(
+SHAPES: dict[str, ModelShape] = {
+    "15m": ModelShape(
+        256, layers=6, heads=4, kv_heads=4, inner=768, vocab=32000, ctx=1024, tied=True
+    ),
+    "110m": ModelShape(
         768, layers=12, heads=12, kv_heads=12, inner=2048, vocab=32000, ctx=1024, tied=True
     ),
     # TinyLlama.
-    "1.1b": Shape(2048, layers=22, heads=32, kv_heads=4, inner=5632, vocab=32000, ctx=2048),
+    "1.1b": ModelShape(2048, layers=22, heads=32, kv_heads=4, inner=5632, vocab=32000, ctx=2048),
     # A small model with the KV cache of Llama 2 7B: 512 KiB a token in f16.
-    "wide": Shape(
+    "wide": ModelShape(
         256, layers=32, heads=32, kv_heads=32, inner=256, vocab=1024, ctx=2056, head_dim=128
     ),
 }
@@ -131,7 +133,7 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
     return made_once(folder / f"random-{shape}-{kind}.gguf", write)
 
 
-def add_metadata(writer: Any, shape: Shape, other: Mapping[str, Any] | None = None) -> None:
+def add_metadata(writer: Any, shape: ModelShape, other: Mapping[str, Any] | None = None) -> None:
     """Add what a model of this shape says of itself to a ``GGUFWriter``.
 
     `other` has more keys, without the prefix of the architecture, or replaces some.
@@ -175,7 +177,7 @@ def add_tokenizer(writer: Any, vocab: int, eos: int = 2) -> None:
     writer.add_unk_token_id(0)
 
 
-class _Tensor(NamedTuple):
+class _TensorSpec(NamedTuple):
     """A tensor of the file: shape in NumPy's order, a number of GGML's types, its deviation."""
 
     name: str
@@ -202,21 +204,21 @@ def _require_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _tensors(gguf: ModuleType, shape: Shape, kind: Kind) -> Iterator[_Tensor]:
+def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_TensorSpec]:
     """Give the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
     plain = {"f16": types.F16, "q8_0": types.Q8_0, "q4_k_m": types.Q4_K}[kind]
 
-    def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _Tensor:
+    def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _TensorSpec:
         block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
         nbytes = int(np.prod(dims)) // block_values * block_bytes
-        return _Tensor(f"{name}.weight", dims, number, nbytes, std)
+        return _TensorSpec(f"{name}.weight", dims, number, nbytes, std)
 
-    def matrix(name: str, n_out: int, n_in: int, std: float, *, more: bool = False) -> _Tensor:
+    def matrix(name: str, n_out: int, n_in: int, std: float, *, more: bool = False) -> _TensorSpec:
         number = types.Q6_K if more and kind == "q4_k_m" else plain
         return tensor(name, (n_out, n_in), number, std)
 
-    def norm(name: str) -> _Tensor:
+    def norm(name: str) -> _TensorSpec:
         return tensor(name, (shape.hidden,), types.F32, 0.1)
 
     hidden, std = shape.hidden, shape.hidden**-0.5
@@ -264,7 +266,7 @@ _BLOCKS = {
 }
 
 
-def _content(bits: np.random.PCG64, tensor: _Tensor) -> NDArray[Any]:
+def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
     """Return what lies in the file for a tensor."""
     if tensor.type.name == "F32":
         generator = np.random.Generator(bits)

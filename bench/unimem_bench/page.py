@@ -1,19 +1,22 @@
-"""A record as a page of Markdown: the machine, the method, all targets, tables and plots."""
+"""A record as a page of Markdown for a reader in a hurry: targets, key ratios, few pictures."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unimem.system.atomic_file import write_text
-from unimem_bench.markdown import case_lines, escape, target_lines
-from unimem_bench.record import Record
-from unimem_bench.tables import machine_facts, suite_title
-
-if TYPE_CHECKING:
-    from unimem_bench.plots import Plot
+from unimem_bench.markdown import escape, table_lines, target_lines
+from unimem_bench.record import Record, SuiteRecord
+from unimem_bench.tables import (
+    case_table,
+    machine_facts,
+    suite_table,
+    suite_targets,
+    suite_title,
+    targets,
+)
 
 __all__ = ["render", "write"]
 
@@ -22,7 +25,9 @@ _HEAD = """\
 
 What unimem costs, beside what one would use instead and beside what the machine can do at best,
 measured in the same run. All of this page is generated from the record of one run; nothing in it is
-typed by hand."""
+typed by hand. Each suite has a row a case: the median of unimem (5th to 95th percentile), and the
+peer and the limit that unimem does worst beside. `unimem bench --from FILE --markdown` writes all
+sides and all sizes."""
 
 _AGAIN = """\
 To run it on another machine, and to make this page of that run:
@@ -30,8 +35,9 @@ To run it on another machine, and to make this page of that run:
 ```sh
 pip install 'unimem-llm[bench]'
 unimem bench --output mine.json                      # about 30 minutes; with --quick 2
-unimem bench --from mine.json --page benchmarks.md   # this page, with its plots beside it
-unimem bench --from mine.json                        # the same tables on a terminal
+unimem bench --from mine.json --page benchmarks.md   # this page, with its pictures
+unimem bench --from mine.json                        # all tables, on a terminal
+unimem bench --from mine.json --plots plots          # all plots: cases, sizes, targets
 unimem bench --compare a.json b.json                 # two runs beside each other
 ```"""
 
@@ -57,61 +63,78 @@ _METHOD = """\
 `bench/README.md` in the repository says more of this, and of each suite."""
 
 
-def render(record: Record, plots: Sequence[Plot], folder: Path) -> str:
+# The cases of which the page has pictures: of a suite a few, so that a picture stays small.
+PICTURES = {
+    "load": ("map-two-threads", "safetensors-two-threads", "cold", "staged"),
+    "decode": ("prefill-q8_0", "decode-q8_0", "prefill-q4_k_m", "decode-q4_k_m"),
+    "kv": ("append", "convert", "batch-large", "gather"),
+}
+
+
+def render(record: Record, pictures: Mapping[str, str], folder: str) -> str:
     """Write a record as a page.
 
     Parameters
     ----------
     record : Record
         What was measured.
-    plots : sequence of Plot
-        Of the same record.
-    folder : Path
-        Where the page will be: images are named from there.
+    pictures : mapping of str to str
+        Which suites have a picture, and what it shows in words.
+    folder : str
+        Where the pictures are, from the page.
 
     Returns
     -------
     str
         Markdown; the same for the same record.
     """
-    return "\n".join(_lines(record, plots, folder)) + "\n"
+    return "\n".join(_lines(record, pictures, folder)) + "\n"
 
 
-def _lines(record: Record, plots: Sequence[Plot], folder: Path) -> Iterator[str]:
-    yield from [_HEAD, "", "## The machine", "", "| | |", "|---|---|"]
+def _lines(record: Record, pictures: Mapping[str, str], folder: str) -> Iterator[str]:
+    yield from [_HEAD, "", "## Targets by suite", ""]
+    yield from [f"**{targets(record).summary}.**", "", *table_lines(suite_targets(record))]
+    yield from ["", "## The machine", "", "| | |", "|---|---|"]
     for name, text in machine_facts(record):
         yield f"| {name} | {escape(text)} |"
     findings = [each["what"] for each in record.machine.get("findings", ())]
     if findings:
         yield from ["", "What `unimem doctor` would change on it:", ""]
         yield from (f"- {escape(what)}" for what in findings)
-    yield from ["", _AGAIN, "", _METHOD, "", "## All targets", ""]
-    yield from _images(plots, None, folder)
-    yield from target_lines(record)
+    yield from ["", _AGAIN, "", _METHOD]
     for suite in record.suites:
         yield from ["", f"## {suite.name}", "", escape(suite_title(suite)), ""]
-        yield from _images(plots, suite.name, folder)
-        for i, case in enumerate(suite.cases):
-            yield from ([""] if i else [])
-            yield from case_lines(case)
+        if suite.name in pictures:
+            yield f"![{escape(pictures[suite.name])}](<{folder}/{suite.name}.svg>)"
+            yield ""
+        yield from _suite_lines(suite)
+    yield from ["", "## All targets", "", *target_lines(record)]
 
 
-def _images(plots: Sequence[Plot], suite: str | None, folder: Path) -> Iterator[str]:
-    for plot in plots:
-        if plot.suite == suite:
-            path = Path(os.path.relpath(plot.path, folder)).as_posix()
-            yield from [f"![{escape(plot.alt)}](<{path}>)", ""]
+def _suite_lines(suite: SuiteRecord) -> Iterator[str]:
+    made = suite_table(suite)
+    if made.rows:
+        yield from table_lines(made)
+    reasons: dict[str, list[str]] = {}
+    for case in suite.cases:
+        problem = case_table(case).problem
+        if problem is not None:
+            reasons.setdefault(problem, []).append(case.name)
+    if made.rows and reasons:
+        yield ""
+    for reason, names in reasons.items():
+        yield f"- not measured, {escape(reason)}: {escape('; '.join(names))}"
 
 
 def write(record: Record, path: Path) -> None:
-    """Write the page, and its plots into a folder beside it that is called as the page is.
+    """Write the page, and its pictures into a folder beside it that is called as the page is.
 
     Parameters
     ----------
     record : Record
         What was measured.
     path : Path
-        Of the page, as ``docs/benchmarks.md``; its plots are ``docs/benchmarks/*.svg`` then.
+        Of the page, as ``docs/benchmarks.md``; its pictures are ``docs/benchmarks/*.svg`` then.
 
     Raises
     ------
@@ -122,5 +145,11 @@ def write(record: Record, path: Path) -> None:
     """
     from unimem_bench import plots
 
-    made = plots.save(record, path.parent / path.stem)
-    write_text(path, render(record, made, path.parent))
+    chosen = [
+        replace(suite, cases=[each for each in suite.cases if each.name in PICTURES[suite.name]])
+        for suite in record.suites
+        if suite.name in PICTURES
+    ]
+    made = plots.save(replace(record, suites=chosen), path.parent / path.stem, PICTURES)
+    pictures = {each.name: each.alt for each in made}
+    write_text(path, render(record, pictures, path.stem))

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from unimem.system import limits
 
 __all__ = [
-    "Measured",
+    "Rounds",
     "Side",
     "alternate",
     "by_preference",
@@ -39,7 +39,7 @@ Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
 
 # What may be taken from a round. The kernel counts the CPU time of others in ticks, of which one or
-# two are always somebody's.
+# two are always taken by other processes.
 LATE_SHARE = 0.02
 OTHERS_SHARE = 0.05
 OTHERS_TICKS = 3
@@ -48,7 +48,7 @@ MOST_TRIES = 2  # as many rounds as were asked for, so many times
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Generic[Key]):
+class Rounds(Generic[Key]):
     """What `alternate` gives.
 
     Attributes
@@ -73,7 +73,7 @@ def alternate(
     warmup: int,
     cpus: Sequence[int],
     pids: Sequence[int] = (),
-) -> Measured[Key]:
+) -> Rounds[Key]:
     """Measure sides in rounds, in each of which every side runs once.
 
     Parameters
@@ -104,7 +104,7 @@ def alternate(
             break
     n_run = len(kept)
     kept = sorted(sorted(kept)[:rounds], key=lambda each: each[1])
-    return Measured(
+    return Rounds(
         {name: [figures[name] for _, _, figures in kept] for name in sides},
         n_dropped=n_run - len(kept),
         n_disturbed=sum(taken > 0 for taken, _, _ in kept),
@@ -119,7 +119,7 @@ class Uses(NamedTuple):
     wall : float
         Time.
     late : float
-        What this thread has waited for a CPU that somebody else had.
+        What this thread has waited for a CPU that another one had.
     busy : float
         CPU time of all processes on the CPUs that we use, with what a hypervisor took.
     ours : float

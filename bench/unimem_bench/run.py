@@ -161,7 +161,8 @@ class _Result:
 
     def add_pass(self, *, quick: bool, folder: Path, case: str) -> None:
         """Start a process and take what it prints."""
-        command = [sys.executable, "-m", "unimem_bench.worker", self._suite.name]
+        # -P: what lies in the current folder is not imported.
+        command = [sys.executable, "-P", "-m", "unimem_bench.worker", self._suite.name]
         command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
         start = time.monotonic()
         missing = set(self._cases)

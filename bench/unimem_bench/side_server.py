@@ -73,7 +73,7 @@ def serve(open_side: Callable[..., Side], package: str) -> None:
                 side = open_side(**request)
                 return side.facts() | ggml_facts(package) | memory_facts()
             return _ACTIONS[request.pop("do")](side, **request)
-        except Exception as error:  # any: it is the caller who is told
+        except Exception as error:  # any: the caller is told
             return {"error": f"{type(error).__name__}: {error}"}
 
     waits = {"wait_s": 0.0, "wait_cpu_s": 0.0}

@@ -70,7 +70,7 @@ def drop(path: Path) -> None:
     Raises
     ------
     NotMeasured
-        If some of it stays, as where somebody maps it, or where it lies in memory only. Only root
+        If some of it stays, as where a process maps it, or where it lies in memory only. Only root
         can drop what ``posix_fadvise`` leaves.
     OSError
         If it cannot be opened.

@@ -2,7 +2,7 @@
 
 A ratio is taken inside each round, and its median over all rounds of all passes is reported. Its
 interval says where a second run of the same length would land, 95 times of 100: that is what
-somebody who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
+a reader who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
 passes are drawn with replacement, then rounds within each of them, since processes differ by more
 than their rounds do; and from the difference of two such draws, since a second run is as uncertain
 as the first. It is widened by what Student's t has for so few passes, or for the rounds of one.
@@ -35,6 +35,7 @@ __all__ = [
     "comparisons",
     "figures",
     "growth",
+    "margin",
     "ratio",
     "sizes",
     "spread",
@@ -255,6 +256,17 @@ def _verdict(case: CaseRecord, target: Target) -> Verdict:
     worst = min(sign * low, sign * high) if met else max(sign * low, sign * high)
     certain = (worst - sign * target.limit >= 0) == met
     return Verdict(case, target, other, measured, met, certain)
+
+
+def margin(target: Target, value: float) -> float:
+    """Give how many times as good as its limit a figure is: a growth at ten times the size."""
+    if target.kind == "exponent":
+        return float(10 ** (target.limit - value))
+    if target.at_least:
+        return value / target.limit
+    if value > 0:
+        return target.limit / value
+    return math.inf if target.limit > 0 else 1.0  # nothing, where nothing is allowed
 
 
 def _kind(target: Target) -> Literal["speed", "cost"]:

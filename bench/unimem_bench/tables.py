@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from unimem.system.text import format_bytes
-from unimem_bench.record import BEST, CaseRecord, Record, SuiteRecord
+from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.stats import (
     Growth,
     Verdict,
@@ -39,13 +40,15 @@ from unimem_bench.texts import (
 
 __all__ = [
     "CaseTable",
-    "Row",
     "Table",
+    "TableRow",
     "Targets",
     "Tone",
     "case_table",
     "machine_facts",
     "size_text",
+    "suite_table",
+    "suite_targets",
     "suite_title",
     "targets",
 ]
@@ -56,7 +59,7 @@ Tone = Literal["plain", "subject", "bad", "missing"]
 _NOT_THERE = "-"
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table: its cells, and how it looks."""
 
     cells: tuple[str, ...]
@@ -71,14 +74,14 @@ class Table:
     ----------
     head : tuple of str
         Names of the columns.
-    rows : tuple of Row
+    rows : tuple of TableRow
         With as many cells.
     align : str
         ``<`` for a column to the left and ``>`` for one to the right.
     """
 
     head: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     align: str
 
 
@@ -164,7 +167,7 @@ def _sides(case: CaseRecord) -> Table:
         is_beaten = ratio is not None and ratio.is_difference and ratio.value < 1
         tone: Tone = "bad" if is_beaten and side.role == "peer" else "plain"
         rows.append(
-            Row(
+            TableRow(
                 (
                     side.name,
                     "" if side.role == "unimem" else side.role,
@@ -181,7 +184,7 @@ def _sides(case: CaseRecord) -> Table:
 def _scaling(case: CaseRecord) -> Table:
     names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
     unit = case.unit if has_scale(case.unit) else ""
-    rows = [Row((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
+    rows = [TableRow((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
     head = (case.x or "", *(name if unit else f"{name}, {case.unit}" for name in names))
     return Table(head, tuple(rows), ">" + "<" * len(names))
 
@@ -228,11 +231,16 @@ def _growths(case: CaseRecord) -> Iterator[str]:
     for name in names:
         if sum(side.name == name and any(figures(side)) for side in case.sides) < 2:
             continue
-        exponent, low, high = growth(case, name)
-        if case.higher_is_better:  # what grows is the figure, and not what it costs
-            exponent, low, high = -exponent, -high, -low
-        found = Growth(exponent, low, high)
+        found = _shown_growth(case, name)
         yield f"{name} grows as {grown(found)}: {law(found)}"
+
+
+def _shown_growth(case: CaseRecord, name: str) -> Growth:
+    """Give the growth of a side's figure, which of a speed is not that of its cost."""
+    found = growth(case, name)
+    if case.higher_is_better:
+        return Growth(-found.exponent, -found.high, -found.low)
+    return found
 
 
 def _rounds(case: CaseRecord) -> str:
@@ -257,6 +265,43 @@ def suite_title(suite: SuiteRecord) -> str:
     return f"{suite.question} ({passes}, {duration(suite.seconds)})"
 
 
+def suite_table(suite: SuiteRecord) -> Table:
+    """Make a table of a suite, a row a case: our figure, and the peer and limit nearest to it.
+
+    Of a case of scaling they are those of the largest size.
+    """
+    rows = []
+    for case in suite.cases:
+        at = max(sizes(case), default=None)
+        ours = subject(case, at)
+        if ours is not None:
+            rows.append(
+                TableRow((case.name, case.question, _figure(case, ours), *_nearest(case, at)))
+            )
+    return Table(("case", "question", "unimem", "peer", "limit"), tuple(rows), "<<<<<")
+
+
+def _figure(case: CaseRecord, side: SideRecord) -> str:
+    text = middle(spread(side), case.unit)
+    if side.at is None:
+        return text
+    name = "" if (case.x or "").startswith("bytes") else f" {case.x}"
+    text = f"{text} at {size_text(case, side.at)}{name}"
+    if any(each.kind == "exponent" for each in case.targets):
+        with suppress(ValueError):  # an interrupted run may lack sizes
+            text += f", {grown(_shown_growth(case, side.name))}"
+    return text
+
+
+def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
+    """Compare our figure with the peer and the limit that it does worst beside."""
+    for role in ("peer", "limit"):
+        found = [each for each in comparisons(case, at) if each.other.role == role]
+        worst = min(found, key=lambda each: each.ratio.value, default=None)
+        text = f"{worst.other.name}: {comparison(worst.ratio, case.unit)}" if worst else ""
+        yield text
+
+
 # ---- targets ------------------------------------------------------------------------------------
 
 
@@ -273,7 +318,7 @@ def targets(record: Record) -> Targets:
             measured(each) or _NOT_THERE,
             outcome(each),
         )
-        rows.append(Row(cells, tone))
+        rows.append(TableRow(cells, tone))
     head = ("issue", "case", "claim", "measured", "verdict")
     n_met = sum(each.met is True for each in found)
     n_missed = sum(each.met is False for each in found)
@@ -282,6 +327,19 @@ def targets(record: Record) -> Targets:
     if n_met + n_missed < len(found):
         summary += f", {len(found) - n_met - n_missed} not measured"
     return Targets(Table(head, tuple(rows), "><<<<"), tuple(_why(found)), summary, not n_missed)
+
+
+def suite_targets(record: Record) -> Table:
+    """Make a table of what became of the targets, a row a suite."""
+    rows = []
+    for suite in record.suites:
+        found = [each.met for each in verdicts(record) if each.case.suite == suite.name]
+        if found:
+            counts = [str(found.count(met) or "") for met in (True, None, False)]
+            tone: Tone = "bad" if False in found else "plain"
+            rows.append(TableRow((suite.name, suite.question, *counts), tone))
+    head = ("suite", "question", "met", "not measured", "missed")
+    return Table(head, tuple(rows), "<<>>>")
 
 
 def _why(found: Iterable[Verdict]) -> Iterator[str]:

@@ -121,10 +121,10 @@ def middle(spread: Spread | Ratio, unit: str = "") -> str:
     """
     median, low, high = spread
     factor, name = scaled(median, unit)
-    return _around(median * factor, low * factor, high * factor, f" {name}" if name else "")
+    return _with_interval(median * factor, low * factor, high * factor, f" {name}" if name else "")
 
 
-def _around(value: float, low: float, high: float, unit: str) -> str:
+def _with_interval(value: float, low: float, high: float, unit: str) -> str:
     """Write an interval behind its value, unless it has no width."""
     if low == value == high:
         return f"{number(value)}{unit}"
@@ -151,7 +151,7 @@ def times(ratio: Ratio) -> str:
     >>> times(Ratio(2.41, 2.2, 2.66))
     '2.41x (2.20 to 2.66)'
     """
-    return _around(*ratio, "x")
+    return _with_interval(*ratio, "x")
 
 
 def comparison(ratio: Ratio, unit: str) -> str:
@@ -178,8 +178,8 @@ def comparison(ratio: Ratio, unit: str) -> str:
         return "no difference" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
     better, worse = _words(unit)
     if value > 1:
-        return _around(value, low, high, f"x {better}")
-    return _around(1 / value, 1 / high, 1 / low, f"x {worse}")
+        return _with_interval(value, low, high, f"x {better}")
+    return _with_interval(1 / value, 1 / high, 1 / low, f"x {worse}")
 
 
 def _words(unit: str) -> tuple[str, str]:

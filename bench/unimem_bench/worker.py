@@ -81,13 +81,13 @@ def conditions() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Whoever ends a run ends it in order: processes end, huge pages go back, files are deleted.
+    # SIGTERM ends a run in order: processes end, huge pages go back, files are deleted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # So it does where the run itself was killed and can tell nobody.
+    # The kernel sends it where the run itself was killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         raise SystemExit(main())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # whoever wanted the records is gone
+    except BrokenPipeError:  # the reader of the records is gone
         raise SystemExit(1) from None

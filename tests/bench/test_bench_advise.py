@@ -18,10 +18,11 @@ from screens import CONTROL, show
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError, GGUFError
 from unimem.planning.plan import plan
+from unimem.system import limits
 from unimem.system.limits import Node
 from unimem_bench import advise as module
 from unimem_bench import rounds, states
-from unimem_bench.advise import Advice, Effort, Speeds, advise, candidates, effort
+from unimem_bench.advise import Advised, Effort, Speeds, advise, candidates, effort
 from unimem_bench.cli.advise import page
 from unimem_bench.decoders import SideError
 from unimem_bench.stats import Ratio
@@ -126,6 +127,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(module, "DecoderProcess", FakeDecoder)
     monkeypatch.setattr(module, "reserved", invented.reserved)
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
+    # Plans would take pages that this machine has reserved, and ask for none.
+    empty = {
+        name: replace(pool, total=0, free=0, reserved=0)
+        for name, pool in limits.huge_pools().items()
+    }
+    monkeypatch.setattr(limits, "huge_pools", lambda: empty)
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     return invented
 
@@ -134,7 +141,7 @@ def _node(number: int, total_bytes: int = 1 << 30) -> Node:
     return Node(number, total_bytes, total_bytes, total_bytes, (number,), (10, 20), True)
 
 
-def make(effects: Effects, **options: Any) -> Advice:
+def make(effects: Effects, **options: Any) -> Advised:
     FakeDecoder.effects = effects
     advice = advise(embedded_model(), quick=True, **options)
     assert FakeDecoder.started
@@ -346,7 +353,7 @@ def test_a_page_ends_with_the_line_to_copy() -> None:
 
 
 def test_a_path_with_spaces_can_be_copied() -> None:
-    advice = Advice(
+    advice = Advised(
         model="/models/my model.gguf",
         quick=True,
         threads=2,

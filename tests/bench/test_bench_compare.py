@@ -23,7 +23,7 @@ from unimem_bench.compare import (
 )
 from unimem_bench.record import CaseRecord, Record, SideRecord
 from unimem_bench.stats import Ratio, Spread
-from unimem_bench.tables import Row
+from unimem_bench.tables import TableRow
 
 
 def run(*cases: CaseRecord, **rest: Any) -> Record:
@@ -144,14 +144,14 @@ DIFFERENCES = Differences(
 
 def test_tables() -> None:
     assert pair_table(DIFFERENCES).rows == (
-        Row(("a/b", "C", "2.00x (1.50 to 2.50)", "3.10x (3.00 to 3.20)", "differ"), "bad"),
-        Row(("a/c", "unimem, mapped / C", "0.500x", "0.500x", "agree")),
+        TableRow(("a/b", "C", "2.00x (1.50 to 2.50)", "3.10x (3.00 to 3.20)", "differ"), "bad"),
+        TableRow(("a/c", "unimem, mapped / C", "0.500x", "0.500x", "agree")),
     )
     assert change_table(DIFFERENCES).rows == (
-        Row(("a/b", "unimem", "2 us", "1 us", "0.500x")),
-        Row(("a/c", "unimem", "0 faults", "1 faults", "")),
+        TableRow(("a/b", "unimem", "2 us", "1 us", "0.500x")),
+        TableRow(("a/c", "unimem", "0 faults", "1 faults", "")),
     )
-    assert suite_table(DIFFERENCES).rows == (Row(("a", "1 of 2", "0 of 2")),)
+    assert suite_table(DIFFERENCES).rows == (TableRow(("a", "1 of 2", "0 of 2")),)
     assert summary(DIFFERENCES) == "1 of 2 ratios (50%) are within each other's intervals"
 
 
@@ -187,9 +187,9 @@ def test_suites_keep_the_order_of_the_record() -> None:
         ],
     )
     assert suite_table(found).rows == (
-        Row(("y", "", "1 of 1")),
-        Row(("a", "1 of 1", "1 of 1")),
-        Row(("z", "0 of 1", "1 of 1")),
+        TableRow(("y", "", "1 of 1")),
+        TableRow(("a", "1 of 1", "1 of 1")),
+        TableRow(("z", "0 of 1", "1 of 1")),
     )
 
 

@@ -20,7 +20,7 @@ from bench_cases import cases_of, check_case, run_case
 from unimem.system import limits
 from unimem_bench import decoding, huge_pages, models, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
-from unimem_bench.models import Shape, write_model
+from unimem_bench.models import ModelShape, write_model
 from unimem_bench.suite import Case, NotMeasured
 
 PROMPT = [1, *range(20, 50)]
@@ -69,7 +69,7 @@ def test_the_mixture_is_the_one_of_llama_cpp(
     n_layers: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
-    shape = Shape(
+    shape = ModelShape(
         256, layers=n_layers, heads=4, kv_heads=4, inner=256, vocab=300, ctx=64, tied=tied
     )
     monkeypatch.setitem(models.SHAPES, "any", shape)
@@ -112,8 +112,17 @@ def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
         assert facts["peak_rss_bytes"] > facts["anonymous_bytes"] > model.stat().st_size * 0.9
         assert facts["start_s"] > 0
         assert decoder.prefill(PROMPT) > 0
-        assert 0 < decoder.around(4) < 1
+        assert 0 < decoder.python_share(4) < 1
         decoder.require_idle()
+
+
+def test_a_decoder_does_not_import_from_the_current_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with DecoderProcess(model, threads=1, ctx=64) as decoder:
+        assert decoder.facts["granted"]
 
 
 def test_a_full_context_starts_anew(model: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_run_merges_its_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     lines: list[str] = []
     found = run(["invented"], quick=False, folder=tmp_path, progress=lines.append)
     assert lines == ["invented, pass 1 of 2", "invented, pass 2 of 2"]
-    arguments = f"-m unimem_bench.worker invented --dir {tmp_path} --case "
+    arguments = f"-P -m unimem_bench.worker invented --dir {tmp_path} --case "
     assert seen.read_text().splitlines() == [arguments] * 2
     (got,) = found.suites
     assert (got.name, got.n_passes) == ("invented", 2)

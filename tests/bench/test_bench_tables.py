@@ -11,9 +11,11 @@ from bench_records import MACHINE, costs, faster, grows, record, sample_record, 
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
-    Row,
+    TableRow,
     case_table,
     machine_facts,
+    suite_table,
+    suite_targets,
     suite_title,
     targets,
 )
@@ -56,11 +58,11 @@ def test_a_row_a_side() -> None:
     assert made.table.head == ("", "", "median (5 to 95 %)", "unimem against it")
     assert made.table.align == "<<><"
     assert made.table.rows == (
-        Row(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
-        Row(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
-        Row(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
-        Row(("C memcpy", "limit", "40 ns (32 to 48)", "1.25x slower")),
-        Row(("equal", "peer", "50 ns (40 to 60)", "no difference")),
+        TableRow(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
+        TableRow(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
+        TableRow(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
+        TableRow(("C memcpy", "limit", "40 ns (32 to 48)", "1.25x slower")),
+        TableRow(("equal", "peer", "50 ns (40 to 60)", "no difference")),
     )
     assert made.notes == (
         "torch is left out: torch is not installed",
@@ -158,6 +160,53 @@ def test_a_suite_says_what_it_took() -> None:
 
 
 # ---- targets ------------------------------------------------------------------------------------
+
+
+def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
+    found = case(
+        ours(50.0, 40.0, 60.0),
+        side("np.empty", 100.0, 80.0, 120.0),
+        side("a faster peer", 25.0, 20.0, 30.0),
+        side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
+    )
+    alone = replace(case(ours(5.0)), name="alone")
+    missing = replace(case(), name="missing", failed="there is none")
+    made = suite_table(suite("calls", "What?", found, alone, missing))
+    assert made.head == ("case", "question", "unimem", "peer", "limit")
+    assert [row.cells for row in made.rows] == [
+        (
+            *("take", "What does take cost?", "50 ns (40 to 60)"),
+            *("a faster peer: 2x slower", "C memcpy: 1.25x slower"),
+        ),
+        ("alone", "What does take cost?", "5 ns", "", ""),
+    ]
+
+
+def test_of_scaling_a_row_has_the_largest_size_and_the_growth() -> None:
+    sides = [ours(float(n), at=n) for n in (10, 1000)]
+    sides += [side("NumPy", 2.0 * n, at=n) for n in (10, 1000)]
+    grown = case(*sides, x="tokens", targets=[grows(1.1)])
+    (row,) = suite_table(suite("calls", "What?", grown)).rows
+    assert row.cells[2:] == ("1 us at 1,000 tokens, n^1.00 (1.00 to 1.00)", "NumPy: 2x faster", "")
+    (row,) = suite_table(suite("calls", "What?", replace(grown, x="bytes", targets=[]))).rows
+    assert row.cells[2] == "1 us at 1 kB"
+
+
+def test_a_row_a_suite_with_what_became_of_its_targets() -> None:
+    measured = [ours(50.0), side("np.empty", 100.0)]
+    limits = (2.0, 1.5, 3.0)
+    good = case(*measured, targets=[faster("np.empty", limit, 2) for limit in limits[:2]])
+    bad = case(*measured, targets=[faster("np.empty", limits[2], 2), faster("torch", 1.0, 2)])
+    other = replace(good, suite="kv")
+    found = record(
+        suite("calls", "What?", good, bad), suite("kv", "How?", other), suite("gpu", "So?")
+    )
+    made = suite_targets(found)
+    assert made.head == ("suite", "question", "met", "not measured", "missed")
+    assert made.rows == (
+        TableRow(("calls", "What?", "2", "1", "1"), "bad"),
+        TableRow(("kv", "How?", "2", "", "")),
+    )
 
 
 def test_each_target_has_its_verdict() -> None:

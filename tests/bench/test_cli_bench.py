@@ -24,7 +24,7 @@ from screens import CONTROL, Screen, show
 from unimem_bench import markdown
 from unimem_bench.compare import compare, summary
 from unimem_bench.record import CaseRecord, Record
-from unimem_bench.run import Interrupted
+from unimem_bench.run import Interrupted, run
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, targets
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "there")
 
-    monkeypatch.setattr(command, "keep" if option == "--output" else "draw", fail)
+    monkeypatch.setattr(command, "write_record" if option == "--output" else "draw", fail)
     screen = show("bench", "calls", option, tmp_path / "x", "--json")
     assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
     assert json.loads(screen.out) == record().to_dict()
@@ -431,8 +431,12 @@ def test_plots_are_written(measured: Measured, small: Record, tmp_path: Path) ->
     assert names == {"overview.svg", "targets.svg", "calls.svg"}
 
 
-def test_a_page_is_the_same_of_the_same_record(small: Record, tmp_path: Path) -> None:
+def test_a_page_is_the_same_of_the_same_record(
+    small: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[bench]'")
+    pictured = {"calls": (small.suites[0].cases[0].name,), "gpu": ("take",)}
+    monkeypatch.setattr("unimem_bench.page.PICTURES", pictured)
     file = tmp_path / "record.json"
     file.write_text(small.to_json())
     pages = [tmp_path / name / "page.md" for name in "ab"]
@@ -446,11 +450,17 @@ def test_a_page_is_the_same_of_the_same_record(small: Record, tmp_path: Path) ->
     assert first == second
     text = pages[0].read_text()
     images = re.findall(r"^!\[.+\]\(<(.+)>\)$", text, re.M)
-    assert sorted(images) == sorted(str(name) for name in first if name.suffix == ".svg")
-    assert text.index("## All targets") < text.index(f"**{targets(small).summary}.**")
-    assert re.findall(r"^## (.*)$", text, re.M)[3:] == [each.name for each in small.suites]
+    assert images == ["page/calls.svg"]
+    assert images == [str(name) for name in first if name.suffix == ".svg"]
+    assert f"**{targets(small).summary}.**" in text
+    assert "\n".join(markdown.target_lines(small)) in text
+    heads = re.findall(r"^## (.*)$", text, re.M)
+    assert heads[3:] == [*(each.name for each in small.suites), "All targets"]
     for each in small.cases():
-        assert "\n".join(markdown.case_lines(each)) in text
+        problem = case_table(each).problem
+        begins = f"- not measured, {markdown.escape(problem)}: " if problem else "| "
+        rows = [line for line in text.splitlines() if line.startswith(begins)]
+        assert any(markdown.escape(each.name) in line for line in rows), each.name
 
 
 def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
@@ -462,8 +472,11 @@ def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
     assert show("bench", "--from", path, "--page", tmp_path / page.name).code == 0
     again = "unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md"
     assert (tmp_path / page.name).read_text() == page.read_text(), f"make it again: {again}"
-    plots = {each.name for each in (tmp_path / page.stem).iterdir()}
-    assert {each.name for each in (page.parent / page.stem).iterdir()} == plots
+    assert page.read_text().count("\n") < 400
+    pictures = list((page.parent / page.stem).iterdir())
+    assert {each.name for each in (tmp_path / page.stem).iterdir()} == {p.name for p in pictures}
+    assert len(pictures) <= 3
+    assert all(each.stat().st_size <= 60_000 for each in pictures)
 
 
 # ---- real runs ----------------------------------------------------------------------------------
@@ -485,6 +498,17 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
     assert only.sides[0].role == "unimem"
     assert all(min(each) > 0 for side in only.sides for each in side.passes)
     assert made.stderr.startswith("calls, pass 1 of ")
+
+
+def test_a_run_does_not_import_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "json.py").write_text("raise SystemExit('nor this one')")
+    monkeypatch.chdir(tmp_path)
+    found = run(["calls"], quick=True, folder=tmp_path, case="take_address")
+    (only,) = found.cases()
+    assert only.failed is None
 
 
 def test_a_run_is_interrupted(tmp_path: Path) -> None:

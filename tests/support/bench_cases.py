@@ -13,7 +13,7 @@ import pytest
 
 from unimem_bench import suite, suites
 from unimem_bench.record import BEST, CaseRecord
-from unimem_bench.rounds import Measured, Side
+from unimem_bench.rounds import Rounds, Side
 from unimem_bench.suite import Case, Measure
 
 
@@ -26,8 +26,8 @@ def cases_of(*names: str) -> list[Any]:
 def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseRecord:
     """Run a case as a quick run does, with every side called once."""
 
-    def once(sides: Mapping[Any, Side], **_options: Any) -> Measured[Any]:
-        return Measured({name: [side()] for name, side in sides.items()}, 0, 0)
+    def once(sides: Mapping[Any, Side], **_options: Any) -> Rounds[Any]:
+        return Rounds({name: [side()] for name, side in sides.items()}, 0, 0)
 
     monkeypatch.setattr(suite, "alternate", once)
     measure = Measure(case, quick=True, folder=folder)

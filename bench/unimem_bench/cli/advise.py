@@ -10,7 +10,7 @@ from pathlib import Path
 from unimem.cli import terminal
 from unimem.system.text import Surface, escape, fact_lines, format_bytes, item_lines, table_lines
 from unimem_bench import texts
-from unimem_bench.advise import Advice, Factor, Variant, advise, count, flag
+from unimem_bench.advise import Advised, Factor, Variant, advise, count, flag
 from unimem_bench.stats import Ratio
 
 __all__ = ["show_advice"]
@@ -37,7 +37,7 @@ def _say(line: str) -> None:
     print(escape(line), file=sys.stderr, flush=True)
 
 
-def page(advice: Advice) -> Iterator[str]:
+def page(advice: Advised) -> Iterator[str]:
     """Write what was found, and last the line to copy."""
     surface = terminal.surface()
     yield from fact_lines(surface, _facts(advice).items())
@@ -59,7 +59,7 @@ def page(advice: Advice) -> Iterator[str]:
     yield from _verdict(surface, advice)
 
 
-def _facts(advice: Advice) -> dict[str, str]:
+def _facts(advice: Advised) -> dict[str, str]:
     effort = advice.effort
     return {
         "model": advice.model,
@@ -101,7 +101,7 @@ def _interval(ratio: Ratio) -> str:
     return f" ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _verdict(surface: Surface, advice: Advice) -> Iterator[str]:
+def _verdict(surface: Surface, advice: Advised) -> Iterator[str]:
     """Say what to do, in a last line to copy."""
     if advice.margin is None:
         yield surface.good(

@@ -118,8 +118,8 @@ def bench(
             record, code = bench_run.measure(names, quick=quick, case=case, folder=folder)
         try:
             if output is not None:
-                bench_run.keep(record, output)
-            if code != INTERRUPTED:  # of half a run nobody wants them
+                bench_run.write_record(record, output)
+            if code != INTERRUPTED:  # half a run gets none
                 bench_run.draw(record, plots, page_file)
         finally:  # a disk that is full by now does not take away what was measured
             bench_run.show(record, as_json=as_json, as_markdown=as_markdown)

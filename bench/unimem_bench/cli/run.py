@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,17 +23,18 @@ from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
 from unimem_bench.compare import compare
 from unimem_bench.record import Record
 from unimem_bench.run import Interrupted, Pass, run, schedule
+from unimem_bench.run_folder import run_folder
 from unimem_bench.suites import load_suite
 from unimem_bench.texts import duration
 
 __all__ = [
     "check_files",
     "draw",
-    "keep",
     "measure",
     "show",
     "show_cases",
     "show_differences",
+    "write_record",
 ]
 
 _INSTALL = "pip install 'unimem-llm[bench]'"
@@ -74,11 +74,8 @@ def _folder(path: Path | None) -> Iterator[Path]:
         _make_folder(path)
         yield path.absolute()
         return
-    # On many systems /tmp is memory, and what is measured are files on disks.
-    has_disk = "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK)
-    parent = "/var/tmp" if has_disk else None
-    with tempfile.TemporaryDirectory(prefix="unimem-bench-", dir=parent) as name:
-        yield Path(name)
+    with run_folder() as files:
+        yield files
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ def _tell(text: str) -> None:
 # ---- what is written and shown ------------------------------------------------------------------
 
 
-def keep(record: Record, path: Path) -> None:
+def write_record(record: Record, path: Path) -> None:
     """Write a record."""
     write_text(path, record.to_json() + "\n")
 

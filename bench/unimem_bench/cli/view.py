@@ -17,7 +17,15 @@ from unimem_bench.compare import (
 )
 from unimem_bench.record import CaseRecord, Record
 from unimem_bench.suite import Suite
-from unimem_bench.tables import Row, Table, Tone, case_table, machine_facts, suite_title, targets
+from unimem_bench.tables import (
+    Table,
+    TableRow,
+    Tone,
+    case_table,
+    machine_facts,
+    suite_title,
+    targets,
+)
 from unimem_bench.texts import claim
 
 __all__ = ["difference_lines", "record_lines", "suite_lines"]
@@ -64,7 +72,7 @@ def _targets(record: Record) -> Iterator[str]:
     if made.table.rows:
         # Side by side, case and claim leave room for nothing else.
         rows = [
-            Row((issue, f"{case}: {text}", *rest), tone)
+            TableRow((issue, f"{case}: {text}", *rest), tone)
             for (issue, case, text, *rest), tone in made.table.rows
         ]
         issue, _, *heads = made.table.head
@@ -103,7 +111,8 @@ def difference_lines(differences: Differences) -> Iterator[str]:
 def _joined(table: Table, n_columns: int) -> Table:
     """Keep the first columns, the first two as one: side by side they leave room for nothing."""
     rows = [
-        Row((": ".join(row.cells[:2]), *row.cells[2:n_columns]), row.tone) for row in table.rows
+        TableRow((": ".join(row.cells[:2]), *row.cells[2:n_columns]), row.tone)
+        for row in table.rows
     ]
     head = (": ".join(table.head[:2]), *table.head[2:n_columns])
     return Table(head, tuple(rows), table.align[1:n_columns])
@@ -119,7 +128,7 @@ def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[
         rows = []
         for each in chosen:
             claims = "; ".join(claim(each.empty(), target) for target in each.targets)
-            rows.append(Row((each.name, each.question, f"{claims}." if claims else "-")))
+            rows.append(TableRow((each.name, each.question, f"{claims}." if claims else "-")))
         yield from [*_table(Table(("case", "question", "claims"), tuple(rows), "<<<")), ""]
 
 

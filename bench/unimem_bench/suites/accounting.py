@@ -1,6 +1,6 @@
-"""What the ledger costs those who are entered in it.
+"""What the ledger costs its holders.
 
-Tapes and caches are holders: who asks for the entries asks them what they are for. A take and an
+Tapes and caches are holders: a list of the entries asks each of them what it is for. A take and an
 append know nothing of it, so that they cost the same whether few holders are alive or 10,000, each
 with a region of its own. Making a block enters it, and closing it takes it out, in one step each,
 however many there are. A plan reads a file's header, as opening does, and the limits. One thread,
@@ -119,7 +119,7 @@ for each in CALLS:
     f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?",
     unit="us",
 )
-def look(measure: Measure) -> None:
+def compare_entries(measure: Measure) -> None:
     """Ask for the entries of blocks, without and with a tape over each, and ask the kernel."""
     blocks = [um.Block(PAGE) for _ in range(N_BLOCKS)]
     of_entries = microseconds("entries()", {"entries": entries})

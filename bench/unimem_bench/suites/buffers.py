@@ -46,14 +46,14 @@ def graphs(measure: Measure) -> None:
     """Plan the graphs of 14 shapes of models, for one token and for 128."""
     found = graphs_of_engine()
     measure.fact("graphs", list(found))
-    keep(measure, parts(found.values()))
+    keep_parts(measure, parts(found.values()))
 
 
 def random_instances(measure: Measure, family: str) -> None:
     """Plan random instances: those of one family, or all."""
     found = parts_of_random(*size(measure))[family]
     measure.fact("instances", len(found[OURS]))
-    keep(measure, found)
+    keep_parts(measure, found)
 
 
 for kind in ("random", *FAMILIES):
@@ -109,7 +109,7 @@ for kind in FAMILIES:
     )(partial(large, family=kind))
 
 
-def keep(measure: Measure, found: Parts) -> None:
+def keep_parts(measure: Measure, found: Parts) -> None:
     """Keep what all planners reach, the worst of ours, and how often each is at the bound."""
     ours = found[OURS]
     for name, values in found.items():

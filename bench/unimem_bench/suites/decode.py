@@ -77,12 +77,12 @@ def decode(measure: Measure, kind: ModelKind) -> None:
         compare(measure, sides, measured, rounds=25, quick_rounds=6)
 
 
-def around(measure: Measure, kind: ModelKind) -> None:
+def compare_python(measure: Measure, kind: ModelKind) -> None:
     """Measure what of a token's time is not spent in ggml's compute call."""
     path, cpus = prepared(measure, kind)
     with DecoderProcess(path, threads=len(cpus), ctx=N_CTX) as ours:
         ours.prefill(PROMPT)
-        side = {"unimem": lambda: 100 * ours.around(N_DECODE)}
+        side = {"unimem": lambda: 100 * ours.python_share(N_DECODE)}
         measure.compare(ours=side, rounds=15, pids=[ours.pid])
 
 
@@ -183,7 +183,7 @@ def declare(kind: ModelKind, label: str, *, in_quick: bool) -> None:
         unit="% of a token's time",
         targets=[at_most(0.25, issue=2)],
         in_quick=False,  # a smaller model has less to compute
-    )(partial(around, kind=kind))
+    )(partial(compare_python, kind=kind))
 
 
 declare("q8_0", "Q8_0", in_quick=True)

@@ -105,18 +105,13 @@ def on_huge_pages(n_threads: int, measure: Measure) -> None:
     )
 
 
-SUITE.case(
-    "one-thread",
-    "How fast does one thread bring in a block on transparent huge pages?",
-    unit="GB/s",
-    targets=TARGETS,
-)(partial(on_huge_pages, 1))
-SUITE.case(
-    "two-threads",
-    "How fast do two threads bring in a block on transparent huge pages?",
-    unit="GB/s",
-    targets=TARGETS,
-)(partial(on_huge_pages, 2))
+for n, word, does in ((1, "one thread", "does"), (2, "two threads", "do")):
+    SUITE.case(
+        word.replace(" ", "-"),
+        f"How fast {does} {word} bring in a block on transparent huge pages?",
+        unit="GB/s",
+        targets=TARGETS,
+    )(partial(on_huge_pages, n))
 
 
 @SUITE.case(

@@ -48,7 +48,7 @@ NEW_MEMORY = "reading it to new memory"
     unit="ms",
     targets=[faster("ggml", 5.0, issue=2), costs(NEW_MEMORY, 3.0, issue=6)],
 )
-def opened(measure: Measure) -> None:
+def open_header(measure: Measure) -> None:
     """Compare with ggml, which decodes all strings, and with reading the bytes.
 
     Reading is to new huge pages, as whatever opens a file needs memory that was not there, and to

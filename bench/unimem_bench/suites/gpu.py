@@ -38,7 +38,7 @@ TORCH_UPLOAD = "torch, a mapping"
 PINNED, COPY = "pinned copy", "cudaMemcpyAsync"
 
 
-def begin(measure: Measure) -> None:
+def require_gpu(measure: Measure) -> None:
     """See that there is a GPU, and make CUDA's context.
 
     Its threads keep the CPUs that this process may use when they are started, so it is pinned to
@@ -92,7 +92,7 @@ def torch_for(measure: Measure, peer: str) -> Any:
 )
 def take(measure: Measure) -> None:
     """Compare ``Tape.take`` with ``cupy.empty``, which takes the same chunk of its pool anew."""
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     n = 300
@@ -197,7 +197,7 @@ def synchronize() -> None:
 
 def append_token(measure: Measure, timed: Callable[[Statement], Side]) -> None:
     """Compare one token, K and V of a layer, with assignments to slices."""
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     from unimem import cuda
@@ -223,7 +223,7 @@ def append_token(measure: Measure, timed: Callable[[Statement], Side]) -> None:
 
 def append_row(measure: Measure, timed: Callable[[Statement], Side]) -> None:
     """Compare one vector with an assignment to a row."""
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     from unimem import cuda
@@ -286,7 +286,7 @@ for name, what, run in (
 @SUITE.case("append a batch", "How fast are 64 MiB of K and V appended at once?", unit="GB/s")
 def append_batch(measure: Measure) -> None:
     """Compare a batch with slices, and with ``cudaMemcpyAsync`` of the same bytes."""
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     from unimem import cuda
@@ -354,7 +354,7 @@ def graph(measure: Measure) -> None:
     that it reads from device memory, and counts that up at its end. No matrix is multiplied: what
     is measured are launches.
     """
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     from unimem import cuda
@@ -420,7 +420,7 @@ def upload(measure: Measure) -> None:
 
     The sides that read the file begin with its path, and end with its bytes on the device.
     """
-    begin(measure)
+    require_gpu(measure)
     import cupy
 
     from unimem import cuda

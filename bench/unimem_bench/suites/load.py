@@ -65,7 +65,7 @@ def cold_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS
     return file
 
 
-def after(prepare: Callable[[], object], run: Side) -> Side:
+def in_state(prepare: Callable[[], object], run: Side) -> Side:
     """Return a side that is measured in a state, which is made before."""
 
     def prepared() -> float:
@@ -174,7 +174,7 @@ def safetensors(n_threads: int, measure: Measure) -> None:
     if measure.installed("safetensors", SAFETENSORS):
         load_file = importlib.import_module("safetensors.numpy").load_file
         theirs = partial(load_file_and_scan, load_file, file, cpus)
-        peers[SAFETENSORS] = after(partial(ready, file.nbytes, cpus), theirs)
+        peers[SAFETENSORS] = in_state(partial(ready, file.nbytes, cpus), theirs)
     measure.compare(
         ours={"unimem": partial(open_and_scan, file, cpus)},
         peers=peers,
@@ -256,8 +256,8 @@ def copied(measure: Measure) -> None:
         peers[streamed] = load("stream", 2 * MB, threads=2)
     prepare = partial(ready, file.nbytes, cpus)
     measure.compare(
-        ours={"unimem": after(prepare, partial(copy, file, "copy", cpus, None))},
-        peers={name: after(prepare, side) for name, side in peers.items()},
+        ours={"unimem": in_state(prepare, partial(copy, file, "copy", cpus, None))},
+        peers={name: in_state(prepare, side) for name, side in peers.items()},
         limits={"C memcpy to memory that is there": copying_what_is_mapped(file, cpus)},
         rounds=7,
         quick_rounds=4,
@@ -279,7 +279,7 @@ def copy_threads(measure: Measure) -> None:
     prepare = partial(ready, file.nbytes, cpus)
 
     def by_threads(side: Callable[[int], Side]) -> dict[float, Side]:
-        return {n: after(prepare, side(n)) for n in counts}
+        return {n: in_state(prepare, side(n)) for n in counts}
 
     measure.scale(
         ours={"unimem": by_threads(lambda n: partial(copy, file, "copy", cpus, n))},
@@ -350,9 +350,9 @@ def cold(measure: Measure) -> None:
         rooms = [pieces[begin : begin + 4 * MB] for begin in range(0, room.nbytes, 4 * MB)]
         reading = partial(milliseconds, partial(disk, file.path, rooms))
         measure.compare(
-            ours={"unimem": after(prepare, partial(copy, file, "direct", cpus, None))},
-            peers={name: after(prepare, side) for name, side in peers.items()},
-            limits={"the disk": after(prepare, reading)},
+            ours={"unimem": in_state(prepare, partial(copy, file, "direct", cpus, None))},
+            peers={name: in_state(prepare, side) for name, side in peers.items()},
+            limits={"the disk": in_state(prepare, reading)},
             rounds=5,
             quick_rounds=3,
             warmup=0,

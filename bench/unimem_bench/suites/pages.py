@@ -81,7 +81,7 @@ def prefill(measure: Measure) -> None:
     unit="ms",
     in_quick=False,
 )
-def begin(measure: Measure) -> None:
+def compare_starts(measure: Measure) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 
     The limit is reading the file's bytes once, where the page cache has them.
@@ -90,7 +90,7 @@ def begin(measure: Measure) -> None:
 
     def once(name: str) -> float:
         states.ready(2 * path.stat().st_size, cpus)
-        with room(name, path, len(cpus)), opened(name, path, len(cpus)) as process:
+        with room(name, path, len(cpus)), start_side(name, path, len(cpus)) as process:
             return float(process.facts["start_s"]) * 1e3
 
     sides = {}
@@ -113,7 +113,7 @@ def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess]
         with left_out_without_room(measure, name):
             stack.enter_context(room(name, path, len(cpus)))
             states.ready(2 * path.stat().st_size, cpus)
-            sides[name] = stack.enter_context(opened(name, path, len(cpus)))
+            sides[name] = stack.enter_context(start_side(name, path, len(cpus)))
             measure.fact(name, sides[name].facts)
     return sides, path
 
@@ -150,7 +150,7 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
         yield
 
 
-def opened(name: str, path: Path, threads: int) -> DecoderProcess:
+def start_side(name: str, path: Path, threads: int) -> DecoderProcess:
     """Start a side, and check that its memory lies in the pages that it is named after."""
     load, pages = SIDES[name]
     process = DecoderProcess(path, threads=threads, ctx=N_CTX, load=load, pages=pages)

@@ -16,9 +16,10 @@ Times are CPU times of one thread. All sizes are there at once, and each round m
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -34,7 +35,7 @@ from unimem.system.placement import Pages
 from unimem.system.text import format_bytes
 from unimem_bench import files, plain, states
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, NotMeasured, Suite, grows
+from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, grows
 
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
 
@@ -43,6 +44,7 @@ HEADS = N_HEADS, HEAD_DIM = 1, 64  # 128 B of K and 128 of V a token, as float16
 KIB, MIB = 1 << 10, 1 << 20
 
 Sides = dict[float, Side]  # by size
+SidesOf = Callable[[Measure, ExitStack, int], Mapping[str, Side]]  # by name, of a size
 
 
 def sizes(measure: Measure, first: int, decades: int = 4) -> list[int]:
@@ -67,7 +69,7 @@ def timed(
     return measured
 
 
-def second(side: Side) -> Side:
+def second_run(side: Side) -> Side:
     """Measure the second of two equal runs: the first brings code and data into the caches."""
 
     def again() -> float:
@@ -87,6 +89,34 @@ def require_equal(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
     """Check that two sides have done the same work."""
     if not np.array_equal(found, wanted):
         raise AssertionError(f"{what}: not what was appended")
+
+
+def by_size(
+    name: str,
+    question: str,
+    *,
+    first: int = 10,
+    rounds: int,
+    quick_rounds: int | None = None,
+    warmup: int = 2,
+    **declared: Any,
+) -> Callable[[SidesOf], SidesOf]:
+    """Declare a case whose sides are made for one size after the other, and live together."""
+
+    def declare(sides: SidesOf) -> SidesOf:
+        def run(measure: Measure) -> None:
+            found: dict[str, Sides] = defaultdict(dict)
+            with ExitStack() as stack:
+                for size in sizes(measure, first):
+                    for side_name, side in sides(measure, stack, size).items():
+                        found[side_name][size] = side
+                ours = {OURS: found.pop(OURS)}
+                measure.scale(ours, found, rounds=rounds, quick_rounds=quick_rounds, warmup=warmup)
+
+        SUITE.case(name, question, **declared)(run)
+        return sides
+
+    return declare
 
 
 # ---- tapes ----
@@ -121,50 +151,46 @@ def take(measure: Measure) -> None:
         )
 
 
-@SUITE.case(
+@by_size(
     "take-after",
     "Does an array of 16 values cost more after many others?",
     unit="ns",
     x="arrays taken before",
     targets=[CONSTANT],
+    rounds=61,
 )
-def take_after(measure: Measure) -> None:
-    """Take from tapes that have given out so many arrays already, beside a heap that has."""
+def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
+    """Take from a tape that has given out so many arrays already, beside a heap that has."""
     n = 64
-    ours: Sides = {}
-    peers: Sides = {}
-    with ExitStack() as stack:
-        for size in sizes(measure, 10):
-            tape = stack.enter_context(um.Tape((size + n) * 64))
-            for _ in range(size):
-                tape.take_address(64)
-            rewind = partial(tape.rewind, tape.mark())
-            ours[size] = warm_stopwatch("take(16)", n, {"take": tape.take}, rewind)
-            held = [np.empty(16, np.float32) for _ in range(size)]
-            names = {"empty": np.empty, "held": held}
-            peers[size] = warm_stopwatch("empty(16, 'f4')", n, names)
-        measure.scale({"unimem": ours}, {"np.empty": peers}, rounds=61)
+    tape = stack.enter_context(um.Tape((size + n) * 64))
+    for _ in range(size):
+        tape.take_address(64)
+    rewind = partial(tape.rewind, tape.mark())
+    held = [np.empty(16, np.float32) for _ in range(size)]
+    names = {"empty": np.empty, "held": held}
+    return {
+        "unimem": warm_stopwatch("take(16)", n, {"take": tape.take}, rewind),
+        "np.empty": warm_stopwatch("empty(16, 'f4')", n, names),
+    }
 
 
-@SUITE.case(
+@by_size(
     "clear",
     "Does clearing a tape cost more after many arrays?",
     unit="ns",
     x="arrays taken before",
     targets=[CONSTANT],
+    rounds=11,
+    quick_rounds=3,
+    warmup=1,
 )
-def clear(measure: Measure) -> None:
+def clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Clear tapes that have given out so many arrays; giving them out is not measured."""
     n = 32
-    ours: Sides = {}
-    with ExitStack() as stack:
-        for size in sizes(measure, 10):
-            tapes = [stack.enter_context(um.Tape(size * 64)) for _ in range(n)]
-            spare = stack.enter_context(um.Tape(64))
-            fill = partial(_take_all, tapes, size, spare)
-            clears = {"clears": [tape.clear for tape in tapes]}
-            ours[size] = stopwatch("clears[i]()", n, clears, fill)
-        measure.scale({"unimem": ours}, rounds=11, quick_rounds=3, warmup=1)
+    tapes = [stack.enter_context(um.Tape(size * 64)) for _ in range(n)]
+    fill = partial(_take_all, tapes, size, stack.enter_context(um.Tape(64)))
+    clears = {"clears": [tape.clear for tape in tapes]}
+    return {"unimem": stopwatch("clears[i]()", n, clears, fill)}
 
 
 def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
@@ -239,111 +265,101 @@ def _copy(table: NDArray[np.uint64], n: int = 1) -> float:
     return plain.copy(table) / n * 1e6
 
 
-@SUITE.case(
+@by_size(
     "append-after",
     "Does a token cost more where the cache holds more of them?",
     unit="ns",
     x="tokens in the cache",
     targets=[CONSTANT],
+    rounds=31,
 )
-def append_after(measure: Measure) -> None:
+def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Append 64 tokens, one by one, behind so many; arrays that are joined stand beside it."""
     n = 64
     k = tokens(1)
-    ours: Sides = {}
-    peers: Sides = {}
-    with ExitStack() as stack:
-        for size in sizes(measure, 10):
-            cache = stack.enter_context(um.KVCache(1, *HEADS, size + n))
-            cache.warm()
-            cache.append(0, tokens(size), tokens(size))
-            names = {"append": cache.append, "k": k}
-            ours[size] = warm_stopwatch("append(0, k, k)", n, names, partial(cache.crop, size))
-            keys, values = tokens(size), tokens(size)
-            names = {"join": np.concatenate, "keys": (keys, k), "values": (values, k)}
-            peers[size] = stopwatch("join(keys); join(values)", max(1, 1000 // size), names)
-        measure.scale({"unimem": ours}, {"np.concatenate": peers}, rounds=31)
+    cache = stack.enter_context(um.KVCache(1, *HEADS, size + n))
+    cache.warm()
+    cache.append(0, tokens(size), tokens(size))
+    ours = {"append": cache.append, "k": k}
+    theirs = {"join": np.concatenate, "keys": (tokens(size), k), "values": (tokens(size), k)}
+    return {
+        "unimem": warm_stopwatch("append(0, k, k)", n, ours, partial(cache.crop, size)),
+        "np.concatenate": stopwatch("join(keys); join(values)", max(1, 1000 // size), theirs),
+    }
 
 
-@SUITE.case(
+@by_size(
     "kv-clear",
     "Does clearing a KV cache cost more where it holds more tokens?",
     unit="ns",
     x="tokens in the cache",
     targets=[CONSTANT],
+    rounds=61,
 )
-def kv_clear(measure: Measure) -> None:
-    """Clear caches whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
+def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
+    """Clear a cache whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
 
     A decoder's `reset` is this, and a few fields.
     """
-    statement = "reserve(n); commit(n); clear()"
-    ours: Sides = {}
-    with ExitStack() as stack:
-        for size in sizes(measure, 10):
-            cache = stack.enter_context(um.KVCache(1, *HEADS, size))
-            cache.warm()
-            names = {"reserve": cache.reserve, "commit": cache.commit, "clear": cache.clear}
-            ours[size] = warm_stopwatch(statement, 64, {**names, "n": size})
-        measure.scale({"unimem": ours}, rounds=61)
+    cache = stack.enter_context(um.KVCache(1, *HEADS, size))
+    cache.warm()
+    names = {"reserve": cache.reserve, "commit": cache.commit, "clear": cache.clear, "n": size}
+    return {"unimem": warm_stopwatch("reserve(n); commit(n); clear()", 64, names)}
 
 
-@SUITE.case(
+@by_size(
     "trim",
     "Does dropping the oldest token of a ring cost more where it holds more?",
     unit="ns",
     x="tokens in the ring",
     targets=[CONSTANT],
+    rounds=31,
 )
-def trim(measure: Measure) -> None:
+def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Put a token behind those of a ring, as an engine that has written it, and drop the oldest.
 
     The row is not written here: that of a large ring is in no cache, and would be the most of it.
     NumPy moves the tokens to the first rows.
     """
-    n = 64
-    k = tokens(1)
-    ours: Sides = {}
-    peers: Sides = {}
-    with ExitStack() as stack:
-        for size in sizes(measure, 10):
-            ring = stack.enter_context(um.KVCache(1, *HEADS, size, window=size))
-            ring.warm()
-            ring.append(0, tokens(size), tokens(size))
-            ring.trim_to(size - 1)
-            calls = {"reserve": ring.reserve, "commit": ring.commit, "trim": ring.trim_to}
-            statement = "reserve(1); commit(1); trim(n)"
-            ours[size] = warm_stopwatch(statement, n, {**calls, "n": size - 1})
-            keys, values = tokens(size), tokens(size)
-            moved = "keys[:-1] = keys[1:]; keys[-1] = k; values[:-1] = values[1:]; values[-1] = k"
-            names = {"keys": keys, "values": values, "k": k[0]}
-            peers[size] = stopwatch(moved, max(1, 1000 // size), names)
-        measure.scale({"unimem": ours}, {"NumPy, moving": peers}, rounds=31)
+    ring = stack.enter_context(um.KVCache(1, *HEADS, size, window=size))
+    ring.warm()
+    ring.append(0, tokens(size), tokens(size))
+    ring.trim_to(size - 1)
+    ours = {"reserve": ring.reserve, "commit": ring.commit, "trim": ring.trim_to, "n": size - 1}
+    theirs = {"keys": tokens(size), "values": tokens(size), "k": tokens(1)[0]}
+    moved = "keys[:-1] = keys[1:]; keys[-1] = k; values[:-1] = values[1:]; values[-1] = k"
+    return {
+        "unimem": warm_stopwatch("reserve(1); commit(1); trim(n)", 64, ours),
+        "NumPy, moving": stopwatch(moved, max(1, 1000 // size), theirs),
+    }
 
 
 # ---- paged caches ----
 
 
-@SUITE.case(
+@by_size(
     "fork",
     "How does forking a sequence grow with its blocks?",
     unit="us",
     x="blocks of the sequence",
     targets=[LINEAR],
+    rounds=21,
 )
-def fork(measure: Measure) -> None:
+def fork(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Fork a sequence, which copies its table and counts each block, and none of its tokens.
 
     So it is linear in blocks, and constant in what they hold: here a token, of 256 B. A table has
     room for all blocks of its pool, which here has those of the sequence. NumPy copies the tokens.
     """
-    found = sizes(measure, 10)
-    rows = tokens(found[-1])
-    ours: Sides = {}
-    peers: Sides = {}
-    n = 4
+    n, rows = 4, tokens(size)
+    pool = um.PagedKVCache(1, *HEADS, n_blocks=size, block_tokens=1, prefix_cache=False)
+    stack.enter_context(pool).warm()
+    sequence = stack.enter_context(pool.sequence())
+    sequence.append(0, rows, rows)
+    if pool.n_blocks_in_use != size:
+        raise AssertionError(f"fork: the sequence has not {size} blocks")
 
-    def forked(sequence: Any) -> float:
+    def forked() -> float:
         start = time.thread_time()
         forks = [sequence.fork() for _ in range(n)]
         elapsed = time.thread_time() - start
@@ -351,17 +367,10 @@ def fork(measure: Measure) -> None:
             each.close()
         return elapsed / n * 1e6
 
-    with ExitStack() as stack:
-        for size in found:
-            pool = um.PagedKVCache(1, *HEADS, n_blocks=size, block_tokens=1, prefix_cache=False)
-            stack.enter_context(pool).warm()
-            sequence = stack.enter_context(pool.sequence())
-            sequence.append(0, rows[:size], rows[:size])
-            ours[size] = second(partial(forked, sequence))
-            peers[size] = second(timed(partial(_copied, rows[:size]), 1e-6))
-            if pool.n_blocks_in_use != size:
-                raise AssertionError(f"fork: the sequence has not {size} blocks")
-        measure.scale({"unimem": ours}, {"NumPy, copying": peers}, rounds=21)
+    return {
+        "unimem": second_run(forked),
+        "NumPy, copying": second_run(timed(partial(_copied, rows), 1e-6)),
+    }
 
 
 def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -391,9 +400,9 @@ def gather(measure: Measure) -> None:
             sequence.append(0, k[:size], k[:size])
             of_size = out[:, : N_HEADS * size * HEAD_DIM].reshape(2, N_HEADS, size, HEAD_DIM)
             into = of_size[0], of_size[1]
-            ours[size] = second(timed(partial(sequence.gather, 0, into), 1e-6))
+            ours[size] = second_run(timed(partial(sequence.gather, 0, into), 1e-6))
             pairs = [(part, k[:size]) for part in into]
-            limits[size] = second(partial(_copy, _table(pairs)))
+            limits[size] = second_run(partial(_copy, _table(pairs)))
             for part in sequence.gather(0, into):
                 require_equal(part.swapaxes(0, 1), k[:size], "gather")
         measure.scale({"unimem": ours}, limits={"C memcpy": limits}, rounds=21)
@@ -402,84 +411,76 @@ def gather(measure: Measure) -> None:
 # ---- files and blocks ----
 
 
-@SUITE.case(
+@by_size(
     "plan",
     "How does planning a model grow with its tensors?",
     unit="ms",
     x="tensors of the file",
     targets=[LINEAR],
+    rounds=9,
+    quick_rounds=3,
 )
-def plan(measure: Measure) -> None:
-    """Plan GGUF files of so many tensors of 64 bytes."""
-    ours: Sides = {}
-    for size in sizes(measure, 10):
-        path = model_file(measure, n_tensors=size)
-        ours[size] = second(timed(partial(um.plan, path, load="map"), 1e-3))
-    measure.scale({"unimem": ours}, rounds=9, quick_rounds=3)
+def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
+    """Plan a GGUF file of so many tensors of 64 bytes."""
+    path = model_file(measure, n_tensors=size)
+    return {"unimem": second_run(timed(partial(um.plan, path, load="map"), 1e-3))}
 
 
-@SUITE.case(
-    "open-tensors",
-    "How does opening a file grow with its tensors?",
-    unit="ms",
-    x="tensors of the file",
-    targets=[LINEAR],
-)
-def open_tensors(measure: Measure) -> None:
-    """Open GGUF files of so many tensors; ggml compares each name with all before it."""
-    most = 4000  # of ggml, which takes seconds for the last
-    _open(measure, {n: model_file(measure, n_tensors=n) for n in sizes(measure, 10)}, most)
+def open_file(
+    measure: Measure, _stack: ExitStack, size: int, *, of: str, most_of_ggml: float = math.inf
+) -> dict[str, Side]:
+    """Open a GGUF file of so many tensors, tokens or bytes, as `of` names it for `model_file`.
 
-
-@SUITE.case(
-    "open-vocabulary",
-    "How does opening a file grow with its vocabulary?",
-    unit="ms",
-    x="tokens of the vocabulary",
-    targets=[LINEAR],
-)
-def open_vocabulary(measure: Measure) -> None:
-    """Open GGUF files of so many tokens, without making strings of them; ggml makes them."""
-    files = {n: model_file(measure, n_tokens=n) for n in sizes(measure, 10)}
-    _open(measure, files, max(files))
-
-
-@SUITE.case(
-    "open-data",
-    "Does opening a file cost more where it has more data?",
-    unit="ms",
-    x="bytes of data",
-    targets=[CONSTANT],
-)
-def open_data(measure: Measure) -> None:
-    """Open GGUF files of one tensor of so many bytes: sparse ones, for no side reads them."""
-    files = {n: model_file(measure, nbytes=n) for n in sizes(measure, 1_000_000)}
-    _open(measure, files, max(files))
-
-
-def _open(measure: Measure, files: Mapping[int, Path], most_of_ggml: int) -> None:
-    peers: dict[str, Sides] = {}
-    if measure.installed("ggml"):
+    Strings are not made of its tokens, but ggml makes them. Bytes are a hole, for no side reads
+    them.
+    """
+    path = model_file(measure, **{of: size})
+    opening = partial(um.open_weights, path, load="map")
+    sides = {"unimem": second_run(timed(opening, 1e-3, um.Weights.close))}
+    if measure.installed("ggml") and size <= most_of_ggml:
         import ggml
 
         parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
 
-        def open_with_ggml(path: Path) -> Any:
+        def open_with_ggml() -> Any:
             context = ggml.gguf_init_from_file(str(path).encode(), parameters)
             if not context:
                 raise AssertionError(f"ggml does not open {path}")
             return context
 
-        peers["ggml"] = {
-            size: second(timed(partial(open_with_ggml, path), 1e-3, ggml.gguf_free))
-            for size, path in files.items()
-            if size <= most_of_ggml
-        }
-    ours: Sides = {
-        size: second(timed(partial(um.open_weights, path, load="map"), 1e-3, um.Weights.close))
-        for size, path in files.items()
-    }
-    measure.scale({"unimem": ours}, peers, rounds=9, quick_rounds=3)
+        sides["ggml"] = second_run(timed(open_with_ggml, 1e-3, ggml.gguf_free))
+    return sides
+
+
+for name, question, x, target, first, sides in (
+    (
+        "open-tensors",
+        "How does opening a file grow with its tensors?",
+        "tensors of the file",
+        LINEAR,
+        10,
+        partial(open_file, of="n_tensors", most_of_ggml=4000),  # which takes seconds for the last
+    ),
+    (
+        "open-vocabulary",
+        "How does opening a file grow with its vocabulary?",
+        "tokens of the vocabulary",
+        LINEAR,
+        10,
+        partial(open_file, of="n_tokens"),
+    ),
+    (
+        "open-data",
+        "Does opening a file cost more where it has more data?",
+        "bytes of data",
+        CONSTANT,
+        1_000_000,
+        partial(open_file, of="nbytes"),
+    ),
+):
+    by_size(
+        name, question, unit="ms", x=x, targets=[target], first=first, rounds=9, quick_rounds=3
+    )(sides)
 
 
 def model_file(
@@ -506,46 +507,38 @@ def model_file(
     return files.made_once(measure.folder / name, write)
 
 
-@SUITE.case(
-    "verify-4k",
-    "How does looking at a block of 4k pages grow with its size?",
-    unit="us",
-    x="bytes of the block",
-    targets=[LINEAR],
-)
-def verify_4k(measure: Measure) -> None:
-    """Look at blocks from 64 KiB on, as small as a memory that is mapped for itself is."""
-    _verify(measure, "4k", sizes(measure, 64 * KIB, decades=3 if measure.quick else 4))
-
-
-@SUITE.case(
-    "verify-thp",
-    "How does looking at a block of transparent huge pages grow with its size?",
-    unit="us",
-    x="bytes of the block",
-    targets=[LINEAR],
-)
-def verify_thp(measure: Measure) -> None:
-    """Look at blocks from one huge page on: four decades of them would end at 20 GiB."""
-    _verify(measure, "thp", sizes(measure, 2 * MIB, decades=2 if measure.quick else 3))
-
-
-def _verify(measure: Measure, pages: Pages, found: list[int]) -> None:
-    """Look at resident blocks, of which one is there at a time.
+def verify(measure: Measure, *, pages: Pages, first: int, decades: int) -> None:
+    """Look at resident blocks, of which one is there at a time; a quick run has a decade less.
 
     The kernel tells mappings from the lowest address on, and `verify` stops behind its block: of
     several, one would walk those that lie below it.
     """
+    found = sizes(measure, first, decades=decades - measure.quick)
     wanted, room = 2 * found[-1], states.available_bytes()
     if wanted > room:
         raise NotMeasured(f"wants {format_bytes(wanted)} of memory, there are {format_bytes(room)}")
-    look: Sides = {size: partial(_look, size, pages) for size in found}
-    measure.scale({"unimem": look}, rounds=7, quick_rounds=2, warmup=0)
+    ours: Sides = {size: partial(_time_verify, size, pages) for size in found}
+    measure.scale({"unimem": ours}, rounds=7, quick_rounds=2, warmup=0)
 
 
-def _look(nbytes: int, pages: Pages) -> float:
+def _time_verify(nbytes: int, pages: Pages) -> float:
     with um.Block(nbytes, pages=pages, category="diagnostics", warm=True) as block:
-        figure = second(timed(block.verify, 1e-6))()
+        figure = second_run(timed(block.verify, 1e-6))()
         if block.verify().resident_bytes != block.nbytes:
             raise AssertionError(f"verify: a block of {nbytes} bytes is not all resident")
     return figure
+
+
+for name, what, run in (
+    # From as small as a memory that is mapped for itself is.
+    ("4k", "4k pages", partial(verify, pages="4k", first=64 * KIB, decades=4)),
+    # From one huge page on: four decades of them would end at 20 GiB.
+    ("thp", "transparent huge pages", partial(verify, pages="thp", first=2 * MIB, decades=3)),
+):
+    SUITE.case(
+        f"verify-{name}",
+        f"How does looking at a block of {what} grow with its size?",
+        unit="us",
+        x="bytes of the block",
+        targets=[LINEAR],
+    )(run)

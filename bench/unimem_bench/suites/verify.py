@@ -65,7 +65,7 @@ class ScanArguments(ctypes.Structure):
     )
 
 
-def look(measure: Measure, pages: Pages, rounds: int, quick_rounds: int) -> None:
+def compare_ways(measure: Measure, pages: Pages, rounds: int, quick_rounds: int) -> None:
     """Compare all ways to look at a block that is resident.
 
     What the kernel has looked at stays in the caches for the next side, so the order matters: the
@@ -116,13 +116,13 @@ SUITE.case(
     "What does looking at a block on transparent huge pages cost?",
     unit="ms",
     targets=[faster(EVERY_PAGE, 50.0, issue=3), costs(SMAPS, 1.0, issue=3)],
-)(partial(look, pages="thp", rounds=11, quick_rounds=11))
+)(partial(compare_ways, pages="thp", rounds=11, quick_rounds=11))
 
 SUITE.case(
     "4k pages",
     "What does looking at a block on 4k pages cost?",
     unit="ms",
-)(partial(look, pages="4k", rounds=4, quick_rounds=4))
+)(partial(compare_ways, pages="4k", rounds=4, quick_rounds=4))
 
 
 def possible(measure: Measure, ways: dict[str, Ask], nbytes: int) -> dict[str, Side]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from unimem_bench import models as bench
 
-Shape = bench.Shape
+Shape = bench.ModelShape
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)

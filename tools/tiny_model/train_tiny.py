@@ -3,11 +3,11 @@
 One command makes the file, from nothing but the grammar in `tiny_grammar.py`::
 
     pip install torch==2.13.0 numpy==2.4.6 gguf==0.19.0 sentencepiece==0.2.3
-    python tools/train_tiny.py --out src/unimem/engine/models/tiny.gguf
+    python tools/tiny_model/train_tiny.py --out src/unimem/engine/models/tiny.gguf
 
 It takes about half an hour of one CPU core. Seeds and the number of threads are fixed, so that the
 same versions give the same file on the same kind of processor. What the run was and gave (settings,
-losses, versions, digest of the file, a sample) is written to `tools/train_tiny.json`.
+losses, versions, digest of the file, a sample) is written to `tools/tiny_model/train_tiny.json`.
 """
 
 import argparse
@@ -306,6 +306,7 @@ def write_gguf(
     """Write a GGUF file, version 3, with the model and its tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("unimem-tiny")
+    # The path that the script had when the recorded file was made; its digest covers this text.
     writer.add_description("Writes small children's stories. Made by tools/train_tiny.py.")
     writer.add_license("Apache-2.0")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
