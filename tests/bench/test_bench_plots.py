@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import resource
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -502,6 +503,17 @@ def test_files_are_the_same_whatever_the_user_has_set(tmp_path: Path) -> None:
         assert saved(tmp_path / "b") == first
         assert dict(matplotlib.rcParams) == before
     assert not any(b"<dc:date>" in each for each in first.values())
+
+
+def test_names_in_a_file_do_not_depend_on_last_bits_of_the_layout(tmp_path: Path) -> None:
+    """Which differ from process to process, and would be in the names of clip paths."""
+    plots.save(small_record(), tmp_path)
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        clips = re.findall(r'<clipPath id="(.+?)"', text)
+        assert sorted(clips) == sorted(f"clip{i}" for i in range(len(clips)))
+        assert set(re.findall(r"url\(#(clip\d+)\)", text)) == set(clips)
+        assert "clip-path" in text
 
 
 def test_the_global_state_of_matplotlib_is_not_used(run_python: Run) -> None:
