@@ -316,9 +316,7 @@ def test_a_process_is_found_by_its_ledger() -> None:
     code = """
 import sys
 from unimem.accounting.published import publish
-publish()
-print(flush=True)
-sys.stdin.read()
+publish(); print(flush=True); sys.stdin.read()
 """
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

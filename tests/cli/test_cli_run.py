@@ -382,7 +382,7 @@ def test_a_model_that_spills_runs_and_says_so(model: Path) -> None:
     code = f"""
 from unimem import CapacityError
 from unimem.weights import residency
-def refuse(weights):
+def refuse(weights, mapped):
     raise CapacityError("warming it does not fit", 1, 1, 2)
 residency._require_room = refuse
 {MAIN}"""
