@@ -34,10 +34,17 @@ def pytest_testnodedown(node: Any) -> None:
     tiers.n_left_out = getattr(node, "workeroutput", {}).get("n_left_out", 0)
 
 
-# Fixtures that take what all processes of the machine share, or look at it.
+# Fixtures that take what all processes of the machine share, or look at it; and modules that do.
 MACHINE = {
     *("cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages"),
     "leaves_nothing",
+}
+MACHINE_MODULES = {
+    *("test_accounting", "test_block_cgroup", "test_block_grow", "test_block_lock"),
+    *("test_block_pages", "test_cli_report", "test_cli_stage", "test_cli_watch_terminal"),
+    *("test_demo", "test_engine_weights", "test_kv_grow", "test_kv_memory", "test_limits_real"),
+    *("test_model_maps", "test_plan_limits", "test_process", "test_published", "test_report"),
+    *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
 }
 
 
@@ -50,7 +57,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     known_state.begin()
     config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
-    config.addinivalue_line("markers", "machine: looks at what all processes share; one at a time")
     tiers.everything = config.getoption("--all") or config.getoption("--explore")
     random = config.getoption("--explore")
     # The same examples in each run: what was red is red again, and what is green stays so.
@@ -62,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("machine") or MACHINE & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if MACHINE & fixtures or item.path.stem in MACHINE_MODULES:
             item.add_marker(pytest.mark.xdist_group("machine"))
     if not tiers.everything:
         slow = [item for item in items if item.get_closest_marker("slow")]
