@@ -93,9 +93,25 @@ static void die_of(const siginfo_t *info) {
     }
 }
 
-/* The entry whose handler below this thread is running, and how deep in its stack. */
-static _Thread_local const entry *volatile going_on WITH_THREAD;
-static _Thread_local volatile uintptr_t going_on_at WITH_THREAD;
+/* The entries whose handlers below this thread is running, from the outermost one on, and how deep
+ * in its stack each was called. Those that a jump has left behind are not as deep as they were. */
+static _Thread_local struct {
+    const entry *of;
+    uintptr_t at;
+} going_on[MAX_ENTRIES] WITH_THREAD;
+static _Thread_local volatile unsigned n_going_on WITH_THREAD;
+
+/* Returns whether the handler below an entry is running further out in this thread. */
+static bool is_going_on(const entry *from, uintptr_t here) {
+    while (n_going_on > 0 && going_on[n_going_on - 1].at <= here) {
+        n_going_on--;
+    }
+    bool found = false;
+    for (unsigned i = 0; i < n_going_on && !found; i++) {
+        found = going_on[i].of == from;
+    }
+    return found;
+}
 
 /* Does what the kernel would have done with the action below. */
 static void go_on(entry *from, int number, siginfo_t *info, void *context) {
@@ -116,24 +132,25 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     }
     bool is_masked = um_os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
     /* Code that installs a handler between our look at the top and our own installation may keep
-     * the very entry that goes on to it. If that handler passes the signal on, as faulthandler does
-     * by restoring the previous action and raising the signal, it comes back here: nobody is left
-     * to hear of it. */
-    const entry *outer = going_on;
-    uintptr_t outer_at = going_on_at, here = (uintptr_t)__builtin_frame_address(0);
-    if (info->si_code == SI_TKILL && outer == from && here < outer_at) {
+     * the very entry that goes on to it, or two such handlers each other's. If they pass the signal
+     * on, as faulthandler does by restoring the previous action and raising the signal, it comes
+     * back here: nobody is left to hear of it. */
+    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
+    bool comes_back = is_going_on(from, here);
+    unsigned n_outer = n_going_on;
+    if (n_outer == MAX_ENTRIES || (comes_back && info->si_code == SI_TKILL)) {
         die_of(info);
         return;
     }
-    going_on = from;
-    going_on_at = here;
+    going_on[n_outer].of = from;
+    going_on[n_outer].at = here;
+    n_going_on = n_outer + 1;
     if ((below->sa_flags & SA_SIGINFO) != 0) {
         below->sa_sigaction(number, info, context);
     } else {
         below->sa_handler(number);
     }
-    going_on = outer; /* before signals are unblocked */
-    going_on_at = outer_at;
+    n_going_on = n_outer; /* before signals are unblocked */
     if (is_masked) {
         um_os_signal_mask(SIG_SETMASK, &before, NULL);
     }

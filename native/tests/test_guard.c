@@ -528,8 +528,33 @@ static void keeps_what_goes_on_to_him(void) {
     touch(foreign + page);
 }
 
+/* Two entries go on to the same handler, which keeps both as previous ones, by turns. */
+static struct sigaction kept_by_turns[2];
+
+static void hands_on_by_turns(int number, siginfo_t *info, void *context) {
+    (void)info, (void)context;
+    n_handed_on++;
+    if (n_handed_on > 3) {
+        _exit(EXIT_STATUS_OF_A_LOOP);
+    }
+    sigaction(number, &kept_by_turns[n_handed_on % 2], NULL);
+    raise(number);
+}
+
+static void keeps_two_by_turns(void) {
+    install(hands_on_by_turns, SA_NODEFER, NULL);
+    REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
+    kept_by_turns[0] = kept_by_him;
+    install(hands_on_by_turns, SA_NODEFER | SA_RESTART, NULL);
+    REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
+    kept_by_turns[1] = kept_by_him;
+    REQUIRE(kept_by_turns[0].sa_sigaction != kept_by_turns[1].sa_sigaction);
+    touch(foreign + page);
+}
+
 static void test_between(void) {
     CHECK(end_of(keeps_what_goes_on_to_him) == SIGBUS);
+    CHECK(end_of(keeps_two_by_turns) == SIGBUS);
     CHECK(end_of(ends_between) == SIGBUS);
     CHECK(end_of(calls_between) == SIGBUS);
     CHECK(end_of(is_given_up) == SIGBUS);
