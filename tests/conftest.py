@@ -45,6 +45,7 @@ MACHINE_MODULES = {
     *("test_demo", "test_engine_weights", "test_kv_grow", "test_kv_memory", "test_limits_real"),
     *("test_model_maps", "test_plan_limits", "test_process", "test_published", "test_report"),
     *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
+    "test_weights_room",
 }
 
 
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("unimem")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))

@@ -101,14 +101,15 @@ def save(record: Record, folder: Path, names: Collection[str] | None = None) -> 
         for drawing in drawings:
             text = io.StringIO()
             drawing.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-            write_text(folder / f"{drawing.name}.svg", _number_clips(text.getvalue()))
+            write_text(folder / f"{drawing.name}.svg", _compact(text.getvalue()))
     return drawings
 
 
-def _number_clips(svg: str) -> str:
+def _compact(svg: str) -> str:
     """Give clip paths numbers for names, which depend on last bits of the layout and vary."""
     ids = {name: f"clip{i}" for i, name in enumerate(re.findall(r'<clipPath id="(\w+)"', svg))}
-    return re.sub(r"\bp[0-9a-f]{10}\b", lambda name: ids.get(name[0], name[0]), svg)
+    svg = re.sub(r"\bp[0-9a-f]{10}\b", lambda name: ids.get(name[0], name[0]), svg)
+    return re.sub(r">\s+<", "><", svg) + "\n"
 
 
 def draw(record: Record) -> list[Drawing]:

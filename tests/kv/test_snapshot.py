@@ -24,64 +24,21 @@ from hypothesis import strategies as st
 import unimem as um
 from conftest import Run
 from project import ROOT
+from snapshot_bytes import (
+    FIELDS,
+    HEADER_BYTES,
+    MODES,
+    flipped,
+    header,
+    refused,
+    with_fields,
+    with_tables,
+)
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
-
-# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
-FIELDS = {
-    "magic": (0, "8s"),
-    "version": (8, "I"),
-    "header_bytes": (12, "I"),
-    "file_bytes": (16, "Q"),
-    "data_offset": (24, "Q"),
-    "lane_stride": (32, "Q"),
-    "row_bytes": (40, "Q"),
-    "chunk_bytes": (48, "Q"),
-    "seq_len": (56, "Q"),
-    "next_position": (64, "Q"),
-    "max_seq_len": (72, "Q"),
-    "window": (80, "Q"),
-    "spare_rows": (88, "Q"),
-    "n_layers": (96, "I"),
-    "n_kv_heads": (100, "I"),
-    "head_dim": (104, "I"),
-    "batch": (108, "I"),
-    "dtype": (112, "I"),
-    "flags": (116, "I"),
-    "alignment": (120, "I"),
-    "model_bytes": (124, "I"),
-    "tables_checksum": (128, "Q"),
-    "header_checksum": (136, "Q"),
-}
-HEADER_BYTES = 144
-MODES: list[Literal["map", "copy"]] = ["map", "copy"]
-
-
-def header(raw: bytes) -> dict[str, Any]:
-    return {name: struct.unpack_from("<" + code, raw, at)[0] for name, (at, code) in FIELDS.items()}
-
-
-def with_fields(raw: bytes, **fields: int) -> bytes:
-    """The file with other fields, and the header's checksum right."""
-    changed = bytearray(raw)
-    for name, value in fields.items():
-        at, code = FIELDS[name]
-        struct.pack_into("<" + code, changed, at, value)
-    struct.pack_into("<Q", changed, 136, xxhash.xxh3_64_intdigest(bytes(changed[:136])))
-    return bytes(changed)
-
-
-def with_tables(raw: bytes) -> bytes:
-    """The file with the checksum of its tables right."""
-    tables = raw[HEADER_BYTES : header(raw)["data_offset"]]
-    return with_fields(raw, tables_checksum=xxhash.xxh3_64_intdigest(tables))
-
-
-def flipped(raw: bytes, at: int, bit: int = 0) -> bytes:
-    return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
 
 
 @pytest.fixture
@@ -100,16 +57,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     with cache(40) as kv:
         kv.save(path, tokens=range(40), model="tiny")
     return path.read_bytes()
-
-
-def refused(path: Path, rule: str, **options: Any) -> SnapshotError:
-    """Restore refuses the file in both modes, for this reason."""
-    for mode in MODES:
-        with pytest.raises(SnapshotError) as caught:
-            um.KVCache.restore(path, mode=mode, **options)
-        assert re.search(rule, caught.value.rule), caught.value.rule
-        assert caught.value.path == str(path)
-    return caught.value
 
 
 # ---- what is saved comes back ----
@@ -752,133 +699,3 @@ def test_descriptors_are_closed(file: Path, n_descriptors: Callable[[], int]) ->
     refused(file, "checksum", verify=True)
     del kv
     assert n_descriptors() == before
-
-
-# ---- verify() ----
-
-
-def test_verify_checks_the_file_that_was_mapped(file: Path) -> None:
-    with um.KVCache.restore(file) as mapped:
-        append(mapped, 5)
-        mapped.verify()
-        with cache(3) as other:
-            other.save(file)  # takes the name; the mapped file stays
-        mapped.verify()
-        mapped.clear()
-        mapped.verify()
-
-
-def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
-    with cache(3) as kv, pytest.raises(ValueError, match="nothing to verify"):
-        kv.verify()
-    with (
-        um.KVCache.restore(file, mode="copy", verify=False) as kv,
-        pytest.raises(ValueError, match=r"not restored with mode='map'$"),
-    ):
-        kv.verify()
-
-
-def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
-    whole = file.stat().st_size
-    with um.KVCache.restore(file) as mapped:
-        os.truncate(file, 8192)
-        match = f"truncated after it was mapped: it has 8192 of {whole} bytes"
-        with pytest.raises(SnapshotError, match=match) as caught:
-            mapped.verify()
-        assert (caught.value.offset, caught.value.path) == (8192, str(file))
-
-
-# ---- read_into ----
-
-
-@pytest.mark.parametrize("kind", ["fixed", "grow"])
-def test_reading_into_a_cache_that_is_there(kind: str, file: Path) -> None:
-    with (
-        um.KVCache.restore(file) as expected,
-        um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv,
-    ):
-        facts = snapshot.read_into(kv, file, range(44), "tiny")
-        assert facts.seq_len == 40
-        assert rows(kv) == rows(expected)
-        assert (kv.seq_len, kv.next_position, kv.max_seq_len) == (40, 40, 100)
-        append(kv, 60)
-        assert kv.seq_len == 100
-
-
-def test_reading_into_a_ring(tmp_path: Path) -> None:
-    file = tmp_path / "session"
-    with cache(50, window=24) as kv, um.KVCache(2, 2, 32, 90, window=24, spare_rows=9) as other:
-        kv.save(file)
-        snapshot.read_into(other, file)
-        assert (other.seq_len, other.next_position) == (24, 50)
-        assert rows(other) == rows(kv)
-
-
-@pytest.mark.parametrize(
-    ("dims", "options", "named"),
-    [
-        ((3, 2, 32), {}, "n_layers=2, and this one has 3"),
-        ((2, 4, 16), {}, "n_kv_heads=2, and this one has 4"),
-        ((2, 2, 64), {}, "head_dim=32, and this one has 64"),
-        ((2, 2, 32), {"batch": 2}, "batch=1, and this one has 2"),
-        ((2, 2, 32), {"dtype": "bf16"}, "dtype='f16', and this one has 'bf16'"),
-        ((2, 2, 32), {"window": 50}, "window=None, and this one has 50"),
-    ],
-)
-def test_a_cache_of_other_dimensions_is_refused(
-    dims: tuple[int, int, int], options: dict[str, Any], named: str, file: Path
-) -> None:
-    with um.KVCache(*dims, 64, **options) as kv:
-        with pytest.raises(SnapshotError, match=re.escape(named)) as caught:
-            snapshot.read_into(kv, file)
-        assert caught.value.offset == FIELDS[named.partition("=")[0]][0]
-        assert kv.seq_len == kv.next_position == 0
-
-
-def test_reading_into_a_cache_is_all_or_nothing(file: Path) -> None:
-    with um.KVCache(2, 2, 32, 64) as kv:
-        with pytest.raises(SnapshotError, match="expected a snapshot of model"):
-            snapshot.read_into(kv, file, model="big")
-        with pytest.raises(SnapshotError, match="no prefix"):
-            snapshot.read_into(kv, file, tokens=[1])
-        raw = file.read_bytes()
-        file.write_bytes(flipped(raw, len(raw) - 1))
-        with pytest.raises(SnapshotError, match="checksum does not match in v of layer 1"):
-            snapshot.read_into(kv, file)
-        assert kv.seq_len == kv.next_position == 0
-        file.write_bytes(raw)
-        snapshot.read_into(kv, file)
-        before = rows(kv)
-        with pytest.raises(ValueError, match="expected a cleared cache, got one at position 40"):
-            snapshot.read_into(kv, file)
-        assert rows(kv) == before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_a_cleared_cache_is_read_into(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "session"
-    with cache(20, **KINDS[kind]) as saved, um.KVCache(2, 2, 32, 64, **KINDS[kind]) as kv:
-        saved.save(file)
-        one = np.full((1, 2, 32), 3, np.float32)
-        kv.append(0, one, one)  # a token that layer 1 lacks
-        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
-            snapshot.read_into(kv, file)
-        assert (kv.layer(0)[0] == 3).all()
-        assert kv.layer(0)[0].shape[2] == 1
-        kv.clear()
-        kv.reserve(2)
-        with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
-            snapshot.read_into(kv, file)
-        kv.commit(1)
-        assert kv.seq_len == 1
-        kv.clear()
-        snapshot.read_into(kv, file)
-        assert rows(kv) == rows(saved)
-
-
-def test_a_cache_without_room_is_refused(file: Path) -> None:
-    with um.KVCache(2, 2, 32, 39) as kv:
-        with pytest.raises(um.CacheFull, match="40 tokens, and the cache has room for 39") as error:
-            snapshot.read_into(kv, file)
-        assert (error.value.limit, error.value.used, error.value.asked) == (39, 0, 40)
-        assert kv.seq_len == 0

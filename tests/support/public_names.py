@@ -137,5 +137,11 @@ def public_names() -> dict[str, Any]:
     }
 
 
+def as_lines(names: dict[str, Any]) -> str:
+    """Write the lists as JSON, with the members of a class, or what else is short, in one line."""
+    text = json.dumps(names, indent=1, sort_keys=True)
+    return re.sub(r"\[\s+([^\[\]]{0,600}?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+
+
 if __name__ == "__main__":
-    print(json.dumps(public_names(), indent=1, sort_keys=True))
+    print(as_lines(public_names()))

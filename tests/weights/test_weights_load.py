@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import gguf_files as gf
-import safetensors_files as st
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem._core.status import ledger
@@ -28,46 +27,16 @@ from unimem.system.policy import check_options
 from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
+from weight_bytes import (
+    LOADS,
+    MIB,
+    READS,
+    check,
+    leaves_nothing,  # noqa: F401 - a fixture
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
-
-MIB = 1 << 20
-I8 = 24
-READS = ["copy", "direct"]
-LOADS = ["map", *READS]
-THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.fixture
-def leaves_nothing() -> Iterator[None]:
-    """No descriptor and no thread is left, whatever is raised."""
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    before = held()
-    yield
-    assert held() == before
-
-
-def write(path: Path, *nbytes: int) -> Path:
-    """A file of tensors of random bytes, each of this many."""
-    rows, offset = [], 0
-    for i, n in enumerate(nbytes):
-        rows.append(gf.tensor(f"t{i}", (n,), I8, offset))
-        offset += -(-n // 32) * 32
-    raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
-    raw += bytes(-len(raw) % 32)
-    path.write_bytes(raw + bytes(gf.random_bytes(offset, seed=offset)))
-    return path
-
-
-def write_hole(path: Path, nbytes: int) -> Path:
-    """A file of one tensor, which takes no room on the disk."""
-    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), I8, 0))
-    path.write_bytes(raw)
-    os.truncate(path, len(raw) + -len(raw) % 32 + nbytes)
-    return path
 
 
 @pytest.fixture
@@ -76,18 +45,13 @@ def path(tmp_path: Path) -> Path:
     return write(tmp_path / "model.gguf", 3 * MIB + 1, 5000, 2 * MIB)
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
     pytest.importorskip("gguf", reason="gguf splits the model: pip install '.[test]'")
     return gf.split(write(tmp_path / "m.gguf", 100_000, 1, 70_000, 4096, 5 * MIB), 2)
-
-
-def check(weights: um.Weights) -> None:
-    """Each tensor has the bytes of its file."""
-    for tensor in weights.tensors.values():
-        with open(tensor.file, "rb") as file:
-            file.seek(tensor.offset)
-            assert tensor.as_array().tobytes() == file.read(tensor.nbytes)
 
 
 # ---- each mode ---------------------------------------------------------------------------------
@@ -779,100 +743,3 @@ def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None
                 open_weights(path, load=load, progress=at_the_end, **options)
             assert caught.value.filename == str(path)
         assert tape.used_bytes == 0
-
-
-# ---- arrays ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("load", LOADS)
-def test_nothing_of_an_array_can_be_written(tmp_path: Path, load: Any) -> None:
-    file = tmp_path / "model.safetensors"
-    # The second tensor is not aligned.
-    file.write_bytes(st.write({"a": ("U8", (1,)), "b": ("F32", (2,))}))
-    with open_weights(file, load=load) as weights:
-        for tensor in weights.tensors.values():
-            array: Any = tensor.as_array()
-            while isinstance(array, np.ndarray):
-                assert not array.flags.writeable
-                array = array.base
-        del array
-
-
-# ---- what does not fit -------------------------------------------------------------------------
-
-IN_512_MB = """
-import resource, warnings
-import unimem as um
-path = {path!r}
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-before = peak()
-for load in ("copy", "direct"):
-    for options in ({{}}, {{"pages": "4k"}}, {{"progress": print}}):
-        try:
-            um.open_weights(path, load=load, **options)
-        except um.CapacityError as error:
-            assert "cgroup" in str(error), error
-            assert error.asked > 600 << 20
-        else:
-            raise SystemExit(f"{{load}} was not refused")
-try:
-    um.open_weights(path, pages="thp", strict=True)
-except um.CapacityError as error:
-    assert "a copy of" in str(error), error
-else:
-    raise SystemExit("strict was not refused")
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    with um.open_weights(path, pages="thp") as weights:
-        assert weights.load == "map", weights.load
-        assert "does not fit" in weights.load_reason
-        try:
-            weights.warm()
-        except um.CapacityError:
-            pass
-        else:
-            raise SystemExit("warming was not refused")
-assert len(told) == 1, told
-assert peak() - before < 16 << 20, (before, peak())
-print("refused")
-"""
-
-
-def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
-    tmp_path: Path,
-    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
-) -> None:
-    file = write_hole(tmp_path / "large.gguf", 640 * MIB)
-    assert cgroup_512mb.run(IN_512_MB.format(path=str(file))) == "refused\n"
-
-
-ON_TAPES = """
-import unimem as um
-path = {path!r}
-with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as tape:
-    tape.take_bytes(100)
-    other.warm()
-    try:
-        um.open_weights(path, tape=tape, load="direct")
-    except um.CapacityError as error:
-        assert "cgroup" in str(error), error
-    else:
-        raise SystemExit("it was not refused")
-    assert tape.used_bytes == 100
-    other.close()
-    cold.warm()
-    # What is in RAM already needs no room.
-    with um.Block(150 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
-        print(weights.load)
-"""
-
-
-def test_a_tape_without_room_for_its_pages(
-    tmp_path: Path,
-    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
-) -> None:
-    file = write_hole(tmp_path / "large.gguf", 280 * MIB)
-    assert cgroup_512mb.run(ON_TAPES.format(path=str(file))) == "direct\n"

@@ -518,16 +518,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},
         "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},
         "output": {"text": text + stream.flush(), "tokens": talk.tokens, "stop": talk.stop},
-        "session": None
-        if options.resume is None and options.save_session is None
-        else {
-            "resumed": None if options.resume is None else str(options.resume),
-            "restored_tokens": talk.n_restored,
-            "restore_seconds": talk.restore_seconds,
-            "saved": options.save_session if talk.n_saved else None,
-            "saved_tokens": talk.n_saved,
-            "save_seconds": talk.save_seconds,
-        },
+        "session": _session(talk, options),
         "speed": {
             "load_seconds": talk.load_seconds,
             "prefill_seconds": talk.prefill_seconds,
@@ -544,6 +535,19 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         },
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
+    }
+
+
+def _session(talk: Talk, options: Options) -> dict[str, Any] | None:
+    if options.resume is None and options.save_session is None:
+        return None
+    return {
+        "resumed": None if options.resume is None else str(options.resume),
+        "restored_tokens": talk.n_restored,
+        "restore_seconds": talk.restore_seconds,
+        "saved": options.save_session if talk.n_saved else None,
+        "saved_tokens": talk.n_saved,
+        "save_seconds": talk.save_seconds,
     }
 
 

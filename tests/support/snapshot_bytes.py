@@ -1,0 +1,77 @@
+"""The header of a snapshot as bytes: read, changed, and damaged."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import xxhash
+
+import unimem as um
+from unimem.errors import SnapshotError
+
+# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
+FIELDS = {
+    "magic": (0, "8s"),
+    "version": (8, "I"),
+    "header_bytes": (12, "I"),
+    "file_bytes": (16, "Q"),
+    "data_offset": (24, "Q"),
+    "lane_stride": (32, "Q"),
+    "row_bytes": (40, "Q"),
+    "chunk_bytes": (48, "Q"),
+    "seq_len": (56, "Q"),
+    "next_position": (64, "Q"),
+    "max_seq_len": (72, "Q"),
+    "window": (80, "Q"),
+    "spare_rows": (88, "Q"),
+    "n_layers": (96, "I"),
+    "n_kv_heads": (100, "I"),
+    "head_dim": (104, "I"),
+    "batch": (108, "I"),
+    "dtype": (112, "I"),
+    "flags": (116, "I"),
+    "alignment": (120, "I"),
+    "model_bytes": (124, "I"),
+    "tables_checksum": (128, "Q"),
+    "header_checksum": (136, "Q"),
+}
+HEADER_BYTES = 144
+MODES: list[Literal["map", "copy"]] = ["map", "copy"]
+
+
+def header(raw: bytes) -> dict[str, Any]:
+    return {name: struct.unpack_from("<" + code, raw, at)[0] for name, (at, code) in FIELDS.items()}
+
+
+def with_fields(raw: bytes, **fields: int) -> bytes:
+    """The file with other fields, and the header's checksum right."""
+    changed = bytearray(raw)
+    for name, value in fields.items():
+        at, code = FIELDS[name]
+        struct.pack_into("<" + code, changed, at, value)
+    struct.pack_into("<Q", changed, 136, xxhash.xxh3_64_intdigest(bytes(changed[:136])))
+    return bytes(changed)
+
+
+def with_tables(raw: bytes) -> bytes:
+    """The file with the checksum of its tables right."""
+    tables = raw[HEADER_BYTES : header(raw)["data_offset"]]
+    return with_fields(raw, tables_checksum=xxhash.xxh3_64_intdigest(tables))
+
+
+def flipped(raw: bytes, at: int, bit: int = 0) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+
+
+def refused(path: Path, rule: str, **options: Any) -> SnapshotError:
+    """Restore refuses the file in both modes, for this reason."""
+    for mode in MODES:
+        with pytest.raises(SnapshotError) as caught:
+            um.KVCache.restore(path, mode=mode, **options)
+        assert re.search(rule, caught.value.rule), caught.value.rule
+        assert caught.value.path == str(path)
+    return caught.value
