@@ -133,7 +133,7 @@ assert state() == before
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs address space"
 )
-def test_limits_of_the_process_give_typed_errors(run_python: Run) -> None:
+def test_a_limit_of_descriptors_gives_an_os_error(run_python: Run) -> None:
     done = run_python(
         """
         import os, resource
@@ -172,7 +172,23 @@ def test_limits_of_the_process_give_typed_errors(run_python: Run) -> None:
             assert not os.path.exists("/dev/shm/" + path)
         block.close()
         assert state() == before, (state(), before)
+        """
+    )
+    assert done.returncode == 0, done.stderr
 
+
+def test_a_limit_of_addresses_gives_a_memory_error(run_python: Run) -> None:
+    done = run_python(
+        """
+        import os, resource
+        import unimem as um
+        from unimem._core.status import ledger
+
+        def state():
+            return len(os.listdir("/proc/self/fd")), ledger()["other"]["mapped_bytes"]
+
+        path = "unimem-test-limits-%d" % os.getpid()
+        um.Block(4096, shared=True).close()
         block = um.Block(4096, reserve=8 << 20)
         before = state()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -24,6 +24,8 @@ with mock.patch.object(unimem.system.gpu, "require"):  # what is looked at here 
 
 FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci")
 CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cu"}
+MOST_LINES = 800
+MOST_BODY_LINES = 60
 TEXT = CODE | {".md", ".toml", ".txt", ".sh", ".yml", ""}
 
 
@@ -73,7 +75,63 @@ def test_lines_are_short() -> None:
 
 def test_files_are_short() -> None:
     count = {path: path.read_text().count("\n") for path in files(CODE | {".md"})}
-    assert [str(path) for path, n in count.items() if n > 900] == []
+    assert [str(path) for path, n in count.items() if n > MOST_LINES] == []
+
+
+def function_bodies(path: Path) -> Iterator[tuple[str, int]]:
+    """Functions of a Python file, and how many lines each has without its docstring.
+
+    Options of a command are its parameters. A literal that is one statement is data.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            if len(body) > 1:
+                yield node.name, (node.end_lineno or 0) - body[0].lineno + 1
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}, {n} lines"
+        for path in files({".py"})
+        for name, n in function_bodies(path)
+        if n > MOST_BODY_LINES and name not in WRITERS
+    ]
+    assert found == []
+
+
+# These write a whole file or record of made-up data, one statement for each part of it.
+WRITERS = {"sample_record", "write_model"}
+
+
+def test_functions_in_c_are_short() -> None:
+    found, n_functions = [], 0
+    for path in files({".c"}):
+        start: int | None = None
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if start is None and re.search(r"\)\s*\{$", line):
+                start = number
+            elif line.startswith("}") and start is not None:
+                n_functions += 1
+                if number - start - 1 > MOST_BODY_LINES:
+                    found.append(f"{path.relative_to(ROOT)}:{start}")
+                start = None
+    assert n_functions > 1000
+    assert found == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """But the twin's, which are named after those of main memory, and `Node`: both are public."""
+    where: dict[str, list[str]] = {}
+    for folder in ("src/unimem", "bench/unimem_bench"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in {".py", ".pyx"} and path.parent.name != "cuda":
+                for name in re.findall(r"^(?:cdef )?class (\w+)", path.read_text(), re.M):
+                    where.setdefault(name, []).append(path.name)
+    assert len(where) > 150
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {
+        "Node": ["prefix.py", "limits.py"]
+    }
 
 
 def test_no_code_is_commented_out() -> None:
