@@ -14,7 +14,6 @@ from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute
 from unimem.accounting.model_maps import MappedModel, models
 from unimem.accounting.published import failure, published
-from unimem.accounting.report_text import report_lines
 from unimem.accounting.rows import Mapping, Row, in_order, plain
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process
@@ -86,6 +85,8 @@ class Report:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
+        from unimem.accounting.report_text import report_lines
+
         return "\n".join(report_lines(Surface(), self.rows, self.facts))
 
 

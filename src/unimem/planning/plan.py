@@ -12,7 +12,6 @@ from unimem.accounting.rows import Row, in_order
 from unimem.buffers.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers
 from unimem.kv.cache import KVCache
-from unimem.planning.advice import advise
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.needs import (
     Budget,
@@ -208,6 +207,8 @@ class _Planner:
         def replan(changes: Mapping[str, Any]) -> Plan:
             # The context stays the plan's own, so that nothing else differs.
             return self._make(options.with_changes({"ctx": made.ctx} | dict(changes)))
+
+        from unimem.planning.advice import advise
 
         return replace(made, advice=advise(made, replan, self._source.by_type()))
 

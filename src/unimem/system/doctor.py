@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from unimem.system import kernel_files, limits
 from unimem.system.cgroups import cgroups_above
-from unimem.system.findings import judge
 from unimem.system.kernel_files import parse_kib, parse_list
 from unimem.system.machine import (
     Capabilities,
@@ -26,7 +25,6 @@ from unimem.system.machine import (
     Thp,
     ThpSize,
 )
-from unimem.system.machine_text import render
 
 __all__ = ["Machine", "doctor"]
 
@@ -69,6 +67,8 @@ class Machine(MachineFacts):
     __slots__ = ()
 
     def __str__(self) -> str:
+        from unimem.system.machine_text import render
+
         return render(self)
 
 
@@ -104,6 +104,8 @@ def doctor() -> Machine:
         ),
         capabilities=_capabilities(status),
     )
+    from unimem.system.findings import judge
+
     return replace(machine, findings=judge(machine))
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from unimem._core import ledger
 from unimem._core.block import Block
@@ -15,7 +15,6 @@ from unimem._core.tape import DeviceTape, Tape
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import policy
 from unimem.system.placement import Lock, PlacementOptions
-from unimem.weights import residency
 from unimem.weights.files import ModelFile, open_model
 from unimem.weights.loading import (
     AccessPattern,
@@ -25,8 +24,10 @@ from unimem.weights.loading import (
     check_request,
     load_model,
 )
-from unimem.weights.residency import Residency
 from unimem.weights.tensors import Contents, ModelPart
+
+if TYPE_CHECKING:
+    from unimem.weights.residency import Residency
 
 __all__ = ["Weights", "open_weights", "warm_where_it_fits"]
 
@@ -146,6 +147,8 @@ class Weights(Contents):
             The weights were closed.
         """
         self._opened()
+        from unimem.weights import residency
+
         return residency.measure_residency(self)
 
     def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
@@ -170,6 +173,8 @@ class Weights(Contents):
             The weights were closed.
         """
         self._opened()
+        from unimem.weights import residency
+
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
     def lock(self, how: Lock = True) -> None:
@@ -200,6 +205,8 @@ class Weights(Contents):
                 f"Weights '{self.files[0]}' lie on a tape, which holds more than them: make the "
                 "tape with lock=True"
             )
+        from unimem.weights import residency
+
         residency.lock(self, self.blocks, how, mapped=self.load == "map")
 
     def evict(self) -> int:
@@ -226,6 +233,8 @@ class Weights(Contents):
                 f"Weights '{self.files[0]}' lie in memory of their own, not in the page cache "
                 f"(load='{self.load}'): close() them to give it back, or open them with load='map'"
             )
+        from unimem.weights import residency
+
         return residency.evict(self)
 
     def to_device(

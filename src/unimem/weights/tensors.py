@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.gguf import tensor_type
-from unimem.weights import dlpack
-from unimem.weights.dequantize import dequantize
 from unimem.weights.files import Header, ModelFile, Value
 from unimem.weights.loading import LoadMemory
 
@@ -154,6 +152,8 @@ class Tensor:
 
     def __dlpack__(self, **options: Any) -> Any:
 
+        from unimem.weights import dlpack
+
         return dlpack.export(self.as_array(), **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -177,6 +177,8 @@ class Tensor:
         ClosedError
             The weights were closed.
         """
+        from unimem.weights.dequantize import dequantize
+
         return dequantize(
             self.as_array(), self.type, self.ggml_type, self.shape, name=self.name, path=self.file
         )

@@ -9,12 +9,9 @@ import fcntl
 import hashlib
 import json
 import os
-import select
 import signal
-import socket
 import stat
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,6 +192,9 @@ def _started(
     note: dict[str, Any], lock_fds: list[int], kept: int = -1, *, is_folder: bool = False
 ) -> Iterator[Held]:
     """Start a process that keeps `kept` and locks `lock_fds`, which are closed here."""
+    import socket
+    import subprocess
+
     text = json.dumps({"schema": SCHEMA, **note})
     ours, its = socket.socketpair()
     with ours:
@@ -241,6 +241,8 @@ def drop(held: Held) -> None:
 
     Processes that have the model open or mapped keep what they have.
     """
+    import select
+
     with suppress(ProcessLookupError, FileNotFoundError):
         fd = os.pidfd_open(_local_pid(held.pid))
         try:
@@ -277,6 +279,8 @@ def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None
     waiting : callable
         Called with the process that it has to wait for.
     """
+    import socket
+
     # Not a lock of the model file: any process that may read it could hold the lock for ever. The
     # name of a socket goes with its process, and the kernel tells the user of the listener.
     key = hashlib.sha256(os.fsencode(source)).hexdigest()[:32]
@@ -294,6 +298,8 @@ def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None
 
 def _wait_for(name: str, waiting: Callable[[int], None]) -> bool:
     """Wait until a socket is closed; False where it is another user's."""
+    import socket
+
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.setblocking(False)
         try:

@@ -9,9 +9,6 @@ import array
 import errno
 import fcntl
 import os
-import shutil
-import socket
-import subprocess
 import sys
 from contextlib import suppress
 from typing import Literal
@@ -133,6 +130,10 @@ class _Namespace:
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
+        # Here, since few processes stage, and `import unimem` shall stay light.
+        import socket
+        import subprocess
+
         ours, its = socket.socketpair()
         command = [
             *(sys.executable, "-I", "-S", _CHILD),
@@ -309,6 +310,8 @@ def _lock(folder: str, fd: int) -> bool:
 
 
 def _remove(folder: str, fd: int) -> None:
+    import shutil
+
     for name in os.listdir(fd):
         with suppress(FileNotFoundError):
             try:
