@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -48,6 +51,12 @@ MACHINE_MODULES = {
     "test_weights_room",
 }
 
+# Modules whose tests reserve huge pages by themselves.
+POOL_MODULES = {
+    *("test_bench_advise", "test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
+    *("test_block_pages", "test_cli_bench"),
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
@@ -78,6 +87,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.n_left_out = len(slow)
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Share the pool of huge pages with other workers, or have it alone where pages are reserved.
+
+    A block with ``pages="auto"`` takes them from the pool, whoever has reserved them.
+    """
+    module = request.node.path.stem
+    alone = "eight_huge_pages" in request.fixturenames or module in POOL_MODULES
+    with open(Path(tempfile.gettempdir()) / f"unimem-tests-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
