@@ -66,6 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     known_state.begin()
+    # Where pytest-xdist is not installed, as on a machine that is lent for its GPU.
+    config.addinivalue_line("markers", "xdist_group(name): in one worker, one after the other")
     config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
     tiers.everything = config.getoption("--all") or config.getoption("--explore")
     random = config.getoption("--explore")
