@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -19,6 +16,7 @@ import pytest
 
 import known_state
 import tiers
+from huge_pages import sharing_the_pool
 from project import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
@@ -93,14 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share the pool of huge pages with other workers, or have it alone where pages are reserved.
-
-    A block with ``pages="auto"`` takes them from the pool, whoever has reserved them.
-    """
-    module = request.node.path.stem
-    alone = "eight_huge_pages" in request.fixturenames or module in POOL_MODULES
-    with open(Path(tempfile.gettempdir()) / f"unimem-tests-{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    """Nobody else takes the huge pages that a test reserves."""
+    with sharing_the_pool(alone=request.node.path.stem in POOL_MODULES):
         yield
 
 

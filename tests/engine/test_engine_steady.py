@@ -30,7 +30,8 @@ SCRIPT = """
     from unimem.engine import Decoder
 
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    owners = (("/unimem/", 1), ("libggml", 2), ("libgomp", 3))
+    # Of files in the installed package: a checkout may be called unimem, too.
+    owners = (("-packages/unimem/", 1), ("libggml", 2), ("libgomp", 3))
     prompt = [1] + [300 + i % 50 for i in range(149)]
     cache = json.loads(os.environ["CACHE"])
     with Decoder(os.environ["MODEL"], ctx=512, threads=2, **cache) as decoder:

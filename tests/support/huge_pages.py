@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -34,9 +37,31 @@ def all_held() -> Iterator[None]:
         yield
 
 
+_lock: TextIO | None = None
+
+
+@contextmanager
+def sharing_the_pool(*, alone: bool) -> Iterator[None]:
+    """Share the pool with other workers, or have it alone.
+
+    A block with ``pages="auto"`` takes pages from it, whoever has reserved them. `reserved` has it
+    alone in any case.
+    """
+    global _lock  # noqa: PLW0603 - one for each worker
+    path = Path(tempfile.gettempdir()) / f"unimem-tests-{os.getuid()}.lock"
+    with open(path, "w") as _lock:
+        fcntl.flock(_lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            _lock = None
+
+
 @contextmanager
 def reserved(n_pages: int) -> Iterator[None]:
     """Let the pool have n_pages that are free, and as many pages as before at the end."""
+    if _lock is not None:
+        fcntl.flock(_lock, fcntl.LOCK_EX)
     if not POOL.exists():
         pytest.skip("this kernel has no hugetlb pages of 2m")
     if os.geteuid() != 0:

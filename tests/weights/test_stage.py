@@ -398,12 +398,13 @@ def test_another_user_stages_and_root_may_read(model: Path) -> None:
         copied = shutil.copy(model, folder)
         script = f"""
 import ctypes, os, sys
+import shutil, socket, subprocess  # which that user may not be allowed to read
 import unimem as um
 from unimem.weights import loading
 from unimem.weights.staging import places
 from unimem.system import limits
 sys.executable, places._CHILD = {python!r}, {child!r}
-um.get_library = lambda: {library!r}
+places.get_library = lambda: {library!r}
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
 with um.stage({copied!r}) as staged:
