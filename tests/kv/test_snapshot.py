@@ -27,6 +27,7 @@ from project import ROOT
 from snapshot_bytes import (
     FIELDS,
     HEADER_BYTES,
+    KINDS,
     MODES,
     flipped,
     header,
@@ -60,13 +61,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 # ---- what is saved comes back ----
-
-KINDS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "grow": {"grow": True},
-    "ring": {"window": 24},
-    "ring with spare rows": {"window": 24, "spare_rows": 5},
-}
 
 
 @pytest.mark.parametrize("mode", MODES)

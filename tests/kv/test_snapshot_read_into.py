@@ -13,6 +13,7 @@ import pytest
 import unimem as um
 from snapshot_bytes import (
     FIELDS,
+    KINDS,
     flipped,
 )
 from snapshot_files import append, cache, rows
@@ -38,14 +39,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     with cache(40) as kv:
         kv.save(path, tokens=range(40), model="tiny")
     return path.read_bytes()
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "grow": {"grow": True},
-    "ring": {"window": 24},
-    "ring with spare rows": {"window": 24, "spare_rows": 5},
-}
 
 
 # ---- verify() ----

@@ -14,6 +14,13 @@ import unimem as um
 from unimem.errors import SnapshotError
 
 # Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "grow": {"grow": True},
+    "ring": {"window": 24},
+    "ring with spare rows": {"window": 24, "spare_rows": 5},
+}
+
 FIELDS = {
     "magic": (0, "8s"),
     "version": (8, "I"),

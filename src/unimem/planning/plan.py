@@ -27,8 +27,8 @@ from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
-from unimem.system.policy import NumaPolicy, show_nodes
-from unimem.system.text import format_bytes
+from unimem.system.policy import NumaPolicy
+from unimem.system.text import format_bytes, format_ranges
 from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.loading import Load
@@ -365,7 +365,7 @@ class _Planner:
         def check(chosen: tuple[int, ...], needed: int) -> Check:
             there = [nodes[n] for n in chosen if n in usable]
             return Check(
-                f"node{'s' * (len(chosen) > 1)} {show_nodes(chosen)}",
+                f"node{'s' * (len(chosen) > 1)} {format_ranges(chosen)}",
                 needed,
                 sum(node.available_bytes for node in there),
                 sum(node.total_bytes for node in there),

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, SupportsIndex, get_args
 from unimem.errors import PlacementError, PlacementWarning
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
-from unimem.system.text import format_bytes
+from unimem.system.text import format_bytes, format_ranges
 
 __all__ = [
     "Extent",
@@ -43,7 +43,6 @@ __all__ = [
     "require_growth",
     "require_room",
     "shared_path",
-    "show_nodes",
     "warm_cpus",
     "warn",
 ]
@@ -92,7 +91,7 @@ class NumaPolicy:
     nodes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.mode}:{show_nodes(self.nodes)}" if self.nodes else self.mode
+        return f"{self.mode}:{format_ranges(self.nodes)}" if self.nodes else self.mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +136,6 @@ class Extent:
     def is_hugetlb(self) -> bool:
         """Whether the block lies in a reserved pool, and takes no other memory."""
         return self.choice.pages in HUGETLB
-
-
-def show_nodes(nodes: Iterable[int]) -> str:
-    """Write nodes as a list of ranges.
-
-    Examples
-    --------
-    >>> show_nodes([0, 2, 3, 4, 7])
-    '0,2-4,7'
-    """
-    runs: list[list[int]] = []
-    for node in sorted(nodes):
-        if runs and node == runs[-1][1] + 1:
-            runs[-1][1] = node
-        else:
-            runs.append([node, node])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def check_options(placement: Mapping[str, object]) -> None:
@@ -346,7 +328,7 @@ def _choose_nodes(
     if missing or not chosen:
         shortfalls.append(
             f"numa='{wanted}': {', '.join(missing) or 'no node can be used'}; this process can use "
-            f"{show_nodes(usable) or 'none'}"
+            f"{format_ranges(usable) or 'none'}"
         )
     if not chosen:
         return None
