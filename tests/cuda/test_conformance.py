@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+import cache_kinds
 import proc_maps
 import unimem as um
+from cache_kinds import Array, Bridge, PadKind, all_kinds, each_dtype, own_counters
 from conformance import Kind, fill, suites, tokens_of
-from kv_model import as_float32, memory, stored
-from pad_model import TAKEN, converted
-from unimem._core.status import counters
+from kv_model import as_float32, memory
+from pad_model import TAKEN
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
-
-Array = NDArray[Any]
 
 
 def unaligned(a: Array) -> Array:
@@ -30,123 +27,90 @@ def unaligned(a: Array) -> Array:
     return np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(a.dtype).reshape(a.shape)
 
 
-LAYOUTS: dict[str, Callable[[Array], Array]] = {
-    "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-    "reversed": lambda a: a[::-1].copy()[::-1],
-    "Fortran order": np.asfortranarray,
-    "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
-    "of the other byte order": lambda a: a.astype(a.dtype.newbyteorder("S")),
-    "of the other byte order and strided": lambda a: np.repeat(
-        a.astype(a.dtype.newbyteorder("S")), 2, axis=0
-    )[::2],
-    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
-    "not aligned": unaligned,
-    "a subclass": lambda a: a.view(np.recarray),
-}
+def swapped(a: Array) -> Array:
+    """The same in the other byte order."""
+    return a.astype(a.dtype.newbyteorder("S"))
 
 
-class HostKind(Kind):
-    """A cache in main memory."""
+class MainMemory(Bridge):
+    """Where arrays are already."""
 
-    layouts: Mapping[str, Callable[[Array], Array]] = LAYOUTS
+    package = um
+    in_child = True
+    layouts = {
+        "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+        "reversed": lambda a: a[::-1].copy()[::-1],
+        "Fortran order": np.asfortranarray,
+        "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
+        "of the other byte order": swapped,
+        "of the other byte order and strided": lambda a: np.repeat(swapped(a), 2, axis=0)[::2],
+        "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+        "not aligned": unaligned,
+        "a subclass": lambda a: a.view(np.recarray),
+    }
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def up(self, a: Array) -> Array:
+        return a
+
+    def down(self, a: Array) -> Array:
+        return a
+
+    def address_of(self, a: Array) -> int:
+        return proc_maps.address_of(a)
+
+    def zero(self, a: Array) -> None:
+        a[...] = 0
 
     def is_mapped(self, address: int) -> bool:
         return proc_maps.is_mapped(address)
 
     def counters(self) -> Mapping[str, int]:
-        return {name: int(n) for name, n in counters().items()}  # type: ignore[call-overload]
+        return own_counters()
 
 
-class PadKind(HostKind):
-    """Scratchpads: rows of one width."""
+HERE = MainMemory()
 
-    token_shape = (8,)
 
-    def __init__(self, cls: type[Any], dtype: str, on_tape: bool = False) -> None:
-        super().__init__(f"{cls.__name__}-{dtype}{'-tape' if on_tape else ''}")
-        self.cls, self.dtype = cls, dtype
-        self.takes = TAKEN[dtype]
-        self.on_tape = on_tape
-        self.owns_memory = not on_tape
+class PagedPadKind(PadKind):
+    """PagedScratchpad, whose tokens are in blocks."""
 
-    def make(self, **options: Any) -> Any:
-        return self.cls(self.capacity, 8, self.dtype, **options)
-
-    @contextmanager
-    def made(self) -> Iterator[Any]:
-        if not self.on_tape:
-            with super().made() as cache:
-                yield cache
-            return
-        with um.Tape(1 << 16) as tape:
-            yield self.make(tape=tape)
-
-    def arguments(self, tokens: Array) -> tuple[Array, ...]:
-        return (tokens.copy(),)
-
-    def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
-        rows = arguments[0]
-        # Both ways to append are to be tested.
-        if isinstance(rows, np.ndarray) and rows.ndim == 2 and len(rows) == 1:
-            cache.append(rows[0])
-        else:
-            cache.append_batch(rows)
+    def __init__(self, dtype: str) -> None:
+        super().__init__(HERE, dtype, cls="PagedScratchpad")
 
     def read(self, cache: Any, layer: int) -> Array:
         return np.asarray(cache.as_array(), np.float32)
 
-    def stored(self, tokens: Array) -> Array:
-        return converted(tokens, self.dtype).astype(np.float32)
-
     def view(self, cache: Any) -> Any:
-        if isinstance(cache, um.Scratchpad):
-            return cache.as_array()
-        len(cache)
         return [cache.get_token(i) for i in range(len(cache))]
 
     def shown(self, view: Any) -> Array:
         return np.array(view, np.float32)
 
     def address(self, cache: Any) -> int:
-        view = cache.as_array() if isinstance(cache, um.Scratchpad) else cache.get_token(0)
-        return proc_maps.address_of(view)
+        return proc_maps.address_of(cache.get_token(0))
 
 
-class KVKind(HostKind):
-    """KVCache: K and V of two layers."""
-
-    n_layers = 2
+class KVKind(cache_kinds.KVKind):
+    """KVCache in all the ways that only main memory has."""
 
     def __init__(self, how: str, dtype: str, batch: int) -> None:
-        super().__init__(f"KVCache-{how}-{dtype}-batch{batch}")
-        self.how, self.dtype, self.batch = how, dtype, batch
-        self.token_shape = (2, batch, 2, 32)
+        super().__init__(HERE, how, dtype, batch)
         self.forgets = how == "ring"
         self.in_child = how != "ring"
-        self.is_fixed = how not in ("grow", "mapped")
-        self.owns_memory = how != "tape"
+        self.is_fixed = how == "ring"
 
-    def make(self, **options: Any) -> um.KVCache:
-        if self.how == "ring":
-            options |= {"window": self.capacity}
-        elif self.how == "grow":
-            options |= {"grow": True}
-        # A ring's positions go on and on.
-        most = 10_000 if self.forgets else self.capacity
+    def make(self, **options: Any) -> Any:
         if self.how == "mapped":
             return self.mapped()
-        return um.KVCache(2, 2, 32, most, batch=self.batch, dtype=self.dtype, **options)
+        if self.how == "grow":
+            return super().make(grow=True)
+        # A ring's positions go on and on.
+        return super().make(window=self.capacity, max_seq_len=10_000)
 
     @cached_property
     def saved(self) -> bytes:
         """A snapshot of other tokens."""
-        with (
-            um.KVCache(2, 2, 32, self.capacity, batch=self.batch, dtype=self.dtype) as kv,
-            tempfile.TemporaryDirectory() as folder,
-        ):
+        with super().make() as kv, tempfile.TemporaryDirectory() as folder:
             fill(self, kv, tokens_of(self, self.capacity, seed=9))
             kv.save(f"{folder}/session")
             return Path(folder, "session").read_bytes()
@@ -162,38 +126,6 @@ class KVKind(HostKind):
         kv.clear()
         assert kv.memory_usage_bytes == kv.resident_bytes == 0
         return kv
-
-    @contextmanager
-    def made(self) -> Iterator[Any]:
-        if self.owns_memory:
-            with super().made() as cache:
-                yield cache
-            return
-        with um.Tape(1 << 20) as tape:
-            yield self.make(tape=tape)
-
-    def arguments(self, tokens: Array) -> tuple[Array, ...]:
-        if self.batch == 1:  # both orders of the tokens are to be tested
-            return tokens[:, 0, 0].copy(), tokens[:, 1, 0].copy()
-        return tuple(np.ascontiguousarray(np.moveaxis(tokens[:, part], 0, 2)) for part in range(2))
-
-    def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
-        cache.append(layer, *arguments)
-
-    def read(self, cache: Any, layer: int) -> Array:
-        return np.stack([np.moveaxis(a, 2, 0) for a in cache.layer(layer, "float32")], axis=1)
-
-    def stored(self, tokens: Array) -> Array:
-        return as_float32(stored(tokens, self.dtype))
-
-    def view(self, cache: Any) -> Any:
-        return cache.layer(0)
-
-    def shown(self, view: Any) -> Array:
-        return np.stack([np.moveaxis(as_float32(a), 2, 0) for a in view], axis=1)
-
-    def address(self, cache: Any) -> int:
-        return int(cache.address(0, "k"))
 
 
 class OneSequence:
@@ -234,30 +166,22 @@ class OneSequence:
         return repr(self.sequence)
 
 
-class SequenceKind(HostKind):
+class SequenceKind(cache_kinds.KVKind):
     """Sequences of a PagedKVCache of two layers."""
 
-    n_layers = 2
-    token_shape = (2, 2, 32)
-
     def __init__(self, dtype: str) -> None:
-        super().__init__(f"Sequence-{dtype}")
-        self.dtype = dtype
+        super().__init__(HERE, "", dtype, 1)
+        self.name = f"Sequence-{dtype}"
 
-    def make(self) -> OneSequence:
+    def make(self, **options: Any) -> OneSequence:
         return OneSequence(self.dtype)
-
-    def arguments(self, tokens: Array) -> tuple[Array, ...]:
-        return tokens[:, 0].copy(), tokens[:, 1].copy()
 
     def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
         cache.sequence.append(layer, *arguments)
 
     def read(self, cache: Any, layer: int) -> Array:
-        return np.stack([as_float32(a).swapaxes(0, 1) for a in cache.sequence.gather(layer)], 1)
-
-    def stored(self, tokens: Array) -> Array:
-        return as_float32(stored(tokens, self.dtype))
+        parts = [as_float32(part).swapaxes(0, 1) for part in cache.sequence.gather(layer)]
+        return np.stack(parts, axis=1)[:, :, None]
 
     def view(self, cache: Any) -> Any:
         return cache.pool.layer(0), cache.sequence.block_table, len(cache)
@@ -271,18 +195,13 @@ class SequenceKind(HostKind):
         return proc_maps.address_of(cache.pool.layer(0)[0])
 
 
-def all_kinds() -> list[HostKind]:
-    kinds: list[HostKind] = []
-    for dtype in TAKEN:
-        kinds += [PadKind(um.Scratchpad, dtype), PadKind(um.Scratchpad, dtype, on_tape=True)]
-        kinds += [PadKind(um.PagedScratchpad, dtype)]
-    for how in ("fixed", "tape", "grow", "mapped", "ring"):
-        for dtype in ("f32", "f16", "bf16", "q8_0"):
-            kinds += [KVKind(how, dtype, batch) for batch in (1, 2)]
-    kinds += [SequenceKind(dtype) for dtype in ("f32", "f16", "bf16", "q8_0")]
-    return kinds
+def kinds() -> list[Kind]:
+    found = all_kinds(HERE) + [PagedPadKind(dtype) for dtype in TAKEN]
+    for how, fast in {"grow": "f32", "mapped": "q8_0", "ring": "f16"}.items():
+        found += each_dtype(partial(KVKind, how), (fast, 1), ("bf16", 2))
+    return found + [SequenceKind(dtype) for dtype in cache_kinds.ROWS]
 
 
-KINDS = all_kinds()
+KINDS = kinds()
 
 globals().update(suites(KINDS))

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache_kinds import Array, CudaBridge, OnDevice, all_kinds, own_counters, span
 from conformance import suites
-from cuda_kinds import Array, Bridge, OnDevice, all_kinds, span
 from host_gpu import HostDriver, array_of, numpy_of
 from unimem.system import gpu
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 
 
-class HostBridge(Bridge):
+class HostBridge(CudaBridge):
     """Main memory stands for the device's."""
 
     @property
@@ -43,7 +43,7 @@ class HostBridge(Bridge):
     def counters(self) -> Mapping[str, int]:
         calls: list[tuple[Any, ...]] = self.driver.calls
         n_waits = sum(call[0] in ("synchronize", "wait") for call in calls)
-        return {"allocated": self.driver.n_allocations, "waited": n_waits}
+        return own_counters() | {"allocated": self.driver.n_allocations, "waited": n_waits}
 
 
 KINDS = all_kinds(HostBridge())

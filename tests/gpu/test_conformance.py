@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cache_kinds import all_kinds
 from conformance import suites
-from cuda_kinds import all_kinds
 from gpu.machine import bridge
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from gpu.machine import DRIVERS_OWN, MIB, bridge, cupy, gpu, held, new_stream
+from gpu.machine import DRIVERS_OWN, MIB, Interface, bridge, cupy, gpu, held, new_stream
 
 runtime = cupy.cuda.runtime
 
@@ -235,18 +235,6 @@ def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
 
 
 # ---- arrays of others ----
-
-
-class Interface:
-    """An array that has nothing but the interface, and says which stream has made it."""
-
-    def __init__(self, array: Any, maker: Any = None) -> None:
-        self.array, self.maker = array, maker
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        stream = None if self.maker is None else self.maker.ptr
-        return self.array.__cuda_array_interface__ | {"stream": stream}
 
 
 def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:

@@ -7,24 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import unimem as um
-from gpu.machine import MIB, bridge, cuda, cupy, held, new_stream
+from gpu.machine import MIB, Interface, bridge, cuda, cupy, held, new_stream
 from kv_model import KV_DTYPES, as_float32, given, stored
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "uint8")
-
-
-class Interface:
-    """An array that has nothing but the CUDA array interface."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        return self._array.__cuda_array_interface__
 
 
 def of_torch(torch: Any, a: Any) -> Any:
@@ -98,17 +86,6 @@ def test_layers_of_a_cache_are_tensors(torch: Any, dtype: str) -> None:
         expected = as_float32(stored(tokens, dtype)).swapaxes(0, 1)[None]
         assert np.array_equal(tensor.float().cpu().numpy(), expected)
         del tensor, k, v
-
-
-def test_a_buffer_is_written_by_torch(torch: Any) -> None:
-    dims = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64, max_batch_size=2)
-    with cuda.DecodeBuffers(dims) as buffers:
-        x, w = torch.from_dlpack(buffers.batch(2).norm_out), torch.ones(64, 128).half().cuda()
-        x.fill_(0.5)
-        torch.matmul(x, w, out=torch.from_dlpack(buffers.batch(2).qkv_out))
-        torch.cuda.synchronize()
-        assert set(bridge.down(buffers.qkv_out).tolist()) == {32.0}
-        del x
 
 
 # ---- what is everybody's, caches take ----
@@ -186,24 +163,3 @@ class CudaStream:
 def without_waiting(tensor: Any) -> Any:
     """A tensor as CuPy's array, without DLPack's waiting of one stream for another."""
     return cupy.asarray(Interface(tensor))
-
-
-def test_one_stream_waits_for_another() -> None:
-    first, second, event = new_stream(), new_stream(), cupy.cuda.Event(disable_timing=True)
-    rows = bridge.up(np.ones((3, 8), np.float32))
-    with cuda.Scratchpad(16, 8) as pad, cuda.Scratchpad(16, 8) as other:
-        pad.append_batch(rows, stream=first)
-        other.append_batch(pad.as_array(), stream=first)
-        with first:
-            rows *= 1
-        first.synchronize()  # now the kernels are loaded
-        with held(first):
-            with first:
-                rows *= 5
-            pad.append_batch(rows, stream=first)
-            event.record(first)
-            second.wait_event(event)
-            other.append_batch(pad.as_array()[3:], stream=second)
-            assert not second.done
-        second.synchronize()
-        assert bridge.down(other.as_array())[:, 0].tolist() == [1.0] * 3 + [5.0] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cuda_kinds import Array, OnDevice
+from cache_kinds import Array, OnDevice
 from gpu.machine import bridge, gpu
 from row_contract import Place, RowContract
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ def use_cache(kv: Any, stream: Any = None) -> Callable[[], None]:
     spread = bridge.up(np.repeat(bridge.down(many), 2, axis=2)[..., ::2])
     all_layers = bridge.up(np.ones((N_LAYERS, N_HEADS, HEAD_DIM), np.float32))
     row = bridge.up(np.array([N_ROWS - 1], np.int32))
+    out = tuple(bridge.up(np.empty((1, N_HEADS, 14, HEAD_DIM), np.float16)) for _ in "kv")
 
     def run() -> None:
         for arguments in (one, many, half, spread):
@@ -46,8 +46,8 @@ def use_cache(kv: Any, stream: Any = None) -> Callable[[], None]:
         kv.append_all(all_layers, all_layers, stream=stream)
         for layer in range(N_LAYERS):
             kv.append_at(layer, one, one, row, stream=stream)
-            k, v = kv.layer(layer)
-            assert k.shape == v.shape
+            assert kv.layer(layer)[0].shape[2] == 14
+            kv.layer(layer, "float16", out, stream=stream)
         kv.crop(kv.seq_len - 4)
         kv.append(0, one, one, stream=stream)
         kv.rollback()
@@ -118,8 +118,11 @@ def test_a_tape_allocates_nothing(counted: Counted) -> None:
 
 def test_buffers_and_layouts_allocate_nothing(counted: Counted) -> None:
     dims = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64, max_batch_size=4)
+    one = tokens(1)
     with cuda.Layout(MIB, MIB, MIB) as layout:
         buffers = cuda.DecodeBuffers(dims, tape=layout.scratch)
+        kv = cuda.KVCache(1, N_HEADS, HEAD_DIM, N_ROWS, tape=layout.history)
+        layout.attach(kv)
         layout.scratch.keep()
         with layout.scratch.frame():
             layout.scratch.take(64)
@@ -130,10 +133,14 @@ def test_buffers_and_layouts_allocate_nothing(counted: Counted) -> None:
                 assert buffers.batch(m).logits.shape == (m, 512)
             buffers.swap_residual()
             layout.scratch.take(64)
+            kv.append(0, one, one)
             layout.clear_pass()
+            assert len(kv) == 1
             layout.clear_talk()
+            assert len(kv) == 0
 
         steady(run, counted)
+        kv.close()
         buffers.close()
 
 
@@ -145,9 +152,7 @@ def does_not_wait(run: Callable[[], None], stream: Any) -> None:
     run()
     runtime.deviceSynchronize()  # now the kernels are loaded
     with held(stream):
-        start = time.perf_counter()
         run()
-        assert time.perf_counter() - start < 2
         assert not stream.done
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import gguf_files as gf
@@ -73,12 +72,6 @@ def test_every_byte_arrives(weights: um.Weights, options: dict[str, int], counte
     assert ledger()["staging"]["n_mappings"] == 0
 
 
-def test_the_embedded_model_arrives() -> None:
-    model = Path(um.__file__).parent / "engine/models/tiny.gguf"
-    with um.open_weights(model) as weights, cuda.Tape(weights.mapped_bytes) as tape:
-        check(weights, weights.to_device(tape))
-
-
 def test_any_stream_may_use_them_at_once(weights: um.Weights) -> None:
     with cuda.Tape(weights.mapped_bytes) as tape:
         stream = new_stream()
@@ -129,22 +122,3 @@ def test_cancelled_it_leaves_nothing(weights: um.Weights, after: int, counted: C
         tape.rewind(mark)
         check(weights, weights.to_device(tape))
         assert (before.data.ptr, set(bridge.down(before).tolist())) == (address, {7})
-
-
-def test_a_tape_without_room(weights: um.Weights) -> None:
-    with cuda.Tape(MIB) as tape:
-        with pytest.raises(um.TapeFull):
-            weights.to_device(tape)
-        assert tape.used_bytes == 0
-
-
-def test_what_no_gpu_sees_is_refused(weights: um.Weights) -> None:
-    with um.Tape(MIB) as tape, pytest.raises(TypeError, match=r"expected a unimem\.cuda\.Tape"):
-        weights.to_device(tape)  # type: ignore[arg-type]
-
-
-def test_quantized_rows_are_bytes(weights: um.Weights) -> None:
-    with cuda.Tape(weights.mapped_bytes) as tape:
-        array = weights.to_device(tape)["q8_0"]
-        assert (array.dtype, array.shape) == (np.uint8, (4096, 4096 // 32 * 34))
-        del array

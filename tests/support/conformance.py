@@ -67,6 +67,8 @@ class Kind(ABC):
         A forked child has its own copy; otherwise using it there raises ClosedError.
     layouts : mapping of str to callable
         Ways to lay a NumPy array out in memory that the cache reads all the same.
+    is_slow : bool
+        Not in the fast tier, where kinds like it are.
     """
 
     name = ""
@@ -79,6 +81,7 @@ class Kind(ABC):
     owns_memory = True
     in_child = True
     layouts: Mapping[str, Callable[[Array], Array]] = {}
+    is_slow = False
 
     @abstractmethod
     def make(self) -> Any:
@@ -88,13 +91,13 @@ class Kind(ABC):
     def arguments(self, tokens: Array) -> tuple[Foreign, ...]:
         """Arrays of the tokens and of their dtype, as `append` is given them."""
 
+    @abstractmethod
     def changed(self, argument: Foreign, change: Callable[[Array], Any]) -> Any:
         """Apply to an argument what changes a NumPy array, or makes something else of it."""
-        return change(argument)
 
+    @abstractmethod
     def overwrite(self, argument: Foreign) -> None:
         """Zero an argument in place."""
-        argument[...] = 0
 
     @abstractmethod
     def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
@@ -141,7 +144,12 @@ class Kind(ABC):
 def kind_of(kinds: Sequence[Kind]) -> Any:
     """The fixture of a contract's class."""
 
-    @pytest.fixture(params=kinds, ids=lambda kind: kind.name)
+    params = [
+        pytest.param(kind, id=kind.name, marks=[pytest.mark.slow] if kind.is_slow else [])
+        for kind in kinds
+    ]
+
+    @pytest.fixture(params=params)
     def kind(self: Contract, request: pytest.FixtureRequest) -> Kind:
         found: Kind = request.param
         return found
@@ -245,7 +253,7 @@ class CacheContract(Contract):
         check(kind, cache, tokens_of(kind, 0))
         assert not cache.closed
 
-    @pytest.mark.parametrize("parts", [(1,), (2, 3), (1, 1, 0, 1), (0,), (7, 17), (24,)])
+    @pytest.mark.parametrize("parts", [(0, 1, 1, 0), (2, 3), (7, 17), (24,)], ids=str)
     def test_what_was_appended_is_there(
         self, kind: Kind, cache: Any, parts: tuple[int, ...]
     ) -> None:
@@ -294,7 +302,7 @@ class CacheContract(Contract):
 
     # ---- forgetting ----
 
-    @pytest.mark.parametrize("n", [0, 1, 7, 19, 20])
+    @pytest.mark.parametrize("n", [0, 7, 20])
     def test_crop_keeps_the_first_tokens(self, kind: Kind, cache: Any, n: int) -> None:
         tokens, others = tokens_of(kind, 20), tokens_of(kind, 4, seed=1)
         fill(kind, cache, tokens)
@@ -454,18 +462,13 @@ class CacheContract(Contract):
             cache.close()
             cache.__exit__(None, None, None)
 
-    @pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
-    def test_a_cache_does_not_pickle(
-        self, kind: Kind, cache: Any, use: Callable[[Any], Any]
-    ) -> None:
+    def test_a_cache_does_not_pickle(self, kind: Kind, cache: Any) -> None:
         tokens = tokens_of(kind, 3)
         fill(kind, cache, tokens)
-        # What it is, and what to do.
-        with (
-            unchanged(kind, cache, tokens),
-            pytest.raises(TypeError, match=r"cannot be pickled: it is memory.*\. [A-Z]\w+ "),
-        ):
-            use(cache)
+        said = r"cannot be pickled: it is memory.*\. [A-Z]\w+ "  # what it is, and what to do
+        for use in (pickle.dumps, copy.copy, copy.deepcopy):
+            with unchanged(kind, cache, tokens), pytest.raises(TypeError, match=said):
+                use(cache)
 
     def test_repr(self, kind: Kind, cache: Any) -> None:
         fill(kind, cache, tokens_of(kind, 7))
@@ -524,7 +527,7 @@ class CacheContract(Contract):
 class FullContract(Contract):
     """What a cache promises that does not forget: it is full at some time."""
 
-    @pytest.mark.parametrize("held", [0, 1, 22, 24])
+    @pytest.mark.parametrize("held", [0, 22, 24])
     def test_what_does_not_fit_is_refused_whole(self, kind: Kind, cache: Any, held: int) -> None:
         tokens = tokens_of(kind, held)
         fill(kind, cache, tokens)
