@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,22 +32,25 @@ def swapped(a: Array) -> Array:
     return a.astype(a.dtype.newbyteorder("S"))
 
 
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "reversed": lambda a: a[::-1].copy()[::-1],
+    "Fortran order": np.asfortranarray,
+    "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
+    "of the other byte order": swapped,
+    "of the other byte order and strided": lambda a: np.repeat(swapped(a), 2, axis=0)[::2],
+    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+    "not aligned": unaligned,
+    "a subclass": lambda a: a.view(np.recarray),
+}
+
+
 class MainMemory(Bridge):
     """Where arrays are already."""
 
     package = um
     in_child = True
-    layouts = {
-        "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-        "reversed": lambda a: a[::-1].copy()[::-1],
-        "Fortran order": np.asfortranarray,
-        "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
-        "of the other byte order": swapped,
-        "of the other byte order and strided": lambda a: np.repeat(swapped(a), 2, axis=0)[::2],
-        "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
-        "not aligned": unaligned,
-        "a subclass": lambda a: a.view(np.recarray),
-    }
+    layouts = LAYOUTS
 
     def up(self, a: Array) -> Array:
         return a

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.machine import MIB, Interface, bridge, cuda, cupy, held, new_stream
+from gpu.machine import MIB, Interface, bridge, cuda, cupy, held
 from kv_model import KV_DTYPES, as_float32, given, stored
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -77,17 +77,20 @@ class Bridge(ABC):
         """What the library has cost so far: allocations, and calls of the system or the driver."""
 
 
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "reversed": lambda a: a[::-1].copy()[::-1],
+    "the last dimension reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "Fortran order": np.asfortranarray,
+    "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
+}
+
+
 class CudaBridge(Bridge):
     """To device memory."""
 
     in_child = False
-    layouts = {
-        "every second of a larger one": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-        "reversed": lambda a: a[::-1].copy()[::-1],
-        "the last dimension reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
-        "Fortran order": np.asfortranarray,
-        "a column of another": lambda a: np.stack([a, -a], axis=-1)[..., 0],
-    }
+    layouts = LAYOUTS
 
     @property
     def package(self) -> Any:
