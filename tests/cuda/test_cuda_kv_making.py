@@ -13,7 +13,6 @@ import pytest
 
 import host_gpu as host
 import unimem as um
-from conformance import exit_status
 from host_gpu import HostDriver, array_of
 from kv_twins import DIM, HEADS, LAYERS, ROWS
 from unimem._core.status import device_ledger
@@ -44,24 +43,17 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
     ],
 )
 def test_a_refused_cache_leaves_nothing(
-    cuda: Any,
-    host_gpu: HostDriver,
-    options: dict[str, Any],
-    error: type[Exception],
-    text: str,
+    cuda: Any, host_gpu: HostDriver, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
+    shape = {"n_layers": 8, "n_kv_heads": 8, "head_dim": 64, "max_seq_len": 99}
     with pytest.raises(error, match=text) as caught:
-        cuda.KVCache(
-            **{"n_layers": 8, "n_kv_heads": 8, "head_dim": 64, "max_seq_len": 99} | options
-        )
+        cuda.KVCache(**shape | options)
     del caught
     gc.collect()
     assert host_gpu.allocated == {}
 
 
-def test_what_a_device_cannot_do_is_declared(cuda: Any) -> None:
-    assert not any(cuda.CAPABILITIES[name] for name in ("ring", "grow", "release", "map"))
-    assert cuda.CAPABILITIES["append at a row in device memory"]
+def test_a_limit_below_what_the_cache_has(cuda: Any) -> None:
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.ones((3, HEADS, DIM), "float16"))
         kv.append(0, k, k)
@@ -103,18 +95,6 @@ def test_on_a_tape_of_somebody_else(cuda: Any, host_gpu: HostDriver) -> None:
         cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
 
 
-def test_in_a_layout(cuda: Any) -> None:
-    with cuda.Layout(1 << 16, 1 << 16, 1 << 16) as layout:
-        kv = cuda.KVCache(1, HEADS, DIM, ROWS, tape=layout.history)
-        layout.attach(kv)
-        layout.freeze()
-        k = array_of(np.ones((3, HEADS, DIM), "float16"))
-        kv.append(0, k, k)
-        layout.clear_talk()
-        assert kv.is_empty
-        layout.thaw()
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_memory_of_its_own(cuda: Any, host_gpu: HostDriver, pinned: bool) -> None:
     def held() -> int:
@@ -144,22 +124,6 @@ def test_a_cache_that_is_dropped_open_warns_once(cuda: Any, host_gpu: HostDriver
         gc.collect()
     assert ["unclosed 'mine': KVCache(0 of" in str(w.message) for w in caught] == [True]
     assert host_gpu.allocated == {}
-
-
-def test_a_forked_child_says_what_is_not_there(cuda: Any) -> None:
-    with cuda.Tape(1 << 20) as tape, cuda.KVCache(LAYERS, HEADS, DIM, ROWS, name="mine") as kv:
-        guest = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
-
-        def child() -> bool:
-            with pytest.raises(um.ClosedError, match="KVCache 'mine' is memory of a GPU, which a"):
-                kv.clear()
-            with pytest.raises(um.ClosedError, match="forked child"):
-                guest.reserve(1)
-            assert repr(kv) == repr(guest) == "KVCache(closed)"
-            return bool(kv.closed and guest.closed)
-
-        assert exit_status(child) == 0
-        assert not kv.closed
 
 
 def test_what_a_closed_cache_does_not_answer(cuda: Any, tmp_path: Path) -> None:
@@ -193,13 +157,6 @@ def test_a_cache_is_made_once(cuda: Any) -> None:
     assert bare.closed
     with pytest.raises(um.ClosedError):
         bare.clear()
-
-
-def test_for_dims(cuda: Any) -> None:
-    dims = um.ModelDims(64, 128, 4, 2, 32, 100, 3, 40)
-    with cuda.KVCache.for_dims(dims, dtype="q8_0") as kv:
-        assert isinstance(kv, cuda.KVCache)
-        assert (kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.max_seq_len) == (3, 2, 32, 40)
 
 
 def test_a_cache_that_cannot_be_begun_closes_its_memory(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -258,8 +259,7 @@ def test_threads_take_and_get_what_they_asked_for(cuda: Any) -> None:
     """Each round the threads meet the arrays that others have left at the same places."""
     n_threads, n_rounds = 6, 30
     sizes = [1, 7, 64]
-    barrier = threading.Barrier(n_threads)
-    wrong: list[Any] = []
+    barrier = threading.Barrier(n_threads, timeout=100)
 
     def work(n: int) -> None:
         for _ in range(n_rounds):
@@ -273,22 +273,16 @@ def test_threads_take_and_get_what_they_asked_for(cuda: Any) -> None:
                 numpy_of(array)[...] = n
                 mine.append((array, shape))
             barrier.wait()
-            wrong.extend(
-                (array.shape, shape)
-                for array, shape in mine
-                if array.shape != shape or not (numpy_of(array) == n).all()
-            )
+            for array, shape in mine:
+                assert array.shape == shape
+                assert (numpy_of(array) == n).all()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with cuda.Tape(1 << 18) as shared:
-            threads = [threading.Thread(target=work, args=(n,)) for n in range(n_threads)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert wrong == []
+        with cuda.Tape(1 << 18) as shared, ThreadPoolExecutor(n_threads) as pool:
+            for done in [pool.submit(work, n) for n in range(n_threads)]:
+                done.result()
             assert shared.used_bytes <= shared.total_bytes
     finally:
         sys.setswitchinterval(interval)
@@ -298,20 +292,20 @@ def test_a_forked_child_has_no_device_memory(cuda: Any, host_gpu: HostDriver) ->
     tape = cuda.Tape(64 * KIB, name="lost")
     pinned = cuda.Tape(4096, name="lost", pinned=True)
     view = tape.take(4)
+    uses: list[Callable[[Any], Any]] = [
+        lambda tape: tape.take(4),
+        lambda tape: tape.take_address(4),
+        lambda tape: tape.used_bytes,
+        lambda tape: tape.block,
+        lambda tape: tape.clear(),
+        lambda tape: tape.warm(),
+    ]
 
     def child() -> bool:
         for lost in (tape, pinned):
-            uses: list[Callable[[], Any]] = [
-                lambda lost=lost: lost.take(4),  # type: ignore[misc]
-                lambda lost=lost: lost.take_address(4),  # type: ignore[misc]
-                lambda lost=lost: lost.used_bytes,  # type: ignore[misc]
-                lambda lost=lost: lost.block,  # type: ignore[misc]
-                lost.clear,
-                lost.warm,
-            ]
             for use in uses:
                 with pytest.raises(um.ClosedError, match=r"'lost' is memory of a GPU, which"):
-                    use()
+                    use(lost)
             assert lost.closed
             lost.close()
             assert "closed" in repr(lost)
