@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,16 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "m.gguf", shape=TINY)
 
 
+def check(layout: Any, weights: um.Weights) -> None:
+    """The layout has all tensors of the model."""
+    assert list(layout.tensors) == list(weights.tensors)
+    for name, array in layout.tensors.items():
+        here = weights.tensors[name].as_array()
+        assert (array.shape, array.dtype) == (here.shape, here.dtype)
+        assert numpy_of(array).tobytes() == here.tobytes()
+        assert layout.weights.owns(array)
+
+
 def test_a_model_arrives_with_room_for_all_that_it_needs(cuda: Any, model: Path) -> None:
     told: list[tuple[int, int]] = []
     with (
@@ -41,12 +52,7 @@ def test_a_model_arrives_with_room_for_all_that_it_needs(cuda: Any, model: Path)
             model, ctx=32, batch=2, kv_dtype="f32", progress=lambda *n: told.append(n)
         ) as layout,
     ):
-        assert list(layout.tensors) == list(weights.tensors)
-        for name, array in layout.tensors.items():
-            here = weights.tensors[name].as_array()
-            assert (array.shape, array.dtype) == (here.shape, here.dtype)
-            assert numpy_of(array).tobytes() == here.tobytes()
-            assert layout.weights.owns(array)
+        check(layout, weights)
         dims = um.ModelDims.from_weights(weights)
         cache = (dims.num_layers, dims.num_kv_heads, dims.head_dim)
         storage = um.KVCache.storage_bytes(*cache, 32, batch=2, dtype="f32")
@@ -65,23 +71,15 @@ def test_a_split_model_arrives(cuda: Any, model: Path) -> None:
     import gguf_files as gf
 
     parts = gf.split(model, 6)
-    with (
-        um.open_weights(model) as weights,
-        cuda.Layout.for_model(parts[1], ctx=32) as layout,
-    ):
-        assert list(layout.tensors) == list(weights.tensors)
-        for name, array in layout.tensors.items():
-            assert numpy_of(array).tobytes() == weights.tensors[name].as_array().tobytes()
+    with um.open_weights(model) as weights, cuda.Layout.for_model(parts[1], ctx=32) as layout:
+        check(layout, weights)
         assert layout.weights.available_bytes == 0
 
 
 def test_the_buffers_fit_exactly(cuda: Any, model: Path) -> None:
-    with (
-        um.open_weights(model) as weights,
-        cuda.Layout.for_model(weights, ctx=16, batch=3) as layout,
-    ):
-        dims = um.ModelDims.from_weights(weights)
-        dims = um.ModelDims(**{**vars(dims), "max_batch_size": 3})
+    ctx = np.int64(16)
+    with um.open_weights(model) as w, cuda.Layout.for_model(w, ctx=ctx, batch=3) as layout:
+        dims = replace(um.ModelDims.from_weights(w), max_batch_size=3)
         with cuda.DecodeBuffers(dims, tape=layout.scratch):
             assert layout.scratch.available_bytes == 0
         cuda.KVCache.for_dims(dims, max_seq_len=16, batch=3, tape=layout.history)
@@ -142,14 +140,6 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
     assert host_gpu.n_allocations == before
     host_gpu.total_bytes = needed
     cuda.Layout.for_model(model, ctx=ctx).close()
-
-
-def test_the_context_may_be_numpys(cuda: Any, model: Path) -> None:
-    with (
-        cuda.Layout.for_model(model, ctx=np.int64(16)) as layout,
-        cuda.Layout.for_model(model, ctx=16) as same,
-    ):
-        assert layout.history.total_bytes == same.history.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -229,31 +219,13 @@ def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, m
         # Nothing was closed: all of them are there as before.
         assert layout.tensors[name].data.ptr == held.data.ptr == address
     with um.open_weights(model) as weights:
-        assert list(layout.tensors) == list(weights.tensors)
-        for tensor in weights.tensors.values():
-            array, here = layout.tensors[tensor.name], tensor.as_array()
-            assert (array.shape, array.dtype) == (here.shape, here.dtype)
-            assert numpy_of(array).tobytes() == here.tobytes()
-        del array
+        check(layout, weights)
     del held
     layout.close()
     layout.close()
     assert host_gpu.allocated == {}
     with pytest.raises(um.ClosedError, match="closed"):
         len(layout.tensors)
-
-
-def test_tensors_outlive_the_with(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
-    with cuda.Layout.for_model(model, ctx=16) as layout:
-        kept = layout.tensors["output_norm.weight"]
-        nbytes = layout.weights.total_bytes
-    assert list(host_gpu.allocated.values()) == [nbytes]
-    with um.open_weights(model) as weights:
-        here = weights.tensors["output_norm.weight"].as_array()
-        assert numpy_of(kept).tobytes() == here.tobytes()
-        del here
-    del kept
-    assert host_gpu.allocated == {}
 
 
 def test_tensors_are_only_looked_at(cuda: Any, model: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,6 @@ from gpu.machine import DRIVERS_OWN, MIB, Interface, bridge, cupy, gpu, held, ne
 runtime = cupy.cuda.runtime
 
 SOURCE = r"""
-extern "C" __global__ void add(unsigned long long to, long long n, long long what) {
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i < n) {
-        ((int *)to)[i] += (int)what;
-    }
-}
 extern "C" __global__ void round_twice(unsigned long long to) {
     float *out = (float *)to;
     out[3] = out[0] * out[1] + out[2];
@@ -100,28 +93,6 @@ def test_host_memory_is_pinned(driver: gpu.Driver, host: um.Block) -> None:
     assert runtime.pointerGetAttributes(host.address).type == runtime.memoryTypeUnregistered
 
 
-def test_arrays_keep_their_memory(driver: gpu.Driver) -> None:
-    class Owner:
-        pass
-
-    allocation = driver.allocate(MIB)
-    owner, gone = Owner(), list[bool]()
-    weakref.finalize(owner, gone.append, True)
-    memory = driver.memory(allocation.ptr, MIB, owner)
-    array = driver.array(memory, 512, (4, 8), np.dtype("float32"))
-    strided = driver.array(memory, 512, (4, 4), np.dtype("float32"), (32, 8))
-    assert array.data.ptr == allocation.ptr + 512
-    array[...] = cupy.arange(32, dtype="float32").reshape(4, 8)
-    assert bridge.down(strided).tolist() == np.arange(32.0).reshape(4, 8)[:, ::2].tolist()
-    part = array[1:3]
-    del owner, memory, array, strided
-    gc.collect()
-    assert gone == []
-    del part
-    gc.collect()
-    assert gone == [True]
-
-
 # ---- copies ----
 
 
@@ -148,37 +119,7 @@ def test_copies_go_every_way(driver: gpu.Driver, host: um.Block) -> None:
         driver.unregister(host.address)
 
 
-def test_copies_of_pageable_memory(driver: gpu.Driver) -> None:
-    a = np.arange(1000)
-    b = np.zeros_like(a)
-    allocation = driver.allocate(a.nbytes)
-    driver.copy(allocation.ptr, a.ctypes.data, a.nbytes, 0)
-    driver.copy(b.ctypes.data, allocation.ptr, a.nbytes, 0)
-    driver.synchronize(0)
-    assert np.array_equal(a, b)
-
-
 # ---- streams ----
-
-
-def test_streams_of_everybody(driver: gpu.Driver, torch: Any) -> None:
-    class Protocol:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, 77
-
-    stream = new_stream()
-    assert driver.stream(stream) == stream.ptr != 0
-    assert driver.stream(stream.ptr) == stream.ptr
-    assert driver.stream(Protocol()) == 77
-    assert driver.stream() == driver.stream(None) == cupy.cuda.get_current_stream().ptr
-    with stream:
-        assert driver.stream() == stream.ptr
-    other = torch.cuda.Stream()
-    assert driver.stream(other) == other.cuda_stream != 0
-    assert driver.stream(torch.cuda.default_stream()) == 0
-    for wrong in ("0", 1.5, object(), True):
-        with pytest.raises(TypeError, match="stream: expected a CUDA stream"):
-            driver.stream(wrong)
 
 
 def test_an_event_is_a_point_in_a_stream(driver: gpu.Driver) -> None:
@@ -194,20 +135,6 @@ def test_an_event_is_a_point_in_a_stream(driver: gpu.Driver) -> None:
 
 
 # ---- kernels ----
-
-
-def test_kernels_are_compiled_and_launched(driver: gpu.Driver) -> None:
-    kernels = driver.module(SOURCE, ["add", "round_twice"])
-    assert set(kernels) == {"add", "round_twice"}
-    numbers = cupy.zeros(1000, dtype="int32")
-    stream = new_stream()
-    runtime.deviceSynchronize()
-    kernels["add"]((4,), (256,), (numbers.data.ptr, 1000, -7), stream.ptr)
-    with held(stream):
-        kernels["add"]((2, 1, 1), (256,), (numbers.data.ptr, 500, 10), stream.ptr)
-    assert bridge.down(numbers).tolist() == [3] * 500 + [-7] * 500
-    kernels["add"]((4,), (256,), (numbers.data.ptr, 1000, 2**31 + 7), 0)
-    assert bridge.down(numbers)[-1] == -(2**31)
 
 
 def test_products_and_sums_round_each(driver: gpu.Driver) -> None:

@@ -156,19 +156,14 @@ def does_not_wait(run: Callable[[], None], stream: Any) -> None:
         assert not stream.done
 
 
-@pytest.mark.parametrize("how", ["given", "current"])
+@pytest.mark.parametrize("how", ["given", "number", "current"])
 def test_a_cache_does_not_wait(kv: Any, how: str) -> None:
     stream = new_stream()
-    if how == "given":
-        does_not_wait(use_cache(kv, stream), stream)
-        return
-    with stream:
-        does_not_wait(use_cache(kv), stream)
-
-
-def test_the_number_of_a_stream_is_a_stream(kv: Any) -> None:
-    stream = new_stream()
-    does_not_wait(use_cache(kv, stream.ptr), stream)
+    if how == "current":
+        with stream:
+            does_not_wait(use_cache(kv), stream)
+    else:
+        does_not_wait(use_cache(kv, stream if how == "given" else stream.ptr), stream)
 
 
 def test_a_scratchpad_does_not_wait() -> None:
@@ -196,16 +191,3 @@ def test_what_was_queued_is_done_in_order(kv: Any) -> None:
     found = bridge.down(k)
     assert found[:, :, 0].tobytes() == found[:, :, 2].tobytes() == expected[0].tobytes()
     assert found[:, :, 1].tobytes() != found[:, :, 0].tobytes()
-
-
-def test_one_launch_writes_k_and_v_of_all_layers(kv: Any) -> None:
-    """What is appended of all layers at once is what is appended layer by layer."""
-    tokens_of_all = given(np.random.default_rng(3), (N_LAYERS, N_HEADS, HEAD_DIM), "float32")
-    k, v = bridge.up(tokens_of_all), bridge.up(-tokens_of_all)
-    kv.append_all(k, v)
-    for layer in range(N_LAYERS):
-        kv.append(layer, k[layer : layer + 1], v[layer : layer + 1])
-    for layer in range(N_LAYERS):
-        for part in kv.layer(layer):
-            here = bridge.down(part)
-            assert here[:, :, 0].tobytes() == here[:, :, 1].tobytes()

@@ -12,7 +12,9 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from gpu.machine import MIB, Counted, bridge, cuda, cupy, held, new_stream
+from interrupts import others_in
 from unimem._core.status import ledger
+from unimem.cuda import upload
 
 TENSORS: dict[str, tuple[tuple[int, ...], int, int]] = {
     "f32": ((1000, 3001), gf.F32, 4 * 3_001_000),
@@ -88,11 +90,11 @@ def test_it_waits_for_those_who_use_the_memory(weights: um.Weights) -> None:
         done = threading.Event()
         found: dict[str, Any] = {}
 
-        def upload() -> None:
+        def run() -> None:
             found.update(weights.to_device(tape, stream=stream))
             done.set()
 
-        thread = threading.Thread(target=upload)
+        thread = threading.Thread(target=run)
         with held(stream):
             thread.start()
             assert not done.wait(0.2)
@@ -115,7 +117,7 @@ def test_cancelled_it_leaves_nothing(weights: um.Weights, after: int, counted: C
             weights.to_device(tape, progress=progress, threads=1, staging_bytes=16 * 4096)
         assert tape.mark() == mark
         assert counted.calls["register"] == counted.calls["unregister"]
-        assert [t for t in threading.enumerate() if t.name.startswith("unimem")] == []
+        assert others_in(upload) == []
         again = tape.take(1000)
         again.fill(3)  # nothing is copied there any more
         assert set(bridge.down(again).tolist()) == {3}
