@@ -56,19 +56,6 @@ def path(tmp_path: Path) -> Path:
     return write(tmp_path / "model.gguf", 20 * PAGE, 1, (N_PIECES - 20) * PAGE - 100)
 
 
-@pytest.fixture
-def weights(path: Path) -> Iterator[um.Weights]:
-    with um.open_weights(path) as weights:
-        yield weights
-
-
-@pytest.fixture
-def tape(cuda: Any, weights: um.Weights) -> Iterator[Any]:
-    """A tape with room for the file, and a little more."""
-    with cuda.Tape(weights.mapped_bytes + 1024) as tape:
-        yield tape
-
-
 def staging() -> tuple[int, int]:
     row = ledger()["staging"]
     return row["n_mappings"], row["mapped_bytes"]
@@ -78,12 +65,6 @@ def uploaders() -> list[int]:
     from unimem.cuda import upload
 
     return interrupts.others_in(upload)
-
-
-def check_that_nothing_is_under_way(driver: HostDriver, reads: Reads) -> None:
-    assert uploaders() == []
-    assert len(reads.begun) == reads.n_ended
-    assert (staging(), driver.registered) == ((0, 0), {})
 
 
 def check(weights: um.Weights, arrays: dict[str, Any]) -> None:
@@ -143,18 +124,17 @@ def test_sizes_around_the_borders_of_slots(cuda: Any, tmp_path: Path, threads: i
             del before, whole, arrays
 
 
-def test_tensors_lie_as_in_the_file(cuda: Any, weights: um.Weights) -> None:
-    with cuda.Tape(3 * weights.mapped_bytes) as tape:
-        first = tape.take_bytes(1)
-        for _ in range(2):  # one behind the other
-            arrays = weights.to_device(tape)
-            base = arrays["t0"].data.ptr
-            assert base % 256 == 0
-            for name, tensor in weights.tensors.items():
-                in_file = tensor.offset - weights.tensors["t0"].offset
-                assert arrays[name].data.ptr - base == in_file
-            check(weights, arrays)
-        del first
+def test_tensors_lie_as_in_the_file(up: Upload) -> None:
+    first = up.tape.take_bytes(1)
+    for _ in range(2):  # one behind the other
+        arrays = up.run()
+        base = arrays["t0"].data.ptr
+        assert base % 256 == 0
+        for name, tensor in up.weights.tensors.items():
+            in_file = tensor.offset - up.weights.tensors["t0"].offset
+            assert arrays[name].data.ptr - base == in_file
+        check(up.weights, arrays)
+    del first
 
 
 def test_arrays_keep_the_memory_and_not_the_file(
@@ -231,14 +211,14 @@ def test_scalars_empty_tensors_and_four_dimensions_arrive(
         assert {name: arrays[name].dtype.name for name in dtypes} == dtypes
 
 
-def test_what_a_gpu_could_not_read_is_refused(cuda: Any, reads: Reads, tmp_path: Path) -> None:
+def test_what_a_gpu_could_not_read_is_refused(cuda: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(sf.write({"three": ("U8", (3,)), "unaligned": ("F16", (2,))}))
     with um.open_weights(file) as w, cuda.Tape(4096) as tape:
         assert w.tensors["unaligned"].as_array().shape == (2,)
         with pytest.raises(ValueError, match=r"'unaligned' of .* no multiple of 2 bytes.*float16"):
             w.to_device(tape)
-        assert (reads.begun, tape.used_bytes) == ([], 0)
+        assert tape.used_bytes == 0
 
 
 @pytest.mark.parametrize("i", [0, 2])
@@ -287,21 +267,6 @@ def test_the_ring_is_pinned_and_given_back(
         assert host_gpu.registered == {}
 
 
-def test_copies_wait_for_the_stream_and_are_waited_for(
-    host_gpu: HostDriver, weights: um.Weights, tape: Any
-) -> None:
-    weights.to_device(tape, stream=77, staging_bytes=RING, threads=4)
-    calls = host_gpu.calls
-    copies = [i for i, call in enumerate(calls) if call[0] == "copy"]
-    assert calls[0] == ("synchronize", 77)
-    assert len(copies) == N_PIECES
-    streams = {calls[i][4] for i in copies}
-    assert 77 not in streams
-    for stream in streams:
-        last = max(i for i in copies if calls[i][4] == stream)
-        assert ("synchronize", stream) in calls[last:]
-
-
 class LateDriver(HostDriver):
     """Its streams copy in threads of their own, each copy when `may_copy` lets it."""
 
@@ -332,6 +297,7 @@ class LateDriver(HostDriver):
     def synchronize(self, stream: int) -> None:
         if stream in self._lanes:
             self._queue(stream, lambda: None).result()
+        super().synchronize(stream)
 
     def new_event(self) -> Any:
         return LateEvent(self)
@@ -354,16 +320,6 @@ class LateEvent:
             self._recorded.result()
 
 
-@pytest.fixture
-def late(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
-    monkeypatch.setattr(gpu, "Driver", LateDriver)
-    monkeypatch.setattr(gpu, "_drivers", {})
-    driver = gpu.driver(0)
-    assert isinstance(driver, LateDriver)
-    yield driver
-    driver.close()
-
-
 class Reads:
     """Where each read went, in order; `os.preadv` while it is there."""
 
@@ -384,9 +340,34 @@ class Reads:
             self.n_ended += 1
 
 
+class Upload:
+    """A file of pieces of a page, a tape with room for it, and all that happens between them."""
+
+    def __init__(self, driver: LateDriver, reads: Reads, weights: um.Weights, tape: Any) -> None:
+        self.driver, self.reads, self.weights, self.tape = driver, reads, weights, tape
+
+    def run(self, **options: Any) -> dict[str, Any]:
+        return self.weights.to_device(self.tape, **{"staging_bytes": RING} | options)
+
+    def check_that_it_works(self, **options: Any) -> None:
+        check(self.weights, self.run(**options))
+
+    def check_that_nothing_is_under_way(self, used_bytes: int = 0) -> None:
+        assert uploaders() == []
+        assert len(self.reads.begun) == self.reads.n_ended
+        assert (staging(), self.driver.registered) == ((0, 0), {})
+        assert self.tape.used_bytes == used_bytes
+
+
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    return Reads(monkeypatch)
+def up(cuda: Any, monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[Upload]:
+    monkeypatch.setattr(gpu, "Driver", LateDriver)
+    monkeypatch.setattr(gpu, "_drivers", {})
+    driver = gpu.driver(0)
+    assert isinstance(driver, LateDriver)
+    with um.open_weights(path) as weights, cuda.Tape(3 * weights.mapped_bytes) as tape:
+        yield Upload(driver, Reads(monkeypatch), weights, tape)
+    driver.close()
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
@@ -396,38 +377,47 @@ def wait_for(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def test_copies_wait_for_the_stream_and_are_waited_for(up: Upload) -> None:
+    up.run(stream=77, threads=4)
+    calls = up.driver.calls
+    copies = [i for i, call in enumerate(calls) if call[0] == "copy"]
+    assert calls[0] == ("synchronize", 77)
+    assert len(copies) == N_PIECES
+    streams = {calls[i][4] for i in copies}
+    assert 77 not in streams
+    for stream in streams:
+        last = max(i for i in copies if calls[i][4] == stream)
+        assert ("synchronize", stream) in calls[last:]
+
+
 @pytest.mark.parametrize("threads", [1, 8])
-def test_reading_goes_on_while_copies_are_under_way(
-    late: LateDriver, reads: Reads, weights: um.Weights, tape: Any, threads: int
-) -> None:
+def test_reading_goes_on_while_copies_are_under_way(up: Upload, threads: int) -> None:
     """No copy is done before the whole ring was filled behind the first."""
-    late.may_copy = lambda _: wait_for(lambda: len(reads.begun) >= N_SLOTS)
-    check(weights, weights.to_device(tape, threads=threads, staging_bytes=RING))
-    assert len(set(reads.begun)) == N_SLOTS
+    up.driver.may_copy = lambda _: wait_for(lambda: len(up.reads.begun) >= N_SLOTS)
+    up.check_that_it_works(threads=threads)
+    assert len(set(up.reads.begun)) == N_SLOTS
 
 
 @pytest.mark.parametrize("threads", [1, 5, 16])
-def test_no_slot_is_filled_before_its_copy_is_done(
-    late: LateDriver, reads: Reads, weights: um.Weights, tape: Any, threads: int
-) -> None:
+def test_no_slot_is_filled_before_its_copy_is_done(up: Upload, threads: int) -> None:
     rng = np.random.default_rng(threads)
-    late.may_copy = lambda _: time.sleep(rng.choice([0, 0, 0.01]))
-    too_early = []
+    up.driver.may_copy = lambda _: time.sleep(rng.choice([0, 0, 0.01]))
+    copied, begun, too_early = up.driver.copied, up.reads.begun, []
 
     def before(_: int, address: int) -> None:
-        if late.copied.count(address) < reads.begun.count(address) - 1:
+        if copied.count(address) < begun.count(address) - 1:
             too_early.append(address)
 
-    reads.before = before
-    check(weights, weights.to_device(tape, threads=threads, staging_bytes=RING))
+    up.reads.before = before
+    up.check_that_it_works(threads=threads)
     assert too_early == []
-    assert len(late.copied) == len(reads.begun) == N_PIECES
+    assert len(copied) == len(begun) == N_PIECES
 
 
 # ---- progress ----
 
 
-def test_progress_is_told_in_this_thread(reads: Reads, weights: um.Weights, tape: Any) -> None:
+def test_progress_is_told_in_this_thread(up: Upload) -> None:
     told: list[tuple[int, int]] = []
     times: list[float] = []
 
@@ -437,9 +427,9 @@ def test_progress_is_told_in_this_thread(reads: Reads, weights: um.Weights, tape
         times.append(time.monotonic())
 
     # It is told three times before the fifth piece is there.
-    reads.before = lambda *_: wait_for(lambda: len(told) >= min(3, len(reads.begun) - 1))
-    check(weights, weights.to_device(tape, progress=progress, staging_bytes=RING, threads=2))
-    total = tape.used_bytes
+    up.reads.before = lambda *_: wait_for(lambda: len(told) >= min(3, len(up.reads.begun) - 1))
+    up.check_that_it_works(progress=progress, threads=2)
+    total = up.tape.used_bytes
     assert told == sorted(told)
     assert {figures[1] for figures in told} == {total}
     assert told[-1] == (total, total)
@@ -467,28 +457,28 @@ def file_of(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
-Break = Callable[[pytest.MonkeyPatch, HostDriver, Reads], object]
+# Breaks something of an upload.
+Break = Callable[[pytest.MonkeyPatch, Upload], object]
 
 
 def device(name: str, n_good: int = 0) -> tuple[Break, type[BaseException], str]:
-    def break_it(patch: pytest.MonkeyPatch, driver: HostDriver, _: Reads) -> None:
+    def break_it(patch: pytest.MonkeyPatch, up: Upload) -> None:
         error = RuntimeError("cudaErrorIllegalAddress")
-        patch.setattr(driver, name, fails(error, n_good, getattr(driver, name)))
+        patch.setattr(up.driver, name, fails(error, n_good, getattr(up.driver, name)))
 
     return break_it, RuntimeError, "IllegalAddress"
 
 
 def read(before: Callable[..., object], message: str) -> tuple[Break, type[BaseException], str]:
-    def break_it(_: pytest.MonkeyPatch, driver: HostDriver, reads: Reads) -> None:
-        reads.before = before
+    def break_it(_: pytest.MonkeyPatch, up: Upload) -> None:
+        up.reads.before = before
 
     return break_it, OSError, f"{message}.*model.gguf"
 
 
-def no_threads(patch: pytest.MonkeyPatch, _: HostDriver, reads: Reads) -> None:
+def no_threads(patch: pytest.MonkeyPatch, _: Upload) -> None:
     error = RuntimeError("can't start new thread")
-    start = _thread.start_new_thread
-    patch.setattr(threads, "start_new_thread", fails(error, 1, start))
+    patch.setattr(threads, "start_new_thread", fails(error, 1, _thread.start_new_thread))
 
 
 FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
@@ -508,53 +498,43 @@ FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_after_a_failure_all_is_as_before(
-    host_gpu: HostDriver, reads: Reads, weights: um.Weights, tape: Any, name: str
-) -> None:
+def test_after_a_failure_all_is_as_before(up: Upload, name: str) -> None:
     break_it, kind, message = FAILURES[name]
-    first = tape.take_bytes(100)
+    first = up.tape.take_bytes(100)
     with pytest.MonkeyPatch.context() as patch:
-        break_it(patch, host_gpu, reads)
+        break_it(patch, up)
         with pytest.raises(kind, match=message) as caught:
-            weights.to_device(tape, threads=5, staging_bytes=RING)
-    check_that_nothing_is_under_way(host_gpu, reads)
-    assert tape.used_bytes == 100
+            up.run(threads=5)
+    up.check_that_nothing_is_under_way(used_bytes=100)
     if name not in ("truncated", "written"):
-        reads.before = lambda *_: None
-        check(weights, weights.to_device(tape, staging_bytes=RING))
+        up.reads.before = lambda *_: None
+        up.check_that_it_works()
     # Also what the error still refers to holds no memory.
     del first
-    tape.close()
-    assert host_gpu.allocated == {}
+    up.tape.close()
+    assert up.driver.allocated == {}
     assert caught.value is not None
 
 
-def test_one_failure_ends_all_threads(
-    host_gpu: HostDriver, reads: Reads, weights: um.Weights, tape: Any
-) -> None:
+def test_one_failure_ends_all_threads(up: Upload) -> None:
     def has_failed() -> bool:
         # The thread that has failed says so to the others, and then waits for its own stream.
-        return any(call[0] == "synchronize" and call[1] != 0 for call in host_gpu.calls)
+        return any(call[0] == "synchronize" and call[1] != 0 for call in up.driver.calls)
 
     def before(_: int, address: int) -> None:
-        if address == reads.begun[0]:
+        if address == up.reads.begun[0]:
             raise OSError(5, "x")
         wait_for(has_failed)
 
-    reads.before = before
+    up.reads.before = before
     with pytest.raises(OSError, match="Input/output"):
-        weights.to_device(tape, threads=4, staging_bytes=RING)
-    assert len(reads.begun) <= 4
+        up.run(threads=4)
+    assert len(up.reads.begun) <= 4
 
 
 @pytest.mark.parametrize("at_end", [False, True])
 def test_an_exception_of_progress_ends_it(
-    monkeypatch: pytest.MonkeyPatch,
-    host_gpu: HostDriver,
-    reads: Reads,
-    weights: um.Weights,
-    tape: Any,
-    at_end: bool,
+    monkeypatch: pytest.MonkeyPatch, up: Upload, at_end: bool
 ) -> None:
     def progress(done: int, total: int) -> None:
         if (done == total) is at_end:
@@ -568,21 +548,14 @@ def test_an_exception_of_progress_ends_it(
 
     monkeypatch.setattr(threads, "wait_until", waiting)
     if not at_end:
-        reads.before = lambda *_: len(reads.begun) > 10 and wait_for(told_to_stop.is_set)
+        up.reads.before = lambda *_: len(up.reads.begun) > 10 and wait_for(told_to_stop.is_set)
     with pytest.raises(LookupError, match="enough"):
-        weights.to_device(tape, progress=progress, threads=8, staging_bytes=RING)
-    check_that_nothing_is_under_way(host_gpu, reads)
-    assert tape.used_bytes == 0
-    assert (len(reads.begun) == N_PIECES) is at_end
+        up.run(progress=progress, threads=8)
+    up.check_that_nothing_is_under_way()
+    assert (len(up.reads.begun) == N_PIECES) is at_end
 
 
-def test_interrupts_leave_nothing_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-    late: LateDriver,
-    reads: Reads,
-    weights: um.Weights,
-    tape: Any,
-) -> None:
+def test_interrupts_leave_nothing_under_way(monkeypatch: pytest.MonkeyPatch, up: Upload) -> None:
     """Interrupted while threads read and copies are late, and again while it waits for them."""
     main, once, n_handled = threading.main_thread().ident, threading.Lock(), 0
     assert main is not None
@@ -598,65 +571,55 @@ def test_interrupts_leave_nothing_under_way(
         time.sleep(seconds)
 
     def before(*_: Any) -> None:
-        if len(reads.begun) > 10:
+        if len(up.reads.begun) > 10:
             if once.acquire(blocking=False):
                 signal.pthread_kill(main, signal.SIGINT)
             wait_for(lambda: n_handled == 3)
 
     # The thread that waits for the others sleeps meanwhile.
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    reads.before = before
-    late.may_copy = lambda _: time.sleep(0.01)
+    up.reads.before = before
+    up.driver.may_copy = lambda _: time.sleep(0.01)
     true = signal.signal(signal.SIGINT, handle)
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
-            weights.to_device(tape, threads=4, staging_bytes=RING)
+            up.run(threads=4)
     finally:
         signal.signal(signal.SIGINT, true)
-    n_copied = len(late.copied)
-    check_that_nothing_is_under_way(late, reads)
-    assert tape.used_bytes == 0
-    assert len(reads.begun) == n_copied < N_PIECES
+    n_copied = len(up.driver.copied)
+    up.check_that_nothing_is_under_way()
+    assert len(up.reads.begun) == n_copied < N_PIECES
     assert caught.value.args == (3,)
-    late.close()  # waits for copies, if there were any
-    assert len(late.copied) == n_copied
+    up.driver.close()  # waits for copies, if there were any
+    assert len(up.driver.copied) == n_copied
 
 
-def test_an_interrupt_at_any_moment_leaves_nothing_under_way(
-    host_gpu: HostDriver, reads: Reads, weights: um.Weights, tape: Any
-) -> None:
-    reads.before = lambda *_: time.sleep(0.001)
-
-    def upload() -> None:
-        weights.to_device(tape, threads=3, staging_bytes=RING)
-
+def test_an_interrupt_at_any_moment_leaves_nothing_under_way(up: Upload) -> None:
+    up.reads.before = lambda *_: time.sleep(0.001)
     files = ("unimem/system/threads.py", "threading.py", "concurrent/")
-    for _ in interrupts.at_each_line(upload, *files):
-        check_that_nothing_is_under_way(host_gpu, reads)
-        assert tape.used_bytes == 0
+    for _ in interrupts.at_each_line(lambda: up.run(threads=3), *files):
+        up.check_that_nothing_is_under_way()
 
 
-def test_what_others_took_meanwhile_stays_taken(weights: um.Weights, tape: Any) -> None:
+def test_what_others_took_meanwhile_stays_taken(up: Upload) -> None:
     theirs = 0
 
     def progress(*_: int) -> None:
         nonlocal theirs
-        theirs = tape.take_bytes(64).data.ptr
+        theirs = up.tape.take_bytes(64).data.ptr
         raise LookupError
 
     with pytest.raises(LookupError):
-        weights.to_device(tape, progress=progress)
-    assert tape.used_bytes == theirs + 64 - tape.block.address
+        up.run(progress=progress)
+    assert up.tape.used_bytes == theirs + 64 - up.tape.block.address
 
 
-def test_a_full_tape_is_told_before_anything_is_read(
-    cuda: Any, host_gpu: HostDriver, reads: Reads, weights: um.Weights
-) -> None:
+def test_a_full_tape_is_told_before_anything_is_read(cuda: Any, up: Upload) -> None:
     with cuda.Tape(50 * PAGE) as tape:
         first = tape.take_bytes(PAGE)
         with pytest.raises(um.TapeFull):
-            weights.to_device(tape)
-        assert (reads.begun, host_gpu.calls, tape.used_bytes) == ([], [], PAGE)
+            up.weights.to_device(tape)
+        assert (up.reads.begun, up.driver.calls, tape.used_bytes) == ([], [], PAGE)
         del first
 
 
@@ -706,25 +669,23 @@ def test_a_relative_path_leads_where_it_did(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_is_not_what_was_opened(
-    reads: Reads, path: Path, weights: um.Weights, tape: Any, name: str
-) -> None:
+def test_a_file_that_is_not_what_was_opened(up: Upload, path: Path, name: str) -> None:
     change, kind = CHANGES[name]
     change(path)
     with pytest.raises(kind) as caught:
-        weights.to_device(tape)
+        up.run()
     assert caught.value.filename == str(path)
     assert kind is not OSError or "open it again" in str(caught.value)
-    assert (reads.begun, tape.used_bytes) == ([], 0)
+    assert (up.reads.begun, up.tape.used_bytes) == ([], 0)
 
 
 # ---- wrong use ----
 
 
-def test_a_tape_in_main_memory(weights: um.Weights) -> None:
+def test_a_tape_in_main_memory(up: Upload) -> None:
     with um.Tape(1 << 20) as tape:
         with pytest.raises(TypeError, match=r"unimem\.cuda\.Tape, got Tape.*as_array"):
-            weights.to_device(tape)  # type: ignore[arg-type]
+            up.weights.to_device(tape)  # type: ignore[arg-type]
         assert tape.used_bytes == 0
 
 
@@ -739,20 +700,20 @@ def test_a_tape_in_main_memory(weights: um.Weights) -> None:
     ],
 )
 def test_wrong_options(
-    weights: um.Weights, tape: Any, options: dict[str, Any], kind: type[Exception], message: str
+    up: Upload, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        weights.to_device(tape, **options)
-    assert tape.used_bytes == 0
+        up.run(**options)
+    assert up.tape.used_bytes == 0
 
 
-def test_closed_and_frozen(cuda: Any, weights: um.Weights, tape: Any) -> None:
-    tape.freeze()
+def test_closed_and_frozen(cuda: Any, up: Upload) -> None:
+    up.tape.freeze()
     with pytest.raises(um.FrozenError):
-        weights.to_device(tape)
-    tape.close()
+        up.run()
+    up.tape.close()
     with pytest.raises(um.ClosedError, match="Tape"):
-        weights.to_device(tape)
-    weights.close()
+        up.run()
+    up.weights.close()
     with cuda.Tape(1 << 20) as other, pytest.raises(um.ClosedError, match=r"Weights.*are closed"):
-        weights.to_device(other)
+        up.weights.to_device(other)
