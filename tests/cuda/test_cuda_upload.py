@@ -235,10 +235,24 @@ def test_a_part_that_changed_is_named(cuda: Any, parts: list[Path], i: int) -> N
 # ---- how it gets there ----
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "staging_bytes", "ring_bytes"),
+    [
+        (2 * PAGE + 1, RING, 3 * PAGE),  # no larger than the file needs
+        (17 * PAGE, RING, RING),
+        (34 << 20, None, 32 << 20),
+    ],
+)
 def test_the_ring_is_pinned_and_given_back(
-    cuda: Any, host_gpu: HostDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: Any,
+    host_gpu: HostDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int,
+    staging_bytes: int | None,
+    ring_bytes: int,
 ) -> None:
-    seen: set[tuple[tuple[int, int], tuple[int, ...]]] = set()
+    seen: set[Any] = set()
     true = os.preadv
 
     def preadv(*args: Any) -> int:
@@ -246,25 +260,15 @@ def test_the_ring_is_pinned_and_given_back(
         return true(*args)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    n_before, _ = staging()
-    # A small file takes no larger a ring than it needs.
-    for n_slots, asked, slot in ((3, RING, PAGE), (16, RING, PAGE), (16, None, 2 << 20)):
-        seen.clear()
-        file = tmp_path / "model.gguf"
-        write(file, 1)
-        data = file.stat().st_size - 1
-        nbytes = (n_slots - 1) * slot + 1 if n_slots < N_SLOTS else 17 * slot
-        file.write_bytes(gf.join(gf.head(1, 0), gf.tensor("t0", (nbytes,), I8, 0))[0])
-        os.truncate(file, data + nbytes)
-        with um.open_weights(file) as w, cuda.Tape(nbytes) as tape:
-            n_allocations = host_gpu.n_allocations
-            check(w, w.to_device(tape, staging_bytes=asked))
-            assert host_gpu.n_allocations == n_allocations
-        ((mapped, registered),) = seen
-        assert mapped == (n_before + 1, registered[0])
-        assert registered == (n_slots * slot,)
-        assert staging()[0] == n_before
-        assert host_gpu.registered == {}
+    file = write(tmp_path / "model.gguf", 1)
+    data = file.stat().st_size - 1
+    file.write_bytes(gf.join(gf.head(1, 0), gf.tensor("t0", (nbytes,), I8, 0))[0])
+    os.truncate(file, data + nbytes)
+    with um.open_weights(file) as w, cuda.Tape(nbytes) as tape:
+        check(w, w.to_device(tape, staging_bytes=staging_bytes))
+        assert host_gpu.n_allocations == 1  # the tape's
+    assert seen == {((1, ring_bytes), (ring_bytes,))}
+    assert (staging(), host_gpu.registered) == ((0, 0), {})
 
 
 class LateDriver(HostDriver):

@@ -1,0 +1,54 @@
+"""What holds over main memory holds on a GPU: the contracts of caches and kernels, the examples."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+
+import pytest
+
+from cache_kinds import Array, OnDevice, all_kinds
+from conformance import suites
+from gpu.machine import bridge, cuda, gpu
+from row_contract import Place, RowContract
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back")
+
+KINDS = all_kinds(bridge)
+CLASSES = sorted(name for name in cuda.__all__ if inspect.isclass(getattr(cuda, name)))
+
+globals().update(suites(KINDS))
+
+
+class Device(Place):
+    """The GPU."""
+
+    def __init__(self) -> None:
+        self.driver = gpu.driver(0)
+
+    def up(self, a: Array) -> OnDevice:
+        return bridge.up(a)
+
+    def down(self, a: OnDevice) -> Array:
+        return bridge.down(a)
+
+    def address(self, a: OnDevice) -> int:
+        return int(a.data.ptr)
+
+
+class TestRows(RowContract):
+    """On the GPU."""
+
+    @pytest.fixture
+    def place(self) -> Place:
+        return Device()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_example(name: str) -> None:
+    text = inspect.getdoc(getattr(cuda, name)) or ""
+    example = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
+    assert result.attempted > 1
+    assert result.failed == 0, "".join(said)
