@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 import sys
 import threading
@@ -32,9 +33,10 @@ def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) 
         nonlocal n_lines
         if not any(file in frame.f_code.co_filename for file in files) or _is_of_an_end(frame):
             return None
-        n_lines += event == "line"
-        if n_lines == n and event == "line":
-            raise Interrupt
+        if event == "line" and not _is_at_a_nop(frame):
+            n_lines += 1
+            if n_lines == n:
+                raise Interrupt
         return trace
 
     before = sys.gettrace()
@@ -46,6 +48,14 @@ def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) 
     finally:
         sys.settrace(before)
     return False
+
+
+def _is_at_a_nop(frame: FrameType) -> bool:
+    """Whether nothing is done here, and no signal handled, as at the line of a `try`.
+
+    Python 3.11 takes it for outside of the `try` around it, whose `finally` would not run.
+    """
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
 
 
 def _is_of_an_end(frame: FrameType | None) -> bool:
