@@ -456,13 +456,10 @@ def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> No
 def check_refusals(kv: Any, pair: Sequence[Any], error: type[Exception], text: str) -> None:
     """No way to append takes these."""
     row = array_of(np.zeros(1, "int32"))
-    for append in (
-        lambda: kv.append(0, *pair),
-        lambda: kv.append_all(*pair),
-        lambda: kv.append_at(0, *pair, row),
-    ):
+    calls = {"append": (0, *pair), "append_all": pair, "append_at": (0, *pair, row)}
+    for name, arguments in calls.items():
         with pytest.raises(error, match=text):
-            append()
+            getattr(kv, name)(*arguments)
 
 
 def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:
