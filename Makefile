@@ -17,10 +17,10 @@ C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] n
 WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: run test test-all test-c test-py explore test-numa test-gpu gpu-wheels check format asan fuzz exhaust \
-        install demo bench bench-docs bench-peer clean
+.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu \
+        gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
-run: $(VENV)/.installed
+run: $(VENV)/.run
 	$(BIN)/unimem run
 
 # The fast tier. WORKERS=0 runs it in one process.
@@ -42,6 +42,18 @@ test-py: $(VENV)/.installed
 EXPLORE_SECONDS ?= 600
 explore: $(VENV)/.installed
 	$(BIN)/python tools/explore.py --seconds $(EXPLORE_SECONDS)
+
+# The fast tier in each state that a machine may be in. The table goes to docs/testing.md.
+test-anywhere: $(VENV)/.installed
+	$(BIN)/python tools/anywhere.py $(RUNS)
+
+# Which lines and branches the tests run; with TIER=--all, those of both tiers.
+coverage: $(VENV)/.worth
+	TIER=$(TIER) tools/coverage.sh
+
+# Which faults the tests notice, put into the core by tools.
+mutants: $(VENV)/.worth
+	$(BIN)/python tools/mutants/run.py
 
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed
@@ -71,24 +83,41 @@ format: $(VENV)/.checkers
 
 install: $(VENV)/.installed
 
-# ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
-# cached wheel.
-$(VENV)/.ggml: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet scikit-build-core "cython>=3.1" "numpy>=2" cmake ninja
-	$(BIN)/python -m pip show --quiet ggml-python 2>/dev/null || \
-	    CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(BIN)/python -m pip install --quiet --no-cache-dir \
-	    --no-binary ggml-python "$$(sed -n 's/.*"\(ggml-python==[^"]*\)".*/\1/p' pyproject.toml)"
+# What builds stands in build/tools; what runs, in .venv. pip compiles nothing there: Python does it
+# for the few modules that are imported.
+TOOLS := $(abspath $(BUILD)/tools)
+WITH_TOOLS := PYTHONPATH=$(TOOLS) PATH=$(TOOLS)/bin:$$PATH
+PIP := $(BIN)/python -m pip install --quiet
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-compile --upgrade pip "numpy>=2"
+	$(BIN)/python -m pip uninstall --quiet --yes setuptools
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.ggml $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation \
-	    -e ".[run,test]"
+$(TOOLS)/.done: $(VENV)/.python
+	$(PIP) --target $(TOOLS) --upgrade scikit-build-core "cython>=3.1" cmake ninja
+	touch $@
+
+# ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
+# cached wheel.
+$(VENV)/.run: $(TOOLS)/.done $(NATIVE)
+	$(WITH_TOOLS) CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(PIP) --no-compile --no-cache-dir \
+	    --no-build-isolation --no-binary ggml-python \
+	    "$$(sed -n 's/.*"\(ggml-python==[^"]*\)".*/\1/p' pyproject.toml)"
+	$(WITH_TOOLS) $(PIP) --no-compile --no-build-isolation -e ".[run]"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.run
+	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[test]"
+	touch $@
+
+$(VENV)/.worth: $(VENV)/.installed
+	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[worth]"
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[check]"
+	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[check]"
 	touch $@
 
 # The C tests, and the tests of the bindings, with AddressSanitizer and UBSan.

@@ -2,6 +2,12 @@
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module NumPy)
 find_program(CYTHON cython HINTS ${Python_EXECUTABLE}/.. REQUIRED)
 
+set(UNIMEM_CYTHON_OPTIONS -3)
+if(UNIMEM_COVERAGE)
+  # gcov then counts the lines of the .pyx.
+  list(APPEND UNIMEM_CYTHON_OPTIONS --line-directives)
+endif()
+
 file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd)
 
 # Builds the named modules of the package unimem.ROOM, which is the folder src/unimem/ROOM.
@@ -12,8 +18,8 @@ function(unimem_add_bindings room)
     add_custom_command(
       OUTPUT ${c_file}
       COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/bindings/${room}
-      COMMAND ${CYTHON} -3 --module-name unimem.${room}.${module} -I ${CMAKE_SOURCE_DIR}/src
-              ${source} --output-file ${c_file}
+      COMMAND ${CYTHON} ${UNIMEM_CYTHON_OPTIONS} --module-name unimem.${room}.${module}
+              -I ${CMAKE_SOURCE_DIR}/src ${source} --output-file ${c_file}
       DEPENDS ${source} ${UNIMEM_PXD}
       VERBATIM)
     set(target ${room}_${module})

@@ -17,12 +17,6 @@ echo "== Python package"
 rm -rf "$site"
 python -m pip install --quiet --no-build-isolation --no-deps --target "$site" . \
     -C build-dir=build/py-asan -C cmake.build-type=Debug -C cmake.define.UNIMEM_SANITIZE=ON
-# An editable install finds its modules before PYTHONPATH does: Python runs this at its start.
-cat >"$site/sitecustomize.py" <<'END'
-import sys
-
-sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
-END
 
 # Python itself is not sanitized, so the runtime has to be there before it. Leaks are not looked
 # for: Python leaves what it has made once (types, names, modules) to the end of the process. With
@@ -33,7 +27,7 @@ sanitized=(env
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
     UBSAN_OPTIONS=print_stacktrace=1
     PYTHONMALLOC=malloc
-    PYTHONPATH="$site")
+    PYTHONPATH="$site:$PWD/tools/no_editable")
 
 "${sanitized[@]}" python - "$site" <<'END'
 import ctypes

@@ -109,7 +109,8 @@ def _compact(svg: str) -> str:
     """Give clip paths numbers for names, which depend on last bits of the layout and vary."""
     ids = {name: f"clip{i}" for i, name in enumerate(re.findall(r'<clipPath id="(\w+)"', svg))}
     svg = re.sub(r"\bp[0-9a-f]{10}\b", lambda name: ids.get(name[0], name[0]), svg)
-    return re.sub(r">\s+<", "><", svg) + "\n"
+    # Between tags white space is nothing; in paths, a new line is a space.
+    return re.sub(r"\s*\n\s*", " ", re.sub(r">\s+<", "><", svg)).strip() + "\n"
 
 
 def draw(record: Record) -> list[Drawing]:

@@ -1,0 +1,217 @@
+"""Runs the fast tier in every state that a machine may be in: `make test-anywhere`.
+
+The states are put together into as few runs as can have them at once. Each run is of a fresh clone
+of what is committed, with an environment of its own; it takes as long as ``make install`` and
+``make test`` do. The table goes to docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- made by make test-anywhere -->", "<!-- end -->"
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Run:
+    """States that one run has at once.
+
+    Attributes
+    ----------
+    name : str
+        What it is called on the command line.
+    states : tuple of str
+        What the table says of it.
+    python : str
+        The interpreter that its environment is made of.
+    before : str
+        Shell code before ``make test``.
+    behind : str
+        Shell code behind it.
+    environment : dict
+        Variables beside those of the caller.
+    user : int
+        Who runs it: 0 is whoever calls this.
+    n_busy : int
+        How many processes keep CPUs busy beside it.
+    swap_mb : int
+        A swap file of this size, which only root can make.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    python: str = "python3"
+    before: str = ""
+    behind: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    user: int = 0
+    n_busy: int = 0
+    swap_mb: int = 0
+
+
+RUNS = (
+    Run(
+        "dumb",
+        ("root", "`nohup`", "in a pipe", "`TERM=dumb`", "`LANG=C`", "no swap", "Python 3.11"),
+        python="python3.11",
+        before="nohup",
+        behind="| cat",
+        environment={"TERM": "dumb", "LANG": "C", "LC_ALL": "C"},
+    ),
+    Run(
+        "nobody",
+        (
+            *("an unprivileged user", "the distribution's Python", "a read-only home"),
+            *("`ulimit -n 256`", "64 KiB of locked memory"),
+        ),
+        python="/usr/bin/python3",
+        before="ulimit -n 256 && ulimit -l 64 &&",
+        user=NOBODY,
+    ),
+    Run("one-cpu", ("one CPU", "Python 3.12"), python="python3.12", before="taskset -c 0"),
+    Run("busy", ("both CPUs busy", "Python 3.13"), python="python3.13", n_busy=2),
+    Run("swap", ("swap",), swap_mb=2048),
+)
+
+
+def what_is_missing(run: Run) -> str:
+    """Say why this machine cannot have a state, or "" where it can."""
+    try:  # a name may be there that runs nothing, as pyenv has it
+        subprocess.run([run.python, "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return f"there is no {run.python}"
+    as_root = os.geteuid() == 0
+    if "root" in run.states and not as_root:
+        return "not root"
+    if (run.user or run.swap_mb) and not as_root:
+        return "only root can do this"
+    has_swap = len(Path("/proc/swaps").read_text().splitlines()) > 1
+    if "no swap" in run.states and has_swap:
+        return "this machine has swap"
+    return ""
+
+
+def try_run(run: Run, folder: Path) -> tuple[bool, str]:
+    """Clone, install and test; return whether it was green, and what pytest and the clock say."""
+    clone, home = folder / "unimem", folder / "home"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
+    home.mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    environment |= run.environment
+    user: list[str] = []
+    if run.user:
+        subprocess.run(["chown", "-R", str(run.user), folder], check=True)
+        user = ["setpriv", f"--reuid={run.user}", f"--regid={run.user}", "--clear-groups"]
+        environment |= {"HOME": str(home)}
+    log = folder / "log"
+    python = shutil.which(run.python)
+    install = f"make install PYTHON={shlex.quote(str(python))}"
+    with log.open("w") as output:
+        shell = [*user, "bash", "-o", "pipefail", "-c"]
+        options = {"cwd": clone, "env": environment, "stdout": output, "stderr": output}
+        if subprocess.run([*shell, install], check=False, **options).returncode != 0:  # type: ignore[call-overload]
+            return False, f"not installed: {log}"
+        if run.user:
+            home.chmod(0o500)
+        command = f"{run.before} make test {run.behind}"
+        begin = time.monotonic()
+        with busy(run.n_busy), swap(run.swap_mb, folder):
+            status = subprocess.run([*shell, command], check=False, **options).returncode  # type: ignore[call-overload]
+        seconds = time.monotonic() - begin
+    found = re.findall(r"^=*\s*(\d+ (?:failed|passed).*?) in .*$", log.read_text(), re.MULTILINE)
+    time_text = f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return status == 0, f"{found[-1] if found else 'no summary'}, {time_text}"
+
+
+@contextlib.contextmanager
+def busy(n: int) -> Iterator[None]:
+    """Keep so many CPUs busy."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@contextlib.contextmanager
+def swap(megabytes: int, folder: Path) -> Iterator[None]:
+    """Have a swap file, and take it back."""
+    if not megabytes:
+        yield
+        return
+    path = folder / "swap"
+    for command in (
+        ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={megabytes}", "status=none"],
+        ["chmod", "600", str(path)],
+        ["mkswap", "--quiet", str(path)],
+        ["swapon", str(path)],
+    ):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        subprocess.run(["swapoff", path], check=True)
+
+
+def table_of(rows: list[tuple[str, str, str]]) -> str:
+    """Return the rows as a table in Markdown."""
+    lines = ["| states of one run | tests | |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def write_page(table: str) -> None:
+    """Put the table into docs/testing.md."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Run the fast tier in many states.")
+    parser.add_argument("runs", nargs="*", help="by name; all if none is given")
+    names = parser.parse_args().runs or [run.name for run in RUNS]
+    if unknown := set(names) - {run.name for run in RUNS}:
+        parser.error(f"no run {', '.join(unknown)}: there are {', '.join(r.name for r in RUNS)}")
+    rows, green = [], True
+    for run in RUNS:
+        if run.name not in names:
+            continue
+        print(f"{run.name}: {', '.join(run.states)}", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"unimem-{run.name}-", dir="/var/tmp"))
+        folder.chmod(0o755)
+        if missing := what_is_missing(run):
+            passed, text = True, f"not run: {missing}"
+        else:
+            passed, text = try_run(run, folder)
+            green = green and passed
+        rows.append((", ".join(run.states), text, "green" if passed else f"red: {folder / 'log'}"))
+        print(f"  {text}{'' if passed else ': red'}", flush=True)
+        if passed:
+            shutil.rmtree(folder)
+    table = table_of(rows)
+    print(table)
+    if green and len(rows) == len(RUNS):
+        write_page(table)
+    return 0 if green else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Puts faults into the core and counts which the tests notice: `make mutants`.
+
+Each fault is tried against the fast tier; what that lets live, against both. A fault that lives on
+and is not in ``alive.toml``, with the reason, fails the run, and so do too many of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+import c_faults
+import python_faults
+from table import C_FILES, PYTHON_FILES
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "mutants"
+ALIVE = Path(__file__).parent / "alive.toml"
+# The least shares of faults that are noticed: by the fast tier, and by both.
+FAST, BOTH = 0.90, 0.95
+C_SECONDS, PYTHON_SECONDS = 60.0, 600.0
+TIERS = ("fast", "all", "alive")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which tier noticed a fault: one of `TIERS`."""
+
+    file: str
+    key: str
+    tier: str
+
+
+# ---- C ----
+
+
+def prepare_c(n: int) -> dict[int, c_faults.Fault]:
+    """Build the library and its tests with all faults in them; return the faults by number."""
+    tree = FOLDER / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    for name in ("native", "CMakeLists.txt"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tree / name)
+    faults: dict[int, c_faults.Fault] = {}
+    for name in C_FILES:
+        path = tree / "native" / "src" / name
+        text = path.read_bytes()
+        found = possible(path, text, c_faults.find_faults(name, text))
+        chosen = dict(enumerate(c_faults.choose(found, n), len(faults) + 1))
+        path.write_bytes(c_faults.put_in(text, chosen))
+        faults |= chosen
+    configure = ["cmake", "-S", str(tree), "-B", str(FOLDER / "c"), "-G", "Ninja"]
+    configure += ["-DUNIMEM_TESTS=ON", "-DCMAKE_C_FLAGS=-w"]
+    for command in (configure, ["cmake", "--build", str(FOLDER / "c")]):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return faults
+
+
+def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_faults.Fault]:
+    """Return those faults that the compiler takes."""
+    command = ["gcc", "-std=gnu17", "-w", "-fsyntax-only", f"-I{path.parent}"]
+    command += [f"-I{path.parents[1] / 'include'}", str(path)]
+    while True:
+        path.write_bytes(c_faults.put_in(text, dict(enumerate(faults, 1))))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        prefix = f"{path}:"
+        lines = {
+            int(line.removeprefix(prefix).split(":")[0])
+            for line in done.stderr.splitlines()
+            if line.startswith(prefix) and " error: " in line
+        }
+        if not lines:
+            if done.returncode != 0:
+                raise SystemExit(f"{path.name} does not compile with faults in it: {done.stderr}")
+            return faults
+        faults = [fault for fault in faults if fault.line not in lines]
+
+
+def try_c(number: int, fault: c_faults.Fault) -> Verdict:
+    """Run the tests with one fault of the C library, until one fails."""
+    stem = fault.file.removesuffix(".c")
+    programs = sorted((FOLDER / "c" / "native" / "tests").glob("test_*"))
+    programs = [path for path in programs if path.is_file() and os.access(path, os.X_OK)]
+    own = [path for path in programs if path.name.startswith(f"test_{stem}")]
+    environment = os.environ | {"UM_FAULT": str(number)}
+
+    def c_fails(paths: Iterable[Path]) -> bool:
+        return any(fails([path], C_SECONDS, environment) for path in paths)
+
+    def python_fails(*options: str) -> bool:
+        # The package finds the library with the fault before its own.
+        library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
+        return fails([*pytest(fault.file), *options], PYTHON_SECONDS, library)
+
+    if c_fails(own) or python_fails() or c_fails(path for path in programs if path not in own):
+        tier = "fast"
+    else:
+        tier = "all" if python_fails("--all") else "alive"
+    return Verdict(fault.file, fault.key, tier)
+
+
+def pytest(name: str) -> list[str]:
+    """Return the command that runs the tests of one file."""
+    options = ["-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *options, *tests_of(name)]
+
+
+def tests_of(name: str) -> list[str]:
+    """Return the tests of a file, as paths from the root."""
+    patterns = (C_FILES | PYTHON_FILES)[name]
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def fails(command: list[str | Path], seconds: float, environment: dict[str, str]) -> bool:
+    """Say whether a command fails, or takes so long that it has to be ended."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    # A fault may ask for all memory there is: then this process is the one to go.
+    Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+    try:
+        return process.wait(seconds) != 0
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+        return True
+
+
+# ---- Python ----
+
+
+def try_python(name: str, n: int, folders: Queue[Path]) -> list[Verdict]:
+    """Run the tests of one module with its faults, one after the other."""
+    folder = folders.get()
+    try:
+        python_faults.copy_package(folder)
+        tests = tests_of(name)
+        results = python_faults.run_faults(folder, name, tests, PYTHON_SECONDS, n)
+        alive = {result.place for result in results if not result.killed}
+        tiers = {result.place: "fast" for result in results}
+        if alive:
+            again = python_faults.run_faults(folder, name, [*tests, "--all"], PYTHON_SECONDS, alive)
+            tiers |= {result.place: "all" if result.killed else "alive" for result in again}
+        return [Verdict(name, result.key, tiers[result.place]) for result in results]
+    finally:
+        folders.put(folder)
+
+
+# ---- both ----
+
+
+def check_green() -> None:
+    """End if a test fails without any fault: each fault would seem to be noticed."""
+    environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
+    for name in (*C_FILES, *PYTHON_FILES):
+        if fails([*pytest(name), "--all"], 4 * PYTHON_SECONDS, environment):
+            raise SystemExit(f"without any fault, a test of {name} fails: {' '.join(pytest(name))}")
+    maps = "import unimem; print(open('/proc/self/maps').read())"
+    seen = subprocess.run(
+        [sys.executable, "-c", maps], env=environment, capture_output=True, text=True, check=True
+    )
+    if str(FOLDER / "c" / "libunimem.so") not in seen.stdout:
+        raise SystemExit("the package does not take the library that has the faults")
+
+
+def try_all(n: int, n_workers: int, report: Callable[[str], None]) -> list[Verdict]:
+    """Put in the faults and run the tests; `report` hears of each file and each survivor."""
+    faults = prepare_c(n)
+    report(f"{len(faults)} faults in C")
+    check_green()
+    report("all tests pass without a fault")
+    folders: Queue[Path] = Queue()
+    for i in range(n_workers):
+        folders.put(FOLDER / f"python{i}")
+    verdicts = []
+    with ThreadPoolExecutor(n_workers) as pool:
+        in_python = [pool.submit(try_python, name, n, folders) for name in PYTHON_FILES]
+        in_c = [pool.submit(try_c, number, fault) for number, fault in faults.items()]
+        for job in in_python:
+            verdicts += job.result()
+        verdicts += [job.result() for job in in_c]
+    return verdicts
+
+
+def table_of(verdicts: list[Verdict]) -> str:
+    """Draw what became of the faults, by file."""
+    lines = [f"{'file':24}{'faults':>8}{'fast tier':>11}{'both':>8}{'alive':>8}"]
+    for name in [*sorted({verdict.file for verdict in verdicts}), "all"]:
+        tiers = Counter(v.tier for v in verdicts if name in (v.file, "all"))
+        n = tiers.total()
+        fast, both = tiers["fast"] / n, 1 - tiers["alive"] / n
+        lines.append(f"{name:24}{n:8}{fast:11.1%}{both:8.1%}{tiers['alive']:8}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Count the faults that the tests notice.")
+    parser.add_argument("--faults", type=int, default=40, help="at most so many in each file")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    verdicts = try_all(arguments.faults, arguments.workers, lambda line: print(line, flush=True))
+    print(table_of(verdicts))
+    result = {tier: sorted(v.key for v in verdicts if v.tier == tier) for tier in TIERS}
+    (FOLDER / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    reasons = tomllib.loads(ALIVE.read_text())["alive"]
+    unknown = [key for key in result["alive"] if key not in reasons]
+    for key in unknown:
+        print(f"alive, and not in {ALIVE.name}: {key}")
+    n = len(verdicts)
+    too_many = len(result["fast"]) < FAST * n or len(result["alive"]) > (1 - BOTH) * n
+    return 1 if unknown or too_many else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

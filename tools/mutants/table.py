@@ -1,0 +1,25 @@
+"""Which files faults are put into, and which tests are to notice them."""
+
+from __future__ import annotations
+
+# Files of native/src, and the Python tests of what they do. The C tests are those of their name,
+# then all others.
+C_FILES = {
+    "tape.c": ("tests/_core/test_tape.py", "tests/_core/test_tape_stateful.py"),
+    "kv.c": ("tests/kv/test_kv*.py",),
+    "paged.c": ("tests/kv/test_paged*.py",),
+    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_weights_files.py"),
+    "safetensors.c": ("tests/_core/test_safetensors*.py",),
+    "placement.c": ("tests/_core/test_block*.py",),
+    "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/test_kv_grow.py"),
+}
+
+# Modules of src/unimem, and the tests of their rooms.
+PYTHON_FILES = {
+    "system/limits.py": ("tests/system/test_limits*.py", "tests/planning/test_plan_limits.py"),
+    "planning/needs.py": ("tests/planning",),
+    "planning/search.py": ("tests/planning",),
+    "planning/plan.py": ("tests/planning",),
+    "planning/result.py": ("tests/planning",),
+    "kv/snapshot_format.py": ("tests/kv/test_snapshot*.py",),
+}
