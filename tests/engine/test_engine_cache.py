@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 import unimem as um
 from decoders import WIDE_HEADS as SHAPE
-from decoders import greedy, interrupt_after, sizes, tokens
+from decoders import greedy, interrupted, sizes, tokens
 from models.make import TINY, write_model
 from tiers import examples
 from unimem.engine import Decoder, UnsupportedModel
+from unimem.engine.graph import Graph
 from unimem.planning.needs import PREFILL_BATCH
 
 CTX = 1200
@@ -218,13 +219,10 @@ def test_the_context_ends_a_conversation_in_a_ring(model: Path) -> None:
         assert "".join(ring.generate(tokens(200), 101, stop_at_eog=False))
 
 
-def test_a_prompt_that_is_interrupted_counts_in_whole_batches(
-    ring: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_interrupted_counts_in_whole_batches(ring: Decoder) -> None:
     ring.prefill(tokens(9))
     prompt = tokens(600, seed=2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(3, patch)
+    with interrupted(Graph, "compute", 3):
         ring.prefill(prompt)
     assert ring.kv.next_position == 9 + 2 * PREFILL_BATCH
     assert ring.kv.seq_len == WINDOW

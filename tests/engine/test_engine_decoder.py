@@ -14,10 +14,11 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from decoders import append_foreign, greedy, interrupt_after, sizes, tokens
+from decoders import append_foreign, greedy, interrupted, sizes, tokens
 from models.make import TINY, write_model
 from unimem.accounting import published
-from unimem.engine import Decoder
+from unimem.engine import Decoder, attention
+from unimem.engine.graph import Graph
 from unimem.planning.needs import token_bytes
 from unimem.system.limits import Limit
 
@@ -362,13 +363,10 @@ def test_lengths_are_checked_first(decoder: Decoder) -> None:
     assert decoder.kv.seq_len == CTX
 
 
-def test_interrupted_batches_leave_no_token(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_batches_leave_no_token(decoder: Decoder) -> None:
     expected = after(decoder, PROMPT, 6)
     decoder.kv.crop(len(PROMPT))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(2, patch)
+    with interrupted(Graph, "compute", 2):
         decoder.prefill(tokens(200))
     assert decoder.kv.seq_len == len(PROMPT)
     with pytest.raises(RuntimeError, match="prefill"):
@@ -378,21 +376,15 @@ def test_interrupted_batches_leave_no_token(
     assert greedy(decoder, 6) == expected
 
 
-def test_an_interrupted_step_leaves_no_half_mask(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # With the 257th row attention reads more of them, and the mask is made anew.
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
+def test_an_interrupted_step_leaves_no_half_mask(decoder: Decoder) -> None:
     logits = []
     for is_interrupted in (False, True):
         decoder.reset()
         decoder.prefill(tokens(255))
         decoder.prefill([3])
         if is_interrupted:
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr("unimem.engine.attention._show", interrupted)
+            # With the 257th row attention reads more of them, and the mask is made anew.
+            with interrupted(attention, "_show", before=True):
                 decoder.prefill([4])
             assert decoder.kv.seq_len == 256
         logits.append(decoder.prefill([4]).copy())

@@ -1,7 +1,9 @@
-"""What the tests of the engine do with decoders. Without gguf or ggml, who imports it is skipped."""
+"""What tests do with decoders. Who imports it is skipped where gguf or ggml is missing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -17,7 +19,6 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape
 from unimem.engine import Decoder
-from unimem.engine.graph import Graph
 
 # Heads are whole blocks of q8_0, and contexts are long.
 WIDE_HEADS = Shape(
@@ -52,16 +53,22 @@ def append_foreign(decoder: Decoder, n: int) -> None:
         kv.append(layer, rows, rows)
 
 
-def interrupt_after(n: int, patch: pytest.MonkeyPatch) -> None:
-    """Interrupt when a graph was computed for the nth time."""
-    compute, calls = Graph.compute, count(1)
+@contextmanager
+def interrupted(owner: Any, name: str, n: int = 1, *, before: bool = False) -> Iterator[None]:
+    """Interrupt what is called here, behind the nth call of a function, or before that call."""
+    call, calls = getattr(owner, name), count(1)
 
-    def interrupted(graph: Graph) -> None:
-        compute(graph)
-        if next(calls) == n:
+    def interrupt(*arguments: Any) -> None:
+        is_nth = next(calls) == n
+        if not (is_nth and before):
+            call(*arguments)
+        if is_nth:
             raise KeyboardInterrupt
 
-    patch.setattr(Graph, "compute", interrupted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def sizes(of: um.Plan | um.Report) -> dict[str, int]:
