@@ -455,8 +455,8 @@ def test_too_large_for_the_machine(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_closing(model: Path) -> None:
-    decoder = Decoder(model, ctx=CTX, threads=1)
+def test_closing(model: Path, tmp_path: Path) -> None:
+    decoder, session = Decoder(model, ctx=CTX, threads=1), tmp_path / "talk"
     assert repr(decoder).endswith(f"layers, 0 of {CTX} tokens, 1 thread)")
     logits = decoder.prefill(PROMPT)
     with pytest.raises(BufferError):
@@ -471,11 +471,11 @@ def test_closing(model: Path) -> None:
         *(decoder.reset, decoder.report, decoder.addresses, decoder.generate_next_token),
         *(decoder.__enter__, lambda: decoder.logits),
         *(lambda: decoder.prefill(PROMPT), lambda: decoder.generate("x", 1)),
-        *(lambda: decoder.save_session("no file"), lambda: decoder.resume("no file")),
+        *(lambda: decoder.save_session(session), lambda: decoder.resume(session)),
     ):
         with pytest.raises(um.ClosedError):
             use()
-    assert not Path("no file").exists()
+    assert not session.exists()
 
 
 @pytest.mark.usefixtures("gives_memory_back")
