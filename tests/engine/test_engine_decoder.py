@@ -80,14 +80,6 @@ def test_what_is_not_computed_yet_has_no_influence(model: Path, decoder: Decoder
             np.testing.assert_array_equal(other.prefill([5]), first)
 
 
-def test_the_cache_may_be_cropped(decoder: Decoder) -> None:
-    expected = after(decoder, PROMPT, 12)
-    decoder.prefill(tokens(200))
-    decoder.kv.crop(len(PROMPT) - 1)
-    decoder.prefill(PROMPT[-1:])
-    assert greedy(decoder, 12) == expected
-
-
 def test_logits_of_another_cache_choose_no_token(decoder: Decoder) -> None:
     prompt, kv = tokens(20), decoder.kv
 
@@ -487,8 +479,11 @@ def test_leaving_a_with_never_raises(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_what_is_borrowed_stays_open_and_cannot_be_closed_underneath(model: Path) -> None:
-    with um.open_weights(model) as weights:
+@pytest.mark.parametrize("load", ["map", "copy", "direct"])
+def test_what_is_borrowed_cannot_be_closed_underneath_and_stays_open(
+    model: Path, load: Any
+) -> None:
+    with um.open_weights(model, load=load) as weights:
         layout = um.Layout.for_model(weights, ctx=CTX, threads=1)
         decoder = Decoder(weights, ctx=CTX, threads=1, layout=layout)
         expected = after(decoder, PROMPT, 4)

@@ -199,16 +199,6 @@ def test_a_copy_that_is_there_already_need_not_fit_again(
             Decoder(weights, ctx=CTX, threads=1)
 
 
-def test_borrowed_weights_cannot_be_closed_under_a_decoder(parts: list[Path]) -> None:
-    for load in LOADS:
-        with um.open_weights(parts[0], load=load) as weights:
-            decoder = Decoder(weights, ctx=CTX, threads=1)
-            with pytest.raises(BufferError):
-                weights.close()
-            decoder.close()
-            weights.close()
-
-
 # ---- progress, and what is refused -------------------------------------------------------------
 
 
