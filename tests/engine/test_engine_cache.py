@@ -66,9 +66,7 @@ def prefill_both(
 @pytest.mark.parametrize(
     ("kv_dtype", "bound"), [("f16", 0.01), ("float16", 0.01), ("bf16", 0.05), ("q8_0", 0.05)]
 )
-def test_a_type_of_cache_changes_the_logits_by_its_rounding(
-    model: Path, kv_dtype: str, bound: float
-) -> None:
+def test_a_type_of_cache_rounds_the_logits(model: Path, kv_dtype: str, bound: float) -> None:
     logits = []
     for kind in ("f32", kv_dtype):
         with Decoder(model, ctx=CTX, threads=1, kv_dtype=kind) as decoder:

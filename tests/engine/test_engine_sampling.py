@@ -24,7 +24,8 @@ def expected(logits: NDArray[Any], temperature: float, top_k: int, top_p: float)
     n_kept = 1 + int((weights.cumsum() < top_p * weights.sum()).sum())
     result: NDArray[Any] = np.zeros(len(logits))
     result[order[:n_kept]] = weights[:n_kept] ** (1 / temperature)
-    return result / result.sum()
+    result /= result.sum()
+    return result
 
 
 @pytest.mark.parametrize(

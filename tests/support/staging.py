@@ -77,7 +77,8 @@ def model(tmp_path: Path) -> Path:
 def split(tmp_path: Path) -> list[Path]:
     pytest.importorskip("gguf", reason="gguf (extra test) writes split models")
     (tmp_path / "parts").mkdir()
-    whole = shutil.copy(TINY, tmp_path / "parts" / "tiny.gguf")
+    whole = tmp_path / "parts" / "tiny.gguf"
+    shutil.copy(TINY, whole)
     with um.open_weights(whole) as weights:
         most = -(-len(weights.tensors) // 3)
     parts = gf.split(whole, most)
