@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import unimem as um
+from interrupts import is_interrupted
 from unimem.buffers import buffer_set, sets
 
 # The names of the interface, with the values of each for dimensions.
@@ -24,15 +24,6 @@ POINTERS = ("batched_k_ptrs", "batched_v_ptrs")
 COUNTS = ("batched_kv_lens", "batched_positions")
 FLASH = ("flash_partial_out", "flash_partial_m", "flash_partial_l")
 UNSCALED = ("temp_dequant", "scratch_attn", *FLASH)
-NAMES = {
-    *BY_HIDDEN,
-    *BY_QUERY,
-    *BY_KEY,
-    *POINTERS,
-    *COUNTS,
-    *("qkv_out", "gate_up_out", "mlp_act", "logits"),
-    *UNSCALED,
-}
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512, quantized=True, max_batch_size=4)
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -57,6 +48,9 @@ def values_of(d: um.ModelDims) -> dict[str, int]:
     if d.quantized:
         values["temp_dequant"] = d.hidden_size * 2 * d.intermediate_size
     return values
+
+
+NAMES = set(values_of(DIMS))
 
 
 def dtype_of(name: str, dtype: str) -> str:
@@ -97,7 +91,6 @@ def power_of_two(nbytes: int) -> int:
 def check_buffers(db: Any, d: um.ModelDims, dtype: str) -> None:
     """The buffers are those of the interface, and lie one behind the other without a gap."""
     values = values_of(d)
-    assert values.keys() == (NAMES if d.quantized else NAMES - {"temp_dequant"})
     addresses = db.addresses()
     assert addresses.keys() == values.keys()
     assert d.quantized or db.temp_dequant is None
@@ -119,24 +112,7 @@ def check_buffers(db: Any, d: um.ModelDims, dtype: str) -> None:
 
 def interrupted(call: Callable[[], object], number: int) -> bool:
     """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
-    lines = itertools.count(1)
-    files = (buffer_set.__file__, sets.__file__)
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        if event == "line" and next(lines) == number:
-            raise KeyboardInterrupt
-        # In a destructor it would be swallowed.
-        return trace if frame.f_code.co_filename in files else None
-
-    old = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(old)
-    return False
+    return is_interrupted(call, number, buffer_set.__file__, sets.__file__)
 
 
 def check_interrupts_of_swaps(db: Any, address_of: Callable[[Any], int]) -> None:

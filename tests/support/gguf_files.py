@@ -149,28 +149,6 @@ def random_bytes(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def write_split(source: Path, stem: Path, n_parts: int) -> list[Path]:
-    """Write a model in parts, by gguf-py; returns their paths."""
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-    most = -(-len(reader.tensors) // n_parts)
-    writer = gguf.GGUFWriter(stem, "none", split_max_tensors=most)
-    writer.kv_data[0].clear()
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF."):
-            kind, *items = field.types
-            item = items[0] if items else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type=item)
-    for each in reader.tensors:
-        writer.add_tensor(each.name, each.data, raw_dtype=each.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return [Path(f"{stem}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
-
-
 def split(
     path: Path, most_tensors: int, *, no_tensor_first: bool = False, stem: str | None = None
 ) -> list[Path]:

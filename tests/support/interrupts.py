@@ -21,12 +21,13 @@ def at_each_line(call: Callable[[], object], *files: str) -> Iterator[None]:
     Of the lines in files whose paths have one of these in them.
     """
     for n in itertools.count(1):
-        if not _is_interrupted(call, n, files):
+        if not is_interrupted(call, n, *files):
             return
         yield
 
 
-def _is_interrupted(call: Callable[[], object], n: int, files: tuple[str, ...]) -> bool:
+def is_interrupted(call: Callable[[], object], n: int, *files: str) -> bool:
+    """Call, interrupted before the nth line of such files; whether it got so far."""
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

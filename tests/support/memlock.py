@@ -1,8 +1,6 @@
 """A script that loses the right to lock more than its limit, which root would be spared."""
 
-from __future__ import annotations
-
-# What root would be spared: the limit holds for processes without CAP_IPC_LOCK.
+# The limit holds for processes without CAP_IPC_LOCK.
 DROP_LOCK = """
 import ctypes, os, resource, warnings
 import unimem as um

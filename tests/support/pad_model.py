@@ -19,6 +19,7 @@ Array = NDArray[Any]
 Pad = um.Scratchpad | um.PagedScratchpad
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+LAYOUTS = st.sampled_from(["plain", "strided", "swapped"])
 # What a pad of a dtype takes.
 TAKEN = dict.fromkeys(DTYPES[:3], DTYPES[:3]) | {"float64": ("float64", "float32")}
 
@@ -80,15 +81,11 @@ class PadAgainstModel(RuleBasedStateMachine):
     def rows(self, n: int, given: str) -> Array:
         return self.rng.normal(scale=100, size=(n, self.DIM)).astype(dtype_of(given))
 
-    @rule(given=st.sampled_from(DTYPES), how=st.sampled_from(["plain", "strided", "swapped"]))
+    @rule(given=st.sampled_from(DTYPES), how=LAYOUTS)
     def append(self, given: str, how: str) -> None:
         self.add(self.rows(1, given), how, lambda rows: self.pad.append(rows[0]))
 
-    @rule(
-        n=st.integers(0, 8),
-        given=st.sampled_from(DTYPES),
-        how=st.sampled_from(["plain", "strided", "swapped"]),
-    )
+    @rule(n=st.integers(0, 8), given=st.sampled_from(DTYPES), how=LAYOUTS)
     def append_batch(self, n: int, given: str, how: str) -> None:
         self.add(self.rows(n, given), how, self.pad.append_batch)
 

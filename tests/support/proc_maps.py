@@ -48,25 +48,26 @@ def mappings(address: int, nbytes: int = 1, pid: int | str = "self") -> list[Map
     return found
 
 
+def numa_lines(address: int, nbytes: int) -> list[str]:
+    """What numa_maps has of the mappings that begin in the range."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    return [line for line in lines if address <= int(line.split(" ", 1)[0], 16) < address + nbytes]
+
+
 def nodes(address: int, nbytes: int) -> dict[int, int]:
-    """Bytes on each node, of the mappings that begin in the range (numa_maps)."""
+    """Bytes on each node, of the mappings that begin in the range."""
     found: dict[int, int] = {}
-    for line in Path("/proc/self/numa_maps").read_text().splitlines():
-        if address <= int(line.split(" ", 1)[0], 16) < address + nbytes:
-            size = _KERNEL_PAGE.search(line)
-            for node, n in _NODE.findall(line):
-                page = int(size[1]) * 1024 if size else 4096
-                found[int(node)] = found.get(int(node), 0) + int(n) * page
+    for line in numa_lines(address, nbytes):
+        size = _KERNEL_PAGE.search(line)
+        for node, n in _NODE.findall(line):
+            page = int(size[1]) * 1024 if size else 4096
+            found[int(node)] = found.get(int(node), 0) + int(n) * page
     return found
 
 
 def policies(address: int, nbytes: int) -> set[str]:
     """The NUMA policies of the mappings that begin in the range, as the kernel writes them."""
-    return {
-        line.split()[1]
-        for line in Path("/proc/self/numa_maps").read_text().splitlines()
-        if address <= int(line.split(" ", 1)[0], 16) < address + nbytes
-    }
+    return {line.split()[1] for line in numa_lines(address, nbytes)}
 
 
 def hugetlb_bytes(part: Mapping) -> int:

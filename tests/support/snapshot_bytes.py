@@ -13,7 +13,6 @@ import xxhash
 import unimem as um
 from unimem.errors import SnapshotError
 
-# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "grow": {"grow": True},
@@ -21,31 +20,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring with spare rows": {"window": 24, "spare_rows": 5},
 }
 
-FIELDS = {
-    "magic": (0, "8s"),
-    "version": (8, "I"),
-    "header_bytes": (12, "I"),
-    "file_bytes": (16, "Q"),
-    "data_offset": (24, "Q"),
-    "lane_stride": (32, "Q"),
-    "row_bytes": (40, "Q"),
-    "chunk_bytes": (48, "Q"),
-    "seq_len": (56, "Q"),
-    "next_position": (64, "Q"),
-    "max_seq_len": (72, "Q"),
-    "window": (80, "Q"),
-    "spare_rows": (88, "Q"),
-    "n_layers": (96, "I"),
-    "n_kv_heads": (100, "I"),
-    "head_dim": (104, "I"),
-    "batch": (108, "I"),
-    "dtype": (112, "I"),
-    "flags": (116, "I"),
-    "alignment": (120, "I"),
-    "model_bytes": (124, "I"),
-    "tables_checksum": (128, "Q"),
-    "header_checksum": (136, "Q"),
-}
+# The fields of the header by their codes, one behind the other, as docs/snapshots.md has them.
+_FIELDS = (
+    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
+    *((name, "Q") for name in ("data_offset", "lane_stride", "row_bytes", "chunk_bytes")),
+    *((name, "Q") for name in ("seq_len", "next_position", "max_seq_len", "window", "spare_rows")),
+    *((name, "I") for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "flags")),
+    *(("alignment", "I"), ("model_bytes", "I"), ("tables_checksum", "Q"), ("header_checksum", "Q")),
+)
+_SIZES = [struct.calcsize(code) for _, code in _FIELDS]
+# Of each field: where it begins, and its code.
+FIELDS = {name: (sum(_SIZES[:i]), code) for i, (name, code) in enumerate(_FIELDS)}
 HEADER_BYTES = 144
 MODES: list[Literal["map", "copy"]] = ["map", "copy"]
 

@@ -5,6 +5,8 @@ Run as a program it is the other side of `ask_llama_cpp`: llama.cpp in a process
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import io
 import json
 import random
@@ -16,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 PAGE = (Path(__file__).parent / "data" / "tokenizer_page.txt").read_text(encoding="utf-8")
 CONTROL = ["<|begin_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|im_end|>|"]
 USER_DEFINED = ["<tool_call>", "</tool_call>", "    "]
 NORMAL, UNKNOWN, CONTROL_TYPE, USER_DEFINED_TYPE, BYTE = 1, 2, 3, 4, 6
+ADDED = CONTROL + USER_DEFINED
+ADDED_TYPES = [CONTROL_TYPE] * len(CONTROL) + [USER_DEFINED_TYPE] * len(USER_DEFINED)
 
 
 @dataclass
@@ -63,27 +68,22 @@ def spm_vocab() -> Vocab:
         minloglevel=2,
     )
     trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    tokens = [trained.id_to_piece(i) for i in range(len(trained))] + CONTROL + USER_DEFINED
-    scores = [trained.get_score(i) for i in range(len(trained))]
-    scores += [0.0] * (len(tokens) - len(scores))
-    types = [UNKNOWN, CONTROL_TYPE, CONTROL_TYPE] + [BYTE] * 256
-    types += [NORMAL] * (len(trained) - len(types))
-    types += [CONTROL_TYPE] * len(CONTROL) + [USER_DEFINED_TYPE] * len(USER_DEFINED)
-    return Vocab(
-        tokens,
-        types,
-        {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.scores": np.array(scores, np.float32),
-            "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 2,
-            "tokenizer.ggml.unknown_token_id": 0,
-        },
-    )
+    n = len(trained)
+    scores = [*map(trained.get_score, range(n)), *[0.0] * len(ADDED)]
+    types = [UNKNOWN, CONTROL_TYPE, CONTROL_TYPE] + [BYTE] * 256 + [NORMAL] * (n - 259)
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return Vocab([*map(trained.id_to_piece, range(n)), *ADDED], types + ADDED_TYPES, metadata)
 
 
-def bpe_vocab(pre: str) -> Vocab:
-    """A byte-level BPE vocabulary.
+@functools.cache
+def _bpe() -> tuple[list[str], list[str]]:
+    """Tokens and merges of byte-level BPE.
 
     It is trained without cutting words, so that merges run across them, and a word that is cut
     wrongly gives other ids.
@@ -92,30 +92,27 @@ def bpe_vocab(pre: str) -> Vocab:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=3000,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=12,
+        vocab_size=3000, show_progress=False, initial_alphabet=alphabet, max_token_length=12
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    n_trained = len(tokens)
-    tokens += [*CONTROL, *USER_DEFINED]
-    types = [NORMAL] * n_trained
-    types += [CONTROL_TYPE] * len(CONTROL) + [USER_DEFINED_TYPE] * len(USER_DEFINED)
-    return Vocab(
-        tokens,
-        types,
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
-            "tokenizer.ggml.bos_token_id": n_trained,
-            "tokenizer.ggml.eos_token_id": n_trained + 1,
-        },
-    )
+    return tokens, [" ".join(merge) for merge in model["merges"]]
+
+
+def bpe_vocab(pre: str) -> Vocab:
+    """A byte-level BPE vocabulary whose text is cut into words in this way."""
+    trained, merges = _bpe()
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.bos_token_id": len(trained),
+        "tokenizer.ggml.eos_token_id": len(trained) + 1,
+    }
+    return Vocab(trained + ADDED, [NORMAL] * len(trained) + ADDED_TYPES, metadata)
 
 
 def write_model(path: Path, metadata: dict[str, Any]) -> Path:
@@ -168,6 +165,8 @@ class Answers:
 
 def ask_llama_cpp(model: Path, texts: list[str]) -> Answers:
     """Ask llama.cpp, in a process of its own, since it loads another ggml."""
+    if importlib.util.find_spec("cyllama") is None:
+        pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
     result = subprocess.run(
         [sys.executable, __file__, str(model)],
         input=json.dumps(texts),

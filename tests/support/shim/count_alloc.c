@@ -88,30 +88,18 @@ static void count_os_call(void *caller) {
 
 #define CALLER __builtin_return_address(0)
 
-void *malloc(size_t nbytes) {
-    count_allocation(CALLER, nbytes);
-    return __libc_malloc(nbytes);
-}
+/* Counts an allocation of so many bytes, and makes it. */
+#define ALLOCATES(name, parameters, nbytes, made)                                                  \
+    void *name parameters {                                                                        \
+        count_allocation(CALLER, nbytes);                                                          \
+        return made;                                                                               \
+    }
 
-void *calloc(size_t n, size_t nbytes) {
-    count_allocation(CALLER, n * nbytes);
-    return __libc_calloc(n, nbytes);
-}
-
-void *realloc(void *p, size_t nbytes) {
-    count_allocation(CALLER, nbytes);
-    return __libc_realloc(p, nbytes);
-}
-
-void *memalign(size_t align, size_t nbytes) {
-    count_allocation(CALLER, nbytes);
-    return __libc_memalign(align, nbytes);
-}
-
-void *aligned_alloc(size_t align, size_t nbytes) {
-    count_allocation(CALLER, nbytes);
-    return __libc_memalign(align, nbytes);
-}
+ALLOCATES(malloc, (size_t n), n, __libc_malloc(n))
+ALLOCATES(calloc, (size_t n, size_t size), n *size, __libc_calloc(n, size))
+ALLOCATES(realloc, (void *p, size_t n), n, __libc_realloc(p, n))
+ALLOCATES(memalign, (size_t align, size_t n), n, __libc_memalign(align, n))
+ALLOCATES(aligned_alloc, (size_t align, size_t n), n, __libc_memalign(align, n))
 
 int posix_memalign(void **out, size_t align, size_t nbytes) {
     count_allocation(CALLER, nbytes);
@@ -127,32 +115,20 @@ void free(void *p) {
     __libc_free(p);
 }
 
-/* The real function behind a name. */
-#define REAL(type, name) ((type)dlsym(RTLD_NEXT, name))
+/* Counts a call of a function of the system, and makes it. */
+#define COUNTED(result, name, parameters, arguments)                                               \
+    result name parameters {                                                                       \
+        count_os_call(CALLER);                                                                     \
+        return ((result(*) parameters)dlsym(RTLD_NEXT, #name))arguments;                           \
+    }
 
-void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-    typedef void *(*function)(void *, size_t, int, int, int, off_t);
-    count_os_call(CALLER);
-    return REAL(function, "mmap")(address, nbytes, protection, flags, fd, offset);
-}
-
-int munmap(void *address, size_t nbytes) {
-    typedef int (*function)(void *, size_t);
-    count_os_call(CALLER);
-    return REAL(function, "munmap")(address, nbytes);
-}
-
-int mprotect(void *address, size_t nbytes, int protection) {
-    typedef int (*function)(void *, size_t, int);
-    count_os_call(CALLER);
-    return REAL(function, "mprotect")(address, nbytes, protection);
-}
-
-int madvise(void *address, size_t nbytes, int advice) {
-    typedef int (*function)(void *, size_t, int);
-    count_os_call(CALLER);
-    return REAL(function, "madvise")(address, nbytes, advice);
-}
+COUNTED(void *, mmap, (void *at, size_t n, int access, int flags, int fd, off_t offset),
+        (at, n, access, flags, fd, offset))
+COUNTED(int, munmap, (void *at, size_t n), (at, n))
+COUNTED(int, mprotect, (void *at, size_t n, int access), (at, n, access))
+COUNTED(int, madvise, (void *at, size_t n, int advice), (at, n, advice))
+COUNTED(ssize_t, read, (int fd, void *out, size_t n), (fd, out, n))
+COUNTED(ssize_t, pread, (int fd, void *out, size_t n, off_t offset), (fd, out, n, offset))
 
 void *mremap(void *address, size_t old_nbytes, size_t nbytes, int flags, ...) {
     typedef void *(*function)(void *, size_t, size_t, int, void *);
@@ -161,19 +137,7 @@ void *mremap(void *address, size_t old_nbytes, size_t nbytes, int flags, ...) {
     void *target = (flags & MREMAP_FIXED) ? va_arg(more, void *) : NULL;
     va_end(more);
     count_os_call(CALLER);
-    return REAL(function, "mremap")(address, old_nbytes, nbytes, flags, target);
-}
-
-ssize_t read(int fd, void *out, size_t nbytes) {
-    typedef ssize_t (*function)(int, void *, size_t);
-    count_os_call(CALLER);
-    return REAL(function, "read")(fd, out, nbytes);
-}
-
-ssize_t pread(int fd, void *out, size_t nbytes, off_t offset) {
-    typedef ssize_t (*function)(int, void *, size_t, off_t);
-    count_os_call(CALLER);
-    return REAL(function, "pread")(fd, out, nbytes, offset);
+    return ((function)dlsym(RTLD_NEXT, "mremap"))(address, old_nbytes, nbytes, flags, target);
 }
 
 long syscall(long number, ...) {
@@ -186,5 +150,5 @@ long syscall(long number, ...) {
     }
     va_end(more);
     count_os_call(CALLER);
-    return REAL(function, "syscall")(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    return ((function)dlsym(RTLD_NEXT, "syscall"))(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
