@@ -137,10 +137,17 @@ def public_names() -> dict[str, Any]:
     }
 
 
-def as_lines(names: dict[str, Any]) -> str:
-    """Write the lists as JSON, with the members of a class, or what else is short, in one line."""
-    text = json.dumps(names, indent=1, sort_keys=True)
-    return re.sub(r"\[\s+([^\[\]]{0,600}?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+def as_lines(value: Any) -> str:
+    """Write the lists as JSON, with as many names in a line as fit."""
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {as_lines(value[key])}" for key in sorted(value)]
+        return "{\n" + ",\n".join(rows) + "}"
+    lines = [""]
+    for name in map(json.dumps, value):
+        if lines[-1] and len(lines[-1]) + len(name) > 96:
+            lines.append("")
+        lines[-1] += f"{name}, "
+    return f"[{chr(10).join(line.rstrip() for line in lines).removesuffix(',')}]"
 
 
 if __name__ == "__main__":
