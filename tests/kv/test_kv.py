@@ -124,8 +124,7 @@ def test_any_layout_in_memory_is_read(
     kv.append(0, lay_out(k[:3].transpose(1, 0, 2)[None]), v[:3].transpose(1, 0, 2)[None])
     for part, expected in zip(kv.layer(0), (k, v), strict=True):
         assert same_bits(
-            part[0].transpose(1, 0, 2),
-            stored(np.concatenate([expected, expected[:3]]), "f16"),
+            part[0].transpose(1, 0, 2), stored(np.concatenate([expected, expected[:3]]), "f16")
         )
     del part
 

@@ -511,11 +511,7 @@ def test_a_cached_block_that_is_written_is_not_found_any_more(pg: um.PagedKVCach
         a.extend(changed[5:])
         feed(a, changed)
         assert table(a)[1] == tail  # nobody else held it: written in place
-        for wanted, n_cached in (
-            (tokens, 8),
-            ([*tokens[:6], 60, 61], 4),
-            (changed, 8),
-        ):
+        for wanted, n_cached in ((tokens, 8), ([*tokens[:6], 60, 61], 4), (changed, 8)):
             with pg.sequence([*wanted, 99]) as b:
                 assert b.n_cached == n_cached
                 assert holds_tokens(b, wanted[:n_cached])

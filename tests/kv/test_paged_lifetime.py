@@ -93,10 +93,7 @@ def test_appending_makes_no_system_call_and_no_allocation() -> None:
 def test_readers_see_whole_tokens_while_one_thread_writes() -> None:
     n_tokens = 3000
     torn: list[int] = []
-    with (
-        um.PagedKVCache(1, 2, 32, n_blocks=220, dtype="f32") as pg,
-        pg.sequence() as s,
-    ):
+    with um.PagedKVCache(1, 2, 32, n_blocks=220, dtype="f32") as pg, pg.sequence() as s:
 
         def read() -> None:
             n = 0

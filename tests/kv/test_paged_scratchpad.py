@@ -119,9 +119,7 @@ def test_any_size_of_blocks(block_tokens: int) -> None:
             pad.append(given[0])  # though the last block has room
 
 
-def test_a_view_of_a_token_that_was_cut_off_shows_what_comes_there(
-    pad: um.PagedScratchpad,
-) -> None:
+def test_a_view_of_a_token_that_was_cut_off_shows_what_comes_there(pad: um.PagedScratchpad) -> None:
     given = rows(10)
     pad.append_batch(given)
     kept, cut = pad.get_token(2), pad.get_token(9)

@@ -375,12 +375,7 @@ def test_another_model_is_refused(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "at"),
-    [
-        (list(range(39)), 39),
-        ([], 0),
-        ([0, 1, 2, 4], 3),
-        ([*range(20), 7, *range(21, 100)], 20),
-    ],
+    [(list(range(39)), 39), ([], 0), ([0, 1, 2, 4], 3), ([*range(20), 7, *range(21, 100)], 20)],
 )
 def test_tokens_that_do_not_begin_alike_are_refused(file: Path, tokens: list[int], at: int) -> None:
     rule = rf"its 40 tokens are no prefix of the {len(tokens)} given, from token {at} on"

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from snapshot_bytes import (
-    FIELDS,
-    KINDS,
-    flipped,
-)
+from snapshot_bytes import FIELDS, KINDS, flipped
 from snapshot_files import append, cache, rows
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
@@ -80,10 +76,7 @@ def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "grow"])
 def test_reading_into_a_cache_that_is_there(kind: str, file: Path) -> None:
-    with (
-        um.KVCache.restore(file) as expected,
-        um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv,
-    ):
+    with um.KVCache.restore(file) as expected, um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv:
         facts = snapshot.read_into(kv, file, range(44), "tiny")
         assert facts.seq_len == 40
         assert rows(kv) == rows(expected)
