@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import unimem as um
+from kv_caches import check_that_making_it_may_fail
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
 from os_faults import os_faults
 from tiers import examples
@@ -319,21 +320,12 @@ TestPagedAgainstModel.settings = settings(
 
 
 def test_every_system_call_of_the_constructor_may_fail() -> None:
-    before, nth, failed = ledger()["history"]["mapped_bytes"], 0, set()
-    with os_faults() as faults:
-        while True:
-            nth += 1
-            faults.arm(nth)
-            try:
-                pg = um.PagedKVCache(2, 2, 64, n_blocks=40, pages="4k")
-            except (MemoryError, um.PlacementError):
-                failed.add(faults.failed)
-                assert ledger()["history"]["mapped_bytes"] == before
-                continue
-            finally:
-                faults.disarm()
-            break
-        with pg, pg.sequence([1, 2, 3]) as s:
-            s.append(0, np.ones((3, 2, 64), "f4"), np.ones((3, 2, 64), "f4"))
-    assert failed >= {"mmap", "calloc"}
+    before = ledger()["history"]["mapped_bytes"]
+    with (
+        check_that_making_it_may_fail(
+            lambda: um.PagedKVCache(2, 2, 64, n_blocks=40, pages="4k")
+        ) as pg,
+        pg.sequence([1, 2, 3]) as s,
+    ):
+        s.append(0, np.ones((3, 2, 64), "f4"), np.ones((3, 2, 64), "f4"))
     assert ledger()["history"]["mapped_bytes"] == before
