@@ -11,9 +11,9 @@ import pytest
 import xxhash
 
 import unimem as um
+from snapshot_files import cache
 from unimem.errors import SnapshotError
 
-# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "grow": {"grow": True},
@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring with spare rows": {"window": 24, "spare_rows": 5},
 }
 
+# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
 FIELDS = {
     "magic": (0, "8s"),
     "version": (8, "I"),
@@ -47,7 +48,24 @@ FIELDS = {
     "header_checksum": (136, "Q"),
 }
 HEADER_BYTES = 144
-MODES: list[Literal["map", "copy"]] = ["map", "copy"]
+Mode = Literal["map", "copy"]
+MODES: list[Mode] = ["map", "copy"]
+by_mode = pytest.mark.parametrize("mode", MODES)
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where to save. Import this into a test module to use it."""
+    return tmp_path / "session"
+
+
+@pytest.fixture
+def file(path: Path) -> Path:
+    """A file of 40 tokens with ids and a model. Import this into a test module to use it."""
+    with cache(40) as kv:
+        kv.save(path, tokens=range(40), model="tiny")
+    return path
 
 
 def header(raw: bytes) -> dict[str, Any]:
