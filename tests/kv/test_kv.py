@@ -222,25 +222,6 @@ def test_reserve_write_commit(kv: um.KVCache) -> None:
     assert kv.reserve(8) == 0
 
 
-def test_crop_and_clear_keep_the_memory(kv: um.KVCache) -> None:
-    def addresses() -> list[int]:
-        return [kv.address(layer, part) for layer in range(2) for part, _ in PARTS]
-
-    before = addresses()
-    k, v = tokens(8)
-    for layer in range(2):
-        kv.append(layer, k, v)
-    kv.crop(3)
-    assert kv.seq_len == 3
-    assert same_bits(kv.layer(1)[1][0].transpose(1, 0, 2), v[:3].astype("f2"))
-    for layer in range(2):
-        kv.append(layer, k[3:], v[3:])
-    kv.crop(8)
-    kv.clear()
-    assert kv.is_empty
-    assert addresses() == before
-
-
 # ---- making one ----
 
 
