@@ -120,21 +120,21 @@ def wrong_calls() -> dict[str, tuple[type[Exception], Callable[[um.KVCache], Any
         "all: shapes differ": (ValueError, lambda kv: kv.append_all(k, v[:, :2])),
         "all: dtype": (TypeError, lambda kv: kv.append_all(k.astype("i4"), v.astype("i4"))),
         "all: dtypes differ": (TypeError, lambda kv: kv.append_all(k, v.astype("f2"))),
-        "all: lists": (TypeError, lambda kv: kv.append_all(k.tolist(), v.tolist())),  # type: ignore[arg-type]
+        "all: lists": (TypeError, lambda kv: kv.append_all(k.tolist(), v.tolist())),
         "reserve nothing": (ValueError, lambda kv: kv.reserve(0)),
         "reserve less": (ValueError, lambda kv: kv.reserve(-1)),
-        "reserve a half": (TypeError, lambda kv: kv.reserve(0.5)),  # type: ignore[arg-type]
+        "reserve a half": (TypeError, lambda kv: kv.reserve(0.5)),
         "reserve too many": (um.CacheFull, lambda kv: kv.reserve(9)),
         "reserve far too many": (um.CacheFull, lambda kv: kv.reserve(2**63 - 1)),
         "reserve beyond": (ValueError, lambda kv: kv.reserve(2**70)),
         "commit nothing": (RuntimeError, lambda kv: kv.commit(1)),
         "commit less": (ValueError, lambda kv: kv.commit(-1)),
         "trim below": (ValueError, lambda kv: kv.trim_to(-1)),
-        "trim to a half": (TypeError, lambda kv: kv.trim_to(0.5)),  # type: ignore[arg-type]
+        "trim to a half": (TypeError, lambda kv: kv.trim_to(0.5)),
         "keep less": (ValueError, lambda kv: kv.trim_to(1, keep_first=-1)),
         "limit below": (ValueError, lambda kv: kv.enforce_memory_limit(-1)),
-        "limit of no type": (TypeError, lambda kv: kv.enforce_memory_limit(None)),  # type: ignore[arg-type]
-        "part": (ValueError, lambda kv: kv.address(0, "q")),  # type: ignore[arg-type]
+        "limit of no type": (TypeError, lambda kv: kv.enforce_memory_limit(None)),
+        "part": (ValueError, lambda kv: kv.address(0, "q")),
         "layer's address": (ValueError, lambda kv: kv.address(2, "k")),
         "out alone": (ValueError, lambda kv: kv.layer(0, out=(k, v))),
         "out's shape": (ValueError, lambda kv: kv.layer(0, "float32", out=(k, v))),
@@ -372,7 +372,7 @@ def test_a_cache_on_a_tape_of_somebody_else() -> None:
     with um.Tape(1 << 16) as tape:
         for options in ({"pages": "4k"}, {"window": 4}, {"grow": True}):
             with pytest.raises(ValueError, match="tape"):
-                um.KVCache(2, 3, 4, 8, tape=tape, **options)  # type: ignore[arg-type]
+                um.KVCache(2, 3, 4, 8, tape=tape, **options)
         with pytest.raises(um.TapeFull):
             um.KVCache(2, 3, 4, 10_000, tape=tape)
         assert tape.used_bytes == 0

@@ -58,7 +58,7 @@ def test_memory_comes_with_the_tokens_and_nothing_moves(dtype: str) -> None:
     with growing(dtype=dtype, batch=2) as kv:
 
         def addresses() -> list[int]:
-            return [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]  # type: ignore[arg-type]
+            return [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]
 
         there = addresses()
         assert (committed(kv), kv.n_growths, kv.resident_bytes) == (0, 0, 0)

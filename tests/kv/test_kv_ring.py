@@ -25,7 +25,7 @@ def ring(window: int, **options: Any) -> um.KVCache:
 
 def lanes_of(kv: um.KVCache) -> list[Array]:
     """K and V of each layer: the rows."""
-    at = [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]  # type: ignore[arg-type]
+    at = [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]
     return [memory(address, kv.n_rows * kv.row_bytes) for address in at]
 
 

@@ -6,6 +6,7 @@ What they share with all caches is in the contract: tests/support/conformance.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,9 @@ def test_q8_0_takes_its_own_blocks() -> None:
         with pytest.raises(ValueError, match="expected k and v of shape"):
             s.append_all(np.zeros((1, 2, 64), k.dtype), v[:1])
     with um.PagedKVCache(1, 2, 64, n_blocks=2, dtype="f16") as pg, pg.sequence() as s:
-        for call in (lambda: s.append(0, k, v), lambda: s.append_all(k[:1], v[:1])):
+        for append_them, n in ((partial(s.append, 0), 3), (s.append_all, 1)):
             with pytest.raises(TypeError, match="expected float32"):
-                call()
+                append_them(k[:n], v[:n])
         assert len(s) == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 import unimem as um
+from project import ROOT
 from snapshot_files import cache
 from unimem.errors import SnapshotError
 
@@ -21,31 +22,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring with spare rows": {"window": 24, "spare_rows": 5},
 }
 
-# Of each field of the header, as docs/snapshots.md has them: where it begins, and its code.
+# Of each field of the header, as its document has them: where it begins, and its code.
+_DOCUMENT = (ROOT / "docs/snapshots.md").read_text(encoding="utf-8")
+_CODES = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
 FIELDS = {
-    "magic": (0, "8s"),
-    "version": (8, "I"),
-    "header_bytes": (12, "I"),
-    "file_bytes": (16, "Q"),
-    "data_offset": (24, "Q"),
-    "lane_stride": (32, "Q"),
-    "row_bytes": (40, "Q"),
-    "chunk_bytes": (48, "Q"),
-    "seq_len": (56, "Q"),
-    "next_position": (64, "Q"),
-    "max_seq_len": (72, "Q"),
-    "window": (80, "Q"),
-    "spare_rows": (88, "Q"),
-    "n_layers": (96, "I"),
-    "n_kv_heads": (100, "I"),
-    "head_dim": (104, "I"),
-    "batch": (108, "I"),
-    "dtype": (112, "I"),
-    "flags": (116, "I"),
-    "alignment": (120, "I"),
-    "model_bytes": (124, "I"),
-    "tables_checksum": (128, "Q"),
-    "header_checksum": (136, "Q"),
+    name: (int(at), _CODES[kind])
+    for at, kind, name in re.findall(r"^\| (\d+) \| (\S+) \| `(\w+)` \|", _DOCUMENT, re.M)
 }
 HEADER_BYTES = 144
 Mode = Literal["map", "copy"]
