@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +31,13 @@ DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
 
 
 def test_the_names_and_what_is_derived() -> None:
-    assert (
-        um.ModelDims(
-            **{"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8},
-            **{"num_kv_heads": 4, "head_dim": 8, "vocab_size": 512},
-            **{"num_layers": 5, "max_seq_len": 512},
-        )
-        == DIMS
+    names = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_kv_heads", "head_dim"),
+        *("vocab_size", "num_layers", "max_seq_len", "quantized", "max_batch_size"),
     )
+    values = (64, 172, 8, 4, 8, 512, 5, 512, False, 1)
+    assert asdict(DIMS) == dict(zip(names, values, strict=True))
     assert (DIMS.q_size, DIMS.kv_size, DIMS.qkv_size) == (64, 32, 128)
-    assert (DIMS.quantized, DIMS.max_batch_size) == (False, 1)
     assert replace(DIMS, num_layers=6) != DIMS
     assert hash(replace(DIMS)) == hash(DIMS)
     with pytest.raises(FrozenInstanceError):

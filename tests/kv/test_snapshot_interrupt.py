@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,8 @@ from typing import Any
 import pytest
 
 import unimem as um
-from snapshot_bytes import path
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.kv import snapshot
-
-__all__ = ["path"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -27,20 +23,16 @@ N_INTERRUPTS = 3
 
 
 class Slow:
-    """A system call that waits until the main thread was interrupted several times.
+    """A system call that waits until the main thread was interrupted several times."""
 
-    The first interrupt comes when the main thread is in a function of this name.
-    """
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, name: str, calls: Callable[[int], bool], function: str
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, calls: Callable[..., bool]) -> None:
         self._true = getattr(os, name)
-        self._calls, self._functions = calls, (function,)
+        self._calls = calls
         self._interrupted = threading.Event()
         self._sender = threading.Thread(target=self._interrupt)
         self._lock = threading.Lock()
-        self.n_begun = self.n_ended = self.n_handled = 0
+        self.n_begun = self.n_ended = 0
+        self.n_handled = 0
         self._raises = True
         patch.setattr(os, name, self)
 
@@ -51,7 +43,7 @@ class Slow:
             if self.n_begun == 0:
                 self._sender.start()
             self.n_begun += 1
-        assert self._interrupted.wait(120)
+        assert self._interrupted.wait(60)
         try:
             return self._true(fd, data, offset)  # type: ignore[no-any-return]
         finally:
@@ -66,21 +58,13 @@ class Slow:
     def _interrupt(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-
-        def is_in(*functions: str) -> bool:
-            frame = sys._current_frames().get(main)
-            while frame is not None and frame.f_code.co_name not in functions:
-                frame = frame.f_back
-            return frame is not None
-
-        functions = self._functions
         for n in range(1, N_INTERRUPTS + 1):
-            until(lambda: is_in(*functions))  # noqa: B023
+            time.sleep(0.05)  # the main thread waits by then
             signal.pthread_kill(main, signal.SIGINT)
-            until(lambda: self.n_handled == n)  # noqa: B023
-            functions = ("wait_until",)  # where it goes from there
-        # It waits again; or it has left, too early, and waits for this thread.
-        until(lambda: is_in("wait_until", "join"))
+            end = time.monotonic() + 60
+            while self.n_handled < n and time.monotonic() < end:
+                time.sleep(0.001)
+        time.sleep(0.05)
         self._interrupted.set()
 
     def join(self) -> None:
@@ -89,36 +73,32 @@ class Slow:
         self._sender.join()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Wait, but not for ever."""
-    end = time.monotonic() + 60
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Slow]]:
     """Make a call slow; every interrupt is counted and raises."""
     made: list[Slow] = []
 
-    def make(name: str, calls: Callable[[int], bool], function: str) -> Slow:
-        made.append(Slow(monkeypatch, name, calls, function))
+    def make(name: str, calls: Callable[[int], bool]) -> Slow:
+        made.append(Slow(monkeypatch, name, calls))
         return made[0]
 
-    small_chunks(monkeypatch)
     true = signal.signal(signal.SIGINT, lambda *_: made[0].handle())
     yield make
     signal.signal(signal.SIGINT, true)
 
 
-def test_no_write_is_late(slow: Callable[..., Slow], path: Path) -> None:
+def test_no_write_is_late(
+    slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
     path.write_bytes(b"old")
     with cache(500, 512) as kv:
-        calls = slow("pwrite", lambda _: True, "result")
+        calls = slow("pwrite", lambda _: True)
         with pytest.raises(KeyboardInterrupt) as caught:
             kv.save(path)
         # A file that gets the number of the one that was written.
-        with (path.parent / "other").open("w+b") as other:
+        with (tmp_path / "other").open("w+b") as other:
             at_once = calls.n_begun, calls.n_ended
             calls.join()
             assert os.fstat(other.fileno()).st_size == 0
@@ -126,14 +106,18 @@ def test_no_write_is_late(slow: Callable[..., Slow], path: Path) -> None:
     assert calls.n_ended == calls.n_begun <= 4
     assert caught.value.args == (N_INTERRUPTS,)
     assert path.read_bytes() == b"old"
-    assert sorted(os.listdir(path.parent)) == ["other", "session"]
+    assert sorted(os.listdir(tmp_path)) == ["other", "session"]
 
 
-def test_no_read_is_late(slow: Callable[..., Slow], path: Path) -> None:
+def test_no_read_is_late(
+    slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
     with cache(500, 512) as saved, um.KVCache(2, 2, 32, 512) as kv, cache(500, 512, seed=1) as new:
         saved.save(path)
         data = snapshot.describe(path).data_offset
-        calls = slow("preadv", lambda offset: offset >= data, "result")
+        calls = slow("preadv", lambda offset: offset >= data)
         with pytest.raises(KeyboardInterrupt):
             snapshot.read_into(kv, path)
         assert kv.next_position == 0
@@ -147,8 +131,12 @@ def test_no_read_is_late(slow: Callable[..., Slow], path: Path) -> None:
         assert rows(kv) == rows(saved)
 
 
-def test_an_interrupt_after_an_error_is_not_lost(slow: Callable[..., Slow], path: Path) -> None:
+def test_an_interrupt_after_an_error_is_not_lost(
+    slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first write fails, and it is while the others are waited for that interrupts come."""
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
     with cache(500, 512) as kv:
         kv.save(path)
         data = snapshot.describe(path).data_offset
@@ -156,12 +144,12 @@ def test_an_interrupt_after_an_error_is_not_lost(slow: Callable[..., Slow], path
 
         def waits(offset: int) -> bool:
             if offset == data:
-                assert another_began.wait(120)
+                assert another_began.wait(60)
                 raise OSError(errno.ENOSPC, "")
             another_began.set()
             return True
 
-        calls = slow("pwrite", waits, "wait_until")
+        calls = slow("pwrite", waits)
         with pytest.raises(KeyboardInterrupt) as caught:
             kv.save(path)
         at_once = calls.n_begun, calls.n_ended
@@ -169,4 +157,4 @@ def test_an_interrupt_after_an_error_is_not_lost(slow: Callable[..., Slow], path
     assert caught.value.args == (N_INTERRUPTS,)
     assert at_once == (calls.n_begun, calls.n_ended)
     assert 0 < calls.n_begun == calls.n_ended
-    assert os.listdir(path.parent) == ["session"]
+    assert os.listdir(tmp_path) == ["session"]
