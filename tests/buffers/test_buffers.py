@@ -317,7 +317,8 @@ def test_an_interrupted_end(owns_tape: bool, end: str) -> None:
 def test_the_end_of_buffers_with_views(owns_tape: bool) -> None:
     """Closing refuses where it would take the memory, and leaving a `with` keeps it."""
     with um.Tape(1 << 20) as tape:
-        db = um.DecodeBuffers(DIMS, name="mine", **({} if owns_tape else {"tape": tape}))  # type: ignore[arg-type]
+        options: dict[str, Any] = {} if owns_tape else {"tape": tape}
+        db = um.DecodeBuffers(DIMS, name="mine", **options)
         batch = db.batch(2)
         db.swap_residual()
         db.residual[:] = 3
