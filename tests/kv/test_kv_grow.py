@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ import pytest
 import proc_maps
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb
+from kv_caches import ONE_MORE, each_call_fails, meanwhile
 from kv_model import KV_DTYPES, Talk
 from os_faults import os_faults
 from unimem._core.status import counters, ledger
@@ -34,6 +34,12 @@ def growing(max_seq_len: int = 1 << 20, **options: Any) -> um.KVCache:
     return um.KVCache(*DIMS, max_seq_len=max_seq_len, grow=True, **{"pages": "4k"} | options)
 
 
+@pytest.fixture
+def kv() -> Iterator[um.KVCache]:
+    with growing() as kv:
+        yield kv
+
+
 def committed(kv: um.KVCache) -> int:
     """What is committed, as the kernel says: neither reserved nor given back."""
     assert kv.block is not None
@@ -50,60 +56,46 @@ def committed(kv: um.KVCache) -> int:
 def test_memory_comes_with_the_tokens_and_nothing_moves(dtype: str) -> None:
     before = ledger()["history"]["mapped_bytes"]
     with growing(dtype=dtype, batch=2) as kv:
-        addresses = [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]
+
+        def addresses() -> list[int]:
+            return [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]
+
+        there = addresses()
         assert (committed(kv), kv.n_growths, kv.resident_bytes) == (0, 0, 0)
         assert ledger()["history"]["mapped_bytes"] == before
         assert kv.grow
         assert kv.tape is None
-        talk, first = Talk(kv), None
+        talk = Talk(kv)
         for n in (1, 1, 30, 200, 1000):
             talk.append(n)
-            first = first or kv.layer(0)
             talk.check()
             used = kv.memory_usage_bytes
             # A page more for where a lane ends, and at most a quarter in advance.
             assert used <= committed(kv) <= used * 5 // 4 + 2 * LANES * 2 * PAGE
             assert kv.resident_bytes == kv.capacity_bytes  # prefaulted
             assert ledger()["history"]["mapped_bytes"] == before + kv.capacity_bytes
-        assert first is not None
-        assert first[0][0, :, 0].tobytes() == kv.layer(0)[0][0, :, 0].tobytes()
-        now = [kv.address(layer, part) for layer in range(2) for part in ("k", "v")]
-        assert now == addresses
-        del first
+        assert addresses() == there
 
 
-def test_steps_are_counted_and_nothing_else_makes_a_system_call() -> None:
-    with growing() as kv:
-        token = np.zeros((2, 4, 64), "float16")
-        n_steps = calls = 0
-        for _ in range(300):
-            before, growths = counters()["os_calls"], kv.n_growths
-            room = kv.capacity_bytes - kv.memory_usage_bytes
-            kv.append_all(token, token)
-            grew = kv.n_growths - growths
-            n_steps += grew
-            calls += counters()["os_calls"] - before
-            assert (counters()["os_calls"] > before) == (grew == 1)
-            assert grew == (room == 0)
-        assert kv.n_growths == n_steps
-        # Each by a quarter of what there is: 300 rows are 38 pages a lane.
-        assert 5 < n_steps < 25
-        growths = kv.n_growths
-        kv.reserve(3)
-        kv.commit(1)
-        kv.layer(0)
-        kv.crop(300)
-        assert kv.n_growths == growths
-
-
-def test_all_lanes_grow_in_one_step() -> None:
-    with growing() as kv:
-        k = np.zeros((100, 4, 64), "float16")
-        kv.append(0, k, k)
-        assert kv.n_growths == 1
-        kv.append(1, k, k)
-        assert kv.n_growths == 1
-        assert committed(kv) == LANES * -(-100 // 8) * PAGE
+def test_steps_are_counted_and_nothing_else_makes_a_system_call(kv: um.KVCache) -> None:
+    token = np.zeros((2, 4, 64), "float16")
+    for n in range(300):
+        before, growths = counters()["os_calls"], kv.n_growths
+        room = kv.capacity_bytes - kv.memory_usage_bytes
+        kv.append_all(token, token)
+        grew = kv.n_growths - growths
+        assert (counters()["os_calls"] > before) == (grew == 1)
+        assert grew == (room == 0)
+        if n == 0:
+            assert committed(kv) == LANES * PAGE  # of all lanes, in one step
+    # Each by a quarter of what there is: 300 rows are 38 pages a lane.
+    assert 5 < kv.n_growths < 25
+    growths = kv.n_growths
+    kv.reserve(3)
+    kv.commit(1)
+    kv.layer(0)
+    kv.crop(300)
+    assert kv.n_growths == growths
 
 
 @pytest.mark.skipif(HUGE == 0, reason="this kernel gives no transparent huge pages")
@@ -123,221 +115,122 @@ def test_huge_steps(pages: Any) -> None:
         talk.trim_to(4)
         talk.check()
         assert committed(kv) <= LANES * 2 * HUGE
-
-
-def test_a_short_cache_does_not_take_huge_pages() -> None:
-    with growing(100, pages="auto") as kv:
-        talk = Talk(kv)
-        talk.append(100)
-        assert committed(kv) < 2 * kv.memory_usage_bytes
-        with pytest.raises(um.CacheFull) as caught:
-            kv.reserve(1)
-        assert (caught.value.limit, caught.value.used, caught.value.asked) == (100, 100, 1)
+    with growing(100, pages=pages) as short:
+        Talk(short).append(100)
+        assert pages == "thp" or committed(short) < 2 * short.memory_usage_bytes
 
 
 # ---- giving back ----
 
 
-@pytest.mark.parametrize("forget", ["trim", "crop", "clear", "limit"])
-def test_memory_goes_with_the_tokens(forget: str) -> None:
-    with growing() as kv:
-        talk = Talk(kv)
-        talk.append(8 * 100)
-        full = committed(kv)
-        assert full == LANES * 100 * PAGE
+@pytest.mark.parametrize("n", [80, 0])
+@pytest.mark.parametrize("forget", ["trim_to", "crop", "clear", "limit"])
+def test_memory_goes_with_the_tokens(kv: um.KVCache, forget: str, n: int) -> None:
+    talk = Talk(kv)
+    talk.append(8 * 100)
+    assert committed(kv) == LANES * 100 * PAGE
+    if forget == "limit":
+        assert kv.enforce_memory_limit(n * LANES * kv.row_bytes)
+        talk.model.trim_to(n)
+    elif forget == "clear":
         n = 0
-        if forget == "trim":
-            talk.trim_to(n := 80)
-        elif forget == "crop":
-            talk.crop(n := 80)
-        elif forget == "limit":
-            n = 80
-            assert kv.enforce_memory_limit(n * LANES * kv.row_bytes)
-            talk.model.trim_to(n)
-        else:
-            kv.clear()
-            talk.model.clear()
-        talk.check()
-        # What the tokens lie in, a quarter, and a spare step.
-        pages = -(-n // 8) + 1
-        assert committed(kv) <= LANES * (pages + pages // 4 + 1) * PAGE
-        assert kv.resident_bytes == kv.capacity_bytes
-        talk.append(400)
-        talk.check()
+        kv.clear()
+        talk.model.clear()
+    else:
+        getattr(talk, forget)(n)
+    talk.check()
+    # What the tokens lie in, a quarter, and a spare step; of no tokens, a step.
+    pages = -(-n // 8) + 1
+    assert committed(kv) <= LANES * (pages + pages // 4 + (n > 0)) * PAGE
+    assert kv.resident_bytes == kv.capacity_bytes
+    talk.append(400)
+    talk.check()
 
 
-def test_going_back_and_forth_takes_no_step() -> None:
-    with growing() as kv:
-        talk = Talk(kv)
-        talk.append(8 * 50 + 1)
-        n_growths, before = kv.n_growths, counters()["os_calls"]
-        for _ in range(20):
-            talk.crop(8 * 50)
-            talk.append(1)
-        assert (kv.n_growths, counters()["os_calls"]) == (n_growths, before)
-
-
-def test_an_empty_cache_keeps_no_more_than_a_step() -> None:
-    uses: list[Callable[[um.KVCache], Any]] = [
-        lambda kv: kv.clear(),
-        lambda kv: kv.crop(0),
-        lambda kv: kv.trim_to(0),
-    ]
-    for forget in uses:
-        with growing() as kv:
-            talk = Talk(kv)
-            talk.append(1000)
-            forget(kv)
-            assert committed(kv) <= LANES * PAGE
-            with growing() as other:
-                talk.kv = other
-                talk.model.clear()
-                talk.append(3)
-                talk.check()
+def test_going_back_and_forth_takes_no_step(kv: um.KVCache) -> None:
+    talk = Talk(kv)
+    talk.append(8 * 50 + 1)
+    n_growths, before = kv.n_growths, counters()["os_calls"]
+    for _ in range(20):
+        talk.crop(8 * 50)
+        talk.append(1)
+    assert (kv.n_growths, counters()["os_calls"]) == (n_growths, before)
 
 
 def test_a_window_that_slides_stays_small() -> None:
     """Trimmed and appended to without end, in a fixed range of addresses."""
     with growing(64) as kv:
         talk = Talk(kv)
-        for _ in range(60):
+        for _ in range(30):
             talk.append(24)
             talk.trim_to(40)
             talk.check()
             assert committed(kv) <= LANES * 10 * PAGE
-        assert kv.next_position == 60 * 24
+        assert kv.next_position == 30 * 24
 
 
-@pytest.mark.parametrize("where", ["here", "another thread", "a collection"])
-def test_a_view_keeps_the_pages_and_they_go_with_it(where: str) -> None:
-    with growing() as kv:
-        talk = Talk(kv)
-        talk.append(800)
-        view: Any = kv.layer(1)[1]
-        contents, full = view.tobytes(), committed(kv)
-        talk.trim_to(8)
-        talk.check()
-        assert view.tobytes() == contents
+def test_views_go_in_any_order(kv: um.KVCache) -> None:
+    talk = Talk(kv)
+    talk.append(80)
+    kept = kv.layer(0)  # of what stays: in nobody's way
+    talk.append(720)
+    views = [kv.layer(layer)[part][:, :, 100:] for layer in range(2) for part in range(2)]
+    full = committed(kv)
+    talk.crop(80)
+    while views:
         assert committed(kv) == full
-        if where == "here":
-            del view
-        elif where == "another thread":
-            holder = [view]
-            del view
-            thread = threading.Thread(target=holder.clear)
-            thread.start()
-            thread.join()
-        else:
-            cycle: list[Any] = [view]
-            cycle.append(cycle)
-            del view, cycle
-            assert committed(kv) == full
-            gc.collect()
-        assert committed(kv) <= LANES * 3 * PAGE
-        talk.check()
-        talk.append(300)
-        talk.check()
-
-
-def test_views_go_in_any_order() -> None:
-    with growing() as kv:
-        talk = Talk(kv)
-        talk.append(800)
-        views = [kv.layer(layer)[part][:, :, 100:] for layer in range(2) for part in range(2)]
-        full = committed(kv)
-        kv.clear()
-        talk.model.clear()
-        while views:
-            assert committed(kv) == full
-            views.pop(len(views) // 2)
-        assert committed(kv) <= LANES * PAGE
-        talk.append(9)
-        talk.check()
-
-
-def test_a_view_of_what_stays_is_in_nobodys_way() -> None:
-    with growing() as kv:
-        talk = Talk(kv)
-        talk.append(80)
-        kept = kv.layer(0)
-        talk.append(720)
-        talk.crop(80)
-        assert committed(kv) <= LANES * 14 * PAGE
-        talk.check()
-        assert kept[0].tobytes() == kv.layer(0)[0].tobytes()
-        del kept
+        views.pop(len(views) // 2)
+    assert committed(kv) <= LANES * 14 * PAGE
+    assert kept[0].tobytes() == kv.layer(0)[0].tobytes()
+    del kept
+    talk.append(9)
+    talk.check()
 
 
 def test_readers_hold_views_while_one_thread_appends_and_trims() -> None:
     n_tokens, n_at_once = 16_000, 80  # so many at once are copied without the GIL
-    torn: list[Any] = []
-    done = threading.Event()
     with um.KVCache(1, 2, 64, n_tokens, dtype="f32", grow=True, pages="4k") as kv:
+        held = threading.local()
 
         def read() -> None:
-            held: list[Any] = []
-            while not done.is_set():
-                k, v = kv.layer(0)
-                held = [*held[-3:], (k, v, kv.seq_len)]
-                for part in held[0][:2]:
-                    seen = part[0, :, :, -1]
-                    if seen.size and (seen != seen[0, 0] + np.arange(seen.shape[1])).any():
-                        torn.append(seen.copy())
+            held.views = [*getattr(held, "views", ())[-3:], kv.layer(0)]
+            for part in held.views[0]:
+                seen = part[0, :, :, -1]
+                assert not seen.size or (seen == seen[0, 0] + np.arange(seen.shape[1])).all()
 
-        readers = [threading.Thread(target=read) for _ in range(2)]
-        for reader in readers:
-            reader.start()
-        try:
+        with meanwhile(read):
             for first in range(0, n_tokens, n_at_once):
                 rows = np.arange(first, first + n_at_once, dtype="float32")[:, None, None]
                 rows = np.ascontiguousarray(np.broadcast_to(rows, (n_at_once, 2, 64)))
                 kv.append(0, rows, rows)
                 if first % (5 * n_at_once) == 0:
                     kv.trim_to(first % 300)
-        finally:
-            done.set()
-            for reader in readers:
-                reader.join()
-        assert torn == []
         kv.trim_to(10)
         assert committed(kv) <= 2 * 3 * PAGE
         assert kv.layer(0)[1][0, 1, -1, 5] == n_tokens - 1
 
 
-def test_the_pages_go_after_the_view_though_the_cache_is_closed() -> None:
-    kv = growing()
-    Talk(kv).append(100)
-    address = kv.address(0, "k")
-    view: Any = kv.layer(0)[0]
-    with kv:
-        pass
-    assert proc_maps.is_mapped(address)
-    del view
-    assert not proc_maps.is_mapped(address)
-
-
 # ---- refusals ----
 
 
-def test_the_budget_is_never_passed() -> None:
-    for budget in (LANES * PAGE, LANES * 7 * PAGE - 1, LANES * 10 * PAGE + 17):
-        with growing(budget_bytes=budget) as kv:
-            talk = Talk(kv)
-            most = budget // LANES // PAGE * 8
-            for _ in range(2):
-                while kv.seq_len < most:
-                    talk.append(1)
-                    assert kv.capacity_bytes <= budget
-                assert committed(kv) <= budget
-                with pytest.raises(um.CacheFull, match="budget_bytes") as caught:
-                    kv.append(0, *[np.zeros((1, 4, 64), "f4")] * 2)
-                assert caught.value.limit == budget
-                assert caught.value.used == kv.capacity_bytes
-                assert caught.value.asked == LANES * PAGE
-                talk.check()
-                talk.crop(3)
-            talk.append(2)
+@pytest.mark.parametrize("budget", [LANES * PAGE, LANES * 7 * PAGE - 1, LANES * 10 * PAGE + 17])
+def test_the_budget_is_never_passed(budget: int) -> None:
+    with growing(budget_bytes=budget) as kv:
+        talk = Talk(kv)
+        most = budget // LANES // PAGE * 8
+        for _ in range(2):
+            while kv.seq_len < most:
+                talk.append(1)
+                assert kv.capacity_bytes <= budget
+            assert committed(kv) <= budget
+            with pytest.raises(um.CacheFull, match="budget_bytes") as caught:
+                ONE_MORE["append"](kv)
+            assert (caught.value.limit, caught.value.used) == (budget, kv.capacity_bytes)
+            assert caught.value.asked == LANES * PAGE
             talk.check()
+            talk.crop(3)
+        talk.append(2)
+        talk.check()
 
 
 def test_a_budget_counts_what_the_tokens_need_and_no_advance() -> None:
@@ -352,69 +245,54 @@ def test_a_budget_counts_what_the_tokens_need_and_no_advance() -> None:
         assert committed(kv) <= LANES * 10 * PAGE
 
 
-@pytest.mark.parametrize("use", ["append", "append_all", "reserve"])
+@pytest.mark.parametrize("use", ONE_MORE)
 def test_every_step_is_asked_for(use: str) -> None:
     with growing(name="talk") as kv:
         talk = Talk(kv)
         talk.append(8)
-        token = np.zeros((2, 4, 64), "f4")
-        calls: dict[str, Callable[[], Any]] = {
-            "append": lambda: kv.append(0, token, token),
-            "append_all": lambda: kv.append_all(token, token),
-            "reserve": lambda: kv.reserve(9),
-        }
-
-        def refuse(nbytes: int, what: str) -> None:
-            raise um.CapacityError(f"{what} of {nbytes} does not fit", 10, 5, nbytes)
-
-        with mock.patch.object(limits, "require", refuse):
-            with pytest.raises(um.CapacityError, match="talk") as caught:
-                calls[use]()
-            assert caught.value.asked % (LANES * PAGE) == 0
+        refusal = um.CapacityError("does not fit", 10, 5, 1)
+        with mock.patch.object(limits, "require", side_effect=refusal) as require:
+            with pytest.raises(um.CapacityError, match="does not fit"):
+                ONE_MORE[use](kv)
+            nbytes, what = require.call_args.args
+            assert nbytes % (LANES * PAGE) == 0
+            assert "talk" in what
             talk.check()
             assert committed(kv) == LANES * PAGE
-        calls[use]()
+        ONE_MORE[use](kv)
         kv.rollback()
 
 
-def test_a_step_that_the_system_refuses_changes_nothing() -> None:
-    with os_faults() as faults, growing() as kv:
-        talk, nth, failed = Talk(kv), 1, set()
-        talk.append(20)
-        k = np.zeros((100, 4, 64), "f4")
-        while True:
-            before = committed(kv), kv.n_growths, kv.resident_bytes
-            faults.arm(nth)
-            try:
-                kv.append(1, k, k)
-            except (MemoryError, OSError):
-                failed.add(faults.failed)
-                faults.disarm()
-                assert (committed(kv), kv.n_growths, kv.resident_bytes) == before
-                talk.check()
-                nth += 1
-            else:
-                break
-        faults.disarm()
-        assert failed >= {"mmap", "madvise"}
-        assert nth > LANES
-        kv.rollback()
-        talk.check()
+def test_a_step_that_the_system_refuses_changes_nothing(kv: um.KVCache) -> None:
+    def state() -> tuple[int, int, int]:
+        return committed(kv), kv.n_growths, kv.resident_bytes
+
+    talk, failed = Talk(kv), []
+    talk.append(20)
+    k, before = np.zeros((100, 4, 64), "f4"), state()
+    for faults, outcome in each_call_fails(lambda: kv.append(1, k, k)):
+        if outcome is not None:
+            failed.append(faults.failed)
+            assert state() == before
+            talk.check()
+    assert {*failed} >= {"mmap", "madvise"}
+    assert len(failed) >= LANES
+    kv.rollback()
+    talk.check()
 
 
-def test_memory_that_cannot_be_given_back_is_given_back_later() -> None:
-    with os_faults() as faults, growing() as kv:
-        talk = Talk(kv)
-        talk.append(800)
+def test_memory_that_cannot_be_given_back_is_given_back_later(kv: um.KVCache) -> None:
+    talk = Talk(kv)
+    talk.append(800)
+    with os_faults() as faults:
         faults.arm(1)
         talk.trim_to(80)
-        faults.disarm()
         assert faults.failed
-        talk.check()
-        talk.trim_to(8)
-        talk.append(800)
-        kv.clear()
-        assert committed(kv) <= LANES * PAGE
+    talk.check()
+    talk.trim_to(8)
+    talk.append(800)
+    kv.clear()
+    assert committed(kv) <= LANES * PAGE
 
 
 def test_in_a_cgroup(cgroup_512mb: SmallCgroup) -> None:
@@ -452,8 +330,3 @@ except um.CapacityError as error:
     print(error)
 """)
     assert said.count(cgroup_512mb.name) == 2
-
-
-def test_far_too_long() -> None:
-    with pytest.raises(ValueError, match="max_seq_len"):
-        um.KVCache(64, 64, 128, 2**32 - 1, dtype="f32", grow=True)

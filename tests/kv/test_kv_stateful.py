@@ -56,7 +56,7 @@ LAYERS = st.integers(0, 1)
 PERCENT = st.one_of(st.integers(0, 100), st.integers(0, 100), st.integers(0, 110))
 # Whether tokens that some layers lack, and what is reserved, are dropped first.
 WHOLE = st.sampled_from([True, True, True, False])
-SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SHORT = dict(zip(GIVEN_DTYPES, KV_DTYPES, strict=False))
 
 
 @dataclass
@@ -206,28 +206,17 @@ class CacheAgainstModel(RuleBasedStateMachine):
         layer=LAYERS,
         n=st.integers(0, 20),
         dtype=st.sampled_from(GIVEN_DTYPES),
-        token_major=st.booleans(),
-        strided=st.booleans(),
-        as_stored=st.booleans(),
+        how=st.sets(st.sampled_from(["token-major", "strided", "as stored"])),
         fault=FAULTS,
     )
-    def append(
-        self,
-        layer: int,
-        n: int,
-        dtype: str,
-        token_major: bool,
-        strided: bool,
-        as_stored: bool,
-        fault: Any,
-    ) -> None:
+    def append(self, layer: int, n: int, dtype: str, how: set[str], fault: Any) -> None:
         shape = (self.model.batch, self.HEADS, n, self.DIM)
         rows = [given(self.rng, shape, dtype) for _ in range(2)]
         kept = [stored(row, self.model.dtype) for row in rows]
-        arguments = kept if as_stored else rows
-        if token_major and self.model.batch == 1:
+        arguments = kept if "as stored" in how else rows
+        if "token-major" in how and self.model.batch == 1:
             arguments = [row[0].swapaxes(0, 1) for row in arguments]
-        if not strided:
+        if "strided" not in how:
             arguments = [np.ascontiguousarray(a) for a in arguments]
         must, may = self.room(layer, n)
         if self.attempt(lambda: self.kv.append(layer, *arguments), must=must, may=may, fault=fault):
@@ -253,7 +242,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         """Whole tokens, which the other rules would seldom make."""
         self.make_whole(whole)
         for layer in range(self.N_LAYERS):
-            self.append(layer, n, dtype, False, False, False, fault)
+            self.append(layer, n, dtype, set(), fault)
 
     @rule(dtype=st.sampled_from(GIVEN_DTYPES), fault=FAULTS)
     def append_all(self, dtype: str, fault: Any) -> None:
@@ -437,11 +426,9 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
     @rule(layer=LAYERS, dtype=st.sampled_from(GIVEN_DTYPES))
     def read_converted(self, layer: int, dtype: str) -> None:
-        for ours, model in zip(
-            self.kv.layer(layer, dtype=dtype), self.model.layer(layer), strict=True
-        ):
-            expected = stored(as_float32(model), SHORT[dtype])
-            assert same_bits(ours, expected)
+        copies = self.kv.layer(layer, dtype=dtype)
+        for ours, model in zip(copies, self.model.layer(layer), strict=True):
+            assert same_bits(ours, stored(as_float32(model), SHORT[dtype]))
 
     # ---- what always holds ----
 
@@ -563,7 +550,8 @@ class AnyRing(CacheAgainstModel):
 
     @rule(layer=LAYERS, percent=st.integers(0, 250), fault=FAULTS)
     def append_far(self, layer: int, percent: int, fault: Any) -> None:
-        self.append(layer, self.model.n_rows * percent // 100, "float16", True, False, False, fault)
+        n = self.model.n_rows * percent // 100
+        self.append(layer, n, "float16", {"token-major"}, fault)
 
     @rule(percent=st.integers(0, 120))
     def reserve_far(self, percent: int) -> None:
@@ -589,19 +577,11 @@ class SpaciousRing(AnyRing):
         return kv
 
 
-SETTINGS = settings(
-    max_examples=examples(250),
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 for _kind in (Fixed, OnTape, Grows, Mapped, GrowsInBudget, FixedInBudget, Ring, SpaciousRing):
-    _kind.TestCase.settings = SETTINGS
-TestFixed = Fixed.TestCase
-TestOnTape = OnTape.TestCase
-TestGrows = Grows.TestCase
-TestMapped = Mapped.TestCase
-TestGrowsInBudget = GrowsInBudget.TestCase
-TestFixedInBudget = FixedInBudget.TestCase
-TestRing = Ring.TestCase
-TestSpaciousRing = SpaciousRing.TestCase
+    _kind.TestCase.settings = settings(
+        max_examples=examples(250),
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    globals()[f"Test{_kind.__name__}"] = _kind.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -112,19 +113,19 @@ def test_blocks_change_hands_under_the_lock_only() -> None:
         s.close()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda s: s.append(0, *np.ones((2, 1, 1, 1), "f2")),
-        lambda s: s.append_all(*np.ones((2, 1, 1, 1), "f2")),
-        lambda s: s.fork(),
-        lambda s: s.crop(0),
-        lambda s: s.rollback(),
-        lambda s: s.close(),
-        leave,
-    ],
-    ids=["append", "append_all", "fork", "crop", "rollback", "close", "leave"],
-)
+ONE_TOKEN = np.ones((2, 1, 1, 1), "f2")
+WRITERS: dict[str, Callable[[um.Sequence], Any]] = {
+    "append": lambda s: s.append(0, *ONE_TOKEN),
+    "append_all": lambda s: s.append_all(*ONE_TOKEN),
+    "fork": lambda s: s.fork(),
+    "crop": lambda s: s.crop(0),
+    "rollback": lambda s: s.rollback(),
+    "close": lambda s: s.close(),
+    "leave": leave,
+}
+
+
+@pytest.mark.parametrize("use", WRITERS.values(), ids=WRITERS)
 def test_a_sequence_has_one_writer(use: Callable[[um.Sequence], Any]) -> None:
     tokens = np.ones((N_TOKENS, 1, 1), "float16")
     with small_blocks() as pg:
@@ -174,10 +175,7 @@ def test_a_fork_may_go_while_its_block_is_copied() -> None:
 def test_a_pad_has_one_writer(make: type[Any], use: Callable[[Any], Any]) -> None:
     batch = np.ones((20_000, 1024), "float32")
     refused = ""
-    for _ in range(50):
-        if refused:
-            break
-        # Else the append was over, or had not begun.
+    while not refused:  # else the append was over, or had not begun
         with make(20_000, 1024) as pad:
             thread = threading.Thread(target=pad.append_batch, args=(batch,))
             thread.start()
@@ -238,17 +236,16 @@ def test_a_block_table_is_copied_while_its_writer_appends(pg: um.PagedKVCache) -
 # ---- arguments that close what they are given to ----
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda s, evil: s.append(evil, rows(1), rows(1)),
-        lambda s, evil: s.append(evil, rows(90), rows(90)),
-        lambda s, evil: s.gather(evil),
-        lambda s, evil: s.crop(evil),
-        lambda s, evil: s.extend(evil),
-    ],
-    ids=["append", "append many", "gather", "crop", "extend"],
-)
+ASKING: dict[str, Callable[[um.Sequence, Evil], Any]] = {
+    "append": lambda s, evil: s.append(evil, rows(1), rows(1)),  # type: ignore[arg-type]
+    "append many": lambda s, evil: s.append(evil, rows(90), rows(90)),  # type: ignore[arg-type]
+    "gather": lambda s, evil: s.gather(evil),  # type: ignore[arg-type]
+    "crop": lambda s, evil: s.crop(evil),  # type: ignore[arg-type]
+    "extend": lambda s, evil: s.extend(evil),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("use", ASKING.values(), ids=ASKING)
 def test_an_argument_may_close_the_sequence(use: Callable[[um.Sequence, Evil], Any]) -> None:
     with um.PagedKVCache(1, 1, 8, n_blocks=40, block_tokens=4) as pg:
         for close in (um.Sequence.close, lambda s: leave(s.cache)):
@@ -264,25 +261,23 @@ def test_an_argument_may_close_the_sequence(use: Callable[[um.Sequence, Evil], A
 
 
 @pytest.mark.parametrize(
-    "use",
-    [lambda pg, evil: pg.layer(evil), lambda pg, evil: pg.sequence(evil)],
-    ids=["layer", "sequence"],
+    ("make", "uses"),
+    [
+        (lambda: um.PagedKVCache(1, 1, 8, n_blocks=8), ["layer", "sequence"]),
+        (lambda: um.PagedScratchpad(8, 4), ["get_token", "crop"]),
+    ],
+    ids=["cache", "pad"],
 )
-@pytest.mark.parametrize("close", [um.PagedKVCache.close, leave], ids=["close", "leave"])
-def test_an_argument_may_close_the_cache(
-    pg: um.PagedKVCache, use: Callable[[Any, Evil], Any], close: Callable[[Any], None]
+def test_an_argument_may_close_what_it_is_given_to(
+    make: Callable[[], Any], uses: list[str]
 ) -> None:
-    with pytest.raises(um.ClosedError, match="closed"):
-        use(pg, Evil(partial(close, pg)))
-
-
-@pytest.mark.parametrize("use", ["get_token", "crop"])
-@pytest.mark.parametrize("close", [um.PagedScratchpad.close, leave], ids=["close", "leave"])
-def test_an_argument_may_close_the_pad(use: str, close: Callable[[Any], None]) -> None:
-    with um.PagedScratchpad(8, 4) as pad:
-        pad.append(np.ones(4, "float32"))
-        with pytest.raises(um.ClosedError, match="closed"):
-            getattr(pad, use)(Evil(partial(close, pad)))
+    for use, how in itertools.product(uses, ("close", "__exit__")):
+        with make() as it:
+            if isinstance(it, um.PagedScratchpad):
+                it.append(np.ones(4, "float32"))
+            with pytest.raises(um.ClosedError, match="closed"):
+                getattr(it, use)(Evil(getattr(it, how)))
+            assert it.closed
 
 
 # ---- an array that is not what it says ----
@@ -318,17 +313,12 @@ def test_a_cache_is_made_once(pg: um.PagedKVCache) -> None:
         assert (pg.n_blocks, pg.dtype, pg.n_blocks_in_use) == (8, "f32", 3)
         assert np.array_equal(s.gather(0)[0][0], rows(9)[:, 0])
     pg.close()
-    with pytest.raises(RuntimeError, match="is made already"):
-        pg.__init__(1, 1, 8, n_blocks=2)  # type: ignore[misc]
-    assert pg.closed
-
-
-def test_a_cache_is_not_made_while_it_is_made() -> None:
-    pg = um.PagedKVCache.__new__(um.PagedKVCache)
-    evil = Evil(lambda: pg.__init__(1, 1, 8, n_blocks=2))  # type: ignore[misc]
-    with pytest.raises(RuntimeError, match="is made already"):
-        pg.__init__(1, 1, 8, n_blocks=evil)  # type: ignore[misc]
-    assert pg.closed
+    half = um.PagedKVCache.__new__(um.PagedKVCache)
+    while_it_is_made = Evil(lambda: half.__init__(1, 1, 8, n_blocks=2))  # type: ignore[misc]
+    for cache, n_blocks in ((pg, 2), (half, while_it_is_made)):
+        with pytest.raises(RuntimeError, match="is made already"):
+            cache.__init__(1, 1, 8, n_blocks=n_blocks)  # type: ignore[misc]
+        assert cache.closed
 
 
 @pytest.mark.parametrize("make", [um.Scratchpad, um.PagedScratchpad])

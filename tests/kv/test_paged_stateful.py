@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import unimem as um
+from kv_caches import check_that_making_it_may_fail
 from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
 from os_faults import os_faults
+from paged_tokens import state
 from tiers import examples
 from unimem._core.status import ledger
 from unimem.kv import prefix
@@ -126,13 +128,7 @@ class PagedAgainstModel(RuleBasedStateMachine):
 
     def failing(self, call: Callable[[], um.Sequence]) -> None:
         """What makes a sequence says that there is no memory, and changes nothing."""
-
-        def state() -> Any:
-            holders = [self.pg._n_holders(block) for block in range(self.pg.n_blocks)]
-            cached = [self.pg._is_cached(block) for block in range(self.pg.n_blocks)]
-            return holders, cached, self.pg.n_blocks_in_use, self.pg.n_blocks_available
-
-        before = state()
+        before = state(self.pg)
         self.faults.arm(1)
         try:
             with pytest.raises(MemoryError):
@@ -140,7 +136,7 @@ class PagedAgainstModel(RuleBasedStateMachine):
         finally:
             self.faults.disarm()
         assert self.faults.failed == "calloc"
-        assert state() == before
+        assert state(self.pg) == before
 
     # ---- operations ----
 
@@ -319,21 +315,8 @@ TestPagedAgainstModel.settings = settings(
 
 
 def test_every_system_call_of_the_constructor_may_fail() -> None:
-    before, nth, failed = ledger()["history"]["mapped_bytes"], 0, set()
-    with os_faults() as faults:
-        while True:
-            nth += 1
-            faults.arm(nth)
-            try:
-                pg = um.PagedKVCache(2, 2, 64, n_blocks=40, pages="4k")
-            except (MemoryError, um.PlacementError):
-                failed.add(faults.failed)
-                assert ledger()["history"]["mapped_bytes"] == before
-                continue
-            finally:
-                faults.disarm()
-            break
-        with pg, pg.sequence([1, 2, 3]) as s:
-            s.append(0, np.ones((3, 2, 64), "f4"), np.ones((3, 2, 64), "f4"))
-    assert failed >= {"mmap", "calloc"}
+    before = ledger()["history"]["mapped_bytes"]
+    make = partial(um.PagedKVCache, 2, 2, 64, n_blocks=40, pages="4k")
+    with check_that_making_it_may_fail(make, "calloc") as pg, pg.sequence([1, 2, 3]) as s:
+        s.append(0, np.ones((3, 2, 64), "f4"), np.ones((3, 2, 64), "f4"))
     assert ledger()["history"]["mapped_bytes"] == before

@@ -4,6 +4,7 @@ not there."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -33,8 +34,9 @@ class Pool:
         self.cached.discard(block)
 
 
-def blocks_of(nodes: list[Node]) -> list[int]:
-    return [node.block for node in nodes]
+def found(index: PrefixIndex, pool: Pool, chain: Sequence[bytes]) -> list[int]:
+    """The blocks of the longest prefix."""
+    return [node.block for node in index.find(pool, chain)]
 
 
 def add_chain(
@@ -51,65 +53,60 @@ def add_chain(
 
 
 CHAIN = [b"aa", b"bb", b"cc"]
+Cached = tuple[PrefixIndex, Pool, list[Node | None]]
 
 
-def test_the_longest_prefix_is_found() -> None:
+@pytest.fixture
+def cached() -> Cached:
+    """An index in which the chain is in blocks 7, 3 and 5."""
     index, pool = PrefixIndex(), Pool()
-    add_chain(index, pool, CHAIN, [7, 3, 5])
+    return index, pool, add_chain(index, pool, CHAIN, [7, 3, 5])
+
+
+def test_the_longest_prefix_is_found(cached: Cached) -> None:
+    index, pool, nodes = cached
     assert len(index) == 3
     assert pool.cached == {3, 5, 7}
     for n in range(4):
-        assert blocks_of(index.find(pool, CHAIN[:n])) == [7, 3, 5][:n]
-        assert blocks_of(index.find(pool, [*CHAIN[:n], b"xx"])) == [7, 3, 5][:n]
+        assert found(index, pool, CHAIN[:n]) == [7, 3, 5][:n]
+        assert found(index, pool, [*CHAIN[:n], b"xx"]) == [7, 3, 5][:n]
     # The same ids behind other ids, or behind nothing, are another block.
-    assert index.find(pool, [b"bb"]) == []
-    assert blocks_of(index.find(pool, [b"aa", b"cc"])) == [7]
+    assert found(index, pool, [b"bb"]) == []
+    assert found(index, pool, [b"aa", b"cc"]) == [7]
+    # Of two blocks with the same tokens the first stays, and a block is cached for one prefix.
+    again = add_chain(index, pool, [*CHAIN, b"dd"], [10, 11, 12, 13])
+    assert again[:3] == nodes
+    assert pool.cached == {7, 3, 5, 13}
+    assert found(index, pool, [*CHAIN, b"dd"]) == [7, 3, 5, 13]
+    assert index.add(pool, index.root, b"bb", 7) is None
+    assert found(index, pool, [b"bb"]) == []
 
 
-def test_of_two_blocks_with_the_same_tokens_the_first_stays() -> None:
-    index, pool = PrefixIndex(), Pool()
-    first = add_chain(index, pool, CHAIN, [0, 1, 2])
-    second = add_chain(index, pool, [*CHAIN, b"dd"], [10, 11, 12, 13])
-    assert second[:3] == first
-    assert pool.cached == {0, 1, 2, 13}
-    assert blocks_of(index.find(pool, [*CHAIN, b"dd"])) == [0, 1, 2, 13]
-
-
-def test_a_block_that_is_gone_takes_those_behind_it_along() -> None:
-    index, pool = PrefixIndex(), Pool()
-    add_chain(index, pool, CHAIN, [0, 1, 2])
-    add_chain(index, pool, [b"aa", b"xx"], [0, 9])
-    pool.cached.discard(1)
-    assert blocks_of(index.find(pool, CHAIN)) == [0]
-    assert pool.cached == {0, 9}
+def test_a_block_that_is_gone_takes_those_behind_it_along(cached: Cached) -> None:
+    index, pool, _ = cached
+    add_chain(index, pool, [b"aa", b"xx"], [7, 9])
+    pool.cached.discard(3)
+    assert found(index, pool, CHAIN) == [7]
+    assert pool.cached == {7, 9}
     assert len(index) == 2
-    assert blocks_of(index.find(pool, [b"aa", b"xx"])) == [0, 9]
+    assert found(index, pool, [b"aa", b"xx"]) == [7, 9]
 
 
-def test_a_block_that_was_taken_is_cached_for_other_tokens() -> None:
-    index, pool = PrefixIndex(), Pool()
-    nodes = add_chain(index, pool, CHAIN, [0, 1, 2])
-    pool.cached.discard(0)
-    other = index.add(pool, index.root, b"zz", 0)
+def test_a_block_that_was_taken_is_cached_for_other_tokens(cached: Cached) -> None:
+    index, pool, nodes = cached
+    pool.cached.discard(7)
+    other = index.add(pool, index.root, b"zz", 7)
     assert other is not None
-    assert pool.cached == {0}
-    assert index.find(pool, CHAIN) == []
-    assert blocks_of(index.find(pool, [b"zz"])) == [0]
+    assert pool.cached == {7}
+    assert found(index, pool, CHAIN) == []
+    assert found(index, pool, [b"zz"]) == [7]
     for node in nodes:
         assert node is not None
         assert not index.holds(node)
         assert index.add(pool, node, b"yy", 5) is None
     assert index.holds(index.root)
     assert index.holds(other)
-    assert pool.cached == {0}
-
-
-def test_a_block_is_cached_for_one_prefix() -> None:
-    index, pool = PrefixIndex(), Pool()
-    index.add(pool, index.root, b"aa", 4)
-    assert index.add(pool, index.root, b"bb", 4) is None
-    assert blocks_of(index.find(pool, [b"aa"])) == [4]
-    assert index.find(pool, [b"bb"]) == []
+    assert pool.cached == {7}
 
 
 def test_other_tokens_with_the_same_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +117,16 @@ def test_other_tokens_with_the_same_hash_are_told_apart(monkeypatch: pytest.Monk
     assert index.add(pool, index.root, b"bb", 1) is None
     assert index.add(pool, first, b"aa", 2) is None  # the same ids behind another block
     assert pool.cached == {0}
-    assert index.find(pool, [b"bb"]) == []
-    assert blocks_of(index.find(pool, [b"aa", b"aa"])) == [0]
+    assert found(index, pool, [b"bb"]) == []
+    assert found(index, pool, [b"aa", b"aa"]) == [0]
     pool.cached.clear()
     assert index.add(pool, index.root, b"bb", 1) is not None
-    assert blocks_of(index.find(pool, [b"bb"])) == [1]
+    assert found(index, pool, [b"bb"]) == [1]
 
 
 def test_the_hash_is_of_the_ids_and_of_all_before() -> None:
-    keys = {
-        prefix.digest(b, prefix.digest(a, 0)) for a, b in itertools.product(CHAIN, repeat=2)
-    } | {prefix.digest(a, 0) for a in CHAIN}
+    first = [prefix.digest(ids, 0) for ids in CHAIN]
+    keys = {*first, *(prefix.digest(ids, key) for ids in CHAIN for key in first)}
     assert len(keys) == 12
     assert all(0 <= key < 2**64 for key in keys)
 
@@ -177,16 +173,15 @@ class PrefixAgainstModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         prefix.digest = self.digest
 
-    def walk(self, chain: list[bytes]) -> list[Entry]:
+    def walk(self, chain: Sequence[bytes]) -> list[Entry]:
         found: list[Entry] = []
-        parent = None
         for ids in chain:
+            parent = found[-1] if found else None
             here = [e for e in self.entries if e.parent is parent and e.ids == ids and not e.lost]
             if not here:
                 break
-            assert len(here) == 1
-            parent = here[0]
-            found.append(parent)
+            (entry,) = here
+            found.append(entry)
         return found
 
     def lose(self, block: int) -> None:
@@ -242,8 +237,8 @@ class PrefixAgainstModel(RuleBasedStateMachine):
     @invariant()
     def finds_the_same(self) -> None:
         for chain in itertools.product([b"a", b"b"], repeat=4):
-            expected = [entry.block for entry in self.walk(list(chain))]
-            assert blocks_of(self.index.find(self.pool, chain)) == expected
+            expected = [entry.block for entry in self.walk(chain)]
+            assert found(self.index, self.pool, chain) == expected
 
     @invariant()
     def knows_one_node_a_block(self) -> None:

@@ -23,6 +23,7 @@ KILLS = """
     path, n_kills = os.environ["FILE"], 210
     rng = random.Random(1)
     os.makedirs(os.path.dirname(path))
+    ours, theirs = os.pipe()  # which ends with this process, if nothing else does
 
     def fill(kv, generation):
         # All bytes of a generation are alike, and unlike those of the last.
@@ -40,55 +41,53 @@ KILLS = """
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.close(theirs)
             fill(kv, generation)
             os.write(tell, b"b")
             kv.save(path, tokens=range(1024), model=str(generation))
             os.write(tell, b"e")
-            time.sleep(60)
+            os.read(ours, 1)
+            os._exit(0)
         os.close(tell)
+        assert os.read(told, 1) == b"b"
         return pid, told
+
+    def kill(pid, told):
+        '''Whether it had saved by then.'''
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        ended = os.read(told, 1) == b"e"
+        os.close(told)
+        return ended
 
     def generation_on_disk():
         '''The generation of the file, all of which is checked.'''
-        restored = um.KVCache.restore(path, mode="copy", tokens=range(1024))
-        with restored:
-            facts = snapshot.describe(path)
-            generation = int(facts.model)
+        with um.KVCache.restore(path, mode="copy", tokens=range(1024)) as restored:
+            generation = int(snapshot.describe(path).model)
             for layer in range(2):
                 for part in ("k", "v"):
                     assert (restored._rows(layer, part, 0) == generation % 251).all()
         return generation
 
-    # How long a save takes.
-    times = []
-    for generation in range(5):
+    kv.save(path, tokens=range(1024), model="0")
+    on_disk, usual, result = 0, 0, {"inside": 0, "old": 0, "most_files": 0}
+    for generation in range(1, n_kills + 1):
         pid, told = save_in_child(generation)
-        os.read(told, 1)
         began = time.perf_counter()
-        os.read(told, 1)
-        times.append(time.perf_counter() - began)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(told)
-        assert generation_on_disk() == generation
-    usual = sorted(times)[2]
-
-    on_disk = generation
-    result = {"inside": 0, "after": 0, "old": 0, "new": 0, "most_files": 0, "usual": usual}
-    while result["inside"] < n_kills and generation < 5 * n_kills:
-        generation += 1
-        pid, told = save_in_child(generation)
-        assert os.read(told, 1) == b"b"
+        if generation % 20 == 1:  # how long a save takes: it is let through
+            assert os.read(told, 1) == b"e"
+            usual = time.perf_counter() - began
+            kill(pid, told)
+            on_disk = generation_on_disk()
+            assert on_disk == generation
+            continue
         time.sleep(rng.uniform(0, 1.1 * usual))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        ended = os.read(told, 1) == b"e"
-        os.close(told)
+        ended = kill(pid, told)
         left = generation_on_disk()
         assert left in (on_disk, generation), (left, on_disk, generation)
         assert left == generation or not ended
-        result["after" if ended else "inside"] += 1
-        result["new" if left == generation else "old"] += 1
+        result["inside"] += not ended
+        result["old"] += left != generation
         result["most_files"] = max(result["most_files"], len(os.listdir(os.path.dirname(path))))
         on_disk = left
     kv.save(path)
@@ -98,15 +97,13 @@ KILLS = """
 """
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(run_python: Run, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "session"
     done = run_python(KILLS, "-Wignore", FILE=str(path), OPENBLAS_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["inside"] == 210, result
-    # Some before the file was replaced, some behind it.
-    assert result["old"] >= 50, result
-    assert result["new"] > result["after"], result
+    assert 0 < result["old"] <= result["inside"], result
     # What one killed save left, the next has removed.
     assert result["most_files"] == 2, result
     assert result["files"] == ["session"]

@@ -11,34 +11,14 @@ import numpy as np
 import pytest
 
 import unimem as um
-from snapshot_bytes import (
-    FIELDS,
-    KINDS,
-    flipped,
-)
+from snapshot_bytes import FIELDS, KINDS, by_kind, file, flipped, path
 from snapshot_files import append, cache, rows
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
 
+__all__ = ["file", "path"]
+
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A file of 40 tokens with ids and a model."""
-    path = tmp_path / "session"
-    with cache(40) as kv:
-        kv.save(path, tokens=range(40), model="tiny")
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of such a file."""
-    path = tmp_path_factory.mktemp("snapshot") / "session"
-    with cache(40) as kv:
-        kv.save(path, tokens=range(40), model="tiny")
-    return path.read_bytes()
 
 
 # ---- verify() ----
@@ -56,13 +36,13 @@ def test_verify_checks_the_file_that_was_mapped(file: Path) -> None:
 
 
 def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
-    with cache(3) as kv, pytest.raises(ValueError, match="nothing to verify"):
-        kv.verify()
-    with (
-        um.KVCache.restore(file, mode="copy", verify=False) as kv,
-        pytest.raises(ValueError, match=r"not restored with mode='map'$"),
-    ):
-        kv.verify()
+    with cache(3) as kv, um.KVCache.restore(file, mode="copy", verify=False) as copied:
+        for cache_, match in (
+            (kv, "nothing to verify"),
+            (copied, r"not restored with mode='map'$"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                cache_.verify()
 
 
 def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
@@ -80,23 +60,18 @@ def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "grow"])
 def test_reading_into_a_cache_that_is_there(kind: str, file: Path) -> None:
-    with (
-        um.KVCache.restore(file) as expected,
-        um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv,
-    ):
-        facts = snapshot.read_into(kv, file, range(44), "tiny")
-        assert facts.seq_len == 40
+    with um.KVCache.restore(file) as expected, um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv:
+        assert snapshot.read_into(kv, file, range(44), "tiny").seq_len == 40
         assert rows(kv) == rows(expected)
         assert (kv.seq_len, kv.next_position, kv.max_seq_len) == (40, 40, 100)
         append(kv, 60)
         assert kv.seq_len == 100
 
 
-def test_reading_into_a_ring(tmp_path: Path) -> None:
-    file = tmp_path / "session"
+def test_reading_into_a_ring(path: Path) -> None:
     with cache(50, window=24) as kv, um.KVCache(2, 2, 32, 90, window=24, spare_rows=9) as other:
-        kv.save(file)
-        snapshot.read_into(other, file)
+        kv.save(path)
+        snapshot.read_into(other, path)
         assert (other.seq_len, other.next_position) == (24, 50)
         assert rows(other) == rows(kv)
 
@@ -141,25 +116,24 @@ def test_reading_into_a_cache_is_all_or_nothing(file: Path) -> None:
         assert rows(kv) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_a_cleared_cache_is_read_into(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "session"
+@by_kind
+def test_only_a_cleared_cache_is_read_into(kind: str, path: Path) -> None:
     with cache(20, **KINDS[kind]) as saved, um.KVCache(2, 2, 32, 64, **KINDS[kind]) as kv:
-        saved.save(file)
+        saved.save(path)
         one = np.full((1, 2, 32), 3, np.float32)
         kv.append(0, one, one)  # a token that layer 1 lacks
         with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
-            snapshot.read_into(kv, file)
+            snapshot.read_into(kv, path)
         assert (kv.layer(0)[0] == 3).all()
         assert kv.layer(0)[0].shape[2] == 1
         kv.clear()
         kv.reserve(2)
         with pytest.raises(ValueError, match="expected a cleared cache, got one with reserved"):
-            snapshot.read_into(kv, file)
+            snapshot.read_into(kv, path)
         kv.commit(1)
         assert kv.seq_len == 1
         kv.clear()
-        snapshot.read_into(kv, file)
+        snapshot.read_into(kv, path)
         assert rows(kv) == rows(saved)
 
 

@@ -11,6 +11,8 @@ import pytest
 import xxhash
 
 import unimem as um
+from project import ROOT
+from snapshot_files import cache
 from unimem.errors import SnapshotError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -20,19 +22,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring with spare rows": {"window": 24, "spare_rows": 5},
 }
 
-# The fields of the header by their codes, one behind the other, as docs/snapshots.md has them.
-_FIELDS = (
-    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
-    *((name, "Q") for name in ("data_offset", "lane_stride", "row_bytes", "chunk_bytes")),
-    *((name, "Q") for name in ("seq_len", "next_position", "max_seq_len", "window", "spare_rows")),
-    *((name, "I") for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "flags")),
-    *(("alignment", "I"), ("model_bytes", "I"), ("tables_checksum", "Q"), ("header_checksum", "Q")),
-)
-_SIZES = [struct.calcsize(code) for _, code in _FIELDS]
-# Of each field: where it begins, and its code.
-FIELDS = {name: (sum(_SIZES[:i]), code) for i, (name, code) in enumerate(_FIELDS)}
+# Of each field of the header, as its document has them: where it begins, and its code.
+_DOCUMENT = (ROOT / "docs/snapshots.md").read_text(encoding="utf-8")
+_CODES = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
+FIELDS = {
+    name: (int(at), _CODES[kind])
+    for at, kind, name in re.findall(r"^\| (\d+) \| (\S+) \| `(\w+)` \|", _DOCUMENT, re.M)
+}
 HEADER_BYTES = 144
-MODES: list[Literal["map", "copy"]] = ["map", "copy"]
+Mode = Literal["map", "copy"]
+MODES: list[Mode] = ["map", "copy"]
+by_mode = pytest.mark.parametrize("mode", MODES)
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where to save. Import this into a test module to use it."""
+    return tmp_path / "session"
+
+
+@pytest.fixture
+def file(path: Path) -> Path:
+    """A file of 40 tokens with ids and a model. Import this into a test module to use it."""
+    with cache(40) as kv:
+        kv.save(path, tokens=range(40), model="tiny")
+    return path
 
 
 def header(raw: bytes) -> dict[str, Any]:
