@@ -294,12 +294,7 @@ def test_a_ring_s_memory_counts_once_and_its_pages_by_share() -> None:
 
 
 def test_pieces_of_a_growing_block_are_one_mapping() -> None:
-    areas = [
-        area(0, 2, 1),
-        area(2, 4, access="---p"),
-        area(6, 1, 1),
-        area(7, 9, access="---p"),
-    ]
+    areas = [area(0, 2, 1), area(2, 4, access="---p"), area(6, 1, 1), area(7, 9, access="---p")]
     grown = entry(("kv", 3 * PAGE), reserved_bytes=16 * PAGE, category="other")
     (mapping,), (row,) = attribute(invented(areas), [grown])
     assert row.category == "kv"

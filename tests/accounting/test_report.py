@@ -290,9 +290,7 @@ def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
 
 def test_a_decoder_s_report_is_such_a_document() -> None:
     engine = pytest.importorskip(
-        "unimem.engine",
-        reason="the engine needs ggml: pip install '.[run]'",
-        exc_type=ImportError,
+        "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
     )
     with engine.Decoder(engine.embedded_model(), ctx=64, threads=1) as decoder:
         document = check(decoder.report())
@@ -303,10 +301,7 @@ def test_a_decoder_s_report_is_such_a_document() -> None:
 def test_a_table_and_json() -> None:
     with um.Block(1 << 20, pages="4k", warm=True) as block:
         report = Report(
-            (
-                Row("kv", 2048, block.granted, 10, 1024, 20),
-                Row("weights:q8_0", 5_000_000),
-            ),
+            (Row("kv", 2048, block.granted, 10, 1024, 20), Row("weights:q8_0", 5_000_000)),
             {"cpu_features": ["avx2", "fma"], "threads": 2},
         )
     assert report.total_bytes == 5_002_048
