@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,12 +63,8 @@ def read(pid: int, *files: Path) -> tuple[Report, Sums]:
     return report, before
 
 
-def of_files(sums: Sums, paths: list[Path]) -> dict[str, int]:
-    total: dict[str, int] = defaultdict(int)
-    for path in paths:
-        for name, nbytes in sums[file_of(path)].items():
-            total[name] += nbytes
-    return total
+def of_files(sums: Sums, paths: list[Path]) -> Counter[str]:
+    return sum((Counter(sums[file_of(path)]) for path in paths), Counter())
 
 
 def rss(rows: list[Row]) -> int:
@@ -77,10 +73,7 @@ def rss(rows: list[Row]) -> int:
 
 def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> None:
     """Compare the process, and its rows of weights, with smaps: to the byte."""
-    whole: dict[str, int] = defaultdict(int)
-    for fields in sums.values():
-        for name, nbytes in fields.items():
-            whole[name] += nbytes
+    whole = sum(map(Counter, sums.values()), Counter())
     facts = report.facts
     assert facts["rss_bytes"] == rss(list(report.rows)) == whole["Rss"] + whole["Hugetlb"]
     assert facts["pss_bytes"] == report.resident_bytes
@@ -159,11 +152,9 @@ def test_llama_cpp_of_a_staged_model(model: Path) -> None:
 @contextmanager
 def python(script: str, *arguments: Any) -> Iterator[int]:
     """A Python that has run this, and waits."""
-    with subprocess.Popen(
-        [sys.executable, "-c", script + WAIT, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
+    words = [sys.executable, "-c", script + WAIT, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
@@ -204,11 +195,7 @@ def test_a_python_that_has_mapped_the_file(model: Path) -> None:
 
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
-    pytest.importorskip(
-        "unimem.system.ggml",
-        reason="the engine needs ggml: pip install '.[run]'",
-        exc_type=ImportError,
-    )
+    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
     with python(ENGINE, model, load) as pid:
         report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}
