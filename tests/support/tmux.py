@@ -16,7 +16,7 @@ import pytest
 
 from apt_packages import UnavailableError, install, update_lists
 
-_PATIENCE_SECONDS = 15.0
+_PATIENCE_SECONDS = 60.0
 
 
 class Terminal:
