@@ -451,7 +451,8 @@ print("mapped", flush=True)
 sys.stdin.read()
 """
     command = 'mount --bind "$1" "$2" && exec "$3" -c "$4"'
-    words = [unshare, "-m", "sh", "-c", command, "sh", model, seen, sys.executable, script]
+    words = [unshare, "-m", "sh", "-c", command, "sh"]
+    words += [str(model), str(seen), sys.executable, script]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as child:
         try:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -203,15 +204,15 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(
     shown.refresh()
     assert published(os.getpid()) is None  # nobody has asked for it to be shown
     shown.publish()
-    written: list[None] = []
-    monkeypatch.setattr("unimem._core.ledger.entries", lambda: written.append(None) or ())
+    written = Mock(return_value=())
+    monkeypatch.setattr("unimem._core.ledger.entries", written)
     for _ in range(3):
         shown.refresh()
-    assert len(written) == 0
+    assert written.call_count == 0
     um.Block(4096).close()
     for _ in range(3):
         shown.refresh()
-    assert len(written) == 1
+    assert written.call_count == 1
 
 
 def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_shell_passes_it_on_whatever_its_name(model: Path, tmp_path: Path) -> 
     name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
     os.rename(model, name)
     script = 'path=$("$0" -c "$2" stage "$1") && echo "$path" && cat "$path"'
-    words = ["sh", "-c", script, sys.executable, name, MAIN]
+    words: list[str | bytes] = ["sh", "-c", script, sys.executable, name, MAIN]
     path, _, text = subprocess.check_output(words, stderr=subprocess.DEVNULL).partition(b"\n")
     assert path.endswith(b"/caf\xe9.gguf")
     assert text == Path(os.fsdecode(name)).read_bytes()
