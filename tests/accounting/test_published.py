@@ -648,8 +648,14 @@ FIELDS: list[tuple[int, list[Any]]] = [
     (6, [1]),
     (7, [None]),
 ]
+
+
+def field(number: int, value: Any) -> Change:
+    return lambda d: mine(d).__setitem__(number, value)
+
+
 CHANGES |= {
-    f"field {number} {value!r:.20}": lambda d, n=number, v=value: mine(d).__setitem__(n, v)  # type: ignore[misc]
+    f"field {number} {value!r:.20}": field(number, value)
     for number, values in FIELDS
     for value in values
 }

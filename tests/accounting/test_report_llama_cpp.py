@@ -167,13 +167,6 @@ WAIT = """
 print("ready", flush=True)
 sys.stdin.read()
 """
-NUMPY = """
-import sys
-import numpy as np
-
-array = np.memmap(sys.argv[1], np.uint8, "r")
-int(array[: len(array) // 2].sum())
-"""
 ENGINE = """
 import sys
 from unimem.engine import Decoder
@@ -182,15 +175,6 @@ decoder = Decoder(sys.argv[1], ctx=256, threads=1, load=sys.argv[2])
 decoder.prefill([1, 2, 3])
 decoder.generate_next_token()
 """
-
-
-def test_a_python_that_has_mapped_the_file(model: Path) -> None:
-    with python(NUMPY, model) as pid:
-        report, sums = read(pid, model)
-    assert_is_the_kernel_s(report, sums, [model])
-    (known,) = report.facts["models"]
-    assert known["path"] == str(model)
-    assert 0 < known["rss_bytes"] < known["nbytes"]
 
 
 @pytest.mark.parametrize("load", ["map", "copy"])

@@ -396,7 +396,7 @@ def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
         file.write(bytes(MIB))
         file.flush()
         words = [*command, str(its), "True", "-1", str(file.fileno())]
-        subprocess.run(words, pass_fds=[its, file.fileno()], check=False)
+        subprocess.run(words, pass_fds=[its, file.fileno()], check=True)
         os.close(its)
         said = answer.read()
     assert "locking in RAM" in said
@@ -421,21 +421,15 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        (),
-        ("model.gguf", "--list"),
-        ("--list", "--drop", "all"),
-        ("model.gguf", "--numa", "everywhere"),
-        ("model.gguf", "--pages", "8k"),
-        ("model.gguf", "--backing", "disk"),
-        ("model.gguf", "--page-cache", "--backing", "shm"),
-        ("model.gguf", "--page-cache", "--numa", "bind:0"),
-        ("model.gguf", "--page-cache", "--pages", "2m"),
+        *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
+        *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
+        *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, ...]) -> None:
-    code, out, err = run(*arguments)
+def test_wrong_usage(words: str) -> None:
+    code, out, err = run(*words.split())
     assert (code, out) == (2, "")
     assert "Usage: unimem stage" in err
 
@@ -460,13 +454,8 @@ def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterato
     """A process with the command line of a holder."""
     script = folder / "holder.py"
     script.write_text("print('ready', flush=True); input()")
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", str(script), *arguments],
-        pass_fds=fds,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words, pipe = [sys.executable, "-I", "-S", str(script), *arguments], subprocess.PIPE
+    with subprocess.Popen(words, pass_fds=fds, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process.pid
@@ -490,10 +479,10 @@ def test_only_a_sealed_note_of_this_user_is_believed(
     """A setuid program runs as root with descriptors and command line of whoever started it."""
     if "owner" in options and os.geteuid() != 0:
         pytest.skip("only root may give a file to another user")
-    fd = note(**options)
-    with pretender(tmp_path, str(fd), fds=[fd]) as pid:
-        assert (pid in {held.pid for held in holders()}) is listed
-    os.close(fd)
+    with open(note(**options), "rb") as file:
+        fd = file.fileno()
+        with pretender(tmp_path, str(fd), fds=[fd]) as pid:
+            assert (pid in {held.pid for held in holders()}) is listed
 
 
 def test_command_lines_of_others_are_no_holders(tmp_path: Path) -> None:
