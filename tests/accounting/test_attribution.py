@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from project import ROOT
+from running import running
 from tiers import examples
 from unimem._core.ledger import Entry, Part
 from unimem.accounting import attribution
@@ -411,15 +410,8 @@ sys.stdin.read()
 def child() -> Iterator[int]:
     """A process that has a model file, shared memory and anonymous memory, and waits."""
     model = ROOT / "src/unimem/engine/models/tiny.gguf"
-    pipe = subprocess.PIPE
-    words = [sys.executable, "-c", CHILD, str(model)]
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
+    with running(CHILD, model) as pid:
+        yield pid
 
 
 def kernel_sum(pid: int, *names: str) -> int:

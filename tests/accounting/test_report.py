@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from proc_maps import huge_page_bytes
 from project import ROOT
+from running import running
 from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.accounting.report import Report, Row
@@ -210,21 +209,8 @@ sys.stdin.read()
 """
 
 
-@contextmanager
-def running(how: str) -> Iterator[int]:
-    """A process that has a block of unimem's, and shows its ledger or not."""
-    words = [sys.executable, "-c", CHILD, how]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
-
-
 def test_a_process_that_shows_its_ledger() -> None:
-    with running("shows") as pid:
+    with running(CHILD, "shows") as pid:
         report = um.report(pid)
     assert report.facts["pid"] == pid
     assert report.facts["source"] == "published ledger"
@@ -241,7 +227,7 @@ def test_a_process_that_shows_its_ledger() -> None:
 
 
 def test_a_process_that_shows_nothing() -> None:
-    with running("hides") as pid:
+    with running(CHILD, "hides") as pid:
         report = um.report(pid)
     assert report.facts["source"] == "kernel"
     assert "scratch" not in {row.category for row in report.rows}

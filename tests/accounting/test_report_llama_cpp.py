@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +16,7 @@ import gguf_files as gf
 import llama_cpp
 import unimem as um
 from models.make import SMALL, write_model
+from running import running
 from unimem.accounting.report import Report, Row
 from unimem.weights.staging import held
 
@@ -149,20 +145,6 @@ def test_llama_cpp_of_a_staged_model(model: Path) -> None:
     assert 1 << 20 < known["rss_bytes"] <= known["nbytes"]
 
 
-@contextmanager
-def python(script: str, *arguments: Any) -> Iterator[int]:
-    """A Python that has run this, and waits."""
-    words = [sys.executable, "-c", script + WAIT, *map(str, arguments)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
-
-
 WAIT = """
 print("ready", flush=True)
 sys.stdin.read()
@@ -180,7 +162,7 @@ decoder.generate_next_token()
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
-    with python(ENGINE, model, load) as pid:
+    with running(ENGINE + WAIT, model, load) as pid:
         report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}
     assert report.facts["source"] == "published ledger"

@@ -8,9 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 
 import unimem as um
 from project import ROOT
+from running import running
 from screens import CONTROL, HOSTILE, show, show_on_terminal
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import processes, watch
@@ -135,19 +134,6 @@ unimem report PID shows where the memory of one is, with --watch as it changes.
 def invented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
     monkeypatch.setattr(command, "find", lambda: FOUND)
-
-
-@contextmanager
-def running(script: str, *arguments: object) -> Iterator[int]:
-    """A process that is ready, until the end."""
-    words = [sys.executable, "-c", script, *map(str, arguments)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
