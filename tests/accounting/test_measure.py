@@ -8,7 +8,8 @@ import gc
 import mmap
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -74,21 +75,17 @@ def test_blocks_within_blocks_each_have_their_own_peaks() -> None:
 
 def test_threads_that_map_meanwhile_are_seen_by_all() -> None:
     """Four threads hold a block each at the same moment, and each measures."""
-    together, seen = threading.Barrier(4), []
+    together = threading.Barrier(4)
 
-    def run() -> None:
+    def run(_: int) -> int:
         together.wait()
         with um.measure() as m, um.Block(MIB, category="diagnostics"):
             together.wait()
         together.wait()
-        seen.append(m.peaks["diagnostics"])
+        return m.peaks["diagnostics"]
 
-    with um.measure() as all_of_it:
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with um.measure() as all_of_it, ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(run, range(4)))
     assert all_of_it.taken["diagnostics"] == 4 * MIB
     assert seen == [all_of_it.peaks["diagnostics"]] * 4
 
@@ -118,18 +115,10 @@ def test_faults_of_another_thread_are_the_process_s() -> None:
             thread.join()
         assert m.minor_faults - (m.thread_minor_faults or 0) >= 32
         del array, thread
-
-
-def test_faults_of_a_thread_are_not_known_to_another() -> None:
-    with um.measure() as m:
-        seen: list[int | None] = []
-        thread = threading.Thread(
-            target=lambda: seen.extend((m.thread_minor_faults, m.thread_major_faults))
-        )
-        thread.start()
-        thread.join()
-        assert seen == [None, None]
-        assert m.thread_minor_faults is not None
+    with um.measure() as m, ThreadPoolExecutor(1) as pool:  # and are not known to another
+        theirs = pool.submit(lambda: (m.thread_minor_faults, m.thread_major_faults)).result()
+    assert theirs == (None, None)
+    assert m.thread_minor_faults is not None
 
 
 def test_calls_and_allocations_of_unimem_are_counted() -> None:
@@ -186,6 +175,12 @@ def test_measuring_takes_nothing() -> None:
 # ---- use ----
 
 
+def taken(function: Any) -> int:
+    """What the last call took for scratch."""
+    measured: um.Measured = function.measured
+    return measured.taken["scratch"]
+
+
 def test_a_function_is_measured_call_by_call() -> None:
     @um.measure()
     def load(n: int, *, category: str) -> int:
@@ -211,8 +206,7 @@ def test_a_call_that_raises_is_measured() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         fail()
-    assert fail.measured is not None
-    assert fail.measured.taken["scratch"] == 2 * MIB
+    assert taken(fail) == 2 * MIB
 
 
 def test_a_method_is_measured() -> None:
@@ -223,8 +217,7 @@ def test_a_method_is_measured() -> None:
             return n
 
     assert Engine().step(2) == 2
-    assert Engine.step.measured is not None
-    assert Engine.step.measured.taken["scratch"] == 2 * MIB
+    assert taken(Engine.step) == 2 * MIB
 
 
 def test_a_function_that_calls_itself_has_its_outermost_call_last() -> None:
@@ -235,8 +228,7 @@ def test_a_function_that_calls_itself_has_its_outermost_call_last() -> None:
             down(n - 1)
 
     down(3)
-    assert down.measured is not None
-    assert down.measured.taken["scratch"] == 3 * MIB
+    assert taken(down) == 3 * MIB
 
 
 def test_a_coroutine_is_measured_from_its_first_step_to_its_last() -> None:
@@ -253,8 +245,7 @@ def test_a_coroutine_is_measured_from_its_first_step_to_its_last() -> None:
         return int(found)
 
     assert asyncio.run(both()) == 7
-    assert fetch.measured is not None
-    assert fetch.measured.taken["scratch"] == 2 * MIB
+    assert taken(fetch) == 2 * MIB
 
 
 def test_generators_are_refused_as_their_bodies_do_not_run_in_their_calls() -> None:
@@ -267,30 +258,16 @@ def test_generators_are_refused_as_their_bodies_do_not_run_in_their_calls() -> N
     for function in (rows, later, functools.partial(rows)):
         with pytest.raises(TypeError, match=r"is a generator.*Measure inside it"):
             um.measure()(function)
-
-
-def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a function, got int"):
         um.measure()(3)  # type: ignore[arg-type]
 
 
-FIGURES: list[Callable[[um.Measured], object]] = [
-    lambda m: m.peaks,
-    lambda m: m.taken,
-    lambda m: m.growth,
-    lambda m: m.minor_faults,
-    lambda m: m.thread_minor_faults,
-    lambda m: m.n_os_calls,
-    lambda m: m.seconds,
-    str,
-]
-
-
 def test_what_has_not_begun_has_no_figures() -> None:
     m = um.measure()
-    for figure in FIGURES:
+    figures = ("peaks", "taken", "growth", "minor_faults", "n_os_calls", "seconds", "__str__")
+    for name in (*figures, "thread_minor_faults"):
         with pytest.raises(RuntimeError, match="nothing is measured yet"):
-            figure(m)
+            str(m) if name == "__str__" else getattr(m, name)
     assert repr(m) == "Measured(not begun)"
 
 

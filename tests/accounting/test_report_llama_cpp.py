@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +16,7 @@ import gguf_files as gf
 import llama_cpp
 import unimem as um
 from models.make import SMALL, write_model
+from running import running
 from unimem.accounting.report import Report, Row
 from unimem.weights.staging import held
 
@@ -63,12 +59,8 @@ def read(pid: int, *files: Path) -> tuple[Report, Sums]:
     return report, before
 
 
-def of_files(sums: Sums, paths: list[Path]) -> dict[str, int]:
-    total: dict[str, int] = defaultdict(int)
-    for path in paths:
-        for name, nbytes in sums[file_of(path)].items():
-            total[name] += nbytes
-    return total
+def of_files(sums: Sums, paths: list[Path]) -> Counter[str]:
+    return sum((Counter(sums[file_of(path)]) for path in paths), Counter())
 
 
 def rss(rows: list[Row]) -> int:
@@ -77,10 +69,7 @@ def rss(rows: list[Row]) -> int:
 
 def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> None:
     """Compare the process, and its rows of weights, with smaps: to the byte."""
-    whole: dict[str, int] = defaultdict(int)
-    for fields in sums.values():
-        for name, nbytes in fields.items():
-            whole[name] += nbytes
+    whole = sum(map(Counter, sums.values()), Counter())
     facts = report.facts
     assert facts["rss_bytes"] == rss(list(report.rows)) == whole["Rss"] + whole["Hugetlb"]
     assert facts["pss_bytes"] == report.resident_bytes
@@ -156,32 +145,9 @@ def test_llama_cpp_of_a_staged_model(model: Path) -> None:
     assert 1 << 20 < known["rss_bytes"] <= known["nbytes"]
 
 
-@contextmanager
-def python(script: str, *arguments: Any) -> Iterator[int]:
-    """A Python that has run this, and waits."""
-    with subprocess.Popen(
-        [sys.executable, "-c", script + WAIT, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
-
-
 WAIT = """
 print("ready", flush=True)
 sys.stdin.read()
-"""
-NUMPY = """
-import sys
-import numpy as np
-
-array = np.memmap(sys.argv[1], np.uint8, "r")
-int(array[: len(array) // 2].sum())
 """
 ENGINE = """
 import sys
@@ -193,23 +159,10 @@ decoder.generate_next_token()
 """
 
 
-def test_a_python_that_has_mapped_the_file(model: Path) -> None:
-    with python(NUMPY, model) as pid:
-        report, sums = read(pid, model)
-    assert_is_the_kernel_s(report, sums, [model])
-    (known,) = report.facts["models"]
-    assert known["path"] == str(model)
-    assert 0 < known["rss_bytes"] < known["nbytes"]
-
-
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
-    pytest.importorskip(
-        "unimem.system.ggml",
-        reason="the engine needs ggml: pip install '.[run]'",
-        exc_type=ImportError,
-    )
-    with python(ENGINE, model, load) as pid:
+    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    with running(ENGINE + WAIT, model, load) as pid:
         report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}
     assert report.facts["source"] == "published ledger"

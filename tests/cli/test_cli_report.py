@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 
 import unimem as um
 from project import ROOT
-from screens import CONTROL, show, show_on_terminal
+from running import running
+from screens import CONTROL, HOSTILE, show, show_on_terminal
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
@@ -32,7 +32,6 @@ command = importlib.import_module("unimem.cli.report")
 
 DOCS = ROOT / "docs"
 MIB, GIB = 2**20, 2**30
-HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
 MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 HOLD = """
 import sys, unimem as um
@@ -40,6 +39,13 @@ with um.open_weights(sys.argv[1], load="map") as weights:
     weights.warm()
     print("ready", flush=True)
     sys.stdin.read()
+"""
+SHOW = """
+import sys
+from unimem.accounting.published import publish
+publish()
+print("ready", flush=True)
+sys.stdin.read()
 """
 
 
@@ -68,29 +74,20 @@ REPORT = Report(
         Row("kernel", 36 << 10, placed(0), resident_bytes=0),
     ),
     facts={
-        "pid": 1234,
-        "name": "llama-server",
-        "command": "/bin/llama-server -m m.gguf",
-        "source": "published ledger",
+        "pid": 1234, "name": "llama-server", "command": "/bin/llama-server -m m.gguf",
+        "source": "published ledger", "minor_faults": 12345, "major_faults": 3,
         "counters": {"n_prompt_tokens": 1005, "n_generated_tokens": 60, "kv_tokens": 64},
-        "minor_faults": 12345,
-        "major_faults": 3,
         "models": [model("/models/m.gguf")],
     },
     mappings=(
         Mapping("anonymous", "[heap]", 0x1000, GIB, placed(512 * MIB), parts={"anonymous": GIB}),
         Mapping(
-            "weights",
-            "",
-            0x7F0000000000,
-            4 * GIB,
-            placed(2 * GIB),
-            path="/models/m.gguf",
+            "weights", "", 0x7F0000000000, 4 * GIB, placed(2 * GIB), path="/models/m.gguf",
             parts={"weights:padding": 4096, "weights:q4_k": 4 * GIB - 4096},
         ),
         Mapping("kv", "history", 0x7E0000000000, 512 * MIB, placed(0)),
     ),
-)
+)  # fmt: skip
 PAGE = """\
 process   1234 /bin/llama-server -m m.gguf
 model     /models/m.gguf (4.0 GiB, all in RAM)
@@ -143,13 +140,8 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> None:
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A process that maps a model of its own, and the model."""
     path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
-    words = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield process.pid, path
-        assert process.stdin is not None
-        process.stdin.close()
+    with running(HOLD, path) as pid:
+        yield pid, path
 
 
 # ---- one process --------------------------------------------------------------------------------
@@ -272,26 +264,17 @@ def test_the_list() -> None:
         "schema": "unimem.processes/1",
         "processes": [
             {
-                "pid": 1234,
-                "name": "llama-server",
-                "command": "/opt/bin/llama-server -m x",
-                "models": ["/m/a.gguf", "/m/b.gguf"],
-                "has_ledger": False,
-                "rss_bytes": 5 * GIB,
-                "pss_bytes": 3 * GIB,
+                "pid": 1234, "name": "llama-server", "command": "/opt/bin/llama-server -m x",
+                "models": ["/m/a.gguf", "/m/b.gguf"], "has_ledger": False,
+                "rss_bytes": 5 * GIB, "pss_bytes": 3 * GIB,
             },
             {
-                "pid": 99,
-                "name": "python",
-                "command": "",
-                "models": [],
-                "has_ledger": True,
-                "rss_bytes": 300 * MIB,
-                "pss_bytes": 200 * MIB,
+                "pid": 99, "name": "python", "command": "", "models": [], "has_ledger": True,
+                "rss_bytes": 300 * MIB, "pss_bytes": 200 * MIB,
             },
         ],
         "n_hidden": 2,
-    }
+    }  # fmt: skip
 
 
 def test_an_empty_list_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,36 +288,20 @@ def test_an_empty_list_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_processes_are_found_by_their_models(holder: tuple[int, Path]) -> None:
     pid, path = holder
-    (found,) = [each for each in processes.find().found if each.pid == pid]
-    assert found.models == (str(path),)
-    assert not found.has_ledger
-    assert 0 < found.pss_bytes <= found.rss_bytes
-    assert os.getpid() not in [each.pid for each in processes.find().found]
+    found = {each.pid: each for each in processes.find().found}
+    assert (found[pid].models, found[pid].has_ledger) == ((str(path),), False)
+    assert 0 < found[pid].pss_bytes <= found[pid].rss_bytes
+    assert os.getpid() not in found
 
 
 def test_a_process_is_found_by_its_ledger() -> None:
-    code = """
-import sys
-from unimem.accounting.published import publish
-publish(); print(flush=True); sys.stdin.read()
-"""
-    words = [sys.executable, "-c", code]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        (found,) = [each for each in processes.find().found if each.pid == process.pid]
-        assert found.has_ledger
-        assert found.models == ()
-        assert process.stdin is not None
-        process.stdin.close()
+    with running(SHOW) as pid:
+        found = {each.pid: each for each in processes.find().found}
+    assert (found[pid].models, found[pid].has_ledger) == ((), True)
 
 
 def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: dict[int, Exception] = {
-        1: ProcessLookupError("gone"),
-        2: PermissionError("no"),
-        3: ValueError("a thread"),
-    }
+    errors = {1: ProcessLookupError("gone"), 2: PermissionError("no"), 3: ValueError("a thread")}
 
     def read(pid: int, *, usage: bool = True) -> None:
         raise errors[pid]
@@ -350,12 +317,8 @@ def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch
 def test_no_such_process() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
-    screen = show("report", process.pid)
-    assert (screen.code, screen.out) == (1, "")
-    assert (
-        screen.err
-        == f"unimem: There is no process {process.pid} here: 'ps -e' lists those that are\n"
-    )
+    said = f"unimem: There is no process {process.pid} here: 'ps -e' lists those that are\n"
+    assert show("report", process.pid) == (1, "", said)
 
 
 def test_a_process_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +326,8 @@ def test_a_process_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, f"Process {pid} (x) is of user 'root': run this as root")
 
     monkeypatch.setattr(command, "make_report", refuse)
-    screen = show("report", 1)
-    assert (screen.code, screen.out) == (1, "")
-    assert screen.err == "unimem: Process 1 (x) is of user 'root': run this as root\n"
+    said = "unimem: Process 1 (x) is of user 'root': run this as root\n"
+    assert show("report", 1) == (1, "", said)
 
 
 @pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
+from screens import run_command
 from staging import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -32,8 +31,7 @@ def updates(what):
 terminal.updates = updates
 sys.exit(main(["stage", "--backing", "shm", {str(model)!r}]))
 """
-    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, b"", b"")
+    assert run_command(code=script) == (128 + number, "", "")
     assert not list(stale())
 
 
@@ -47,8 +45,9 @@ show = terminal.show
 terminal.show = lambda text: [os.kill(os.getpid(), signal.SIGHUP), show(text)]
 sys.exit(main(["inspect", {str(model)!r}]))
 """
-    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert b"fingerprint" in ended.stdout
+    ended = run_command(code=script)
+    assert (ended.code, ended.err) == (0, "")
+    assert "fingerprint" in ended.out
 
 
 # Interrupts the process when it imports a module, as Ctrl-C may.
@@ -69,13 +68,12 @@ sys.exit(main())
 @pytest.mark.parametrize("module", ["unimem", "unimem._core.block", "typer", "unimem.cli.plan"])
 def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:
     script = INTERRUPTED.replace("MODULE", module).replace("BEFORE", "")
-    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+    assert run_command(code=script) == (130, "", "")
 
 
 def test_interrupts_that_somebody_ignores_end_nothing() -> None:
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)
-    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b"Fits: " in ended.stdout
+    ended = run_command(code=script)
+    assert (ended.code, ended.err) == (0, "")
+    assert "Fits: " in ended.out

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +31,7 @@ import unimem as um
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from screens import MAIN, Screen, run_command, show, start_command
 from staging import (
     MIB,
     TINY,
@@ -43,7 +44,6 @@ from staging import (
     start_reader,
     stop,
 )
-from unimem.cli import main
 from unimem.errors import CapacityError
 from unimem.system import limits, policy
 from unimem.system.process import read_process
@@ -51,7 +51,8 @@ from unimem.weights.staging import held as stage_held
 from unimem.weights.staging.held import SCHEMA, Held, drop, holders
 
 cli_stage = importlib.import_module("unimem.cli.stage")
-MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
+Patch = pytest.MonkeyPatch
+NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
 
 pytestmark = [
     pytest.mark.usefixtures("gives_memory_back", "nothing_is_left"),
@@ -59,12 +60,28 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 
-Stage = Callable[..., str]
+
+def run(*arguments: object) -> Screen:
+    return show("stage", *arguments)
+
+
+def stage(*arguments: object) -> str:
+    """Stage a model, and give the path that was printed."""
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    path, end = out.split("\n")
+    assert end == ""
+    return path
 
 
 def kept(folder: Path) -> list[Held]:
     """What is staged of the models in a folder: others of this user are not ours to end."""
     return [held for held in holders() if held.source.startswith(f"{folder}/")]
+
+
+def only(folder: Path) -> Held:
+    (held,) = kept(folder)
+    return held
 
 
 @pytest.fixture
@@ -77,30 +94,24 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     assert left() == before
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Call the command in this process: the exit code, standard output and error."""
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Another process reads it before and after this, and reads the same."""
+    reader = start_reader(path)
+    try:
+        yield
+        look(reader)
+    finally:
+        stop(reader)
 
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = main(["stage", *map(str, arguments)])
-        return (code, *capfd.readouterr())
 
-    return call
-
-
-@pytest.fixture
-def stage(run: Callable[..., tuple[int, str, str]]) -> Stage:
-    """Stage a model, and give the path that was printed."""
-
-    def call(*arguments: str | Path) -> str:
-        code, out, err = run(*arguments)
-        assert code == 0, err
-        path, end = out.split("\n")
-        assert end == ""
-        return path
-
-    return call
+def await_end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], 60)[0], f"process {pid} goes on"
+        finally:
+            os.close(fd)
 
 
 def status(pid: int, name: str) -> str:
@@ -122,42 +133,29 @@ def kib(pid: int, name: str) -> int:
 # ---- staging ---------------------------------------------------------------------------------
 
 
-def test_only_the_path_goes_to_standard_output(
-    run: Any,
-    model: Path,
-    tmp_path: Path,
-) -> None:
+def test_only_the_path_goes_to_standard_output(model: Path, tmp_path: Path) -> None:
     code, out, err = run(model)
     assert code == 0
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     assert out == f"{held.path}\n"
     assert f"{model} is staged: 6.0 MiB" in err
     assert f"process {held.pid} keeps it, until: unimem stage --drop {held.path}" in err
     assert read_elsewhere(held.path) == model.read_bytes()
 
 
-def test_a_name_that_is_no_text_is_passed_on_as_it_is(model: Path, tmp_path: Path) -> None:
+def test_a_shell_passes_it_on_whatever_its_name(model: Path, tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
     os.rename(model, name)
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "stage", name], stdout=subprocess.PIPE, check=True
-    )
-    path = done.stdout.removesuffix(b"\n")
+    script = 'path=$("$0" -c "$2" stage "$1") && echo "$path" && cat "$path"'
+    words: list[str | bytes] = ["sh", "-c", script, sys.executable, name, MAIN]
+    path, _, text = subprocess.check_output(words, stderr=subprocess.DEVNULL).partition(b"\n")
     assert path.endswith(b"/caf\xe9.gguf")
-    assert subprocess.check_output(["cat", path]) == Path(os.fsdecode(name)).read_bytes()
+    assert text == Path(os.fsdecode(name)).read_bytes()
 
 
-def test_a_shell_passes_it_on(model: Path) -> None:
-    command = f'cat "$("{sys.executable}" -c "$2" stage "$1")"'
-    done = subprocess.run(
-        ["sh", "-c", command, "sh", str(model), MAIN], capture_output=True, check=True
-    )
-    assert done.stdout == model.read_bytes()
-
-
-def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     stage(model, "--backing", "memfd")
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
     assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
     assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
@@ -174,34 +172,32 @@ def test_what_keeps_it_is_small_and_alone(stage: Stage, model: Path, tmp_path: P
     assert um.get_library() not in maps
 
 
-def test_a_second_start_reads_nothing(stage: Stage, model: Path) -> None:
+def test_a_second_start_reads_nothing(model: Path) -> None:
     def read_bytes() -> int:
         return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
     path = stage(model)
     before = read_bytes()
     assert stage(model) == path
-    assert read_bytes() - before < MIB < model.stat().st_size
+    assert read_bytes() - before < model.stat().st_size // 2
     assert stage(os.path.relpath(model)) == path
 
 
-def test_a_changed_model_is_staged_anew(run: Any, model: Path, tmp_path: Path) -> None:
-    _, old, _ = run(model)
-    reader = start_reader(old.strip())
-    with model.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    code, new, err = run(model)
-    assert code == 0
-    assert f"{model} was written to or replaced: what was staged of it is dropped" in err
-    assert not os.path.exists(old.strip())
-    assert read_elsewhere(new.strip()) == model.read_bytes()
-    assert len(kept(tmp_path)) == 1
-    look(reader)  # which asserts that it reads what it did before
-    stop(reader)
+def test_a_changed_model_is_staged_anew(model: Path, tmp_path: Path) -> None:
+    old = stage(model)
+    with reading(old):
+        with model.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        code, new, err = run(model)
+        assert code == 0
+        assert f"{model} was written to or replaced: what was staged of it is dropped" in err
+        assert not os.path.exists(old)
+        assert read_elsewhere(new.strip()) == model.read_bytes()
+        assert len(kept(tmp_path)) == 1
 
 
-def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_other_options_are_another_stage(model: Path, tmp_path: Path) -> None:
     paths = [
         stage(model, *options)
         for options in ((), ("--pages", "4k"), ("--backing", "memfd"), ("--numa", "bind:0"))
@@ -212,21 +208,18 @@ def test_other_options_are_another_stage(stage: Stage, model: Path, tmp_path: Pa
 
 
 def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MAIN, "stage", str(model)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [start_command("stage", model) for _ in range(2)]
     paths = {process.communicate()[0] for process in both}
-    assert paths == {f"{held.path}\n" for held in kept(tmp_path)}
-    assert len(paths) == 1
+    assert paths == {f"{only(tmp_path).path}\n"}
 
 
-def test_split_models_and_indices(stage: Stage, split: list[Path], indexed: Path) -> None:
+def test_split_models_and_indices(split: list[Path], indexed: Path) -> None:
     assert os.path.basename(stage(split[2])) == split[0].name
     assert os.path.basename(stage(indexed)) == indexed.name
-    (of_split, of_index) = (len(held.paths) for held in kept(indexed.parent))
-    assert (of_split, of_index) == (3, 3)
+    assert [len(held.paths) for held in kept(indexed.parent)] == [3, 3]
 
 
-def test_llama_cpp_starts_from_the_printed_path(stage: Stage, tmp_path: Path) -> None:
+def test_llama_cpp_starts_from_the_printed_path(tmp_path: Path) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
     import llama_cpp
 
@@ -236,7 +229,7 @@ def test_llama_cpp_starts_from_the_printed_path(stage: Stage, tmp_path: Path) ->
     assert llama_cpp.greedy(Path(path), [1, 5, 9], 8)[0] == expected
 
 
-def test_json(run: Any, model: Path) -> None:
+def test_json(model: Path) -> None:
     code, out, _ = run(model, "--json")
     assert code == 0
     document = json.loads(out)
@@ -245,42 +238,33 @@ def test_json(run: Any, model: Path) -> None:
     assert (document["source"], document["nbytes"]) == (str(model), model.stat().st_size)
     assert (document["reused"], document["current"]) == (False, True)
     assert document["granted"]["resident_bytes"] >= model.stat().st_size
-    assert json.loads(run(model, "--json")[1]) == document | {"reused": True}
+    assert json.loads(run(model, "--json").out) == document | {"reused": True}
 
 
 # ---- the lock --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
-def test_the_lock_is_the_holders(
-    options: tuple[str, ...],
-    stage: Stage,
-    model: Path,
-    tmp_path: Path,
-) -> None:
+def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     if limits.memlock() is not None:
         pytest.skip("the limit on locked memory is too small")
     stage(model, "--lock", *options)
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     assert kib(held.pid, "VmLck") << 10 >= model.stat().st_size
     assert held.granted.locked_bytes >= model.stat().st_size
     assert kib(os.getpid(), "VmLck") == 0
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_pages_of_a_pool_need_no_lock(stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
     """Where users have a limit on locked memory, they would not get a model into the pool."""
     stage(model, "--backing", "hugetlb")
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     assert held.granted.locked_bytes >= model.stat().st_size
     assert not any(area.hugetlb_bytes for area in read_process(held.pid).areas)
 
 
-def test_the_page_cache_needs_no_holder(
-    stage: Stage,
-    model: Path,
-    tmp_path: Path,
-) -> None:
+def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
     with model.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -293,36 +277,30 @@ def test_the_page_cache_needs_no_holder(
 # ---- what is staged, and its end -------------------------------------------------------------
 
 
-def test_the_list(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_the_list(model: Path, tmp_path: Path) -> None:
     path = stage(model)
     code, out, _ = run("--list")
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     assert code == 0
     assert f"{path}\n    {model}: 6.0 MiB, {held.backing}, " in out
     assert f"; process {held.pid}\n" in out
-    documents = json.loads(run("--list", "--json")[1])
+    documents = json.loads(run("--list", "--json").out)
     (document,) = [each for each in documents if each["pid"] == held.pid]
     assert document["current"]
     os.utime(model)
-    assert f"; {model} was written to or replaced\n" in run("--list")[1]
-    documents = json.loads(run("--list", "--json")[1])
+    assert f"; {model} was written to or replaced\n" in run("--list").out
+    documents = json.loads(run("--list", "--json").out)
     assert [each["current"] for each in documents if each["pid"] == held.pid] == [False]
 
 
-def test_nothing_staged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_staged(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cli_stage, "holders", list)
     assert run("--list") == (0, "", "unimem: nothing is staged\n")
     assert run("--list", "--json") == (0, "[]\n", "")
     assert run("--drop", "all") == (0, "", "")
 
 
-def test_drop(
-    run: Any,
-    stage: Stage,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     paths = [stage(model), stage(model, "--pages", "4k"), stage(model, "--backing", "shm")]
     assert run("--drop", paths[1]) == (0, "", f"unimem: dropped {paths[1]}, of {model}\n")
     assert [os.path.exists(path) for path in paths] == [True, False, True]
@@ -340,15 +318,11 @@ def test_drop(
 
 
 def test_a_holder_that_does_not_answer_is_killed(
-    run: Any,
-    stage: Stage,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
     path = stage(model, "--backing", "shm")
-    (held,) = kept(tmp_path)
+    held = only(tmp_path)
     os.kill(held.pid, signal.SIGSTOP)
     assert run("--drop", path)[0] == 0
     assert kept(tmp_path) == []
@@ -356,24 +330,14 @@ def test_a_holder_that_does_not_answer_is_killed(
 
 
 @pytest.mark.parametrize("backing", ["auto", "memfd", "shm"])
-def test_a_holder_that_was_killed(
-    backing: str,
-    run: Any,
-    stage: Stage,
-    model: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", backing)
-    (held,) = kept(tmp_path)
-    reader = start_reader(path)
-    fd = os.pidfd_open(held.pid)
-    signal.pidfd_send_signal(fd, signal.SIGKILL)
-    select.select([fd], [], [])
-    os.close(fd)
-    assert str(model) not in run("--list")[1]
-    assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
-    look(reader)
-    stop(reader)
+    pid = only(tmp_path).pid
+    with reading(path):
+        os.kill(pid, signal.SIGKILL)
+        await_end(pid)
+        assert str(model) not in run("--list").out
+        assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
     again = stage(model, "--backing", backing)
     assert read_elsewhere(again) == model.read_bytes()
 
@@ -390,13 +354,7 @@ def test_a_holder_that_was_killed(
 )
 @pytest.mark.parametrize("backing", ["auto", "shm"])
 def test_a_holder_that_fails_at_its_start(
-    script: str,
-    said: str,
-    backing: str,
-    run: Any,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, said: str, backing: str, model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "stage_holder.py").write_text(script)
     monkeypatch.setattr(stage_held, "_HOLDER", str(tmp_path / "stage_holder.py"))
@@ -407,69 +365,45 @@ def test_a_holder_that_fails_at_its_start(
 
 
 def test_a_holder_whose_command_was_interrupted_ends(
-    run: Any,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    seen: list[int] = []
+    seen = []
 
     def interrupted(path: str) -> None:
-        (held,) = kept(tmp_path)
+        held = only(tmp_path)
         assert path == held.path
         assert os.path.exists(path)
-        seen.append(os.pidfd_open(held.pid))
+        seen.append(held.pid)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cli_stage.terminal, "show_path", interrupted)
-        code, out, _ = run(model, "--backing", "shm")
-    assert (code, out) == (130, "")
-    select.select(seen, [], [], 10)
-    os.close(seen[0])
+    monkeypatch.setattr(cli_stage.terminal, "show_path", interrupted)
+    assert run(model, "--backing", "shm")[:2] == (130, "")
+    await_end(seen[0])
     assert kept(tmp_path) == []
 
 
 def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
     """Asked for by a process that may lock nothing."""
-    holder = stage_held._HOLDER
-    with (tmp_path / "file").open("wb+") as file:
+    script = (
+        "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
+        "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, stage_held._HOLDER, "-1"]
+    if shutil.which("setpriv") and os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
+    ours, its = os.pipe()
+    with (tmp_path / "file").open("wb+") as file, open(ours) as answer:
         file.write(bytes(MIB))
         file.flush()
-        ours, its = os.pipe()
-        script = (
-            "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
-            "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        )
-        command = [
-            *(
-                sys.executable,
-                "-c",
-                script,
-                holder,
-                "-1",
-                str(its),
-                "True",
-                "-1",
-                str(file.fileno()),
-            )
-        ]
-        if shutil.which("setpriv") and os.geteuid() == 0:
-            command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
-        subprocess.run(command, pass_fds=[its, file.fileno()], check=True)
+        words = [*command, str(its), "True", "-1", str(file.fileno())]
+        subprocess.run(words, pass_fds=[its, file.fileno()], check=True)
         os.close(its)
-        said = os.read(ours, 256).decode()
-        os.close(ours)
+        said = answer.read()
     assert "locking in RAM" in said
     assert "ulimit -l" in said
 
 
-def test_exit_codes(
-    run: Any,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
     assert run(bad)[:2] == (1, "")
@@ -487,40 +421,26 @@ def test_exit_codes(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        (),
-        ("model.gguf", "--list"),
-        ("--list", "--drop", "all"),
-        ("model.gguf", "--numa", "everywhere"),
-        ("model.gguf", "--pages", "8k"),
-        ("model.gguf", "--backing", "disk"),
-        ("model.gguf", "--page-cache", "--backing", "shm"),
-        ("model.gguf", "--page-cache", "--numa", "bind:0"),
-        ("model.gguf", "--page-cache", "--pages", "2m"),
+        *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
+        *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
+        *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, ...], run: Any) -> None:
-    code, out, err = run(*arguments)
+def test_wrong_usage(words: str) -> None:
+    code, out, err = run(*words.split())
     assert (code, out) == (2, "")
     assert "Usage: unimem stage" in err
 
 
 def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
     """Make a note such as a holder has, of a model that is this test's own file."""
-    source = f"{__file__}.gguf"
     keeps: dict[str, Any] = {
-        "schema": SCHEMA,
-        "path": __file__,
-        "paths": [__file__],
-        "source": source,
-        "versions": [],
-        "asked": {},
-        "backing": "memfd",
-        "nbytes": 0,
+        "schema": SCHEMA, "path": __file__, "paths": [__file__], "source": f"{__file__}.gguf",
+        "versions": [], "asked": {}, "backing": "memfd", "nbytes": 0, "warnings": [],
         "granted": asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0)),
-        "warnings": [],
-    }
+    }  # fmt: skip
     fd = os.memfd_create("note", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.write(fd, json.dumps(keeps | changed).encode())
     if owner is not None:
@@ -534,13 +454,8 @@ def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterato
     """A process with the command line of a holder."""
     script = folder / "holder.py"
     script.write_text("print('ready', flush=True); input()")
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", str(script), *arguments],
-        pass_fds=fds,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words, pipe = [sys.executable, "-I", "-S", str(script), *arguments], subprocess.PIPE
+    with subprocess.Popen(words, pass_fds=fds, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process.pid
@@ -564,10 +479,10 @@ def test_only_a_sealed_note_of_this_user_is_believed(
     """A setuid program runs as root with descriptors and command line of whoever started it."""
     if "owner" in options and os.geteuid() != 0:
         pytest.skip("only root may give a file to another user")
-    fd = note(**options)
-    with pretender(tmp_path, str(fd), fds=[fd]) as pid:
-        assert (pid in {held.pid for held in holders()}) is listed
-    os.close(fd)
+    with open(note(**options), "rb") as file:
+        fd = file.fileno()
+        with pretender(tmp_path, str(fd), fds=[fd]) as pid:
+            assert (pid in {held.pid for held in holders()}) is listed
 
 
 def test_command_lines_of_others_are_no_holders(tmp_path: Path) -> None:
@@ -576,36 +491,35 @@ def test_command_lines_of_others_are_no_holders(tmp_path: Path) -> None:
             assert pid not in {held.pid for held in holders()}
 
 
-def test_a_setuid_program_of_another_user_is_no_holder(tmp_path: Path) -> None:
+def test_a_setuid_program_of_another_user_is_no_holder() -> None:
     if os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("su"):
         pytest.skip("needs root, setpriv and su")
-    text = json.dumps({"schema": SCHEMA, "path": "/tmp/evil.gguf", "paths": [], "source": "/m"})
-    found = json.loads(text) | {"versions": [], "asked": {}, "backing": "memfd", "nbytes": 0}
-    found["granted"] = asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0))
+    found = {
+        "schema": SCHEMA, "path": "/tmp/evil.gguf", "paths": [], "source": "/m", "versions": [],
+        "asked": {}, "backing": "memfd", "nbytes": 0,
+        "granted": asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0)),
+    }  # fmt: skip
+    null = subprocess.DEVNULL
     with subprocess.Popen(
-        [
-            *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
-            *("su", "-", "root", "holder.py", json.dumps(found)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    ) as process:
-        cmdline = Path(f"/proc/{process.pid}/cmdline")
-        while not cmdline.read_bytes().startswith(b"su\0"):
-            assert process.poll() is None
-        assert process.pid not in {held.pid for held in holders()}
-        process.kill()
+        [*NOBODY, *("su", "-", "root", "holder.py", json.dumps(found))],
+        stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/",
+    ) as process:  # fmt: skip
+        try:
+            cmdline = Path(f"/proc/{process.pid}/cmdline")
+            while not cmdline.read_bytes().startswith(b"su\0"):
+                assert process.poll() is None
+            assert process.pid not in {held.pid for held in holders()}
+        finally:
+            process.kill()
 
 
 # ---- whatever happens, no good copy is lost and none is kept that nobody knows of -------------
 
 
-def test_what_is_gone_is_staged_anew(run: Any, stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", "shm")
     shutil.rmtree(os.path.dirname(path))
-    assert f"; {path}: No such file or directory\n" in run("--list")[1]
+    assert f"; {path}: No such file or directory\n" in run("--list").out
     code, out, err = run(model, "--backing", "shm")
     assert code == 0
     assert f"{path}: No such file or directory: what was staged of it is dropped" in err
@@ -613,7 +527,7 @@ def test_what_is_gone_is_staged_anew(run: Any, stage: Stage, model: Path, tmp_pa
     assert len(kept(tmp_path)) == 1
 
 
-def test_the_only_copy_stays_when_the_model_is_gone(run: Any, stage: Stage, model: Path) -> None:
+def test_the_only_copy_stays_when_the_model_is_gone(model: Path) -> None:
     path = stage(model)
     expected = model.read_bytes()
     model.unlink()
@@ -626,68 +540,48 @@ def test_the_only_copy_stays_when_the_model_is_gone(run: Any, stage: Stage, mode
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-def test_what_was_not_granted_is_told_each_time(
-    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_granted_is_told_each_time(model: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(policy, "pool_shortfall", lambda *_: "the pool has no room")
-        code, _, first = run(model, "--pages", "2m")
-    assert code == 0
-    code, _, second = run(model, "--pages", "2m")
-    assert code == 0
-    warning = f"unimem: warning: staging {model}: the pool has no room\n"
-    assert warning in first
-    assert warning in second
-    assert "was staged already" in second
-    assert json.loads(run(model, "--pages", "2m", "--json")[1])["warnings"] == [
-        f"staging {model}: the pool has no room"
-    ]
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-c", MAIN, "stage", *map(str, arguments)]
+        first = run(model, "--pages", "2m")
+    second = run(model, "--pages", "2m")
+    warning = f"staging {model}: the pool has no room"
+    for screen in (first, second):
+        assert screen.code == 0
+        assert f"unimem: warning: {warning}\n" in screen.err
+    assert "was staged already" in second.err
+    assert json.loads(run(model, "--pages", "2m", "--json").out)["warnings"] == [warning]
 
 
 def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command(model, "--backing", "shm"),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            check=False,
-            text=True,
-        )
-    assert done.returncode == 1
-    assert "standard output" in done.stderr
+        done = run_command("stage", model, "--backing", "shm", stdout=full)
+    assert done.code == 1
+    assert "standard output" in done.err
     for held in kept(tmp_path):  # which may be about to end
-        select.select([os.pidfd_open(held.pid)], [], [], 10)
+        await_end(held.pid)
     assert kept(tmp_path) == []
 
 
 def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command(model), stdout=subprocess.PIPE, stderr=full, check=False, text=True
-        )
-    assert done.returncode == 0
-    assert [f"{held.path}\n" for held in kept(tmp_path)] == [done.stdout]
+        done = run_command("stage", model, stderr=full)
+    assert done.code == 0
+    assert done.out == f"{only(tmp_path).path}\n"
 
 
-@pytest.mark.parametrize("closed", ["<&- 2>&-", "<&-", "2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", "2>&-"))]
+)
 def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Path) -> None:
-    options = [] if limits.memlock() is not None else ["--lock"]
-    done = subprocess.run(
-        ["sh", "-c", f'"$@" {closed}', "sh", *command(model, "--backing", "memfd", *options)],
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert done.returncode == 0
-    assert read_elsewhere(done.stdout.strip()) == model.read_bytes()
+    lock = "" if limits.memlock() is not None else "--lock"
+    script = f'"$0" -c "$1" stage "$2" --backing memfd {lock} {closed}'
+    path = subprocess.check_output(["sh", "-c", script, sys.executable, MAIN, model], text=True)
+    assert read_elsewhere(path.strip()) == model.read_bytes()
     assert len(kept(tmp_path)) == 1
 
 
-def test_a_note_may_be_long(run: Any, model: Path) -> None:
+def test_a_note_may_be_long(model: Path) -> None:
     """Longer than an argument of a command line may be, as of an index with hundreds of files."""
     with cli_stage.make_stage(model) as staged:
         versions = staged._versions * 3000
@@ -711,9 +605,7 @@ def test_who_waits_says_for_whom(model: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(name_of(model))
         other.listen()
-        waiting = subprocess.Popen(
-            command(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        waiting = start_command("stage", model)
         assert waiting.stderr is not None
         said = f"unimem: {model}: waiting for a process that stages it, {os.getpid()}\n"
         assert waiting.stderr.readline() == said
@@ -725,13 +617,9 @@ def test_who_waits_says_for_whom(model: Path) -> None:
 
 @pytest.mark.parametrize(
     "listens",
-    [
-        "pass",
-        "s.listen()",
-        "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
-    ],
+    ["pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)"],
 )
-def test_another_user_keeps_nobody_waiting(listens: str, run: Any, model: Path) -> None:
+def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
     """Neither with a lock of the model file, nor with the name that commands of this user take."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
@@ -742,15 +630,10 @@ def test_another_user_keeps_nobody_waiting(listens: str, run: Any, model: Path) 
     with (
         model.open() as file,
         subprocess.Popen(
-            [
-                *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
-                *("/usr/bin/env", "python3", "-c", script, name_of(model)[1:]),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [*NOBODY, "/usr/bin/env", "python3", "-c", script, name_of(model)[1:]],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as other,
-    ):
+    ):  # fmt: skip
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -763,7 +646,7 @@ def test_another_user_keeps_nobody_waiting(listens: str, run: Any, model: Path) 
 # ---- the holder ------------------------------------------------------------------------------
 
 
-def test_a_holder_removes_its_own_folder_alone(stage: Stage, model: Path, tmp_path: Path) -> None:
+def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> None:
     folder = os.path.dirname(stage(model, "--backing", "shm"))
     other = tmp_path / "other"
     other.mkdir()
@@ -771,7 +654,7 @@ def test_a_holder_removes_its_own_folder_alone(stage: Stage, model: Path, tmp_pa
     os.rename(folder, f"{folder}-moved")
     os.symlink(other, folder)
     try:
-        (held,) = kept(tmp_path)
+        held = only(tmp_path)
         drop(held)
         assert (other / "precious").exists()
         assert not os.path.exists(f"{folder}-moved")

@@ -1,4 +1,8 @@
-"""What a command writes: to a terminal of so many columns or a pipe, or to a real terminal."""
+"""What a command writes: to a terminal of so many columns or a pipe, or to a real terminal.
+
+`show` runs it in this process, which is the fastest; `run_command` and `show_on_terminal` have a
+process of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,17 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from rich.cells import cell_len
 
 from unimem.cli import main
 
+# A program that has the command line; what comes before it may change how commands work.
+MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
+# A text that neither fits into a line nor may reach a terminal as it is.
+HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -75,15 +83,27 @@ def show(
     return Screen(code, out.text(), err.text())
 
 
-def show_on_terminal(*arguments: object) -> Screen:
+def start_command(*arguments: object, code: str = MAIN, **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a process of its own, with pipes."""
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen(words, encoding="utf-8", **options)
+
+
+def run_command(*arguments: object, **options: Any) -> Screen:
+    """Run a command in a process of its own, as `start_command`."""
+    with start_command(*arguments, **options) as process:
+        out, err = process.communicate()
+    return Screen(process.returncode, out or "", err or "")
+
+
+def show_on_terminal(*arguments: object, code: str = MAIN, **environment: str) -> Screen:
     """Run a command in a process of its own, on a terminal of 80 columns and 24 lines."""
     ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    env.pop("NO_COLOR", None)
-    words = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())"]
-    words += map(str, arguments)
+    env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    env |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"} | environment
     shown = b""
-    with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env) as process:
+    with start_command(*arguments, code=code, stdout=theirs, stderr=theirs, env=env) as process:
         os.close(theirs)
         with suppress(OSError):  # EIO: the other side was closed
             while part := os.read(ours, 4096):
