@@ -91,8 +91,8 @@ MODES = {
 }
 FILES = {
     "/proc/sys/kernel/osrelease": "6.12.43-amd64",
-    "/proc/cpuinfo": "processor : 0\nmodel name : A CPU\nflags : fpu sse2 avx2 fma avx512f pdpe1gb\n"
-    "processor : 1\nmodel name : Another\nflags : fpu",
+    "/proc/cpuinfo": "model name : A CPU\nflags : fpu sse2 avx2 fma avx512f pdpe1gb\n"
+    "model name : Another\nflags : fpu",
     "/proc/meminfo": f"MemTotal: {256 << 20} kB\nSwapTotal: 0 kB",
     "/proc/self/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,huge=advise 0 0",
     "/proc/self/cgroup": "0::/a/b",
@@ -273,7 +273,8 @@ NEEDED: dict[str, tuple[Change, str, str]] = {
     "old kernel": (kernel("5.10.0-30-amd64"),
         "Linux 5.10 is older than 6.7", "boot Linux 6.7 or newer"),
     "maps": (files(maps="1000"), "only 1000 mappings", "sysctl vm.max_map_count=262144"),
-    "governor": (files(governor="powersave"), "powersave", f"tee {CPUFREQ}/policy*/scaling_governor"),
+    "governor": (files(governor="powersave"),
+        "powersave", f"tee {CPUFREQ}/policy*/scaling_governor"),
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[Change, str, str]] = {
     "kernel": (kernel("6.1.0-18-amd64"), "Linux 6.1 is older than 6.7", "boot Linux 6.7 or newer"),
@@ -452,7 +453,7 @@ def test_the_document_is_plain_and_whole(machine: Invented) -> None:
         "page_bytes": 2 << 20,
         "available_bytes": 200 << 20,
         "cgroups": [],
-        "nodes": dict.fromkeys("01", {"total_pages": 50, "free_pages": 50}),
+        "nodes": {node: {"total_pages": 50, "free_pages": 50} for node in "01"},
     }
     assert document["memory"]["limits"][2]["room_bytes"] == 7 * GIB
     assert document["numa"]["nodes"]["1"]["distances"] == [21, 10]

@@ -22,14 +22,16 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from conftest import Run
-from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
+from huge_pages import eight_huge_pages
 from memlock import DROP_LOCK
 from project import ROOT
 from unimem.system import limits
 from unimem.weights import residency
 from unimem.weights.opened import Weights
 from unimem.weights.residency import Residency
-from weight_bytes import MIB, drop_from_cache, locked_bytes, open_folder, write  # noqa: F401
+from weight_bytes import MIB, drop_from_cache, locked_bytes, open_folder, write
+
+__all__ = ["eight_huge_pages", "open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -483,7 +485,8 @@ def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
 
 
 def test_all_files_are_locked_or_none(split: list[Path], run_python: Run) -> None:
-    run = run_python(f"""{DROP_LOCK}
+    run = run_python(
+        f"""{DROP_LOCK}
 import pytest
 from weight_bytes import locked_bytes
 
@@ -516,7 +519,9 @@ weights.blocks[0]._lock("onfault")
 refusal(True)
 assert locked_bytes() == sizes[0], "what was locked before stays so"
 weights.close()
-""", PYTHONPATH=str(ROOT / "tests/support"))
+""",
+        PYTHONPATH=str(ROOT / "tests/support"),
+    )
     assert run.returncode == 0, run.stderr
 
 

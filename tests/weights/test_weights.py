@@ -29,7 +29,9 @@ from unimem._core.status import ledger
 from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
 from unimem.weights.opened import Weights, open_weights
-from weight_bytes import LOADS, open_folder  # noqa: F401 - a fixture
+from weight_bytes import LOADS, open_folder
+
+__all__ = ["open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 

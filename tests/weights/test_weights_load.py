@@ -20,7 +20,7 @@ import gguf_files as gf
 import interrupts
 import safetensors_files as st
 import unimem as um
-from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from cgroups import SmallCgroup, cgroup_512mb
 from conftest import Run
 from unimem._core.status import ledger
 from unimem.system.limits import HugePool
@@ -35,11 +35,13 @@ from weight_bytes import (
     cached_bytes,
     check,
     drop_from_cache,
-    leaves_nothing,  # noqa: F401 - a fixture
-    open_folder,  # noqa: F401 - a fixture
+    leaves_nothing,
+    open_folder,
     write,
     write_hole,
 )
+
+__all__ = ["cgroup_512mb", "leaves_nothing", "open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
@@ -271,10 +273,12 @@ def test_files_that_lie_in_memory(path: Path) -> None:
         assert weights._parts[0].file.in_memory == (kind == "tmpfs")
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no mount here")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        with open_weights(shutil.copy(path, folder)) as weights:
-            assert loading._file_system(weights._parts[0].file) == "tmpfs"
-            assert weights._parts[0].file.in_memory
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        open_weights(shutil.copy(path, folder)) as weights,
+    ):
+        assert loading._file_system(weights._parts[0].file) == "tmpfs"
+        assert weights._parts[0].file.in_memory
 
 
 def no_room(patch: pytest.MonkeyPatch, free: int = 0) -> None:
@@ -738,7 +742,7 @@ with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as
 )
 def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
     tmp_path: Path,
-    cgroup_512mb: SmallCgroup,  # noqa: F811 - the fixture
+    cgroup_512mb: SmallCgroup,
     script: str,
     nbytes: int,
 ) -> None:
