@@ -107,11 +107,7 @@ def nodes_of_process() -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("numa", "expected"),
-    [
-        ("bind:2", {2: 12 * MB}),
-        ("interleave:0,1", {0: 6 * MB, 1: 6 * MB}),
-    ],
+    ("numa", "expected"), [("bind:2", {2: 12 * MB}), ("interleave:0,1", {0: 6 * MB, 1: 6 * MB})]
 )
 def test_a_row_says_on_which_nodes_it_is(numa: str, expected: dict[int, int]) -> None:
     with um.Block(12 * MB, pages="4k", numa=numa, warm=True, strict=True, category="staging"):

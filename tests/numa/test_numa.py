@@ -102,8 +102,7 @@ def test_nodes_that_have_the_same(pages: Pages, numa: str, among: set[int]) -> N
 
 
 @pytest.mark.parametrize(
-    ("numa", "among"),
-    [("bind:0,2", {0, 2}), ("bind:0-1", {0, 1}), ("preferred:1-2", {1, 2})],
+    ("numa", "among"), [("bind:0,2", {0, 2}), ("bind:0-1", {0, 1}), ("preferred:1-2", {1, 2})]
 )
 @pytest.mark.parametrize("pages", PAGES)
 def test_any_of_several_nodes(pages: Pages, numa: str, among: set[int]) -> None:

@@ -741,10 +741,7 @@ with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as
     ("script", "nbytes"), [(IN_512_MB, 640 * MIB), (ON_A_TAPE, 280 * MIB)], ids=["alone", "tape"]
 )
 def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
-    tmp_path: Path,
-    cgroup_512mb: SmallCgroup,
-    script: str,
-    nbytes: int,
+    tmp_path: Path, cgroup_512mb: SmallCgroup, script: str, nbytes: int
 ) -> None:
     file = write_hole(tmp_path / "large.gguf", nbytes)
     cgroup_512mb.run(f"{REFUSAL}\npath = {str(file)!r}\n{script}")
