@@ -583,11 +583,3 @@ def test_a_file_that_was_replaced_is_left_alone(split: list[Path]) -> None:
         assert raised.value.errno == errno.ESTALE
         # Nor are the others dropped.
         assert weights.residency().mapped_bytes == sum(block.nbytes for block in weights.blocks)
-
-
-def test_closed_weights_tell_nothing(model: Path) -> None:
-    weights = um.open_weights(model, load="map")
-    weights.close()
-    for call in (weights.residency, weights.warm, weights.lock, weights.evict):
-        with pytest.raises(um.ClosedError):
-            call()

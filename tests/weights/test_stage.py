@@ -448,20 +448,18 @@ def test_without_dev_shm(
         um.stage(split[0])
 
 
-def test_a_dev_shm_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    def refuse(path: str, mode: int) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", path)
-
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
-        um.stage(model, backing="shm")
-
-
 def full(nbytes: int, what: str) -> None:
     raise um.CapacityError(f"{what}: {nbytes} do not fit", 0, 0, nbytes)
 
 
-def test_a_full_shm_is_told(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str, mode: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
+            um.stage(model, backing="shm")
     monkeypatch.setattr(limits, "require_shm", full)
     with pytest.raises(um.CapacityError, match=f"{model.stat().st_size} do not fit"):
         um.stage(model, backing="shm")
@@ -477,11 +475,17 @@ def test_a_pool_has_room_where_other_memory_has_none(
         assert "do not fit" in staged.reason
 
 
-def test_a_model_that_is_written_to_meanwhile(backing: Any, model: Path) -> None:
+def test_what_happens_meanwhile_ends_it(backing: Any, model: Path) -> None:
+    def cancel(done: int, total: int) -> None:
+        assert 0 < done <= total == model.stat().st_size
+        raise KeyboardInterrupt
+
     def write(done: int, total: int) -> None:
         with model.open("ab") as file:
             file.write(b"more")
 
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(model, backing=backing, progress=cancel)
     with pytest.raises(OSError, match="written to") as caught:
         um.stage(model, backing=backing, progress=write)
     assert caught.value.errno == errno.ESTALE
@@ -500,15 +504,6 @@ def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
     with pytest.raises(OSError, match="mine"):
         um.stage(model, progress=fail_once)
     assert len(seen) == 1
-
-
-def test_a_callback_that_raises_ends_it(backing: Any, model: Path) -> None:
-    def cancel(done: int, total: int) -> None:
-        assert 0 < done <= total == model.stat().st_size
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        um.stage(model, backing=backing, progress=cancel)
 
 
 def test_progress_counts_all_parts(split: list[Path]) -> None:

@@ -169,8 +169,9 @@ def test_a_real_model() -> None:
 # ---- how long it lives -------------------------------------------------------------------------
 
 
-def test_close_is_refused_under_live_views(path: Path) -> None:
-    w = open_weights(path)
+@pytest.mark.parametrize("load", LOADS)
+def test_close_is_refused_under_live_views(path: Path, load: Any) -> None:
+    w = open_weights(path, load=load)
     array = w.tensors["four"].as_array()
     part = array[0]
     del array
@@ -204,9 +205,10 @@ def test_use_after_close(path: Path) -> None:
     assert list(metadata)
 
 
-def test_leaving_never_raises_and_views_stay_readable(path: Path) -> None:
+@pytest.mark.parametrize("load", LOADS)
+def test_leaving_never_raises_and_views_stay_readable(path: Path, load: Any) -> None:
     before = n_mappings()
-    with open_weights(path) as w:
+    with open_weights(path, load=load) as w:
         array = w.tensors["one"].as_array()
         expected = array.tobytes()
     assert w.closed
