@@ -159,7 +159,12 @@ def all_of(*changes: Change) -> Change:
 
 def files(**texts: str) -> Change:
     """Write files, which `PATHS` gives short names."""
-    return lambda m: [m.write(PATHS[name], text) for name, text in texts.items()]
+
+    def write(m: Invented) -> None:
+        for name, text in texts.items():
+            m.write(PATHS[name], text)
+
+    return write
 
 
 def thp(folder: str = THP, **modes: str) -> Change:

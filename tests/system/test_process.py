@@ -105,7 +105,8 @@ def area_at(pid: int, address: int) -> Area:
 
 def test_every_area_is_what_smaps_says(idle: subprocess.Popen[str]) -> None:
     # Pss of a library changes with every process that starts or ends.
-    found, before, after = read_process(), [], None
+    before: list[Any] = []
+    after = None
     while before != after:
         before = mappings(0, EVERYTHING, idle.pid)
         found = read_process(idle.pid)

@@ -65,8 +65,9 @@ def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
     """A script in a process of its own, to read its lines of; it may wait for the end of input."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
-        assert started.stdout is not None
-        yield lambda: started.stdout.readline().rstrip("\n")
+        lines = started.stdout
+        assert lines is not None
+        yield lambda: lines.readline().rstrip("\n")
         started.communicate("")
         assert started.returncode == 0
 
@@ -89,7 +90,7 @@ def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> 
             assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
         with um.open_weights(model) as here:
             for load in ("map", "copy"):
-                with um.open_weights(staged.path, load=load) as there:  # type: ignore[arg-type]
+                with um.open_weights(staged.path, load=load) as there:
                     assert there.fingerprint == here.fingerprint
                     assert there.content_hash() == here.content_hash()
         path = staged.path

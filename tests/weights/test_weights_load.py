@@ -430,10 +430,15 @@ def test_a_tape_that_goes_closes_the_weights(path: Path) -> None:
     weights.close()
 
 
+def clear_and_take(tape: um.Tape, mark: int) -> None:
+    tape.clear()
+    tape.take_bytes(15 * MIB)
+
+
 TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
     "clear": lambda tape, mark: tape.clear(),
     "rewind": lambda tape, mark: tape.rewind(mark + 1),
-    "clear, and others take it": lambda tape, mark: (tape.clear(), tape.take_bytes(15 * MIB)),
+    "clear, and others take it": clear_and_take,
 }
 
 
