@@ -191,7 +191,7 @@ def test_it_says_itself_in_a_line(model: Path) -> None:
 
 
 def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", 3 * MIB, 100, 5 * MIB, 4)
+    path = write(tmp_path / "model.gguf", MIB, 100, 3 * MIB, 4)
     with um.open_weights(path, load="copy", pages="thp") as weights:
         (block,) = weights.blocks
         if block.verify().huge_bytes < block.nbytes:
@@ -223,7 +223,7 @@ def test_huge_pages_of_the_page_cache(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_a_copy_in_reserved_huge_pages(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", 3 * MIB, 100, 5 * MIB, 4)
+    path = write(tmp_path / "model.gguf", MIB, 100, 3 * MIB, 4)
     with um.open_weights(path, load="copy", pages="2m", strict=True) as weights:
         for part in weights.residency().tensors.values():
             n = part.nbytes
