@@ -185,7 +185,7 @@ def test_any_change_shows(tmp_path: Path, small: Path) -> None:
     ("change", "code"),
     [
         (lambda path: os.truncate(path, 9 * MIB), errno.EIO),
-        (lambda path: shutil.copy(path, path.with_name("new")).replace(path), errno.ESTALE),
+        (lambda path: Path(shutil.copy(path, f"{path}.new")).replace(path), errno.ESTALE),
     ],
     ids=["truncated", "replaced"],
 )

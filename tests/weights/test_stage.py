@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ from staging import (
     model,  # noqa: F401
     read_elsewhere,
     split,  # noqa: F401
-    stale,
     start_reader,
     stop,
 )
@@ -578,9 +578,27 @@ def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
     assert not os.path.exists(path)
 
 
-def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path) -> None:
-    script = f"""
+@pytest.fixture
+def own_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in the place of /dev/shm: what is stale there, no other process removes."""
+    with tempfile.TemporaryDirectory(dir=limits.SHM) as folder:
+        for module in (limits, places):
+            monkeypatch.setattr(module, "SHM", folder)
+        yield Path(folder)
+
+
+def in_shm(folder: Path) -> str:
+    """The beginning of a script that stages there."""
+    return f"""
 import os, signal, sys, unimem as um
+from unimem.system import limits
+from unimem.weights.staging import places
+limits.SHM = places.SHM = {str(folder)!r}
+"""
+
+
+def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path, own_shm: Path) -> None:
+    script = f"""{in_shm(own_shm)}
 staged = um.stage({str(model)!r}, backing={backing!r})
 print(staged.path, flush=True)
 sys.stdin.read()
@@ -596,13 +614,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert look(reader)["Rss"] >= model.stat().st_size
     stop(reader)
     assert os.path.exists(path) == (backing == "shm")
-    # What is left of it in /dev/shm goes with the next call.
+    # What is left of it goes with the next call.
     um.stage(model).close()
     assert not os.path.exists(path)
 
 
-def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
-    folder = Path("/dev/shm/unimem-stage-test")
+def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
+    folder = own_shm / "unimem-stage-test"
     (folder / "a" / "deeper").mkdir(parents=True)
     (folder / "a" / "file").touch()
     (folder / "z").touch()
@@ -611,17 +629,18 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
 
 
 def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(
-    model: Path, run_python: Run
+    model: Path, run_python: Run, own_shm: Path
 ) -> None:
-    ended = run_python(f"""
-        import os, signal, unimem as um
-        kill = lambda *now: os.kill(os.getpid(), signal.SIGTERM)
-        um.stage({str(model)!r}, backing="shm", progress=kill)
-        """)
+    ended = run_python(f"""{in_shm(own_shm)}
+def kill(*now):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+um.stage({str(model)!r}, backing="shm", progress=kill)
+""")
     assert ended.returncode == -signal.SIGTERM
-    assert list(stale())
+    assert len(list(own_shm.iterdir())) == 1
     places.sweep()
-    assert not list(stale())
+    assert not list(own_shm.iterdir())
 
 
 def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
