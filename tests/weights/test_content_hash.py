@@ -285,9 +285,9 @@ def hold(patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No data is hashed until this is set, which is for the first call of progress to do."""
-    event = threading.Event()
-    hold(monkeypatch, lambda: event.wait(60))
+    """After a piece, no data is hashed until this is set: by the first call of progress."""
+    event, first = threading.Event(), iter([True])
+    hold(monkeypatch, lambda: next(first, False) or event.wait(60))
     return event
 
 
