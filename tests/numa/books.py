@@ -58,13 +58,10 @@ def _move_pages(address: int, nbytes: int, step: int, node: int | None) -> NDArr
     addresses = np.arange(address, address + nbytes, step, dtype=np.uint64)
     targets = None if node is None else np.full(addresses.size, node, np.int32)
     statuses = np.full(addresses.size, _NOT_THERE, np.int32)
+    arrays = (None if a is None else a.ctypes.data for a in (addresses, targets, statuses))
     result = _libc.syscall(
-        ctypes.c_long(_MOVE_PAGES),
-        ctypes.c_int(0),
-        ctypes.c_ulong(addresses.size),
-        ctypes.c_void_p(addresses.ctypes.data),
-        ctypes.c_void_p(None if targets is None else targets.ctypes.data),
-        ctypes.c_void_p(statuses.ctypes.data),
+        *(ctypes.c_long(_MOVE_PAGES), ctypes.c_int(0), ctypes.c_ulong(addresses.size)),
+        *(ctypes.c_void_p(array) for array in arrays),
         ctypes.c_int(_MPOL_MF_MOVE),
     )
     if result < 0:

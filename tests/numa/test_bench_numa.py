@@ -37,13 +37,11 @@ class NoGgml:
         }
         for block in (*blocks["kv"], *blocks["scratch"]):
             block.warm()
-        self.facts = {
-            "granted": {
-                name: {"nodes": {str(n): b for n, b in sum_placements(there).nodes.items()}}
-                for name, group in blocks.items()
-                if (there := [block.verify() for block in group])
-            }
-        }
+        granted = {}
+        for name, group in blocks.items():
+            nodes = sum_placements([block.verify() for block in group]).nodes
+            granted[name] = {"nodes": {str(node): nbytes for node, nbytes in nodes.items()}}
+        self.facts = {"granted": granted}
 
     def prefill(self, tokens: list[int]) -> float:
         return float(len(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -60,11 +61,10 @@ print(json.dumps(found))
 
 
 def test_a_shared_block_is_placed_whoever_touches_it() -> None:
-    numas = ("bind:1", "bind:2", "interleave:0,1", "preferred:1")
-    pages: tuple[Pages, ...] = ("4k", "2m", "4k", "4k")
+    kinds: list[tuple[Pages, str]]
+    kinds = [("4k", "bind:1"), ("2m", "bind:2"), ("4k", "interleave:0,1"), ("4k", "preferred:1")]
     blocks = [
-        um.Block(16 * MB, pages=page, numa=numa, shared=True, strict=True)
-        for page, numa in zip(pages, numas, strict=True)
+        um.Block(16 * MB, pages=pages, numa=numa, shared=True, strict=True) for pages, numa in kinds
     ]
     named = um.Block(16 * MB, numa="bind:1", shared=f"unimem-{os.getpid()}", strict=True)
     assert named.path is not None
@@ -109,9 +109,11 @@ def cpuset_of_node_0() -> Iterator[Path]:
     """A cgroup that may have memory of node 0 alone."""
     folder = Path(f"/sys/fs/cgroup/unimem-numa-{os.getpid()}")
     folder.mkdir()
-    (folder / "cpuset.mems").write_text("0")
-    yield folder
-    folder.rmdir()
+    try:
+        (folder / "cpuset.mems").write_text("0")
+        yield folder
+    finally:
+        folder.rmdir()
 
 
 def test_nodes_that_the_cpuset_forbids_are_named(cpuset_of_node_0: Path) -> None:
@@ -119,12 +121,11 @@ def test_nodes_that_the_cpuset_forbids_are_named(cpuset_of_node_0: Path) -> None
     assert told["allowed"] == [True, False, False]
     (bind_1, fallback), (bind_both, rest), all_allowed, bind_0 = told["found"]
     for refused in (bind_1, bind_both):
-        assert "node 1" in refused["error"]
-        assert "cpuset" in refused["error"]
+        assert re.search(r"node 1.*cpuset", refused["error"], re.S)
     for taken in (fallback, rest):
         assert taken["nodes"] == [0]
-        assert len(taken["warnings"]) == 1
-        assert "node 1" in taken["warnings"][0]
+        (warning,) = taken["warnings"]
+        assert "node 1" in warning
     for attempt in (*all_allowed, *bind_0):
         assert attempt == {"nodes": [0], "warnings": []}
 
@@ -148,9 +149,9 @@ assert libc.prctl(SECCOMP, 2, program) == 0
 def test_a_container_without_the_capability() -> None:
     told = run(FORBID + MAKE, "bind:1")
     refused, taken = told["found"][0]
-    assert "CAP_SYS_NICE" in refused["error"]
+    for message in (refused["error"], *taken["warnings"]):
+        assert "CAP_SYS_NICE" in message
     assert len(taken["warnings"]) == 1
-    assert "CAP_SYS_NICE" in taken["warnings"][0]
 
 
 # Blocks that fit, and what would pass the limit of the cgroup: making, warming and growing.

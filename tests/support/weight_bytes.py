@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import gguf_files as gf
 import unimem as um
-from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 
 MIB = 1 << 20
 I8 = 24
 READS = ["copy", "direct"]
 LOADS = ["map", *READS]
+
+
+@cache
+def _random(nbytes: int) -> bytes:
+    return gf.random_bytes(nbytes).tobytes()
 
 
 def write(path: Path, *nbytes: int) -> Path:
@@ -26,7 +32,7 @@ def write(path: Path, *nbytes: int) -> Path:
         offset += -(-n // 32) * 32
     raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
     raw += bytes(-len(raw) % 32)
-    path.write_bytes(raw + bytes(gf.random_bytes(offset, seed=offset)))
+    path.write_bytes(raw + _random(offset))
     return path
 
 
@@ -44,6 +50,33 @@ def check(weights: um.Weights) -> None:
         with open(tensor.file, "rb") as file:
             file.seek(tensor.offset)
             assert tensor.as_array().tobytes() == file.read(tensor.nbytes)
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file is in the page cache."""
+    with um.Block.map(path) as block:
+        return block._resident_range(0, path.stat().st_size)
+
+
+def drop_from_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path):
+        pytest.skip(f"the file system of {path} keeps files in RAM")
+
+
+def locked_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmLck:")[1].split()[0]) << 10
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may look into, which those of pytest are not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ def write(path: Path, page: Any) -> None:
     with NewFile(str(path)) as file:
         file.write(page, 0)
         file.publish()
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """A system call that fails with this error."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def check_save(path: Path) -> None:
+    """What is saved there comes back."""
+    with cache(40) as kv:
+        kv.save(path)
+        with um.KVCache.restore(path, mode="copy") as restored:
+            assert rows(restored) == rows(kv)
 
 
 def takes_direct(folder: Path) -> bool:
@@ -99,18 +117,13 @@ def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, "\udcff", ".hidden", "a b"])
-def test_any_name_that_a_file_can_have(name: str, tmp_path: Path, page: Any) -> None:
-    for _ in range(2):
-        write(tmp_path / name, page)
-    assert os.listdir(tmp_path) == [name]
-
-
-def test_a_file_in_the_current_folder(
-    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+def test_any_name_that_a_file_can_have(
+    name: str, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("file"), page)
-    assert os.listdir(tmp_path) == ["file"]
+    for path in (tmp_path / name, Path(name)):
+        write(path, page)
+    assert os.listdir(tmp_path) == [name]
 
 
 # ---- what another writer left behind, or is writing ----
@@ -171,27 +184,19 @@ def test_a_writer_begins_anew_when_its_file_is_taken_for_a_stale_one(
 
 def test_many_writers_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    errors = []
 
     def many(value: int) -> None:
-        try:
-            with Block(PAGE, pages="4k") as block:
-                array = block.as_array()
-                array[:] = value
-                for _ in range(20):
-                    write(path, array)
-                    whole = path.read_bytes()
-                    assert whole == whole[:1] * PAGE
-                del array
-        except BaseException as error:
-            errors.append(error)
+        with Block(PAGE, pages="4k") as block:
+            array = block.as_array()
+            array[:] = value
+            for _ in range(20):
+                write(path, array)
+                whole = path.read_bytes()
+                assert whole == whole[:1] * PAGE
+            del array
 
-    threads = [threading.Thread(target=many, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(many, range(6)))
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -199,10 +204,7 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
 def test_a_file_system_without_locks(
     number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(number, "")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", failing(number))
     stale = tmp_path / ".file.01234567.unimem-tmp"
     stale.write_bytes(b"perhaps of a living one")
     write(tmp_path / "file", page)
@@ -258,21 +260,17 @@ def test_without_o_direct_writes_are_buffered(
 def test_where_a_direct_write_is_refused_the_rest_is_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true, n_refused = os.pwrite, 0
+    true, refused = os.pwrite, []
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
-        nonlocal n_refused
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            n_refused += 1
+            refused.append(fd)
             raise OSError(errno.EINVAL, "")
         return true(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with cache(40) as kv:
-        kv.save(tmp_path / "session")
-        with um.KVCache.restore(tmp_path / "session", mode="copy") as restored:
-            assert rows(restored) == rows(kv)
-    assert n_refused >= takes_direct(tmp_path)
+    check_save(tmp_path / "session")
+    assert len(refused) >= takes_direct(tmp_path)
 
 
 def test_short_writes_go_on_where_they_ended(
@@ -281,10 +279,7 @@ def test_short_writes_go_on_where_they_ended(
     """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
-    with cache(40) as kv:
-        kv.save(tmp_path / "session")
-        with um.KVCache.restore(tmp_path / "session", mode="copy") as restored:
-            assert rows(restored) == rows(kv)
+    check_save(tmp_path / "session")
 
 
 def test_a_write_of_nothing_is_an_error(
@@ -299,21 +294,12 @@ def test_a_write_of_nothing_is_an_error(
 # ---- failures ----
 
 
-def counted(patch: pytest.MonkeyPatch, save: Callable[[], None]) -> list[str]:
-    """The system calls of a save, in their order."""
-    calls: list[str] = []
-    with patch.context() as inner:
-        interpose(inner, lambda name, *_: calls.append(name))
-        save()
-    return calls
-
-
 @pytest.mark.parametrize("there", [False, True], ids=["a new file", "over an old one"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINVAL])
 def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
     number: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, old, new = tmp_path / "session", b"", b""
+    path = tmp_path / "session"
     with cache(30) as first, cache(40) as second:
         second.save(path)
         new = path.read_bytes()
@@ -322,7 +308,10 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
         path.chmod(0o600)
         if not there:
             path.unlink()
-        calls = counted(monkeypatch, lambda: second.save(path))
+        calls: list[str] = []
+        with monkeypatch.context() as patch:
+            interpose(patch, lambda name, *_: calls.append(name))
+            second.save(path)
         assert {"open", "pwrite", "fsync", "replace", "flock", "close"} <= set(calls)
         n_raised, n_open = 0, len(os.listdir("/proc/self/fd"))
         for which in range(len(calls)):
@@ -330,12 +319,11 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
                 path.write_bytes(old)
             else:
                 path.unlink(missing_ok=True)
-            so_far: list[str] = []
+            places = itertools.count()
 
-            def fail(name: str, *_: Any, at: int = which, seen: list[str] = so_far) -> None:
-                seen.append(name)
+            def fail(name: str, *_: Any, at: int = which, places: Any = places) -> None:
                 # A close that fails has closed all the same, as the kernel does it.
-                if len(seen) == at + 1 and name != "close":
+                if next(places) == at and name != "close":
                     raise OSError(number, os.strerror(number))
 
             raised = None
@@ -360,12 +348,11 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
 
 def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has not begun when a write fails is not begun any more."""
-    n_writes = 0
+    writes: list[None] = []
 
     def fail(name: str, *_: Any) -> None:
-        nonlocal n_writes
         if name == "pwrite":
-            n_writes += 1
+            writes.append(None)
             raise OSError(errno.ENOSPC, "")
 
     interpose(monkeypatch, fail)
@@ -374,17 +361,13 @@ def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.Mon
             kv.append(layer, *np.zeros((2, 8, 1, 32), np.float32))
         with pytest.raises(OSError, match="No space left on device"):
             kv.save(tmp_path / "session")
-    assert n_writes < 400
+    assert len(writes) < 400
     assert os.listdir(tmp_path) == []
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     try:
         path = tmp_path / "session"
@@ -450,14 +433,11 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 def test_room_is_taken_beforehand_where_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def refuses(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(code, os.strerror(code))
-
     with NewFile(str(tmp_path / "there")) as file:
         file.allocate(3 * 4096)
         if file._direct:
             assert os.fstat(file._fd).st_size == 3 * 4096
-    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    monkeypatch.setattr(os, "posix_fallocate", failing(code))
     with NewFile(str(tmp_path / "there")) as file:
         file.allocate(3 * 4096)
         assert os.fstat(file._fd).st_size == 0
@@ -467,17 +447,14 @@ def test_room_is_taken_beforehand_where_it_can_be(
 def test_a_full_disk_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     path = tmp_path / "old"
-    path.write_bytes(b"old")
+    path.write_bytes(OLD)
     with NewFile(str(path)) as file:
         if not file._direct:
             pytest.skip("this file system is not written past the page cache")
         with pytest.raises(OSError, match="No space") as caught:
             file.allocate(4096)
         assert caught.value.filename == str(path)
-    assert path.read_bytes() == b"old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert path.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["old"]

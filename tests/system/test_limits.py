@@ -1,15 +1,24 @@
-"""Limits: what the machine and the cgroups above a process leave to it, on invented trees."""
+"""What the machine and the cgroups above a process leave to it, and their memory pressure: on
+invented trees, on this machine, and in a real cgroup.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
 from unimem.errors import CapacityError
-from unimem.system import cgroups, kernel_files, limits
+from unimem.system import cgroups, kernel_files, limits, pressure
+from unimem.system.cgroups import Cgroup, cgroups_above
+from unimem.system.pressure import Pressure
+
+__all__ = ["cgroup_512mb"]  # fixtures
 
 Write = Callable[[str, object], None]
 
@@ -59,39 +68,44 @@ def test_without_proc(tree: Write, tmp_path: Path) -> None:
     assert 0 < machine.room_bytes <= machine.limit_bytes
 
 
+def memory(tree: Write, cgroup: str, most: object, used: int, **more: object) -> None:
+    """Write the files of a cgroup of version 2."""
+    for name, content in {"max": most, "current": used, **more}.items():
+        tree(f"cgroup{cgroup}/memory.{name}", content)
+
+
+def names(pid: int | None = None) -> list[str]:
+    """The cgroups that limit a process."""
+    return [limit.name for limit in limits.memory_limits(pid)[1:]]
+
+
 def test_version_2_takes_the_least_room_above(tree: Write) -> None:
     tree("self", "0::/a/b")
-    tree("cgroup/a/b/memory.max", "max")
-    tree("cgroup/a/b/memory.current", 100)
-    tree("cgroup/a/memory.max", 5000)
-    tree("cgroup/a/memory.current", 2000)
-    tree("cgroup/a/memory.stat", "anon 1200\ninactive_file 300\nslab 7")
+    memory(tree, "/a/b", "max", 100)
+    memory(tree, "/a", 5000, 2000, stat="anon 1200\ninactive_file 300\nslab 7")
     assert limits.available_bytes() == 3300
     assert limits.tightest().name == "cgroup /a"
-    tree("cgroup/a/b/memory.max", 1000)
+    memory(tree, "/a/b", 1000, 100)
     assert limits.available_bytes() == 900
-    tree("cgroup/a/memory.current", 9000)
+    memory(tree, "/a", 5000, 9000)
     assert limits.available_bytes() == 0
 
 
 def test_limits_of_another_process(tree: Write) -> None:
     tree("self", "0::/a")
     tree("proc/7/cgroup", "0::/b")
-    for name, room in (("a", 3000), ("b", 2000)):
-        tree(f"cgroup/{name}/memory.max", room)
-        tree(f"cgroup/{name}/memory.current", 0)
-    assert [limit.name for limit in limits.memory_limits()[1:]] == ["cgroup /a"]
-    assert [limit.name for limit in limits.memory_limits(7)[1:]] == ["cgroup /b"]
-    assert len(limits.memory_limits(8)) == 1  # it has ended
+    memory(tree, "/a", 3000, 0)
+    memory(tree, "/b", 2000, 0)
+    assert (names(), names(7)) == (["cgroup /a"], ["cgroup /b"])
+    assert names(8) == []  # it has ended
 
 
 def test_version_1(tree: Write) -> None:
     tree("self", "7:memory:/a\n3:cpu,cpuacct:/c\n0::/")
-    tree("cgroup/memory/a/memory.limit_in_bytes", 4000)
-    tree("cgroup/memory/a/memory.usage_in_bytes", 1500)
+    for folder, most, used in (("memory/a", 4000, 1500), ("memory", 2**63 - 4096, 10)):
+        tree(f"cgroup/{folder}/memory.limit_in_bytes", most)
+        tree(f"cgroup/{folder}/memory.usage_in_bytes", used)
     tree("cgroup/memory/a/memory.stat", "total_inactive_file 500")
-    tree("cgroup/memory/memory.limit_in_bytes", 2**63 - 4096)
-    tree("cgroup/memory/memory.usage_in_bytes", 10)
     tree("cgroup/cpu/c/cpu.cfs_quota_us", 250_000)
     tree("cgroup/cpu/c/cpu.cfs_period_us", 100_000)
     assert limits.available_bytes() == 3000
@@ -119,9 +133,7 @@ def test_threads_of_one_core_count_once(tree: Write) -> None:
 
 def test_high_is_a_limit_and_the_remedy_names_its_file(tree: Write) -> None:
     tree("self", "0::/a")
-    tree("cgroup/a/memory.max", 5000)
-    tree("cgroup/a/memory.high", 4000)
-    tree("cgroup/a/memory.current", 1000)
+    memory(tree, "/a", 5000, 1000, high=4000)
     limit = limits.tightest()
     assert (limit.name, limit.limit_bytes, limit.room_bytes) == ("cgroup /a", 4000, 3000)
     assert limit.remedy == "echo max > /cg/a/memory.high"
@@ -129,18 +141,14 @@ def test_high_is_a_limit_and_the_remedy_names_its_file(tree: Write) -> None:
 
 def test_a_container_sees_a_part_of_the_tree(tree: Write) -> None:
     tree("proc/self/mountinfo", r"30 20 0:25 /docker/x /c\040g ro - cgroup2 cgroup2 rw")
-    tree("c g/s/memory.max", 4000)
-    tree("c g/s/memory.current", 0)
-    tree("c g/memory.max", 3000)
-    tree("c g/memory.current", 0)
+    for folder, room in (("c g/s", 4000), ("c g", 3000)):
+        tree(f"{folder}/memory.max", room)
+        tree(f"{folder}/memory.current", 0)
     tree("self", "0::/docker/x/s")
-    assert [limit.name for limit in limits.memory_limits()[1:]] == [
-        "cgroup /docker/x/s",
-        "cgroup /docker/x",
-    ]
+    assert names() == ["cgroup /docker/x/s", "cgroup /docker/x"]
     for hidden in ("/elsewhere/y", "/../../y"):
         tree("self", f"0::{hidden}")
-        assert [limit.name for limit in limits.memory_limits()[1:]] == ["cgroup /"]
+        assert names() == ["cgroup /"]
         assert limits.available_bytes() == 3000
 
 
@@ -154,9 +162,7 @@ def test_the_commit_limit_counts_in_mode_2_only(tree: Write) -> None:
 
 def test_require_names_the_least_room(tree: Write) -> None:
     tree("self", "0::/a")
-    tree("cgroup/a/memory.max", 4096)
-    tree("cgroup/a/memory.current", 3072)
-    tree("cgroup/a/memory.stat", "inactive_file 1024")
+    memory(tree, "/a", 4096, 3072, stat="inactive_file 1024")
     limits.require(2048, "block 'kv'")
     with pytest.raises(CapacityError) as caught:
         limits.require(2049, "block 'kv'")
@@ -185,13 +191,15 @@ def test_memlock(tree: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.memlock() is None
 
 
+POOLS = "sys/kernel/mm/hugepages/hugepages"
+
+
 def test_huge_pools(tree: Write) -> None:
     assert limits.huge_pools() == {}
     for kib, total in ((1048576, 2), (2048, 10), (64, 0)):
-        folder = f"sys/kernel/mm/hugepages/hugepages-{kib}kB"
-        tree(f"{folder}/nr_hugepages", total)
-        tree(f"{folder}/free_hugepages", total)
-    tree("sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", 3)
+        tree(f"{POOLS}-{kib}kB/nr_hugepages", total)
+        tree(f"{POOLS}-{kib}kB/free_hugepages", total)
+    tree(f"{POOLS}-2048kB/resv_hugepages", 3)
     tree("sys/devices/system/node/online", "0")
     tree("sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages", 10)
     pools = limits.huge_pools()
@@ -207,22 +215,20 @@ def test_huge_pools(tree: Write) -> None:
 @pytest.mark.parametrize(
     ("own", "most", "used"),
     [
-        ("0::/a", "cgroup/a/hugetlb.2MB.max", "cgroup/a/hugetlb.2MB.current"),
-        ("0::/a", "cgroup/a/hugetlb.2MB.rsvd.max", "cgroup/a/hugetlb.2MB.rsvd.current"),
+        ("0::/a", "a/hugetlb.2MB.max", "a/hugetlb.2MB.current"),
+        ("0::/a", "a/hugetlb.2MB.rsvd.max", "a/hugetlb.2MB.rsvd.current"),
         (
             "5:hugetlb:/a",
-            "cgroup/huge/a/hugetlb.2MB.rsvd.limit_in_bytes",
-            "cgroup/huge/a/hugetlb.2MB.rsvd.usage_in_bytes",
+            *(f"huge/a/hugetlb.2MB.rsvd.{name}_in_bytes" for name in ("limit", "usage")),
         ),
     ],
 )
 def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
-    folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
-    tree(f"{folder}/nr_hugepages", 10)
-    tree(f"{folder}/free_hugepages", 10)
+    tree(f"{POOLS}-2048kB/nr_hugepages", 10)
+    tree(f"{POOLS}-2048kB/free_hugepages", 10)
     tree("self", own)
-    tree(most, 5 << 20)
-    tree(used, 1 << 20)
+    tree(f"cgroup/{most}", 5 << 20)
+    tree(f"cgroup/{used}", 1 << 20)
     pool = limits.huge_pools()["2m"]
     assert pool.available_bytes == 4 << 20
     assert pool.limit(10 << 20).name == "hugetlb cgroup /a"
@@ -271,8 +277,7 @@ def test_this_machine() -> None:
 
 def test_files_that_are_cached_need_no_room_again(tree: Write) -> None:
     tree("self", "0::/a")
-    tree("cgroup/a/memory.max", 9 << 10)
-    tree("cgroup/a/memory.current", 4 << 10)
+    memory(tree, "/a", 9 << 10, 4 << 10)
     limits.require_cached(5 << 10, 0, "a model")
     limits.require_cached(9 << 10, 4 << 10, "a model")
     with pytest.raises(CapacityError, match=r"cgroup /a has room for 5\.0 KiB") as raised:
@@ -289,3 +294,153 @@ def test_files_take_nothing_of_the_commit_limit(tree: Write) -> None:
     limits.require_cached(10 << 10, 0, "a model")
     with pytest.raises(CapacityError, match="commit limit"):
         limits.require(1, "a block")
+
+
+# ---- cgroups ----
+
+
+def test_the_least_limit_of_the_files_of_its_version(tmp_path: Path) -> None:
+    old, new = Cgroup(str(tmp_path), "/a", 1), Cgroup(str(tmp_path), "/a", 2)
+    assert new.read_limit("old", "max", "high") is None
+    for name, text in (("old", "7"), ("max", "5\n"), ("high", "3\n")):
+        (tmp_path / name).write_text(text)
+    assert old.read_limit("old", "max", "high") == (7, f"{tmp_path}/old")
+    assert new.read_limit("old", "max", "high") == (3, f"{tmp_path}/high")
+    assert new.read_limit("old", "max") == (5, f"{tmp_path}/max")
+    assert old.path("old", "max") == f"{tmp_path}/old"
+    assert new.path("old", "max") == f"{tmp_path}/max"
+
+
+@pytest.mark.parametrize("text", ["max", "-1", str(2**63 - 4096), ""])
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_is_no_limit(tmp_path: Path, text: str, version: int) -> None:
+    for name in ("old", "max"):
+        (tmp_path / name).write_text(text)
+    cgroup = Cgroup(str(tmp_path), "/a", 1 if version == 1 else 2)
+    assert cgroup.read_limit("old", "max") is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_own_cgroups_are_found_from_the_own_one_up(version: int) -> None:
+    found = [cgroup for cgroup in cgroups_above("memory") if cgroup.version == version]
+    for below, above in pairwise(found):
+        assert Path(above.folder) == Path(below.folder).parent
+        assert below.name.startswith(above.name)
+    assert not found or Path(found[-1].folder, "cgroup.procs").exists()
+
+
+def test_a_process_that_has_ended_has_none() -> None:
+    assert list(cgroups_above("memory", 1 << 30)) == []
+
+
+# ---- memory pressure ----
+
+
+def psi(some: str, full: str) -> str:
+    return "\n".join(
+        f"{name} avg10={figure} avg60=0.02 avg300=0.00 total=12121074"
+        for name, figure in (("some", some), ("full", full))
+    )
+
+
+def test_pressure_of_the_machine_and_of_the_own_cgroup(tree: Write) -> None:
+    tree("proc/pressure/memory", psi("1.50", "0.25"))
+    tree("proc/7/cgroup", "4:memory:/elsewhere\n0::/a/b\n")
+    tree("cgroup/a/memory.pressure", psi("9.00", "9.00"))
+    tree("cgroup/a/b/cgroup.type", "domain\n")
+    tree("cgroup/a/b/memory.pressure", psi("99.10", "40.00"))
+    assert pressure.memory_pressure(7) == (
+        Pressure("machine", 1.5, 0.25),
+        Pressure("cgroup /a/b", 99.1, 40.0),
+    )
+
+
+def test_pressure_of_a_container_whose_cgroup_is_its_root(tree: Write) -> None:
+    tree("proc/pressure/memory", psi("1.50", "0.25"))
+    tree("proc/self/cgroup", "0::/\n")
+    tree("cgroup/cgroup.type", "domain threaded\n")
+    tree("cgroup/memory.pressure", psi("99.10", "40.00"))
+    assert pressure.memory_pressure()[1:] == (Pressure("cgroup /", 99.1, 40.0),)
+
+
+@pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])
+def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
+    """The root's is the machine's; with cgroup.pressure at 0 there is no file."""
+    tree("proc/pressure/memory", psi("0.00", "0.00"))
+    tree("cgroup/memory.pressure", psi("0.00", "0.00"))
+    tree("proc/self/cgroup", own)
+    assert pressure.memory_pressure() == (Pressure("machine", 0.0, 0.0),)
+
+
+def test_a_kernel_that_counts_none(tree: Write) -> None:
+    assert pressure.memory_pressure() == ()
+    assert pressure.paged_in_bytes() is None
+
+
+def test_pages_read_are_bytes(tree: Write) -> None:
+    tree("proc/vmstat", "nr_free_pages 5\npgpgin 12\npgpgout 9\n")
+    assert pressure.paged_in_bytes() == 12 << 10
+
+
+def test_the_pressure_of_this_machine() -> None:
+    found = pressure.memory_pressure()
+    if not found:
+        pytest.skip("this kernel counts no memory pressure (CONFIG_PSI, psi=1)")
+    machine = found[0]
+    assert machine.source == "machine"
+    assert 0 <= machine.full_percent <= machine.some_percent <= 100
+    assert (pressure.paged_in_bytes() or 0) > 0
+
+
+# ---- in a real cgroup of 512 MB: what would be killed in it is refused by name, and lives ----
+
+REFUSED = """
+import json
+from unimem.system import limits
+from unimem.errors import CapacityError
+found = [[limit.name, limit.limit_bytes, limit.used_bytes] for limit in limits.memory_limits()]
+limits.require(300 << 20, "block 'kv'")
+try:
+    limits.require(600 << 20, "block 'kv'")
+except CapacityError as error:
+    refused = [str(error), error.limit, error.used, error.asked]
+print(json.dumps([found, refused]))
+"""
+
+
+def test_what_passes_the_cgroup_is_refused_by_name(cgroup_512mb: SmallCgroup) -> None:
+    found, (text, limit, used, asked) = json.loads(cgroup_512mb.run(REFUSED))
+    by_name = {name: (limit, used) for name, limit, used in found}
+    assert by_name[cgroup_512mb.name][0] == LIMIT_BYTES
+    # The interpreter is counted, and is small.
+    assert 0 < by_name[cgroup_512mb.name][1] < LIMIT_BYTES // 2
+    assert (limit, asked) == (LIMIT_BYTES, 600 << 20)
+    assert 0 < used < LIMIT_BYTES // 2
+    assert text.startswith(f"block 'kv' of 600.0 MiB does not fit: {cgroup_512mb.name} has room ")
+    assert "(limit 512.0 MiB, " in text
+    assert str(cgroup_512mb.folder) in text
+
+
+def test_a_script_that_fails_in_the_cgroup_is_seen(cgroup_512mb: SmallCgroup) -> None:
+    with pytest.raises(AssertionError, match="status 3"):
+        cgroup_512mb.run("raise SystemExit(3)")
+
+
+def test_what_is_read_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
+    script = """
+import os, tempfile
+from unimem.system import limits
+with tempfile.TemporaryFile(dir="/var/tmp") as file:
+    for _ in range(100):
+        file.write(bytes(1 << 20))
+    file.flush()
+    os.fsync(file.fileno())
+    limits.require(400 << 20, "block 'kv'")
+"""
+    cgroup_512mb.run(script)
+
+
+def test_shm_that_is_too_small_is_named() -> None:
+    limits.require_shm(1, "block 'kv'")
+    with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
+        limits.require_shm(2**60, "block 'kv'")

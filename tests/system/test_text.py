@@ -41,11 +41,8 @@ def test_ranges_read_what_they_write(ids: tuple[int, ...], text: str) -> None:
 
 def test_figures() -> None:
     assert [format_change(n) for n in (-1, 0, 1 << 20)] == ["-1 B", "0 B", "+1.0 MiB"]
-    assert [format_count(n, "token") for n in (0, 1, 1000)] == [
-        "0 tokens",
-        "1 token",
-        "1,000 tokens",
-    ]
+    counts = [format_count(n, "token") for n in (0, 1, 1000)]
+    assert counts == ["0 tokens", "1 token", "1,000 tokens"]
 
 
 def test_width_is_that_of_a_terminal() -> None:
@@ -74,22 +71,16 @@ def test_colours_are_for_surfaces_that_show_them() -> None:
         "          four",
     ]
     assert next(fact_lines(colored, facts)) == "\x1b[2mname      \x1b[0mone two"
-    assert list(item_lines(plain, "1.", "words that need a line more")) == [
-        "1. words that need a",
-        "   line more",
-    ]
+    lines = ["1. words that need a", "   line more"]
+    assert list(item_lines(plain, "1.", "words that need a line more")) == lines
 
 
 def test_names_of_facts_have_room() -> None:
-    assert list(fact_lines(Surface(), [("cpu_features", "avx2"), ("threads", "2")])) == [
-        "cpu_features  avx2",
-        "threads       2",
-    ]
+    lines = fact_lines(Surface(), [("cpu_features", "avx2"), ("threads", "2")])
+    assert list(lines) == ["cpu_features  avx2", "threads       2"]
 
 
 def test_a_table_that_must_not_be_cut_is_not() -> None:
     name = "a/name/" * 20
-    assert list(table_lines(Surface(40), ("name", "n"), [(name, "1")], cuts=False)) == [
-        f"name{' ' * (len(name) - 4)}  n",
-        f"{name}  1",
-    ]
+    lines = table_lines(Surface(40), ("name", "n"), [(name, "1")], cuts=False)
+    assert list(lines) == [f"name{' ' * (len(name) - 4)}  n", f"{name}  1"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
+import shutil
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,8 @@ from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights
 
 MIB = 1 << 20
-HASHER = xxhash.xxh3_128
+SMALL = bytes(range(240))
+LIST = gf.kv("list", gf.ARRAY, gf.array(gf.STRING, 1, gf.string("x")))
 
 
 def u64(*values: int) -> bytes:
@@ -46,21 +48,30 @@ def by_definition(metadata: dict[str, bytes], tensors: list[tuple[str, str, Any,
     return xxhash.xxh3_128_hexdigest(out)
 
 
+def write(path: Path, data: bytes, *parts: gf.Part) -> Path:
+    """A file of a header of these parts, and data behind it."""
+    raw, _ = gf.join(*parts)
+    path.write_bytes(raw + bytes(-len(raw) % 32) + data)
+    return path
+
+
 def model(path: Path, data: bytes, *, key: bytes = b"\x07", name: str = "b") -> Path:
     """A file of three tensors, one of them empty; `data` is that of the one called `name`."""
-    raw, _ = gf.join(
+    return write(
+        path,
+        bytes(range(32)) + data,
         gf.head(3, 2),
         gf.kv("z", gf.UINT8, key),
-        gf.kv("list", gf.ARRAY, gf.array(gf.STRING, 1, gf.string("x"))),
+        LIST,
         gf.tensor(name, (len(data) // 4,), gf.F32, 32),
         gf.tensor("a", (4, 2), gf.F32, 0),
         gf.tensor("none", (0,), gf.F32, 0),
     )
-    path.write_bytes(raw + bytes(-len(raw) % 32) + bytes(range(32)) + data)
-    return path
 
 
-SMALL = bytes(range(240))
+def hash_of(path: Path) -> str:
+    with open_weights(path) as w:
+        return w.content_hash()
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +81,24 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(path, gf.random_bytes(17 * MIB + 12).tobytes())
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return model(tmp_path / "file.gguf", SMALL)
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_thread() -> Iterator[None]:
     yield
     assert interrupts.others_in(content_hash) == []
 
 
-def test_hash_is_as_defined(tmp_path: Path, large: Path) -> None:
+def test_hash_is_as_defined(small: Path, large: Path) -> None:
     metadata = {
         "z": struct.pack("<IB", gf.UINT8, 7),
         "list": struct.pack("<IIQQ", gf.ARRAY, gf.STRING, 1, 1) + b"x",
     }
     others = [("a", "f32", (4, 2), bytes(range(32))), ("none", "f32", (0,), b"")]
-    for path in (model(tmp_path / "small.gguf", SMALL), large):
+    for path in (small, large):
         with open_weights(path) as w:
             data = w.tensors["b"].as_array().tobytes()
             tensors = [("b", "f32", (len(data) // 4,), data), *others]
@@ -97,11 +113,8 @@ def test_hash_of_safetensors_is_as_defined(tmp_path: Path) -> None:
     )
     path = tmp_path / "model.safetensors"
     path.write_bytes(u64(len(header)) + header + bytes(range(8)))
-    with open_weights(path) as w:
-        assert w.content_hash() == by_definition(
-            {"format": b"str\0pt"},
-            [("ö", "f8_e4m3", (3, 2), bytes(range(6))), ("a", "i16", (), b"\6\7")],
-        )
+    tensors: list[Any] = [("ö", "f8_e4m3", (3, 2), bytes(range(6))), ("a", "i16", (), b"\6\7")]
+    assert hash_of(path) == by_definition({"format": b"str\0pt"}, tensors)
 
 
 def test_known_hash() -> None:
@@ -128,128 +141,106 @@ def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
 
     key = gf.kv("general.name", gf.STRING, gf.string("n"))
     a, b = gf.tensor("a", (8,), gf.F32, 0), gf.tensor("b", (8,), gf.F32, 0)
-    data = bytes(range(32)), bytes(range(100, 132))
-    b_behind_a = gf.tensor("b", (8,), gf.F32, 32)
-    files = {
-        "whole.gguf": gf.join(gf.head(2, 1), key, a, b_behind_a)[0],
-        "merged.gguf": gf.join(gf.head(2, 4), *split(0, 0), key, a, b_behind_a)[0],
-        "m-00001-of-00002.gguf": gf.join(gf.head(1, 4), *split(0, 2), key, b)[0],
-        "m-00002-of-00002.gguf": gf.join(gf.head(1, 3), *split(1, 2), a)[0],
-    }
-    behind = [data[0] + data[1], data[0] + data[1], data[1], data[0]]
-    for (name, raw), rest in zip(files.items(), behind, strict=True):
-        (tmp_path / name).write_bytes(raw + bytes(-len(raw) % 32) + rest)
-    found = []
-    for name in ("whole.gguf", "merged.gguf", "m-00001-of-00002.gguf"):
-        with open_weights(tmp_path / name) as w:
-            found.append(w.content_hash())
-    assert found == [found[0]] * 3
+    both = [a, gf.tensor("b", (8,), gf.F32, 32)]
+    data_a, data_b = bytes(range(32)), bytes(range(100, 132))
+    whole, merged, part, other = (
+        tmp_path / name
+        for name in ("w.gguf", "g.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+    )
+    write(whole, data_a + data_b, gf.head(2, 1), key, *both)
+    write(merged, data_a + data_b, gf.head(2, 4), *split(0, 0), key, *both)
+    write(part, data_b, gf.head(1, 4), *split(0, 2), key, b)
+    write(other, data_a, gf.head(1, 3), *split(1, 2), a)
+    assert hash_of(whole) == hash_of(merged) == hash_of(part)
 
 
-def test_any_change_shows(tmp_path: Path) -> None:
-    def hash_of(path: Path) -> str:
-        with open_weights(path) as w:
-            return w.content_hash()
-
-    flipped = bytearray(SMALL)
-    flipped[-1] ^= 1
+def test_any_change_shows(tmp_path: Path, small: Path) -> None:
+    path = tmp_path / "other.gguf"
     hashes = [
-        hash_of(model(tmp_path / "0.gguf", SMALL)),
-        hash_of(model(tmp_path / "1.gguf", bytes(flipped))),
-        hash_of(model(tmp_path / "2.gguf", SMALL, key=b"\x08")),
-        hash_of(model(tmp_path / "3.gguf", SMALL, name="c")),
-        hash_of(model(tmp_path / "4.gguf", SMALL[:-4])),
+        hash_of(small),
+        hash_of(model(path, SMALL[:-1] + b"\0")),
+        hash_of(model(path, SMALL, key=b"\x08")),
+        hash_of(model(path, SMALL, name="c")),
+        hash_of(model(path, SMALL[:-4])),
     ]
     assert len(set(hashes)) == len(hashes)
     # What does not matter: the order of the file, and what lies between the tensors.
-    raw, _ = gf.join(
+    write(
+        path,
+        SMALL + b"\xff" * (512 - len(SMALL)) + bytes(range(32)),
         gf.head(3, 2),
-        gf.kv("list", gf.ARRAY, gf.array(gf.STRING, 1, gf.string("x"))),
+        LIST,
         gf.kv("z", gf.UINT8, b"\x07"),
         gf.tensor("none", (0,), gf.F32, 0),
         gf.tensor("a", (4, 2), gf.F32, 512),
         gf.tensor("b", (60,), gf.F32, 0),
     )
-    data = SMALL + b"\xff" * (512 - len(SMALL)) + bytes(range(32))
-    (tmp_path / "5.gguf").write_bytes(raw + bytes(-len(raw) % 32) + data)
-    assert hash_of(tmp_path / "5.gguf") == hashes[0]
+    assert hash_of(path) == hashes[0]
 
 
 # ---- files that change ----
 
 
-def when_it_runs(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> list[None]:
-    """Change something when the data is about to be hashed; returns an item for each time."""
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda path: os.truncate(path, 9 * MIB), errno.EIO),
+        (lambda path: Path(shutil.copy(path, f"{path}.new")).replace(path), errno.ESTALE),
+    ],
+    ids=["truncated", "replaced"],
+)
+def test_mapped_file_that_changes_raises(
+    tmp_path: Path,
+    large: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object],
+    code: int,
+) -> None:
+    path = Path(shutil.copy(large, tmp_path))
     ran: list[None] = []
     hash_all = content_hash._Work.run
 
     def run(*arguments: Any) -> None:
         ran.append(None)
-        change()
+        change(path)
         hash_all(*arguments)
 
     monkeypatch.setattr(content_hash._Work, "run", run)
-    return ran
-
-
-def test_mapped_file_that_is_truncated_raises(
-    tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file.gguf"
-    path.write_bytes(large.read_bytes())
-    ran = when_it_runs(monkeypatch, lambda: os.truncate(path, 9 * MIB))
     with open_weights(path, load="map") as w:
-        for code in (errno.EIO, errno.ESTALE):  # the second time it is seen at once
-            with pytest.raises(OSError, match=r"file\.gguf") as caught:
+        for expected in (code, errno.ESTALE):  # while it is hashed, and the second time at once
+            with pytest.raises(OSError, match=path.name) as caught:
                 w.content_hash()
-            assert caught.value.errno == code
+            assert caught.value.errno == expected
             assert len(ran) == 1
         w.close()  # the error keeps nothing
 
 
 @pytest.mark.parametrize("mode", ["copy", "direct"])
-def test_memory_of_our_own_does_not_need_the_file(tmp_path: Path, mode: Load) -> None:
-    path = model(tmp_path / "file.gguf", SMALL)
-    with open_weights(path, load=mode) as w:
+def test_memory_of_our_own_does_not_need_the_file(small: Path, mode: Load) -> None:
+    with open_weights(small, load=mode) as w:
         expected = w.content_hash()
-        path.unlink()
+        small.unlink()
         assert w.content_hash() == expected
-
-
-def test_mapped_file_that_is_replaced_or_written_to_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = model(tmp_path / "file.gguf", SMALL)
-    other = model(tmp_path / "other.gguf", SMALL)
-    ran = when_it_runs(monkeypatch, lambda: os.replace(other, path))
-    with open_weights(path, load="map") as w:
-        for _ in range(2):  # while it is hashed, and before
-            with pytest.raises(OSError, match="replaced or written to") as caught:
-                w.content_hash()
-            assert caught.value.errno == errno.ESTALE
-            assert len(ran) == 1
 
 
 def test_an_intact_mapping_is_hashed_wherever_its_file_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = model(tmp_path / "file.gguf", SMALL)
-    monkeypatch.chdir(tmp_path)
-    with open_weights(path.name, load="map") as w:
-        assert w.files == (path.name,)
+    monkeypatch.chdir(small.parent)
+    with open_weights(small.name, load="map") as w:
+        assert w.files == (small.name,)
         expected = w.content_hash()
         monkeypatch.chdir("/")
         assert w.content_hash() == expected
-        path.unlink()
+        small.unlink()
         assert w.content_hash() == expected
 
 
-def test_a_mapping_of_a_descriptor_outlives_it(tmp_path: Path) -> None:
-    path = model(tmp_path / "file.gguf", SMALL)
-    with path.open("rb") as file:
+def test_a_mapping_of_a_descriptor_outlives_it(small: Path) -> None:
+    with small.open("rb") as file:
         w = open_weights(f"/proc/self/fd/{file.fileno()}", load="map")
-    with w, open_weights(path) as same:
-        assert w.content_hash() == same.content_hash()
+    with w:
+        assert w.content_hash() == hash_of(small)
 
 
 # ---- progress, and stopping ----
@@ -274,43 +265,48 @@ def test_progress_of_nothing(tmp_path: Path) -> None:
     assert calls == [(0, 0)]
 
 
-class Slow:
-    """A hasher that takes so long that progress is told in between."""
+def hold(patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Let threads wait before they hash a piece."""
 
-    SECONDS = 0.02
+    class Hasher:
+        def __init__(self, *of: Any) -> None:
+            self.hasher = hasher(*of)
 
-    def __init__(self, *_: Any) -> None:
-        self.hasher = HASHER(*_)
+        def update(self, data: Any) -> None:
+            wait()
+            self.hasher.update(data)
 
-    def update(self, data: Any) -> None:
-        time.sleep(self.SECONDS)
-        self.hasher.update(data)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.hasher, name)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.hasher, name)
+    hasher = xxhash.xxh3_128
+    patch.setattr("unimem.weights.content_hash.xxhash.xxh3_128", Hasher)
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unimem.weights.content_hash.xxhash.xxh3_128", Slow)
+def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """After a piece, no data is hashed until this is set: by the first call of progress."""
+    event, first = threading.Event(), iter([True])
+    hold(monkeypatch, lambda: next(first, False) or event.wait(60))
+    return event
 
 
-@pytest.mark.usefixtures("slow")
-def test_what_progress_raises_stops(large: Path) -> None:
+def test_what_progress_raises_stops(large: Path, told: threading.Event) -> None:
     class EnoughError(Exception):
         pass
 
     def progress(done: int, total: int) -> None:
         assert done < total
+        told.set()
         raise EnoughError
 
     with open_weights(large) as w, pytest.raises(EnoughError):
         w.content_hash(threads=2, progress=progress)
 
 
-@pytest.mark.usefixtures("slow")
-def test_interrupt_stops(large: Path) -> None:
+def test_interrupt_stops(large: Path, told: threading.Event) -> None:
     def progress(_done: int, _total: int) -> None:
+        told.set()
         signal.raise_signal(signal.SIGINT)
 
     with open_weights(large) as w:
@@ -320,66 +316,60 @@ def test_interrupt_stops(large: Path) -> None:
         assert caught.traceback
 
 
-@pytest.mark.usefixtures("slow")
 def test_an_interrupt_at_any_moment_leaves_no_thread(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Slow, "SECONDS", 0.002)
+    monkeypatch.setattr(content_hash, "_PIECE_BYTES", 8 * MIB)
+    hold(monkeypatch, lambda: time.sleep(0.002))  # so that there are threads to be left
     with open_weights(large) as w:
-        files = ("unimem/", "threading.py", "concurrent/")
-        call = functools.partial(w.content_hash, threads=2)
-        for _ in interrupts.at_each_line(call, *files):
+        for _ in interrupts.at_each_line(lambda: w.content_hash(threads=2), "unimem/"):
             assert interrupts.others_in(content_hash) == []
             w._check_unused()
 
 
 def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> None:
     script = f"""
-        import os, time
+        import os, signal, threading
+        import pytest
         import unimem as um
-        import xxhash
+        from test_content_hash import hold
 
-        class Slow:
-            def __init__(self, *of):
-                self.hasher = hasher(*of)
-            def update(self, data):
-                time.sleep(0.02)
-                self.hasher.update(data)
-            def __getattr__(self, name):
-                return getattr(self.hasher, name)
-
-        hasher, xxhash.xxh3_128 = xxhash.xxh3_128, Slow
-        child = None
+        child, told = None, threading.Event()
         def progress(done, total):
             global child
             if child is None:
                 child = os.fork()
+                told.set()
             if child == 0:
-                import signal
-                signal.alarm(30)
-        weights = um.open_weights({str(large)!r})
-        try:
-            weights.content_hash(threads=2, progress=progress)
-        except um.ClosedError as error:
-            assert child == 0 and "forked child" in str(error)
-            os._exit(7)
+                signal.alarm(100)
+        with pytest.MonkeyPatch.context() as patch:
+            hold(patch, lambda: told.wait(60))
+            weights = um.open_weights({str(large)!r})
+            try:
+                weights.content_hash(threads=2, progress=progress)
+            except um.ClosedError as error:
+                assert child == 0 and "forked child" in str(error)
+                os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
-    done = run_python(script, "-W", "ignore")
+    here = Path(__file__).parent
+    path = f"{here}:{here.parent}:{here.parent / 'support'}"
+    done = run_python(script, "-W", "ignore", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("slow")
-def test_nothing_is_closed_under_a_hash(large: Path) -> None:
+def test_nothing_is_closed_under_a_hash(large: Path, told: threading.Event) -> None:
     refused: list[bool] = []
 
-    def progress(_done: int, _total: int) -> None:
-        with pytest.raises(BufferError):
-            w.close()
-        refused.append(True)
+    def progress(done: int, total: int) -> None:
+        if done < total:
+            with pytest.raises(BufferError):
+                w.close()
+            refused.append(True)
+        told.set()
 
     with open_weights(large) as w:
-        w.content_hash(progress=lambda d, t: None if d == t else progress(d, t))
+        w.content_hash(progress=progress)
         assert refused
 
 

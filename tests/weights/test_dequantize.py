@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ def by_ggml(data: Array, number: int) -> Array:
     data = np.ascontiguousarray(data).view(np.uint8)
     out = np.empty(data.nbytes // block_bytes * block_values, np.float32)
     to_float = ggml.ggml_get_type_traits(number).contents.to_float
-    to_float(
-        data.ctypes.data, ctypes.cast(out.ctypes.data, ctypes.POINTER(ctypes.c_float)), out.size
-    )
+    to_float(data.ctypes.data, floats(out), out.size)
     return out
+
+
+def floats(array: Array) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float))
 
 
 # Before it quantizes to these, ggml searches its grids for seconds. All bytes are valid for them.
@@ -56,11 +59,8 @@ def quantized(kind: Any, n_rows: int, n_values: int) -> NDArray[np.uint8]:
     importance = np.ones(n_values, np.float32)
     _, block_values, block_bytes = tensor_type(kind)
     out = np.empty((n_rows, n_values // block_values * block_bytes), np.uint8)
-    pointers = [
-        ctypes.cast(a.ctypes.data, ctypes.POINTER(ctypes.c_float)) for a in (values, importance)
-    ]
     written = ggml.ggml_quantize_chunk(
-        kind, pointers[0], out.ctypes.data, 0, n_rows, n_values, pointers[1]
+        kind, floats(values), out.ctypes.data, 0, n_rows, n_values, floats(importance)
     )
     assert written == out.nbytes
     return out
@@ -86,10 +86,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _, block_values, block_bytes = tensor_type(kind)
         row = 512 // block_values * block_bytes
         data = gf.random_bytes(40 * row, kind).reshape(40, row)
-        tensors[f"{kind.name}.values"] = (
-            quantized(kind, 3, 512) if kind not in SLOW else data[:3],
-            kind,
-        )
+        values = quantized(kind, 3, 512) if kind not in SLOW else data[:3]
+        tensors[f"{kind.name}.values"] = values, kind
         tensors[f"{kind.name}.bytes"] = data, kind
     gf.write_with_gguf_py(path, {}, tensors)
     return path
@@ -123,16 +121,12 @@ def test_blocks_are_as_ggml_and_gguf_py_read_them(files: Path, kind: Any) -> Non
         assert error < 0.9 * np.abs(values).mean()
 
 
-def without_ggml(_number: int) -> str:
-    return "ggml is not here"
-
-
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", BY_GGUF_PY, ids=lambda kind: kind.name)
 def test_gguf_py_does_it_where_there_is_no_ggml(
     files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_by_ggml", without_ggml)
+    monkeypatch.setattr(module, "_by_ggml", lambda number: "ggml is not here")
     with open_weights(files) as w:
         for part in ("values", "bytes"):
             tensor = w.tensors[f"{kind.name}.{part}"]
@@ -142,8 +136,7 @@ def test_gguf_py_does_it_where_there_is_no_ggml(
 def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
     answer = run_python(
         """
-        import os
-        import sys
+        import os, sys
         sys.modules["gguf"] = sys.modules["unimem.system.ggml"] = None
         from unimem.weights.opened import open_weights
         with open_weights(os.environ["MODEL"]) as w:
@@ -157,9 +150,7 @@ def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
     )
     assert answer.stderr == ""
     told, dtype = answer.stdout.splitlines()
-    assert told.startswith("tensor 'Q4_K.values' is q4_K: ")
-    assert "ggml" in told
-    assert "pip install gguf" in told
+    assert re.search("^tensor 'Q4_K.values' is q4_K: .*ggml.*pip install gguf", told)
     assert dtype == "float32"
 
 
@@ -180,18 +171,10 @@ def test_types_of_no_file(tmp_path: Path, kind: Any) -> None:
 
 SAFETENSORS: dict[str, Any] = {
     "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F16": np.float16,
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
     "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "F64": np.float64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
@@ -200,8 +183,11 @@ SAFETENSORS: dict[str, Any] = {
 }
 
 
+RANDOM = gf.random_bytes(1 << 19)
+
+
 def write_safetensors(
-    path: Path, dtype: str, shape: list[int], data: bytes, before: int = 0
+    path: Path, dtype: str, shape: tuple[int, ...], data: bytes, before: int = 0
 ) -> Path:
     """A file of a tensor, behind `before` bytes of another one."""
     header = {
@@ -218,14 +204,12 @@ def write_safetensors(
 def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
     item = np.dtype(SAFETENSORS[dtype]).itemsize
     # Each value of a byte, and enough others for more than a piece.
-    data = np.concatenate([np.arange(256, dtype=np.uint8).repeat(item), gf.random_bytes(1 << 19)])
+    data = np.concatenate([np.arange(256, dtype=np.uint8).repeat(item), RANDOM])
     if dtype == "BOOL":
         data &= 1
     values = data.view(SAFETENSORS[dtype]).reshape(2, -1)
-    path = write_safetensors(
-        tmp_path / "file.safetensors", dtype, list(values.shape), data.tobytes(), before
-    )
-    with open_weights(path) as w:
+    path = tmp_path / "file.safetensors"
+    with open_weights(write_safetensors(path, dtype, values.shape, data.tobytes(), before)) as w:
         array = w.tensors["t"].as_array()
         assert array.dtype == values.dtype
         assert array.tobytes() == data.tobytes()
@@ -237,17 +221,16 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "nbytes", "why"),
+    ("dtype", "n", "nbytes", "why"),
     [
-        ("C64", 8, "complex"),
-        ("F4", 1, "packed"),
-        ("F6_E2M3", 3, "packed"),
-        ("F6_E3M2", 3, "packed"),
+        ("C64", 1, 8, "complex"),
+        ("F4", 2, 1, "packed"),
+        ("F6_E2M3", 4, 3, "packed"),
+        ("F6_E3M2", 4, 3, "packed"),
     ],
 )
-def test_what_nothing_converts(tmp_path: Path, dtype: str, nbytes: int, why: str) -> None:
-    shape = {"C64": [1], "F4": [2]}.get(dtype, [4])
-    path = write_safetensors(tmp_path / "file.safetensors", dtype, shape, bytes(nbytes))
+def test_what_nothing_converts(tmp_path: Path, dtype: str, n: int, nbytes: int, why: str) -> None:
+    path = write_safetensors(tmp_path / "file.safetensors", dtype, (n,), bytes(nbytes))
     told = f"'t' is {dtype.lower()}.*{why}.*as_array"
     with open_weights(path) as w, pytest.raises(NotImplementedError, match=told):
         w.tensors["t"].dequantize()
@@ -264,7 +247,7 @@ def test_shapes_without_rows(tmp_path: Path) -> None:
 # ---- modes, and files that change ----
 
 
-@pytest.mark.parametrize("mode", ["map", "copy", "direct"])
+@pytest.mark.parametrize("mode", ["copy", "direct"])
 def test_every_mode_gives_the_same(files: Path, mode: Load) -> None:
     with open_weights(files, load=mode) as w, open_weights(files) as mapped:
         for name in ("Q8_0.bytes", "Q6_K.bytes", "F16.bytes"):
@@ -280,9 +263,8 @@ def test_file_that_is_truncated_raises(tmp_path: Path, files: Path) -> None:
         with pytest.raises(OSError, match=r"file\.gguf") as caught:
             last.dequantize()
         assert caught.value.errno == errno.EIO
-        assert same(
-            w.tensors["F16.values"].dequantize(), w.tensors["F16.values"].as_array().astype("f4")
-        )
+        first = w.tensors["F16.values"]
+        assert same(first.dequantize(), first.as_array().astype("f4"))
         w.close()  # the error keeps nothing
     with pytest.raises(ClosedError):
         last.dequantize()

@@ -12,79 +12,57 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import gguf_files as g
+import gguf_files as gf
 import unimem as um
 from conftest import Run
-from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
+from huge_pages import eight_huge_pages
 from memlock import DROP_LOCK
+from project import ROOT
 from unimem.system import limits
 from unimem.weights import residency
 from unimem.weights.opened import Weights
 from unimem.weights.residency import Residency
+from weight_bytes import MIB, drop_from_cache, locked_bytes, open_folder, write
+
+__all__ = ["eight_huge_pages", "open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 PAGE = mmap.PAGESIZE
-MIB = 1 << 20
 LIBC = ctypes.CDLL(None, use_errno=True)
 # From much less than a page to many, and none that ends where a page does but by chance.
+FIGURES = ("nbytes", "resident_bytes", "mapped_bytes", "huge_bytes")
 SIZES = (4, 96, 5000, 0, 32, 40_000, 8192, 12, 1_000_000, 64, 300_000, 77_776)
-
-
-def drop_from_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def write_model(path: Path, sizes: tuple[int, ...] = SIZES, *, part: int = 0, of: int = 1) -> Path:
-    """A file of float32 tensors of these bytes; of several parts, one."""
-    entries: list[list[g.Part]] = [g.kv("general.architecture", g.STRING, g.string("none"))]
-    if of > 1:
-        entries += [
-            g.kv("split.no", g.UINT16, struct.pack("<H", part)),
-            g.kv("split.count", g.UINT16, struct.pack("<H", of)),
-            g.kv("split.tensors.count", g.INT32, struct.pack("<i", of * len(sizes))),
-        ]
-    tensors, offset = [], 0
-    for i, nbytes in enumerate(sizes):
-        tensors.append(g.tensor(f"part {part}, tensor {i}", (nbytes // 4,), g.F32, offset))
-        offset += -(-nbytes // 32) * 32
-    raw, _ = g.with_data(g.head(len(tensors), len(entries)), *entries, *tensors, nbytes=offset)
-    path.write_bytes(raw)
-    return path
 
 
 def open_cold(path: Path) -> Weights:
     """Mapped, and nothing of it in the page cache: not even what reading the header has brought."""
     weights = um.open_weights(path, load="map")
-    for file in weights.files:
-        drop_from_cache(Path(file))
-    if any(any(in_cache(Path(file))) for file in weights.files):
+    try:
+        for file in weights.files:
+            drop_from_cache(Path(file))
+    except BaseException:
         weights.close()
-        pytest.skip(f"the file system of {path} keeps files in memory")
+        raise
     return weights
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model.gguf")
+    return write(tmp_path / "model.gguf", *SIZES)
 
 
 @pytest.fixture
 def split(tmp_path: Path) -> list[Path]:
-    return [
-        write_model(tmp_path / f"model-{i + 1:05}-of-00002.gguf", part=i, of=2) for i in range(2)
-    ]
+    pytest.importorskip("gguf", reason="gguf splits the model: pip install '.[test]'")
+    return gf.split(write(tmp_path / "model.gguf", *SIZES, *SIZES), len(SIZES))
 
 
 def in_cache(path: Path) -> list[bool]:
@@ -163,16 +141,22 @@ def test_bytes_are_those_of_the_page_tables(
         assert look.unknown_bytes == look.locked_bytes == 0
 
 
-def test_a_model_of_several_files(split: list[Path]) -> None:
+@pytest.mark.parametrize("passed_on", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy])
+def test_a_model_of_several_files(split: list[Path], passed_on: Callable[[Any], Any]) -> None:
     with open_cold(split[1]) as weights:
         warm_pages(weights, 40)
         look = weights.residency()
         check_against_the_kernel(weights, look)
         assert list(look.by_file) == list(map(str, split))
         assert len(look.tensors) == 2 * len(SIZES)
-        for name in ("nbytes", "resident_bytes", "mapped_bytes"):
-            parts = [getattr(part, name) for part in look.by_file.values()]
-            assert getattr(look, name) == sum(parts)
+        for name in FIGURES:
+            assert getattr(look, name) == sum(getattr(p, name) for p in look.by_file.values())
+        again = passed_on(look)
+        assert again == look
+        assert [again.ranges(path, 9) for path in weights.files] == [
+            look.ranges(path, 9) for path in weights.files
+        ]
+        assert passed_on(look.tensors["t14"]) == look.tensors["t14"]
 
 
 def test_ranges_are_the_file(model: Path) -> None:
@@ -185,7 +169,7 @@ def test_ranges_are_the_file(model: Path) -> None:
             sizes = [part.nbytes for part in ranges]
             assert len(ranges) == n
             assert max(sizes) - min(sizes) <= 1
-            for name in ("nbytes", "resident_bytes", "mapped_bytes", "huge_bytes"):
+            for name in FIGURES:
                 assert sum(getattr(part, name) for part in ranges) == getattr(whole, name)
         with pytest.raises(ValueError, match="at least 1 range, got 0"):
             look.ranges(str(model), 0)
@@ -193,23 +177,10 @@ def test_ranges_are_the_file(model: Path) -> None:
             look.ranges(str(model), 2.5)  # type: ignore[arg-type]
         with pytest.raises(KeyError):
             look.ranges("another", 3)
-    small = write_model(model.with_name("small.gguf"), (32,))
+    small = write(model.with_name("small.gguf"), 32)
     with um.open_weights(small, load="map") as weights:
         look = weights.residency()
         assert len(look.ranges(str(small), look.nbytes + 5)) == look.nbytes
-
-
-@pytest.mark.parametrize("passed_on", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy])
-def test_it_pickles_and_copies(split: list[Path], passed_on: Callable[[Any], Any]) -> None:
-    with open_cold(split[0]) as weights:
-        warm_pages(weights, 40)
-        look = weights.residency()
-        again = passed_on(look)
-        assert again == look
-        for path in weights.files:
-            assert again.ranges(path, 9) == look.ranges(path, 9)
-        one = look.tensors["part 1, tensor 2"]
-        assert passed_on(one) == one
 
 
 def test_it_says_itself_in_a_line(model: Path) -> None:
@@ -220,7 +191,7 @@ def test_it_says_itself_in_a_line(model: Path) -> None:
 
 
 def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", (3 * MIB, 100, 5 * MIB, 4))
+    path = write(tmp_path / "model.gguf", MIB, 100, 3 * MIB, 4)
     with um.open_weights(path, load="copy", pages="thp") as weights:
         (block,) = weights.blocks
         if block.verify().huge_bytes < block.nbytes:
@@ -237,7 +208,7 @@ def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
 
 
 def test_huge_pages_of_the_page_cache(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", (20 * MIB, 100, 27 * MIB))
+    path = write(tmp_path / "model.gguf", 20 * MIB, 100, 27 * MIB)
     with open_cold(path) as weights:
         weights.warm(threads=1)  # some file systems bring in huge pages by themselves
         huge = weights.blocks[0].verify().huge_bytes
@@ -252,7 +223,7 @@ def test_huge_pages_of_the_page_cache(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_a_copy_in_reserved_huge_pages(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", (3 * MIB, 100, 5 * MIB, 4))
+    path = write(tmp_path / "model.gguf", MIB, 100, 3 * MIB, 4)
     with um.open_weights(path, load="copy", pages="2m", strict=True) as weights:
         for part in weights.residency().tensors.values():
             n = part.nbytes
@@ -310,27 +281,24 @@ def test_on_a_tape(model: Path) -> None:
 
 
 @pytest.fixture
-def readable_by_all() -> Iterator[Path]:
-    """A folder that every user may look into, which those of pytest are not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def test_what_the_kernel_keeps_from_other_users(readable_by_all: Path, run_python: Run) -> None:
+def of_root(open_folder: Path) -> Path:
+    """A model of root's, which others may read."""
     if os.geteuid() != 0:
         pytest.skip("a file of another user needs root")
-    path = write_model(readable_by_all / "model.gguf")
+    path = write(open_folder / "model.gguf", *SIZES)
     path.chmod(0o644)
     drop_from_cache(path)
-    script = f"""
+    return path
+
+
+def test_what_the_kernel_keeps_from_other_users(of_root: Path, run_python: Run) -> None:
+    run = run_python(f"""
         import ctypes, os
         import unimem as um
         from unimem.weights import residency
         os.seteuid(65534)
         assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE: /proc/self is ours
-        with um.open_weights({str(path)!r}, load="map") as weights:
+        with um.open_weights({str(of_root)!r}, load="map") as weights:
             look = weights.residency()
             assert (look.resident_bytes, look.unknown_bytes) == (0, look.nbytes), look
             weights.blocks[0]._warm_range(0, {2 * PAGE})
@@ -340,33 +308,21 @@ def test_what_the_kernel_keeps_from_other_users(readable_by_all: Path, run_pytho
             assert weights.evict() == 0  # it cannot be told
             weights.warm()
             assert weights.residency().mapped_bytes == look.nbytes
-    """
-    run = run_python(script)
+        """)
     assert run.returncode == 0, run.stderr
 
 
-def test_a_process_that_may_not_read_its_own_page_tables(
-    readable_by_all: Path, run_python: Run
-) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("to change the user needs root")
-    path = write_model(readable_by_all / "model.gguf")
-    path.chmod(0o644)
-    os.chown(path, 65534, 65534)
-    drop_from_cache(path)
-    script = f"""
-        import os
+def test_a_process_that_may_not_read_its_own_page_tables(of_root: Path, run_python: Run) -> None:
+    os.chown(of_root, 65534, 65534)
+    run = run_python(f"""
+        import os, pytest
         import unimem as um
         from unimem.weights import residency  # while it may be read
         os.setgid(65534)
         os.setuid(65534)
-        try:
+        with pytest.raises(PermissionError):
             open("/proc/self/pagemap", "rb")
-        except PermissionError:
-            pass
-        else:
-            raise AssertionError("it may be read")
-        with um.open_weights({str(path)!r}, load="map") as weights:
+        with um.open_weights({str(of_root)!r}, load="map") as weights:
             weights.evict()  # what reading the header has brought
             weights.warm()
             look = weights.residency()
@@ -374,12 +330,11 @@ def test_a_process_that_may_not_read_its_own_page_tables(
             assert (look.nodes, look.unknown_bytes) == ({{}}, 0)
             assert weights.evict() == look.nbytes
             assert weights.residency().resident_bytes == 0
-        with um.open_weights({str(path)!r}, load="copy") as weights:
+        with um.open_weights({str(of_root)!r}, load="copy") as weights:
             weights.warm()
             look = weights.residency()
             assert look.resident_bytes == look.nbytes
-    """
-    run = run_python(script)
+        """)
     assert run.returncode == 0, run.stderr
 
 
@@ -398,7 +353,7 @@ def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.Monkey
         look = weights.residency()
         assert look.mapped_bytes == look.nbytes
         assert look.nodes == {}
-        assert look.tensors["part 0, tensor 2"].nodes == {}
+        assert look.tensors["t2"].nodes == {}
 
 
 def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
@@ -437,7 +392,7 @@ def test_warm_brings_all_files_in_and_tells_how_far_it_is(
 
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> None:
-    path = write_model(tmp_path / "empty.gguf", ())
+    path = write(tmp_path / "empty.gguf")
     told = []
     with um.open_weights(path, load=load) as weights:
         weights.warm(progress=lambda *figures: told.append(figures))
@@ -500,12 +455,6 @@ def test_a_file_that_was_truncated(model: Path) -> None:
 # ---- lock ---------------------------------------------------------------------------------------
 
 
-def locked_bytes() -> int:
-    with open("/proc/self/status") as status:
-        (line,) = (line for line in status if line.startswith("VmLck:"))
-    return int(line.split()[1]) << 10
-
-
 def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
     before = locked_bytes()
     with open_cold(split[0]) as weights:
@@ -536,54 +485,43 @@ def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
 
 
 def test_all_files_are_locked_or_none(split: list[Path], run_python: Run) -> None:
-    script = f"""{DROP_LOCK}
+    run = run_python(
+        f"""{DROP_LOCK}
+import pytest
+from weight_bytes import locked_bytes
+
 weights = um.open_weights({str(split[0])!r}, load="map")
 sizes = [-(-block.nbytes // {PAGE}) * {PAGE} for block in weights.blocks]
 limit_memlock(sizes[0] + sizes[1] // 2)
-
-def locked():
-    status = open("/proc/self/status").read()
-    return int(status.split("VmLck:")[1].split()[0]) << 10
-
 resident = weights.residency().resident_bytes
-for how in (True, "onfault"):
-    try:
+
+def refusal(how):
+    with pytest.raises(um.PlacementError) as caught:
         weights.lock(how)
-    except um.PlacementError as error:
-        assert "locked memory (memlock) has room for" in str(error), error
-        assert "ulimit -l" in str(error), error
-        assert f"lock={{how!r}} needs" in str(error), error
-        assert {str(split[1])!r} in str(error), error
-    else:
-        raise AssertionError("it was locked")
-    assert locked() == 0
+    return caught.value
+
+for how in (True, "onfault"):
+    text = str(refusal(how))
+    for part in ("locked memory (memlock) has room for", "ulimit -l", {str(split[1])!r}):
+        assert part in text, text
+    assert f"lock={{how!r}} needs" in text, text
+    assert locked_bytes() == 0
     assert weights.residency().resident_bytes == resident, "what is refused is refused at once"
 real, limits.memlock = limits.memlock, lambda: None
-try:
-    # What only the kernel knows it says itself.
-    weights.lock("onfault")
-except um.PlacementError as error:
-    assert "mlock2: Cannot allocate memory: 'ulimit -l'" in str(error), error
-    assert error.errno == 12
-else:
-    raise AssertionError("it was locked")
-assert locked() == 0
+error = refusal("onfault")  # what only the kernel knows it says itself
+assert "mlock2: Cannot allocate memory: 'ulimit -l'" in str(error), error
+assert error.errno == 12
+assert locked_bytes() == 0
 limits.memlock = real
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with pytest.warns(um.PlacementWarning, match="locking"):
     um.open_weights({str(split[0])!r}, load="map", lock=True).close()
-assert [str(w.message)[:7] for w in caught] == ["locking"], caught
 weights.blocks[0]._lock("onfault")
-try:
-    weights.lock()
-except um.PlacementError:
-    # What was locked before stays so.
-    assert locked() == sizes[0]
-else:
-    raise AssertionError("it was locked")
+refusal(True)
+assert locked_bytes() == sizes[0], "what was locked before stays so"
 weights.close()
-"""
-    run = run_python(script)
+""",
+        PYTHONPATH=str(ROOT / "tests/support"),
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -592,7 +530,7 @@ weights.close()
 
 def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:
     with open_cold(split[0]) as weights:
-        view = weights.tensors["part 1, tensor 8"].as_array()
+        view = weights.tensors["t20"].as_array()
         data = view.copy()
         warm_pages(weights, 60)
         resident = weights.residency().resident_bytes
@@ -645,11 +583,3 @@ def test_a_file_that_was_replaced_is_left_alone(split: list[Path]) -> None:
         assert raised.value.errno == errno.ESTALE
         # Nor are the others dropped.
         assert weights.residency().mapped_bytes == sum(block.nbytes for block in weights.blocks)
-
-
-def test_closed_weights_tell_nothing(model: Path) -> None:
-    weights = um.open_weights(model, load="map")
-    weights.close()
-    for call in (weights.residency, weights.warm, weights.lock, weights.evict):
-        with pytest.raises(um.ClosedError):
-            call()

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import pytest
 
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from conftest import Run
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
 from staging import (
@@ -34,7 +37,6 @@ from staging import (
     model,  # noqa: F401
     read_elsewhere,
     split,  # noqa: F401
-    stale,
     start_reader,
     stop,
 )
@@ -43,35 +45,38 @@ from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.weights.staging import places
 from unimem.weights.staging.places import BACKINGS
+from weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
 
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
-
 needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not mount a tmpfs")
 
 
-def cached_bytes(path: Path) -> int:
-    with um.Block.map(path) as block:
-        return block._resident_range(0, path.stat().st_size)
+@pytest.fixture(params=[pytest.param("tmpfs", marks=needs_mount), "memfd", "shm"])
+def backing(request: pytest.FixtureRequest) -> Any:
+    """Each kind but hugetlb, which needs a pool."""
+    return request.param
 
 
-def evict(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if cached_bytes(path):
-        pytest.skip("this file system keeps its files in RAM")
+@contextmanager
+def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
+    """A script in a process of its own, to read its lines of; it may wait for the end of input."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
+        lines = started.stdout
+        assert lines is not None
+        yield lambda: lines.readline().rstrip("\n")
+        started.communicate("")
+        assert started.returncode == 0
 
 
 # ---- what others get ----
 
 
-@pytest.mark.parametrize("backing", PLAIN)
-def test_others_read_the_same_bytes(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
+def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> None:
+    model.chmod(0o644)  # which may lie in a private folder
     with um.stage(model, backing=backing) as staged:
         assert staged.backing == backing
         assert staged.reason == "it was asked for"
@@ -80,25 +85,16 @@ def test_others_read_the_same_bytes(backing: Any, model: Path) -> None:
         assert staged.granted.resident_bytes >= staged.nbytes
         assert staged.paths == (staged.path,)
         assert staged.source == str(model)
-        path = staged.path
-    assert not os.path.exists(path)
-
-
-@pytest.mark.parametrize("backing", PLAIN)
-def test_nobody_else_may_read_what_lay_in_a_private_folder(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-    model.chmod(0o644)
-    with um.stage(model, backing=backing) as staged:
         assert os.stat(staged.path).st_mode & 0o777 == 0o400
         if backing == "shm":
             assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
-
-
-@needs_mount
-def test_an_index_is_as_private_as_its_files(indexed: Path) -> None:
-    with um.stage(indexed) as staged:
-        assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
+        with um.open_weights(model) as here:
+            for load in ("map", "copy"):
+                with um.open_weights(staged.path, load=load) as there:
+                    assert there.fingerprint == here.fingerprint
+                    assert there.content_hash() == here.content_hash()
+        path = staged.path
+    assert not os.path.exists(path)
 
 
 @needs_mount
@@ -110,33 +106,16 @@ def test_the_first_choice_is_a_tmpfs_of_its_own(model: Path) -> None:
         assert Path("/proc/self/mountinfo").read_text() == before, "it is mounted nowhere"
 
 
-@pytest.mark.parametrize("backing", PLAIN)
-@pytest.mark.parametrize("load", ["map", "copy"])
-def test_weights_are_those_of_the_file(backing: Any, load: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-    with (
-        um.stage(model, backing=backing) as staged,
-        um.open_weights(staged.path, load=load) as there,
-        um.open_weights(model) as here,
-    ):
-        assert there.fingerprint == here.fingerprint
-        for name, tensor in here.tensors.items():
-            np.testing.assert_array_equal(there.tensors[name].as_array(), tensor.as_array())
-
-
 @needs_mount
-def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path) -> None:
+@pytest.mark.parametrize("pages", ["thp", "4k"])
+def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path, pages: Any) -> None:
     huge = huge_page_bytes()
     if not huge:
         pytest.skip("this kernel gives no transparent huge pages")
-    whole = model.stat().st_size // huge * huge
-    with um.stage(model, backing="tmpfs", pages="thp", strict=True) as staged:
-        assert (staged.granted.pages, staged.granted.huge_bytes) == ("thp", whole)
-        assert plain_reader(staged.path)["ShmemPmdMapped"] == whole
-    with um.stage(model, backing="tmpfs", pages="4k", strict=True) as staged:
-        assert (staged.granted.pages, staged.granted.huge_bytes) == ("4k", 0)
-        assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+    expected = model.stat().st_size // huge * huge if pages == "thp" else 0
+    with um.stage(model, backing="tmpfs", pages=pages, strict=True) as staged:
+        assert (staged.granted.pages, staged.granted.huge_bytes) == (pages, expected)
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == expected
 
 
 @pytest.mark.parametrize("backing", ["memfd", "shm"])
@@ -165,10 +144,7 @@ def plain_reader(path: str) -> dict[str, int]:
         stop(reader)
 
 
-@pytest.mark.parametrize("backing", PLAIN)
 def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
     with um.stage(model, backing=backing) as staged:
         readers = [start_reader(staged.path) for _ in range(2)]
         for reader in readers:
@@ -188,47 +164,47 @@ def test_hugetlb_pages(model: Path) -> None:
         # hugetlb files cannot be read by programs whose buffer is less than a page: mapped then.
         fields = plain_reader(staged.path)
         assert fields["Shared_Hugetlb"] + fields["Private_Hugetlb"] == 8 * MIB
-        with um.open_weights(staged.path) as w:
-            tensor = w.tensors["output_norm.weight"].as_array()
-            with um.open_weights(model) as here:
-                np.testing.assert_array_equal(tensor, here.tensors["output_norm.weight"].as_array())
+        with um.open_weights(staged.path) as there, um.open_weights(model) as here:
+            assert there.content_hash() == here.content_hash()
         with pytest.raises(PlacementError, match="sealed"):
             um.Block.attach(staged.fd, writable=True)
 
 
 @pytest.mark.usefixtures("no_huge_pages")
 def test_an_empty_pool_is_told(model: Path) -> None:
-    with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
-        um.stage(model, pages="2m", strict=True)
-    with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
-        um.stage(model, backing="hugetlb")
+    options: list[Any] = [{"pages": "2m", "strict": True}, {"backing": "hugetlb"}]
+    for asked in options:
+        with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
+            um.stage(model, **asked)
     with pytest.warns(um.PlacementWarning, match="needs 4 hugetlb pages"):
         staged = um.stage(model, pages="2m")
     with staged:
         assert staged.backing != "hugetlb"
 
 
-def test_split_models_keep_their_names(split: list[Path]) -> None:
-    for backing in ("tmpfs", "shm") if may_mount() else ("shm",):
-        with um.stage(split[1], backing=backing) as staged:
-            assert [os.path.basename(path) for path in staged.paths] == [p.name for p in split]
-            assert len({os.path.dirname(path) for path in staged.paths}) == 1
-            assert staged.path == staged.paths[0]
-            with um.open_weights(staged.path) as there, um.open_weights(split[0]) as here:
-                assert there.fingerprint == here.fingerprint
-    for backing in ("memfd", "hugetlb"):
-        with pytest.raises(ValueError, match="names side by side"):
-            um.stage(split[0], backing=backing)  # type: ignore[arg-type]
+@pytest.mark.parametrize("backing", [pytest.param("tmpfs", marks=needs_mount), "shm"])
+def test_split_models_keep_their_names(split: list[Path], backing: Any) -> None:
+    with um.stage(split[1], backing=backing) as staged:
+        assert [os.path.basename(path) for path in staged.paths] == [p.name for p in split]
+        assert len({os.path.dirname(path) for path in staged.paths}) == 1
+        assert staged.path == staged.paths[0]
+        with um.open_weights(staged.path) as there, um.open_weights(split[0]) as here:
+            assert there.fingerprint == here.fingerprint
+
+
+@pytest.mark.parametrize("backing", ["memfd", "hugetlb"])
+def test_what_has_no_names_takes_one_file(split: list[Path], backing: Any) -> None:
+    with pytest.raises(ValueError, match="names side by side"):
+        um.stage(split[0], backing=backing)
 
 
 def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
     with um.stage(indexed) as staged:
         assert os.path.basename(staged.path) == indexed.name
         assert len(staged.paths) == 3
+        assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
         with um.open_weights(staged.path) as w:
-            np.testing.assert_array_equal(
-                w.tensors["t1"].as_array(), np.arange(1000, dtype=np.float32) + 1
-            )
+            assert (w.tensors["t1"].as_array() == np.arange(1000, dtype=np.float32) + 1).all()
 
 
 def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
@@ -239,9 +215,7 @@ def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
             um.stage(file, backing=backing) as staged,
             safetensors.safe_open(staged.path, framework="np") as opened,
         ):
-            np.testing.assert_array_equal(
-                opened.get_tensor("t0"), np.arange(1000, dtype=np.float32)
-            )
+            assert (opened.get_tensor("t0") == np.arange(1000, dtype=np.float32)).all()
     with pytest.raises(ValueError, match="ends exactly"):
         um.stage(file, backing="hugetlb")
 
@@ -265,17 +239,14 @@ def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> N
 # ---- what it is sealed against ----
 
 
-def test_nobody_can_write(model: Path) -> None:
-    before = model.read_bytes()
+def test_nobody_can_write_to_a_memfd(model: Path) -> None:
     with um.stage(model, backing="memfd") as staged:
-        fd = os.open(staged.path, os.O_RDONLY)
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        os.close(fd)
+        with open(staged.path, "rb") as file:
+            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         all_seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         assert seals & all_seals == all_seals
         with pytest.raises(PermissionError):
             os.pwrite(staged.fd, b"x", 0)
-        assert read_elsewhere(staged.path) == before
 
 
 @needs_mount
@@ -311,28 +282,19 @@ def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
 def test_the_path_is_of_the_proc_that_is_there(model: Path) -> None:
     """In a PID namespace without a /proc of its own, others find it under the outer PID."""
     unshare = ("unshare", "--pid", "--fork")
-    if (
-        os.geteuid()
-        or subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
-    ):
+    refused = subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
+    if os.geteuid() or refused:
         pytest.skip("a PID namespace needs root and unshare")
     script = f"""
-import os, unimem as um
+import os, sys, unimem as um
 with um.stage({str(model)!r}) as staged:
     print(os.getpid(), staged.path, flush=True)
-    input()
+    sys.stdin.read()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(
-        [*unshare, sys.executable, "-c", script],
-        text=True,
-        **pipes,  # type: ignore[call-overload]
-    ) as process:
-        pid, path = process.stdout.readline().split()
+    with process(script, *unshare) as line:
+        pid, path = line().split()
         assert pid == "1"
         assert read_elsewhere(path) == model.read_bytes()
-        process.communicate("\n")
-    assert process.returncode == 0
 
 
 def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -365,38 +327,27 @@ with um.stage({str(model)!r}) as staged:
     try:
         os.open(staged.path, os.O_RDWR)
     except OSError as error:
-        print(error.strerror)
+        print(error.strerror, flush=True)
 """
-    ended = subprocess.run(
-        [
-            *("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"),
-            *(sys.executable, "-c", script),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    error, backing, same, sealed = ended.stdout.splitlines()
-    assert int(error) == errno.EPERM
+    with process(script, "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") as line:
+        assert int(line()) == errno.EPERM
+        backing, *sealed = line(), line(), line()
     if not backing.startswith("tmpfs"):
         pytest.skip(f"user namespaces are refused here: {backing}")
-    assert (same, sealed) == ("True", "Read-only file system")
+    assert sealed == ["True", "Read-only file system"]
 
 
 @needs_mount
-def test_another_user_stages_and_root_may_read(model: Path) -> None:
+def test_another_user_stages_and_root_may_read(model: Path, open_folder: Path) -> None:
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     python = shutil.which("python3", path="/usr/bin")
     if python is None:
         pytest.skip("there is no Python that other users may run")
-    with tempfile.TemporaryDirectory() as folder:
-        # What the other user reads lies where that one may read it.
-        os.chmod(folder, 0o755)
-        child = shutil.copy(places._CHILD, folder)
-        library = shutil.copy(um.get_library(), folder)
-        copied = shutil.copy(model, folder)
-        script = f"""
+    # What the other user reads lies where that one may read it.
+    files = (places._CHILD, um.get_library(), model)
+    child, library, copied = (str(shutil.copy(file, open_folder)) for file in files)
+    script = f"""
 import ctypes, os, sys
 import shutil, socket, subprocess  # which that user may not be allowed to read
 import unimem as um
@@ -411,43 +362,38 @@ with um.stage({copied!r}) as staged:
     print(staged.backing, staged.path, flush=True)
     try:
         os.chmod(staged.path, 0o666)
+        print("it was changed", flush=True)
     except OSError as error:
         print(error.strerror, flush=True)
-    input()
+    sys.stdin.read()
 """
-        command = [sys.executable, "-c", script]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(
-            command,
-            text=True,
-            **pipes,  # type: ignore[call-overload]
-        ) as process:
-            backing, path = process.stdout.readline().split()
-            refused = process.stdout.readline().strip()
-            same = Path(path).read_bytes() == model.read_bytes()
-            process.communicate("\n")
-    assert process.returncode == 0
+    with process(script) as line:
+        backing, path = line().split()
+        refused, same = line(), Path(path).read_bytes() == model.read_bytes()
     if backing != "tmpfs":
         pytest.skip("user namespaces are refused here")
     assert (same, refused) == (True, "Read-only file system")
 
 
-def forbid_mounts(monkeypatch: pytest.MonkeyPatch, child: Path) -> None:
+@pytest.fixture
+def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing can be mounted; returns the program that would try it in a user namespace."""
+
     def refuse(nbytes: int, huge: bool) -> int:
         raise PlacementError(errno.EPERM, "mounting a tmpfs: fsopen: Operation not permitted")
 
-    child.write_text(
-        "import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n"  # ENOSPC: none are allowed
-    )
+    child = tmp_path / "child.py"
+    # ENOSPC: no user namespaces are allowed.
+    child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n")
     monkeypatch.setattr(tmpfs, "open_mount", refuse)
     monkeypatch.setattr(places, "_CHILD", str(child))
+    return child
 
 
-@pytest.mark.usefixtures("no_huge_pages")
+@pytest.mark.usefixtures("no_huge_pages", "no_mount")
 def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
-    monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
+    model: Path, split: list[Path]
 ) -> None:
-    forbid_mounts(monkeypatch, tmp_path / "child.py")
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
         assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
@@ -461,45 +407,40 @@ def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
 
 
 def test_a_child_that_dies_is_no_mount(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path
 ) -> None:
-    forbid_mounts(monkeypatch, tmp_path / "child.py")
-    (tmp_path / "child.py").write_text("raise SystemExit(1)")
+    no_mount.write_text("raise SystemExit(1)")
     with pytest.raises(PlacementError, match="child"):
         um.stage(model, backing="tmpfs")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    monkeypatch.setattr(sys, "executable", str(no_mount.with_name("no-python")))
     with pytest.raises(PlacementError, match="no-python"):
         um.stage(model, backing="tmpfs")
 
 
 def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup,
-    tmp_path: Path,
+    cgroup_512mb: SmallCgroup, tmp_path: Path
 ) -> None:
-    model = tmp_path / "large.gguf"
-    shutil.copy(TINY, model)
+    model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
     os.truncate(model, 600 * MIB)
     said = cgroup_512mb.run(f"""
 import os, unimem as um
 for backing in ("auto", "tmpfs", "memfd", "shm"):
-    before = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    before = len(os.listdir("/proc/self/fd"))
     try:
         um.stage({str(model)!r}, backing=backing)
     except um.CapacityError as error:
         print(error)
-    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == before
+    assert len(os.listdir("/proc/self/fd")) == before
 """)
     assert said.count(f"{cgroup_512mb.name} has room for") == 4
 
 
-@pytest.mark.usefixtures("no_huge_pages")
+@pytest.mark.usefixtures("no_huge_pages", "no_mount")
 def test_without_dev_shm(
     monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
 ) -> None:
     for module in (limits, places):
         monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
-    um.stage(model).close()
-    forbid_mounts(monkeypatch, tmp_path / "child.py")
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
     with pytest.raises(PlacementError, match=r"there is no .*none"):
@@ -508,22 +449,20 @@ def test_without_dev_shm(
         um.stage(split[0])
 
 
-def test_a_dev_shm_that_may_not_be_written_to(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def full(nbytes: int, what: str) -> None:
+    raise um.CapacityError(f"{what}: {nbytes} do not fit", 0, 0, nbytes)
+
+
+def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     def refuse(path: str, mode: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
-        um.stage(model, backing="shm")
-
-
-def test_a_full_shm_is_told(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    def require(nbytes: int, what: str) -> None:
-        assert nbytes == model.stat().st_size
-        raise um.CapacityError(f"{what}: /dev/shm is full", 0, 0, nbytes)
-
-    monkeypatch.setattr(limits, "require_shm", require)
-    with pytest.raises(um.CapacityError, match="shm is full"):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
+            um.stage(model, backing="shm")
+    monkeypatch.setattr(limits, "require_shm", full)
+    with pytest.raises(um.CapacityError, match=f"{model.stat().st_size} do not fit"):
         um.stage(model, backing="shm")
 
 
@@ -531,25 +470,23 @@ def test_a_full_shm_is_told(monkeypatch: pytest.MonkeyPatch, model: Path) -> Non
 def test_a_pool_has_room_where_other_memory_has_none(
     monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    def require(nbytes: int, what: str) -> None:
-        raise um.CapacityError(f"{what} does not fit", 0, 0, nbytes)
-
-    monkeypatch.setattr(limits, "require", require)
+    monkeypatch.setattr(limits, "require", full)
     with um.stage(model) as staged:
         assert staged.backing == "hugetlb"
-        assert "does not fit" in staged.reason
+        assert "do not fit" in staged.reason
 
 
-@pytest.mark.parametrize("backing", PLAIN)
-def test_a_model_that_is_written_to_meanwhile(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
+def test_what_happens_meanwhile_ends_it(backing: Any, model: Path) -> None:
+    def cancel(done: int, total: int) -> None:
+        assert 0 < done <= total == model.stat().st_size
+        raise KeyboardInterrupt
 
     def write(done: int, total: int) -> None:
-        with model.open("r+b") as file:
-            file.seek(0, os.SEEK_END)
+        with model.open("ab") as file:
             file.write(b"more")
 
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(model, backing=backing, progress=cancel)
     with pytest.raises(OSError, match="written to") as caught:
         um.stage(model, backing=backing, progress=write)
     assert caught.value.errno == errno.ESTALE
@@ -557,7 +494,7 @@ def test_a_model_that_is_written_to_meanwhile(backing: Any, model: Path) -> None
 
 def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
     """Not even where it looks as if the file system had no reads past the page cache."""
-    evict(model)
+    drop_from_cache(model)
     seen = []
 
     def fail_once(done: int, total: int) -> None:
@@ -568,19 +505,6 @@ def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
     with pytest.raises(OSError, match="mine"):
         um.stage(model, progress=fail_once)
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("backing", PLAIN)
-def test_a_callback_that_raises_ends_it(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-
-    def cancel(done: int, total: int) -> None:
-        assert 0 < done <= total == model.stat().st_size
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        um.stage(model, backing=backing, progress=cancel)
 
 
 def test_progress_counts_all_parts(split: list[Path]) -> None:
@@ -647,78 +571,100 @@ def test_who_forgets_it_is_told(model: Path) -> None:
     assert not os.path.exists(path)
 
 
-def test_the_end_of_the_process_ends_it(model: Path) -> None:
+def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
     script = f"import unimem as um; s = um.stage({str(model)!r}, backing='shm'); print(s.path)"
-    path = subprocess.check_output([sys.executable, "-c", script], text=True).strip()
+    path = run_python(script).stdout.strip()
     assert path.startswith("/dev/shm/")
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("backing", PLAIN)
-def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-    script = f"""
-import time, unimem as um
+@pytest.fixture
+def own_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in the place of /dev/shm: what is stale there, no other process removes."""
+    with tempfile.TemporaryDirectory(dir=limits.SHM) as folder:
+        for module in (limits, places):
+            monkeypatch.setattr(module, "SHM", folder)
+        yield Path(folder)
+
+
+def in_shm(folder: Path) -> str:
+    """The beginning of a script that stages there."""
+    return f"""
+import os, signal, sys, unimem as um
+from unimem.system import limits
+from unimem.weights.staging import places
+limits.SHM = places.SHM = {str(folder)!r}
+"""
+
+
+def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path, own_shm: Path) -> None:
+    script = f"""{in_shm(own_shm)}
 staged = um.stage({str(model)!r}, backing={backing!r})
 print(staged.path, flush=True)
-time.sleep(1000)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    path = holder.stdout.readline().strip()
-    reader = start_reader(path)
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as holder:
+        assert holder.stdout is not None
+        path = holder.stdout.readline().strip()
+        reader = start_reader(path)
+        holder.communicate("")
+    assert holder.returncode == -signal.SIGKILL
     assert look(reader)["Rss"] >= model.stat().st_size
     stop(reader)
     assert os.path.exists(path) == (backing == "shm")
-    # What is left of it in /dev/shm goes with the next call.
+    # What is left of it goes with the next call.
     um.stage(model).close()
     assert not os.path.exists(path)
 
 
-def test_whatever_lies_in_a_stale_folder_goes_with_it() -> None:
-    folder = Path("/dev/shm/unimem-stage-test")
+def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
+    folder = own_shm / "unimem-stage-test"
     (folder / "a" / "deeper").mkdir(parents=True)
     (folder / "a" / "file").touch()
     (folder / "z").touch()
+    (own_shm / "of somebody else").touch()
     places.sweep()
-    assert not folder.exists()
+    assert os.listdir(own_shm) == ["of somebody else"]
 
 
-def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(model: Path) -> None:
-    script = f"""
-import os, signal, unimem as um
-um.stage({str(model)!r}, backing="shm", progress=lambda *now: os.kill(os.getpid(), signal.SIGTERM))
-"""
-    ended = subprocess.run([sys.executable, "-c", script], check=False)
+def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(
+    model: Path, run_python: Run, own_shm: Path
+) -> None:
+    ended = run_python(f"""{in_shm(own_shm)}
+def kill(*now):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+um.stage({str(model)!r}, backing="shm", progress=kill)
+""")
     assert ended.returncode == -signal.SIGTERM
-    assert list(stale())
+    assert len(list(own_shm.iterdir())) == 1
     places.sweep()
-    assert not list(stale())
+    assert not list(own_shm.iterdir())
 
 
-def test_a_folder_that_somebody_keeps_is_not_stale(model: Path) -> None:
+def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
     with um.stage(model, backing="shm") as staged:
-        script = "from unimem.weights.staging.places import sweep; sweep()"
-        subprocess.run([sys.executable, "-c", script], check=True)
+        swept = run_python("from unimem.weights.staging.places import sweep; sweep()")
+        assert swept.returncode == 0, swept.stderr
+        places.sweep()
         assert read_elsewhere(staged.path) == model.read_bytes()
 
 
-@pytest.mark.parametrize("backing", PLAIN)
 def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
     with um.stage(model, backing=backing) as staged:
         path = staged.path
         with warnings.catch_warnings():  # of forks in processes that have threads
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            ok = staged.path == path and open(path, "rb").read(4) == b"GGUF"  # noqa: SIM115
-            staged.close()
-            os._exit(0 if ok and staged.closed else 1)
+            ok = False
+            try:
+                ok = staged.path == path and Path(path).read_bytes() == model.read_bytes()
+                staged.close()
+            finally:
+                os._exit(not (ok and staged.closed))
         assert os.waitpid(child, 0)[1] == 0
         assert read_elsewhere(path) == model.read_bytes()
 
@@ -726,15 +672,7 @@ def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> No
 # ---- how it is placed ----
 
 
-def locked_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmLck:")[1].split()[0]) << 10
-
-
-@pytest.mark.parametrize("backing", PLAIN)
 def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
     if limits.memlock() is not None:
         pytest.skip("the limit on locked memory is too small")
     before = locked_bytes()
@@ -755,10 +693,7 @@ def test_a_lock_that_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) ->
         assert staged.granted.locked_bytes == 0
 
 
-@pytest.mark.parametrize("backing", PLAIN)
 def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
     with um.stage(model, backing=backing, numa="bind:0", strict=True) as staged:
         assert set(staged.granted.nodes) <= {0}
     with pytest.raises(PlacementError, match="node 1000"):
@@ -766,7 +701,7 @@ def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
 
 
 def test_what_is_not_in_the_page_cache_does_not_come_there(model: Path) -> None:
-    evict(model)
+    drop_from_cache(model)
     with um.stage(model) as staged:
         assert cached_bytes(model) < 2 * MIB, "the header, and what was read ahead"
         assert read_elsewhere(staged.path) == model.read_bytes()
