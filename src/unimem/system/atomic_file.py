@@ -210,8 +210,9 @@ class NewFile:
                     if error.errno != errno.EINVAL or not direct:
                         raise
                     # The file system takes O_DIRECT only so far, or the device has larger blocks.
-                    self._direct = False
+                    # In this order: another thread that finds it False writes as usual already.
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+                    self._direct = False
                     continue
                 if n == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))

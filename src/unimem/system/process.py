@@ -206,7 +206,9 @@ class Process:
         first, last = start // _PAGE, -(-end // _PAGE) if end > start else start // _PAGE
         present = np.zeros(last - first, np.bool_)
         with _opened(self.pid) as folder:
-            if _stat(folder).started != self.started:
+            stat = _stat(folder)
+            # What has ended, and waits for its parent, lets only root open the file.
+            if stat.started != self.started or stat.state in "ZX":
                 raise _ended(self.pid)
             with _file(folder, "pagemap") as fd:
                 at = first
