@@ -17,6 +17,7 @@ import pytest
 import proc_maps
 import unimem as um
 from at_once import at_once
+from child_checks import CHECKS
 from conftest import Run
 from huge_pages import no_huge_pages
 from unimem._core.status import counters, ledger
@@ -119,34 +120,26 @@ def test_what_cannot_be_granted_warns_or_raises(run_python: Run) -> None:
     # For one process only, huge pages are switched off by prctl: the machine's own switch
     # (/sys/kernel/mm/transparent_hugepage/enabled) belongs to everybody on it.
     done = run_python(
-        f"""
-        import ctypes, warnings
-        import unimem as um
-        from unimem._core.status import ledger
-
-        assert ctypes.CDLL(None).prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0) == 0
-        for warm in (False, True):
-            try:
-                um.Block(1 << 21, pages="thp", strict=True, warm=warm, name="strict")
-            except um.PlacementError as error:
-                assert isinstance(error, OSError)
-                for part in ("strict", "huge pages", "granted 4k", "transparent_hugepage/enabled",
-                             "echo madvise"):
-                    assert part in str(error), (part, str(error))
-            else:
-                raise AssertionError("no PlacementError")
-            assert ledger()["other"]["mapped_bytes"] == 0
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with um.Block(1 << 21, pages="thp", warm=warm) as block:
-                    assert block.granted.pages == "4k" and block.granted.huge_bytes == 0
-                    assert block.granted.resident_bytes == (block.nbytes if warm else 0)
-                with um.Block(1 << 21, pages="auto", strict=True, warm=warm) as block:
-                    assert block.granted.pages == "4k"
-            (warning,) = caught
-            assert warning.category is um.PlacementWarning, warning
-            assert "granted 4k" in str(warning.message)
-        """
+        CHECKS
+        + f"""
+import ctypes
+assert ctypes.CDLL(None).prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0) == 0
+for warm in (False, True):
+    def make(pages="thp", **more):
+        return um.Block(2 * MIB, pages=pages, warm=warm, **more)
+    error = refused(
+        um.PlacementError, lambda: make(strict=True, name="strict"), "strict", "huge pages",
+        "granted 4k", "transparent_hugepage/enabled", "echo madvise",
+    )
+    assert isinstance(error, OSError)
+    with warned(make, "granted 4k") as block:
+        assert block.granted.pages == "4k" and block.granted.huge_bytes == 0
+        assert block.granted.resident_bytes == (block.nbytes if warm else 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with make("auto", strict=True) as block:
+            assert block.granted.pages == "4k"
+"""
     )
     assert done.returncode == 0, done.stderr
 
