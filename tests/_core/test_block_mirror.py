@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import proc_maps
 import unimem as um
-from conftest import Run
+from forks import in_child, refuses
 from huge_pages import count, eight_huge_pages
 from os_faults import os_faults
 from unimem._core.status import ledger
@@ -216,25 +217,10 @@ def test_others_have_it_once() -> None:
         del image
 
 
-def test_a_forked_child_has_it_not(run_python: Run) -> None:
-    script = """
-        import os
-        import unimem as um
-        block = um.Block._mirrored(8192, 4096, name="ring")
-        pid = os.fork()
-        if pid == 0:
-            try:
-                block.as_array()
-            except um.ClosedError as error:
-                assert "left out" in str(error)
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+def test_a_forked_child_has_it_not() -> None:
+    with mirrored(2, PAGE, name="ring") as block:
+        assert in_child(partial(refuses, block.as_array, "left out"))
         block.as_array()[:] = 1
-        block.close()
-    """
-    done = run_python(script, "-W", "error")
-    assert done.returncode == 0, done.stderr
 
 
 def test_each_system_call_may_fail() -> None:

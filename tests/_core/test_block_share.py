@@ -24,6 +24,7 @@ import pytest
 import proc_maps
 import unimem as um
 from conftest import Run
+from forks import in_child, refuses
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -285,28 +286,6 @@ def test_a_sealed_copy_is_in_a_forked_child() -> None:
 
 
 # ---- fork ----
-
-
-def in_child(use: Callable[[], Any]) -> bool:
-    """What a forked child finds; False also when it dies."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads, of NumPy
-        child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if use() else 1)
-        finally:
-            os._exit(2)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
-
-
-def refuses(use: Callable[[], Any]) -> bool:
-    try:
-        use()
-    except um.ClosedError as error:
-        return "forked child" in str(error) and "Block.attach" in str(error)
-    return False
 
 
 def closes(thing: um.Block | um.Tape) -> bool:
