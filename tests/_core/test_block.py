@@ -395,13 +395,6 @@ def test_a_mapped_file_is_read_only(file: Path) -> None:
         assert block.granted.resident_bytes == -(-block.nbytes // PAGE) * PAGE
 
 
-def test_a_part_of_a_file(file: Path) -> None:
-    with um.Block.map(file, offset=PAGE, nbytes=10, name="part") as block:
-        assert block.nbytes == 10
-        assert bytes(memoryview(block)) == file.read_bytes()[PAGE : PAGE + 10]
-        assert "part" in repr(block)
-
-
 def test_a_part_of_a_file_and_a_private_one(file: Path) -> None:
     before = file.read_bytes()
     with um.Block.map(file, offset=PAGE, nbytes=10, name="part") as block:
