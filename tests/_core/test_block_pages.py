@@ -32,35 +32,41 @@ needs_thp = pytest.mark.skipif(HUGE == 0, reason="this kernel gives no transpare
 # ---- every combination, against smaps and numa_maps ----
 
 
-def check_granted(options: dict[str, Any]) -> None:
+def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
     pages, lock, shared, warm = options.values()
     with um.Block(3 * MIB, **options) as block:
         assert block.requested.items() >= {"pages": pages, "lock": lock}.items()
+        granted, whole = block.granted, block.nbytes
         proc_maps.assert_granted(block)
-        whole = block.nbytes
-        assert block.granted.resident_bytes == (whole if warm or lock is True else 0)
-        if lock:
-            assert block.granted.locked_bytes == block.granted.resident_bytes
-        if pages in ("auto", "2m") and not isinstance(shared, str):
-            assert (block.granted.pages, block.granted.page_bytes) == ("2m", PAGE_BYTES)
+        assert granted.resident_bytes == (whole if warm or lock is True else 0)
+        if has_pool and pages in ("auto", "2m") and not isinstance(shared, str):
+            assert (granted.pages, granted.page_bytes) == ("2m", PAGE_BYTES)
             assert whole == 2 * PAGE_BYTES
-        if pages == "4k":
-            assert (block.granted.pages, whole) == ("4k", 3 * MIB)
+        elif pages == "4k":
+            assert (granted.pages, whole) == ("4k", 3 * MIB)
+        elif HUGE and shared is False:
+            assert (block.address % HUGE, whole % HUGE) == (0, 0)
+            # Before the first touch it is what will be given.
+            assert granted.resident_bytes or granted.pages == "thp"
         block.as_array()[: whole // 2] = 7
-        proc_maps.assert_granted(block, block.verify())
-        if lock:
-            assert block.granted.locked_bytes == block.granted.resident_bytes
+        for placement in (granted, block.verify()):
+            assert not lock or placement.locked_bytes == placement.resident_bytes
+        proc_maps.assert_granted(block)
         assert (block.as_array()[: whole // 2] == 7).all()
 
 
 @pytest.mark.parametrize("lock", [False, True, "onfault"])
 @pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
+@pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
-@pytest.mark.usefixtures("eight_huge_pages")
-def test_granted_is_what_the_kernel_says(pages: Any, lock: Any) -> None:
+def test_granted_is_what_the_kernel_says(
+    request: pytest.FixtureRequest, pool: str, pages: Any, lock: Any
+) -> None:
+    request.getfixturevalue(pool)
     for shared in (False, True, f"unimem-test-pages-{os.getpid()}"):
         for warm in (False, True, 2):
-            check_granted({"pages": pages, "lock": lock, "shared": shared, "warm": warm})
+            options = {"pages": pages, "lock": lock, "shared": shared, "warm": warm}
+            check_granted(options, has_pool=pool == "eight_huge_pages")
 
 
 # ---- hugetlb ----

@@ -34,7 +34,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     folders = (sysconfig.get_path("include"), um.get_include(), np.get_include())
     options = ["-O1", "-shared", "-fPIC", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     options += [f"-I{path}" for path in folders]
-    link = [library, f"-Wl,-rpath,{library.parent}"]
+    link: list[str | Path] = [library, f"-Wl,-rpath,{library.parent}"]
     run(tool("cc"), *options, c_file, "-o", module, *link)
     spec = importlib.util.spec_from_file_location("user", module)
     assert spec is not None

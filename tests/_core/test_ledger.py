@@ -557,7 +557,12 @@ def test_runs_of_tensors_are_looked_for_once(tmp_path: Path) -> None:
 def test_opening_another_makes_the_parts_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     parts_of = opened._parts_of
-    monkeypatch.setattr(opened, "_parts_of", lambda *a: (made.append(1), parts_of(*a))[1])
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return parts_of(*args)
+
+    monkeypatch.setattr(opened, "_parts_of", counted)
     with um.open_weights(TINY) as one, um.open_weights(TINY) as two:
         assert made == []
         for weights in (one, two):

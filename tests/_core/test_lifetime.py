@@ -71,18 +71,20 @@ def test_closing_gives_the_memory_back_at_once(device: Device, kind: str) -> Non
 
 USES: dict[str, list[Callable[[Any], Any]]] = {
     "Block": [
+        lambda b: b.__enter__(),
         *(lambda b: b.address, lambda b: b.nbytes, lambda b: b.requested, lambda b: b.granted),
         *(lambda b: b.as_array(), memoryview, lambda b: b.__array__(), lambda b: b.__dlpack__()),
         *(lambda b: b.__dlpack_device__(), lambda b: b.warm(), lambda b: b.verify(), um.Tape),
     ],
     "Tape": [
+        lambda t: t.__enter__(),
         *(lambda t: t.take(1), lambda t: t.take((1, 1)), lambda t: t.take_bytes(1)),
         *(lambda t: t.take_address(1), lambda t: t.clear(), lambda t: t.keep(), lambda t: t.mark()),
         *(lambda t: t.rewind(0), lambda t: t.frame().__enter__(), lambda t: t.freeze()),
         *(lambda t: t.thaw(), lambda t: t.warm(), lambda t: t.owns(0), lambda t: t.used_bytes),
         *(lambda t: t.available_bytes, lambda t: t.high_water_bytes, lambda t: t.block),
     ],
-    "Grid": [lambda g: g.take()],
+    "Grid": [lambda g: g.__enter__(), lambda g: g.take()],
 }
 
 
@@ -90,7 +92,7 @@ USES: dict[str, list[Callable[[Any], Any]]] = {
 def test_what_is_closed_says_so(device: Device, kind: str) -> None:
     thing = make(device, kind, name="mine")
     thing.close()
-    for use in (*USES[kind], lambda closed: closed.__enter__()):
+    for use in USES[kind]:
         with pytest.raises(um.ClosedError, match="mine"):
             use(thing)
     assert repr(thing) == f"{kind}('mine', closed)"
@@ -202,7 +204,7 @@ def test_what_was_never_made_is_closed(device: Device, kind: str) -> None:
         thing.__init__(*((0, 8) if kind == "Grid" else (-1,)))
     assert thing.closed
     assert repr(thing).endswith("closed)")
-    for use in (*USES[kind], lambda closed: closed.__enter__()):
+    for use in USES[kind]:
         with pytest.raises(um.ClosedError):
             use(thing)
     thing.close()

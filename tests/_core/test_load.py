@@ -287,7 +287,7 @@ def run(script: str, path: Path, *, interrupt: bool = False) -> str:
             print("ended", flush=True)
     """
     source = textwrap.dedent(source) + textwrap.dedent(script)
-    command = [sys.executable, "-W", "ignore", "-c", source, path]
+    command = [sys.executable, "-W", "ignore", "-c", source, str(path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as child:
         try:
