@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import warnings
@@ -55,18 +56,19 @@ def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
         assert (block.as_array()[: whole // 2] == 7).all()
 
 
-@pytest.mark.parametrize("lock", [False, True, "onfault"])
 @pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
 @pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
 def test_granted_is_what_the_kernel_says(
-    request: pytest.FixtureRequest, pool: str, pages: Any, lock: Any
+    request: pytest.FixtureRequest, pool: str, pages: Any
 ) -> None:
     request.getfixturevalue(pool)
-    for shared in (False, True, f"unimem-test-pages-{os.getpid()}"):
-        for warm in (False, True, 2):
-            options = {"pages": pages, "lock": lock, "shared": shared, "warm": warm}
-            check_granted(options, has_pool=pool == "eight_huge_pages")
+    sharings = (False, True, f"unimem-test-pages-{os.getpid()}")
+    for lock, shared, warm in itertools.product(
+        (False, True, "onfault"), sharings, (False, True, 2)
+    ):
+        options = {"pages": pages, "lock": lock, "shared": shared, "warm": warm}
+        check_granted(options, has_pool=pool == "eight_huge_pages")
 
 
 # ---- hugetlb ----

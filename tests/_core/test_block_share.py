@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 MIB = 1 << 20
 PAGE = proc_maps.PAGE
 NAME = f"unimem-test-{os.getpid()}"
-
-
 IMPORTS = "import os, socket, sys; import unimem as um\n"
 
 

@@ -99,8 +99,6 @@ find_package(unimem CONFIG REQUIRED)
 add_executable(user user.c)
 target_link_libraries(user PRIVATE unimem::unimem)
 """
-
-
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 

@@ -462,11 +462,7 @@ def many(n: int, of: str) -> str:
 
 
 KEYS = sf.file(f'{{"__metadata__":{many(50_000, chr(34) * 2)}}}')
-
-
 SHAPE = ",".join("0" * 64)
-
-
 LARGE = {
     **{"keys": KEYS, "keys, cut": KEYS[:-1] + b" ", "everything": sf.everything()},
     "dimensions": sf.file(many(2_500, f'{{"dtype":"U8","shape":[{SHAPE}],"data_offsets":[0,0]}}')),
