@@ -9,6 +9,7 @@ import pytest
 
 import proc_maps
 import unimem as um
+from child_checks import CHECKS
 from conftest import Run
 from memlock import DROP_LOCK
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 MIB = 1 << 20
 PAGE = proc_maps.PAGE
+LIMITED = DROP_LOCK + CHECKS + "limit_memlock(64 << 10)\n"
 
 
 @pytest.mark.parametrize("pages", ["4k", "thp"])
@@ -56,76 +58,36 @@ def test_unknown_locks(lock: Any) -> None:
 
 def test_the_memlock_limit_is_named_before_anything_is_taken(run_python: Run) -> None:
     done = run_python(
-        DROP_LOCK
+        LIMITED
         + """
-limit_memlock(64 << 10)
 before = state()
+named = ("memlock", "64.0 KiB", "ulimit -l")
 for lock in (True, "onfault"):
     for options in ({}, {"shared": True}, {"warm": True}):
-        try:
-            um.Block(1 << 20, lock=lock, strict=True, name="kv", **options)
-        except um.PlacementError as error:
-            for part in ("'kv'", "memlock", "64.0 KiB", "ulimit -l"):
-                assert part in str(error), error
-        else:
-            raise AssertionError("no PlacementError")
-        assert state() == before
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            block = um.Block(1 << 20, lock=lock, **options)
-        (warning,) = caught
-        assert warning.category is um.PlacementWarning and "memlock" in str(warning.message)
-        assert block.granted.locked_bytes == 0
-        assert block.requested["lock"] == lock
-        block.close()
-with um.Block(4096, pages="4k", lock=True, reserve=1 << 20, strict=True) as block:
+        def make(**more):
+            return um.Block(MIB, lock=lock, name="kv", **options, **more)
+        refused(um.PlacementError, lambda: make(strict=True), "'kv'", *named)
+        with warned(make, "memlock") as block:
+            assert (block.granted.locked_bytes, block.requested["lock"]) == (0, lock)
+with um.Block(4096, pages="4k", lock=True, reserve=MIB, strict=True) as block:
     assert block.granted.locked_bytes == 4096
-    try:
-        block.commit(1 << 20)
-    except um.PlacementError as error:
-        assert "memlock" in str(error)
-    else:
-        raise AssertionError("no PlacementError")
+    refused(um.PlacementError, lambda: block.commit(MIB), "memlock")
     assert block.nbytes == 4096
 assert state() == before
-        """
-    )
-    assert done.returncode == 0, done.stderr
 
-
-def test_what_the_kernel_refuses_in_spite_of_the_limit(run_python: Run) -> None:
-    # The limit seems to be none: the kernel's own answer decides then.
-    done = run_python(
-        DROP_LOCK
-        + """
-limit_memlock(64 << 10)
+# The limit seems to be none: the kernel's own answer decides then.
 limits.memlock = lambda: None
-before = state()
-try:
-    um.Block(1 << 20, pages="4k", lock=True, strict=True)
-except um.PlacementError as error:
-    assert "mlock2" in str(error) and "ulimit -l" in str(error), error
-else:
-    raise AssertionError("no PlacementError")
-assert state() == before
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    block = um.Block(1 << 20, pages="4k", lock=True)
-(warning,) = caught
-assert "mlock2" in str(warning.message)
-assert block.granted.locked_bytes == 0
-block.close()
-with um.Block(4096, pages="4k", lock=True, reserve=1 << 20) as block:
-    try:
-        block.commit(1 << 20)
-    except (MemoryError, um.PlacementError) as error:
-        assert "growth of block" in str(error)
-    else:
-        raise AssertionError("no error")
+def make(**more):
+    return um.Block(MIB, pages="4k", lock=True, **more)
+refused(um.PlacementError, lambda: make(strict=True), "mlock2", "ulimit -l")
+with warned(make, "mlock2") as block:
+    assert block.granted.locked_bytes == 0
+with um.Block(4096, pages="4k", lock=True, reserve=MIB) as block:
+    refused((MemoryError, um.PlacementError), lambda: block.commit(MIB), "growth of block")
     assert (block.nbytes, block.committed_bytes) == (4096, 4096)
     assert block.verify().locked_bytes == 4096
 assert state() == before
-        """
+"""
     )
     assert done.returncode == 0, done.stderr
 
@@ -133,84 +95,53 @@ assert state() == before
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs address space"
 )
-def test_a_limit_of_descriptors_gives_an_os_error(run_python: Run) -> None:
+def test_limits_of_descriptors_and_of_addresses(run_python: Run) -> None:
     done = run_python(
-        """
-        import os, resource
-        import unimem as um
-        from unimem._core.status import ledger
+        CHECKS
+        + """
+import resource
 
-        def state():
-            return len(os.listdir("/proc/self/fd")), ledger()["other"]["mapped_bytes"]
+path = f"unimem-test-limits-{os.getpid()}"
+um.Block(4096, shared=True).close()  # what the first one opens stays open
+before = state()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+block = um.Block(4096, shared=True)
+free = os.dup(0)
+os.close(free)
+# No descriptor is free, or one, or two: whichever the call needs, one is the last.
+for n_free in range(3):
+    failed = 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + n_free, hard))
+    for use in (
+        lambda: um.Block(4096, shared=True),
+        lambda: um.Block(4096, shared=path),
+        lambda: um.Block.attach(block.fileno()),
+        lambda: um.Block.attach("/proc/self/fd/%d" % block.fileno()),
+        lambda: block.sealed_copy(),
+        lambda: um.Block.map("/bin/sh"),
+    ):
+        try:
+            use().close()
+        except OSError as error:
+            assert error.errno == 24, error
+            failed += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert n_free > 1 or failed > 0, n_free
+    assert not os.path.exists("/dev/shm/" + path)
+block.close()
+assert state() == before, (state(), before)
 
-        path = "unimem-test-limits-%d" % os.getpid()
-        um.Block(4096, shared=True).close()
-        before = state()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        block = um.Block(4096, shared=True)
-        free = os.dup(0)
-        os.close(free)
-        # No descriptor is free, or one, or two: whichever the call needs, one is the last.
-        for n_free in range(3):
-            failed = 0
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free + n_free, hard))
-            for use in (
-                lambda: um.Block(4096, shared=True),
-                lambda: um.Block(4096, shared=path),
-                lambda: um.Block.attach(block.fileno()),
-                lambda: um.Block.attach("/proc/self/fd/%d" % block.fileno()),
-                lambda: block.sealed_copy(),
-                lambda: um.Block.map("/bin/sh"),
-            ):
-                try:
-                    use().close()
-                except OSError as error:
-                    assert error.errno == 24, error
-                    failed += 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert n_free > 1 or failed > 0, n_free
-            assert not os.path.exists("/dev/shm/" + path)
-        block.close()
-        assert state() == before, (state(), before)
-        """
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_limit_of_addresses_gives_a_memory_error(run_python: Run) -> None:
-    done = run_python(
-        """
-        import os, resource
-        import unimem as um
-        from unimem._core.status import ledger
-
-        def state():
-            return len(os.listdir("/proc/self/fd")), ledger()["other"]["mapped_bytes"]
-
-        path = "unimem-test-limits-%d" % os.getpid()
-        um.Block(4096, shared=True).close()
-        block = um.Block(4096, reserve=8 << 20)
-        before = state()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        vsz = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (vsz + (8 << 20), hard))
-        for use in (
-            lambda: um.Block(64 << 20),
-            lambda: um.Block(64 << 20, shared=True),
-            lambda: um.Block(64 << 20, shared=path),
-            lambda: um.Block(4096, reserve=64 << 20),
-            lambda: um.Tape(64 << 20),
-        ):
-            try:
-                use()
-            except MemoryError as error:
-                pass
-            else:
-                raise AssertionError("no MemoryError")
-            assert not os.path.exists("/dev/shm/" + path)
-            assert state() == before, (state(), before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        block.close()
-        """
+block = um.Block(4096, reserve=8 * MIB)
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+vsz = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (vsz + 8 * MIB, hard))
+refused(MemoryError, lambda: um.Block(64 * MIB))
+refused(MemoryError, lambda: um.Block(64 * MIB, shared=True))
+refused(MemoryError, lambda: um.Block(64 * MIB, shared=path))
+refused(MemoryError, lambda: um.Block(4096, reserve=64 * MIB))
+refused(MemoryError, lambda: um.Tape(64 * MIB))
+resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+block.close()
+"""
     )
     assert done.returncode == 0, done.stderr

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import os
+import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import proc_maps
 import unimem as um
+from child_checks import CHECKS
 from conftest import Run
 from huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages, reserved
 
@@ -26,33 +33,42 @@ needs_thp = pytest.mark.skipif(HUGE == 0, reason="this kernel gives no transpare
 # ---- every combination, against smaps and numa_maps ----
 
 
-@pytest.mark.parametrize("warm", [False, True, 2])
-@pytest.mark.parametrize("shared", [False, True, "unimem-test-pages"])
-@pytest.mark.parametrize("lock", [False, True, "onfault"])
-@pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
-@pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
-@pytest.mark.usefixtures("eight_huge_pages")
-def test_granted_is_what_the_kernel_says(pages: Any, lock: Any, shared: Any, warm: Any) -> None:
-    with um.Block(3 * MIB, pages=pages, lock=lock, shared=shared, warm=warm) as block:
-        named = isinstance(shared, str)
-        assert block.requested["pages"] == pages
-        assert block.requested["lock"] == lock
+def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
+    pages, lock, shared, warm = options.values()
+    with um.Block(3 * MIB, **options) as block:
+        assert block.requested.items() >= {"pages": pages, "lock": lock}.items()
+        granted, whole = block.granted, block.nbytes
         proc_maps.assert_granted(block)
-        whole = block.nbytes
-        assert block.granted.resident_bytes == (whole if warm or lock is True else 0)
-        if lock:
-            assert block.granted.locked_bytes == block.granted.resident_bytes
-        if pages in ("auto", "2m") and not named:
-            assert (block.granted.pages, block.granted.page_bytes) == ("2m", PAGE_BYTES)
+        assert granted.resident_bytes == (whole if warm or lock is True else 0)
+        if has_pool and pages in ("auto", "2m") and not isinstance(shared, str):
+            assert (granted.pages, granted.page_bytes) == ("2m", PAGE_BYTES)
             assert whole == 2 * PAGE_BYTES
-        if pages == "4k":
-            assert block.granted.pages == "4k"
-            assert whole == 3 * MIB
+        elif pages == "4k":
+            assert (granted.pages, whole) == ("4k", 3 * MIB)
+        elif HUGE and shared is False:
+            assert (block.address % HUGE, whole % HUGE) == (0, 0)
+            # Before the first touch it is what will be given.
+            assert granted.resident_bytes or granted.pages == "thp"
         block.as_array()[: whole // 2] = 7
-        proc_maps.assert_granted(block, block.verify())
-        if lock:
-            assert block.granted.locked_bytes == block.granted.resident_bytes
+        for placement in (granted, block.verify()):
+            assert not lock or placement.locked_bytes == placement.resident_bytes
+        proc_maps.assert_granted(block)
         assert (block.as_array()[: whole // 2] == 7).all()
+
+
+@pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
+@pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
+@pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
+def test_granted_is_what_the_kernel_says(
+    request: pytest.FixtureRequest, pool: str, pages: Any
+) -> None:
+    request.getfixturevalue(pool)
+    sharings = (False, True, f"unimem-test-pages-{os.getpid()}")
+    for lock, shared, warm in itertools.product(
+        (False, True, "onfault"), sharings, (False, True, 2)
+    ):
+        options = {"pages": pages, "lock": lock, "shared": shared, "warm": warm}
+        check_granted(options, has_pool=pool == "eight_huge_pages")
 
 
 # ---- hugetlb ----
@@ -78,43 +94,30 @@ def test_auto_takes_the_pool_and_gives_it_back() -> None:
 
 
 @pytest.mark.usefixtures("no_huge_pages")
-def test_no_pool_strict() -> None:
-    with pytest.raises(um.PlacementError) as caught:
-        um.Block(7 * MIB, pages="2m", strict=True, name="weights")
-    text = str(caught.value)
-    for part in (
-        "Block 'weights' of 7.0 MiB",
-        "needs 4 hugetlb pages of 2.0 MiB",
-        f"the pool has {count('nr_hugepages')} in all, 0 free",
-        f"echo {count('nr_hugepages') + 4} > /proc/sys/vm/nr_hugepages",
-    ):
-        assert part in text, text
-
-
-@needs_thp
-@pytest.mark.usefixtures("no_huge_pages")
 @pytest.mark.parametrize("warm", [False, True])
-def test_no_pool_falls_back_and_warns_once(warm: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with um.Block(7 * MIB, pages="2m", warm=warm) as block:
-            assert block.granted.pages == "thp"
-            assert block.requested["pages"] == "2m"
-            proc_maps.assert_granted(block)
-    (warning,) = caught
-    assert warning.category is um.PlacementWarning
-    assert warning.filename == __file__
-    assert f"echo {count('nr_hugepages') + 4} > /proc/" in str(warning.message)
-    assert "granted thp" in str(warning.message)
-
-
-@pytest.mark.usefixtures("no_huge_pages")
-def test_below_a_huge_page_the_fallback_is_4k() -> None:
-    with pytest.warns(um.PlacementWarning, match="granted 4k"):
-        block = um.Block(4096, pages="2m")
+def test_without_a_pool(warm: bool) -> None:
+    wanted = count("nr_hugepages") + 4
+    with pytest.raises(um.PlacementError) as caught:
+        um.Block(7 * MIB, pages="2m", strict=True, warm=warm, name="weights")
+    for part in (
+        *("Block 'weights' of 7.0 MiB", "needs 4 hugetlb pages of 2.0 MiB"),
+        f"the pool has {count('nr_hugepages')} in all, 0 free",
+        f"echo {wanted} > /proc/sys/vm/nr_hugepages",
+    ):
+        assert part in str(caught.value)
+    with pytest.warns(um.PlacementWarning, match=f"echo {wanted} > /proc/") as warned:
+        block = um.Block(7 * MIB, pages="2m", warm=warm)
     with block:
-        assert block.granted.pages == "4k"
-        assert block.nbytes == 4096
+        assert [warning.filename for warning in warned] == [__file__]  # once
+        assert f"granted {block.granted.pages}" in str(warned[0].message)
+        # Before the first touch it is what will be given.
+        assert warm or block.granted.pages == ("thp" if HUGE else "4k")
+        assert block.requested["pages"] == "2m"
+        proc_maps.assert_granted(block)
+    with pytest.warns(um.PlacementWarning, match="granted 4k"):
+        small = um.Block(4096, pages="2m", warm=warm)
+    with small:
+        assert (small.granted.pages, small.nbytes) == ("4k", 4096)
 
 
 def test_a_pool_that_is_used_up() -> None:
@@ -126,58 +129,40 @@ def test_a_pool_that_is_used_up() -> None:
             um.Block(2 * MIB, pages="2m", strict=True)
 
 
-# ---- where warnings point ----
+MAKERS: dict[str, Callable[..., Any]] = {
+    "tape": lambda **o: um.Tape(4096, pages="2m", **o),
+    "grid": lambda **o: um.Grid(64, 4, pages="2m", **o),
+    "cache": lambda **o: um.KVCache(1, 1, 8, 4, pages="2m", **o),
+    "layout": lambda **o: um.Layout(4096, 4096, 4096, pages="2m", **o),
+}
 
 
 @pytest.mark.usefixtures("no_huge_pages")
-@pytest.mark.parametrize(
-    ("make", "n_warnings"),
-    [
-        (lambda: um.Tape(4096, pages="2m"), 1),
-        (lambda: um.Grid(64, 4, pages="2m"), 1),
-        (lambda: um.KVCache(1, 1, 8, 4, pages="2m"), 1),
-        (lambda: um.Layout(4096, 4096, 4096, pages="2m"), 3),
-    ],
-)
-def test_warnings_point_at_the_caller(make: Any, n_warnings: int) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_class_warns_its_caller_or_is_strict(kind: str) -> None:
+    make = MAKERS[kind]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make().close()
-    assert [w.filename for w in caught] == [__file__] * n_warnings
+    assert [w.filename for w in caught] == [__file__] * (3 if kind == "layout" else 1)
     assert {w.lineno for w in caught} == {make.__code__.co_firstlineno}
+    with pytest.raises(um.PlacementError, match="nr_hugepages"):
+        make(strict=True)
 
 
-@pytest.mark.usefixtures("no_huge_pages")
-def test_strict_reaches_every_class_and_leaves_nothing() -> None:
-    makers: tuple[Callable[..., Any], ...] = (
-        um.Tape,
-        lambda n, **o: um.Layout(n, n, n, **o),
-        lambda n, **o: um.Grid(n, 2, **o),
-    )
-    for make in makers:
-        with pytest.raises(um.PlacementError, match="nr_hugepages"):
-            make(4096, pages="2m", strict=True)
+# ---- where warnings point ----
 
 
 def test_a_warning_that_is_an_error_leaves_nothing(run_python: Run) -> None:
     done = run_python(
-        """
-        import os, warnings
-        import unimem as um
-        from unimem._core.status import ledger
-        before = len(os.listdir("/proc/self/fd"))
-        warnings.simplefilter("error")
-        for shared in (False, True, f"unimem-test-{os.getpid()}"):
-            try:
-                um.Block(4096, numa="bind:1023", shared=shared)
-            except um.PlacementWarning as warning:
-                assert "node 1023" in str(warning)
-            else:
-                raise AssertionError("no warning")
-            assert ledger()["other"]["mapped_bytes"] == 0
-            assert len(os.listdir("/proc/self/fd")) == before
-            assert not os.path.exists(f"/dev/shm/{shared}")
-        """
+        CHECKS
+        + """
+um.Block(4096, shared=True).close()  # what the first one opens stays open
+warnings.simplefilter("error")
+for shared in (False, True, f"unimem-test-{os.getpid()}"):
+    make = lambda: um.Block(4096, numa="bind:1023", shared=shared)
+    refused(um.PlacementWarning, make, "node 1023")
+"""
     )
     assert done.returncode == 0, done.stderr
 
@@ -211,10 +196,9 @@ def test_shared_thp_comes_with_warming() -> None:
         if block.granted.huge_bytes < block.nbytes:
             pytest.skip("this machine has too few free huge pages just now")
         proc_maps.assert_granted(block)
-    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    with open(path) as file:
-        if "[never]" not in file.read():
-            pytest.skip(f"{path} is not never")
+    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if "[never]" not in path.read_text():
+        pytest.skip(f"{path} is not never")
     with pytest.raises(um.PlacementError, match="gets when it is warmed"):
         um.Block(2 * HUGE, pages="thp", shared=True, strict=True)
 
@@ -241,10 +225,9 @@ def test_advice() -> None:
 
 def test_progress_goes_up_to_all_of_it() -> None:
     seen: list[tuple[int, int]] = []
-    with um.Block(600 * MIB, pages="thp" if HUGE else "4k") as block:
+    with um.Block(300 * MIB, pages="thp" if HUGE else "4k") as block:
         block.warm(2, progress=lambda done, total: seen.append((done, total)))
-        assert [total for _, total in seen] == [block.nbytes] * 3
-        assert [done // MIB for done, _ in seen] == [256, 512, 600]
+        assert seen == [(256 * MIB, block.nbytes), (300 * MIB, block.nbytes)]
         assert block.granted.resident_bytes == block.nbytes
 
 
@@ -261,26 +244,23 @@ def test_what_progress_raises_stops_the_warming(error: type[BaseException]) -> N
 
 
 def test_a_signal_stops_the_warming() -> None:
-    import signal
-
     # No `OSError`, as `TimeoutError` is: code that reads what may be absent would swallow it.
-    class Stopped(Exception):
+    class Stopped(Exception):  # noqa: N818
         pass
 
     def handle(number: int, frame: object) -> None:
         raise Stopped
 
-    before = signal.signal(signal.SIGALRM, handle)
+    # By C, so that no code of Python runs between the signal and the next part.
+    kill = partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with um.Block(1200 * MIB) as block:
+        with um.Block(300 * MIB, pages="4k") as block:
             with pytest.raises(Stopped):
-                # It arrives while the first part is being warmed, or before.
-                signal.setitimer(signal.ITIMER_REAL, 0.005)
-                block.warm()
-            assert block.verify().resident_bytes < block.nbytes
+                block.warm(progress=kill)
+            assert block.verify().resident_bytes == 256 * MIB
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_too_much_is_refused_by_name() -> None:

@@ -11,7 +11,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,22 +23,29 @@ import pytest
 import proc_maps
 import unimem as um
 from conftest import Run
+from forks import in_child, refuses
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 MIB = 1 << 20
 PAGE = proc_maps.PAGE
 NAME = f"unimem-test-{os.getpid()}"
+IMPORTS = "import os, socket, sys; import unimem as um\n"
 
 
 def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
     """Run a script in a new interpreter, and give what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [
+            sys.executable,
+            "-c",
+            "import os, socket, sys\nimport unimem as um\n" + script,
+            *arguments,
+        ],
         pass_fds=fds,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -51,77 +57,62 @@ def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> st
 
 @pytest.mark.parametrize("pages", ["auto", "4k"])
 def test_a_descriptor_over_a_socket(pages: Any) -> None:
-    with um.Block(3 * MIB, shared=True, pages=pages) as block:
+    script = """
+with socket.socket(fileno=int(sys.argv[1])) as s:
+    _, (fd,), _, _ = socket.recv_fds(s, 1, 1)
+with um.Block.attach(fd, writable=True, name="from outside") as block:
+    os.close(fd)  # the block has its own
+    a = block.as_array("int64", 1000)
+    assert a.tolist() == list(range(1000))
+    a *= 2
+    assert block.nbytes == int(sys.argv[2])
+    os.fstat(block.fileno())
+    del a
+"""
+    ours, theirs = socket.socketpair()
+    with um.Block(3 * MIB, shared=True, pages=pages) as block, ours, theirs:
         block.as_array("int64", 1000)[:] = np.arange(1000)
-        ours, theirs = socket.socketpair()
-        script = """
-            import socket, sys
-            import unimem as um
-            with socket.socket(fileno=int(sys.argv[1])) as s:
-                _, (fd,), _, _ = socket.recv_fds(s, 1, 1)
-            import os
-            with um.Block.attach(fd, writable=True, name="from outside") as block:
-                os.close(fd)  # the block has its own
-                a = block.as_array("int64", 1000)
-                assert a.tolist() == list(range(1000))
-                a *= 2
-                assert block.nbytes == int(sys.argv[2])
-                os.fstat(block.fileno())
-                del a
-        """
-        with ours, theirs:
-            socket.send_fds(ours, [b"x"], [block.fileno()])
-            other_process(script, str(theirs.fileno()), str(block.nbytes), fds=(theirs.fileno(),))
+        socket.send_fds(ours, [b"x"], [block.fileno()])
+        other_process(script, str(theirs.fileno()), str(block.nbytes), fds=(theirs.fileno(),))
         assert (block.as_array("int64", 1000) == 2 * np.arange(1000)).all()
 
 
-def test_the_path_of_a_descriptor() -> None:
-    with um.Block(PAGE, shared=True) as block:
+@pytest.mark.parametrize("shared", [True, NAME], ids=["unnamed", "named"])
+def test_the_path_of_memory(shared: Any) -> None:
+    script = """
+path = sys.argv[1]
+with um.Block.attach(path) as block:
+    assert block.path == (path if "shm" in path else None)
+    assert (block.as_array() == 5).all()
+    assert not block.as_array().flags.writeable
+    try:
+        um.Tape(block)
+    except ValueError as error:
+        assert "writable=True" in str(error)
+    else:
+        raise AssertionError("a tape over read-only memory")
+with um.Block.attach(path, writable=True) as block:
+    block.as_array()[:] = 6
+"""
+    with um.Block(PAGE, shared=shared) as block:
         block.as_array()[:] = 5
-        path = f"/proc/{os.getpid()}/fd/{block.fileno()}"
-        script = """
-            import sys
-            import unimem as um
-            with um.Block.attach(sys.argv[1]) as block:
-                assert (block.as_array() == 5).all()
-                assert not block.as_array().flags.writeable
-                try:
-                    um.Tape(block)
-                except ValueError as error:
-                    assert "writable=True" in str(error)
-                else:
-                    raise AssertionError("a tape over read-only memory")
-            with um.Block.attach(sys.argv[1], writable=True) as block:
-                block.as_array()[:] = 6
-        """
-        other_process(script, path)
+        other_process(script, block.path or f"/proc/{os.getpid()}/fd/{block.fileno()}")
         assert (block.as_array() == 6).all()
+        assert block.path is None or os.path.exists(block.path)  # it is not the other's to remove
 
 
 def test_attached_memory_outlives_its_maker() -> None:
-    block = um.Block(PAGE, shared=True)
+    block = um.Block(4 * PAGE, shared=True)
     block.as_array()[:] = 3
     with um.Block.attach(block.fileno(), category="staging") as attached:
         assert attached.category == "staging"
         assert attached.requested["shared"] is True
-        assert attached.path is None
+        for size in (0, PAGE, 8 * PAGE):  # nobody cuts it off
+            with pytest.raises(PermissionError):
+                os.ftruncate(block.fileno(), size)
         block.close()
         assert (attached.as_array() == 3).all()
         proc_maps.assert_granted(attached, attached.verify())
-
-
-def test_shared_memory_cannot_be_cut_off() -> None:
-    with um.Block(4 * PAGE, shared=True) as block:
-        for size in (0, PAGE, 8 * PAGE):
-            with pytest.raises(PermissionError):
-                os.ftruncate(block.fileno(), size)
-
-
-def test_private_memory_has_no_descriptor(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for block in (um.Block(PAGE), um.Block.map(tmp_path / "file")):
-        with block, pytest.raises(io.UnsupportedOperation, match="shared=True"):
-            block.fileno()
 
 
 def test_what_cannot_be_attached(tmp_path: Path) -> None:
@@ -129,21 +120,16 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     n_open = len(os.listdir("/proc/self/fd"))
     reader, writer = os.pipe()
-    wrong: list[tuple[Any, type[Exception]]] = [
-        (-1, OSError),
-        (10**6, OSError),
-        (reader, ValueError),
-        (tmp_path / "nowhere", FileNotFoundError),
-        (tmp_path, ValueError),
-        (tmp_path / "empty", ValueError),
-        (tmp_path / "fifo", ValueError),
-        ("/dev/null", ValueError),
-        (None, TypeError),
-        (1.5, TypeError),
-    ]
-    for what, error in wrong:
-        with pytest.raises(error):
-            um.Block.attach(what)
+    wrong: dict[type[Exception], list[Any]] = {
+        OSError: [-1, 10**6],
+        FileNotFoundError: [tmp_path / "nowhere"],
+        ValueError: [reader, tmp_path, tmp_path / "empty", tmp_path / "fifo", "/dev/null"],
+        TypeError: [None, 1.5],
+    }
+    for error, things in wrong.items():
+        for thing in things:
+            with pytest.raises(error):
+                um.Block.attach(thing)
     with pytest.raises(ValueError, match="category"):
         um.Block.attach(reader, category="sundries")
     os.close(reader)
@@ -154,6 +140,12 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
             um.Block.attach(fd, writable=True)
         um.Block.attach(fd).close()
         os.close(fd)
+        with pytest.raises(TypeError, match=r"fileno\(\).*Block\.attach"):
+            pickle.dumps(block)
+    (tmp_path / "file").write_bytes(b"x")
+    for private in (um.Block(PAGE), um.Block.map(tmp_path / "file")):
+        with private, pytest.raises(io.UnsupportedOperation, match="shared=True"):
+            private.fileno()
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
@@ -161,38 +153,27 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
 
 
 def test_a_name_is_there_while_the_block_is_open() -> None:
+    path = Path("/dev/shm", NAME)
     with um.Block(2 * MIB, shared=NAME) as block:
-        assert block.path == f"/dev/shm/{NAME}"
+        assert block.path == str(path)
         assert block.requested["shared"] == NAME
-        assert os.stat(block.path).st_mode & 0o777 == 0o600
-        block.as_array()[:] = 8
-        script = """
-            import sys
-            import unimem as um
-            with um.Block.attach(sys.argv[1], writable=True) as block:
-                assert block.path == sys.argv[1]
-                assert (block.as_array() == 8).all()
-                block.as_array()[:] = 9
-        """
-        other_process(script, block.path)
-        assert os.path.exists(block.path)  # it is not the other's to remove
-        assert (block.as_array() == 9).all()
-        with pytest.raises(FileExistsError, match=NAME):
-            um.Block(PAGE, shared=NAME)
-        assert (block.as_array() == 9).all()
-        path = block.path
-    assert not os.path.exists(path)
-
-
-def test_a_name_goes_with_the_block_and_memory_with_the_last_view() -> None:
-    with um.Block(PAGE, shared=NAME) as block:
+        assert path.stat().st_mode & 0o777 == 0o600
         view = block.as_array()
         view[:] = 4
+        with pytest.raises(FileExistsError, match=NAME):
+            um.Block(PAGE, shared=NAME)
         with pytest.raises(BufferError):
             block.close()
-        assert os.path.exists(f"/dev/shm/{NAME}")
-    assert not os.path.exists(f"/dev/shm/{NAME}")
-    assert (view == 4).all()
+        assert path.exists()
+    assert not path.exists()
+    assert (view == 4).all()  # the memory goes with its last view
+    with um.Block(PAGE, shared=NAME):
+        path.unlink()
+        path.write_bytes(b"another's")
+    try:
+        assert path.read_bytes() == b"another's"
+    finally:
+        path.unlink()
 
 
 def test_a_name_goes_with_a_block_that_is_dropped_or_left_open(run_python: Run) -> None:
@@ -205,26 +186,16 @@ def test_a_name_goes_with_a_block_that_is_dropped_or_left_open(run_python: Run) 
     assert not os.path.exists(f"/dev/shm/{NAME}")
 
 
-def test_a_name_that_belongs_to_somebody_else_by_now_stays() -> None:
-    path = Path(f"/dev/shm/{NAME}")
-    with um.Block(PAGE, shared=NAME):
-        path.unlink()
-        path.write_bytes(b"another's")
-    assert path.read_bytes() == b"another's"
-    path.unlink()
-
-
-@pytest.mark.parametrize("shared", ["", "a/b", "..", 1, None, b"x"])
-def test_wrong_names(shared: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="shared"):
-        um.Block(PAGE, shared=shared)
-
-
-def test_refused_named_blocks_leave_no_file() -> None:
-    for options in ({"numa": "bind:1023", "strict": True}, {"nbytes": 2**50}):
-        with pytest.raises((um.PlacementError, MemoryError)):
-            um.Block(**({"nbytes": PAGE, "shared": NAME} | options))  # type: ignore[arg-type]
-        assert not os.path.exists(f"/dev/shm/{NAME}")
+def test_refused_names_leave_no_file() -> None:
+    names: list[Any] = ["", "a/b", "..", 1, None, b"x"]
+    for shared in names:
+        with pytest.raises((ValueError, TypeError), match="shared"):
+            um.Block(PAGE, shared=shared)
+    with pytest.raises(um.PlacementError):
+        um.Block(PAGE, shared=NAME, numa="bind:1023", strict=True)
+    with pytest.raises(MemoryError):
+        um.Block(2**50, shared=NAME)
+    assert not os.path.exists(f"/dev/shm/{NAME}")
 
 
 # ---- sealed copies ----
@@ -252,12 +223,11 @@ def test_nobody_writes_a_sealed_copy() -> None:
                     mmap.mmap(file.fileno(), PAGE)
             with pytest.raises(um.PlacementError, match="sealed"):
                 um.Block.attach(path, writable=True)
+            assert in_child((copy.as_array("uint32", MIB) == np.arange(MIB)).all)
             script = """
-                import sys
-                import unimem as um
-                with um.Block.attach(int(sys.argv[1])) as block:
-                    print(block.as_array("uint32", 1 << 20).sum())
-            """
+with um.Block.attach(int(sys.argv[1])) as block:
+    print(block.as_array("uint32", 1 << 20).sum())
+"""
             said = other_process(script, str(copy.fileno()), fds=(copy.fileno(),))
             assert int(said) == sum(range(1 << 20))
 
@@ -277,36 +247,7 @@ def test_pages_of_sealed_copies(pages: Any) -> None:
             block.sealed_copy(pages="3k")  # type: ignore[arg-type]
 
 
-def test_a_sealed_copy_is_in_a_forked_child() -> None:
-    with um.Block(PAGE) as block:
-        block.as_array()[:] = 2
-        with block.sealed_copy() as copy:
-            assert in_child((copy.as_array() == 2).all)
-
-
 # ---- fork ----
-
-
-def in_child(use: Callable[[], Any]) -> bool:
-    """What a forked child finds; False also when it dies."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads, of NumPy
-        child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if use() else 1)
-        finally:
-            os._exit(2)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
-
-
-def refuses(use: Callable[[], Any]) -> bool:
-    try:
-        use()
-    except um.ClosedError as error:
-        return "forked child" in str(error) and "Block.attach" in str(error)
-    return False
 
 
 def closes(thing: um.Block | um.Tape) -> bool:
@@ -318,30 +259,20 @@ def closes(thing: um.Block | um.Tape) -> bool:
 def test_shared_memory_is_left_out_of_a_child(shared: Any) -> None:
     with um.Block(16 * PAGE, shared=shared, warm=True) as block:
         block.as_array()[:] = 1
-        uses: list[Callable[[], Any]] = [
-            lambda: block.address,
-            lambda: block.nbytes,
-            lambda: block.granted,
-            block.as_array,
-            lambda: memoryview(block),
-            block.verify,
-            block.warm,
-            block.fileno,
-            block.release,
-            lambda: block.commit(PAGE),
-            block.sealed_copy,
-        ]
-        for use in uses:
-            assert in_child(partial(refuses, use))
-        assert in_child(lambda: block.closed and "closed" in repr(block))
         address = block.address
-        assert in_child(lambda: not proc_maps.is_mapped(address))
-        assert in_child(partial(closes, block))
         with um.Tape(block) as tape, um.Block(PAGE) as private:
             tape.take_bytes(8)[:] = 5
-            for use in (lambda: tape.take(8), lambda: tape.take_address(8), tape.clear, tape.mark):
-                assert in_child(partial(refuses, use))
-            assert in_child(partial(closes, tape))
+            uses: list[Callable[[], Any]] = [
+                *(lambda: block.address, lambda: block.nbytes, lambda: block.granted),
+                *(block.as_array, lambda: memoryview(block), block.verify, block.warm),
+                *(block.fileno, block.release, lambda: block.commit(PAGE), block.sealed_copy),
+                *(lambda: tape.take(8), lambda: tape.take_address(8), tape.clear, tape.mark),
+            ]
+            assert in_child(lambda: [use for use in uses if not refuses(use)] == [])
+            assert in_child(lambda: block.closed and "closed" in repr(block))
+            assert in_child(lambda: not proc_maps.is_mapped(address))
+            for thing in (tape, block):
+                assert in_child(partial(closes, thing))
             assert in_child(lambda: not private.as_array().any())
             assert (tape.take_bytes(8) == 1).all()
         if isinstance(shared, str):
@@ -349,33 +280,23 @@ def test_shared_memory_is_left_out_of_a_child(shared: Any) -> None:
         assert (block.as_array()[8:] == 1).all()
 
 
-def attach_in_child(path: str, pipe: Any) -> None:
+def attach_in_child(path: str) -> None:
     """Runs in the child of multiprocessing."""
     with um.Block.attach(path, writable=True) as block:
         block.as_array()[:] += 1
-    pipe.send("done")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_of_multiprocessing_attach(method: str) -> None:
-    context = multiprocessing.get_context(method)
     with um.Block(PAGE, shared=NAME) as block:
         block.as_array()[:] = 1
-        ours, theirs = context.Pipe()
-        process: Any = context.Process  # type: ignore[attr-defined]
-        child = process(target=attach_in_child, args=(block.path, theirs))
+        context: Any = multiprocessing.get_context(method)
+        child = context.Process(target=attach_in_child, args=(block.path,))
         child.start()
-        assert ours.recv() == "done"
         child.join()
         assert child.exitcode == 0
         assert (block.as_array() == 2).all()
-
-
-def test_pickling_names_the_other_way() -> None:
-    wanted = pytest.raises(TypeError, match=r"fileno\(\).*Block\.attach")
-    with um.Block(PAGE, shared=True) as block, wanted:
-        pickle.dumps(block)
 
 
 # ---- files that are written ----

@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
-import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,44 +16,32 @@ import pytest
 
 import proc_maps
 import unimem as um
+from building import run, tool
 from os_faults import os_faults
 
 SOURCE = Path(__file__).parent / "cython_user" / "user.pyx"
 
 
-def compiler() -> str:
-    found = shutil.which("cc") or shutil.which("gcc")
-    if found is None:
-        pytest.skip("no C compiler (cc) to build a user's module with")
-    return found
-
-
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     pytest.importorskip("Cython", reason="Cython is needed to build a user's module")
-    cc, folder = compiler(), tmp_path_factory.mktemp("cython_user")
+    folder = tmp_path_factory.mktemp("cython_user")
     c_file, module = folder / "user.c", folder / f"user{sysconfig.get_config_var('EXT_SUFFIX')}"
     # The folder with the package unimem, where its .pxd files are: site-packages, unless the
     # install is editable.
-    packages = Path(um.__file__).parent.parent
+    packages, library = Path(um.__file__).parent.parent, Path(um.get_library())
     run(sys.executable, "-m", "cython", "-3", "-I", packages, SOURCE, "-o", c_file)
-    include = f"-I{sysconfig.get_path('include')}"
-    library = Path(um.get_library())
+    folders = (sysconfig.get_path("include"), um.get_include(), np.get_include())
+    options = ["-O1", "-shared", "-fPIC", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
+    options += [f"-I{path}" for path in folders]
     link: list[str | Path] = [library, f"-Wl,-rpath,{library.parent}"]
-    options: list[str | Path] = ["-O1", "-shared", "-fPIC", include, f"-I{um.get_include()}"]
-    options += [f"-I{np.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
-    run(cc, *options, c_file, "-o", module, *link)
+    run(tool("cc"), *options, c_file, "-o", module, *link)
     spec = importlib.util.spec_from_file_location("user", module)
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
-
-
-def run(*command: str | Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 def test_taking_without_python(user: ModuleType) -> None:
@@ -65,9 +51,12 @@ def test_taking_without_python(user: ModuleType) -> None:
         assert floats == tape.block.address
         assert doubles % 4096 == 0
         assert tape.owns(doubles + 799)
-        assert not tape.owns(doubles + (1 << 16))
         assert tape.used_bytes == doubles + 800 - tape.block.address
         assert tape.n_takes == 2
+    with um.Block(4096) as block, um.Grid(100, 3) as grid:
+        assert user.base_of(block) == block.address
+        cell = grid.take()
+        assert user.cell_of(grid, cell) == cell.address
 
 
 def test_errors_come_through(user: ModuleType) -> None:
@@ -88,26 +77,16 @@ def test_errors_come_through(user: ModuleType) -> None:
 
 
 def test_a_typed_memoryview_keeps_the_memory(user: ModuleType) -> None:
-    tape = um.Tape(4096)
-    address = tape.block.address
-    view = user.keep_view(tape)
-    with pytest.raises(BufferError, match="live"):
-        tape.close()
-    with tape:
-        pass
+    with um.Tape(4096) as tape:
+        address, view = tape.block.address, user.keep_view(tape)
+        with pytest.raises(BufferError, match="live"):
+            tape.close()
     assert proc_maps.is_mapped(address)
     view[3] = 5.0
     assert view[3] == 5.0
     del view
     gc.collect()
     assert not proc_maps.is_mapped(address)
-
-
-def test_the_native_structs_are_in_reach(user: ModuleType) -> None:
-    with um.Block(4096) as block, um.Grid(100, 3) as grid:
-        assert user.base_of(block) == block.address
-        cell = grid.take()
-        assert user.cell_of(grid, cell) == cell.address
 
 
 @pytest.mark.parametrize("shared", [False, True])

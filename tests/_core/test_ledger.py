@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import gguf_files as gf
 import unimem as um
-from conftest import Run
+from at_once import at_once
+from forks import in_child
 from tiers import examples
 from unimem._core import ledger, status
 from unimem._core.gguf import GGUFHeader
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
 TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
+NAME = f"unimem-test-ledger-{os.getpid()}"
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 5, 512, max_batch_size=4)
 TOKENS = np.ones((5, 4, 8), "float32")
 
@@ -53,8 +55,8 @@ def check() -> dict[int, Entry]:
             assert 0 <= (part.active_bytes or 0) <= part.nbytes
     for name, row in status.ledger().items():
         category = "kv" if name == "history" else name
-        assert mapped[category] == row["mapped_bytes"], name
-        assert n_mappings[category] == row["n_mappings"], name
+        there = (mapped[category], n_mappings[category])
+        assert there == (row["mapped_bytes"], row["n_mappings"]), name
     assert list(found) == sorted(found, key=lambda entry: entry.address)
     return {entry.address: entry for entry in found}
 
@@ -64,16 +66,17 @@ def of(block: um.Block | None) -> Entry:
     return check()[block.address]
 
 
-def by_category(entry: Entry) -> dict[str, int]:
-    return sizes_of(entry.parts)
+def sizes(block: um.Block | None) -> dict[str, int]:
+    """Bytes of a block by the category of its parts."""
+    return sizes_of(of(block).parts)
 
 
-def active(entry: Entry, category: str) -> int:
-    return sum(part.active_bytes or 0 for part in entry.parts if part.category == category)
-
-
-def most(entry: Entry, category: str) -> int:
-    return sum(part.high_water_bytes or 0 for part in entry.parts if part.category == category)
+def in_use(block: um.Block | None, category: str) -> tuple[int, int]:
+    """Bytes of a category in a block that are in use, and that were at most."""
+    parts = [part for part in of(block).parts if part.category == category]
+    return sum(part.active_bytes or 0 for part in parts), sum(
+        part.high_water_bytes or 0 for part in parts
+    )
 
 
 # ---- everything that holds memory ----------------------------------------------------------------
@@ -108,7 +111,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "huge pages": lambda: um.Block(5 * MIB, pages="thp"),
     "reserving": lambda: um.Block(MIB, reserve=8 * MIB, pages="4k"),
     "shared": lambda: um.Block(MIB, shared=True),
-    "named": lambda: um.Block(MIB, shared=f"unimem-ledger-test-{os.getpid()}"),
+    "named": lambda: um.Block(MIB, shared=NAME),
     "mirrored": lambda: um.Block._mirrored(4 * PAGE, 2 * PAGE),
     "mapped": lambda: um.Block.map(TINY),
     "attached": attached,
@@ -151,16 +154,15 @@ def test_every_region_is_entered_once(make: Callable[[], Any]) -> None:
     assert check().keys() == before
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda block: block.as_array(),
-        memoryview,
-        um.Tape,
-        lambda block: um.Tape(block).take(10),
-    ],
-    ids=["array", "memoryview", "tape", "array of a tape"],
-)
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "array": lambda block: block.as_array(),
+    "memoryview": memoryview,
+    "tape": um.Tape,
+    "array of a tape": lambda block: um.Tape(block).take(10),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_memory_that_is_closed_is_there_while_it_is_viewed(view: Callable[[Any], Any]) -> None:
     with um.Block(MIB, name="viewed") as block:
         address = block.address
@@ -188,39 +190,28 @@ def test_what_an_entry_says() -> None:
         assert entry.nbytes == -(-TINY.stat().st_size // PAGE) * PAGE
         assert entry.requested == block.requested
     with um.Block._mirrored(4 * PAGE, 2 * PAGE) as block:
-        entry = of(block)
-        assert (entry.nbytes, entry.reserved_bytes) == (4 * PAGE, 8 * PAGE)
-    name = f"unimem-ledger-test-{os.getpid()}"
-    with um.Block(MIB, shared=name) as block, um.Block.attach(f"/dev/shm/{name}") as other:
+        assert (of(block).nbytes, of(block).reserved_bytes) == (4 * PAGE, 8 * PAGE)
+    with um.Block(MIB, shared=NAME) as block, um.Block.attach(f"/dev/shm/{NAME}") as other:
         assert of(block).path == of(other).path == block.path
         with um.Block.attach(block.fileno()) as unnamed:
             assert of(unnamed).path is None
-
-
-def test_a_header_is_entered_while_it_is_there() -> None:
     before = check().keys()
-    fd = os.open(TINY, os.O_RDONLY)
-    header = GGUFHeader(fd, os.fstat(fd).st_size, str(TINY))
-    os.close(fd)
+    with TINY.open("rb") as file:
+        header = GGUFHeader(file.fileno(), TINY.stat().st_size, str(TINY))
     (address,) = check().keys() - before
     entry = check()[address]
     assert (entry.category, entry.name, entry.requested) == ("other", str(TINY), None)
     del header
     assert check().keys() == before
-
-
-def test_growing_and_releasing() -> None:
     with um.Block(4 * PAGE, reserve=64 * PAGE, pages="4k") as block:
-        sizes = [of(block).nbytes]
+        assert of(block).nbytes == 4 * PAGE
         block.commit(32 * PAGE)
-        sizes.append(of(block).nbytes)
+        assert of(block).nbytes == 32 * PAGE
         block.release(8 * PAGE, 8 * PAGE)  # a gap
-        sizes.append(of(block).nbytes)
+        assert of(block).nbytes == 24 * PAGE
         block.release()
+        assert (of(block).nbytes, of(block).reserved_bytes) == (0, 64 * PAGE)
         assert of(block).parts == ()
-        sizes.append(of(block).nbytes)
-        assert of(block).reserved_bytes == 64 * PAGE
-    assert sizes == [4 * PAGE, 32 * PAGE, 24 * PAGE, 0]
 
 
 def test_a_snapshot_that_is_mapped(tmp_path: Path) -> None:
@@ -230,7 +221,7 @@ def test_a_snapshot_that_is_mapped(tmp_path: Path) -> None:
         entry = of(kv.block)
         assert entry.path == str(tmp_path / "saved")
         assert entry.nbytes == kv.capacity_bytes
-        assert active(entry, "kv") == kv.memory_usage_bytes
+        assert in_use(kv.block, "kv")[0] == kv.memory_usage_bytes
         kv.append(0, TOKENS, TOKENS)
         check()
 
@@ -245,7 +236,7 @@ def test_what_fails_leaves_no_entry(tmp_path: Path) -> None:
             um.KVCache(2, 4, 8, 1000, tape=tape)
         with pytest.raises(um.TapeFull):
             um.DecodeBuffers(DIMS, tape=tape)
-        assert by_category(of(tape.block)) == {"scratch": PAGE}
+        assert sizes(tape.block) == {"scratch": PAGE}
     with pytest.raises(um.CapacityError):
         um.Block(1 << 46)
     with pytest.raises(ValueError, match="category"):
@@ -276,57 +267,50 @@ def test_a_forked_child() -> None:
         lost = {shared.address, ring.block.address}
         # What this process shows of itself is no child's.
         lost |= {address for address, entry in before.items() if entry.name == published.NAME}
-        child = os.fork()
-        if child == 0:
-            try:
-                there = check()
-                assert there.keys() == before.keys() - lost
-                assert there[private.block.address] == before[private.block.address]
-                assert there[copy.address] == before[copy.address]
-                assert there[weights.blocks[0].address] == before[weights.blocks[0].address]
-                with um.Block(MIB) as block:
-                    of(block)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def looks() -> bool:
+            there = check()
+            assert there.keys() == before.keys() - lost
+            for block in (private.block, copy, weights.blocks[0]):
+                assert there[block.address] == before[block.address]
+            with um.Block(MIB) as block:
+                of(block)
+            return True
+
+        assert in_child(looks)
         assert check() == before
 
 
 def test_entries_while_others_make_and_close_blocks() -> None:
     """Nobody who closes is told of users that there are none, and no torn entry is seen."""
     ended = threading.Event()
-    failures: list[BaseException] = []
 
-    def make() -> None:
+    def work(n: int) -> None:
         try:
+            if n == 0:
+                look()
             while not ended.is_set():
-                with um.Tape(PAGE) as tape:
-                    tape.take(10)
-                    with um.Scratchpad(8, 8, tape=tape):
-                        pass
-                block = um.Block(PAGE)
-                tape = um.Tape(block)
-                del tape
-                block.close()
-        except BaseException as error:
-            failures.append(error)
+                make()
+        finally:
+            ended.set()
 
-    threads = [threading.Thread(target=make) for _ in range(3)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(1000):
+    def look() -> None:
+        for _ in range(300):
             for entry in entries():
                 assert sum(part.nbytes for part in entry.parts) == entry.nbytes
-    finally:
-        sys.setswitchinterval(interval)
         ended.set()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+
+    def make() -> None:
+        with um.Tape(PAGE) as tape:
+            tape.take(10)
+            with um.Scratchpad(8, 8, tape=tape):
+                pass
+        block = um.Block(PAGE)
+        tape = um.Tape(block)
+        del tape
+        block.close()
+
+    at_once(4, work)
     check()
 
 
@@ -342,7 +326,7 @@ def test_who_closes_in_a_collection_finds_no_user() -> None:
             failures.append(error)
 
     thresholds = gc.get_threshold()
-    for n in range(1, 60, 4):
+    for n in range(1, 60, 8):
         tapes = [um.Tape(PAGE, pages="4k") for _ in range(10)]
         gc.collect()
         gc.callbacks.append(close)
@@ -357,50 +341,23 @@ def test_who_closes_in_a_collection_finds_no_user() -> None:
     assert failures == []
 
 
-def test_a_region_that_is_about_to_go_is_left_out(run_python: Run) -> None:
+def test_a_region_that_is_about_to_go_is_left_out() -> None:
     """Weak references to it are told while it is still mapped, and other threads may run then."""
-    done = run_python(
-        """
-        import gc
-        import weakref
-        import unimem as um
-        from unimem._core.ledger import entries
+    seen = []
 
-        def listed(_):
-            seen.append([entry.name for entry in entries()])
+    def listed(_: object) -> None:
+        seen.append({entry.name for entry in entries()} & {"before", "mine"})
 
-        seen = []
-        with um.Block(4096, name="before"), um.Block(4096, name="mine") as block:
-            (region,) = (o for o in gc.get_referents(block) if type(o).__name__ == "Region")
-            reference = weakref.ref(region, listed)
-            del region
-            block.close()
-            listed(None)
-        print(seen)
-        """
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[['before'], ['before']]\n"
+    with um.Block(4096, name="before"), um.Block(4096, name="mine") as block:
+        (region,) = (o for o in gc.get_referents(block) if type(o).__name__ == "Region")
+        reference = weakref.ref(region, listed)
+        del region
+        block.close()
+        listed(reference)
+    assert seen == [{"before"}, {"before"}]
 
 
 # ---- parts ---------------------------------------------------------------------------------------
-
-
-def test_what_of_a_tape_is_in_use() -> None:
-    with um.Tape(MIB, pages="4k") as tape:
-        tape.take_bytes(1000)
-        tape.clear()
-        tape.take_bytes(300)
-        (part,) = of(tape.block).parts
-        assert part == Part("scratch", tape.block.address, MIB, 300, 1000)
-
-
-@pytest.mark.parametrize("category", ["history", "scratch", "logits", "tokens", "diagnostics"])
-def test_a_tape_is_of_its_block_s_category(category: str) -> None:
-    with um.Block(MIB, category=category) as block, um.Tape(block):
-        row = "kv" if category == "history" else category
-        assert of(block).category == row
-        assert by_category(of(block)) == {row: MIB}
 
 
 @pytest.mark.parametrize("kind", ["kv", "ring", "growing"])
@@ -411,104 +368,94 @@ def test_what_of_a_cache_is_in_use(kind: str) -> None:
             kv.append(layer, TOKENS, TOKENS)
         used = kv.memory_usage_bytes
         assert used == 2 * 2 * 5 * kv.row_bytes
-        entry = of(kv.block)
-        assert by_category(entry) == {"kv": entry.nbytes}
-        assert (active(entry, "kv"), most(entry, "kv")) == (used, used)
+        assert sizes(kv.block) == {"kv": of(kv.block).nbytes}
+        assert in_use(kv.block, "kv") == (used, used)
         for forget in (lambda: kv.crop(2), lambda: kv.trim_to(1), kv.clear):
             forget()
-            entry = of(kv.block)
-            assert (active(entry, "kv"), most(entry, "kv")) == (kv.memory_usage_bytes, used)
+            assert in_use(kv.block, "kv") == (kv.memory_usage_bytes, used)
         kv.append(0, TOKENS, TOKENS)
         kv.rollback()
-        assert most(of(kv.block), "kv") == used
+        assert in_use(kv.block, "kv")[1] == used
         kv.enforce_memory_limit(0)
         check()
 
 
 def test_a_cache_on_a_tape_is_a_part_of_it() -> None:
+    with um.Tape(MIB, pages="4k") as tape:
+        tape.take_bytes(1000)
+        tape.clear()
+        tape.take_bytes(64)
+        assert of(tape.block).parts == (Part("scratch", tape.block.address, MIB, 64, 1000),)
     with um.Tape(MIB) as tape:
         tape.take_bytes(64)
         kv = um.KVCache(2, 4, 8, 100, tape=tape)
         kv.append(0, TOKENS, TOKENS)
         tape.take_bytes(32)
-        entry = of(tape.block)
-        assert by_category(entry) == {"scratch": MIB - kv.capacity_bytes, "kv": kv.capacity_bytes}
-        assert active(entry, "kv") == most(entry, "kv") == kv.memory_usage_bytes == 640
-        assert active(entry, "scratch") == most(entry, "scratch") == 64 + 32
+        assert sizes(tape.block) == {"scratch": MIB - kv.capacity_bytes, "kv": kv.capacity_bytes}
+        assert in_use(tape.block, "kv") == (640, 640) == (kv.memory_usage_bytes,) * 2
+        assert in_use(tape.block, "scratch") == (64 + 32, 64 + 32)
         tape.rewind(64 + kv.capacity_bytes)
-        assert by_category(of(tape.block))["kv"] == kv.capacity_bytes
+        assert sizes(tape.block)["kv"] == kv.capacity_bytes
         tape.rewind(64)  # its memory is the next taker's
-        assert by_category(of(tape.block)) == {"scratch": MIB}
+        assert sizes(tape.block) == {"scratch": MIB}
         kv.close()
+    for category in ("history", "scratch", "logits", "tokens", "diagnostics"):
+        with um.Block(MIB, category=category) as block, um.Tape(block):
+            assert sizes(block) == {"kv" if category == "history" else category: MIB}
 
 
 def test_a_pool_counts_blocks() -> None:
     with um.PagedKVCache(1, 4, 8, n_blocks=10, block_tokens=2) as cache:
-        size = cache.block_bytes
 
-        def figures() -> tuple[int, int]:
-            entry = of(cache.block)
-            assert by_category(entry) == {"kv": entry.nbytes}
-            return active(entry, "kv") // size, most(entry, "kv") // size
+        def figures() -> list[int]:
+            assert sizes(cache.block).keys() == {"kv"}
+            return [n // cache.block_bytes for n in in_use(cache.block, "kv")]
 
         sequence = cache.sequence()
         sequence.append(0, TOKENS, TOKENS)
-        assert figures() == (3, 3)
+        assert figures() == [3, 3]
         fork = sequence.fork()
         fork.append(0, TOKENS, TOKENS)  # a copy of the shared block, and two more
-        assert figures() == (6, 6)
+        assert figures() == [6, 6]
         fork.crop(2)
-        assert figures() == (3, 6)
+        assert figures() == [3, 6]
         fork.close()
         sequence.rollback()
         sequence.close()
-        assert figures() == (0, 6)
+        assert figures() == [0, 6]
         with cache.sequence() as dropped:
             dropped.append(0, np.ones((14, 4, 8), "f4"), np.ones((14, 4, 8), "f4"))
-        assert figures() == (0, 7)
+        assert figures() == [0, 7]
 
 
-@pytest.mark.parametrize("kind", ["scratchpad", "paged scratchpad"])
-def test_pads(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "rows"), [("scratchpad", 1), ("paged scratchpad", 16)])
+def test_pads(kind: str, rows: int) -> None:
     with MAKERS[kind]() as pad:
         pad.append_batch(np.ones((20, 8), "float32"))
-        entry = of(pad.tape.block)
-        assert by_category(entry) == {"kv": entry.nbytes}
-        used = (20 if kind == "scratchpad" else 32) * 8 * 4
-        assert active(entry, "kv") == most(entry, "kv") == used
+        assert sizes(pad.tape.block).keys() == {"kv"}
+        used = -(-20 // rows) * rows * 8 * 4
+        assert in_use(pad.tape.block, "kv") == (used, used)
         pad.crop(1)
-        entry = of(pad.tape.block)
-        assert active(entry, "kv") == (1 if kind == "scratchpad" else 16) * 8 * 4
-        assert most(entry, "kv") == used
+        assert in_use(pad.tape.block, "kv") == (rows * 8 * 4, used)
 
 
 def test_buffers_of_a_step() -> None:
     with um.DecodeBuffers(DIMS) as buffers:
-        vectors = (
-            *(buffers.batched_k_ptrs, buffers.batched_v_ptrs),
-            *(buffers.batched_kv_lens, buffers.batched_positions),
-        )
-        expected = {
-            "logits": buffers.logits.nbytes,
-            "tokens": sum(vector.nbytes for vector in vectors),
-        }
-        entry = of(buffers.tape.block)
-        sizes = by_category(entry)
-        assert sizes.pop("scratch") == entry.nbytes - sum(expected.values())
-        assert sizes == expected
-        in_use = {part.category: active(entry, part.category) for part in entry.parts}
-        assert sum(in_use.values()) == buffers.memory_bytes
-        assert in_use["logits"] == expected["logits"]
-        del vectors
+        vectors = ("batched_k_ptrs", "batched_v_ptrs", "batched_kv_lens", "batched_positions")
+        logits = buffers.logits.nbytes
+        tokens = sum(getattr(buffers, name).nbytes for name in vectors)
+        block = buffers.tape.block
+        scratch = of(block).nbytes - logits - tokens
+        assert sizes(block) == {"scratch": scratch, "logits": logits, "tokens": tokens}
+        used = {part.category: in_use(block, part.category)[0] for part in of(block).parts}
+        assert sum(used.values()) == buffers.memory_bytes
+        assert used["logits"] == logits
     with um.Tape(MIB, category="history") as tape:
-        scratch = um.ForwardScratch(DIMS, tape=tape)
-        assert by_category(of(tape.block)) == {
-            "kv": MIB - tape.used_bytes,
-            "scratch": tape.used_bytes - 4 * 512,
-            "logits": 4 * 512,
-        }
-        scratch.close()
-        assert by_category(of(tape.block)) == {"kv": MIB}
+        scratch_buffers = um.ForwardScratch(DIMS, tape=tape)
+        used = {"kv": MIB - tape.used_bytes, "scratch": tape.used_bytes - 2048, "logits": 2048}
+        assert sizes(tape.block) == used
+        scratch_buffers.close()
+        assert sizes(tape.block) == {"kv": MIB}
 
 
 def test_who_has_gone_says_nothing() -> None:
@@ -519,7 +466,7 @@ def test_who_has_gone_says_nothing() -> None:
         assert len(holder_parts()) == before + 2
         del pad
         assert len(holder_parts()) == before + 1
-        assert by_category(of(tape.block)) == {"scratch": MIB}
+        assert sizes(tape.block) == {"scratch": MIB}
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -546,28 +493,28 @@ def test_weights_by_type(tmp_path: Path, load: Any) -> None:
             tape.take_bytes(100)
             options = {"tape": tape} if load == "tape" else {"load": load}
             with um.open_weights(path, **options) as weights:
-                sizes: Counter[str] = Counter()
+                found: Counter[str] = Counter()
                 for block in weights.blocks:
-                    sizes.update(by_category(of(block)))
-                mapped = sum(of(block).nbytes for block in weights.blocks)
+                    found.update(sizes(block))
+                mapped = found.total()
                 expected = {f"weights:{t}": n for t, n in weights.by_type().items() if n}
                 if load == "tape":
                     expected["weights"] = mapped - weights.mapped_bytes
                     mapped = weights.mapped_bytes
                 if mapped > weights.nbytes:
                     expected["weights:padding"] = mapped - weights.nbytes
-                assert sizes == expected, kind
+                assert found == expected, kind
+                parts = {id(block): of(block).parts for block in weights.blocks}
                 for tensor in weights.tensors.values():
-                    entry = of(tensor._memory.block)
                     assert any(
                         part.category == f"weights:{tensor.type}"
                         and part.address <= tensor.address
                         and tensor.address + tensor.nbytes <= part.address + part.nbytes
-                        for part in entry.parts
+                        for part in parts[id(tensor._memory.block)]
                     )
                 if load == "tape":
                     tape.clear()
-                    assert by_category(of(tape.block)) == {"weights": tape.block.nbytes}
+                    assert sizes(tape.block) == {"weights": tape.block.nbytes}
 
 
 def made_models(tmp_path: Path) -> Iterator[Path]:
@@ -584,51 +531,43 @@ def made_models(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "m.safetensors"
 
 
-def test_very_many_tensors_are_looked_at_once(tmp_path: Path) -> None:
-    path = model_of(tmp_path / "many.gguf", 100_000)
+def test_runs_of_tensors_are_looked_for_once(tmp_path: Path) -> None:
+    path = model_of(tmp_path / "many.gguf", 10_000)
     with um.open_weights(path) as weights:
         parts = weights._ledger_parts()
-        assert len(parts) == 100_001
+        assert len(parts) == 10_001
         assert weights._ledger_parts() is parts
-        entry = of(weights.blocks[0])
-        assert by_category(entry) | {"weights:padding": 0} == {
-            **{f"weights:{kind}": n for kind, n in weights.by_type().items()},
-            "weights:padding": 0,
-        }
-
-
-def test_opening_another_makes_the_parts_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def counted(parts: Any, *rest: Any) -> Any:
-        made.append(parts)
-        return parts_of(parts, *rest)
-
-    parts_of = opened._parts_of
-    monkeypatch.setattr(opened, "_parts_of", counted)
-    with um.open_weights(TINY) as one, um.open_weights(TINY) as two:
-        assert made == []
-        for weights in (one, two):
-            assert by_category(of(weights.blocks[0]))["weights:q8_0"] == weights.by_type()["q8_0"]
-        assert len(made) == 2
-
-
-def test_runs_of_a_header(tmp_path: Path) -> None:
-    """Neighbours of one type are one run, whatever their order in the table."""
+        found = sizes(weights.blocks[0])
+        found.pop("weights:padding")
+        assert found == {f"weights:{kind}": n for kind, n in weights.by_type().items()}
+    # Neighbours of one type are one run, whatever their order in the table.
     tensors = [
-        gf.tensor("c", (8,), gf.F32, 96),
-        gf.tensor("a", (8,), gf.F32, 0),
-        gf.tensor("empty", (0,), gf.F32, 32),
-        gf.tensor("b", (16,), gf.F16, 64),
+        *(gf.tensor("c", (8,), gf.F32, 96), gf.tensor("a", (8,), gf.F32, 0)),
+        *(gf.tensor("empty", (0,), gf.F32, 32), gf.tensor("b", (16,), gf.F16, 64)),
         gf.tensor("d", (8,), gf.F32, 32),
     ]
-    path = tmp_path / "m.gguf"
     path.write_bytes(gf.with_data(gf.head(len(tensors), 0), *tensors, nbytes=128)[0])
     with path.open("rb") as file:
         header = GGUFHeader(file.fileno(), path.stat().st_size, str(path))
     first = header.data_offset
     assert header.runs() == [(first, 64, "f32"), (first + 64, 32, "f16"), (first + 96, 32, "f32")]
     assert GGUFHeader.runs.__doc__ == SafetensorsHeader.runs.__doc__
+
+
+def test_opening_another_makes_the_parts_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    parts_of = opened._parts_of
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return parts_of(*args)
+
+    monkeypatch.setattr(opened, "_parts_of", counted)
+    with um.open_weights(TINY) as one, um.open_weights(TINY) as two:
+        assert made == []
+        for weights in (one, two):
+            assert sizes(weights.blocks[0])["weights:q8_0"] == weights.by_type()["q8_0"]
+        assert made == [1, 1]
 
 
 # ---- high-water marks ----------------------------------------------------------------------------
