@@ -149,10 +149,7 @@ def test_touch_brings_in_every_page(cpus: list[int]) -> None:
 def test_touch_on_reserved_pages() -> None:
     with huge_pages.reserved(2):
         assert plain.touch(4 << 20, 2 << 20, "2m", CPUS[:1]) > 0
-    with (
-        huge_pages.all_held(),
-        pytest.raises(OSError, match="touch of libunimem-bench") as info,
-    ):
+    with huge_pages.all_held(), pytest.raises(OSError, match="touch of libunimem-bench") as info:
         plain.touch(4 << 20, 2 << 20, "2m", CPUS[:1])
     assert info.value.errno == errno.ENOMEM
 
@@ -194,11 +191,7 @@ WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
 @pytest.mark.parametrize(("way", "how"), WAYS)
 @pytest.mark.parametrize("request_bytes", [PAGE, 1 << 20, 1 << 40])
 def test_every_way_loads_all_of_a_file(
-    way: plain.Way,
-    how: dict[str, Any],
-    request_bytes: int,
-    path: Path,
-    words: NDArray[np.uint64],
+    way: plain.Way, how: dict[str, Any], request_bytes: int, path: Path, words: NDArray[np.uint64]
 ) -> None:
     try:
         seconds, found = plain.load(path, 24, way, request_bytes, cpus=CPUS[:2], **how)

@@ -85,10 +85,7 @@ def test_a_process_that_dies_is_an_error_of_its_cases(
     answer_with(monkeypatch, tmp_path, [record("one", 1.0)], status=7)
     one, two = run(["invented"], quick=False, folder=tmp_path).cases()
     assert (one.failed, one.is_error) == (None, False)
-    assert (two.failed, two.is_error) == (
-        "the process that measured it ended with status 7",
-        True,
-    )
+    assert (two.failed, two.is_error) == ("the process that measured it ended with status 7", True)
 
 
 @pytest.mark.usefixtures("suite")

@@ -252,9 +252,7 @@ def test_the_best_peer_is_chosen_by_rounds_that_do_not_judge_it() -> None:
 def test_of_three_rounds_two_judge_the_best_peer() -> None:
     """One round has no interval, and would say for certain whatever it says."""
     of = case(
-        ours([1.0] * 3),
-        side("A", [0.97, 1.0, 0.87]),
-        targets=(faster_than_best(0.9, issue=6),),
+        ours([1.0] * 3), side("A", [0.97, 1.0, 0.87]), targets=(faster_than_best(0.9, issue=6),)
     )
     found = verdict(of)
     assert found.measured is not None

@@ -308,11 +308,7 @@ def test_a_layout_has_the_weights_as_they_are_asked_for(model: Path) -> None:
     told: list[tuple[int, int]] = []
     for load in ("copy", "direct"):
         with um.Layout.for_model(
-            model,
-            ctx=100,
-            load=load,
-            pages="4k",
-            progress=lambda *n: told.append(n),
+            model, ctx=100, load=load, pages="4k", progress=lambda *n: told.append(n)
         ) as layout:
             weights = layout.weights
             assert isinstance(weights, um.Weights)

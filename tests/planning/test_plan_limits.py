@@ -267,11 +267,7 @@ def test_a_pool_of_huge_pages(memory: Any, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_nodes(
-    memory: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    numa: str,
-    names: list[str],
-    needed: list[float],
+    memory: Any, monkeypatch: pytest.MonkeyPatch, numa: str, names: list[str], needed: list[float]
 ) -> None:
     memory(64 * GIB)
     nodes = {n: Node(n, 8 * GIB, GIB, GIB + n, (n,), (10, 20), True) for n in (0, 1)}
