@@ -280,12 +280,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert reserved_pages() == before
 
 
+# Those of Q4_K_M differ by their file alone; in those that are slow the same sides do other work.
+SLOW = {"pages/prefill", "pages/start"}
+CASES = [
+    pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (case.id in SLOW))
+    for case in cases_of("decode", "pages")
+    if "q4_k_m" not in str(case.id)
+]
+
+
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(
-    # Those of Q4_K_M differ by their file alone.
-    "case",
-    [case for case in cases_of("decode", "pages") if "q4_k_m" not in str(case.id)],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         record = run_case(case, folder, monkeypatch)

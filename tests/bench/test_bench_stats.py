@@ -94,7 +94,8 @@ def test_passes_that_differ_make_the_interval_wider() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_passes", "n_rounds", "between"), [(1, 20, 0.0), (3, 10, 0.03), (5, 15, 0.03)]
+    ("n_passes", "n_rounds", "between"),
+    [(1, 20, 0.0), (3, 10, 0.03), pytest.param(5, 15, 0.03, marks=pytest.mark.slow)],
 )
 def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between: float) -> None:
     """What the intervals are for, on 100 invented pairs of runs with heavy tails."""

@@ -329,7 +329,7 @@ def test_advice_is_what_planning_with_it_says(memory: Any, options: dict[str, An
 def test_what_costs_least_comes_first(room: Any) -> None:
     options: dict[str, Any] = {"ctx": 8000, "load": "copy", "sessions": 2, "pages": "4k"}
     whole = um.plan(DIMS, **options)
-    memory(whole.total_bytes - 4096)
+    room(whole.total_bytes - 4096)
     plan = um.plan(DIMS, **options)
     names = [name for advice in plan.advice for name in advice.options]
     assert names == ["load", "sessions", "kv_dtype", "ctx", "window"]
