@@ -78,7 +78,8 @@ def test_copy(words: NDArray[np.uint64]) -> None:
     assert to[half // 8 - 1] == 0
     to[half // 8 - 1] = words[half // 8 - 1]
     assert np.array_equal(to, words)
-    for table in (np.zeros((2, 3)), np.zeros((2, 2), np.uint64)):
+    tables: list[Any] = [np.zeros((2, 3)), np.zeros((2, 2), np.uint64)]
+    for table in tables:
         with pytest.raises(ValueError, match=r"wants an array of uint64 of shape \(n, 3\), found"):
             plain.copy(table)
 
@@ -258,7 +259,12 @@ def test_memory_is_touched_until_that_is_fast(
 ) -> None:
     left = iter(seconds)
     touched: list[int] = []
-    monkeypatch.setattr(plain, "touch", lambda nbytes, *_: touched.append(nbytes) or next(left))
+
+    def touch(nbytes: int, *_: object) -> float:
+        touched.append(nbytes)
+        return next(left)
+
+    monkeypatch.setattr(plain, "touch", touch)
     monkeypatch.setattr(states, "_fastest", {})
     states.ready(1 << 30, CPUS[:1])
     assert touched == [1 << 30] * calls

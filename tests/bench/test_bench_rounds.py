@@ -54,7 +54,7 @@ def test_sides_alternate_and_each_begins_in_turn() -> None:
 )
 def test_disturbed_rounds_are_dropped(
     taken: list[float],
-    kept: list[int],
+    kept: list[float],
     dropped: int,
     disturbed: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -497,6 +497,7 @@ def test_a_run_is_interrupted(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*MAIN, *words], start_new_session=True, **pipes) as child:
         try:
+            assert child.stderr is not None
             assert child.stderr.readline().startswith("calls, pass 1 of ")
             os.killpg(child.pid, signal.SIGINT)
             out, err = child.communicate()

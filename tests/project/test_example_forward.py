@@ -334,7 +334,7 @@ def test_other_models_are_refused(example: Any, tmp_path: Path, arch: str, kind:
 
 def test_it_is_short_and_tells_a_story(tmp_path: Path) -> None:
     assert EXAMPLE.read_text().count("\n") <= 150
-    command = [sys.executable, "-W", "error", EXAMPLE]
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     story, figures = done.stdout.strip().split("\n")
