@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +15,45 @@ __all__ = ["reserved"]
 
 POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
+# Adds pages, says how many the kernel found, and takes as many away when its input ends, which it
+# does however the process ends that wants them. The kernel takes no differences: one process at a
+# time reads the number and writes another. Pages that go when they are free (surplus) become
+# reserved ones first; in the end those that are in use do the reverse.
+_KEEPER = """
+import fcntl, sys
+
+folder, n_missing = sys.argv[1], int(sys.argv[2])
+
+def count(name):
+    with open(f"{folder}/{name}_hugepages") as file:
+        return int(file.read())
+
+def change(n):
+    with open(f"{folder}/nr_hugepages") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        surplus, reserved = count("surplus"), count("nr") - count("surplus")
+        with open(f"{folder}/nr_hugepages", "w") as file:
+            file.write(str(max(0, reserved + n + (surplus if n > 0 else 0))))
+        return count("nr") - count("surplus") - reserved
+
+try:
+    n_added = change(n_missing)
+except OSError as error:
+    sys.exit(print(error))
+try:
+    print(n_added, flush=True)
+finally:
+    sys.stdin.read()
+    change(-n_added)
+"""
+
 
 @contextmanager
 def reserved(nbytes: int) -> Iterator[None]:
     """Let the pool of 2 MiB pages have so much that is free.
 
-    What it lacks is reserved, which takes root, and given back at the end, whatever happens; only a
-    process that is killed leaves it there.
+    What it lacks is reserved, which takes root, and given back at the end, also where this process
+    is killed: another one does both.
 
     Parameters
     ----------
@@ -38,20 +72,18 @@ def reserved(nbytes: int) -> Iterator[None]:
         return
     remedy = pool.limit(nbytes).remedy
     wants = f"wants {n_missing} more huge pages of 2 MiB"
-    before = _n_reserved()
-    try:
-        # Those that would go become reserved ones first, and are in use.
-        _reserve(pool.total + n_missing)
-    except OSError as error:
-        raise NotMeasured(f"{wants}, which root can reserve ({error}): {remedy}") from error
-    n_added = _n_reserved() - before
-    try:
+    command = [sys.executable, "-I", "-S", "-c", _KEEPER, str(POOL), str(n_missing)]
+    # In a session of its own: what interrupts or ends this one must not reach it.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as keeper:
+        assert keeper.stdout is not None
+        said = keeper.stdout.readline().strip()
+        if not said.isdecimal():
+            raise NotMeasured(f"{wants}, which root can reserve ({said}): {remedy}")
         if _pool().available_bytes < nbytes:
-            raise NotMeasured(f"{wants}, the kernel finds room for {n_added}: {remedy}")
+            raise NotMeasured(f"{wants}, the kernel finds room for {said}: {remedy}")
         yield
-    finally:
-        # Others may have changed it meanwhile. Pages that are in use go when they are free.
-        _reserve(_n_reserved() - n_added)
 
 
 def _pool() -> HugePool:
@@ -59,15 +91,3 @@ def _pool() -> HugePool:
     if pool is None:
         raise NotMeasured("wants huge pages of 2 MiB, this kernel has no pool of them")
     return pool
-
-
-def _n_reserved() -> int:
-    """Count the pages that stay: ``nr_hugepages`` also has those that go when they are free."""
-    total, surplus = (
-        int((POOL / name).read_text()) for name in ("nr_hugepages", "surplus_hugepages")
-    )
-    return total - surplus
-
-
-def _reserve(n: int) -> None:
-    (POOL / "nr_hugepages").write_text(str(max(0, n)))

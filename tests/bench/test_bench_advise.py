@@ -28,24 +28,27 @@ from unimem_bench.decoders import SideError
 from unimem_bench.stats import Ratio
 from unimem_bench.suite import NotMeasured
 
-SCHEMA = ROOT / "docs" / "schemas" / "advice-1.json"
+SCHEMA = json.loads((ROOT / "docs/schemas/advice-1.json").read_text())
+MODEL = embedded_model()
 
 # Of an option and its value: how many times as fast decode, prefill and start are.
-Effects = dict[tuple[str, str], tuple[float, float, float]]
+Effects = Mapping[tuple[str, str], tuple[float, float, float]]
+THP_DECODES_FASTER: Effects = {("pages", "thp"): (1.3, 1.0, 0.5)}
+Q8_DECODES_FASTER: Effects = {("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)}
 
 
 class FakeDecoder:
     """A decoder with the speeds that a test invents, and noise of a few percent."""
 
-    effects: ClassVar[Effects] = {}
-    noise: ClassVar[float] = 0.01
-    refuses: ClassVar[set[str]] = set()
-    interrupt_after: ClassVar[int | None] = None
-    started: ClassVar[list[FakeDecoder]] = []
-    rng: ClassVar[np.random.Generator] = np.random.default_rng(0)
+    effects: ClassVar[Effects]
+    noise: ClassVar[float]
+    refuses: ClassVar[str]
+    interrupt_after: ClassVar[int]
+    started: ClassVar[list[FakeDecoder]]
+    rng: ClassVar[np.random.Generator]
 
     def __init__(self, model: Path, *, ctx: int, threads: int, **options: str) -> None:
-        if self.refuses & set(options.values()):
+        if self.refuses in options.values():
             raise SideError("the unimem side: it does not start")
         self.options = options
         self.pid = 2**22 + len(self.started)  # of no process
@@ -72,10 +75,9 @@ class FakeDecoder:
 
     def decode(self, n: int) -> float:
         assert n >= 1
-        if FakeDecoder.interrupt_after is not None:
-            FakeDecoder.interrupt_after -= 1
-            if FakeDecoder.interrupt_after == 0:
-                raise KeyboardInterrupt
+        FakeDecoder.interrupt_after -= 1
+        if FakeDecoder.interrupt_after == 0:
+            raise KeyboardInterrupt
         return self._noisy(self._decode)
 
     def require_idle(self) -> None:
@@ -115,23 +117,16 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Decoders that are invented, and rounds that nothing disturbs."""
     invented = Machine()
-    for name, value in {
-        "effects": {},
-        "noise": 0.01,
-        "refuses": set(),
-        "interrupt_after": None,
-        "started": [],
-        "rng": np.random.default_rng(8),
-    }.items():
-        monkeypatch.setattr(FakeDecoder, name, value)
+    fresh: dict[str, Any] = {"effects": {}, "noise": 0.01, "refuses": "", "started": []}
+    fresh |= {"interrupt_after": 0, "rng": np.random.default_rng(8)}
+    for name, value in fresh.items():
+        monkeypatch.setattr(FakeDecoder, name, value, raising=False)
     monkeypatch.setattr(module, "DecoderProcess", FakeDecoder)
     monkeypatch.setattr(module, "reserved", invented.reserved)
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
     # Plans would take pages that this machine has reserved, and ask for none.
-    empty = {
-        name: replace(pool, total=0, free=0, reserved=0)
-        for name, pool in limits.huge_pools().items()
-    }
+    pools = limits.huge_pools().items()
+    empty = {name: replace(pool, total=0, free=0, reserved=0) for name, pool in pools}
     monkeypatch.setattr(limits, "huge_pools", lambda: empty)
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     return invented
@@ -141,9 +136,10 @@ def _node(number: int, total_bytes: int = 1 << 30) -> Node:
     return Node(number, total_bytes, total_bytes, total_bytes, (number,), (10, 20), True)
 
 
-def make(effects: Effects, **options: Any) -> Advised:
+def make(effects: Effects) -> Advised:
     FakeDecoder.effects = effects
-    advice = advise(embedded_model(), quick=True, **options)
+    FakeDecoder.rng = np.random.default_rng(8)
+    advice = advise(MODEL, quick=True)
     assert FakeDecoder.started
     assert not any(each.is_open for each in FakeDecoder.started)
     return advice
@@ -153,7 +149,7 @@ def make(effects: Effects, **options: Any) -> Advised:
 def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
     advice = make(
         {
-            ("pages", "thp"): (1.3, 1.0, 0.5),
+            **THP_DECODES_FASTER,
             ("pages", "2m"): (1.1, 1.0, 1.0),
             ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
             ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
@@ -164,11 +160,8 @@ def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
     assert advice.margin is not None
     assert advice.margin.value == pytest.approx(1.3 * 1.2, rel=0.03)
     assert advice.margin.low > 1.4
-    assert {factor.name: factor.winner for factor in advice.factors} == {
-        "pages": "thp",
-        "load": None,
-        "kv_dtype": "q8_0",
-    }
+    winners = {"pages": "thp", "load": None, "kv_dtype": "q8_0"}
+    assert {factor.name: factor.winner for factor in advice.factors} == winners
     together = FakeDecoder.started[-1].options, FakeDecoder.started[-2].options
     assert {"pages": "thp", "kv_dtype": "q8_0"} in together
     assert {} in together
@@ -180,12 +173,16 @@ def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_noise_is_no_advice() -> None:
+def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> None:
     FakeDecoder.noise = 0.05
     advice = make({})
     assert (advice.flags, advice.margin, advice.by, advice.trade_offs) == ((), None, None, ())
     last = list(page(advice))[-1]
     assert last == "Nothing differs by more than noise: the defaults are as good as any here."
+    same = {name for name, reason in advice.left_out.items() if "defaults come to" in reason}
+    assert same == {"--pages 4k", "--load map"}
+    names = [each.name for each in advice.factors[0].variants]
+    assert names == ["default", "--pages thp", "--pages 2m"]
 
 
 @pytest.mark.usefixtures("machine")
@@ -209,20 +206,7 @@ def test_a_faster_start_counts_where_nothing_else_differs() -> None:
     assert (advice.flags, advice.by) == (("--load", "copy"), "start")
     assert advice.margin is not None
     assert advice.margin.value == pytest.approx(2, rel=0.05)
-    slower = make({("load", "copy"): (0.8, 1.0, 2.0)})
-    assert slower.flags == ()
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_the_defaults_come_to_is_not_measured_against_them() -> None:
-    advice = make({})
-    same = {name for name, reason in advice.left_out.items() if "defaults come to" in reason}
-    assert same == {"--pages 4k", "--load map"}
-    assert [each.name for each in advice.factors[0].variants] == [
-        "default",
-        "--pages thp",
-        "--pages 2m",
-    ]
+    assert make({("load", "copy"): (0.8, 1.0, 2.0)}).flags == ()
 
 
 def test_huge_pages_are_reserved_and_given_back(machine: Machine) -> None:
@@ -232,18 +216,12 @@ def test_huge_pages_are_reserved_and_given_back(machine: Machine) -> None:
     assert order[0] == "2m", "the defaults would take the pages"
 
 
-def test_huge_pages_that_cannot_be_had_are_left_out(machine: Machine) -> None:
+def test_what_cannot_be_had_or_does_not_start_is_left_out(machine: Machine) -> None:
     machine.has_pool = False
-    advice = make({("pages", "2m"): (9.0, 9.0, 9.0)})
+    FakeDecoder.refuses = "bf16"
+    advice = make({**Q8_DECODES_FASTER, ("pages", "2m"): (9.0, 9.0, 9.0)})
     assert advice.left_out["--pages 2m"] == "wants huge pages"
-    assert advice.flags == ()
     assert machine.pool == []
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_does_not_start_is_left_out() -> None:
-    FakeDecoder.refuses = {"bf16"}
-    advice = make({("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)})
     assert advice.left_out["--kv-dtype bf16"] == "the unimem side: it does not start"
     assert advice.flags == ("--kv-dtype", "q8_0")
 
@@ -251,7 +229,7 @@ def test_what_does_not_start_is_left_out() -> None:
 def test_decoders_that_have_no_room_together_run_in_pairs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    total = plan(embedded_model()).total_bytes
+    total = plan(MODEL).total_bytes
     monkeypatch.setattr(states, "available_bytes", lambda: 3 * total)
     most = 0
     with_pool: set[str] = set()
@@ -265,18 +243,15 @@ def test_decoders_that_have_no_room_together_run_in_pairs(
                 with_pool.add(str(self.options.get("pages")))
 
     monkeypatch.setattr(module, "DecoderProcess", Counting)
-    advice = make({("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)})
+    advice = make(Q8_DECODES_FASTER)
     assert most == 2
     assert with_pool == {"2m", "None"}, "other defaults would take the huge pages"
     assert advice.flags == ("--kv-dtype", "q8_0")
     names = [each.name for each in advice.factors[2].variants]
     assert names == ["default", "--kv-dtype f32", "--kv-dtype bf16", "--kv-dtype q8_0"]
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_has_no_room_beside_the_defaults_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nor beside the defaults.
     monkeypatch.setattr(states, "available_bytes", lambda: 1)
-    advice = make({("pages", "thp"): (1.5, 1.0, 1.0)})
+    advice = make(THP_DECODES_FASTER)
     assert set(advice.left_out.values()) == {"there is no room for it beside the defaults"}
     assert all(factor.variants == () for factor in advice.factors)
     assert list(page(advice))[-1].startswith("Nothing differs")
@@ -285,7 +260,7 @@ def test_what_has_no_room_beside_the_defaults_is_left_out(monkeypatch: pytest.Mo
 def test_an_interrupt_ends_all_processes_and_gives_the_pages_back(machine: Machine) -> None:
     FakeDecoder.interrupt_after = 12
     with pytest.raises(KeyboardInterrupt):
-        advise(embedded_model(), quick=True)
+        advise(MODEL, quick=True)
     assert len(FakeDecoder.started) > 3
     assert not any(each.is_open for each in FakeDecoder.started)
     assert machine.pool == ["taken", "given back"]
@@ -293,22 +268,16 @@ def test_an_interrupt_ends_all_processes_and_gives_the_pages_back(machine: Machi
 
 @pytest.mark.usefixtures("machine")
 def test_policies_are_tried_where_there_are_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_anywhere(*arguments: Any, numa: str | None = None, **options: Any) -> Any:
+        return plan(*arguments, **options)
+
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0), 1: _node(1), 2: _node(2, 0)})
-    monkeypatch.setattr(module, "plan", _plan_anywhere)
+    monkeypatch.setattr(module, "plan", plan_anywhere)
     advice = make({("numa", "interleave"): (1.4, 1.0, 1.0)})
     assert advice.flags == ("--numa", "interleave")
-    assert [each.options for each in advice.factors[3].variants] == [
-        {},
-        {"numa": "interleave"},
-        {"numa": "bind:0"},
-        {"numa": "bind:1"},
-    ]
+    policies = [each.options.get("numa") for each in advice.factors[3].variants]
+    assert policies == [None, "interleave", "bind:0", "bind:1"]
     assert "numa" not in candidates([0])
-
-
-def _plan_anywhere(*arguments: Any, numa: str | None = None, **options: Any) -> Any:
-    """Plan as on a machine that has all nodes."""
-    return plan(*arguments, **options)
 
 
 def test_the_effort_suits_the_speed() -> None:
@@ -325,50 +294,31 @@ def test_the_effort_suits_the_speed() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_document_is_as_its_schema_says() -> None:
+def test_the_document_and_the_page(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip(
         "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
     )
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
-    for effects in ({}, {("pages", "thp"): (1.3, 1.0, 0.5)}):
+    for effects in ({}, THP_DECODES_FASTER):
         advice = make(effects)
         document = json.loads(advice.to_json())
-        validator.validate(document)
+        jsonschema.Draft202012Validator(SCHEMA).validate(document)
         assert document["flags"] == list(advice.flags)
         assert (document["margin"] is None) == (not advice.flags)
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_page_ends_with_the_line_to_copy() -> None:
-    FakeDecoder.effects = {("pages", "thp"): (1.3, 1.0, 0.5)}
-    screen = show("bench", "--advise", str(embedded_model()), "--quick")
+    FakeDecoder.rng = np.random.default_rng(8)
+    screen = show("bench", "--advise", MODEL, "--quick")
     assert screen.code == 0
-    assert screen.lines[-1] == f"unimem run {embedded_model()} --pages thp"
+    assert screen.lines[-1] == f"unimem run {MODEL} --pages thp"
     assert "it decodes 1.3" in screen.lines[-2]
     assert any(line.startswith("--kv-dtype") for line in screen.lines)
     assert max(map(len, screen.lines[:-1])) <= 80
     assert "about" in screen.err.splitlines()[0]
     assert not CONTROL.search(screen.out)
-    assert json.loads(show("bench", "--advise", str(embedded_model()), "--json").out)["flags"]
-
-
-def test_a_path_with_spaces_can_be_copied() -> None:
-    advice = Advised(
-        model="/models/my model.gguf",
-        quick=True,
-        threads=2,
-        ctx=512,
-        effort=Effort(2, 8, 1, 7, 1.0),
-        factors=(),
-        flags=("--kv-dtype", "q8_0"),
-        margin=Ratio(1.2, 1.1, 1.3),
-        by="decode",
-        trade_offs=(),
-        left_out={},
-        seconds=1.0,
-    )
-    assert list(page(advice))[-1] == "unimem run '/models/my model.gguf' --kv-dtype q8_0"
-    assert "it starts 1.20x" in list(page(replace(advice, by="start")))[-2]
+    assert json.loads(show("bench", "--advise", MODEL, "--json").out)["flags"]
+    # A path with spaces can be copied.
+    spaced = replace(advice, model="/models/my model.gguf", margin=Ratio(1.2, 1.1, 1.3), by="start")
+    *_, speed, command = page(spaced)
+    assert command == "unimem run '/models/my model.gguf' --pages thp"
+    assert "it starts 1.20x" in speed
 
 
 def test_a_bad_model_is_refused_as_everywhere(tmp_path: Path) -> None:
@@ -378,28 +328,27 @@ def test_a_bad_model_is_refused_as_everywhere(tmp_path: Path) -> None:
         advise(bad)
     with pytest.raises(FileNotFoundError):
         advise(tmp_path / "none.gguf")
-    assert show("bench", "--advise", str(bad)).code == 1
+    assert show("bench", "--advise", bad).code == 1
 
 
 @pytest.mark.usefixtures("machine")
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan(embedded_model())
+    made = plan(MODEL)
     checks = tuple(replace(each, available_bytes=1) for each in made.checks)
     monkeypatch.setattr(module, "plan", lambda *_, **__: replace(made, checks=checks))
     with pytest.raises(CapacityError):
-        advise(embedded_model())
+        advise(MODEL)
     assert FakeDecoder.started == []
-    assert show("bench", "--advise", str(embedded_model())).code == 3
+    assert show("bench", "--advise", MODEL).code == 3
 
 
 def test_real_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens of the model in the package, with one other type of the KV cache."""
-    few = Effort(1, 8, 2, 3, 0.1)
     monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
-    monkeypatch.setattr(module, "effort", lambda *_, **__: few)
+    monkeypatch.setattr(module, "effort", lambda *_, **__: Effort(1, 8, 2, 3, 0.1))
     lines: list[str] = []
     say: Callable[[str], None] = lines.append
-    advice = advise(embedded_model(), ctx=64, threads=1, progress=say)
+    advice = advise(MODEL, ctx=64, threads=1, progress=say)
     (factor,) = advice.factors
     default, q8_0 = factor.variants
     assert (default.name, q8_0.options) == ("default", {"kv_dtype": "q8_0"})

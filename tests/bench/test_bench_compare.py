@@ -37,11 +37,16 @@ def case(
     sides = []
     for size in at or (None,):
         sides.append(SideRecord(subject, "unimem", [[ours, ours]], size))
-        sides += [
-            SideRecord(f"peer {i}", "peer", [[each, each]], size) for i, each in enumerate(peers)
-        ]
-    x = "bytes" if at else None
-    return CaseRecord("calls", name, "What?", "ns", x=x, sides=sides)
+        sides += [SideRecord(f"peer {i}", "peer", [[n, n]], size) for i, n in enumerate(peers)]
+    return CaseRecord("calls", name, "What?", "ns", x="bytes" if at else None, sides=sides)
+
+
+def pair(name: str, a: Ratio, b: Ratio, ours: str = "unimem", other: str = "C") -> Pair:
+    return Pair(name, "ns", ours, other, a, b)
+
+
+def change(name: str, a: Spread, b: Spread, unit: str = "ns") -> Change:
+    return Change(name, unit, "unimem", a, b)
 
 
 def test_a_record_agrees_with_itself() -> None:
@@ -49,8 +54,7 @@ def test_a_record_agrees_with_itself() -> None:
     found = compare(made, made)
     assert len(found.pairs) > 30
     assert all(pair.agrees and pair.distance == 0 for pair in found.pairs)
-    assert (found.only_a, found.only_b, found.warnings) == ([], [], [])
-    assert found.share == 1
+    assert (found.only_a, found.only_b, found.warnings, found.share) == ([], [], [], 1)
     n = len(found.pairs)
     assert summary(found) == f"{n} of {n} ratios (100%) are within each other's intervals"
 
@@ -68,51 +72,45 @@ def test_what_differs_most_comes_first() -> None:
     assert [pair.agrees for pair in found.pairs] == [False, False, True, True]
     assert found.share == 0.5
     assert [(each.name, each.a.median, each.b.median) for each in found.changes] == [
-        ("calls/one", 10, 20),
-        ("calls/two 1 KiB", 10, 11),
-        ("calls/three", 10, 10),
+        *[("calls/one", 10, 20), ("calls/two 1 KiB", 10, 11), ("calls/three", 10, 10)]
     ]
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "agrees"),
+    ("a", "b", "agree"),
     [
         (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
         (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
         (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
         (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
+        # Medians between the other's percentiles.
+        (Spread(10, 8, 12), Spread(11, 9, 12), True),
+        (Spread(10, 8, 12), Spread(11, 10.5, 12), False),
+        (Spread(10, 8, 12), Spread(13, 9, 14), False),
+        (Spread(10, 8, 12), Spread(10, 10, 10), True),
     ],
 )
-def test_two_ratios_agree_where_each_lies_in_the_others_interval(
-    a: Ratio, b: Ratio, agrees: bool
-) -> None:
-    assert Pair("calls/one", "ns", "unimem", "peer", a, b).agrees is agrees
-    assert Pair("calls/one", "ns", "unimem", "peer", b, a).agrees is agrees
+def test_two_agree_where_each_lies_in_the_others_interval(a: Any, b: Any, agree: bool) -> None:
+    made: Any = pair if isinstance(a, Ratio) else change
+    assert made("calls/one", a, b).agrees is made("calls/one", b, a).agrees is agree
 
 
-def test_cases_of_one_record_are_listed() -> None:
+def test_what_only_one_record_has_is_listed() -> None:
     failed = CaseRecord("calls", "failed", "What?", "ns", failed="no")
     a = run(case("one", 1, 2), case("both", 1, 2), replace(case("x", 1, 2), name="failed"))
     found = compare(a, run(case("both", 1, 2), case("two", 1, 2), failed))
     assert (found.only_a, found.only_b) == (["calls/one", "calls/failed"], ["calls/two"])
-
-
-def test_subjects_that_are_not_the_same_have_no_ratio() -> None:
+    # Subjects that are not the same have no ratio.
     found = compare(run(case("one", 1, 2)), run(case("one", 1, 2, subject="unimem, mapped")))
-    assert (found.pairs, found.changes) == ([], [])
-    assert found.share == 1
+    assert (found.pairs, found.changes, found.share) == ([], [], 1)
     assert summary(found) == "The two have no ratio in common"
 
 
 def test_another_machine_versions_and_kind_of_run_are_warned_of() -> None:
     a = run()
-    machine = {
-        **MACHINE,
-        "cpu": {**MACHINE["cpu"], "model": "Xeon"},
-        "memory": {**MACHINE["memory"], "available_bytes": 1},
-        "thp": {},
-    }
-    versions = {**a.versions, "numpy": "2.0.0", "kernel": "7"}
+    machine = MACHINE | {"cpu": MACHINE["cpu"] | {"model": "Xeon"}, "thp": {}}
+    machine["memory"] = MACHINE["memory"] | {"available_bytes": 1}
+    versions = a.versions | {"numpy": "2.0.0", "kernel": "7"}
     del versions["torch"]
     found = compare(a, replace(a, machine=machine, versions=versions, quick=True))
     assert found.warnings == [
@@ -129,12 +127,12 @@ def test_another_machine_versions_and_kind_of_run_are_warned_of() -> None:
 
 DIFFERENCES = Differences(
     pairs=[
-        Pair("a/b", "ns", "unimem", "C", Ratio(2.0, 1.5, 2.5), Ratio(3.1, 3.0, 3.2)),
-        Pair("a/c", "ns", "unimem, mapped", "C", Ratio(0.5, 0.5, 0.5), Ratio(0.5, 0.5, 0.5)),
+        pair("a/b", Ratio(2.0, 1.5, 2.5), Ratio(3.1, 3.0, 3.2)),
+        pair("a/c", Ratio(0.5, 0.5, 0.5), Ratio(0.5, 0.5, 0.5), "unimem, mapped"),
     ],
     changes=[
-        Change("a/b", "ns", "unimem", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
-        Change("a/c", "faults", "unimem", Spread(0, 0, 0), Spread(1, 1, 1)),
+        change("a/b", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
+        change("a/c", Spread(0, 0, 0), Spread(1, 1, 1), "faults"),
     ],
     only_a=["x/y"],
     only_b=[],
@@ -142,7 +140,7 @@ DIFFERENCES = Differences(
 )
 
 
-def test_tables() -> None:
+def test_tables_and_markdown() -> None:
     assert pair_table(DIFFERENCES).rows == (
         TableRow(("a/b", "C", "2.00x (1.50 to 2.50)", "3.10x (3.00 to 3.20)", "differ"), "bad"),
         TableRow(("a/c", "unimem, mapped / C", "0.500x", "0.500x", "agree")),
@@ -151,62 +149,32 @@ def test_tables() -> None:
         TableRow(("a/b", "unimem", "2 us", "1 us", "0.500x")),
         TableRow(("a/c", "unimem", "0 faults", "1 faults", "")),
     )
-    assert suite_table(DIFFERENCES).rows == (TableRow(("a", "1 of 2", "0 of 2")),)
-    assert summary(DIFFERENCES) == "1 of 2 ratios (50%) are within each other's intervals"
-
-
-@pytest.mark.parametrize(
-    ("b", "agrees"),
-    [
-        (Spread(11, 9, 12), True),
-        (Spread(11, 10.5, 12), False),
-        (Spread(13, 9, 14), False),
-        (Spread(10, 10, 10), True),
-    ],
-)
-def test_two_medians_agree_where_each_lies_between_the_others_percentiles(
-    b: Spread, agrees: bool
-) -> None:
-    a = Spread(10, 8, 12)
-    assert Change("calls/one", "ns", "unimem", a, b).agrees is agrees
-    assert Change("calls/one", "ns", "unimem", b, a).agrees is agrees
+    lines = list(markdown.difference_lines(DIFFERENCES))
+    assert lines[:3] == [r"- warning: a\|b", "- only in A: x/y", ""]
+    assert "| a/b | C | 2.00x (1.50 to 2.50) | 3.10x (3.00 to 3.20) | **differ** |" in lines
+    assert "| a/b | unimem | 2 us | 1 us | 0.500x |" in lines
+    assert lines[-1] == "**1 of 2 ratios (50%) are within each other's intervals.**"
 
 
 def test_suites_keep_the_order_of_the_record() -> None:
-    same, other = Ratio(2.0, 2.0, 2.0), Ratio(3.0, 3.0, 3.0)
-    figure = Spread(1, 1, 1)
-    found = DIFFERENCES._replace(
-        pairs=[
-            Pair("z/b", "ns", "unimem", "C", same, other),
-            Pair("a/b", "ns", "unimem", "C", same, same),
-        ],
-        changes=[
-            Change("y/b", "ns", "unimem", figure, figure),
-            Change("a/b", "ns", "unimem", figure, figure),
-            Change("z/b", "ns", "unimem", figure, figure),
-        ],
-    )
-    assert suite_table(found).rows == (
-        TableRow(("y", "", "1 of 1")),
-        TableRow(("a", "1 of 1", "1 of 1")),
-        TableRow(("z", "0 of 1", "1 of 1")),
-    )
+    same, other, figure = Ratio(2, 2, 2), Ratio(3, 3, 3), Spread(1, 1, 1)
+    pairs = [pair("z/b", same, other), pair("a/b", same, same)]
+    changes = [change(f"{name}/b", figure, figure) for name in "yaz"]
+    rows = suite_table(DIFFERENCES._replace(pairs=pairs, changes=changes)).rows
+    assert [row.cells for row in rows] == [
+        *[("y", "", "1 of 1"), ("a", "1 of 1", "1 of 1"), ("z", "0 of 1", "1 of 1")]
+    ]
 
 
 def test_a_terminal_of_80_columns_cuts_no_name_and_shows_what_differs() -> None:
     long, short = "buffers/a question of many words, with a size 1,000", "calls/take"
-    wide, apart = Ratio(0.0292, 0.0181, 0.0469), Ratio(10.8, 0.01, 3412.1)
-    found = DIFFERENCES._replace(
-        pairs=[
-            Pair(long, "ns", "unimem, plain cache", "C memcpy of all tokens", wide, apart),
-            Pair(short, "ns", "unimem", "np.empty", wide, wide),
-        ],
-        changes=[
-            Change(long, "ns", "unimem", Spread(2e3, 1e3, 3e3), Spread(5e3, 5e3, 5e3)),
-            Change(short, "ns", "unimem", Spread(1, 1, 1), Spread(1, 1, 1)),
-        ],
-    )
-    lines = list(difference_lines(found))
+    wide, apart, one = Ratio(0.0292, 0.0181, 0.0469), Ratio(10.8, 0.01, 3412.1), Spread(1, 1, 1)
+    pairs = [
+        pair(long, wide, apart, "unimem, plain cache", "C memcpy of all tokens"),
+        pair(short, wide, wide, "unimem", "np.empty"),
+    ]
+    changes = [change(long, Spread(2e3, 1e3, 3e3), Spread(5e3, 5e3, 5e3)), change(short, one, one)]
+    lines = list(difference_lines(DIFFERENCES._replace(pairs=pairs, changes=changes)))
     assert max(map(len, lines)) <= 80
     assert "..." not in "".join(lines)
     assert [line.split("  ")[0] for line in lines if line][2:] == [
@@ -219,16 +187,6 @@ def test_a_terminal_of_80_columns_cuts_no_name_and_shows_what_differs() -> None:
         "words, with a size 1,000:",
         "unimem, plain cache / C",
         "memcpy of all tokens",
-        "suite",
-        "buffers",
-        "calls",
+        *("suite", "buffers", "calls"),
         "1 of 2 ratios (50%) are within each other's intervals.",
     ]
-
-
-def test_markdown() -> None:
-    lines = list(markdown.difference_lines(DIFFERENCES))
-    assert lines[:3] == [r"- warning: a\|b", "- only in A: x/y", ""]
-    assert "| a/b | C | 2.00x (1.50 to 2.50) | 3.10x (3.00 to 3.20) | **differ** |" in lines
-    assert "| a/b | unimem | 2 us | 1 us | 0.500x |" in lines
-    assert lines[-1] == "**1 of 2 ratios (50%) are within each other's intervals.**"

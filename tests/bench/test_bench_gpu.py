@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from bench_cases import uninstall
 from unimem.system import gpu
 from unimem_bench import suites, weight_files
 from unimem_bench.rounds import Side
-from unimem_bench.suite import Case, Measure
+from unimem_bench.suite import Measure
 from unimem_bench.suites import gpu as suite
 from unimem_bench.suites.gpu import Statement
 from unimem_bench.worker import measure
@@ -36,22 +37,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_issue_5_asks_for_these() -> None:
-    found = {
-        (case.name, target.other, target.limit)
-        for case in CASES.values()
-        for target in case.targets
-        if (target.kind, target.side, target.at_least, target.issue) == ("speed", "unimem", True, 5)
+    targets = [(name, target) for name, case in CASES.items() for target in case.targets]
+    assert {(name, target.side, target.other): target.limit for name, target in targets} == {
+        ("take", "unimem", "cupy.empty"): 3.0,
+        **{
+            (name, "unimem", f"{peer} slices"): 2.0
+            for name in ("append", "append a vector")
+            for peer in ("CuPy", "torch")
+        },
+        ("upload", "unimem", "pinned copy"): 0.9,
+        ("upload", "unimem", "torch, a mapping"): 1.0,
     }
-    assert found == {
-        ("take", "cupy.empty", 3.0),
-        ("append", "CuPy slices", 2.0),
-        ("append", "torch slices", 2.0),
-        ("append a vector", "CuPy slices", 2.0),
-        ("append a vector", "torch slices", 2.0),
-        ("upload", "pinned copy", 0.9),
-        ("upload", "torch, a mapping", 1.0),
-    }
-    assert len(found) == sum(len(case.targets) for case in CASES.values())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,12 +98,7 @@ def test_appends_begin_empty_and_wait_for_the_device(cuda: Any, host_gpu: Any, t
 
 
 def test_a_rate_is_of_all_bytes_until_the_device_has_them(host_gpu: Any) -> None:
-    def run() -> None:
-        host_gpu.calls.append(("run",))
-
-    def clear() -> None:
-        host_gpu.calls.append(("clear",))
-
+    run, clear = (partial(host_gpu.calls.append, (name,)) for name in ("run", "clear"))
     assert suite.rate(run, 10**6, clear)() > 0
     waited = ("synchronize", 0)
     assert host_gpu.calls == [("clear",), waited, ("run",), waited]
@@ -132,30 +123,17 @@ def test_what_is_uploaded_has_the_sum_that_was_written(
         del arrays
 
 
-# ---- torch --------------------------------------------------------------------------------------
-
-
-def case_measure(tmp_path: Path) -> Measure:
-    empty = Case("gpu", "take", "What?", "ns", lambda _: None)
-    return Measure(empty, quick=True, folder=tmp_path)
-
-
-def test_torch_is_left_out_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_torch_is_left_out_where_it_is_not_installed_or_sees_no_gpu(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uninstall(monkeypatch, "torch")
-    given = case_measure(tmp_path)
+    reason = "torch is not installed"
+    if is_installed:
+        torch = pytest.importorskip("torch", reason=reason)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        reason = "torch is installed, but without CUDA, or sees no GPU"
+    else:
+        uninstall(monkeypatch, "torch")
+    given = Measure(CASES["take"], quick=True, folder=tmp_path)
     assert suite.torch_for(given, "torch slices") is None
-    assert given.record().left_out == {"torch slices": "torch is not installed"}
-
-
-def test_torch_is_left_out_where_it_sees_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = case_measure(tmp_path)
-    assert suite.torch_for(given, "torch slices") is None
-    assert given.record().left_out == {
-        "torch slices": "torch is installed, but without CUDA, or sees no GPU"
-    }
+    assert given.record().left_out == {"torch slices": reason}

@@ -23,7 +23,6 @@ from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain, states
 from unimem_bench.suite import NotMeasured
 
-NATIVE = ROOT / "bench" / "native"
 PAGE = mmap.PAGESIZE
 CPUS = sorted(os.sched_getaffinity(0))
 NO_CPU = 1023  # which this process may not use
@@ -31,15 +30,17 @@ TEAMS = [CPUS[:1], CPUS[:2], [CPUS[0]] * 3]
 N_WORDS = 300_000  # more than a huge page, and no whole number of pages
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def words() -> NDArray[np.uint64]:
-    return np.random.default_rng(0).integers(0, 1 << 64, N_WORDS, np.uint64)
+    found = np.random.default_rng(0).integers(0, 1 << 64, N_WORDS, np.uint64)
+    found.flags.writeable = False
+    return found
 
 
-@pytest.fixture
-def path(tmp_path: Path, words: NDArray[np.uint64]) -> Path:
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, words: NDArray[np.uint64]) -> Path:
     """A file of 24 bytes and these words."""
-    path = tmp_path / "words"
+    path = tmp_path_factory.mktemp("plain") / "words"
     path.write_bytes(bytes(24) + words.tobytes())
     return path
 
@@ -55,7 +56,7 @@ def total(words: NDArray[np.uint64]) -> int:
 
 
 def test_what_the_library_has_is_called() -> None:
-    sources = "".join(path.read_text() for path in NATIVE.glob("*.[ch]"))
+    sources = "".join(path.read_text() for path in (ROOT / "bench/native").glob("*.[ch]"))
     exported = set(re.findall(r"BENCH_EXPORT double bench_(\w+)\(", sources))
     assert exported == {name for name in plain.__all__ if name.islower()}
 
@@ -71,24 +72,16 @@ def test_an_empty_call_converts_and_does_nothing() -> None:
 
 def test_copy(words: NDArray[np.uint64]) -> None:
     to = np.zeros_like(words)
-    half = words.nbytes // 2 // 8 * 8
-    table = np.array(
-        [
-            (to.ctypes.data + half, words.ctypes.data + half, words.nbytes - half),
-            (to.ctypes.data, words.ctypes.data, half - 8),
-        ],
-        np.uint64,
-    )
-    assert plain.copy(table) > 0
+    half, source, target = words.nbytes // 16 * 8, words.ctypes.data, to.ctypes.data
+    parts = [(target + half, source + half, words.nbytes - half), (target, source, half - 8)]
+    assert plain.copy(np.array(parts, np.uint64)) > 0
     assert to[half // 8 - 1] == 0
     to[half // 8 - 1] = words[half // 8 - 1]
     assert np.array_equal(to, words)
-
-
-@pytest.mark.parametrize("table", [np.zeros((2, 3)), np.zeros((2, 2), np.uint64)])
-def test_copy_wants_a_table(table: Any) -> None:
-    with pytest.raises(ValueError, match=r"wants an array of uint64 of shape \(n, 3\), found"):
-        plain.copy(table)
+    tables: list[Any] = [np.zeros((2, 3)), np.zeros((2, 2), np.uint64)]
+    for table in tables:
+        with pytest.raises(ValueError, match=r"wants an array of uint64 of shape \(n, 3\), found"):
+            plain.copy(table)
 
 
 def test_fill() -> None:
@@ -105,37 +98,28 @@ def test_read_touches_every_page() -> None:
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 1000, 8 * N_WORDS - 1])
-def test_threads_copy_and_fill_all_of_it(
-    cpus: list[int], nbytes: int, words: NDArray[np.uint64]
-) -> None:
+def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: NDArray[np.uint64]) -> None:
     source = words.view(np.uint8)
-    to = np.full(source.nbytes, 9, np.uint8)
-    assert plain.copy_by_threads(to.ctypes.data, source.ctypes.data, nbytes, cpus) > 0
-    assert np.array_equal(to[:nbytes], source[:nbytes])
-    assert (to[nbytes:] == 9).all()
-    assert plain.fill_by_threads(to.ctypes.data, nbytes, 5, cpus) > 0
-    assert (to[:nbytes] == 5).all()
-    assert (to[nbytes:] == 9).all()
+    for nbytes in (0, 1, 63, 64, 1000, 8 * N_WORDS - 1):
+        to = np.full(source.nbytes, 9, np.uint8)
+        assert plain.copy_by_threads(to.ctypes.data, source.ctypes.data, nbytes, cpus) > 0
+        assert np.array_equal(to[:nbytes], source[:nbytes])
+        assert (to[nbytes:] == 9).all()
+        assert plain.fill_by_threads(to.ctypes.data, nbytes, 5, cpus) > 0
+        assert (to[:nbytes] == 5).all()
+        assert (to[nbytes:] == 9).all()
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-@pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3, N_WORDS - 1), (N_WORDS // 2, N_WORDS // 2)])
-def test_scan_adds_up_every_word(
-    cpus: list[int], cuts: tuple[int, ...], words: NDArray[np.uint64]
-) -> None:
-    ends = [0, *cuts, N_WORDS]
-    ranges = [
-        (words.ctypes.data + 8 * begin, 8 * (end - begin))
-        for begin, end in itertools.pairwise(ends)
-    ]
-    seconds, found = plain.scan(ranges, cpus)
-    assert seconds > 0
-    assert found == total(words)
-
-
-def test_scan_of_nothing() -> None:
-    assert plain.scan([], CPUS[:1])[1] == 0
+def test_scan_adds_up_every_word(cpus: list[int], words: NDArray[np.uint64]) -> None:
+    start = words.ctypes.data
+    for cuts in ((), (1,), (1, 2, 3, N_WORDS - 1), (N_WORDS // 2, N_WORDS // 2)):
+        parts = itertools.pairwise([0, *cuts, N_WORDS])
+        ranges = [(start + 8 * begin, 8 * (end - begin)) for begin, end in parts]
+        seconds, found = plain.scan(ranges, cpus)
+        assert seconds > 0
+        assert found == total(words)
+    assert plain.scan([], cpus)[1] == 0
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
@@ -149,10 +133,8 @@ def test_touch_brings_in_every_page(cpus: list[int]) -> None:
 def test_touch_on_reserved_pages() -> None:
     with huge_pages.reserved(2):
         assert plain.touch(4 << 20, 2 << 20, "2m", CPUS[:1]) > 0
-    with (
-        huge_pages.all_held(),
-        pytest.raises(OSError, match="touch of libunimem-bench") as info,
-    ):
+    refused = pytest.raises(OSError, match="touch of libunimem-bench")
+    with huge_pages.all_held(), refused as info:
         plain.touch(4 << 20, 2 << 20, "2m", CPUS[:1])
     assert info.value.errno == errno.ENOMEM
 
@@ -178,38 +160,29 @@ def test_errors_name_the_function(name: str, call: Callable[[], object]) -> None
 # ---- files ----
 
 WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
-    ("read", {}),
-    ("read", {"populate": True}),
-    ("pread", {"threads": 3}),
-    ("pread", {"threads": 2, "populate": True}),
-    ("pread", {"threads": 3, "direct": True}),
-    ("memcpy", {"threads": 2}),
-    ("stream", {"threads": 2}),
-    ("touch", {}),
-    ("io_uring", {"depth": 1}),
+    *(("read", {}), ("read", {"populate": True}), ("touch", {})),
+    *(("pread", {"threads": 3}), ("pread", {"threads": 2, "populate": True})),
+    *(("pread", {"threads": 3, "direct": True}), ("memcpy", {"threads": 2})),
+    *(("stream", {"threads": 2}), ("io_uring", {"depth": 1})),
     ("io_uring", {"depth": 7, "direct": True}),
 ]
 
 
 @pytest.mark.parametrize(("way", "how"), WAYS)
-@pytest.mark.parametrize("request_bytes", [PAGE, 1 << 20, 1 << 40])
 def test_every_way_loads_all_of_a_file(
-    way: plain.Way,
-    how: dict[str, Any],
-    request_bytes: int,
-    path: Path,
-    words: NDArray[np.uint64],
+    way: plain.Way, how: dict[str, Any], path: Path, words: NDArray[np.uint64]
 ) -> None:
-    try:
-        seconds, found = plain.load(path, 24, way, request_bytes, cpus=CPUS[:2], **how)
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EPERM) and way in ("stream", "io_uring"):
-            pytest.skip(f"this machine has no {way}: {error}")
-        if error.errno == errno.EINVAL and how.get("direct"):
-            pytest.skip(f"{states.file_system(path)} has no O_DIRECT")
-        raise
-    assert seconds > 0
-    assert found == total(words)
+    for request_bytes in (PAGE, 1 << 20, 1 << 40):
+        try:
+            seconds, found = plain.load(path, 24, way, request_bytes, cpus=CPUS[:2], **how)
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EPERM) and way in ("stream", "io_uring"):
+                pytest.skip(f"this machine has no {way}: {error}")
+            if error.errno == errno.EINVAL and how.get("direct"):
+                pytest.skip(f"{states.file_system(path)} has no O_DIRECT")
+            raise
+        assert seconds > 0
+        assert found == total(words)
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
@@ -231,9 +204,9 @@ def test_errors_of_files_name_the_function(path: Path) -> None:
     ):
         with pytest.raises(FileNotFoundError, match=f"{name} of libunimem-bench: No such file"):
             call()
-    for offset, request_bytes, cpus in ((0, 100, CPUS), (0, 0, CPUS), (1 << 30, PAGE, CPUS)):
+    for offset, request_bytes in ((0, 100), (0, 0), (1 << 30, PAGE)):
         with pytest.raises(OSError, match="load of libunimem-bench: Invalid argument"):
-            plain.load(path, offset, "pread", request_bytes, cpus=cpus)
+            plain.load(path, offset, "pread", request_bytes, cpus=CPUS)
 
 
 # ---- states ----
@@ -285,7 +258,7 @@ def test_memory_is_touched_until_that_is_fast(
     seconds: list[float], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(seconds)
-    touched = []
+    touched: list[int] = []
 
     def touch(nbytes: int, *_: object) -> float:
         touched.append(nbytes)
@@ -295,8 +268,5 @@ def test_memory_is_touched_until_that_is_fast(
     monkeypatch.setattr(states, "_fastest", {})
     states.ready(1 << 30, CPUS[:1])
     assert touched == [1 << 30] * calls
-
-
-def test_more_memory_than_there_is_is_not_touched() -> None:
     with pytest.raises(NotMeasured, match=r"wants 1125899\.9 GB of memory, [\d.]+ GB are free"):
         states.ready(1 << 50, CPUS[:1])

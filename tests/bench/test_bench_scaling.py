@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_cases import cases_of, check_case, run_case, uninstall
+from bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem_bench import rounds, states, stats, suites
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite
 from unimem_bench.suites import scaling
@@ -52,29 +52,22 @@ def test_ggml_is_left_out_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninstall(monkeypatch, "ggml")
-    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "open-data")
+    case = case_of("scaling/open-data")
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     assert record.left_out == {"ggml": "ggml is not installed"}
 
 
-def test_a_block_that_does_not_fit_is_not_measured(
+def test_what_does_not_fit_or_writes_nothing_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "available_bytes", lambda: 1 << 20)
-    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "verify-4k")
     with pytest.raises(NotMeasured, match=r"wants 125\.0 MiB of memory, there are 1\.0 MiB"):
-        run_case(case, tmp_path, monkeypatch)
-
-
-def test_an_append_that_writes_nothing_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although NumPy writes the same to the same arrays."""
-    monkeypatch.setattr("unimem_bench.suites.scaling._copy", lambda table, n=1: 1.0)
-    (case,) = (each for each in suites.load_suite("scaling").cases if each.name == "append")
+        run_case(case_of("scaling/verify-4k"), tmp_path, monkeypatch)
+    # Although NumPy writes the same to the same arrays.
+    monkeypatch.setattr(scaling, "_copy", lambda table, n=1: 1.0)
     with pytest.raises(AssertionError, match="append of 10 tokens: not what was appended"):
-        run_case(case, tmp_path, monkeypatch)
+        run_case(case_of("scaling/append"), tmp_path, monkeypatch)
 
 
 def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import cases_of, check_case, run_case, uninstall
+from bench_cases import case_of, cases_of, check_case, roles, run_case, uninstall
 from unimem._core.ledger import entries
 from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
-from unimem_bench import buffer_instances, suites
+from unimem_bench import buffer_instances
 from unimem_bench.buffer_instances import graph_uses
 from unimem_bench.files import FLOAT16, TensorEntry, array, gguf_header, made_once, number, text
-from unimem_bench.record import CaseRecord
 from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import accounting, buffers, calls, verify
 from unimem_bench.suites import gguf as gguf_suite
@@ -42,45 +41,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "SIZE_QUICK", (8, 50))
 
 
-def case_of(suite: str, name: str) -> Case:
-    return next(case for case in suites.load_suite(suite).cases if case.name == name)
-
-
-def roles(record: CaseRecord) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {"unimem": [], "peer": [], "limit": []}
-    for side in record.sides:
-        names[side.role].append(side.name)
-    return names
-
-
 @pytest.mark.parametrize("case", cases_of("calls", "accounting", "gguf", "verify", "buffers"))
 def test_every_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_case(case, run_case(case, folder, monkeypatch))
-
-
-def test_targets() -> None:
-    """All that issues ask of these suites, and nothing that none has asked for."""
-    claims = sorted(
-        (target.issue, case.suite, target.kind, target.at_least, target.limit)
-        for name in ("calls", "accounting", "gguf", "verify", "buffers")
-        for case in suites.load_suite(name).cases
-        for target in case.targets
-    )
-    assert claims == [
-        *[(2, "calls", "cost", False, 2.5)],
-        *[(2, "calls", "speed", True, 2.0)] * 3,
-        *[(2, "calls", "speed", True, 3.0)],
-        *[(2, "gguf", "speed", True, 5.0), (2, "gguf", "speed", True, 50.0)],
-        *[(3, "verify", "cost", False, 1.0), (3, "verify", "speed", True, 50.0)],
-        *[(5, "buffers", "figure", False, 1.0), (5, "buffers", "figure", False, 1.02)],
-        *[(5, "buffers", "figure", False, 1.03)] * 2,
-        *[(5, "buffers", "figure", False, 25.0)],
-        *[(5, "buffers", "figure", False, 500.0)] * 4,
-        *[(6, "gguf", "cost", False, 3.0)],
-        *[(7, "accounting", "cost", False, 1.1)] * 4,
-        *[(7, "accounting", "cost", False, 1.25)],
-        *[(7, "accounting", "cost", False, 3.0)],
-    ]
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -88,10 +51,10 @@ def test_targets() -> None:
 
 def test_peers_of_an_append(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "torch")
-    record = run_case(case_of("calls", "append"), folder, monkeypatch)
+    record = run_case(case_of("calls/append"), folder, monkeypatch)
     assert roles(record) == {"unimem": ["unimem"], "peer": ["NumPy slices"], "limit": ["C memcpy"]}
     assert record.left_out == {"torch slices": "torch is not installed"}
-    record = run_case(case_of("calls", "take, dtype as name"), folder, monkeypatch)
+    record = run_case(case_of("calls/take, dtype as name"), folder, monkeypatch)
     assert record.left_out == {"torch.empty": "torch is not installed"}
 
 
@@ -101,14 +64,12 @@ def test_c_copies_the_same_bytes_to_the_same_rows() -> None:
     with um.KVCache(1, 8, 128, 3, dtype="f16") as cache:
         for _ in range(3):
             cache.append(0, k[None], v[None])
-        table = calls.copies(cache, k, v)
         keys, values = (stored[0].swapaxes(0, 1) for stored in cache.layer(0))
-        want = [
-            (row.ctypes.data, token.ctypes.data, token.nbytes)
+        assert calls.copies(cache, k, v).tolist() == [
+            [row.ctypes.data, token.ctypes.data, token.nbytes]
             for pair in zip(keys, values, strict=True)
             for row, token in zip(pair, (k, v), strict=True)
         ]
-        assert table.tolist() == [list(row) for row in want]
         with pytest.raises(AssertionError, match="did not write what it was given"):
             calls.copies(cache, v, k)
         del keys, values
@@ -122,7 +83,7 @@ def test_the_others_are_alive_while_a_call_is_measured(
 ) -> None:
     alive = []
 
-    def counting(_statement: str, _n: int, _names: Any, _before: Any) -> Any:
+    def counting(*_: Any) -> Any:
         def run() -> float:
             alive.append(len(entries()))
             return 1.0
@@ -131,7 +92,7 @@ def test_the_others_are_alive_while_a_call_is_measured(
 
     monkeypatch.setattr(accounting, "warm_stopwatch", counting)
     before = len(entries())
-    record = run_case(case_of("accounting", "take"), folder, monkeypatch)
+    record = run_case(case_of("accounting/take"), folder, monkeypatch)
     assert alive == [before + 22] * accounting.N_REPEATED + [before + 2] * accounting.N_REPEATED
     assert record.facts["others"] == 20
     assert len(entries()) == before
@@ -152,22 +113,17 @@ def test_the_model_that_is_planned(folder: Path) -> None:
 
 def test_a_header_is_what_gguf_py_reads(tmp_path: Path) -> None:
     tensors = [TensorEntry("a", (3, 2), FLOAT16, 12), TensorEntry("b", (5,), FLOAT16, 10)]
-    metadata = [
-        text("general.architecture", "llama"),
-        number("llama.block_count", 7),
-        array("some.numbers", 4, 3, np.array([1, 2, 3], np.uint32).tobytes()),
-    ]
+    numbers = array("some.numbers", 4, 3, np.array([1, 2, 3], np.uint32).tobytes())
+    named = text("general.architecture", "llama"), number("llama.block_count", 7), numbers
     path = tmp_path / "header.gguf"
-    path.write_bytes(gguf_header(metadata, tensors) + bytes(128))
+    path.write_bytes(gguf_header([*named], tensors) + bytes(128))
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "llama"
     assert fields["llama.block_count"] == 7
     assert fields["some.numbers"] == [1, 2, 3]
-    assert [(t.name, t.shape.tolist(), t.n_bytes) for t in reader.tensors] == [
-        ("a", [3, 2], 12),
-        ("b", [5], 10),
-    ]
+    found = [(tensor.name, tensor.shape.tolist(), tensor.n_bytes) for tensor in reader.tensors]
+    assert found == [("a", [3, 2], 12), ("b", [5], 10)]
     assert reader.tensors[1].data_offset - reader.tensors[0].data_offset == 64
 
 
@@ -191,19 +147,19 @@ def test_a_file_is_made_once_and_whole(tmp_path: Path) -> None:
 
 def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "ggml", "gguf")
-    for name, peer, why in (
-        ("open", "ggml", "ggml is not installed"),
-        ("open, strings decoded", "gguf-py", "gguf is not installed"),
+    for name, peer, package in (
+        ("gguf/open", "ggml", "ggml"),
+        ("gguf/open, strings decoded", "gguf-py", "gguf"),
     ):
-        record = run_case(case_of("gguf", name), folder, monkeypatch)
+        record = run_case(case_of(name), folder, monkeypatch)
         assert roles(record)["peer"] == []
-        assert record.left_out == {peer: why}
+        assert record.left_out == {peer: f"{package} is not installed"}
 
 
 def test_different_strings_are_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf.ReaderField, "contents", lambda _field: ["another"])
     with pytest.raises(AssertionError, match="unimem and gguf-py read different strings"):
-        run_case(case_of("gguf", "open, strings decoded"), folder, monkeypatch)
+        run_case(case_of("gguf/open, strings decoded"), folder, monkeypatch)
 
 
 # ---- verify -------------------------------------------------------------------------------------
@@ -212,43 +168,34 @@ def test_different_strings_are_no_result(folder: Path, monkeypatch: pytest.Monke
 def test_what_the_kernel_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "PAGEMAP_SCAN", 0)
     monkeypatch.setattr(verify, "SYS_MOVE_PAGES", -1)
-    record = run_case(case_of("verify", "4k pages"), folder, monkeypatch)
+    record = run_case(case_of("verify/4k pages"), folder, monkeypatch)
     assert roles(record)["peer"] == [verify.SMAPS, "numa_maps, read whole"]
     refused = {name for name in record.left_out if name.startswith(("move_pages", "PAGEMAP_SCAN"))}
     assert len(refused) == len(record.left_out) == 4
     assert record.left_out[verify.EVERY_PAGE] == "the kernel refuses: Function not implemented"
 
 
-def test_a_side_that_does_not_see_the_block_is_no_result() -> None:
+def test_what_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="3 bytes were seen, the block has 4"):
         verify.timed(lambda: lambda: 3, 4)()
-
-
-def test_too_little_memory_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: verify.ROOM_BYTES + MIB)
-    with pytest.raises(NotMeasured, match=r"wants .* GiB of memory, .* there are 2\.0 GiB"):
-        run_case(case_of("verify", "4k pages"), folder, monkeypatch)
-
-
-def test_errors_of_the_kernel() -> None:
     assert verify.checked(7) == 7
     ctypes.set_errno(errno.EPERM)
     with pytest.raises(PermissionError):
         verify.checked(-1)
+    monkeypatch.setattr(limits, "available_bytes", lambda: verify.ROOM_BYTES + MIB)
+    with pytest.raises(NotMeasured, match=r"wants .* GiB of memory, .* there are 2\.0 GiB"):
+        run_case(case_of("verify/4k pages"), folder, monkeypatch)
 
 
 # ---- buffers ------------------------------------------------------------------------------------
 
 
-def test_the_graphs_are_those_of_the_engine() -> None:
+def test_the_graphs_are_those_of_the_engine_and_of_every_architecture() -> None:
     graphs = buffer_instances.engine_graphs()
     assert len(graphs) == 28
     with Decoder(embedded_model(), ctx=buffer_instances.CTX, threads=1) as decoder:
         for graph in (decoder._decode, decoder._prefill):
             assert graphs[f"embedded, {graph.batch}"] == graph.values.uses
-
-
-def test_graphs_of_every_architecture_differ() -> None:
     dims = um.ModelDims(64, 128, 4, 2, 16, 320, 2, buffer_instances.CTX)
     found = {len(graph_uses(arch, dims, 1)) for arch in ("llama", "qwen2", "qwen3")}
     assert len(found) == 3
@@ -270,4 +217,4 @@ def test_without_the_engine_there_are_no_graphs(
     monkeypatch.setattr(buffers, "engine_graphs", missing)
     buffers.graphs_of_engine.cache_clear()
     with pytest.raises(NotMeasured, match="wants the engine"):
-        run_case(case_of("buffers", "graphs"), folder, monkeypatch)
+        run_case(case_of("buffers/graphs"), folder, monkeypatch)

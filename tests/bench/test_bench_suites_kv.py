@@ -11,28 +11,19 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import cases_of, check_case, run_case, uninstall
+from bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem.engine import Decoder
-from unimem_bench import kv_rings, models, suites
+from unimem_bench import kv_rings, models
 from unimem_bench.kv_sides import SHAPE, check_holds, tokens
 from unimem_bench.suite import Case, NotMeasured
-from unimem_bench.suites import kv, snapshot
+from unimem_bench.suites import snapshot
 
 # Peers by the package that they want, and by their case.
 PEERS = {
     ("torch", "append"): {"torch", "torch copy_", "torch index_copy_"},
-    ("torch", "scratchpad"): {"torch"},
-    ("torch", "convert"): {"torch"},
-    ("torch", "convert-batch"): {"torch"},
-    ("torch", "gather"): {"torch"},
+    **{("torch", name): {"torch"} for name in ("scratchpad", "convert", "convert-batch", "gather")},
     ("gguf", "dtypes"): {"gguf-py, q8_0"},
 }
-
-
-def case_of(name: str) -> Case:
-    """Return a case by its ``suite/name``."""
-    suite, _, own = name.partition("/")
-    return next(case for case in suites.load_suite(suite).cases if case.name == own)
 
 
 @pytest.fixture(autouse=True)
@@ -87,50 +78,32 @@ class WithoutRows(um.Scratchpad):
         super().append(np.zeros_like(vec))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("append", "paged-append", "convert", "convert-batch", "dtypes", "batch", "batch-large"),
-        *("ring-append", "ring-append-batch", "ring-read", "trim", "trim-moved"),
-    ],
-)
-def test_a_cache_that_holds_something_else_is_found_out(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(um, "KVCache", WithoutValues)
-    with pytest.raises(AssertionError, match="does not hold what was appended"):
-        run_case(case_of(f"kv/{name}"), tmp_path, monkeypatch)
-
-
-def test_a_scratchpad_that_holds_something_else_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(um, "Scratchpad", WithoutRows)
-    with pytest.raises(AssertionError, match="unimem does not hold"):
-        run_case(case_of("kv/scratchpad"), tmp_path, monkeypatch)
+# What does something else, in which cases, and what is said.
+IMPOSTORS: list[tuple[str, Any, str, str]] = [
+    (
+        *("unimem.KVCache", WithoutValues, "does not hold what was appended"),
+        "append paged-append convert convert-batch dtypes batch batch-large ring-append "
+        "ring-append-batch ring-read trim trim-moved",
+    ),
+    ("unimem.Scratchpad", WithoutRows, "unimem does not hold", "scratchpad"),
+    (
+        *("unimem_bench.plain.copy", lambda table: 1e-3, "C memcpy.* does not hold"),
+        "append scratchpad paged-append convert batch ring-append trim gather fork",
+    ),
+    # Half of it.
+    ("unimem_bench.suites.kv.BY_INDEX", "keys[i] = k", "NumPy does not hold", "append convert"),
+]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("append", "scratchpad", "paged-append", "convert", "batch", "ring-append", "trim"),
-        *("gather", "fork"),
-    ],
+    ("what", "impostor", "says", "name"),
+    [(*row, name) for *row, names in IMPOSTORS for name in names.split()],
 )
-def test_a_memcpy_that_copies_nothing_is_found_out(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_side_that_holds_something_else_is_found_out(
+    what: str, impostor: Any, says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unimem_bench.plain.copy", lambda table: 1e-3)
-    with pytest.raises(AssertionError, match=r"C memcpy.* does not hold"):
-        run_case(case_of(f"kv/{name}"), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["append", "convert"])
-def test_a_peer_that_writes_half_of_it_is_found_out(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv, "BY_INDEX", "keys[i] = k")
-    with pytest.raises(AssertionError, match="NumPy does not hold"):
+    monkeypatch.setattr(what, impostor)
+    with pytest.raises(AssertionError, match=says):
         run_case(case_of(f"kv/{name}"), tmp_path, monkeypatch)
 
 

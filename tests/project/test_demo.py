@@ -80,11 +80,7 @@ def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", ["split", "hugetlb"])
 def test_what_is_said_is_what_the_kernel_says(
-    demo: Any,
-    model: Path,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    demo: Any, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
     files = gguf_files.split(model, 50) if kind == "split" else [model]
     if kind == "hugetlb":
@@ -130,15 +126,15 @@ def test_what_is_said_is_what_the_kernel_says(
     assert facts.skipped == []
 
 
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo as a person does."""
+    command = [sys.executable, str(DEMO), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @needs_llama_cpp
-def test_the_demo_is_one_screen(model: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, DEMO, str(model), "--rounds", "1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_the_demo_is_one_screen(model: Path) -> None:
+    done = run(str(model), "--rounds", "1")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert len(lines) <= 40
@@ -164,18 +160,22 @@ def test_an_interrupted_demo_leaves_nothing(
         env=os.environ | {"TMPDIR": str(folder)},
         start_new_session=True,
     ) as process:
-        assert process.stdout is not None
-        pids: list[int] = []
-        paths = []
-        for line in process.stdout:
-            if "/proc/" in line or "/dev/shm/" in line:
-                paths.append(line.strip())
-            if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
-                pids = [int(found[1]), int(found[2])]
-                assert bool(os.listdir(folder)) == is_own
-                # As a terminal does: all of them.
-                os.killpg(process.pid, number)
-        assert process.wait(60) == 130
+        try:
+            assert process.stdout is not None
+            pids: list[int] = []
+            paths = []
+            for line in process.stdout:
+                if "/proc/" in line or "/dev/shm/" in line:
+                    paths.append(line.strip())
+                if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
+                    pids = [int(found[1]), int(found[2])]
+                    assert bool(os.listdir(folder)) == is_own
+                    # As a terminal does: all of them.
+                    os.killpg(process.pid, number)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # which it clears up after
+    assert process.returncode == 130
     assert len(pids) == 2
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -200,8 +200,6 @@ def test_without_llama_cpp_it_is_said_what_is_left_out(
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     path = tmp_path / "no.gguf"
     path.write_bytes(b"hello")
-    done = subprocess.run(
-        [sys.executable, DEMO, str(path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(str(path))
     assert done.returncode == 1
     assert done.stderr.startswith(f"demo: {path}: ")

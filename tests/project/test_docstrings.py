@@ -62,16 +62,8 @@ EXAMPLES = examples()
 
 def test_there_are_examples_of_every_noun() -> None:
     names = {example.name.rsplit(".", 1)[-1] for example in EXAMPLES}
-    assert {
-        "Block",
-        "Tape",
-        "Grid",
-        "KVCache",
-        "Layout",
-        "Scratchpad",
-        "PagedScratchpad",
-        "Stat",
-    } <= names
+    nouns = {"Block", "Tape", "Grid", "KVCache", "Layout", "Scratchpad", "PagedScratchpad", "Stat"}
+    assert nouns - names == set()
 
 
 def test_every_module_was_looked_at() -> None:

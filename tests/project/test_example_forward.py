@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,26 +159,17 @@ def test_every_address_stays(llama: Any) -> None:
     assert len(before) == 14 + 4 * llama.dims.num_layers
     assert logits.ctypes.data == before["logits"]
 
-    def stays() -> bool:
-        return addresses(llama) == before
-
-    assert llama.prefill(prompt).ctypes.data == before["logits"]
-    assert stays()
-    llama.generate_next_token()
-    assert stays()
-    llama.generate(prompt, 3)
-    assert stays()
-    llama.layout.clear_pass()
-    assert llama.layout.scratch.used_bytes == used
-    llama.generate_next_token()
-    assert stays()
-
-
-def test_a_conversation_begins_anew(llama: Any) -> None:
-    prompt = prompt_of()
-    first = llama.generate(prompt, 5)
-    assert llama.generate(prompt, 5) == first
-    assert llama.kv.seq_len == len(prompt) + 5
+    steps: list[Callable[[], Any]] = [
+        lambda: llama.prefill(prompt),
+        llama.generate_next_token,
+        lambda: llama.generate(prompt, 3),
+        llama.layout.clear_pass,
+        llama.generate_next_token,
+    ]
+    for step in steps:
+        step()
+        assert addresses(llama) == before
+        assert llama.layout.scratch.used_bytes == used
 
 
 def test_every_value_is_on_its_tape(llama: Any) -> None:
@@ -241,27 +232,18 @@ class Counting:
         usual = _Handler.from_address(api.PyCapsule_GetPointer(get(), b"mem_handler"))
         assert usual.version == 1
 
-        def malloc(context: int, nbytes: int) -> Any:
-            self.sizes.append(nbytes)
-            return usual.malloc(context, nbytes)
+        def counted(take: Any, nbytes_of: Callable[..., int]) -> Any:
+            def count(context: int, *sizes: int) -> Any:
+                self.sizes.append(nbytes_of(*sizes))
+                return take(context, *sizes)
 
-        def calloc(context: int, n: int, nbytes: int) -> Any:
-            self.sizes.append(n * nbytes)
-            return usual.calloc(context, n, nbytes)
+            return count
 
-        def realloc(context: int, pointer: int, nbytes: int) -> Any:
-            self.sizes.append(nbytes)
-            return usual.realloc(context, pointer, nbytes)
-
-        self._handler = _Handler(
-            b"counting",
-            1,
-            usual.context,
-            _Handler._malloc(malloc),
-            _Handler._calloc(calloc),
-            _Handler._realloc(realloc),
-            usual.free,
-        )
+        self._handler = _Handler(b"counting", 1, usual.context)
+        self._handler.malloc = _Handler._malloc(counted(usual.malloc, lambda n: n))
+        self._handler.calloc = _Handler._calloc(counted(usual.calloc, lambda n, each: n * each))
+        self._handler.realloc = _Handler._realloc(counted(usual.realloc, lambda at, n: n))
+        self._handler.free = usual.free
         self._name = ctypes.create_string_buffer(b"mem_handler")
         self._capsule = api.PyCapsule_New(ctypes.addressof(self._handler), self._name, None)
 
@@ -304,6 +286,7 @@ def test_nothing_is_allocated_after_start_up(llama: Any, counting: Counting) -> 
             llama.generate_next_token()
         llama.generate(prompt, N)
     assert counted.sizes == []
+    assert llama.kv.seq_len == len(prompt) + N  # a conversation begins anew
     assert before == (counters(), layout.stat(), layout.scratch.n_takes, layout.history.n_takes)
 
 
@@ -349,21 +332,11 @@ def test_other_models_are_refused(example: Any, tmp_path: Path, arch: str, kind:
 # ---- the text ----
 
 
-def test_it_is_short() -> None:
+def test_it_is_short_and_tells_a_story(tmp_path: Path) -> None:
     assert EXAMPLE.read_text().count("\n") <= 150
-
-
-def test_it_tells_a_story(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     story, figures = done.stdout.strip().split("\n")
     assert story.startswith("Once upon a time, there was a small girl named")
     assert figures == "10,368 bytes of scratch; no buffer moved: True"

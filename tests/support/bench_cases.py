@@ -23,6 +23,21 @@ def cases_of(*names: str) -> list[Any]:
     return [pytest.param(case, id=f"{case.suite}/{case.name}") for case in cases]
 
 
+def case_of(name: str) -> Case:
+    """Return a case by its ``suite/name``."""
+    suite, _, own = name.partition("/")
+    (case,) = (case for case in suites.load_suite(suite).cases if case.name == own)
+    return case
+
+
+def roles(record: CaseRecord) -> dict[str, list[str]]:
+    """Return the names of the sides of each role."""
+    names: dict[str, list[str]] = {"unimem": [], "peer": [], "limit": []}
+    for side in record.sides:
+        names[side.role].append(side.name)
+    return names
+
+
 def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseRecord:
     """Run a case as a quick run does, with every side called once."""
 

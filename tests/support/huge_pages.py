@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -66,20 +66,19 @@ def reserved(n_pages: int) -> Iterator[None]:
         pytest.skip("this kernel has no hugetlb pages of 2m")
     if os.geteuid() != 0:
         pytest.skip("reserving huge pages needs root")
+    # Gives them back also where this process is killed.
+    from unimem_bench import huge_pages
+    from unimem_bench.suite import NotMeasured
+
     before = count("nr_hugepages")
-    with all_held():
-        free = count("free_hugepages")
+    with ExitStack() as stack:
+        stack.enter_context(all_held())
         try:
-            try:
-                (POOL / "nr_hugepages").write_text(str(before + n_pages))
-            except OSError as error:
-                pytest.skip(f"huge pages cannot be reserved: {error}")
-            if count("free_hugepages") < free + n_pages:
-                pytest.skip(f"the machine has no {n_pages} huge pages of 2m to reserve just now")
-            yield
-        finally:
-            (POOL / "nr_hugepages").write_text(str(before))
-            assert count("nr_hugepages") == before, "reserved huge pages are still in use"
+            stack.enter_context(huge_pages.reserved(n_pages * PAGE_BYTES))
+        except NotMeasured as reason:
+            pytest.skip(f"huge pages cannot be reserved: {reason}")
+        yield
+    assert count("nr_hugepages") == before, "reserved huge pages are still in use"
 
 
 @pytest.fixture
