@@ -51,7 +51,7 @@ MACHINE_MODULES = {
 # Modules whose tests reserve huge pages by themselves.
 POOL_MODULES = {
     *("test_bench_advise", "test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
-    *("test_block_pages", "test_cli_bench"),
+    "test_block_pages",
 }
 
 
