@@ -1,17 +1,26 @@
-/* What the tests of blocks share: making and unmapping blocks, and what the kernel reports. */
+/* What the tests of blocks share: making and unmapping blocks, files, and what the kernel reports. */
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "test.h"
+#include "fault_os.h"
+#include "huge_pool.h"
+
+/* Of this machine. huge_page is 0 when the kernel has no huge pages: then a block gets base pages,
+ * and says so. `unit` is the larger one that there is. main.c sets them. */
+extern size_t page, huge_page, unit;
+
+#define OPTIONS(...) (&(um_block_options){__VA_ARGS__})
 
 static inline um_block make_block(size_t nbytes, const um_block_options *options) {
     um_block block;
-    memset(&block, 0x5A, sizeof block);
+    SPOIL(block);
     REQUIRE(CHECK_OK(um_block_map(&block, nbytes, options, &test_err)));
     return block;
 }
@@ -28,7 +37,7 @@ static inline void unmap_block(um_block *block) {
 
 static inline um_block attach_block(int fd, um_access access) {
     um_block block;
-    memset(&block, 0x5A, sizeof block);
+    SPOIL(block);
     REQUIRE(CHECK_OK(um_block_attach(&block, fd, access, UM_CAT_STAGING, &test_err)));
     return block;
 }
@@ -43,7 +52,7 @@ static inline void commit(um_block *block, size_t offset, size_t nbytes) {
 static inline void release(um_block *block, size_t offset, size_t nbytes, size_t released) {
     size_t out = 12345;
     CHECK_OK(um_block_release(block, offset, nbytes, &out, &test_err));
-    CHECK_EQ_U64(out, released);
+    CHECK_EQ(out, released);
 }
 
 /* The bytes in RAM of a shared block's file. */
@@ -81,16 +90,35 @@ static inline um_ledger_row ledger_row(um_category category) {
     return row;
 }
 
-static inline void check_nothing_mapped(um_category category) {
-    um_ledger_row row = ledger_row(category);
-    CHECK_EQ_U64(row.n_mappings, 0);
-    CHECK_EQ_U64(row.mapped_bytes, 0);
+static inline uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
+    uint64_t found = UINT64_MAX;
+    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
+    return found;
 }
 
-/* Whether all bytes of a range are `byte`. */
-static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
-    const unsigned char *bytes = at;
-    return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
+/* An empty file on a disk, without a name. */
+static inline int temp_file(void) {
+    const char *folder = getenv("TMPDIR");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX", folder != NULL ? folder : "/tmp");
+    int fd = mkostemp(path, O_CLOEXEC);
+    REQUIRE(fd >= 0);
+    unlink(path);
+    return fd;
+}
+
+static inline int memory_file(size_t nbytes) {
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, (off_t)nbytes) == 0);
+    return fd;
+}
+
+/* A descriptor of the same file that is opened in another way. */
+static inline int reopen(int fd, int flags) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return open(path, flags | O_CLOEXEC);
 }
 
 /* The line that begins with `name`, in the smaps entry that contains an address; "" when there is
@@ -155,32 +183,20 @@ static inline bool may_bind(void) {
     um_block block;
     if (access("/proc/self/numa_maps", R_OK) != 0 ||
         um_block_map(&block, 1, &options, NULL) != UM_OK) {
-        test_skip("NUMA policies", "mbind is refused here");
+        test_skip("mbind is refused here");
         return false;
     }
     unmap_block(&block);
     return true;
 }
 
-/* A number of /proc/meminfo. */
-static inline uint64_t meminfo(const char *name) {
-    char line[256];
-    uint64_t found = 0;
-    FILE *file = fopen("/proc/meminfo", "r");
-    REQUIRE(file != NULL);
-    while (fgets(line, sizeof line, file) != NULL) {
-        size_t n = strlen(name);
-        if (strncmp(line, name, n) == 0 && line[n] == ':') {
-            found = strtoull(line + n + 1, NULL, 10);
-        }
-    }
-    fclose(file);
-    return found;
-}
-
-/* Huge pages of the pool that are neither used nor reserved. */
-static inline uint64_t huge_pages_available(void) {
-    return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
+/* Whether the kernel gives this many huge pages at a touch: fragmented memory may have none. */
+static inline bool gives_huge_pages(size_t n) {
+    um_block block = make_pages(n * unit, UM_PAGES_THP);
+    memset(block.base, 1, block.nbytes);
+    bool gives = huge_page != 0 && placement_of(&block).huge_bytes == block.nbytes;
+    unmap_block(&block);
+    return gives;
 }
 
 /* Runs fn(arg) in a child process, and returns its result. The child prints its own failures. */

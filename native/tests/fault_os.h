@@ -5,10 +5,7 @@
 #ifndef UM_FAULT_OS_H
 #define UM_FAULT_OS_H
 
-#include <stdbool.h>
-#include <stddef.h>
-
-#include "unimem.h"
+#include "test.h"
 
 /* Calls that read the huge page size. When they fail, a block is only aligned differently. */
 #define HARMLESS_HUGE_PAGE " um_os_open_read um_os_read um_os_close "
@@ -41,16 +38,10 @@ void fault_os_move_pages(fault_os_move_pages_fn answer);
 void fault_os_fail_nth_alloc(unsigned n);
 unsigned fault_os_allocs(void);
 
-/* The mappings, the open files and the ledger of this process. It is large: keep it static, since
- * memory from malloc would be a new mapping. */
-typedef struct os_state {
-    um_ledger_row ledger[UM_CAT_COUNT];
-    char files[256][64]; /* what each descriptor points to; "" for none */
-    char maps[1 << 18];
-} os_state;
-void os_state_read(os_state *out);
-/* Prints the difference when there is one. */
-bool os_state_same(const os_state *before, const os_state *after);
+/* Remembers the mappings, the open files and the ledger of this process, and whether they are still
+ * the same: the difference is printed. */
+void os_state_begin(void);
+bool os_state_unchanged(void);
 /* Makes the C library map and cache what it needs for n threads that run at once, so that mappings
  * can be compared around a call that starts threads. */
 void os_state_settle_threads(unsigned n);
@@ -65,12 +56,15 @@ typedef struct fault_case {
     void *context;
     const void *outputs; /* what run fills, and a failed run leaves */
     size_t outputs_nbytes;
+    const char *harmless;   /* functions that may fail without an error, " name name ", or NULL */
     bool reads_into_memory; /* a read may fail for want of memory: UM_E_NOMEM */
-    const char *harmless;   /* functions that may fail without an error, " name name " */
 } fault_case;
 
 /* Runs it with the Nth call failing, for N = 1, 2, ... until it runs without a fault: with an errno
  * that means no memory and with another one, with an err and without. */
 void fault_os_check_each(const fault_case *c);
+#define CHECK_EACH_FAULT(run, undo, context, output, harmless)                                     \
+    fault_os_check_each(                                                                           \
+        &(fault_case){run, undo, context, &(output), sizeof(output), harmless, false})
 
 #endif

@@ -5,10 +5,6 @@
 #ifndef UM_KV_MODEL_H
 #define UM_KV_MODEL_H
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -221,18 +217,18 @@ static inline bool model_differs(const kv_model *m) {
 /* Compares all of the cache with the model. */
 static inline bool check_model(const kv_model *m) {
     const um_kv *kv = &m->kv;
-    bool ok = CHECK_EQ_U64(um_kv_next_position(kv), model_next(m));
-    ok = CHECK_EQ_U64(um_kv_first_position(kv), model_first(m)) && ok;
-    ok = CHECK_EQ_U64(um_kv_seq_len(kv), model_len(m)) && ok;
+    bool ok = CHECK_EQ(um_kv_next_position(kv), model_next(m));
+    ok = CHECK_EQ(um_kv_first_position(kv), model_first(m)) && ok;
+    ok = CHECK_EQ(um_kv_seq_len(kv), model_len(m)) && ok;
     uint64_t oldest = um_kv_oldest_position(kv), next = model_next(m);
     /* If a layer is ahead by more than its rows, no token below the next one is left. */
-    ok = CHECK_EQ_U64(oldest < next ? oldest : next, model_oldest(m)) && ok;
+    ok = CHECK_EQ(oldest < next ? oldest : next, model_oldest(m)) && ok;
     bool storage = true, tokens = true;
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
         uint64_t at = 777, first = model_layer_first(m, layer), len = m->next[layer] - first;
-        ok = CHECK_EQ_U64(um_kv_layer_len(kv, layer, &at), len) && ok;
-        ok = CHECK_EQ_U64(at, first) && ok;
-        ok = CHECK_EQ_U64(um_kv_layer_len(kv, layer, NULL), len) && ok;
+        ok = CHECK_EQ(um_kv_layer_len(kv, layer, &at), len) && ok;
+        ok = CHECK_EQ(at, first) && ok;
+        ok = CHECK_EQ(um_kv_layer_len(kv, layer, NULL), len) && ok;
         for (size_t i = 0; i < 2 * (size_t)m->spec.batch; i++) {
             int v = (int)(i % 2);
             size_t lane = lane_of(m, layer, v, i / 2);
@@ -291,13 +287,13 @@ static inline um_error full(uint64_t limit, uint64_t used, uint64_t asked, const
 
 static inline um_status check_answer(const kv_model *m, const kv_picture *before, um_status got,
                                      um_error expected) {
-    if (CHECK_EQ_U64(got, expected.status) && got != UM_OK) {
+    if (CHECK_EQ(got, expected.status) && got != UM_OK) {
         kv_picture after = picture_of(m);
         CHECK(memcmp(before, &after, sizeof after) == 0);
-        CHECK_EQ_U64(test_err.status, got);
-        CHECK_EQ_U64(test_err.limit, expected.limit);
-        CHECK_EQ_U64(test_err.used, expected.used);
-        CHECK_EQ_U64(test_err.asked, expected.asked);
+        CHECK_EQ(test_err.status, got);
+        CHECK_EQ(test_err.limit, expected.limit);
+        CHECK_EQ(test_err.used, expected.used);
+        CHECK_EQ(test_err.asked, expected.asked);
         REQUIRE(test_err.what != NULL);
         CHECK(test_err.what[0] != '\0');
         CHECK(expected.what == NULL || strcmp(test_err.what, expected.what) == 0);
@@ -398,7 +394,7 @@ static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dt
 /* Appends n tokens to every layer. */
 static inline void append_everywhere(kv_model *m, uint64_t n) {
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
-        CHECK_EQ_U64(do_append(m, layer, n, m->spec.type, UM_KV_HEAD_MAJOR), UM_OK);
+        CHECK_EQ(do_append(m, layer, n, m->spec.type, UM_KV_HEAD_MAJOR), UM_OK);
     }
 }
 
@@ -439,7 +435,7 @@ static inline um_status do_reserve(kv_model *m, uint64_t n) {
     }
     m->reserved = fits ? n : m->reserved;
     um_status got = ANSWER(m, expected, um_kv_reserve(&m->kv, n, &row, &test_err));
-    CHECK_EQ_U64(row, fits ? row_of(m, end) : 777);
+    CHECK_EQ(row, fits ? row_of(m, end) : 777);
     return got;
 }
 

@@ -32,7 +32,7 @@ static inline pool make_pool(um_paged_spec spec) {
 }
 
 static inline void free_pool(pool *p) {
-    CHECK_EQ_U64(um_paged_n_in_use(&p->paged), 0);
+    CHECK_EQ(um_paged_n_in_use(&p->paged), 0);
     um_paged_free(&p->paged);
     free(p->storage);
 }
@@ -112,7 +112,7 @@ static inline void append_tokens(um_paged_seq *seq, uint32_t first, uint32_t n) 
 static inline void check_tokens(const um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
                                 uint64_t n) {
     const um_paged_spec *s = &seq->paged->spec;
-    CHECK_EQ_U64(um_paged_layer_len(seq, layer), n);
+    CHECK_EQ(um_paged_layer_len(seq, layer), n);
     for (int v = 0; v < 2; v++) {
         size_t nbytes = bytes_of(s->type, n * s->n_kv_heads * s->head_dim);
         unsigned char *out = malloc(nbytes + (nbytes == 0));
@@ -134,7 +134,7 @@ static inline void check_count_from(const um_paged_seq *seq, uint32_t first, uin
     for (uint32_t layer = 0; layer < seq->paged->spec.n_layers; layer++) {
         check_tokens(seq, layer, tokens, n);
     }
-    CHECK_EQ_U64(um_paged_seq_len(seq), n);
+    CHECK_EQ(um_paged_seq_len(seq), n);
 }
 
 #endif

@@ -111,7 +111,8 @@ static void quantize(um_q8_0 *out, const float *in) {
 }
 
 /* Checks the references themselves with well-known values. */
-static void test_references(void) {
+TEST(references) {
+    make_formats();
     const format *f16 = &formats[0], *bf16 = &formats[1];
     CHECK(f16->magnitudes[1] == 0x1p-24);
     CHECK(f16->magnitudes[0x400] == 0x1p-14);
@@ -184,7 +185,7 @@ static uint64_t get_mode(void) {
     return 0;
 }
 #endif
-enum { N_MODES = sizeof modes / sizeof modes[0] };
+enum { N_MODES = COUNT(modes) };
 
 /* What is under test: one code in one mode. */
 typedef struct way {
@@ -199,7 +200,7 @@ static void convert(const way *w, void *out, um_dtype out_type, const void *in, 
     um_status status = um_convert_by(w->code, out, out_type, in, in_type, n, &test_err);
     uint64_t mode = get_mode();
     set_mode(modes[0].word);
-    CHECK_EQ_U64(mode, w->mode.word);
+    CHECK_EQ(mode, w->mode.word);
     test_status(status, UM_OK, __FILE__, __LINE__, w->code->isa);
 }
 
@@ -217,12 +218,12 @@ static void check_same(const way *w, const char *what, const void *got, const vo
             fprintf(stderr, "\n");
         }
     }
-    CHECK_EQ_U64(n_wrong, 0);
+    CHECK_EQ(n_wrong, 0);
 }
 
 /* ---- every value of 16 bits ---- */
 
-static void test_all_narrow(const way *w, const format *f) {
+static void check_all_narrow(const way *w, const format *f) {
     uint16_t *codes = allocate(N_NARROW * sizeof *codes), *back = allocate(N_NARROW * sizeof *back);
     float *values = allocate(N_NARROW * sizeof *values);
     for (unsigned i = 0; i < N_NARROW; i++) {
@@ -242,7 +243,7 @@ static void test_all_narrow(const way *w, const format *f) {
                     w->mode.name, i, bits_of(values[i]), back[i]);
         }
     }
-    CHECK_EQ_U64(n_wrong, 0);
+    CHECK_EQ(n_wrong, 0);
     free(codes);
     free(back);
     free(values);
@@ -300,7 +301,7 @@ static void make_inputs(void) {
     }
 }
 
-static void test_narrowing(const way *w) {
+static void check_narrowing(const way *w) {
     uint16_t *out = allocate(n_inputs * sizeof *out);
     for (int i = 0; i < N_FORMATS; i++) {
         memset(out, 0xA5, n_inputs * sizeof *out);
@@ -340,7 +341,7 @@ static void make_rows(void) {
     static const float odd_ones[] = {0,        -0.0f,     INFINITY,  -INFINITY,
                                      NAN,      -NAN,      0x1p-149f, -0x1p-126f,
                                      0x1p127f, -0x1p100f, 1,         0x1.fffffep127f};
-    enum { N_ODD_ONES = sizeof odd_ones / sizeof odd_ones[0] };
+    enum { N_ODD_ONES = COUNT(odd_ones) };
     uint64_t seed = 7;
     rows = allocate(N_BLOCKS * BLOCK * sizeof *rows);
     quantized = allocate(N_BLOCKS * sizeof *quantized);
@@ -393,7 +394,7 @@ static void make_rows(void) {
     }
 }
 
-static void test_quantizing(const way *w) {
+static void check_quantizing(const way *w) {
     um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
     memset(out, 0xA5, N_BLOCKS * sizeof *out);
     convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
@@ -402,7 +403,7 @@ static void test_quantizing(const way *w) {
 }
 
 /* Every scale with every value. */
-static void test_dequantizing(const way *w) {
+static void check_dequantizing(const way *w) {
     enum { PER_SCALE = 256 / BLOCK };
     size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
     um_q8_0 *in = allocate(n_blocks * sizeof *in);
@@ -419,7 +420,7 @@ static void test_dequantizing(const way *w) {
         bool right = isnan(product) ? isnan(out[i]) : bits_of(out[i]) == bits_of((float)product);
         n_wrong += !right;
     }
-    CHECK_EQ_U64(n_wrong, 0);
+    CHECK_EQ(n_wrong, 0);
     free(in);
     free(out);
 }
@@ -443,12 +444,12 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
 }
 
 /* Many values, against the scalar code in two steps by way of float32. */
-static void test_pairs(const way *w) {
+static void check_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
     for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
         for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
-            for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+            for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
                 void *in = usual_values(from, n, &seed);
                 float *wide = allocate(n * sizeof *wide);
@@ -474,7 +475,7 @@ static void test_pairs(const way *w) {
 
 /* Each length from 0 on, at each address modulo a vector: all of the output is written, nothing
  * beyond it, and nothing is read beyond the input. */
-static void test_lengths(const way *w) {
+static void check_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
     for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
@@ -511,7 +512,7 @@ static void test_lengths(const way *w) {
 
 /* ---- the public function ---- */
 
-static void test_convert(void) {
+TEST(convert) {
     const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};
     const uint16_t halves[5] = {0x3c00, 0xc000, 0x3800, 0x7bff, 0x0002};
     const uint16_t brains[5] = {0x3f80, 0xc000, 0x3f00, 0x4780, 0x33d7};
@@ -545,23 +546,23 @@ static void test_convert(void) {
     CHECK(memcmp(blocks, blocks_out, sizeof blocks) == 0);
 }
 
-static void test_refusals(void) {
+TEST(refusals) {
     float in[BLOCK * 2] = {1};
     unsigned char out[sizeof in];
     memset(out, 0x5A, sizeof out);
     const um_dtype unknown[] = {(um_dtype)4, (um_dtype)-1, (um_dtype)255};
-    for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 0, &test_err));
+    for (size_t i = 0; i < COUNT(unknown); i++) {
+        CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
+        CHECK_INVALID(um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
+        CHECK_INVALID(um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
+        CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 0, &test_err));
         CHECK(um_convert(out, unknown[i], in, UM_F32, 5, NULL) == UM_E_INVALID);
-        CHECK_EQ_U64(um_dtype_block_bytes(unknown[i]), 0);
-        CHECK_EQ_U64(um_dtype_block_values(unknown[i]), 0);
+        CHECK_EQ(um_dtype_block_bytes(unknown[i]), 0);
+        CHECK_EQ(um_dtype_block_values(unknown[i]), 0);
     }
     for (um_dtype other = UM_F32; other <= UM_Q8_0; other++) {
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
+        CHECK_INVALID(um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
+        CHECK_INVALID(um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
         CHECK_OK(um_convert(NULL, UM_Q8_0, NULL, other, 0, &test_err));
         CHECK_OK(um_convert(NULL, other, NULL, UM_Q8_0, 0, &test_err));
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
@@ -571,14 +572,12 @@ static void test_refusals(void) {
     }
     const size_t n_bytes[] = {4, 2, 2, 34}, n_values[] = {1, 1, 1, 32};
     for (um_dtype type = UM_F32; type <= UM_Q8_0; type++) {
-        CHECK_EQ_U64(um_dtype_block_bytes(type), n_bytes[type]);
-        CHECK_EQ_U64(um_dtype_block_values(type), n_values[type]);
+        CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);
+        CHECK_EQ(um_dtype_block_values(type), n_values[type]);
     }
 }
 
-int main(void) {
-    make_formats();
-    test_references();
+TEST(every_code_in_every_mode) {
     make_inputs();
     make_rows();
     const um_convert_code *last = NULL;
@@ -588,26 +587,17 @@ int main(void) {
         for (size_t j = 0; j < N_MODES; j++) {
             way w = {last, modes[j]};
             for (int k = 0; k < N_FORMATS; k++) {
-                test_all_narrow(&w, &formats[k]);
+                check_all_narrow(&w, &formats[k]);
             }
-            test_narrowing(&w);
-            test_quantizing(&w);
-            test_dequantizing(&w);
-            test_pairs(&w);
-            test_lengths(&w);
+            check_narrowing(&w);
+            check_quantizing(&w);
+            check_dequantizing(&w);
+            check_pairs(&w);
+            check_lengths(&w);
         }
     }
     REQUIRE(last != NULL);
-    CHECK(strcmp(um_convert_code_at(0)->isa, "scalar") == 0);
-    CHECK(strcmp(um_convert_isa(), last->isa) == 0);
-    test_convert();
-    test_refusals();
+    CHECK_STR(um_convert_code_at(0)->isa, "scalar");
+    CHECK_STR(um_convert_isa(), last->isa);
     printf("%zu floats, %d blocks: ", n_inputs, N_BLOCKS);
-    free(inputs);
-    free(rows);
-    free(quantized);
-    for (int i = 0; i < N_FORMATS; i++) {
-        free(expected[i]);
-    }
-    return test_report();
 }

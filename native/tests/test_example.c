@@ -79,7 +79,7 @@ static void extract_example(const char *header, char *out) {
     *out = '\0';
 }
 
-static void test_text(void) {
+TEST(text) {
     char *header = read_text(UNIMEM_HEADER), *source = read_text(__FILE__);
     char *example = calloc(1, strlen(header) + 1);
     REQUIRE(example != NULL);
@@ -91,16 +91,10 @@ static void test_text(void) {
     free(header);
 }
 
-static void test_run(void) {
+TEST(run) {
     um_ledger_row row;
-    CHECK_EQ_U64(run_example(), 0);
+    CHECK_EQ(run_example(), 0);
     CHECK_OK(um_ledger_read(UM_CAT_HISTORY, &row, &test_err));
-    CHECK_EQ_U64(row.n_mappings, 0);
+    CHECK_EQ(row.n_mappings, 0);
     CHECK(row.high_water_bytes >= 1 << 20);
-}
-
-int main(void) {
-    test_text();
-    test_run();
-    return test_report();
 }

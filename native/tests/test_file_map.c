@@ -1,20 +1,5 @@
 /* Files: mapping a range of a file, and reading a file without mapping it. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
-
-static size_t page;
-static os_state before, after;
 
 /* The byte that a test file holds at an offset. */
 static unsigned char byte_at(uint64_t offset) {
@@ -50,7 +35,7 @@ static bool holds_file(const um_block *block, uint64_t offset) {
 
 static um_block map_file(int fd, uint64_t offset, size_t nbytes, um_access access) {
     um_block block;
-    memset(&block, 0x5A, sizeof block);
+    SPOIL(block);
     REQUIRE(
         CHECK_OK(um_block_map_file(&block, fd, offset, nbytes, access, UM_CAT_WEIGHTS, &test_err)));
     return block;
@@ -58,27 +43,27 @@ static um_block map_file(int fd, uint64_t offset, size_t nbytes, um_access acces
 
 /* ---- mapping ---- */
 
-static void test_map(void) {
+TEST(map) {
     size_t file_nbytes = 10 * page + 123;
     struct {
         uint64_t offset;
         size_t nbytes;
     } ranges[] = {{0, file_nbytes},     {0, 1},           {0, page},      {page, 3 * page},
                   {2 * page, page + 1}, {10 * page, 123}, {10 * page, 1}, {9 * page, page + 123}};
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+        for (size_t i = 0; i < COUNT(ranges); i++) {
             uint64_t offset = ranges[i].offset;
             size_t nbytes = ranges[i].nbytes, whole = (nbytes + page - 1) / page * page;
             int fd = make_file(file_nbytes);
             um_ledger_row row = ledger_row(UM_CAT_WEIGHTS), mapped;
-            um_block block = map_file(fd, offset, nbytes, (um_access)access);
+            um_block block = map_file(fd, offset, nbytes, access);
             close(fd);
-            CHECK_EQ_U64(block.nbytes, nbytes);
-            CHECK_EQ_U64(block.requested_nbytes, nbytes);
-            CHECK_EQ_U64((uintptr_t)block.base % page, 0);
+            CHECK_EQ(block.nbytes, nbytes);
+            CHECK_EQ(block.requested_nbytes, nbytes);
+            CHECK_EQ((uintptr_t)block.base % page, 0);
             CHECK(block.is_file != 0);
             CHECK(block.category == UM_CAT_WEIGHTS);
-            CHECK(block.access == (um_access)access);
+            CHECK(block.access == access);
             CHECK(block.sharing == UM_SHARING_NONE);
             CHECK(block.fd == -1);
             CHECK(block.step_nbytes == page);
@@ -89,27 +74,27 @@ static void test_map(void) {
             CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
             const char *permissions[] = {"r--s", "rw-p", "rw-s"};
-            CHECK(strcmp(os_state_permissions(block.base), permissions[access]) == 0);
+            CHECK_STR(os_state_permissions(block.base), permissions[access]);
             CHECK(has_vm_flag(block.base, "dc") == (access == UM_ACCESS_SHARED));
             mapped = ledger_row(UM_CAT_WEIGHTS);
-            CHECK_EQ_U64(mapped.n_mappings, row.n_mappings + 1);
-            CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes + whole);
+            CHECK_EQ(mapped.n_mappings, row.n_mappings + 1);
+            CHECK_EQ(mapped.mapped_bytes, row.mapped_bytes + whole);
             um_placement p = placement_of(&block);
-            CHECK_EQ_U64(p.resident_bytes, whole);
+            CHECK_EQ(p.resident_bytes, whole);
             CHECK(p.pss_bytes <= whole);
             CHECK(p.pss_bytes > 0);
             uint64_t resident = 0;
             CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
-            CHECK_EQ_U64(resident, whole);
+            CHECK_EQ(resident, whole);
             unmap_block(&block);
             mapped = ledger_row(UM_CAT_WEIGHTS);
-            CHECK_EQ_U64(mapped.n_mappings, row.n_mappings);
-            CHECK_EQ_U64(mapped.mapped_bytes, row.mapped_bytes);
+            CHECK_EQ(mapped.n_mappings, row.n_mappings);
+            CHECK_EQ(mapped.mapped_bytes, row.mapped_bytes);
         }
     }
 }
 
-static void test_private_writes_stay_private(void) {
+TEST(private_writes_stay_private) {
     int fd = make_file(3 * page);
     um_block written = map_file(fd, 0, 3 * page, UM_ACCESS_PRIVATE);
     um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
@@ -125,7 +110,7 @@ static void test_private_writes_stay_private(void) {
 }
 
 /* Without the gaps, neighbouring ranges of one file would become one entry of smaps. */
-static void test_neighbours_stay_apart(void) {
+TEST(neighbours_stay_apart) {
     enum { N = 8 };
     int fd = make_file(N * page);
     um_block blocks[N];
@@ -136,24 +121,23 @@ static void test_neighbours_stay_apart(void) {
     for (size_t i = 0; i < N; i++) {
         um_placement placement;
         CHECK_OK(um_block_verify(&blocks[i], &placement, &test_err));
-        CHECK_EQ_U64(placement.resident_bytes, page);
-        CHECK(strcmp(os_state_permissions((char *)blocks[i].base - page), "---p") == 0);
-        CHECK(strcmp(os_state_permissions((char *)blocks[i].base + page), "---p") == 0);
+        CHECK_EQ(placement.resident_bytes, page);
+        CHECK_STR(os_state_permissions((char *)blocks[i].base - page), "---p");
+        CHECK_STR(os_state_permissions((char *)blocks[i].base + page), "---p");
         unmap_block(&blocks[i]);
     }
     close(fd);
 }
 
 /* Huge pages of the page cache can be mapped as such only where address and offset agree. */
-static void test_large_files_lie_as_in_the_file(void) {
-    size_t huge_page = um_huge_page_bytes();
+TEST(large_files_lie_as_in_the_file) {
     int fd = make_file(3 * page);
     if (huge_page <= page || ftruncate(fd, (off_t)(3 * huge_page)) != 0) {
-        test_skip("alignment of large files", "no transparent huge pages, or no sparse files");
+        test_skip("no transparent huge pages, or no sparse files");
     } else {
         for (uint64_t offset = 0; offset <= huge_page; offset += huge_page / 4) {
             um_block block = map_file(fd, offset, huge_page + page, UM_ACCESS_READ);
-            CHECK_EQ_U64((uintptr_t)block.base % huge_page, offset % huge_page);
+            CHECK_EQ((uintptr_t)block.base % huge_page, offset % huge_page);
             unmap_block(&block);
         }
     }
@@ -161,7 +145,7 @@ static void test_large_files_lie_as_in_the_file(void) {
 }
 
 /* A write through a shared mapping goes to the file, and stays there. */
-static void test_shared_writes_are_the_files(void) {
+TEST(shared_writes_are_the_files) {
     int fd = make_file(3 * page + 5);
     um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
     um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
@@ -177,21 +161,21 @@ static void test_shared_writes_are_the_files(void) {
 }
 
 /* Dropped pages of a file are read again. A private mapping would lose what was written. */
-static void test_advise(void) {
+TEST(advise) {
     int fd = make_file(8 * page);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        um_block block = map_file(fd, page, 7 * page, (um_access)access);
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+        um_block block = map_file(fd, page, 7 * page, access);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
         CHECK(has_vm_flag(block.base, "rr"));
         if (access == UM_ACCESS_PRIVATE) {
             memset(block.base, 1, page);
-            CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
+            CHECK_INVALID(um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
             CHECK(is_filled(block.base, page, 1));
         } else {
             CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
             CHECK_OK(um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
-            CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+            CHECK_EQ(placement_of(&block).resident_bytes, 0);
             CHECK(holds_file(&block, page));
         }
         unmap_block(&block);
@@ -199,46 +183,44 @@ static void test_advise(void) {
     close(fd);
 }
 
-static void test_lock(void) {
+TEST(lock) {
     int fd = make_file(4 * page + 1);
     um_block block = map_file(fd, 0, 4 * page + 1, UM_ACCESS_READ);
     if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
-        test_skip("locking a file", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     } else {
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 5 * page);
+        CHECK_EQ(placement_of(&block).locked_bytes, 5 * page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 0);
+        CHECK_EQ(placement_of(&block).locked_bytes, 0);
     }
     unmap_block(&block);
     close(fd);
 }
 
 /* The kernel maps whole huge pages of such a file, and memory after them must stay untouched. */
-static void test_file_of_huge_pages(void) {
-    enum { HUGE_BYTES = 2 << 20 };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
-        test_skip("files of huge pages", "this process may not fill the pool of 2 MiB pages");
+TEST(file_of_huge_pages) {
+    if (!huge_pool_borrow(4)) {
         return;
     }
     int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
     REQUIRE(fd >= 0);
     CHECK(ftruncate(fd, 3 * HUGE_BYTES) == 0);
     um_block block = map_file(fd, HUGE_BYTES, page + 1, UM_ACCESS_SHARED), refused;
-    CHECK_EQ_U64(block.nbytes, page + 1);
-    CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
-    CHECK_EQ_U64(block.reserved_nbytes, HUGE_BYTES);
-    CHECK_EQ_U64((uintptr_t)block.base % HUGE_BYTES, 0);
+    CHECK_EQ(block.nbytes, page + 1);
+    CHECK_EQ(block.step_nbytes, HUGE_BYTES);
+    CHECK_EQ(block.reserved_nbytes, HUGE_BYTES);
+    CHECK_EQ((uintptr_t)block.base % HUGE_BYTES, 0);
     memset(block.base, 1, HUGE_BYTES);
-    CHECK(strcmp(os_state_permissions((char *)block.base + HUGE_BYTES), "---p") == 0);
-    CHECK_STATUS(UM_E_INVALID, um_block_map_file(&refused, fd, page, page, UM_ACCESS_READ,
-                                                 UM_CAT_WEIGHTS, &test_err));
+    CHECK_STR(os_state_permissions((char *)block.base + HUGE_BYTES), "---p");
+    CHECK_INVALID(
+        um_block_map_file(&refused, fd, page, page, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err));
     unmap_block(&block);
     close(fd);
     huge_pool_give_back();
 }
 
 /* A read-only mapping shares the pages of the file: writes to the file are visible. */
-static void test_read_is_the_file(void) {
+TEST(read_is_the_file) {
     int fd = make_file(2 * page);
     um_block block = map_file(fd, page, page, UM_ACCESS_READ);
     CHECK(pwrite(fd, "changed", 7, (off_t)page + 10) == 7);
@@ -249,24 +231,22 @@ static void test_read_is_the_file(void) {
 
 static void check_map_fails(um_status status, int os_errno, int fd, uint64_t offset, size_t nbytes,
                             um_access access, um_category category) {
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    memcpy(&untouched, &block, sizeof block);
-    os_state_read(&before);
+    um_block block;
+    SPOIL(block);
+    os_state_begin();
     CHECK_STATUS(status,
                  um_block_map_file(&block, fd, offset, nbytes, access, category, &test_err));
     CHECK(test_err.os_errno == os_errno);
     CHECK(um_block_map_file(&block, fd, offset, nbytes, access, category, NULL) == status);
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK_SPOILT(block);
+    CHECK(os_state_unchanged());
 }
 
-static void test_refused_maps(void) {
+TEST(refused_maps) {
     size_t n = 4 * page + 7;
     int fd = make_file(n);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        um_access a = (um_access)access;
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+        um_access a = access;
         struct {
             uint64_t offset;
             size_t nbytes;
@@ -286,7 +266,7 @@ static void test_refused_maps(void) {
                       {(uint64_t)0 - page, page},
                       {(uint64_t)0 - page, page + 7},
                       {(uint64_t)1 << 63, page}};
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+        for (size_t i = 0; i < COUNT(ranges); i++) {
             check_map_fails(UM_E_INVALID, 0, fd, ranges[i].offset, ranges[i].nbytes, a,
                             UM_CAT_WEIGHTS);
         }
@@ -304,7 +284,7 @@ static void test_refused_maps(void) {
     if (folder.st_size > 0) {
         check_map_fails(UM_E_OS, ENODEV, fd, 0, 1, UM_ACCESS_READ, UM_CAT_WEIGHTS);
     } else {
-        test_skip("mapping a folder", "folders have no size on this file system");
+        test_skip("folders have no size on this file system");
     }
     close(fd);
     fd = make_file(page);
@@ -319,23 +299,22 @@ static void test_refused_maps(void) {
 
 /* ---- warming ---- */
 
-static void test_warm(void) {
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+TEST(warm) {
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         int fd = make_file(100 * page + 1);
-        um_block block = map_file(fd, page, 99 * page + 1, (um_access)access);
+        um_block block = map_file(fd, page, 99 * page + 1, access);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 100 * page);
+        CHECK_EQ(placement_of(&block).resident_bytes, 100 * page);
         CHECK(holds_file(&block, page));
         CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, NULL, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 99 * page, 2, 1, NULL, &test_err));
+        CHECK_INVALID(um_block_warm(&block, 99 * page, 2, 1, NULL, &test_err));
 
         /* The file becomes shorter: an error, not a dead process, and the beginning is still
          * readable. */
         CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
         CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
         CHECK(test_err.os_errno == 0);
-        CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
-        CHECK(um_block_warm(&block, 0, block.nbytes, 3, NULL, NULL) == UM_E_IO);
+        CHECK_FAILS(UM_E_IO, um_block_warm, &block, 0, block.nbytes, 3, NULL);
         CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, NULL, &test_err));
         CHECK(((unsigned char *)block.base)[49 * page - 1] == byte_at(50 * page - 1));
         unmap_block(&block);
@@ -345,16 +324,16 @@ static void test_warm(void) {
 
 /* ---- reading ---- */
 
-static void test_read(void) {
+TEST(read) {
     size_t n = 3 * page + 11;
     int fd = make_file(n);
     unsigned char *bytes = malloc(n);
     REQUIRE(bytes != NULL);
     size_t limits[] = {0, 1, 7, page - 1, page, n};
-    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+    for (size_t i = 0; i < COUNT(limits); i++) {
         size_t offsets[] = {0, 1, page, 3 * page, n - 1, n};
         fault_os_limit_read(limits[i]);
-        for (size_t j = 0; j < sizeof offsets / sizeof offsets[0]; j++) {
+        for (size_t j = 0; j < COUNT(offsets); j++) {
             size_t offset = offsets[j], nbytes = n - offset;
             memset(bytes, 0xEE, n);
             CHECK_OK(um_file_read(fd, offset, bytes, nbytes, &test_err));
@@ -367,11 +346,11 @@ static void test_read(void) {
         /* The file ends earlier: the error says how many bytes were read. */
         CHECK_STATUS(UM_E_IO, um_file_read(fd, n - 100, bytes, 200, &test_err));
         CHECK(test_err.os_errno == 0);
-        CHECK_EQ_U64(test_err.used, 100);
-        CHECK_EQ_U64(test_err.asked, 200);
+        CHECK_EQ(test_err.used, 100);
+        CHECK_EQ(test_err.asked, 200);
         CHECK_STATUS(UM_E_IO, um_file_read(fd, n, bytes, 1, &test_err));
         CHECK(test_err.os_errno == 0);
-        CHECK_EQ_U64(test_err.used, 0);
+        CHECK_EQ(test_err.used, 0);
     }
     fault_os_limit_read(0);
 
@@ -408,7 +387,7 @@ static um_status run_map(void *context, um_error *err) {
 static void undo_map(void *context) {
     mapping *m = context;
     CHECK(um_block_unmap(&m->block, NULL) == UM_OK);
-    memset(&m->block, 0x5A, sizeof m->block);
+    SPOIL(m->block);
 }
 
 static um_status run_read(void *context, um_error *err) {
@@ -421,18 +400,13 @@ static um_status run_warm(void *context, um_error *err) {
     return um_block_warm(&m->block, 0, m->block.nbytes, 2, NULL, err);
 }
 
-static void test_faults(void) {
+TEST(faults) {
     mapping m = {.fd = make_file(3 * page)};
-    memset(&m.block, 0x5A, sizeof m.block);
+    SPOIL(m.block);
     os_state_settle_threads(4);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        m.access = (um_access)access;
-        fault_os_check_each(&(fault_case){.run = run_map,
-                                          .undo = undo_map,
-                                          .context = &m,
-                                          .outputs = &m.block,
-                                          .outputs_nbytes = sizeof m.block,
-                                          .harmless = HARMLESS_HUGE_PAGE " um_os_residency "});
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
+        m.access = access;
+        CHECK_EACH_FAULT(run_map, undo_map, &m, m.block, HARMLESS_HUGE_PAGE " um_os_residency ");
         CHECK(run_map(&m, NULL) == UM_OK);
         fault_os_check_each(&(fault_case){.run = run_warm,
                                           .context = &m,
@@ -448,33 +422,14 @@ static void test_faults(void) {
     unsigned char bytes[100];
     fault_os_fail_nth(3, EINTR);
     CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_pread") == 0);
+    CHECK_STR(fault_os_failed(), "um_os_pread");
     CHECK(bytes[0] == byte_at(page));
     CHECK(bytes[99] == byte_at(page + 99));
     fault_os_fail_nth(3, EIO);
     CHECK_STATUS(UM_E_IO, um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
     CHECK(test_err.os_errno == EIO);
-    CHECK_EQ_U64(test_err.used, 60);
+    CHECK_EQ(test_err.used, 60);
     fault_os_fail_nth(0, 0);
     fault_os_limit_read(0);
     close(m.fd);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    test_map();
-    test_private_writes_stay_private();
-    test_neighbours_stay_apart();
-    test_large_files_lie_as_in_the_file();
-    test_shared_writes_are_the_files();
-    test_advise();
-    test_lock();
-    test_file_of_huge_pages();
-    test_read_is_the_file();
-    test_refused_maps();
-    test_warm();
-    test_read();
-    test_faults();
-    check_nothing_mapped(UM_CAT_WEIGHTS);
-    return test_report();
 }

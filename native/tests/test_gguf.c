@@ -1,9 +1,6 @@
 /* GGUF headers: a file with everything, each of its prefixes, each rule, failing allocations, and
  * files with random damage. The bytes always end where an allocation ends, so that a sanitizer sees
  * a read past them. */
-#include "test.h"
-
-#include <errno.h>
 
 #include "fault_os.h"
 #include "unimem_formats.h"
@@ -132,49 +129,49 @@ static bool is_text(uint64_t offset, uint64_t nbytes, const char *text) {
     return nbytes == strlen(text) && memcmp(file + offset, text, nbytes) == 0;
 }
 
-static void test_everything(void) {
+TEST(everything) {
     um_gguf g;
     put_everything();
     CHECK_OK(parse(&g, file_nbytes, file_nbytes));
-    CHECK_EQ_U64(g.version, 3);
-    CHECK_EQ_U64(g.alignment, 64);
-    CHECK_EQ_U64(g.n_kv, 2 * UM_GGUF_TYPE_COUNT);
-    CHECK_EQ_U64(g.n_tensors, 4);
-    CHECK_EQ_U64(g.data_offset, file_nbytes - DATA_NBYTES);
+    CHECK_EQ(g.version, 3);
+    CHECK_EQ(g.alignment, 64);
+    CHECK_EQ(g.n_kv, 2 * UM_GGUF_TYPE_COUNT);
+    CHECK_EQ(g.n_tensors, 4);
+    CHECK_EQ(g.data_offset, file_nbytes - DATA_NBYTES);
     CHECK(g.header_nbytes <= g.data_offset);
     CHECK(g.data_offset - g.header_nbytes < 64);
     for (uint32_t type = 0; type < UM_GGUF_TYPE_COUNT; type++) {
         const um_gguf_kv *value = &g.kv[2 * type], *array = &g.kv[2 * type + 1];
         if (type != UM_GGUF_ARRAY) {
-            CHECK_EQ_U64(value->type, type);
-            CHECK_EQ_U64(value->item_type, UM_GGUF_TYPE_COUNT);
-            CHECK_EQ_U64(value->n_items, 1);
+            CHECK_EQ(value->type, type);
+            CHECK_EQ(value->item_type, UM_GGUF_TYPE_COUNT);
+            CHECK_EQ(value->n_items, 1);
         }
-        CHECK_EQ_U64(array->type, UM_GGUF_ARRAY);
-        CHECK_EQ_U64(array->item_type, type);
-        CHECK_EQ_U64(array->n_items, 2);
+        CHECK_EQ(array->type, UM_GGUF_ARRAY);
+        CHECK_EQ(array->item_type, type);
+        CHECK_EQ(array->n_items, 2);
         if (type < UM_GGUF_STRING || type > UM_GGUF_ARRAY) {
-            CHECK_EQ_U64(array->value_nbytes, 2 * value->value_nbytes);
+            CHECK_EQ(array->value_nbytes, 2 * value->value_nbytes);
         }
     }
     const um_gguf_kv *text = &g.kv[2 * UM_GGUF_STRING];
     CHECK(is_text(text->key_offset, text->key_nbytes, "value.8"));
     CHECK(is_text(text->value_offset, text->value_nbytes, "a string"));
-    CHECK_EQ_U64(text[1].value_nbytes, 8 + 8 + 1);
-    CHECK_EQ_U64(g.kv[2 * UM_GGUF_ARRAY + 1].value_nbytes, 2 * (4 + 8 + 2));
+    CHECK_EQ(text[1].value_nbytes, 8 + 8 + 1);
+    CHECK_EQ(g.kv[2 * UM_GGUF_ARRAY + 1].value_nbytes, 2 * (4 + 8 + 2));
 
     const uint64_t nbytes[4] = {4, 68, 0, 24}, offsets[4] = {0, 64, 64, 192};
     const uint32_t n_dims[4] = {0, 1, 2, 4};
     const char *names[4] = {"scalar", "quantized", "empty \xc3\xa9", "four"};
     for (int i = 0; i < 4; i++) {
         CHECK(is_text(g.tensors[i].name_offset, g.tensors[i].name_nbytes, names[i]));
-        CHECK_EQ_U64(g.tensors[i].nbytes, nbytes[i]);
-        CHECK_EQ_U64(g.tensors[i].offset, g.data_offset + offsets[i]);
-        CHECK_EQ_U64(g.tensors[i].n_dims, n_dims[i]);
+        CHECK_EQ(g.tensors[i].nbytes, nbytes[i]);
+        CHECK_EQ(g.tensors[i].offset, g.data_offset + offsets[i]);
+        CHECK_EQ(g.tensors[i].n_dims, n_dims[i]);
     }
-    CHECK_EQ_U64(g.tensors[1].ne[0], 64);
-    CHECK_EQ_U64(g.tensors[1].ne[3], 1);
-    CHECK_EQ_U64(g.tensors[3].ne[1], 3);
+    CHECK_EQ(g.tensors[1].ne[0], 64);
+    CHECK_EQ(g.tensors[1].ne[3], 1);
+    CHECK_EQ(g.tensors[3].ne[1], 3);
     um_gguf_free(&g);
     CHECK(g.kv == NULL);
     CHECK(g.tensors == NULL);
@@ -194,13 +191,13 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 static void check_rule(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
     REQUIRE(test_err.status == UM_E_FORMAT);
-    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
+    if (!CHECK_STR(test_err.what, rule)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
-    CHECK_EQ_U64(test_err.offset, marked);
+    CHECK_EQ(test_err.offset, marked);
 }
 
-static void test_prefixes(void) {
+TEST(prefixes) {
     um_gguf g;
     put_everything();
     CHECK_OK(parse(&g, file_nbytes, file_nbytes));
@@ -210,8 +207,8 @@ static void test_prefixes(void) {
         check_fails(UM_E_FORMAT, n, n); /* the file ends there */
         CHECK(test_err.offset <= n);
         check_fails(UM_E_FULL, n, file_nbytes); /* more of it can be read */
-        CHECK_EQ_U64(test_err.used, n);
-        CHECK_EQ_U64(test_err.limit, file_nbytes);
+        CHECK_EQ(test_err.used, n);
+        CHECK_EQ(test_err.limit, file_nbytes);
         CHECK(test_err.asked > n);
         CHECK(test_err.asked <= file_nbytes);
     }
@@ -220,7 +217,7 @@ static void test_prefixes(void) {
     marked = header_nbytes; /* a tensor's data is missing */
     for (size_t n = header_nbytes; n < file_nbytes - DATA_NBYTES + 216; n++) {
         check_fails(UM_E_FORMAT, n, n);
-        CHECK(strcmp(test_err.what, "a tensor passes the end of the file") == 0);
+        CHECK_STR(test_err.what, "a tensor passes the end of the file");
     }
     CHECK_OK(parse(&g, header_nbytes, file_nbytes - DATA_NBYTES + 216));
     um_gguf_free(&g);
@@ -229,7 +226,7 @@ static void test_prefixes(void) {
     CHECK(um_gguf_parse(&g, file, 3, 3, NULL) == UM_E_FORMAT);
 }
 
-static void test_failing_allocations(void) {
+TEST(failing_allocations) {
     um_gguf g;
     put_everything();
     fault_os_fail_nth_alloc(0);
@@ -248,7 +245,7 @@ static void test_failing_allocations(void) {
 
 /* ---- rules ---- */
 
-static void test_head_rules(void) {
+TEST(head_rules) {
     start(0, 0);
     marked = 0;
     file[0] = 'g';
@@ -273,16 +270,16 @@ static void test_head_rules(void) {
     }
 }
 
-static void test_version_2(void) {
+TEST(version_2) {
     um_gguf g;
     put_everything();
     file[4] = 2;
     CHECK_OK(parse(&g, file_nbytes, file_nbytes));
-    CHECK_EQ_U64(g.version, 2);
+    CHECK_EQ(g.version, 2);
     um_gguf_free(&g);
 }
 
-static void test_key_rules(void) {
+TEST(key_rules) {
     static const char *const not_utf8[] = {"\x80",
                                            "a\xc3",
                                            "\xc0\x80",
@@ -298,14 +295,14 @@ static void test_key_rules(void) {
     static const char *const utf8[] = {"\xc2\x80",         "\xdf\xbf",         "\xe0\xa0\x80",
                                        "\xed\x9f\xbf",     "\xee\x80\x80",     "\xef\xbf\xbf",
                                        "\xf0\x90\x80\x80", "\xf4\x8f\xbf\xbf", ""};
-    for (size_t i = 0; i < sizeof not_utf8 / sizeof *not_utf8; i++) {
+    for (size_t i = 0; i < COUNT(not_utf8); i++) {
         start(0, 1);
         marked = file_nbytes + 8;
         put_key(not_utf8[i], UM_GGUF_UINT32);
         put_u32(0);
         check_rule("a key is not valid UTF-8");
     }
-    for (size_t i = 0; i < sizeof utf8 / sizeof *utf8; i++) {
+    for (size_t i = 0; i < COUNT(utf8); i++) {
         um_gguf g;
         start(0, 1);
         put_key(utf8[i], UM_GGUF_UINT32);
@@ -334,7 +331,7 @@ static void test_key_rules(void) {
     check_rule("a key occurs twice");
 }
 
-static void test_value_rules(void) {
+TEST(value_rules) {
     start(0, 1);
     marked = file_nbytes + 8 + 3;
     put_key("key", UM_GGUF_TYPE_COUNT);
@@ -384,7 +381,7 @@ static void test_value_rules(void) {
     }
 }
 
-static void test_nested_arrays(void) {
+TEST(nested_arrays) {
     um_gguf g;
     for (unsigned depth = 1; depth <= 17; depth++) {
         start(0, 1);
@@ -404,20 +401,20 @@ static void test_nested_arrays(void) {
     }
 }
 
-static void test_long_header(void) {
+TEST(long_header) {
     /* A sparse file: its length is accepted, but it is not read. */
     start(0, 1);
     put_key("key", UM_GGUF_ARRAY);
     marked = file_nbytes + 4;
     put_array(UM_GGUF_UINT8, UINT64_C(1) << 40);
     check_fails(UM_E_FORMAT, file_nbytes, UINT64_C(1) << 41);
-    CHECK(strcmp(test_err.what, "the header is longer than 256 MiB") == 0);
-    CHECK_EQ_U64(test_err.offset, marked);
+    CHECK_STR(test_err.what, "the header is longer than 256 MiB");
+    CHECK_EQ(test_err.offset, marked);
 }
 
-static void test_alignment_rules(void) {
+TEST(alignment_rules) {
     const uint32_t bad[] = {0, 1, 4, 12, 33, UINT32_MAX};
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         start(0, 1);
         put_key("general.alignment", UM_GGUF_UINT32);
         mark();
@@ -435,11 +432,11 @@ static void test_alignment_rules(void) {
     put_key("general.alignment", UM_GGUF_UINT32);
     put_u32(UINT32_C(1) << 31);
     CHECK_OK(parse(&g, file_nbytes, file_nbytes));
-    CHECK_EQ_U64(g.data_offset, UINT64_C(1) << 31);
+    CHECK_EQ(g.data_offset, UINT64_C(1) << 31);
     um_gguf_free(&g);
 }
 
-static void test_dimension_rules(void) {
+TEST(dimension_rules) {
     start(1, 0);
     put_string("t");
     mark();
@@ -471,9 +468,9 @@ static void test_dimension_rules(void) {
     check_rule("a tensor's rows are not whole blocks of its type");
 }
 
-static void test_type_rules(void) {
+TEST(type_rules) {
     const uint32_t removed[] = {4, 5, 31, 32, 33, 36, 37, 38};
-    for (size_t i = 0; i < sizeof removed / sizeof *removed; i++) {
+    for (size_t i = 0; i < COUNT(removed); i++) {
         CHECK(um_gguf_type_of_tensor(removed[i]) == NULL);
         start(1, 0);
         marked = file_nbytes + 8 + 1 + 4 + 8;
@@ -482,7 +479,7 @@ static void test_type_rules(void) {
         check_rule("a tensor's type was removed from ggml");
     }
     const uint32_t unknown[] = {UNKNOWN_TENSOR_TYPE, INT32_MAX, UINT32_MAX};
-    for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
+    for (size_t i = 0; i < COUNT(unknown); i++) {
         CHECK(um_gguf_type_of_tensor(unknown[i]) == NULL);
         start(1, 0);
         marked = file_nbytes + 8 + 1 + 4 + 8;
@@ -499,8 +496,8 @@ static void test_type_rules(void) {
             CHECK(known->block_bytes > 0);
         }
     }
-    CHECK_EQ_U64(n_known, UNKNOWN_TENSOR_TYPE - sizeof removed / sizeof *removed);
-    CHECK(strcmp(um_gguf_type_of_tensor(8)->name, "q8_0") == 0);
+    CHECK_EQ(n_known, UNKNOWN_TENSOR_TYPE - COUNT(removed));
+    CHECK_STR(um_gguf_type_of_tensor(8)->name, "q8_0");
 }
 
 /* The last field of a tensor is its offset. */
@@ -508,7 +505,7 @@ static void mark_last_field(void) {
     marked = file_nbytes - sizeof(uint64_t);
 }
 
-static void test_place_rules(void) {
+TEST(place_rules) {
     um_gguf g;
     start(1, 0);
     put_tensor("t", 1, 1, 0, 0, 16);
@@ -562,7 +559,7 @@ static void test_place_rules(void) {
 }
 
 /* Tables are limited by the number of bytes given, whatever the counts say. */
-static void test_allocations_are_bounded(void) {
+TEST(allocations_are_bounded) {
     um_counters before, after;
     start(UINT64_C(1) << 50, UINT64_C(1) << 50);
     um_counters_read(&before);
@@ -573,7 +570,7 @@ static void test_allocations_are_bounded(void) {
 
 /* ---- damage ---- */
 
-static void test_random_damage(void) {
+TEST(random_damage) {
     enum { N_ROUNDS = 20000 };
     uint64_t state = 2;
     unsigned n_ok = 0, n_format = 0;
@@ -613,23 +610,4 @@ static void test_random_damage(void) {
     }
     CHECK(n_ok > 0);
     CHECK(n_format > 0);
-}
-
-int main(void) {
-    test_everything();
-    test_prefixes();
-    test_failing_allocations();
-    test_head_rules();
-    test_version_2();
-    test_key_rules();
-    test_value_rules();
-    test_nested_arrays();
-    test_long_header();
-    test_alignment_rules();
-    test_dimension_rules();
-    test_type_rules();
-    test_place_rules();
-    test_allocations_are_bounded();
-    test_random_damage();
-    return test_report();
 }

@@ -1,20 +1,11 @@
 /* The guard: pages of truncated files, with many threads, and with handlers that are installed and
  * removed. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <errno.h>
 #include <pthread.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include "fault_os.h"
-#include "test.h"
+#include "blocks.h"
 
 enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
-static size_t page;
 
 /* A mapped file of which all pages but the first were cut off. */
 static unsigned char *cut;
@@ -91,30 +82,49 @@ static um_status read_cut(um_error *err) {
     return um_guard_copy(buffer, cut, FILE_PAGES * page, err);
 }
 
+static void mark(void *context) {
+    *(bool *)context = true;
+}
+
+/* The first run of a process registers the handlers of fork. */
+TEST(first) {
+    REQUIRE(FILE_PAGES * page <= sizeof buffer);
+    cut = map_cut();
+    foreign = map_cut();
+    bool ran = false;
+    fault_os_fail_nth(2, ENOMEM);
+    CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK_STR(test_err.what, "pthread_atfork");
+    CHECK(!ran);
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK(ran);
+    CHECK_EQ(fault_os_calls_of("um_os_at_fork"), 1);
+}
+
 /* ---- one thread ---- */
 
-static void test_copy(void) {
+TEST(copy) {
     struct sigaction before = action_now(), after;
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
     CHECK(memcmp(buffer, "begin", 6) == 0);
     CHECK_STATUS(UM_E_IO, read_cut(&test_err));
     CHECK(test_err.os_errno == 0);
     CHECK(test_err.offset == 0);
-    CHECK_STATUS(UM_E_IO, um_guard_copy(buffer, cut + page, 1, &test_err));
-    CHECK(um_guard_copy(buffer, cut + page, 1, NULL) == UM_E_IO);
+    CHECK_FAILS(UM_E_IO, um_guard_copy, buffer, cut + page, 1);
     CHECK_OK(um_guard_copy(buffer, cut + page, 0, &test_err));
     after = action_now();
     CHECK(same_action(&before, &after));
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 5);
+    CHECK_EQ(fault_os_calls(), 5);
 }
 
 static void write_cut(void *context) {
     memset(context, 1, 2 * page);
 }
 
-static void test_writing(void) {
+TEST(writing) {
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, write_cut, cut, &test_err));
     CHECK(cut[0] == 1); /* partly written */
     CHECK(cut[page - 1] == 1);
@@ -140,7 +150,7 @@ static void run_inner(void *context) {
     n->ran = true;
 }
 
-static void test_nested(void) {
+TEST(nested) {
     struct sigaction before = action_now(), after;
     /* A page of the inner range ends the inner run; a page of the outer range ends both. */
     nesting inner = {.inner_from = 2, .inner_n = 1, .touched = 2};
@@ -175,7 +185,7 @@ static void *run_blocked(void *arg) {
     return arg;
 }
 
-static void test_blocked(void) {
+TEST(blocked) {
     pthread_t thread;
     REQUIRE(pthread_create(&thread, NULL, run_blocked, NULL) == 0);
     pthread_join(thread, NULL);
@@ -349,7 +359,7 @@ static void hardware_losses(void) {
     }
 }
 
-static void test_chaining(void) {
+TEST(chaining) {
     CHECK(end_of(fault_by_default) == SIGBUS);
     CHECK(end_of(fault_of_nobody) == SIGBUS);
     CHECK(end_of(sent_by_default) == SIGBUS);
@@ -552,7 +562,7 @@ static void keeps_two_by_turns(void) {
     touch(foreign + page);
 }
 
-static void test_between(void) {
+TEST(between) {
     CHECK(end_of(keeps_what_goes_on_to_him) == SIGBUS);
     CHECK(end_of(keeps_two_by_turns) == SIGBUS);
     CHECK(end_of(ends_between) == SIGBUS);
@@ -594,7 +604,7 @@ static void run_threads(void) {
     }
 }
 
-static void test_threads(void) {
+TEST(threads) {
     struct sigaction before = action_now(), after;
     run_threads();
     after = action_now();
@@ -657,7 +667,7 @@ static void others_come(void) {
     CHECK(action_now().sa_handler == hear_one);
 }
 
-static void test_threads_between_handlers(void) {
+TEST(threads_between_handlers) {
     CHECK(end_of(others_hear_theirs) == EXIT);
     CHECK(end_of(others_come) == EXIT);
 }
@@ -724,18 +734,14 @@ static void fork_between(void) {
     pthread_join(other, NULL);
 }
 
-static void test_forks(void) {
+TEST(forks) {
     CHECK(end_of(fork_while_guarded) == EXIT);
     CHECK(end_of(fork_between) == EXIT);
 }
 
 /* ---- each system call in turn ---- */
 
-static void mark(void *context) {
-    *(bool *)context = true;
-}
-
-static void test_faults(void) {
+TEST(faults) {
     struct sigaction before = action_now(), after;
     /* Setting the mask, reading the handler, and installing ours on top. */
     static const char *const calls[] = {"um_os_signal_mask", "um_os_bus_action",
@@ -744,7 +750,7 @@ static void test_faults(void) {
         bool ran = false;
         fault_os_fail_nth(nth, EPERM);
         CHECK_STATUS(UM_E_OS, um_guard_run(cut, page, mark, &ran, &test_err));
-        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0);
+        CHECK_STR(fault_os_failed(), calls[nth - 1]);
         CHECK(test_err.os_errno == EPERM);
         CHECK(!ran);
         fault_os_fail_nth(0, 0);
@@ -755,7 +761,7 @@ static void test_faults(void) {
     for (unsigned nth = 4; nth <= 5; nth++) {
         fault_os_fail_nth(nth, EPERM);
         CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
-        CHECK(strcmp(fault_os_failed(), "um_os_bus_action") == 0);
+        CHECK_STR(fault_os_failed(), "um_os_bus_action");
         fault_os_fail_nth(0, 0);
         after = action_now();
         CHECK(!same_action(&before, &after));
@@ -763,36 +769,4 @@ static void test_faults(void) {
         after = action_now();
         CHECK(same_action(&before, &after));
     }
-}
-
-/* The first run of a process registers the handlers of fork. */
-static void test_first(void) {
-    bool ran = false;
-    fault_os_fail_nth(2, ENOMEM);
-    CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(strcmp(test_err.what, "pthread_atfork") == 0);
-    CHECK(!ran);
-    fault_os_fail_nth(0, 0);
-    CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(ran);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_at_fork"), 1);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    REQUIRE(FILE_PAGES * page <= sizeof buffer);
-    cut = map_cut();
-    foreign = map_cut();
-    test_first();
-    test_copy();
-    test_writing();
-    test_nested();
-    test_blocked();
-    test_chaining();
-    test_between();
-    test_threads();
-    test_threads_between_handlers();
-    test_forks();
-    test_faults();
-    return test_report();
 }

@@ -155,10 +155,12 @@ static bool run_sequence(uint64_t sequence) {
     return true;
 }
 
-int main(int argc, char **argv) {
-    uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0;
-    uint64_t n = argc > 2 ? strtoull(argv[2], NULL, 10) : argc > 1 ? 1 : N_SEQUENCES;
+TEST(random_calls) {
+    uint64_t first = 0, n = test_many(150, N_SEQUENCES);
+    if (test_args[0] != NULL) {
+        first = strtoull(test_args[0], NULL, 10);
+        n = test_args[1] != NULL ? strtoull(test_args[1], NULL, 10) : 1;
+    }
     for (uint64_t i = 0; i < n && run_sequence(first + i); i++) {
     }
-    return test_report();
 }

@@ -116,7 +116,7 @@ static kv_model make_cache(uint64_t window) {
     return m;
 }
 
-static void test_readers(uint64_t window) {
+static void check_readers(uint64_t window) {
     uint64_t random = window;
     kv_model m = make_cache(window);
     pthread_t readers[N_READERS];
@@ -141,7 +141,7 @@ static void test_readers(uint64_t window) {
     }
     pthread_barrier_destroy(&phase);
     CHECK(atomic_load(&n_reads) >= N_READERS * N_PHASES);
-    CHECK_EQ_U64(atomic_load(&n_torn), 0);
+    CHECK_EQ(atomic_load(&n_torn), 0);
     free_model(&m);
 }
 
@@ -151,7 +151,7 @@ static void read_when_interrupted(int number) {
 }
 
 /* Reads at any instruction of the writer. Here no reader is overtaken. */
-static void test_interrupted(uint64_t window) {
+static void check_interrupted(uint64_t window) {
     kv_model m = make_cache(window);
     read_kv = &m.kv;
     atomic_store(&n_reads, 0);
@@ -164,14 +164,16 @@ static void test_interrupted(uint64_t window) {
         test_interrupt(NULL);
     }
     CHECK(atomic_load(&n_reads) > 0);
-    CHECK_EQ_U64(atomic_load(&n_torn), 0);
+    CHECK_EQ(atomic_load(&n_torn), 0);
     free_model(&m);
 }
 
-int main(void) {
-    test_readers(0);
-    test_readers(WINDOW);
-    test_interrupted(0);
-    test_interrupted(WINDOW);
-    return test_report();
+TEST(readers) {
+    check_readers(0);
+    check_readers(WINDOW);
+}
+
+TEST(interrupted) {
+    check_interrupted(0);
+    check_interrupted(WINDOW);
 }

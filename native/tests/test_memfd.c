@@ -1,18 +1,5 @@
 /* The files of shared memory: memfds that are made, and files from the caller. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-
-static size_t page;
-static os_state before, after;
 
 static um_block_options of_file(int fd, um_pages pages) {
     return (um_block_options){
@@ -29,12 +16,12 @@ static uint64_t file_nbytes(int fd) {
 static int make_shm_file(void) {
     int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0) {
-        test_skip("files of shared memory", "no file can be made in /dev/shm");
+        test_skip("no file can be made in /dev/shm");
     }
     return fd;
 }
 
-static void test_memfd(void) {
+TEST(memfd) {
     um_block_options options = {.pages = UM_PAGES_4K,
                                 .category = UM_CAT_WEIGHTS,
                                 .sharing = UM_SHARING_MEMFD,
@@ -44,7 +31,7 @@ static void test_memfd(void) {
     snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);
     CHECK(readlink(path, target, sizeof target - 1) > 0);
     CHECK(strncmp(target, "/memfd:unimem ", 14) == 0);
-    CHECK_EQ_U64(file_nbytes(block.fd), 10 * page);
+    CHECK_EQ(file_nbytes(block.fd), 10 * page);
     int seals = fcntl(block.fd, F_GET_SEALS);
     CHECK((seals & (F_SEAL_SHRINK | F_SEAL_GROW)) == (F_SEAL_SHRINK | F_SEAL_GROW));
     CHECK((seals & (F_SEAL_WRITE | F_SEAL_SEAL)) == 0);
@@ -63,7 +50,7 @@ static void test_memfd(void) {
 
 /* ---- files of the caller ---- */
 
-static void test_file_of_the_caller(void) {
+TEST(file_of_the_caller) {
     int fd = make_shm_file();
     if (fd < 0) {
         return;
@@ -73,7 +60,7 @@ static void test_file_of_the_caller(void) {
     um_block block = make_block(2 * page + 1, &options);
     CHECK(block.fd != fd);
     CHECK(block.sharing == UM_SHARING_FD);
-    CHECK_EQ_U64(file_nbytes(fd), 8 * page);
+    CHECK_EQ(file_nbytes(fd), 8 * page);
     memset(block.base, 7, block.nbytes);
     um_block other = attach_block(fd, UM_ACCESS_READ);
     close(fd); /* the block has its own descriptor */
@@ -89,20 +76,18 @@ static void test_file_of_the_caller(void) {
 
 static void check_refused(um_status status, const char *what, int fd, um_pages pages) {
     um_block_options options = of_file(fd, pages);
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    memcpy(&untouched, &block, sizeof block);
+    um_block block;
+    SPOIL(block);
     uint64_t nbytes = fd < 0 ? 0 : file_nbytes(fd);
-    os_state_read(&before);
+    os_state_begin();
     CHECK_STATUS(status, um_block_map(&block, page, &options, &test_err));
     CHECK(strstr(test_err.what, what) != NULL);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
+    CHECK(os_state_unchanged());
+    CHECK_SPOILT(block);
     CHECK(fd < 0 || file_nbytes(fd) == nbytes);
 }
 
-static void test_refused_files(void) {
+TEST(refused_files) {
     int fd = make_shm_file();
     if (fd < 0) {
         return;
@@ -126,12 +111,9 @@ static void test_refused_files(void) {
 }
 
 /* A file of huge pages cannot have small ones. */
-static void test_refused_hugetlb(void) {
+TEST(refused_hugetlb) {
     int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
-    if (fd < 0) {
-        test_skip("files of hugetlb pages", "the kernel has none");
-        return;
-    }
+    SKIP_UNLESS(fd >= 0, "the kernel has none");
     check_refused(UM_E_INVALID, "pages", fd, UM_PAGES_4K);
     close(fd);
 }
@@ -155,37 +137,20 @@ static um_status run_map(void *context, um_error *err) {
 static void undo_map(void *context) {
     mapping *m = context;
     CHECK(um_block_unmap(&m->block, NULL) == UM_OK);
-    memset(&m->block, 0x5A, sizeof m->block);
+    SPOIL(m->block);
     CHECK(ftruncate(m->fd, 0) == 0);
 }
 
-static void test_faults(void) {
+TEST(faults) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     mapping m = {.fd = make_shm_file()};
     if (m.fd < 0) {
         return;
     }
-    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+    for (size_t i = 0; i < COUNT(kinds); i++) {
         m.pages = kinds[i];
-        memset(&m.block, 0x5A, sizeof m.block);
-        fault_os_check_each(&(fault_case){.run = run_map,
-                                          .undo = undo_map,
-                                          .context = &m,
-                                          .outputs = &m,
-                                          .outputs_nbytes = sizeof m,
-                                          .harmless = HARMLESS_HUGE_PAGE});
+        SPOIL(m.block);
+        CHECK_EACH_FAULT(run_map, undo_map, &m, m, HARMLESS_HUGE_PAGE);
     }
     close(m.fd);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    test_memfd();
-    test_file_of_the_caller();
-    test_refused_files();
-    test_refused_hugetlb();
-    test_faults();
-    check_nothing_mapped(UM_CAT_WEIGHTS);
-    check_nothing_mapped(UM_CAT_STAGING);
-    return test_report();
 }

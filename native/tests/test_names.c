@@ -13,7 +13,7 @@ static uint64_t utf8_nbytes(const char *text) {
     return n;
 }
 
-static void test_utf8(void) {
+TEST(utf8) {
     static const char *const good[] = {"",
                                        "a",
                                        "\x7f",
@@ -44,17 +44,17 @@ static void test_utf8(void) {
     for (size_t n_before = 0; n_before < 20; n_before++) {
         char text[64];
         memset(text, 'x', n_before);
-        for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        for (size_t i = 0; i < COUNT(good); i++) {
             snprintf(text + n_before, sizeof text - n_before, "%s%s", good[i], "0123456789");
-            CHECK_EQ_U64(utf8_nbytes(text), strlen(text));
+            CHECK_EQ(utf8_nbytes(text), strlen(text));
             text[n_before + strlen(good[i])] = '\0';
-            CHECK_EQ_U64(utf8_nbytes(text), strlen(text));
+            CHECK_EQ(utf8_nbytes(text), strlen(text));
         }
-        for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        for (size_t i = 0; i < COUNT(bad); i++) {
             snprintf(text + n_before, sizeof text - n_before, "%s%s", bad[i], "0123456789");
-            CHECK_EQ_U64(utf8_nbytes(text), n_before);
+            CHECK_EQ(utf8_nbytes(text), n_before);
             text[n_before + strlen(bad[i])] = '\0';
-            CHECK_EQ_U64(utf8_nbytes(text), n_before);
+            CHECK_EQ(utf8_nbytes(text), n_before);
         }
     }
 }
@@ -63,22 +63,22 @@ static um_name name(const char *text, uint64_t offset) {
     return um_name_of((const unsigned char *)text, strlen(text), offset);
 }
 
-static void test_names_differ(void) {
+TEST(names_differ) {
     uint64_t offset = 0;
     um_name names[] = {name("a", 9), name("", 1), name("ab", 2), name("b", 3), name("ba", 4)};
     CHECK(um_names_differ(names, 0, &offset));
     CHECK(um_names_differ(names, 1, &offset));
     CHECK(um_names_differ(names, 5, &offset));
-    CHECK_EQ_U64(offset, 0);
+    CHECK_EQ(offset, 0);
     /* Among two pairs and a triple: the first name that was there before. */
     um_name twice[] = {name("c", 90), name("b", 70), name("a", 10), name("c", 20),
                        name("b", 60), name("a", 50), name("a", 30), name("d", 5)};
     CHECK(!um_names_differ(twice, 8, &offset));
-    CHECK_EQ_U64(offset, 30);
+    CHECK_EQ(offset, 30);
 }
 
 /* Any names can be given the same hash: then their bytes decide. */
-static void test_names_of_one_hash(void) {
+TEST(names_of_one_hash) {
     static char texts[100][8];
     um_name names[100];
     uint64_t offset = 0;
@@ -91,12 +91,5 @@ static void test_names_of_one_hash(void) {
     names[0] = name("550", 5000);
     names[0].hash = 7;
     CHECK(!um_names_differ(names, 100, &offset));
-    CHECK_EQ_U64(offset, 5000);
-}
-
-int main(void) {
-    test_utf8();
-    test_names_differ();
-    test_names_of_one_hash();
-    return test_report();
+    CHECK_EQ(offset, 5000);
 }

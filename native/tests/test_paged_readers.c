@@ -2,6 +2,7 @@
 #include "paged_pool.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 enum { READ_TOKENS = 3000, READ_HEADS = 2 };
 static um_paged_seq *read_seq;
@@ -26,7 +27,7 @@ static void *read_all(void *arg) {
     return NULL;
 }
 
-static void test_reader_beside_the_writer(void) {
+TEST(reader_beside_the_writer) {
     pool p = make_pool((um_paged_spec){.n_layers = 1,
                                        .n_kv_heads = READ_HEADS,
                                        .head_dim = 1,
@@ -77,7 +78,7 @@ static void take_over(int signal) {
     }
 }
 
-static void test_a_copied_block_is_gathered_whole(void) {
+TEST(a_copied_block_is_gathered_whole) {
     static float out[TAIL * TAIL_HEADS * TAIL_DIM];
     size_t stride = sizeof out / TAIL_HEADS;
     pool p = make_pool((um_paged_spec){.n_layers = 1,
@@ -112,10 +113,4 @@ static void test_a_copied_block_is_gathered_whole(void) {
     um_paged_seq_free(&forked);
     um_paged_seq_free(&third);
     free_pool(&p);
-}
-
-int main(void) {
-    test_reader_beside_the_writer();
-    test_a_copied_block_is_gathered_whole();
-    return test_report();
 }

@@ -1,9 +1,6 @@
 /* Safetensors headers: a file with everything, each of its prefixes, each rule, failing
  * allocations, and files with random damage. The bytes always end where an allocation ends, so that
  * a sanitizer sees a read past them. */
-#include "test.h"
-
-#include <errno.h>
 
 #include "fault_os.h"
 #include "unimem_formats.h"
@@ -91,12 +88,12 @@ static bool is_text(um_safetensors_text text, const char *expected) {
     return same;
 }
 
-static void test_everything(void) {
+TEST(everything) {
     um_safetensors s;
     put_everything();
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
-    CHECK_EQ_U64(s.header_nbytes, file_nbytes - 74);
-    CHECK_EQ_U64(s.n_kv, 3);
+    CHECK_EQ(s.header_nbytes, file_nbytes - 74);
+    CHECK_EQ(s.n_kv, 3);
     CHECK(is_text(s.kv[0].key, "format"));
     CHECK(is_text(s.kv[0].value, "pt"));
     CHECK(is_text(s.kv[1].key, "kA"));
@@ -104,30 +101,30 @@ static void test_everything(void) {
     CHECK(is_text(s.kv[2].key, ""));
     CHECK(is_text(s.kv[2].value, ""));
 
-    CHECK_EQ_U64(s.n_tensors, 23);
+    CHECK_EQ(s.n_tensors, 23);
     static const char *const names[] = {"scalar", "t\\0", "empty", "bool"};
     static const uint64_t offsets[] = {9, 3, 3, 13}, nbytes[] = {4, 6, 0, 1},
                           n_dims[] = {0, 2, 3, 1};
     for (int i = 0; i < 4; i++) {
         const um_safetensors_tensor *t = &s.tensors[i];
         CHECK(is_text(t->name, names[i]));
-        CHECK_EQ_U64(t->offset, s.header_nbytes + offsets[i]);
-        CHECK_EQ_U64(t->nbytes, nbytes[i]);
-        CHECK_EQ_U64(t->n_dims, n_dims[i]);
+        CHECK_EQ(t->offset, s.header_nbytes + offsets[i]);
+        CHECK_EQ(t->nbytes, nbytes[i]);
+        CHECK_EQ(t->n_dims, n_dims[i]);
     }
     const uint64_t *dims = s.dims + s.tensors[2].first_dim;
     CHECK(dims[0] == 1);
     CHECK(dims[1] == 0);
     CHECK(dims[2] == 288230376151711743);
-    CHECK_EQ_U64(s.dims[s.tensors[1].first_dim + 1], 3);
+    CHECK_EQ(s.dims[s.tensors[1].first_dim + 1], 3);
     uint64_t sum = 0;
     unsigned seen = 0;
     for (uint64_t i = 0; i < s.n_tensors; i++) {
         seen |= 1u << s.tensors[i].type;
         sum += s.tensors[i].nbytes;
     }
-    CHECK_EQ_U64(seen, (1u << UM_ST_TYPE_COUNT) - 1);
-    CHECK_EQ_U64(sum, 74);
+    CHECK_EQ(seen, (1u << UM_ST_TYPE_COUNT) - 1);
+    CHECK_EQ(sum, 74);
     um_safetensors_free(&s);
     CHECK(s.kv == NULL);
     CHECK(s.tensors == NULL);
@@ -135,22 +132,22 @@ static void test_everything(void) {
     um_safetensors_free(&s);
 }
 
-static void test_types(void) {
-    CHECK(strcmp(um_safetensors_type_name(UM_ST_BF16), "BF16") == 0);
-    CHECK_EQ_U64(um_safetensors_type_bits(UM_ST_F6_E3M2), 6);
+TEST(types) {
+    CHECK_STR(um_safetensors_type_name(UM_ST_BF16), "BF16");
+    CHECK_EQ(um_safetensors_type_bits(UM_ST_F6_E3M2), 6);
     for (unsigned type = 0; type < UM_ST_TYPE_COUNT; type++) {
         CHECK(um_safetensors_type_name((um_safetensors_type)type) != NULL);
         CHECK(um_safetensors_type_bits((um_safetensors_type)type) >= 4);
     }
     CHECK(um_safetensors_type_name(UM_ST_TYPE_COUNT) == NULL);
-    CHECK_EQ_U64(um_safetensors_type_bits(UM_ST_TYPE_COUNT), 0);
+    CHECK_EQ(um_safetensors_type_bits(UM_ST_TYPE_COUNT), 0);
 }
 
-static void test_nothing(void) {
+TEST(nothing) {
     um_safetensors s;
     put_file("{}", 0);
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
-    CHECK_EQ_U64(s.n_tensors + s.n_kv, 0);
+    CHECK_EQ(s.n_tensors + s.n_kv, 0);
     um_safetensors_free(&s);
     put_file("{'__metadata__':{}}", 0);
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
@@ -170,10 +167,10 @@ static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
 static void check_breaks(const char *rule) {
     check_fails(UM_E_FORMAT, file_nbytes, file_nbytes);
     REQUIRE(test_err.status == UM_E_FORMAT);
-    if (!CHECK(strcmp(test_err.what, rule) == 0)) {
+    if (!CHECK_STR(test_err.what, rule)) {
         fprintf(stderr, "expected: %s\n     got: %s\n", rule, test_err.what);
     }
-    CHECK_EQ_U64(test_err.offset, marked);
+    CHECK_EQ(test_err.offset, marked);
 }
 
 static void check_rule(const char *rule, const char *json, size_t data_nbytes) {
@@ -181,23 +178,23 @@ static void check_rule(const char *rule, const char *json, size_t data_nbytes) {
     check_breaks(rule);
 }
 
-static void test_prefixes(void) {
+TEST(prefixes) {
     um_safetensors s;
     put_everything();
     size_t header_nbytes = file_nbytes - 74;
     for (size_t n = 0; n < header_nbytes; n++) {
         check_fails(UM_E_FORMAT, n, n); /* the file ends there */
-        CHECK(strcmp(test_err.what, "the file ends inside its header") == 0);
+        CHECK_STR(test_err.what, "the file ends inside its header");
         check_fails(UM_E_FULL, n, file_nbytes); /* more of it can be read */
-        CHECK_EQ_U64(test_err.used, n);
-        CHECK_EQ_U64(test_err.limit, file_nbytes);
-        CHECK_EQ_U64(test_err.asked, n < 8 ? 8 : header_nbytes);
+        CHECK_EQ(test_err.used, n);
+        CHECK_EQ(test_err.limit, file_nbytes);
+        CHECK_EQ(test_err.asked, n < 8 ? 8 : header_nbytes);
     }
     CHECK_OK(parse(&s, header_nbytes, file_nbytes));
     um_safetensors_free(&s);
     for (size_t n = header_nbytes; n < file_nbytes; n++) {
         check_fails(UM_E_FORMAT, n, n);
-        CHECK(strcmp(test_err.what, "a tensor passes the end of the file") == 0);
+        CHECK_STR(test_err.what, "a tensor passes the end of the file");
     }
     check_fails(UM_E_INVALID, file_nbytes, file_nbytes - 1);
     CHECK(um_safetensors_parse(&s, file, 3, file_nbytes, NULL) == UM_E_FULL);
@@ -210,7 +207,7 @@ static void test_prefixes(void) {
     }
 }
 
-static void test_failing_allocations(void) {
+TEST(failing_allocations) {
     um_safetensors s;
     put_everything();
     fault_os_fail_nth_alloc(0);
@@ -231,10 +228,10 @@ static void test_failing_allocations(void) {
 
 #define U8(begin, end, n) "{'dtype':'U8','shape':[" #n "],'data_offsets':[" #begin "," #end "]}"
 
-static void test_head_rules(void) {
+TEST(head_rules) {
     const uint64_t too_long[] = {100000001, UINT64_C(1) << 32, INT64_MAX, UINT64_MAX - 7,
                                  UINT64_MAX};
-    for (size_t i = 0; i < sizeof too_long / sizeof *too_long; i++) {
+    for (size_t i = 0; i < COUNT(too_long); i++) {
         put_file("{}", 0);
         memcpy(file, &too_long[i], 8);
         marked = 0;
@@ -246,7 +243,7 @@ static void test_head_rules(void) {
     check_breaks("the file ends inside its header");
     memcpy(file, &most, 8);
     check_fails(UM_E_FULL, file_nbytes, most + 8);
-    CHECK_EQ_U64(test_err.asked, most + 8);
+    CHECK_EQ(test_err.asked, most + 8);
     static const char not_begun[] = "the header does not begin with {";
     check_rule(not_begun, "^", 0);
     check_rule(not_begun, "^ {}", 0);
@@ -260,7 +257,7 @@ static void test_head_rules(void) {
     check_breaks(behind);
 }
 
-static void test_utf8_rule(void) {
+TEST(utf8_rule) {
     static const char *const bad[] = {"^\x80",
                                       "a^\xc3",
                                       "^\xc0\x80",
@@ -272,7 +269,7 @@ static void test_utf8_rule(void) {
                                       "12345678^\xf8\x88\x80\x80\x80",
                                       "^\xe2\x28\xa1",
                                       "1234567^\xff"};
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         char json[64];
         snprintf(json, sizeof json, "{'__metadata__':{'a':'%s'}}", bad[i]);
         check_rule("the header is not valid UTF-8", json, 0);
@@ -285,7 +282,7 @@ static void test_utf8_rule(void) {
     um_safetensors_free(&s);
 }
 
-static void test_json_rule(void) {
+TEST(json_rule) {
     static const char *const broken[] = {
         "{^",
         "{^,}",
@@ -316,25 +313,25 @@ static void test_json_rule(void) {
         "{'t':{'dtype':'^",
         "{'t':{'dtype':^U8}}",
     };
-    for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
+    for (size_t i = 0; i < COUNT(broken); i++) {
         check_rule("the header is not valid JSON", broken[i], 0);
     }
 }
 
-static void test_string_rules(void) {
+TEST(string_rules) {
     static const char *const unknown[] = {"^\\x41",   "a^\\u12", "^\\u12g4",
                                           "^\\U0041", "^\\ ",    "^\\u-041"};
     static const char *const halves[] = {
         "^\\ud800",        "^\\udfff",    "^\\udc00\\ud800",       "^\\ud800\\ud800",
         "^\\ud800\\u0041", "^\\ud83d\\n", "\\ud83d\\ude00^\\ude00"};
     char json[64];
-    for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
+    for (size_t i = 0; i < COUNT(unknown); i++) {
         snprintf(json, sizeof json, "{'__metadata__':{'a':'%s'}}", unknown[i]);
         check_rule("a string has an escape that JSON does not know", json, 0);
     }
     check_rule("a string has an escape that JSON does not know", "{'^\\", 0);
     check_rule("a string has an escape that JSON does not know", "{'^\\u004", 0);
-    for (size_t i = 0; i < sizeof halves / sizeof *halves; i++) {
+    for (size_t i = 0; i < COUNT(halves); i++) {
         snprintf(json, sizeof json, "{'%s':{}}", halves[i]);
         check_rule("a string has half of a surrogate pair", json, 0);
     }
@@ -353,11 +350,11 @@ static void test_string_rules(void) {
     um_safetensors_free(&s);
 }
 
-static void test_metadata_rules(void) {
+TEST(metadata_rules) {
     check_rule("__metadata__ is not an object", "{'__metadata__':^[]}", 0);
     check_rule("__metadata__ is not an object", "{'__metadata__':^null}", 0);
     static const char *const values[] = {"1", "null", "true", "{}", "['a']", "-1"};
-    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+    for (size_t i = 0; i < COUNT(values); i++) {
         char json[64];
         snprintf(json, sizeof json, "{'__metadata__':{'a': ^%s}}", values[i]);
         check_rule("a value of __metadata__ is not a string", json, 0);
@@ -370,7 +367,7 @@ static void test_metadata_rules(void) {
     check_rule(twice, "{'__metadata__':{'':'',^'':''}}", 0);
 }
 
-static void test_tensor_rules(void) {
+TEST(tensor_rules) {
     check_rule("a tensor is not an object", "{'t':^['U8',[1],[0,1]]}", 1);
     check_rule("a tensor is not an object", "{'t': ^'U8'}", 1);
     check_rule("a tensor has a field that the format does not know",
@@ -384,7 +381,7 @@ static void test_tensor_rules(void) {
     check_rule("a tensor has no dtype", "{'t': ^{}}", 1);
     check_rule("a tensor's dtype is not a string", "{'t':{'dtype': ^8}}", 1);
     static const char *const unknown[] = {"", "u8", "U8 ", "F12", "F32F", "F3", "\\u0055"};
-    for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
+    for (size_t i = 0; i < COUNT(unknown); i++) {
         char json[64];
         snprintf(json, sizeof json, "{'t':{'dtype':^'%s'}}", unknown[i]);
         check_rule("unknown dtype of a tensor", json, 1);
@@ -393,7 +390,7 @@ static void test_tensor_rules(void) {
     check_rule("a tensor's shape is not an array", "{'t':{'shape': ^{}}}", 1);
     static const char *const numbers[] = {"-1", "-0",  "1.0", "1e0",  "1E2", "01",
                                           "00", "'1'", "[1]", "null", "true"};
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+    for (size_t i = 0; i < COUNT(numbers); i++) {
         char json[64];
         snprintf(json, sizeof json, "{'t':{'shape':[1, ^%s]}}", numbers[i]);
         check_rule("a dimension or offset is not an unsigned integer", json, 1);
@@ -411,7 +408,7 @@ static void test_tensor_rules(void) {
     check_rule(not_two, "{'t':{'data_offsets':^[0,1,1]}}", 1);
 }
 
-static void test_many_dimensions(void) {
+TEST(many_dimensions) {
     um_safetensors s;
     for (int n = 64; n <= 65; n++) {
         char json[256] = "{'t':{'dtype':'U8','shape':[1";
@@ -422,7 +419,7 @@ static void test_many_dimensions(void) {
         if (n == 64) {
             put_file(json, 1);
             CHECK_OK(parse(&s, file_nbytes, file_nbytes));
-            CHECK_EQ_U64(s.tensors[0].n_dims, 64);
+            CHECK_EQ(s.tensors[0].n_dims, 64);
             um_safetensors_free(&s);
         } else {
             check_rule("a tensor has more than 64 dimensions", json, 1);
@@ -430,12 +427,12 @@ static void test_many_dimensions(void) {
     }
 }
 
-static void test_size_rules(void) {
+TEST(size_rules) {
     static const char *const overflow[] = {
         "'U8','shape':^[4294967296,4294967296]", "'F4','shape':^[9223372036854775808]",
         "'F64','shape':^[288230376151711744]", "'U8','shape':^[0,9223372036854775808]",
         "'U8','shape':^[9223372036854775808,2,0]"};
-    for (size_t i = 0; i < sizeof overflow / sizeof *overflow; i++) {
+    for (size_t i = 0; i < COUNT(overflow); i++) {
         char json[128];
         snprintf(json, sizeof json, "{'t':{'dtype':%s,'data_offsets':[0,0]}}", overflow[i]);
         check_rule("a tensor's dimensions overflow", json, 0);
@@ -454,7 +451,7 @@ static void test_size_rules(void) {
                1);
 }
 
-static void test_place_rules(void) {
+TEST(place_rules) {
     um_safetensors s;
     static const char end[] = "a tensor passes the end of the file";
     check_rule(end, "{'t':{'dtype':'U8','shape':[2],'data_offsets':^[0,2]}}", 1);
@@ -489,7 +486,7 @@ static void test_place_rules(void) {
 
 /* ---- memory, and damage ---- */
 
-static void test_allocations_are_bounded(void) {
+TEST(allocations_are_bounded) {
     um_counters before, after;
     um_safetensors s;
     /* The most rows for the number of bytes: keys of one byte, and dimensions of one digit. */
@@ -505,7 +502,7 @@ static void test_allocations_are_bounded(void) {
     um_counters_read(&before);
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
     um_counters_read(&after);
-    CHECK_EQ_U64(s.n_kv, 2000);
+    CHECK_EQ(s.n_kv, 2000);
     um_safetensors_free(&s);
     CHECK(after.allocated_bytes - before.allocated_bytes <= 16 * file_nbytes);
     /* No memory is allocated for a length that is only claimed. */
@@ -515,7 +512,7 @@ static void test_allocations_are_bounded(void) {
     um_counters_read(&before);
     check_fails(UM_E_FULL, file_nbytes, UINT64_C(1) << 60);
     um_counters_read(&after);
-    CHECK_EQ_U64(after.allocated_bytes, before.allocated_bytes);
+    CHECK_EQ(after.allocated_bytes, before.allocated_bytes);
 }
 
 static void check_parsed(const um_safetensors *s, const unsigned char *bytes, size_t nbytes) {
@@ -527,7 +524,7 @@ static void check_parsed(const um_safetensors *s, const unsigned char *bytes, si
         CHECK(t->first_dim + t->n_dims <= s->n_dims);
         sum += t->nbytes;
     }
-    CHECK_EQ_U64(sum, nbytes);
+    CHECK_EQ(sum, nbytes);
     for (uint64_t i = 0; i < s->n_kv; i++) {
         char *resolved = malloc(s->kv[i].value.nbytes + 1);
         REQUIRE(resolved != NULL);
@@ -536,7 +533,7 @@ static void check_parsed(const um_safetensors *s, const unsigned char *bytes, si
     }
 }
 
-static void test_random_damage(void) {
+TEST(random_damage) {
     enum { N_ROUNDS = 20000 };
     static const char tokens[] = "{}[]:,\"\\u0d819- e.\xff\x80\x01";
     uint64_t state = 3;
@@ -574,24 +571,4 @@ static void test_random_damage(void) {
     }
     CHECK(n_ok > 0);
     CHECK(n_format > 0);
-}
-
-int main(void) {
-    test_everything();
-    test_types();
-    test_nothing();
-    test_prefixes();
-    test_failing_allocations();
-    test_head_rules();
-    test_utf8_rule();
-    test_json_rule();
-    test_string_rules();
-    test_metadata_rules();
-    test_tensor_rules();
-    test_many_dimensions();
-    test_size_rules();
-    test_place_rules();
-    test_allocations_are_bounded();
-    test_random_damage();
-    return test_report();
 }

@@ -1,22 +1,5 @@
 /* Shared memory that is attached, here and in other processes, and sealed copies. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
-
-enum { HUGE_BYTES = 2 << 20 };
-
-static size_t page, huge_page;
-static os_state before, after;
 
 static const um_block_options *of(um_pages pages) {
     static um_block_options options;
@@ -34,12 +17,12 @@ static uint64_t file_nbytes(int fd) {
 /* ---- attaching ---- */
 
 static void check_attached(const um_block *block, um_access access, size_t nbytes, size_t step) {
-    CHECK_EQ_U64(block->nbytes, nbytes);
-    CHECK_EQ_U64(block->reserved_nbytes, nbytes);
-    CHECK_EQ_U64(block->committed_nbytes, nbytes);
-    CHECK_EQ_U64(block->requested_nbytes, file_nbytes(block->fd));
-    CHECK_EQ_U64(block->step_nbytes, step);
-    CHECK_EQ_U64((uintptr_t)block->base % step, 0);
+    CHECK_EQ(block->nbytes, nbytes);
+    CHECK_EQ(block->reserved_nbytes, nbytes);
+    CHECK_EQ(block->committed_nbytes, nbytes);
+    CHECK_EQ(block->requested_nbytes, file_nbytes(block->fd));
+    CHECK_EQ(block->step_nbytes, step);
+    CHECK_EQ((uintptr_t)block->base % step, 0);
     CHECK(block->committed == NULL);
     CHECK(block->is_file == 0);
     CHECK(block->lock == UM_LOCK_NONE);
@@ -47,24 +30,23 @@ static void check_attached(const um_block *block, um_access access, size_t nbyte
     CHECK(block->access == access);
     CHECK(block->category == UM_CAT_STAGING);
     CHECK(block->numa.mode == UM_NUMA_NONE);
-    CHECK(strcmp(os_state_permissions(block->base), access == UM_ACCESS_READ ? "r--s" : "rw-s") ==
-          0);
-    CHECK(strcmp(os_state_permissions((char *)block->base - 1), "---p") == 0);
-    CHECK(strcmp(os_state_permissions((char *)block->base + nbytes), "---p") == 0);
+    CHECK_STR(os_state_permissions(block->base), access == UM_ACCESS_READ ? "r--s" : "rw-s");
+    CHECK_STR(os_state_permissions((char *)block->base - 1), "---p");
+    CHECK_STR(os_state_permissions((char *)block->base + nbytes), "---p");
     CHECK(has_vm_flag(block->base, "dc") == (access == UM_ACCESS_SHARED));
     um_ledger_row row = ledger_row(UM_CAT_STAGING);
     CHECK(row.n_mappings == 1);
     CHECK(row.mapped_bytes == nbytes);
 }
 
-static void test_attach(void) {
+TEST(attach) {
     um_block block = make_block(5 * page, of(UM_PAGES_4K));
     memset(block.base, 1, block.nbytes);
-    for (int access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
-        um_block other = attach_block(block.fd, (um_access)access);
+    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
+        um_block other = attach_block(block.fd, access);
         CHECK(other.fd != block.fd);
         CHECK((fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
-        check_attached(&other, (um_access)access, 5 * page, page);
+        check_attached(&other, access, 5 * page, page);
         CHECK(is_filled(other.base, other.nbytes, 1));
         ((char *)block.base)[page] = 2;
         CHECK(((char *)other.base)[page] == 2);
@@ -81,7 +63,7 @@ static void test_attach(void) {
 }
 
 /* Half a page at the end counts as a page; the rest of it is zeros. */
-static void test_attach_odd_size(void) {
+TEST(attach_odd_size) {
     int fd = memfd_create("odd", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
     CHECK(ftruncate(fd, (off_t)(page + 10)) == 0);
@@ -90,26 +72,23 @@ static void test_attach_odd_size(void) {
     memset((char *)block.base + page, 4, 10);
     CHECK(is_filled((char *)block.base + page + 10, page - 10, 0));
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 2 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 2 * page);
     unmap_block(&block);
     close(fd);
 }
 
-static void test_attach_lies_for_huge_pages(void) {
-    if (huge_page == 0) {
-        test_skip("alignment of attached memory", "the kernel has no huge pages");
-        return;
-    }
+TEST(attach_lies_for_huge_pages) {
+    SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     um_block block = make_block(3 * huge_page, of(UM_PAGES_THP));
     memset(block.base, 1, block.nbytes);
     um_block other = attach_block(block.fd, UM_ACCESS_READ);
-    CHECK_EQ_U64((uintptr_t)other.base % huge_page, 0);
-    CHECK_EQ_U64(other.step_nbytes, page);
+    CHECK_EQ((uintptr_t)other.base % huge_page, 0);
+    CHECK_EQ(other.step_nbytes, page);
     if (um_block_collapse(&block, NULL) == UM_OK) {
         CHECK_OK(um_block_warm(&other, 0, other.nbytes, 1, NULL, &test_err));
-        CHECK_EQ_U64(placement_of(&other).huge_bytes, 3 * huge_page);
+        CHECK_EQ(placement_of(&other).huge_bytes, 3 * huge_page);
     } else {
-        test_skip("huge pages of attached memory", "the kernel cannot collapse shared memory");
+        test_skip("the kernel cannot collapse shared memory");
     }
     unmap_block(&other);
     unmap_block(&block);
@@ -127,7 +106,7 @@ static bool child_attaches(void *arg) {
 }
 
 /* A page that another process touches first is where the policy of the maker says. */
-static void test_attach_in_another_process(void) {
+TEST(attach_in_another_process) {
     um_block_options options = *of(UM_PAGES_4K);
     if (may_bind()) {
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
@@ -138,7 +117,7 @@ static void test_attach_in_another_process(void) {
     CHECK(is_filled(block.base, block.nbytes, 2));
     if (options.numa.mode != UM_NUMA_NONE) {
         um_block other = attach_block(block.fd, UM_ACCESS_READ);
-        CHECK(strcmp(policy_at(other.base), "bind:0") == 0);
+        CHECK_STR(policy_at(other.base), "bind:0");
         unmap_block(&other);
     }
     unmap_block(&block);
@@ -146,19 +125,17 @@ static void test_attach_in_another_process(void) {
 
 static void check_refused_attach(um_status status, const char *what, int fd, um_access access,
                                  um_category category) {
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    memcpy(&untouched, &block, sizeof block);
-    os_state_read(&before);
+    um_block block;
+    SPOIL(block);
+    os_state_begin();
     CHECK_STATUS(status, um_block_attach(&block, fd, access, category, &test_err));
     CHECK(strstr(test_err.what, what) != NULL);
     CHECK(um_block_attach(&block, fd, access, category, NULL) == status);
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK_SPOILT(block);
+    CHECK(os_state_unchanged());
 }
 
-static void test_refused_attach(void) {
+TEST(refused_attach) {
     int fd = memfd_create("refused", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(fd >= 0);
     check_refused_attach(UM_E_INVALID, "empty", fd, UM_ACCESS_READ, UM_CAT_OTHER);
@@ -187,7 +164,7 @@ static void test_refused_attach(void) {
 
 static um_block copy_sealed(const um_block *block, const um_block_options *options) {
     um_block copy;
-    memset(&copy, 0x5A, sizeof copy);
+    SPOIL(copy);
     REQUIRE(CHECK_OK(um_block_copy_sealed(&copy, block, options, &test_err)));
     return copy;
 }
@@ -198,7 +175,7 @@ static void check_sealed(const um_block *copy) {
     CHECK((fcntl(copy->fd, F_GET_SEALS) & all) == all);
     CHECK((fcntl(copy->fd, F_GETFL) & O_ACCMODE) == O_RDONLY);
     CHECK((fcntl(copy->fd, F_GETFD) & FD_CLOEXEC) != 0);
-    CHECK(strcmp(os_state_permissions(copy->base), "r--s") == 0);
+    CHECK_STR(os_state_permissions(copy->base), "r--s");
     CHECK(mprotect(copy->base, page, PROT_READ | PROT_WRITE) == -1);
     check_refused_attach(UM_E_OS, "mmap", copy->fd, UM_ACCESS_SHARED, UM_CAT_OTHER);
     char path[64];
@@ -217,35 +194,34 @@ static void check_sealed(const um_block *copy) {
 static void check_copy(const um_block *block, um_block_options options, size_t nbytes) {
     options.sharing = UM_SHARING_NONE; /* a sealed copy is shared all the same */
     um_block copy = copy_sealed(block, &options);
-    CHECK_EQ_U64(copy.nbytes, nbytes);
-    CHECK_EQ_U64(copy.requested_nbytes, block->nbytes);
-    CHECK_EQ_U64(copy.reserved_nbytes, nbytes);
+    CHECK_EQ(copy.nbytes, nbytes);
+    CHECK_EQ(copy.requested_nbytes, block->nbytes);
+    CHECK_EQ(copy.reserved_nbytes, nbytes);
     CHECK(copy.sharing == UM_SHARING_MEMFD);
     CHECK(copy.access == UM_ACCESS_READ);
     CHECK(copy.category == options.category);
     CHECK(copy.requested_pages == options.pages);
-    CHECK_EQ_U64(placement_of(&copy).resident_bytes, nbytes);
+    CHECK_EQ(placement_of(&copy).resident_bytes, nbytes);
     CHECK(memcmp(copy.base, block->base, block->nbytes) == 0);
     CHECK(is_filled((char *)copy.base + block->nbytes, nbytes - block->nbytes, 0));
     check_sealed(&copy);
-    CHECK_STATUS(UM_E_INVALID, um_block_release(&copy, 0, page, NULL, &test_err));
+    CHECK_INVALID(um_block_release(&copy, 0, page, NULL, &test_err));
     um_block other = attach_block(copy.fd, UM_ACCESS_READ);
     unmap_block(&copy);
     CHECK(memcmp(other.base, block->base, block->nbytes) == 0);
     unmap_block(&other);
 }
 
-static void test_copy_sealed(void) {
+TEST(copy_sealed) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
-    size_t unit = huge_page == 0 ? page : huge_page;
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         um_block_options options = *of(UM_PAGES_4K);
-        options.sharing = (um_sharing)sharing;
+        options.sharing = sharing;
         options.reserve_nbytes = 9 * page;
         um_block block = make_block(9 * page, &options);
         memset(block.base, 1, block.nbytes);
         ((char *)block.base)[3 * page + 5] = 2;
-        for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+        for (size_t i = 0; i < COUNT(kinds); i++) {
             check_copy(&block, *of(kinds[i]), kinds[i] == UM_PAGES_THP ? unit : 9 * page);
         }
         /* The copy ends at the first gap. */
@@ -261,7 +237,7 @@ static void test_copy_sealed(void) {
     }
 }
 
-static void test_copy_of_a_file(void) {
+TEST(copy_of_a_file) {
     int fd = memfd_create("file", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
     CHECK(ftruncate(fd, (off_t)(3 * page)) == 0);
@@ -273,7 +249,7 @@ static void test_copy_of_a_file(void) {
     close(fd);
 }
 
-static void test_copy_with_policy(void) {
+TEST(copy_with_policy) {
     if (!may_bind()) {
         return;
     }
@@ -282,28 +258,26 @@ static void test_copy_with_policy(void) {
     um_block_options options = *of(UM_PAGES_4K);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
     um_block copy = copy_sealed(&block, &options);
-    CHECK(strcmp(policy_at(copy.base), "bind:0") == 0);
-    CHECK_EQ_U64(placement_of(&copy).node_bytes[0], 4 * page);
+    CHECK_STR(policy_at(copy.base), "bind:0");
+    CHECK_EQ(placement_of(&copy).node_bytes[0], 4 * page);
     unmap_block(&copy);
     unmap_block(&block);
 }
 
 static void check_refused_copy(um_status status, const char *what, const um_block *block,
                                const um_block_options *options) {
-    um_block copy, untouched;
-    memset(&copy, 0x5A, sizeof copy);
-    memcpy(&untouched, &copy, sizeof copy);
-    os_state_read(&before);
+    um_block copy;
+    SPOIL(copy);
+    os_state_begin();
     CHECK_STATUS(status, um_block_copy_sealed(&copy, block, options, &test_err));
     CHECK(strstr(test_err.what, what) != NULL);
     CHECK(um_block_copy_sealed(&copy, block, options, NULL) == status);
-    CHECK(memcmp(&copy, &untouched, sizeof copy) == 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK_SPOILT(copy);
+    CHECK(os_state_unchanged());
 }
 
 /* Truncated pages: of a mapped file, of a file mapped over a block, and of shared memory. */
-static void test_copy_of_a_truncated_file(void) {
+TEST(copy_of_a_truncated_file) {
     int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(fd >= 0);
     REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
@@ -322,7 +296,7 @@ static void test_copy_of_a_truncated_file(void) {
     close(fd);
 }
 
-static void test_refused_copies(void) {
+TEST(refused_copies) {
     um_block block = make_block(4 * page, of(UM_PAGES_4K));
     um_block_options options = *of((um_pages)5);
     check_refused_copy(UM_E_INVALID, "pages", &block, &options);
@@ -344,9 +318,8 @@ static void test_refused_copies(void) {
 
 /* ---- hugetlb ---- */
 
-static void test_hugetlb(void) {
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(8)) {
-        test_skip("shared hugetlb pages", "this process may not fill the pool of 2 MiB pages");
+TEST(hugetlb) {
+    if (!huge_pool_borrow(8)) {
         return;
     }
     uint64_t available = huge_pages_available();
@@ -355,9 +328,9 @@ static void test_hugetlb(void) {
     um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
     check_attached(&other, UM_ACCESS_SHARED, 2 * HUGE_BYTES, HUGE_BYTES);
     CHECK(other.requested_pages == UM_PAGES_2M);
-    CHECK_EQ_U64(huge_pages_available(), available - 2);
+    CHECK_EQ(huge_pages_available(), available - 2);
     CHECK(is_filled(other.base, other.nbytes, 1));
-    CHECK_EQ_U64(placement_of(&other).huge_bytes, other.nbytes);
+    CHECK_EQ(placement_of(&other).huge_bytes, other.nbytes);
     CHECK_OK(um_block_collapse(&other, &test_err)); /* left as it is */
     unmap_block(&other);
     check_copy(&block, *of(UM_PAGES_2M), 2 * HUGE_BYTES);
@@ -368,7 +341,7 @@ static void test_hugetlb(void) {
     check_refused_copy(UM_E_NOMEM, "mmap", &large, &options);
     unmap_block(&large);
     unmap_block(&block);
-    CHECK_EQ_U64(huge_pages_available(), available);
+    CHECK_EQ(huge_pages_available(), available);
     huge_pool_give_back();
 }
 
@@ -383,7 +356,7 @@ typedef struct sharing {
 static void undo(void *context) {
     sharing *s = context;
     CHECK(um_block_unmap(&s->block, NULL) == UM_OK);
-    memset(&s->block, 0x5A, sizeof s->block);
+    SPOIL(s->block);
 }
 
 static um_status run_attach(void *context, um_error *err) {
@@ -397,7 +370,7 @@ static um_status run_copy(void *context, um_error *err) {
 }
 
 static void check_faults(sharing *s, um_status (*run)(void *context, um_error *err)) {
-    memset(&s->block, 0x5A, sizeof s->block);
+    SPOIL(s->block);
     /* If no read-only descriptor can be opened, a new kernel maps the existing one. */
     fault_os_check_each(&(fault_case){.run = run,
                                       .undo = undo,
@@ -407,35 +380,14 @@ static void check_faults(sharing *s, um_status (*run)(void *context, um_error *e
                                       .harmless = HARMLESS_HUGE_PAGE});
 }
 
-static void test_faults(void) {
+TEST(faults) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     sharing s = {.source = make_block(3 * page, of(UM_PAGES_4K))};
     memset(s.source.base, 1, s.source.nbytes);
     check_faults(&s, run_attach);
-    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+    for (size_t i = 0; i < COUNT(kinds); i++) {
         s.pages = kinds[i];
         check_faults(&s, run_copy);
     }
     unmap_block(&s.source);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_attach();
-    test_attach_odd_size();
-    test_attach_lies_for_huge_pages();
-    test_attach_in_another_process();
-    test_refused_attach();
-    test_copy_sealed();
-    test_copy_of_a_file();
-    test_copy_of_a_truncated_file();
-    test_copy_with_policy();
-    test_refused_copies();
-    test_hugetlb();
-    test_faults();
-    for (int i = 0; i < UM_CAT_COUNT; i++) {
-        check_nothing_mapped((um_category)i);
-    }
-    return test_report();
 }

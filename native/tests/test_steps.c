@@ -1,19 +1,7 @@
 /* The steps of a block: which are committed, which are of a file, and the bitmaps. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
 
-#include <errno.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-
 enum { N_STEPS = 130 }; /* more than two words of the bitmap */
-
-static size_t page;
-static os_state before, after;
 
 static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
     static um_block_options options;
@@ -24,7 +12,7 @@ static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
     return &options;
 }
 
-static void test_is_committed(void) {
+TEST(is_committed) {
     um_block block = make_block(4 * page, of(UM_SHARING_NONE, 8 * page));
     struct {
         size_t offset, nbytes;
@@ -37,7 +25,7 @@ static void test_is_committed(void) {
                   {1, SIZE_MAX, false},     {0, SIZE_MAX, false},
                   {0, 8 * page + 1, false}, {0, 0, true}};
     for (int gap = 0; gap < 2; gap++) {
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+        for (size_t i = 0; i < COUNT(ranges); i++) {
             CHECK((um_block_is_committed(&block, ranges[i].offset, ranges[i].nbytes) != 0) ==
                   ranges[i].committed);
         }
@@ -48,7 +36,7 @@ static void test_is_committed(void) {
     CHECK(!um_block_is_committed(&block, 0, 1));
 }
 
-static void test_is_overlaid(void) {
+TEST(is_overlaid) {
     enum { RESERVED = 12 };
     int fd = memfd_create("overlay", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
@@ -87,10 +75,10 @@ static void check_model(const um_block *block, const int *steps) {
                           is_filled((char *)block->base + i * page, page, (unsigned char)steps[i]));
     }
     CHECK(right);
-    CHECK_EQ_U64(block->committed_nbytes, n_committed * page);
-    CHECK_EQ_U64(block->nbytes, n_usable * page);
+    CHECK_EQ(block->committed_nbytes, n_committed * page);
+    CHECK_EQ(block->nbytes, n_usable * page);
     CHECK((block->committed == NULL) == (n_usable == n_committed));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
 }
 
 static void check_random_order(um_sharing sharing, uint64_t seed) {
@@ -125,7 +113,7 @@ static void check_random_order(um_sharing sharing, uint64_t seed) {
     unmap_block(&block);
 }
 
-static void test_any_order(void) {
+TEST(any_order) {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         check_random_order(UM_SHARING_NONE, seed);
         check_random_order(UM_SHARING_MEMFD, seed);
@@ -135,11 +123,11 @@ static void test_any_order(void) {
 /* ---- the bitmap ---- */
 
 /* The first gap needs a bitmap; without memory for it, nothing changes. */
-static void test_heap_faults(void) {
+TEST(heap_faults) {
     um_block block = make_block(4 * page, of(UM_SHARING_MEMFD, 8 * page)), copy = block;
     size_t out = 12345;
     memset(block.base, 1, block.nbytes);
-    os_state_read(&before);
+    os_state_begin();
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 6 * page, page, &test_err));
     CHECK_OS_ERR(ENOMEM, "calloc");
@@ -157,23 +145,12 @@ static void test_heap_faults(void) {
     CHECK(out == 12345);
     CHECK(memcmp(&block, &copy, sizeof copy) == 0);
     CHECK(is_filled(block.base, block.nbytes, 1));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK(os_state_unchanged());
     /* Growing and shrinking at the end needs no bitmap. */
     fault_os_fail_nth_alloc(1);
     commit(&block, 2 * page, 5 * page);
     release(&block, 3 * page, 4 * page, 4 * page);
-    CHECK_EQ_U64(fault_os_allocs(), 0);
+    CHECK_EQ(fault_os_allocs(), 0);
     fault_os_fail_nth_alloc(0);
     unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    test_is_committed();
-    test_is_overlaid();
-    test_any_order();
-    test_heap_faults();
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

@@ -27,33 +27,32 @@ static void check_take_fails(um_status status, um_tape *tape, size_t nbytes, siz
     memcpy(&before, tape, sizeof before);
     CHECK_STATUS(status, um_tape_take(tape, nbytes, align, &p, &test_err));
     if (status == UM_E_FULL) {
-        CHECK_EQ_U64(test_err.limit, tape->total);
-        CHECK_EQ_U64(test_err.used, um_tape_used(tape));
-        CHECK_EQ_U64(test_err.asked, nbytes);
+        CHECK_EQ(test_err.limit, tape->total);
+        CHECK_EQ(test_err.used, um_tape_used(tape));
+        CHECK_EQ(test_err.asked, nbytes);
     }
     CHECK(um_tape_take(tape, nbytes, align, &p, NULL) == status);
     CHECK(p == untouched);
     CHECK(memcmp(&before, tape, sizeof before) == 0);
 }
 
-static void test_init(void) {
-    um_tape tape, before;
-    memset(&tape, 0x5A, sizeof tape);
-    memcpy(&before, &tape, sizeof tape);
-    CHECK_STATUS(UM_E_INVALID, um_tape_init(&tape, NULL, TOTAL, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_init(&tape, memory, 0, &test_err));
+TEST(init) {
+    um_tape tape;
+    SPOIL(tape);
+    CHECK_INVALID(um_tape_init(&tape, NULL, TOTAL, &test_err));
+    CHECK_INVALID(um_tape_init(&tape, memory, 0, &test_err));
     CHECK(um_tape_init(&tape, NULL, 0, NULL) == UM_E_INVALID);
-    CHECK(memcmp(&before, &tape, sizeof tape) == 0);
+    CHECK_SPOILT(tape);
     CHECK_OK(um_tape_init(&tape, memory, TOTAL, &test_err));
     CHECK(tape.base == memory);
-    CHECK_EQ_U64(tape.total, TOTAL);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 0);
-    CHECK_EQ_U64(um_tape_n_takes(&tape), 0);
+    CHECK_EQ(tape.total, TOTAL);
+    CHECK_EQ(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_high_water(&tape), 0);
+    CHECK_EQ(um_tape_n_takes(&tape), 0);
     CHECK(!um_tape_frozen(&tape));
 }
 
-static void test_alignment(void) {
+TEST(alignment) {
     /* The address is aligned, wherever the base is. */
     for (size_t shift = 0; shift <= 65; shift++) {
         um_tape tape = make_tape(memory + shift, TOTAL);
@@ -64,25 +63,25 @@ static void test_alignment(void) {
             CHECK(p >= tape.base + end);
             CHECK((size_t)(p - tape.base) < end + align);
             end = (size_t)(p - tape.base) + 3;
-            CHECK_EQ_U64(um_tape_used(&tape), end);
+            CHECK_EQ(um_tape_used(&tape), end);
         }
-        CHECK_EQ_U64(um_tape_n_takes(&tape), 11);
+        CHECK_EQ(um_tape_n_takes(&tape), 11);
     }
     um_tape tape = make_tape(memory, TOTAL);
     size_t bad[] = {0, 3, 6, 12, 65, SIZE_MAX, SIZE_MAX - 1, (SIZE_MAX >> 1) + 2};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         check_take_fails(UM_E_INVALID, &tape, 1, bad[i]);
         check_take_fails(UM_E_INVALID, &tape, 0, bad[i]);
     }
 }
 
-static void test_bounds(void) {
+TEST(bounds) {
     um_tape tape = make_tape(memory, TOTAL);
     check_take_fails(UM_E_FULL, &tape, TOTAL + 1, 1);
     CHECK(take(&tape, TOTAL, 64) == memory);
     check_take_fails(UM_E_FULL, &tape, 1, 1);
     CHECK(take(&tape, 0, 64) == memory + TOTAL);
-    CHECK_EQ_U64(um_tape_used(&tape), TOTAL);
+    CHECK_EQ(um_tape_used(&tape), TOTAL);
 
     tape = make_tape(memory, TOTAL);
     take(&tape, TOTAL - 10, 1);
@@ -98,7 +97,7 @@ static void test_bounds(void) {
     check_take_fails(UM_E_FULL, &tape, 0, 64);
 }
 
-static void test_sizes_that_overflow(void) {
+TEST(sizes_that_overflow) {
     size_t sizes[] = {
         SIZE_MAX,         SIZE_MAX - 1,    SIZE_MAX - 63,         SIZE_MAX - 64,
         SIZE_MAX - TOTAL, (size_t)1 << 63, ((size_t)1 << 63) - 1, (size_t)0 - (uintptr_t)memory};
@@ -106,8 +105,8 @@ static void test_sizes_that_overflow(void) {
     for (size_t used = 0; used <= 65; used += 13) {
         um_tape tape = make_tape(memory, TOTAL);
         take(&tape, used, 1);
-        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-            for (size_t j = 0; j < sizeof aligns / sizeof aligns[0]; j++) {
+        for (size_t i = 0; i < COUNT(sizes); i++) {
+            for (size_t j = 0; j < COUNT(aligns); j++) {
                 check_take_fails(UM_E_FULL, &tape, sizes[i], aligns[j]);
             }
         }
@@ -125,53 +124,53 @@ static void test_sizes_that_overflow(void) {
     check_take_fails(UM_E_FULL, &tape, 1, 64);
 }
 
-static void test_clear_keep_rewind(void) {
+TEST(clear_keep_rewind) {
     um_tape tape = make_tape(memory, TOTAL);
     memset(memory, 0x77, sizeof memory);
     void *first = take(&tape, 100, 1);
     size_t mark = um_tape_mark(&tape);
-    CHECK_EQ_U64(mark, 100);
+    CHECK_EQ(mark, 100);
     void *second = take(&tape, 200, 1);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 300);
+    CHECK_EQ(um_tape_high_water(&tape), 300);
 
     CHECK_OK(um_tape_rewind(&tape, mark, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 50, 1) == second);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 300);
+    CHECK_EQ(um_tape_high_water(&tape), 300);
     CHECK_OK(um_tape_rewind(&tape, um_tape_mark(&tape), &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 150);
+    CHECK_EQ(um_tape_used(&tape), 150);
 
     um_tape before;
     memcpy(&before, &tape, sizeof before);
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, 151, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, SIZE_MAX, &test_err));
+    CHECK_INVALID(um_tape_rewind(&tape, 151, &test_err));
+    CHECK_INVALID(um_tape_rewind(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_rewind(&tape, 151, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
 
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_used(&tape), 0);
     CHECK(take(&tape, 100, 1) == first);
 
-    CHECK_EQ_U64(um_tape_kept(&tape), 0);
+    CHECK_EQ(um_tape_kept(&tape), 0);
     um_tape_keep(&tape);
-    CHECK_EQ_U64(um_tape_kept(&tape), 100);
+    CHECK_EQ(um_tape_kept(&tape), 100);
     take(&tape, 400, 1);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 500);
+    CHECK_EQ(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_high_water(&tape), 500);
     take(&tape, 10, 1);
     CHECK_OK(um_tape_rewind(&tape, 40, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK_OK(um_tape_rewind(&tape, 0, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 1, 1) == memory + 100);
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, 102, &test_err));
+    CHECK_INVALID(um_tape_rewind(&tape, 102, &test_err));
 
     um_tape_keep(&tape);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 101);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 500);
-    CHECK_EQ_U64(um_tape_n_takes(&tape), 7);
+    CHECK_EQ(um_tape_used(&tape), 101);
+    CHECK_EQ(um_tape_high_water(&tape), 500);
+    CHECK_EQ(um_tape_n_takes(&tape), 7);
 
     bool untouched = true;
     for (size_t i = 0; i < sizeof memory; i++) {
@@ -180,7 +179,7 @@ static void test_clear_keep_rewind(void) {
     CHECK(untouched);
 }
 
-static void test_high_water_is_the_largest_ever(void) {
+TEST(high_water_is_the_largest_ever) {
     um_tape tape = make_tape(memory, TOTAL);
     uint64_t seed = 1;
     size_t largest = 0;
@@ -205,13 +204,13 @@ static void test_high_water_is_the_largest_ever(void) {
     CHECK(largest > TOTAL / 2);
 }
 
-static void test_freeze(void) {
+TEST(freeze) {
     um_tape tape = make_tape(memory, TOTAL);
     take(&tape, 100, 1);
     um_tape before;
     memcpy(&before, &tape, sizeof before);
-    CHECK_STATUS(UM_E_INVALID, um_tape_freeze(&tape, TOTAL + 1, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_freeze(&tape, SIZE_MAX, &test_err));
+    CHECK_INVALID(um_tape_freeze(&tape, TOTAL + 1, &test_err));
+    CHECK_INVALID(um_tape_freeze(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_freeze(&tape, TOTAL + 1, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
 
@@ -222,7 +221,7 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_STATE, &tape, SIZE_MAX, 64);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_used(&tape), 0);
     check_take_fails(UM_E_STATE, &tape, 1, 1);
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_INVALID, &tape, 1, 3);
@@ -234,11 +233,11 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 41, 1);
     check_take_fails(UM_E_STATE, &tape, 37, 64);
     take(&tape, 36, 64);
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     check_take_fails(UM_E_STATE, &tape, 1, 1);
     um_tape_clear(&tape);
     take(&tape, 100, 1);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 100);
+    CHECK_EQ(um_tape_high_water(&tape), 100);
 
     um_tape_thaw(&tape);
     CHECK(!um_tape_frozen(&tape));
@@ -250,7 +249,7 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 1, 1);
 }
 
-static void test_owns(void) {
+TEST(owns) {
     um_tape tape = make_tape(memory + 64, 1000);
     CHECK(um_tape_owns(&tape, memory + 64));
     CHECK(um_tape_owns(&tape, memory + 64 + 999));
@@ -274,7 +273,7 @@ typedef struct taker {
     bool aligned, zeroed;
 } taker;
 
-static unsigned char *big_memory;
+static unsigned char big_memory[BIG_TOTAL];
 
 static void *take_until_full(void *arg) {
     taker *t = arg;
@@ -323,32 +322,20 @@ static void check_many_threads(size_t max_align) {
         n_owned[big_memory[i]]++;
     }
     for (unsigned i = 0; i < N_THREADS; i++) {
-        CHECK_EQ_U64(n_owned[i + 1], takers[i].nbytes);
+        CHECK_EQ(n_owned[i + 1], takers[i].nbytes);
     }
-    CHECK_EQ_U64(um_tape_n_takes(&tape), n_takes);
+    CHECK_EQ(um_tape_n_takes(&tape), n_takes);
     CHECK(um_tape_used(&tape) <= BIG_TOTAL);
     CHECK(um_tape_used(&tape) > BIG_TOTAL - 97);
-    CHECK_EQ_U64(um_tape_high_water(&tape), um_tape_used(&tape));
+    CHECK_EQ(um_tape_high_water(&tape), um_tape_used(&tape));
     if (max_align == 1) {
-        CHECK_EQ_U64(um_tape_used(&tape), nbytes);
+        CHECK_EQ(um_tape_used(&tape), nbytes);
     }
 }
 
-int main(void) {
-    big_memory = malloc(BIG_TOTAL);
-    REQUIRE(big_memory != NULL);
-    test_init();
-    test_alignment();
-    test_bounds();
-    test_sizes_that_overflow();
-    test_clear_keep_rewind();
-    test_high_water_is_the_largest_ever();
-    test_freeze();
-    test_owns();
+TEST(many_threads) {
     for (int i = 0; i < 10; i++) {
         check_many_threads(1);
         check_many_threads(128);
     }
-    free(big_memory);
-    return test_report();
 }

@@ -1,31 +1,14 @@
 /* Warming: what is in RAM afterwards, which threads brought it there, and the error when a page is
  * not available. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "test.h"
 
-#include <errno.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/mount.h>
-#include <unistd.h>
 
 #include "blocks.h"
-#include "fault_os.h"
-#include "huge_pool.h"
-
-static size_t page, huge_page;
-
-static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
-    uint64_t found = UINT64_MAX;
-    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
-    return found;
-}
 
 /* ---- what is warmed ---- */
 
-static void test_range(void) {
+TEST(range) {
     enum { N = 64 };
     uint64_t seed = 3;
     for (int i = 0; i < 60; i++) {
@@ -43,11 +26,11 @@ static void test_range(void) {
         unsigned n_started = fault_os_calls_of("um_os_thread_start");
         CHECK(n_started <= n_threads);
         CHECK(n_started != 1);
-        CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
-        CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), n_started);
-        CHECK_EQ_U64(resident(&block, offset, nbytes), expected * page);
-        CHECK_EQ_U64(resident(&block, 0, block.nbytes),
-                     (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
+        CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
+        CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), n_started);
+        CHECK_EQ(resident(&block, offset, nbytes), expected * page);
+        CHECK_EQ(resident(&block, 0, block.nbytes),
+                 (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
         CHECK(bytes[20 * page + 5] == 99);
         unmap_block(&block);
     }
@@ -55,11 +38,8 @@ static void test_range(void) {
 
 /* Threads divide a range at borders of huge pages. A range that begins and ends within a huge page
  * still has no more parts than threads. */
-static void test_parts(void) {
-    if (huge_page == 0) {
-        test_skip("parts of huge pages", "the kernel has no huge pages");
-        return;
-    }
+TEST(parts) {
+    SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
     size_t small = huge_page / 8;
     for (size_t offset = 0; offset < huge_page; offset += small) {
@@ -72,11 +52,11 @@ static void test_parts(void) {
         }
     }
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, UINT32_MAX, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
     unmap_block(&block);
 }
 
-static void test_keeps_content_and_affinity(void) {
+TEST(keeps_content_and_affinity) {
     um_block block = make_pages(40 * page, UM_PAGES_AUTO);
     unsigned char *bytes = block.base;
     cpu_set_t cpus, cpus_after;
@@ -98,13 +78,13 @@ static void test_keeps_content_and_affinity(void) {
     CHECK(same);
     CHECK(sched_getaffinity(0, sizeof cpus_after, &cpus_after) == 0);
     CHECK(CPU_EQUAL(&cpus, &cpus_after));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
     unmap_block(&block);
 }
 
 /* ---- threads and CPUs ---- */
 
-static void test_cpus(void) {
+TEST(cpus) {
     um_block block = make_pages(16 * page, UM_PAGES_4K);
     cpu_set_t allowed;
     int some[2] = {-1, -1}, n_some = 0;
@@ -120,25 +100,25 @@ static void test_cpus(void) {
     int one[] = {some[1]};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 1);
-    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[1]), 1);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 1);
+    CHECK_EQ(fault_os_pinned_to((unsigned)some[1]), 1);
     one[0] = -1;
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 0);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 0);
 
     /* Each thread is pinned to its own CPU; one with a negative number runs anywhere; a CPU that
      * does not exist does no harm. */
     int mixed[] = {some[0], -1, some[1], 8191};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, mixed, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 4);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 3);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_get_affinity"), 0);
-    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
-    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
-    CHECK_EQ_U64(resident(&block, 0, block.nbytes), block.nbytes);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 4);
+    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 3);
+    CHECK_EQ(fault_os_calls_of("um_os_get_affinity"), 0);
+    CHECK_EQ(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
+    CHECK_EQ(fault_os_pinned_to(8191), 1);
+    CHECK_EQ(resident(&block, 0, block.nbytes), block.nbytes);
 
     /* Without a list, the threads take the CPUs that the caller may run on in turn. */
     fault_os_fail_nth(0, 0);
@@ -150,56 +130,56 @@ static void test_cpus(void) {
         CHECK(n <= (4 + (unsigned)CPU_COUNT(&allowed) - 1) / (unsigned)CPU_COUNT(&allowed));
         n_pinned += n;
     }
-    CHECK_EQ_U64(n_pinned, 4);
+    CHECK_EQ(n_pinned, 4);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* by the caller */
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
 
     int beyond[] = {some[0], 8192};
-    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 2, beyond, &test_err));
+    CHECK_INVALID(um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
     unmap_block(&block);
 }
 
 /* ---- kinds of memory ---- */
 
-static void test_gaps(void) {
+TEST(gaps) {
     um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
     um_block block = make_block(10 * page, &options);
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     CHECK_OK(um_block_warm(&block, 45 * page, 10 * page, 2, NULL, &test_err));
-    CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
+    CHECK_EQ(resident(&block, 0, 100 * page), 10 * page);
     size_t not_committed[][2] = {{0, 11 * page},
                                  {10 * page, 1},
                                  {39 * page, 2 * page},
                                  {0, 100 * page},
                                  {20 * page, 5 * page}};
-    for (size_t i = 0; i < sizeof not_committed / sizeof not_committed[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, not_committed[i][0], not_committed[i][1],
-                                                 2, NULL, &test_err));
+    for (size_t i = 0; i < COUNT(not_committed); i++) {
+        CHECK_INVALID(
+            um_block_warm(&block, not_committed[i][0], not_committed[i][1], 2, NULL, &test_err));
     }
     CHECK_OK(um_block_warm(&block, 20 * page, 0, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
     unmap_block(&block);
 }
 
-static void test_shared(void) {
+TEST(shared) {
     um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
     um_block block = make_block(20 * page, &options), other;
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     ((unsigned char *)block.base)[0] = 77;
     CHECK_OK(um_block_warm(&other, 0, 5 * page, 2, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 5 * page);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, page);
+    CHECK_EQ(placement_of(&other).resident_bytes, 5 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, page);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 20 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 20 * page);
     CHECK(((unsigned char *)other.base)[0] == 77);
     unmap_block(&other);
     unmap_block(&block);
 }
 
 /* Shared memory that another process makes shorter. */
-static void test_shorter(void) {
+TEST(shorter) {
     int fd = memfd_create("shorter", MFD_CLOEXEC);
     REQUIRE(fd >= 0);
     um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd};
@@ -228,12 +208,12 @@ static void test_shorter(void) {
 }
 
 /* A file system in memory that has less room than the file. */
-static void test_full_file_system(void) {
+TEST(full_file_system) {
     char folder[] = "/tmp/unimem-warm-XXXXXX", path[64], options[64];
     REQUIRE(mkdtemp(folder) != NULL);
     snprintf(options, sizeof options, "size=%zu", 4 * page);
     if (mount("tmpfs", folder, "tmpfs", 0, options) != 0) {
-        test_skip("a full file system", "this process may not mount one");
+        test_skip("this process may not mount one");
         rmdir(folder);
         return;
     }
@@ -254,10 +234,9 @@ static void test_full_file_system(void) {
     rmdir(folder);
 }
 
-static void test_hugetlb(void) {
+TEST(hugetlb) {
     size_t huge = (size_t)2 << 20;
     if (!huge_pool_borrow(4)) {
-        test_skip("hugetlb", "no pages can be had from the pool");
         return;
     }
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
@@ -265,7 +244,7 @@ static void test_hugetlb(void) {
         um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
         um_block block;
         if (um_block_map(&block, 4 * huge, &options, &test_err) != UM_OK) {
-            test_skip("hugetlb", "the pool's pages are not of 2 MiB, or somebody took them");
+            test_skip("the pool's pages are not of 2 MiB, or somebody took them");
             continue;
         }
         for (unsigned n_threads = 1; n_threads <= 6; n_threads++) {
@@ -273,14 +252,14 @@ static void test_hugetlb(void) {
             CHECK_OK(um_block_warm(&block, huge / 2, 3 * huge, n_threads, NULL, &test_err));
             CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * huge);
+        CHECK_EQ(placement_of(&block).resident_bytes, 4 * huge);
         unmap_block(&block);
     }
     huge_pool_give_back();
 }
 
 /* The errno of the kernel where a touch would end the process. */
-static void test_no_page(void) {
+TEST(no_page) {
     struct {
         um_block_options options;
         um_status status;
@@ -293,9 +272,9 @@ static void test_no_page(void) {
             um_status status = huge ? UM_E_NOMEM : cases[i].status;
             fault_os_fail_nth(1, EFAULT);
             CHECK_STATUS(status, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-            CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+            CHECK_STR(fault_os_failed(), "um_os_advise");
             CHECK(test_err.os_errno == (status == UM_E_NOMEM ? ENOMEM : EFAULT));
-            CHECK_EQ_U64(test_err.asked, block.nbytes);
+            CHECK_EQ(test_err.asked, block.nbytes);
             fault_os_fail_nth(0, 0);
         }
         unmap_block(&block);
@@ -304,18 +283,16 @@ static void test_no_page(void) {
 
 /* ---- refused, and each system call in turn ---- */
 
-static void test_refused(void) {
+TEST(refused) {
     um_block block = make_pages(4 * page, UM_PAGES_4K), copy = block;
     size_t beyond[][2] = {{0, 4 * page + 1}, {4 * page, 1}, {4 * page + 1, 0},
                           {1, SIZE_MAX},     {SIZE_MAX, 2}, {SIZE_MAX - page, 2 * page}};
-    for (size_t i = 0; i < sizeof beyond / sizeof beyond[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID,
-                     um_block_warm(&block, beyond[i][0], beyond[i][1], 2, NULL, &test_err));
+    for (size_t i = 0; i < COUNT(beyond); i++) {
+        CHECK_INVALID(um_block_warm(&block, beyond[i][0], beyond[i][1], 2, NULL, &test_err));
     }
-    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 0, NULL, &test_err));
-    CHECK(um_block_warm(&block, 0, page, 0, NULL, NULL) == UM_E_INVALID);
+    CHECK_FAILS(UM_E_INVALID, um_block_warm, &block, 0, page, 0, NULL);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    CHECK_EQ(placement_of(&block).resident_bytes, 0);
     unmap_block(&block);
 }
 
@@ -330,9 +307,8 @@ static um_status run_warm(void *context, um_error *err) {
     return um_block_warm(&w->block, 0, w->block.nbytes, w->n_threads, w->cpus, err);
 }
 
-static void test_faults(void) {
+TEST(faults) {
     static const int cpus[] = {0, -1, 0};
-    size_t unit = huge_page == 0 ? page : huge_page;
     os_state_settle_threads(6);
     um_block_options kinds[] = {{.pages = UM_PAGES_4K},
                                 {.pages = UM_PAGES_THP},
@@ -360,27 +336,9 @@ static void test_faults(void) {
     for (int i = 0; i < 2; i++) {
         fault_os_fail_nth(1, interruptions[i]);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-        CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+        CHECK_STR(fault_os_failed(), "um_os_advise");
     }
     fault_os_fail_nth(0, 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
+    CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
     unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_range();
-    test_parts();
-    test_keeps_content_and_affinity();
-    test_cpus();
-    test_gaps();
-    test_shared();
-    test_shorter();
-    test_full_file_system();
-    test_hugetlb();
-    test_no_page();
-    test_refused();
-    test_faults();
-    return test_report();
 }
