@@ -156,7 +156,7 @@ static bool run_sequence(uint64_t sequence) {
 }
 
 TEST(random_calls) {
-    uint64_t first = 0, n = test_many(150, N_SEQUENCES);
+    uint64_t first = 0, n = test_many(400, N_SEQUENCES);
     if (test_args[0] != NULL) {
         first = strtoull(test_args[0], NULL, 10);
         n = test_args[1] != NULL ? strtoull(test_args[1], NULL, 10) : 1;

@@ -1,5 +1,5 @@
 /* Rings: the last tokens are one contiguous array, overwritten tokens are not visible, and crop
- * says how far back it can go. */
+ * says how far back it can go. test_kv_random.c has all calls in any order. */
 #include "kv_model.h"
 
 /* 16 rows of 256 bytes are a page of 4096. */
@@ -143,27 +143,6 @@ TEST(crop_without_spare_rows) {
     free_model(&m);
 }
 
-TEST(trim) {
-    kv_model m;
-    make_ring(&m, 1, 12);
-    append_everywhere(&m, 30);
-    CHECK_EQ(do_trim(&m, 12, 0), UM_OK);
-    check_shown(&m, 18, 30);
-    CHECK_EQ(do_trim(&m, 5, 0), UM_OK);
-    check_shown(&m, 25, 30);
-    append_everywhere(&m, 3);
-    check_shown(&m, 25, 33);
-    CHECK_EQ(do_trim(&m, 0, 0), UM_OK);
-    check_shown(&m, 33, 33);
-    CHECK_EQ(do_crop(&m, 0), UM_OK);
-    append_everywhere(&m, 1);
-    check_shown(&m, 33, 34);
-    do_clear(&m);
-    append_everywhere(&m, 2);
-    check_shown(&m, 0, 2);
-    free_model(&m);
-}
-
 /* In a full ring, tokens that some layers lack have overwritten others. */
 TEST(torn_tokens) {
     kv_model m;
@@ -192,32 +171,6 @@ TEST(torn_tokens) {
     append_everywhere(&m, 2);
     check_shown(&m, 7, 23);
     free_model(&m);
-}
-
-/* One layer goes ahead so far that no token is left that all layers hold. */
-TEST(torn_far) {
-    uint64_t far[] = {ROWS - 1, ROWS, ROWS + 1, 5 * ROWS};
-    for (size_t i = 0; i < COUNT(far); i++) {
-        kv_model m;
-        make_ring(&m, 1, 12);
-        append_everywhere(&m, 30);
-        CHECK_EQ(do_append(&m, 1, far[i], UM_F32, UM_KV_HEAD_MAJOR), UM_OK);
-        CHECK_EQ(um_kv_seq_len(&m.kv), i == 0 ? 1 : 0);
-        do_rollback(&m);
-        check_shown(&m, i == 0 ? 29 : 30, 30);
-        /* The next tokens are visible at once. */
-        append_everywhere(&m, 1);
-        check_shown(&m, i == 0 ? 29 : 30, 31);
-        append_everywhere(&m, 12);
-        check_shown(&m, 31, 43);
-        do_clear(&m);
-        CHECK_EQ(do_append(&m, 2, far[i], UM_F32, UM_KV_HEAD_MAJOR), UM_OK);
-        do_rollback(&m);
-        check_shown(&m, 0, 0);
-        append_everywhere(&m, 1);
-        check_shown(&m, 0, 1);
-        free_model(&m);
-    }
 }
 
 /* Four spare rows: reserving four tokens hides none, reserving five hides one. */
@@ -258,54 +211,4 @@ TEST(reserve) {
     do_clear(&m);
     CHECK_EQ(do_commit(&m, 0), UM_E_STATE);
     free_model(&m);
-}
-
-TEST(adopt) {
-    kv_model m;
-    make_ring(&m, 1, 12);
-    append_everywhere(&m, ROWS);
-    CHECK_EQ(do_adopt(&m, 40, 12), UM_OK);
-    check_shown(&m, 28, 40);
-    CHECK_EQ(do_crop(&m, 5), UM_OK); /* nothing is left from before the adoption */
-    check_shown(&m, 28, 33);
-    append_everywhere(&m, 20);
-    check_shown(&m, 41, 53);
-    CHECK_EQ(do_append(&m, 0, 2, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
-    CHECK_EQ(do_adopt(&m, 3, 3), UM_OK);
-    check_shown(&m, 0, 3);
-    CHECK_EQ(do_reserve(&m, 2), UM_OK);
-    CHECK_EQ(do_adopt(&m, 9, 0), UM_OK);
-    check_shown(&m, 9, 9);
-    append_everywhere(&m, 1);
-    check_shown(&m, 9, 10);
-    free_model(&m);
-}
-
-TEST(large_positions) {
-    uint64_t edges[] = {(uint64_t)1 << 32, (uint64_t)1 << 63, UINT64_MAX - 40};
-    for (size_t i = 0; i < COUNT(edges); i++) {
-        kv_model m;
-        make_ring(&m, 1, 12);
-        CHECK_EQ(do_adopt(&m, edges[i] - 2, 5), UM_OK);
-        append_everywhere(&m, 4);
-        check_shown(&m, edges[i] - 7, edges[i] + 2);
-        append_everywhere(&m, 30);
-        check_shown(&m, edges[i] + 20, edges[i] + 32);
-        CHECK_EQ(do_read(&m, 2, 1, edges[i] + 20, 12, UM_F16), UM_OK);
-        CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
-        CHECK_EQ(do_crop(&m, 8), UM_OK);
-        append_everywhere(&m, 11);
-        check_shown(&m, edges[i] + 27, edges[i] + 39);
-        if (i == 2) {
-            /* One position is left. */
-            CHECK_EQ(do_append(&m, 1, 2, UM_F32, UM_KV_TOKEN_MAJOR), UM_E_FULL);
-            CHECK_EQ(test_err.limit, UINT64_MAX);
-            CHECK_EQ(test_err.used, UINT64_MAX - 1);
-            CHECK_EQ(do_reserve(&m, 2), UM_E_FULL);
-            append_everywhere(&m, 1);
-            CHECK_EQ(do_append_all(&m, UM_F32), UM_E_FULL);
-            CHECK_EQ(do_crop(&m, 8), UM_OK);
-        }
-        free_model(&m);
-    }
 }
