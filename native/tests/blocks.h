@@ -29,6 +29,21 @@ static inline um_block make_pages(size_t nbytes, um_pages pages) {
     return make_block(nbytes, &(um_block_options){.pages = pages, .category = UM_CAT_SCRATCH});
 }
 
+/* Options that are valid until the next call, as the tests of growing blocks want them. */
+static inline const um_block_options *of(um_pages pages, um_sharing sharing,
+                                         size_t reserve_nbytes) {
+    static um_block_options options;
+    options = (um_block_options){.pages = pages,
+                                 .category = UM_CAT_HISTORY,
+                                 .sharing = sharing,
+                                 .reserve_nbytes = reserve_nbytes};
+    return &options;
+}
+
+static inline unsigned char *bytes_of(const um_block *block, size_t offset) {
+    return (unsigned char *)block->base + offset;
+}
+
 static inline void unmap_block(um_block *block) {
     static const um_block zeroed;
     CHECK_OK(um_block_unmap(block, &test_err));
@@ -112,6 +127,23 @@ static inline int memory_file(size_t nbytes) {
     REQUIRE(fd >= 0);
     REQUIRE(ftruncate(fd, (off_t)nbytes) == 0);
     return fd;
+}
+
+/* A file of a file system in memory that has room for this many pages, or -1. */
+static inline int file_in_room_for(size_t n_pages) {
+    int folder, fd = -1;
+    if (um_tmpfs_open(&folder, n_pages * page, 0, NULL) == UM_OK) {
+        fd = openat(folder, "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        close(folder);
+        REQUIRE(fd >= 0);
+    }
+    return fd;
+}
+
+static inline uint64_t file_nbytes(int fd) {
+    struct stat st;
+    CHECK(fstat(fd, &st) == 0);
+    return (uint64_t)st.st_size;
 }
 
 /* A descriptor of the same file that is opened in another way. */

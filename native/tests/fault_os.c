@@ -399,6 +399,25 @@ const char *os_state_permissions(const void *address) {
     return "";
 }
 
+const char *os_state_pages(const void *address, size_t n_pages) {
+    static char text[64];
+    size_t page_nbytes = um_page_bytes();
+    REQUIRE(n_pages < sizeof text);
+    for (size_t i = 0; i < n_pages; i++) {
+        const unsigned char *at = (const unsigned char *)address + i * page_nbytes;
+        const char *permissions = os_state_permissions(at);
+        if (permissions[0] != 'r') {
+            text[i] = permissions[0] == '-' ? '-' : '.';
+        } else if (!is_filled(at, page_nbytes, at[0])) {
+            text[i] = '?';
+        } else {
+            text[i] = (char)(at[0] < 10 ? '0' + at[0] : at[0]);
+        }
+    }
+    text[n_pages] = '\0';
+    return text;
+}
+
 /* ---- each call in turn ---- */
 
 static um_status status_of(const fault_case *c, const char *function, int os_errno) {

@@ -49,6 +49,11 @@ void os_state_settle_threads(unsigned n);
  * none. */
 const char *os_state_permissions(const void *address);
 
+/* Pages as characters: "." for one that is not mapped, "-" for one without access, "?" for one of
+ * different bytes, and otherwise the byte that fills the page: itself if it is a letter, or a digit. */
+const char *os_state_pages(const void *address, size_t n_pages);
+#define CHECK_PAGES(address, text) CHECK_STR(os_state_pages(address, strlen(text)), text)
+
 /* An operation that may fail at any of its system calls, and must leave no trace then. */
 typedef struct fault_case {
     um_status (*run)(void *context, um_error *err);

@@ -3,15 +3,6 @@
 
 /* huge_page is 0 when the kernel has no huge pages: then a block gets base pages, and says so. */
 
-/* Options with nothing but pages, in the category of this test. */
-static const um_block_options *of(um_pages pages) {
-    static um_block_options options;
-    options = (um_block_options){.pages = pages, .category = UM_CAT_SCRATCH};
-    return &options;
-}
-
-/* ---- map and unmap ---- */
-
 /* The fields of a block that is one piece. */
 static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
                          size_t nbytes, size_t step) {
@@ -69,7 +60,7 @@ static void check_map_with(size_t asked, const um_block_options *options, size_t
 }
 
 static void check_map(size_t asked, um_pages pages, size_t nbytes, size_t step) {
-    um_block_options options = *of(pages);
+    um_block_options options = *of(pages, UM_SHARING_NONE, 0);
     check_map_with(asked, &options, nbytes, step);
     options.sharing = UM_SHARING_MEMFD;
     check_map_with(asked, &options, nbytes, step);
@@ -92,7 +83,7 @@ TEST(map) {
 /* The reserved size decides on the pages of a block, not its first size. */
 TEST(auto_pages_of_a_growing_block) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
-    um_block_options options = *of(UM_PAGES_AUTO);
+    um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
     options.reserve_nbytes = huge_page;
     um_block block = make_block(1, &options);
     CHECK_EQ(block.step_nbytes, huge_page);
@@ -120,7 +111,7 @@ TEST(refused_sizes) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP, UM_PAGES_2M, UM_PAGES_1G};
     for (size_t i = 0; i < COUNT(kinds); i++) {
         for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-            um_block_options options = *of(kinds[i]);
+            um_block_options options = *of(kinds[i], UM_SHARING_NONE, 0);
             options.sharing = sharing;
             check_refused(UM_E_INVALID, "nbytes", 0, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX, &options);
@@ -137,9 +128,9 @@ TEST(refused_sizes) {
 }
 
 TEST(refused_options) {
-    um_block_options options = *of((um_pages)5);
+    um_block_options options = *of((um_pages)5, UM_SHARING_NONE, 0);
     check_refused(UM_E_INVALID, "pages", page, &options);
-    options = *of((um_pages)-1);
+    options = *of((um_pages)-1, UM_SHARING_NONE, 0);
     check_refused(UM_E_INVALID, "pages", page, &options);
     um_category categories[] = {UM_CAT_COUNT, (um_category)-1};
     for (size_t i = 0; i < 2; i++) {
@@ -173,7 +164,7 @@ TEST(refused_nodes) {
     }
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         um_block_options options = {
-            .category = UM_CAT_SCRATCH,
+            .category = UM_CAT_HISTORY,
             .sharing = sharing,
             .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
         check_refused(UM_E_OS, "mbind", page, &options);
@@ -187,7 +178,7 @@ TEST(unmap) {
     CHECK_EQ(fault_os_calls(), 0);
 
     /* A block that could not be unmapped is still mapped, and can be unmapped later. */
-    um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
+    um_block block = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0)), copy = block;
     memset(block.base, 7, block.nbytes);
     os_state_begin();
     fault_os_fail_nth(1, EPERM);
@@ -202,11 +193,9 @@ TEST(unmap) {
     unmap_block(&block);
 }
 
-/* ---- hugetlb ---- */
-
 static void check_hugetlb(um_sharing sharing, size_t huge) {
     um_block_options options = {
-        .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
+        .pages = UM_PAGES_2M, .category = UM_CAT_HISTORY, .sharing = sharing};
     uint64_t available = huge_pages_available();
     um_block block = make_block(huge + 1, &options);
     CHECK_EQ(huge_pages_available(), available - 2); /* reserved when it is mapped */
@@ -229,20 +218,18 @@ TEST(hugetlb) {
     huge_pool_give_back();
 }
 
-/* ---- fork ---- */
-
 /* In the child: shared memory is not mapped and leaves the ledger; private memory is a copy. */
 static bool child_forgets(void *arg) {
     um_block *blocks = arg;
     static const um_block zeroed;
     void *base = blocks[0].base;
     int fd = blocks[0].fd;
-    um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
+    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
     bool good = CHECK_STR(os_state_permissions(base), "");
     um_block_forget(&blocks[0]);
     good = CHECK(memcmp(&blocks[0], &zeroed, sizeof zeroed) == 0) && good;
     good = CHECK(fcntl(fd, F_GETFD) == -1) && CHECK(errno == EBADF) && good;
-    um_ledger_row forgotten = ledger_row(UM_CAT_SCRATCH);
+    um_ledger_row forgotten = ledger_row(UM_CAT_HISTORY);
     good = CHECK(forgotten.n_mappings == row.n_mappings - 1) && good;
     good = CHECK(forgotten.mapped_bytes == row.mapped_bytes - 4 * page) && good;
     good = CHECK(is_filled(blocks[1].base, 4 * page, 2)) && good;
@@ -251,9 +238,10 @@ static bool child_forgets(void *arg) {
 }
 
 TEST(fork) {
-    um_block_options options = *of(UM_PAGES_4K);
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
     options.sharing = UM_SHARING_MEMFD;
-    um_block blocks[2] = {make_block(4 * page, &options), make_block(4 * page, of(UM_PAGES_4K))};
+    um_block blocks[2] = {make_block(4 * page, &options),
+                          make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0))};
     memset(blocks[0].base, 1, 4 * page);
     memset(blocks[1].base, 2, 4 * page);
     CHECK(has_vm_flag(blocks[0].base, "dc"));
@@ -266,11 +254,9 @@ TEST(fork) {
     um_block_forget(&blocks[0]); /* nothing is left to forget */
 }
 
-/* ---- lock ---- */
-
 TEST(lock) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(UM_PAGES_4K);
+        um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
         options.sharing = sharing;
         um_block block = make_block(8 * page, &options);
         if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
@@ -281,7 +267,7 @@ TEST(lock) {
         CHECK(block.lock == UM_LOCK_ONFAULT);
         CHECK(has_vm_flag(block.base, "lo"));
         CHECK_EQ(placement_of(&block).resident_bytes, 0);
-        ((unsigned char *)block.base)[page] = 1;
+        *bytes_of(&block, page) = 1;
         CHECK_EQ(placement_of(&block).locked_bytes, page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NOW, &test_err));
         CHECK(block.lock == UM_LOCK_NOW);
@@ -316,21 +302,19 @@ static bool child_passes_limit(void *arg) {
     good = CHECK(block->lock == UM_LOCK_NONE) && good;
     good = CHECK(!has_vm_flag(block->base, "lo")) && good;
     um_block small;
-    um_block_options options = *of(UM_PAGES_4K);
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
     good = CHECK(um_block_map(&small, 2 * page, &options, NULL) == UM_OK) && good;
     return CHECK(um_block_lock(&small, UM_LOCK_NOW, NULL) == UM_OK) && good;
 }
 
 TEST(lock_limit) {
-    um_block block = make_block(8 * page, of(UM_PAGES_4K));
+    um_block block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
     CHECK(in_child(child_passes_limit, &block));
     unmap_block(&block);
 }
 
-/* ---- advice ---- */
-
 TEST(advise) {
-    um_block_options options = *of(UM_PAGES_AUTO);
+    um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         options.sharing = sharing;
         um_block block = make_block(8 * page, &options);
@@ -358,8 +342,6 @@ TEST(advise) {
         unmap_block(&block);
     }
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct mapping {
     um_block block;
@@ -430,12 +412,12 @@ static void undo_unlock(void *context) {
 
 /* With a block in three parts. */
 TEST(lock_faults) {
-    um_block_options options = *of(UM_PAGES_THP);
+    um_block_options options = *of(UM_PAGES_THP, UM_SHARING_NONE, 0);
     options.reserve_nbytes = 5 * unit;
     um_block block = make_block(unit, &options);
     CHECK_OK(um_block_commit(&block, 2 * unit, unit, &test_err));
     CHECK_OK(um_block_commit(&block, 4 * unit, unit, &test_err));
-    memset((char *)block.base + 4 * unit, 1, unit);
+    memset(bytes_of(&block, 4 * unit), 1, unit);
     fault_case c = {.context = &block, .outputs = &block, .outputs_nbytes = sizeof block};
     c.run = run_lock;
     c.undo = undo_lock;

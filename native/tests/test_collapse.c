@@ -3,9 +3,9 @@
 
 /* A block of four huge pages, of which the first and the third have small pages. */
 static um_block make_scattered(um_sharing sharing) {
-    um_block_options options = {
-        .pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH, .sharing = sharing};
-    um_block block = make_block(4 * huge_page, &options);
+    um_block block =
+        make_block(4 * huge_page,
+                   OPTIONS(.pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH, .sharing = sharing));
     unsigned char *bytes = block.base;
     CHECK_OK(um_block_advise(&block, UM_ADVICE_NOHUGEPAGE, &test_err));
     memset(bytes + page, 5, 3 * page);
@@ -79,17 +79,15 @@ TEST(failures) {
     if (huge_page == 0) {
         return;
     }
-    um_block_options options = {
-        .pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH, .reserve_nbytes = 5 * huge_page};
-    um_block block = make_block(huge_page, &options);
+    um_block block =
+        make_block(huge_page, OPTIONS(.pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH,
+                                      .reserve_nbytes = 5 * huge_page));
     commit(&block, 2 * huge_page, huge_page);
     commit(&block, 4 * huge_page, huge_page);
-    memset((char *)block.base + 4 * huge_page, 1, huge_page);
+    memset(bytes_of(&block, 4 * huge_page), 1, huge_page);
     CHECK_EACH_FAULT(run_collapse, NULL, &block, block, NULL);
     unmap_block(&block);
 }
-
-/* ---- mirrored memory ---- */
 
 /* `halves`: the size of a piece, in halves of a huge page. `huge_halves`: how much of the memory
  * can be in huge pages, in the same unit. */

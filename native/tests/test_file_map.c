@@ -7,12 +7,7 @@ static unsigned char byte_at(uint64_t offset) {
 }
 
 static int make_file(size_t nbytes) {
-    const char *folder = getenv("TMPDIR");
-    char path[4096];
-    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX", folder != NULL ? folder : "/tmp");
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    unlink(path);
+    int fd = temp_file();
     unsigned char *bytes = malloc(nbytes + 1);
     REQUIRE(bytes != NULL);
     for (size_t i = 0; i < nbytes; i++) {
@@ -40,8 +35,6 @@ static um_block map_file(int fd, uint64_t offset, size_t nbytes, um_access acces
         CHECK_OK(um_block_map_file(&block, fd, offset, nbytes, access, UM_CAT_WEIGHTS, &test_err)));
     return block;
 }
-
-/* ---- mapping ---- */
 
 TEST(map) {
     size_t file_nbytes = 10 * page + 123;
@@ -150,7 +143,7 @@ TEST(shared_writes_are_the_files) {
     um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
     um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
     memset(written.base, 0xAB, page);
-    CHECK(is_filled((char *)other.base + page, page, 0xAB));
+    CHECK(is_filled(bytes_of(&other, page), page, 0xAB));
     unmap_block(&written);
     unsigned char bytes[2];
     CHECK_OK(um_file_read(fd, 2 * page - 1, bytes, sizeof bytes, &test_err));
@@ -211,7 +204,7 @@ TEST(file_of_huge_pages) {
     CHECK_EQ(block.reserved_nbytes, HUGE_BYTES);
     CHECK_EQ((uintptr_t)block.base % HUGE_BYTES, 0);
     memset(block.base, 1, HUGE_BYTES);
-    CHECK_STR(os_state_permissions((char *)block.base + HUGE_BYTES), "---p");
+    CHECK_STR(os_state_permissions(bytes_of(&block, HUGE_BYTES)), "---p");
     CHECK_INVALID(
         um_block_map_file(&refused, fd, page, page, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err));
     unmap_block(&block);
@@ -224,7 +217,7 @@ TEST(read_is_the_file) {
     int fd = make_file(2 * page);
     um_block block = map_file(fd, page, page, UM_ACCESS_READ);
     CHECK(pwrite(fd, "changed", 7, (off_t)page + 10) == 7);
-    CHECK(memcmp((char *)block.base + 10, "changed", 7) == 0);
+    CHECK(memcmp(bytes_of(&block, 10), "changed", 7) == 0);
     unmap_block(&block);
     close(fd);
 }
@@ -288,16 +281,12 @@ TEST(refused_maps) {
     }
     close(fd);
     fd = make_file(page);
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    int write_only = open(path, O_WRONLY);
+    int write_only = reopen(fd, O_WRONLY);
     REQUIRE(write_only >= 0);
     check_map_fails(UM_E_OS, EACCES, write_only, 0, page, UM_ACCESS_READ, UM_CAT_WEIGHTS);
     close(write_only);
     close(fd);
 }
-
-/* ---- warming ---- */
 
 TEST(warm) {
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
@@ -316,13 +305,11 @@ TEST(warm) {
         CHECK(test_err.os_errno == 0);
         CHECK_FAILS(UM_E_IO, um_block_warm, &block, 0, block.nbytes, 3, NULL);
         CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, NULL, &test_err));
-        CHECK(((unsigned char *)block.base)[49 * page - 1] == byte_at(50 * page - 1));
+        CHECK(*bytes_of(&block, 49 * page - 1) == byte_at(50 * page - 1));
         unmap_block(&block);
         close(fd);
     }
 }
-
-/* ---- reading ---- */
 
 TEST(read) {
     size_t n = 3 * page + 11;
@@ -370,8 +357,6 @@ TEST(read) {
     free(bytes);
     close(fd);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct mapping {
     um_block block;

@@ -7,8 +7,6 @@
 #define FREE um_gguf_free
 #include "formats.h"
 
-/* ---- writing files ---- */
-
 enum { DATA_NBYTES = 256, UNKNOWN_TENSOR_TYPE = 42 };
 
 static void put_u8(uint8_t value) {
@@ -101,8 +99,6 @@ static void put_everything(void) {
     put_data(64);
 }
 
-/* ---- reading them ---- */
-
 static bool is_text(uint64_t offset, uint64_t nbytes, const char *text) {
     return nbytes == strlen(text) && memcmp(file + offset, text, nbytes) == 0;
 }
@@ -187,8 +183,6 @@ TEST(failing_allocations) {
     put_everything();
     check_failing_allocations(2);
 }
-
-/* ---- rules ---- */
 
 TEST(head_rules) {
     start(0, 0);
@@ -465,8 +459,6 @@ TEST(allocations_are_bounded) {
     um_counters_read(&after);
     CHECK(after.allocated_bytes - before.allocated_bytes <= 16 * file_nbytes);
 }
-
-/* ---- damage ---- */
 
 static void check_parsed(const um_gguf *g, size_t nbytes) {
     for (uint64_t i = 0; i < g->n_tensors; i++) {

@@ -176,8 +176,6 @@ TEST(take_and_give) {
     CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
 }
 
-/* ---- cells apart from their links ---- */
-
 /* An address where nothing is mapped: touching it ends the process. */
 static void *const NOWHERE = (void *)(uintptr_t)64;
 
@@ -264,8 +262,6 @@ TEST(random_order) {
         CHECK(um_grid_n_available(&grid) == N - n_taken);
     }
 }
-
-/* ---- threads ---- */
 
 enum { N_THREADS = 4, MAX_CELLS = 64, N_ROUNDS = 50000 };
 

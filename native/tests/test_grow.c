@@ -1,20 +1,8 @@
 /* Growing: what is committed and released, what stays, and what is left when a call fails. */
 #include "blocks.h"
 
-static const um_block_options *of(um_pages pages, um_sharing sharing, size_t reserve_nbytes) {
-    static um_block_options options;
-    options = (um_block_options){.pages = pages,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
-    return &options;
-}
-
-/* ---- one call at a time ---- */
-
 static void check_growth(um_sharing sharing) {
     um_block block = make_block(page + 1, of(UM_PAGES_4K, sharing, 9 * page + 1));
-    unsigned char *bytes = block.base;
     const char *usable = sharing == UM_SHARING_NONE ? "rw-p" : "rw-s";
     CHECK_EQ(block.nbytes, 2 * page);
     CHECK_EQ(block.committed_nbytes, 2 * page);
@@ -22,16 +10,14 @@ static void check_growth(um_sharing sharing) {
     CHECK_EQ(block.step_nbytes, page);
     CHECK_EQ(block.requested_nbytes, page + 1);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 2 * page);
-    CHECK_STR(os_state_permissions(bytes + 2 * page), "---p");
-    memset(bytes, 1, 2 * page);
+    memset(block.base, 1, 2 * page);
+    CHECK_PAGES(block.base, "11--------");
 
     commit(&block, 2 * page, 1); /* whole steps */
     CHECK_EQ(block.nbytes, 3 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1));
-    CHECK(is_filled(bytes + 2 * page, page, 0));
-    CHECK_STR(os_state_permissions(bytes + 3 * page - 1), usable);
-    CHECK_STR(os_state_permissions(bytes + 3 * page), "---p");
+    CHECK_PAGES(block.base, "110-------");
+    CHECK_STR(os_state_permissions(bytes_of(&block, 3 * page - 1)), usable);
 
     commit(&block, 6 * page - 1, 2); /* after a gap, across a border of steps */
     CHECK_EQ(block.nbytes, 3 * page);
@@ -42,15 +28,13 @@ static void check_growth(um_sharing sharing) {
     CHECK(!um_block_is_committed(&block, 5 * page, 2 * page + 1));
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 5 * page);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).n_mappings, 1);
-    memset(bytes + 5 * page, 5, 2 * page);
+    memset(bytes_of(&block, 5 * page), 5, 2 * page);
+    CHECK_PAGES(block.base, "110--55---");
 
     commit(&block, 0, 10 * page); /* fills the gaps; the rest stays as it is */
     CHECK_EQ(block.nbytes, 10 * page);
     CHECK(block.committed == NULL);
-    CHECK(is_filled(bytes, 2 * page, 1));
-    CHECK(is_filled(bytes + 2 * page, 3 * page, 0));
-    CHECK(is_filled(bytes + 5 * page, 2 * page, 5));
-    CHECK(is_filled(bytes + 7 * page, 3 * page, 0));
+    CHECK_PAGES(block.base, "1100055000");
     unmap_block(&block);
 }
 
@@ -60,9 +44,7 @@ static void check_release(um_sharing sharing) {
     memset(bytes, 3, block.nbytes);
     CHECK(has_vm_flag(bytes + 4 * page, "ac") == (sharing == UM_SHARING_NONE));
     release(&block, 3 * page + 1, 3 * page - 1, 2 * page); /* only whole steps inside the range */
-    CHECK(strcmp(os_state_permissions(bytes + 4 * page - 1), "---p") != 0);
-    CHECK_STR(os_state_permissions(bytes + 4 * page), "---p");
-    CHECK_STR(os_state_permissions(bytes + 6 * page - 1), "---p");
+    CHECK_PAGES(bytes, "3333--3333");
     CHECK(!has_vm_flag(bytes + 4 * page, "ac")); /* the commit charge has gone as well */
     CHECK_EQ(block.nbytes, 4 * page);
     CHECK_EQ(block.committed_nbytes, 8 * page);
@@ -71,26 +53,24 @@ static void check_release(um_sharing sharing) {
     if (sharing != UM_SHARING_NONE) {
         CHECK_EQ(file_bytes(&block), 8 * page);
     }
-    CHECK(is_filled(bytes, 4 * page, 3));
-    CHECK(is_filled(bytes + 6 * page, 4 * page, 3));
     release(&block, 4 * page, 2 * page, 0); /* again */
     release(&block, 7 * page + 1, page, 0); /* no whole step */
     release(&block, 8 * page, 0, 0);
     release(&block, 5 * page, 3 * page, 2 * page);
     commit(&block, 4 * page, page);
-    CHECK(is_filled(bytes + 4 * page, page, 0)); /* released contents are lost */
+    CHECK_PAGES(bytes, "33330---33"); /* released contents are lost */
     CHECK_EQ(block.nbytes, 5 * page);
     CHECK_OK(um_block_release(&block, 5 * page, 5 * page, NULL, &test_err));
     CHECK(block.committed == NULL); /* one piece again */
     release(&block, 0, page, page);
     CHECK_EQ(block.nbytes, 0);
     CHECK_EQ(block.committed_nbytes, 4 * page);
-    CHECK(is_filled(bytes + page, 3 * page, 3));
+    CHECK_PAGES(bytes, "-3330-----");
     release(&block, 0, 10 * page, 4 * page);
     CHECK_EQ(block.committed_nbytes, 0);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
     commit(&block, 0, 10 * page);
-    CHECK(is_filled(bytes, 10 * page, 0));
+    CHECK_PAGES(bytes, "0000000000");
     unmap_block(&block);
 }
 
@@ -134,8 +114,6 @@ TEST(refused) {
     check_refused(&block, 0, 1);
 }
 
-/* ---- huge pages ---- */
-
 TEST(huge_steps) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     um_block block = make_block(1, of(UM_PAGES_THP, UM_SHARING_NONE, 5 * huge_page + 1));
@@ -146,7 +124,7 @@ TEST(huge_steps) {
     commit(&block, 3 * huge_page, 2 * huge_page);
     CHECK_EQ(block.nbytes, 2 * huge_page);
     CHECK_EQ(block.committed_nbytes, 4 * huge_page);
-    CHECK(has_vm_flag((char *)block.base + 4 * huge_page, "hg"));
+    CHECK(has_vm_flag(bytes_of(&block, 4 * huge_page), "hg"));
     CHECK_OK(um_block_warm(&block, 0, 2 * huge_page, 1, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 3 * huge_page, 2 * huge_page, 1, NULL, &test_err));
     uint64_t huge_bytes = placement_of(&block).huge_bytes;
@@ -209,8 +187,6 @@ TEST(hugetlb_steps) {
     huge_pool_give_back();
 }
 
-/* ---- shared memory ---- */
-
 /* Another mapping reads released memory as zeros. What was written through it to steps that are not
  * committed here is kept. */
 TEST(others_see_it) {
@@ -220,14 +196,14 @@ TEST(others_see_it) {
     CHECK_EQ(other.nbytes, 8 * page);
     CHECK(is_filled(other.base, 4 * page, 1));
     release(&block, page, page, page);
-    CHECK(is_filled((char *)other.base + page, page, 0));
-    memset((char *)other.base + 6 * page, 6, page);
+    CHECK(is_filled(bytes_of(&other, page), page, 0));
+    memset(bytes_of(&other, 6 * page), 6, page);
     fault_os_fail_nth(3, EPERM); /* mmap, madvise twice */
     CHECK_STATUS(UM_E_OS, um_block_commit(&block, 6 * page, page, &test_err));
     fault_os_fail_nth(0, 0);
-    CHECK(is_filled((char *)other.base + 6 * page, page, 6));
+    CHECK(is_filled(bytes_of(&other, 6 * page), page, 6));
     commit(&block, 6 * page, page);
-    CHECK(is_filled((char *)block.base + 6 * page, page, 6));
+    CHECK(is_filled(bytes_of(&block, 6 * page), page, 6));
     unmap_block(&other);
     unmap_block(&block);
 }
@@ -246,15 +222,13 @@ TEST(release_of_sealed_memory) {
         CHECK_EQ(block.committed_nbytes, 6 * page);
         CHECK(!um_block_is_committed(&block, 2 * page, 1));
         CHECK(is_filled(block.base, 2 * page, 9));
-        CHECK(is_filled((char *)block.base + 4 * page, 4 * page, 9));
+        CHECK(is_filled(bytes_of(&block, 4 * page), 4 * page, 9));
         CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
         CHECK(is_filled(other.base, 8 * page, 9));
         unmap_block(&other);
     }
     unmap_block(&block);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct changing {
     um_block block;

@@ -4,9 +4,8 @@
 enum { N_STEPS = 10 };
 
 static um_block make_steps(um_pages pages, um_sharing sharing, size_t step) {
-    return make_block(
-        N_STEPS * step,
-        &(um_block_options){.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing});
+    return make_block(N_STEPS * step,
+                      OPTIONS(.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing));
 }
 
 static unsigned char *at(const um_block *block, size_t n_steps) {
@@ -150,8 +149,6 @@ TEST(refused) {
     CHECK(is_discarded(&block, 0, 0));
     unmap_block(&block);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct discarding {
     um_block block;

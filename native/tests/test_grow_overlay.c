@@ -4,16 +4,13 @@
 
 enum { FILE_PAGES = 6, RESERVED = 12 };
 
-/* A file whose page i is filled with i + 101. */
+/* A file whose pages are filled with a, b, c ... */
 static int make_file(void) {
-    char path[] = "/tmp/unimem-overlay-XXXXXX";
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    REQUIRE(unlink(path) == 0);
+    int fd = temp_file();
     unsigned char *bytes = malloc(FILE_PAGES * page);
     REQUIRE(bytes != NULL);
     for (size_t i = 0; i < FILE_PAGES; i++) {
-        memset(bytes + i * page, (int)i + 101, page);
+        memset(bytes + i * page, 'a' + (int)i, page);
     }
     REQUIRE(write(fd, bytes, FILE_PAGES * page) == (ssize_t)(FILE_PAGES * page));
     free(bytes);
@@ -26,16 +23,15 @@ static bool file_is_as_it_was(int fd) {
     REQUIRE(bytes != NULL);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         same = same && pread(fd, bytes, page, (off_t)(i * page)) == (ssize_t)page &&
-               is_filled(bytes, page, (unsigned char)(i + 101));
+               is_filled(bytes, page, (unsigned char)('a' + i));
     }
     free(bytes);
     return same;
 }
 
 static um_block make_reserved(void) {
-    return make_block(1, &(um_block_options){.pages = UM_PAGES_4K,
-                                             .category = UM_CAT_HISTORY,
-                                             .reserve_nbytes = RESERVED * page});
+    return make_block(1, OPTIONS(.pages = UM_PAGES_4K, .category = UM_CAT_HISTORY,
+                                 .reserve_nbytes = RESERVED * page));
 }
 
 static unsigned char *at(const um_block *block, size_t n_pages) {
@@ -45,8 +41,6 @@ static unsigned char *at(const um_block *block, size_t n_pages) {
 static void overlay(um_block *block, size_t to, int fd, size_t from, size_t n) {
     CHECK_OK(um_block_overlay(block, to * page, fd, from * page, n * page, &test_err));
 }
-
-/* ---- contents ---- */
 
 TEST(contents) {
     int fd = make_file(), copy = dup(fd);
@@ -64,36 +58,23 @@ TEST(contents) {
     CHECK_EQ(block.committed_nbytes, 4 * page);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
     CHECK_STR(os_state_permissions(at(&block, 2)), "rw-p");
-    for (size_t i = 2; i < 5; i++) {
-        CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
-    }
-    /* A write changes the block, not the file. */
-    memset(at(&block, 3), 9, page);
-    CHECK(is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 4), page, 104));
+    CHECK_PAGES(block.base, "1-bcd-------");
+    memset(at(&block, 3), 9, page); /* changes the block, not the file */
+    CHECK_PAGES(block.base, "1-b9d-------");
     CHECK(file_is_as_it_was(fd));
-    /* The block grows around it as before. */
-    CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err));
+    CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err)); /* it grows as before */
     CHECK_EQ(block.nbytes, 7 * page);
-    CHECK(is_filled(at(&block, 0), page, 1));
-    CHECK(is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 1), page, 0));
-    CHECK(is_filled(at(&block, 5), 2 * page, 0));
     overlay(&block, 7, fd, 5, 1);
     CHECK_EQ(block.nbytes, 8 * page);
-    CHECK(is_filled(at(&block, 7), page, 106));
+    CHECK_PAGES(block.base, "10b9d00f----");
     overlay(&block, 9, fd, 0, 0); /* nothing */
     CHECK_EQ(block.committed_nbytes, 8 * page);
     /* Once released, the range is memory like any other. */
-    size_t released = 0;
-    CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
-    CHECK_EQ(released, 2 * page);
-    CHECK_STR(os_state_permissions(at(&block, 2)), "---p");
+    release(&block, 2 * page, 2 * page, 2 * page);
+    CHECK_PAGES(block.base, "10--d00f----");
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));
-    CHECK(is_filled(at(&block, 2), page, 0));
     overlay(&block, 3, fd, 0, 1);
-    CHECK(is_filled(at(&block, 3), page, 101));
-    CHECK(is_filled(at(&block, 4), page, 104));
+    CHECK_PAGES(block.base, "100ad00f----");
     unmap_block(&block);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
     close(fd);
@@ -152,8 +133,6 @@ TEST(refused) {
     close(fd);
 }
 
-/* ---- warming ---- */
-
 TEST(warm) {
     int fd = make_file();
     um_block block = make_reserved();
@@ -175,7 +154,7 @@ TEST(warm) {
     *(volatile unsigned char *)at(&block, 1) = 1; /* the block's own pages can be written, too */
     *(volatile unsigned char *)at(&block, 9) = 1;
     CHECK_EQ(faults_now() - before, 0);
-    CHECK_EQ(sum, 101 + 102 + 103 + 104 + 105 + 106);
+    CHECK_EQ(sum, 'a' + 'b' + 'c' + 'd' + 'e' + 'f');
     /* A range that begins and ends inside the file, and one outside of it. */
     CHECK_OK(um_block_warm(&block, 3 * page + 1, page, 2, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
@@ -218,20 +197,18 @@ TEST(discard) {
     CHECK_OK(um_block_commit(&block, 0, 10 * page, &test_err));
     memset(at(&block, 0), 1, 2 * page);
     memset(at(&block, 4), 4, page); /* a private copy */
+    CHECK_PAGES(block.base, "11ab4def00--");
     size_t out = 0;
     CHECK_OK(um_block_discard(&block, page, 4 * page, &out, &test_err));
     CHECK_EQ(out, 4 * page);
     CHECK_EQ(block.nbytes, 10 * page);
-    CHECK(is_filled(at(&block, 0), page, 1));
-    CHECK(is_filled(at(&block, 1), 4 * page, 0));
-    CHECK(is_filled(at(&block, 5), page, 104));
-    CHECK(is_filled(at(&block, 7), page, 106));
+    CHECK_PAGES(block.base, "10000def00--");
     CHECK(has_vm_flag(at(&block, 3), "nh") || huge_page == 0); /* as the block is */
     memset(at(&block, 1), 7, 4 * page);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, page, 4 * page, NULL, &test_err));
     CHECK_EQ(fault_os_calls(), 1); /* memory of the block itself */
-    CHECK(is_filled(at(&block, 1), 4 * page, 0));
+    CHECK_PAGES(block.base, "10000def00--");
     CHECK(file_is_as_it_was(fd));
     /* If there is no memory for new pages of the block, the range is not committed any more. */
     for (unsigned nth = 1; nth <= 4; nth++) {
@@ -240,18 +217,15 @@ TEST(discard) {
         CHECK_STATUS(UM_E_NOMEM, um_block_discard(&block, 6 * page, page, &out, &test_err));
         fault_os_fail_nth(0, 0);
         CHECK((um_block_is_committed(&block, 6 * page, page) != 0) == kept);
-        CHECK_STR(os_state_permissions(at(&block, 6)), kept ? "rw-p" : "---p");
+        CHECK_PAGES(block.base, kept ? "10000def00--" : "10000d-f00--");
         CHECK_EQ(block.committed_nbytes, kept ? 10 * page : 9 * page);
         if (!kept) {
             overlay(&block, 6, fd, 4, 1);
         }
-        CHECK(is_filled(at(&block, 6), page, 105));
     }
     unmap_block(&block);
     close(fd);
 }
-
-/* ---- any order ---- */
 
 /* The contents of each page; GAP: it is not committed. */
 enum { GAP = -1 };
@@ -296,7 +270,7 @@ static void apply(um_block *block, int *pages, int fd, uint64_t r) {
         CHECK_STATUS(expected, um_block_discard(block, first * page, n * page, NULL, &test_err));
     }
     for (size_t i = first; expected == UM_OK && i < first + n; i++) {
-        const int after[] = {(int)(from + i - first) + 101, GAP, pages[i] == GAP ? 0 : pages[i], 0};
+        const int after[] = {(int)(from + i - first) + 'a', GAP, pages[i] == GAP ? 0 : pages[i], 0};
         pages[i] = after[choice];
     }
     if ((r >> 26 & 1) != 0 && pages[first] != GAP) {
@@ -323,8 +297,6 @@ TEST(any_order) {
     CHECK(file_is_as_it_was(fd));
     close(fd);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct laying {
     um_block block;

@@ -2,17 +2,6 @@
  * later. */
 #include "blocks.h"
 
-static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
-    static um_block_options options;
-    options = (um_block_options){.pages = UM_PAGES_4K,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
-    return &options;
-}
-
-/* ---- pages ---- */
-
 /* If the kernel has the page size but its pool is empty, there is no memory. If it has no such page
  * size, the kernel refuses. */
 TEST(gigantic_pages) {
@@ -20,8 +9,7 @@ TEST(gigantic_pages) {
     bool known = access(free_pages, F_OK) == 0;
     size_t nbytes = (size_t)1 << 45; /* more than any pool has */
     um_block block;
-    um_status status =
-        um_block_map(&block, nbytes, &(um_block_options){.pages = UM_PAGES_1G}, &test_err);
+    um_status status = um_block_map(&block, nbytes, OPTIONS(.pages = UM_PAGES_1G), &test_err);
     CHECK(status == (known ? UM_E_NOMEM : UM_E_OS));
     CHECK_STR(test_err.what, "mmap");
 }
@@ -30,13 +18,11 @@ TEST(gigantic_pages) {
 TEST(kernel_without_thp) {
     um_block block;
     fault_os_fail_nth(4, EINVAL);
-    CHECK_OK(um_block_map(&block, page, of(UM_SHARING_NONE, page), &test_err));
+    CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K, UM_SHARING_NONE, page), &test_err));
     CHECK_STR(fault_os_failed(), "um_os_advise");
     fault_os_fail_nth(0, 0);
     unmap_block(&block);
 }
-
-/* ---- policies ---- */
 
 static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
     um_block_options options = {.category = UM_CAT_SCRATCH,
@@ -71,26 +57,24 @@ TEST(policies) {
     }
 }
 
-/* ---- steps that are committed later ---- */
-
 TEST(new_steps_have_the_policy) {
     if (!may_bind()) {
         return;
     }
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(sharing, 8 * page);
+        um_block_options options = *of(UM_PAGES_4K, sharing, 8 * page);
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
         um_block block = make_block(page, &options);
         commit(&block, 4 * page, page);
-        CHECK_STR(policy_at((char *)block.base + 4 * page), "bind:0");
-        CHECK_STR(policy_at((char *)block.base + page), "default");
+        CHECK_STR(policy_at(bytes_of(&block, 4 * page)), "bind:0");
+        CHECK_STR(policy_at(bytes_of(&block, page)), "default");
         unmap_block(&block);
     }
 }
 
 TEST(new_steps_are_as_the_block) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_block(page, of(sharing, 8 * page));
+        um_block block = make_block(page, of(UM_PAGES_4K, sharing, 8 * page));
         char *bytes = block.base;
         commit(&block, 4 * page, page);
         CHECK(has_vm_flag(bytes + 4 * page, "dc") == (sharing != UM_SHARING_NONE));

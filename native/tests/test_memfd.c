@@ -6,12 +6,6 @@ static um_block_options of_file(int fd, um_pages pages) {
         .pages = pages, .category = UM_CAT_WEIGHTS, .sharing = UM_SHARING_FD, .fd = fd};
 }
 
-static uint64_t file_nbytes(int fd) {
-    struct stat st;
-    CHECK(fstat(fd, &st) == 0);
-    return (uint64_t)st.st_size;
-}
-
 /* An empty file without a name in /dev/shm, or -1. */
 static int make_shm_file(void) {
     int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
@@ -48,8 +42,6 @@ TEST(memfd) {
     unmap_block(&block);
 }
 
-/* ---- files of the caller ---- */
-
 TEST(file_of_the_caller) {
     int fd = make_shm_file();
     if (fd < 0) {
@@ -65,10 +57,10 @@ TEST(file_of_the_caller) {
     um_block other = attach_block(fd, UM_ACCESS_READ);
     close(fd); /* the block has its own descriptor */
     CHECK(is_filled(other.base, 3 * page, 7));
-    CHECK(is_filled((char *)other.base + 3 * page, page, 0));
+    CHECK(is_filled(bytes_of(&other, 3 * page), page, 0));
     CHECK_OK(um_block_commit(&block, 3 * page, page, &test_err));
-    memset((char *)block.base + 3 * page, 8, page);
-    CHECK(is_filled((char *)other.base + 3 * page, page, 8));
+    memset(bytes_of(&block, 3 * page), 8, page);
+    CHECK(is_filled(bytes_of(&other, 3 * page), page, 8));
     unmap_block(&block);
     CHECK(is_filled(other.base, 3 * page, 7));
     unmap_block(&other);
@@ -94,14 +86,12 @@ TEST(refused_files) {
     }
     check_refused(UM_E_OS, "fcntl", -1, UM_PAGES_4K);
     check_refused(UM_E_INVALID, "pages", fd, UM_PAGES_2M);
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    int read_only = open(path, O_RDONLY | O_CLOEXEC);
+    int read_only = reopen(fd, O_RDONLY);
     CHECK(read_only >= 0);
     check_refused(UM_E_OS, "ftruncate", read_only, UM_PAGES_4K);
     close(read_only);
     /* A file that could not be mapped is empty again. */
-    int write_only = open(path, O_WRONLY | O_CLOEXEC);
+    int write_only = reopen(fd, O_WRONLY);
     CHECK(write_only >= 0);
     check_refused(UM_E_OS, "mmap", write_only, UM_PAGES_4K);
     close(write_only);
@@ -117,8 +107,6 @@ TEST(refused_hugetlb) {
     check_refused(UM_E_INVALID, "pages", fd, UM_PAGES_4K);
     close(fd);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct mapping {
     um_block block;

@@ -83,8 +83,6 @@ TEST(failures_of_map) {
     CHECK_EACH_FAULT(run_map, undo_map, &block, block, HARMLESS_HUGE_PAGE);
 }
 
-/* ---- placement ---- */
-
 TEST(warm) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
@@ -193,7 +191,7 @@ TEST(other_calls) {
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
     CHECK_EQ(other.nbytes, 3 * m);
     for (size_t i = 0; i < 3; i++) {
-        CHECK(is_filled((char *)other.base + i * m, m, (unsigned char)(5 - 2 * i)));
+        CHECK(is_filled(bytes_of(&other, i * m), m, (unsigned char)(5 - 2 * i)));
     }
     unmap_block(&other);
     um_block_options options = {.category = UM_CAT_OTHER};
@@ -222,8 +220,6 @@ TEST(fork) {
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
     unmap_block(&block);
 }
-
-/* ---- discarding ---- */
 
 enum { PIECES = 4, PIECE_PAGES = 5 };
 
@@ -317,8 +313,6 @@ TEST(failures_of_discard) {
     unmap_block(&d.block);
 }
 
-/* ---- hugetlb ---- */
-
 TEST(hugetlb) {
     if (!huge_pool_borrow(4)) {
         return;
@@ -350,8 +344,6 @@ TEST(hugetlb) {
     CHECK_EQ(huge_pages_available(), available);
     huge_pool_give_back();
 }
-
-/* ---- repairing, with a simulated kernel ---- */
 
 enum { N_PLAYED = PIECES * PIECE_PAGES };
 

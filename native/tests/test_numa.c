@@ -31,17 +31,18 @@ static struct {
 
 static char smaps[512], numa_maps[512];
 
-static void play(size_t n_pages, size_t page_bytes) {
+/* Pages that are all on one node. */
+static void play(size_t n_pages, size_t page_bytes, int node) {
     memset(&kernel, 0, sizeof kernel);
     kernel.page_bytes = page_bytes;
     kernel.n_pages = n_pages;
     kernel.n_of_page = 1;
     for (size_t i = 0; i < MAX_PAGES; i++) {
-        kernel.node[i] = NOWHERE;
+        kernel.node[i] = i < n_pages ? node : NOWHERE;
         kernel.first[i] = i;
     }
-    for (int node = 0; node < N_NODES; node++) {
-        kernel.room[node] = MAX_PAGES;
+    for (size_t i = 0; i < N_NODES; i++) {
+        kernel.room[i] = MAX_PAGES;
     }
 }
 
@@ -287,7 +288,7 @@ TEST(pattern) {
 TEST(bind) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_PREFERRED};
     for (int i = 0; i < 2; i++) {
-        play(10000, um_page_bytes());
+        play(10000, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < 10000; page++) {
             kernel.node[page] = page % 10 == 9 ? NOWHERE : page % 3 == 0 ? 1 : 0;
         }
@@ -305,7 +306,7 @@ TEST(bind) {
     }
 
     /* With several nodes, pages that are on one of them stay; the others are spread. */
-    play(1000, um_page_bytes());
+    play(1000, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < 1000; page++) {
         kernel.node[page] = page < 500 ? 2 : 1;
     }
@@ -317,7 +318,7 @@ TEST(bind) {
 }
 
 TEST(gaps) {
-    play(64 * 20, um_page_bytes());
+    play(64 * 20, um_page_bytes(), NOWHERE);
     uint64_t committed[1] = {0};
     um_block block = make_block(UM_NUMA_BIND, 1 << 3, 64);
     for (size_t page = 0; page < kernel.n_pages; page++) {
@@ -340,7 +341,7 @@ TEST(interleave) {
     uint64_t nodes = 1 << 0 | 1 << 1 | 1 << 3, seed = 11;
     int of[] = {0, 1, 3};
     for (size_t phase = 0; phase < 3; phase++) {
-        play(5000, um_page_bytes());
+        play(5000, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < 5000; page++) {
             kernel.node[page] = page % 7 == 6 ? NOWHERE : of[(page + phase) % 3];
         }
@@ -361,8 +362,7 @@ TEST(interleave) {
         CHECK_EQ(n_misplaced(&pattern, 1, phase), 0);
     }
     /* All on one node: each gets its third. */
-    play(9000, um_page_bytes());
-    memset(kernel.node, 0, sizeof kernel.node);
+    play(9000, um_page_bytes(), 0);
     um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
     CHECK_EQ(repair(&block), 0);
     CHECK(n_on(0) == 3000);
@@ -388,7 +388,7 @@ TEST(weighted) {
     fault_os_file(path[0], "3\n");
     fault_os_file(path[2], "1\n");
     for (size_t phase = 0; phase < 4; phase++) {
-        play(4000, um_page_bytes());
+        play(4000, um_page_bytes(), NOWHERE);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 2, 1);
         um_numa_pattern pattern;
         um_numa_pattern_make(&pattern, &block.numa, weights);
@@ -410,8 +410,7 @@ TEST(weighted) {
     const char *nothing[] = {"", "0\n", "many\n", "256\n"};
     for (size_t i = 0; i < 4; i++) {
         fault_os_file(path[1], nothing[i]);
-        play(1000, um_page_bytes());
-        memset(kernel.node, 0, sizeof kernel.node);
+        play(1000, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(n_on(0), 750);
@@ -422,8 +421,7 @@ TEST(weighted) {
     /* So is the weight of a node without a file. */
     snprintf(path[0], sizeof path[0], "%snode3", folder);
     if (access(path[0], F_OK) != 0) {
-        play(100, um_page_bytes());
-        memset(kernel.node, 0, sizeof kernel.node);
+        play(100, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 2 | 1 << 3, 1);
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(n_on(3), 50);
@@ -439,7 +437,7 @@ enum { HUGE = 512 };
 TEST(huge_pages) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_INTERLEAVE};
     for (int i = 0; i < 2; i++) {
-        play(HUGE * 20, um_page_bytes());
+        play(HUGE * 20, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < kernel.n_pages; page++) {
             kernel.node[page] = page / HUGE < 10 ? 2 : 1;
         }
@@ -463,11 +461,10 @@ TEST(huge_pages) {
         CHECK(kernel.n_calls < 40);
     }
     /* One address moves a huge page. A huge page that cannot be moved is tried only once. */
-    play(HUGE * 20, um_page_bytes());
+    play(HUGE * 20, um_page_bytes(), 0);
     for (size_t first = 0; first < kernel.n_pages; first += HUGE) {
         play_huge(first, HUGE);
     }
-    memset(kernel.node, 0, sizeof kernel.node);
     um_block block = make_block(UM_NUMA_BIND, 1 << 1, HUGE);
     CHECK_EQ(repair(&block), 0);
     CHECK_EQ(kernel.n_asked_to_move, 20);
@@ -479,7 +476,7 @@ TEST(huge_pages) {
 
 /* Where the kernel had no huge pages it spreads small ones, and they are left there. */
 TEST(small_pages_of_huge_units) {
-    play(HUGE * 20, um_page_bytes());
+    play(HUGE * 20, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < kernel.n_pages; page++) {
         kernel.node[page] = (int)((page + 1) % 2);
     }
@@ -495,8 +492,7 @@ TEST(small_pages_of_huge_units) {
 TEST(hugetlb) {
     size_t sizes[] = {(size_t)2 << 20, (size_t)1 << 30};
     for (int i = 0; i < 2; i++) {
-        play(100, sizes[i]);
-        memset(kernel.node, 0, sizeof kernel.node);
+        play(100, sizes[i], 0);
         um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(n_on(0), 50);
@@ -512,10 +508,7 @@ TEST(hugetlb) {
 /* ---- pages that cannot be moved ---- */
 
 TEST(full_node) {
-    play(20000, um_page_bytes());
-    for (size_t page = 0; page < kernel.n_pages; page++) {
-        kernel.node[page] = 2;
-    }
+    play(20000, um_page_bytes(), 2);
     kernel.room[1] = 3000;
     um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
     CHECK_EQ(repair(&block), 7000);
@@ -531,7 +524,7 @@ TEST(full_node) {
 
 TEST(immovable_pages) {
     uint64_t seed = 23;
-    play(10000, um_page_bytes());
+    play(10000, um_page_bytes(), NOWHERE);
     size_t n_pinned = 0, n_shared = 0;
     for (size_t page = 0; page < kernel.n_pages; page++) {
         uint64_t r = test_random(&seed) % 100;
@@ -550,8 +543,7 @@ TEST(immovable_pages) {
 
     /* A page that is in use for a moment is tried again; for one that stays in use there is no
      * wait. */
-    play(10, um_page_bytes());
-    memset(kernel.node, 0, sizeof kernel.node);
+    play(10, um_page_bytes(), 0);
     kernel.busy[3] = 2;
     block = make_block(UM_NUMA_BIND, 1 << 1, 1);
     CHECK_EQ(repair(&block), 0);
@@ -563,11 +555,8 @@ TEST(immovable_pages) {
     /* All of the memory is pinned by a device: after some pages the rest is not tried. */
     size_t unit_pages[] = {1, HUGE};
     for (int i = 0; i < 2; i++) {
-        play(MAX_PAGES, um_page_bytes());
-        for (size_t page = 0; page < MAX_PAGES; page++) {
-            kernel.node[page] = 0;
-            kernel.pinned[page] = true;
-        }
+        play(MAX_PAGES, um_page_bytes(), 0);
+        memset(kernel.pinned, true, sizeof kernel.pinned);
         for (size_t first = 0; i == 1 && first < MAX_PAGES; first += HUGE) {
             play_huge(first, HUGE);
         }
@@ -580,7 +569,7 @@ TEST(immovable_pages) {
 /* ---- refused calls, and faults ---- */
 
 TEST(refused) {
-    play(4, um_page_bytes());
+    play(4, um_page_bytes(), NOWHERE);
     play_books();
     uint64_t elsewhere = 12345;
     um_block block = make_block(UM_NUMA_NONE, 0, 1);
@@ -591,14 +580,15 @@ TEST(refused) {
 
 /* Half of the pages on the wrong node. */
 static void play_strays(void) {
-    play(5000, um_page_bytes());
+    play(5000, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < kernel.n_pages; page++) {
         kernel.node[page] = page % 4 < 2 ? 0 : 2;
     }
     play_books();
 }
 
-static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done) {
+/* Returns true when there was an Nth call to fail. */
+static bool check_fault(um_block *block, unsigned n, int os_errno) {
     uint64_t elsewhere = 12345;
     play_strays();
     os_state_begin();
@@ -608,7 +598,6 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
     const char *failed = fault_os_failed();
     fault_os_fail_nth(0, 0);
     CHECK(os_state_unchanged());
-    *out_done = failed == NULL;
     if (status == UM_OK) {
         /* A fault changes only which reports are read, or in which order. A node that is said to be
          * full is not tried again, and its pages are counted as misplaced. */
@@ -628,6 +617,7 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
         CHECK_EQ(n_on(NOWHERE), 0);
         CHECK_EQ(repair(block), 0);
     }
+    return failed != NULL;
 }
 
 TEST(faults) {
@@ -635,20 +625,16 @@ TEST(faults) {
                                           "/sys/kernel/mm/mempolicy/weighted_interleave/node1"};
     fault_os_file(weights[0], "1\n");
     fault_os_file(weights[1], "1\n");
-    um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
     play_strays();
-    int errnos[] = {EPERM, ENOMEM};
-    for (int i = 0; i < 2; i++) {
-        um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
-        for (int m = 0; m < 2; m++) {
-            block = make_block(modes[m], 1 << 0 | 1 << 1, 1);
-            bool done = false;
-            unsigned n = 1;
-            for (; !done; n++) {
-                test_fault(&block, n, errnos[i], &done);
-            }
-            CHECK(n > 10);
+    um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
+    um_block block = make_block(modes[0], 1 << 0 | 1 << 1, 1);
+    for (int i = 0; i < 4; i++) {
+        unsigned n = 1;
+        block.numa.mode = modes[i % 2];
+        while (check_fault(&block, n, i / 2 == 0 ? EPERM : ENOMEM)) {
+            n++;
         }
+        CHECK(n > 10);
     }
     for (unsigned n = 1; n <= 2; n++) {
         uint64_t elsewhere = 12345;
@@ -665,45 +651,39 @@ TEST(faults) {
 
 /* ---- the real kernel ---- */
 
+/* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
 TEST(real_kernel) {
-    fault_os_file("/proc/self/smaps", NULL);
-    fault_os_file("/proc/self/numa_maps", NULL);
-    fault_os_file("/sys/devices/system/node/has_memory", NULL);
+    static const char *const books[] = {"/proc/self/smaps", "/proc/self/numa_maps",
+                                        "/sys/devices/system/node/has_memory"};
+    for (size_t i = 0; i < COUNT(books); i++) {
+        fault_os_file(books[i], NULL);
+    }
     fault_os_move_pages(NULL);
     um_block block;
-    um_block_options options = {
-        .pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH, .numa = policy(UM_NUMA_INTERLEAVE, 0)};
     um_placement placement;
-    REQUIRE(CHECK_OK(um_block_map(&block, 100 * um_page_bytes(),
-                                  &(um_block_options){.pages = UM_PAGES_4K}, &test_err)));
+    um_block_options options = {.pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH};
+    REQUIRE(CHECK_OK(um_block_map(&block, 100 * um_page_bytes(), &options, &test_err)));
     memset(block.base, 1, block.nbytes);
     CHECK_OK(um_block_verify(&block, &placement, &test_err));
     CHECK_OK(um_block_unmap(&block, &test_err));
+    options.numa.mode = UM_NUMA_INTERLEAVE;
     for (unsigned node = 0; node < 64; node++) {
         options.numa.nodes[0] |= (uint64_t)(placement.node_bytes[node] > 0) << node;
     }
-    if (options.numa.nodes[0] == 0) {
-        test_skip("memory lies on no node below 64");
-        return;
-    }
-    /* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
+    SKIP_UNLESS(options.numa.nodes[0] != 0, "memory lies on no node below 64");
     um_status status = um_block_map(&block, 100 * um_page_bytes(), &options, &test_err);
-    if (status != UM_OK) {
-        test_skip("this process may not set a NUMA policy");
-        return;
-    }
+    SKIP_UNLESS(status == UM_OK, "this process may not set a NUMA policy");
     memset(block.base, 1, block.nbytes);
     uint64_t elsewhere = 12345;
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
     CHECK_EQ(elsewhere, 0);
-    CHECK(((unsigned char *)block.base)[12345] == 1);
-    int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {-1, -1};
+    CHECK(is_filled(block.base, block.nbytes, 1));
+    int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {node, node};
     void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
-    if (um_os_move_pages(2, pages, NULL, where) == 0) {
-        CHECK(where[0] == node);
-        CHECK(where[1] == node);
-    } else {
-        test_skip("the kernel refuses it here");
+    if (um_os_move_pages(2, pages, NULL, where) != 0) {
+        test_skip("the kernel refuses move_pages here");
     }
+    CHECK(where[0] == node);
+    CHECK(where[1] == node);
     CHECK_OK(um_block_unmap(&block, &test_err));
 }

@@ -21,6 +21,14 @@ TEST(page_bytes) {
     CHECK_EQ(page, um_os_page_bytes());
 }
 
+/* Pages that can be read and written. */
+static char *map_pages(size_t n) {
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(n * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, n * page, 0));
+    return base;
+}
+
 /* The second, the third and the seventh of eight pages are mapped. */
 static void check_scan(char *eight) {
     int pagemap = -1;
@@ -58,33 +66,26 @@ TEST(memory) {
     CHECK_CALL(0, um_os_reserve(16 * page, (void **)&base));
     REQUIRE(base != NULL);
     REQUIRE((uintptr_t)base % page == 0);
-    CHECK_STR(os_state_permissions(base), "---p");
-    CHECK_STR(os_state_permissions(base + 16 * page - 1), "---p");
-
+    CHECK_PAGES(base, "----------------");
     CHECK_CALL(0, um_os_map_at(base + 4 * page, 8 * page, 0));
-    CHECK_STR(os_state_permissions(base + 4 * page - 1), "---p");
     CHECK_STR(os_state_permissions(base + 4 * page), "rw-p");
+    CHECK_STR(os_state_permissions(base + 4 * page - 1), "---p");
     CHECK_STR(os_state_permissions(base + 12 * page - 1), "rw-p");
     CHECK_STR(os_state_permissions(base + 12 * page), "---p");
 
     unsigned char pages[8];
-    memset(pages, 0xFF, sizeof pages);
-    CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    for (int i = 0; i < 8; i++) {
-        CHECK((pages[i] & 1) == 0);
+    static const unsigned char resident[8] = {0, 1, 1, 0, 0, 0, 1, 0};
+    for (int touched = 0; touched < 2; touched++) {
+        memset(pages, 0xFF, sizeof pages);
+        CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
+        for (int i = 0; i < 8; i++) {
+            CHECK_EQ(pages[i] & 1, touched ? resident[i] : 0);
+        }
+        CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
+        CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
     }
-    CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
-    CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
-    CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    CHECK((pages[0] & 1) == 0);
-    CHECK((pages[1] & 1) == 1);
-    CHECK((pages[2] & 1) == 1);
-    CHECK((pages[3] & 1) == 0);
-    CHECK(base[5 * page] == 0);
-    CHECK(base[7 * page - 1] == 0);
-
-    /* Pages 1, 2 and 6 of the 8. */
     check_scan(base + 4 * page);
+    CHECK_PAGES(base, "----00000000----");
 
     if (um_huge_page_bytes() != 0) {
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
@@ -104,8 +105,7 @@ TEST(memory) {
 }
 
 TEST(files) {
-    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
-    REQUIRE(fd >= 0);
+    int fd = memory_file(0), opened = 777;
     CHECK(pwrite(fd, "first", 5, 0) == 5);
     CHECK(pwrite(fd, "second", 6, (off_t)page) == 6);
     uint64_t file_nbytes = 777;
@@ -152,8 +152,7 @@ TEST(files) {
 
 /* A failure leaves the output alone. */
 TEST(failures_of_files) {
-    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
-    REQUIRE(fd >= 0);
+    int fd = memory_file(0), opened = 777;
     uint64_t file_nbytes = 777;
     size_t n = 777;
     char bytes[1];
@@ -174,24 +173,16 @@ TEST(failures_of_files) {
     close(fd);
 }
 
-/* ---- placed memory ---- */
-
 TEST(reserve_at) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(8 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 8 * page, 0));
+    char *base = map_pages(8);
     memset(base, 1, 8 * page);
     CHECK_CALL(0, um_os_reserve_at(base + 2 * page, 3 * page));
-    CHECK_STR(os_state_permissions(base + 2 * page - 1), "rw-p");
-    CHECK_STR(os_state_permissions(base + 2 * page), "---p");
-    CHECK_STR(os_state_permissions(base + 5 * page - 1), "---p");
+    CHECK_PAGES(base, "11---111");
     CHECK(has_vm_flag(base, "ac"));
     CHECK(!has_vm_flag(base + 2 * page, "ac"));
     CHECK_CALL(0, um_os_map_at(base + 2 * page, 3 * page, 0));
-    CHECK(is_filled(base, 2 * page, 1));
-    CHECK(is_filled(base + 2 * page, 3 * page, 0));
     CHECK_CALL(EINVAL, um_os_reserve_at(base + 1, page));
-    CHECK(is_filled(base, 2 * page, 1));
+    CHECK_PAGES(base, "11000111");
     CHECK_CALL(0, um_os_unmap(base, 8 * page));
 }
 
@@ -205,9 +196,7 @@ TEST(advice) {
                  {UM_OS_DONT_FORK, "dc", true},  {UM_OS_HUGE, "hg", true},
                  {UM_OS_NO_HUGE, "nh", true},    {UM_OS_NO_HUGE, "hg", false}};
     bool thp = um_huge_page_bytes() != 0;
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    char *base = map_pages(4);
     for (size_t i = 0; i < COUNT(cases); i++) {
         if (thp || (cases[i].advice != UM_OS_HUGE && cases[i].advice != UM_OS_NO_HUGE)) {
             CHECK_CALL(0, um_os_advise(base, 4 * page, cases[i].advice));
@@ -223,9 +212,7 @@ TEST(advice) {
 }
 
 TEST(lock) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    char *base = map_pages(4);
     if (um_os_lock(base, page, 1) != 0) {
         test_skip("this process may not lock memory");
     } else {
@@ -254,9 +241,7 @@ TEST(policy) {
                  {UM_NUMA_INTERLEAVE, "interleave:0"},
                  {UM_NUMA_PREFERRED, "prefer:0"}};
     um_numa numa = {.mode = UM_NUMA_BIND, .nodes = {1}};
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    char *base = map_pages(4);
     int os_errno = um_os_bind(base, 4 * page, &numa);
     if (os_errno == EPERM || os_errno == ENOSYS) {
         test_skip("mbind is refused here");
@@ -287,9 +272,7 @@ TEST(policy) {
 }
 
 TEST(move_pages) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    char *base = map_pages(4);
     base[page] = 1;
     void *pages[] = {base, base + page};
     int status[] = {777, 777}, nodes[] = {0, 0};
@@ -309,8 +292,6 @@ TEST(move_pages) {
     }
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
 }
-
-/* ---- shared memory ---- */
 
 TEST(memfd) {
     int fd = 777, copy = 777;
@@ -341,9 +322,7 @@ TEST(memfd) {
     CHECK_STR(os_state_permissions(base), "rw-s");
     memset(base, 1, 4 * page);
     CHECK_CALL(0, um_os_punch_hole(fd, page, 2 * page));
-    CHECK(is_filled(base, page, 1));
-    CHECK(is_filled(base + page, 2 * page, 0));
-    CHECK(is_filled(base + 3 * page, page, 1));
+    CHECK_PAGES(base, "1001");
 
     int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
     CHECK_CALL(0, um_os_seal(fd, 0));
@@ -402,8 +381,6 @@ TEST(hugetlb) {
     CHECK_CALL(0, um_os_close(fd));
     huge_pool_give_back();
 }
-
-/* ---- threads ---- */
 
 typedef struct runner {
     size_t cpu;

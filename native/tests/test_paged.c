@@ -4,8 +4,6 @@
 
 #include "fault_os.h"
 
-/* ---- the pool ---- */
-
 static void check_bad_spec(um_paged_spec spec) {
     static _Alignas(64) unsigned char storage[64];
     size_t nbytes = 12345;
@@ -134,8 +132,6 @@ TEST(no_memory) {
     um_paged_seq_free(&seq);
     free_pool(&p);
 }
-
-/* ---- append and gather ---- */
 
 /* All types, orders and steps, across the ends of blocks, with one layer ahead of the other. */
 TEST(append) {
@@ -315,8 +311,6 @@ TEST(large_gather) {
     free_pool(&p);
 }
 
-/* ---- sharing ---- */
-
 TEST(fork) {
     pool p = make_pool(spec_of(UM_BF16, 4));
     um_paged_seq a = make_seq(&p);
@@ -451,8 +445,6 @@ TEST(cached_blocks_are_let_go) {
     CHECK(p.paged.n_evictable == 3);
     free_pool(&p);
 }
-
-/* ---- appending in steps ---- */
 
 /* What other threads may do with other sequences while tokens are written to this one. */
 TEST(append_in_steps) {

@@ -40,12 +40,7 @@ static bool nodes_agree(size_t n) {
 }
 
 static um_block map_new_file(size_t nbytes, um_access access) {
-    const char *folder = getenv("TMPDIR");
-    char path[4096];
-    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX", folder != NULL ? folder : "/tmp");
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    unlink(path);
+    int fd = temp_file();
     unsigned char *bytes = calloc(nbytes, 1);
     REQUIRE(bytes != NULL);
     REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
@@ -105,10 +100,10 @@ TEST(locked) {
 }
 
 TEST(gaps_and_misuse) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 40 * page};
-    um_block block = make_block(10 * page, &options);
+    um_block block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 40 * page));
     CHECK_OK(um_block_commit(&block, 20 * page, 10 * page, &test_err));
-    memset((char *)block.base + 20 * page, 1, 5 * page);
+    memset(bytes_of(&block, 20 * page), 1, 5 * page);
     look(&block, 20 * page, 10 * page);
     CHECK_EQ(n_with(10, MAPPED), 5);
     memset(pages, 0xA5, sizeof pages);
@@ -152,9 +147,8 @@ TEST(hugetlb) {
     }
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block = make_block(3 * huge, &options);
-        ((unsigned char *)block.base)[huge] = 1;
+        um_block block = make_block(3 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
+        *bytes_of(&block, huge) = 1;
         look(&block, 0, 3 * huge);
         uint8_t untouched = kinds[i] == UM_SHARING_NONE ? 0 : UM_PAGE_UNKNOWN;
         for (size_t k = 0; k < 3; k++) {
@@ -168,8 +162,9 @@ TEST(hugetlb) {
 }
 
 TEST(shared) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+    um_block block =
+                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+             other;
     memset(block.base, 1, 10 * page);
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     look(&other, 0, 20 * page);
@@ -232,16 +227,11 @@ static bool look_as_nobody(void *arg) {
 }
 
 TEST(hidden_cache) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX",
-             getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
+    int fd = temp_file();
     REQUIRE(ftruncate(fd, (off_t)(10 * page)) == 0);
     REQUIRE(fchmod(fd, 0644) == 0);
-    int reader = open(path, O_RDONLY | O_CLOEXEC);
+    int reader = reopen(fd, O_RDONLY);
     REQUIRE(reader >= 0);
-    REQUIRE(unlink(path) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, reader, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS,
                                        &test_err)));
@@ -259,7 +249,7 @@ TEST(hidden_cache) {
 /* A process that has changed its user may not look at its own page tables. */
 TEST(without_pagemap) {
     um_block block = make_pages(10 * page, UM_PAGES_4K);
-    ((unsigned char *)block.base)[3 * page] = 1;
+    *bytes_of(&block, 3 * page) = 1;
     fault_os_fail_nth(2, EACCES); /* mincore, open */
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
     CHECK_STR(fault_os_failed(), "um_os_open_read");
@@ -273,8 +263,6 @@ TEST(without_pagemap) {
     fault_os_fail_nth(0, 0);
     unmap_block(&block);
 }
-
-/* ---- other kernels ---- */
 
 /* Before Linux 6.7 there is no PAGEMAP_SCAN. */
 TEST(old_kernel) {

@@ -30,8 +30,6 @@ static bool thp_enabled(void) {
     return huge_page != 0 && !file_has("/sys/kernel/mm/transparent_hugepage/enabled", "[never]");
 }
 
-/* ---- the real kernel ---- */
-
 TEST(small_pages) {
     um_block block = make_pages(100 * page, UM_PAGES_4K);
     um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
@@ -113,11 +111,11 @@ TEST(huge_pages) {
 }
 
 TEST(gaps) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
-    um_block block = make_block(10 * page, &options);
+    um_block block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     memset(block.base, 1, 10 * page);
-    memset((char *)block.base + 50 * page, 1, 10 * page);
+    memset(bytes_of(&block, 50 * page), 1, 10 * page);
     um_placement p = placement_of(&block);
     CHECK(p.pages == UM_PAGES_4K);
     CHECK_EQ(p.resident_bytes, 20 * page);
@@ -131,8 +129,9 @@ TEST(gaps) {
 }
 
 TEST(shared) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+    um_block block =
+                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+             other;
     memset(block.base, 1, 10 * page);
     um_placement p = placement_of(&block);
     CHECK_EQ(p.resident_bytes, 10 * page);
@@ -168,8 +167,7 @@ TEST(hugetlb) {
     }
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block = make_block(4 * huge, &options);
+        um_block block = make_block(4 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
         um_placement p = placement_of(&block);
         CHECK(p.pages == UM_PAGES_2M);
         CHECK_EQ(p.page_bytes, huge);
@@ -187,8 +185,6 @@ TEST(hugetlb) {
     }
     huge_pool_give_back();
 }
-
-/* ---- invented figures of the kernel ---- */
 
 /* A block that is not mapped, which only the invented figures contain. */
 static um_block invented_block(void) {
@@ -344,8 +340,6 @@ TEST(invented_nodes) {
     fault_os_file(smaps_path, NULL);
 }
 
-/* ---- residency ---- */
-
 TEST(resident) {
     um_block block = make_pages(5000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
@@ -372,8 +366,6 @@ TEST(resident) {
     CHECK_EQ(untouched, 12345);
     unmap_block(&block);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct asking {
     um_block block;

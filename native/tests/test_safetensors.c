@@ -7,8 +7,6 @@
 #define FREE um_safetensors_free
 #include "formats.h"
 
-/* ---- writing files ---- */
-
 /* Writes the length of the header, the header, and data. In `json`, a ' stands for a quote, and a ^
  * is not written but marks the offset of a field. */
 static void put_file(const char *json, size_t data_nbytes) {
@@ -56,8 +54,6 @@ static void put_everything(void) {
     snprintf(json + n, sizeof json - (size_t)n, " } \n\t\r ");
     put_file(json, 74);
 }
-
-/* ---- reading them ---- */
 
 static bool is_text(um_safetensors_text text, const char *expected) {
     char *resolved = malloc(text.nbytes + 1); /* the most that a text can need */
@@ -170,8 +166,6 @@ TEST(failing_allocations) {
     put_everything();
     check_failing_allocations(8); /* three tables, one of which grows, and names with escapes */
 }
-
-/* ---- rules ---- */
 
 TEST(head_rules) {
     const uint64_t too_long[] = {100000001, UINT64_C(1) << 32, INT64_MAX, UINT64_MAX - 7,
@@ -406,8 +400,6 @@ TEST(place_rules) {
     put_file(any_order, 3);
     check_parses(file_nbytes, file_nbytes);
 }
-
-/* ---- memory, and damage ---- */
 
 TEST(allocations_are_bounded) {
     um_counters before, after;

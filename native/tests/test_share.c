@@ -1,21 +1,6 @@
 /* Shared memory that is attached, here and in other processes, and sealed copies. */
 #include "blocks.h"
 
-static const um_block_options *of(um_pages pages) {
-    static um_block_options options;
-    options =
-        (um_block_options){.pages = pages, .category = UM_CAT_WEIGHTS, .sharing = UM_SHARING_MEMFD};
-    return &options;
-}
-
-static uint64_t file_nbytes(int fd) {
-    struct stat st;
-    CHECK(fstat(fd, &st) == 0);
-    return (uint64_t)st.st_size;
-}
-
-/* ---- attaching ---- */
-
 static void check_attached(const um_block *block, um_access access, size_t nbytes, size_t step) {
     CHECK_EQ(block->nbytes, nbytes);
     CHECK_EQ(block->reserved_nbytes, nbytes);
@@ -40,7 +25,7 @@ static void check_attached(const um_block *block, um_access access, size_t nbyte
 }
 
 TEST(attach) {
-    um_block block = make_block(5 * page, of(UM_PAGES_4K));
+    um_block block = make_block(5 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
         um_block other = attach_block(block.fd, access);
@@ -48,9 +33,9 @@ TEST(attach) {
         CHECK((fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
         check_attached(&other, access, 5 * page, page);
         CHECK(is_filled(other.base, other.nbytes, 1));
-        ((char *)block.base)[page] = 2;
-        CHECK(((char *)other.base)[page] == 2);
-        ((char *)block.base)[page] = 1;
+        *bytes_of(&block, page) = 2;
+        CHECK(*bytes_of(&other, page) == 2);
+        *bytes_of(&block, page) = 1;
         unmap_block(&other);
     }
     um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
@@ -64,12 +49,10 @@ TEST(attach) {
 
 /* Half a page at the end counts as a page; the rest of it is zeros. */
 TEST(attach_odd_size) {
-    int fd = memfd_create("odd", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    CHECK(ftruncate(fd, (off_t)(page + 10)) == 0);
+    int fd = memory_file(page + 10);
     um_block block = attach_block(fd, UM_ACCESS_SHARED);
     check_attached(&block, UM_ACCESS_SHARED, 2 * page, page);
-    memset((char *)block.base + page, 4, 10);
+    memset(bytes_of(&block, page), 4, 10);
     CHECK(is_filled((char *)block.base + page + 10, page - 10, 0));
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 2 * page);
@@ -79,7 +62,7 @@ TEST(attach_odd_size) {
 
 TEST(attach_lies_for_huge_pages) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
-    um_block block = make_block(3 * huge_page, of(UM_PAGES_THP));
+    um_block block = make_block(3 * huge_page, of(UM_PAGES_THP, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     um_block other = attach_block(block.fd, UM_ACCESS_READ);
     CHECK_EQ((uintptr_t)other.base % huge_page, 0);
@@ -107,7 +90,7 @@ static bool child_attaches(void *arg) {
 
 /* A page that another process touches first is where the policy of the maker says. */
 TEST(attach_in_another_process) {
-    um_block_options options = *of(UM_PAGES_4K);
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     if (may_bind()) {
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
     }
@@ -160,8 +143,6 @@ TEST(refused_attach) {
     close(fd);
 }
 
-/* ---- sealed copies ---- */
-
 static um_block copy_sealed(const um_block *block, const um_block_options *options) {
     um_block copy;
     SPOIL(copy);
@@ -178,9 +159,7 @@ static void check_sealed(const um_block *copy) {
     CHECK_STR(os_state_permissions(copy->base), "r--s");
     CHECK(mprotect(copy->base, page, PROT_READ | PROT_WRITE) == -1);
     check_refused_attach(UM_E_OS, "mmap", copy->fd, UM_ACCESS_SHARED, UM_CAT_OTHER);
-    char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", copy->fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
+    int fd = reopen(copy->fd, O_RDWR);
     if (fd >= 0) {
         CHECK(write(fd, "x", 1) == -1); /* write() never works on huge pages: EINVAL */
         CHECK(ftruncate(fd, 0) == -1);
@@ -215,36 +194,35 @@ static void check_copy(const um_block *block, um_block_options options, size_t n
 TEST(copy_sealed) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(UM_PAGES_4K);
+        um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
         options.sharing = sharing;
         options.reserve_nbytes = 9 * page;
         um_block block = make_block(9 * page, &options);
         memset(block.base, 1, block.nbytes);
-        ((char *)block.base)[3 * page + 5] = 2;
+        *bytes_of(&block, 3 * page + 5) = 2;
         for (size_t i = 0; i < COUNT(kinds); i++) {
-            check_copy(&block, *of(kinds[i]), kinds[i] == UM_PAGES_THP ? unit : 9 * page);
+            check_copy(&block, *of(kinds[i], UM_SHARING_MEMFD, 0),
+                       kinds[i] == UM_PAGES_THP ? unit : 9 * page);
         }
         /* The copy ends at the first gap. */
         CHECK_OK(um_block_release(&block, 5 * page, page, NULL, &test_err));
-        check_copy(&block, *of(UM_PAGES_4K), 5 * page);
+        check_copy(&block, *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0), 5 * page);
         /* A copy does not change with the block. */
-        um_block copy = copy_sealed(&block, of(UM_PAGES_4K));
+        um_block copy = copy_sealed(&block, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
         memset(block.base, 3, page);
         CHECK(is_filled(copy.base, page, 1));
-        check_copy(&copy, *of(UM_PAGES_4K), 5 * page);
+        check_copy(&copy, *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0), 5 * page);
         unmap_block(&copy);
         unmap_block(&block);
     }
 }
 
 TEST(copy_of_a_file) {
-    int fd = memfd_create("file", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    CHECK(ftruncate(fd, (off_t)(3 * page)) == 0);
+    int fd = memory_file(3 * page);
     CHECK(pwrite(fd, "end", 3, (off_t)(page + 100)) == 3);
     um_block file;
     CHECK_OK(um_block_map_file(&file, fd, page, 103, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
-    check_copy(&file, *of(UM_PAGES_AUTO), page);
+    check_copy(&file, *of(UM_PAGES_AUTO, UM_SHARING_MEMFD, 0), page);
     unmap_block(&file);
     close(fd);
 }
@@ -253,9 +231,9 @@ TEST(copy_with_policy) {
     if (!may_bind()) {
         return;
     }
-    um_block block = make_block(4 * page, of(UM_PAGES_4K));
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
-    um_block_options options = *of(UM_PAGES_4K);
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
     um_block copy = copy_sealed(&block, &options);
     CHECK_STR(policy_at(copy.base), "bind:0");
@@ -278,18 +256,15 @@ static void check_refused_copy(um_status status, const char *what, const um_bloc
 
 /* Truncated pages: of a mapped file, of a file mapped over a block, and of shared memory. */
 TEST(copy_of_a_truncated_file) {
-    int fd = memfd_create("file", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    REQUIRE(fd >= 0);
-    REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
+    int fd = memory_file(3 * page);
     um_block file, shared = attach_block(fd, UM_ACCESS_READ);
-    um_block over =
-        make_block(page, &(um_block_options){.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page});
+    um_block over = make_block(page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page));
     CHECK_OK(um_block_map_file(&file, fd, 0, 3 * page, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
     CHECK_OK(um_block_overlay(&over, page, fd, 0, 3 * page, &test_err));
     REQUIRE(ftruncate(fd, (off_t)(2 * page)) == 0);
-    check_refused_copy(UM_E_IO, "cannot be had", &file, of(UM_PAGES_4K));
-    check_refused_copy(UM_E_IO, "cannot be had", &shared, of(UM_PAGES_4K));
-    check_refused_copy(UM_E_IO, "cannot be had", &over, of(UM_PAGES_4K));
+    check_refused_copy(UM_E_IO, "cannot be had", &file, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    check_refused_copy(UM_E_IO, "cannot be had", &shared, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    check_refused_copy(UM_E_IO, "cannot be had", &over, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     unmap_block(&file);
     unmap_block(&shared);
     unmap_block(&over);
@@ -297,33 +272,31 @@ TEST(copy_of_a_truncated_file) {
 }
 
 TEST(refused_copies) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K));
-    um_block_options options = *of((um_pages)5);
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    um_block_options options = *of((um_pages)5, UM_SHARING_MEMFD, 0);
     check_refused_copy(UM_E_INVALID, "pages", &block, &options);
-    options = *of(UM_PAGES_4K);
+    options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     options.sharing = UM_SHARING_FD;
     check_refused_copy(UM_E_INVALID, "sharing", &block, &options);
-    options = *of(UM_PAGES_4K);
+    options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     options.reserve_nbytes = 8 * page;
     check_refused_copy(UM_E_INVALID, "reserve_nbytes", &block, &options);
-    options = *of(UM_PAGES_4K);
+    options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     options.category = UM_CAT_COUNT;
     check_refused_copy(UM_E_INVALID, "category", &block, &options);
     CHECK_OK(um_block_release(&block, 0, page, NULL, &test_err));
-    options = *of(UM_PAGES_4K);
+    options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     check_refused_copy(UM_E_INVALID, "committed", &block, &options);
     unmap_block(&block);
     check_refused_copy(UM_E_INVALID, "committed", &block, &options);
 }
-
-/* ---- hugetlb ---- */
 
 TEST(hugetlb) {
     if (!huge_pool_borrow(8)) {
         return;
     }
     uint64_t available = huge_pages_available();
-    um_block block = make_block(2 * HUGE_BYTES, of(UM_PAGES_2M));
+    um_block block = make_block(2 * HUGE_BYTES, of(UM_PAGES_2M, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
     check_attached(&other, UM_ACCESS_SHARED, 2 * HUGE_BYTES, HUGE_BYTES);
@@ -333,9 +306,9 @@ TEST(hugetlb) {
     CHECK_EQ(placement_of(&other).huge_bytes, other.nbytes);
     CHECK_OK(um_block_collapse(&other, &test_err)); /* left as it is */
     unmap_block(&other);
-    check_copy(&block, *of(UM_PAGES_2M), 2 * HUGE_BYTES);
-    check_copy(&block, *of(UM_PAGES_4K), 2 * HUGE_BYTES);
-    um_block_options options = *of(UM_PAGES_2M);
+    check_copy(&block, *of(UM_PAGES_2M, UM_SHARING_MEMFD, 0), 2 * HUGE_BYTES);
+    check_copy(&block, *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0), 2 * HUGE_BYTES);
+    um_block_options options = *of(UM_PAGES_2M, UM_SHARING_MEMFD, 0);
     /* All pages of the pool but one: a copy needs as many again. */
     um_block large = make_block((huge_pages_available() - 1) * HUGE_BYTES, &options);
     check_refused_copy(UM_E_NOMEM, "mmap", &large, &options);
@@ -344,8 +317,6 @@ TEST(hugetlb) {
     CHECK_EQ(huge_pages_available(), available);
     huge_pool_give_back();
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct sharing {
     um_block block; /* the block that is made */
@@ -366,7 +337,7 @@ static um_status run_attach(void *context, um_error *err) {
 
 static um_status run_copy(void *context, um_error *err) {
     sharing *s = context;
-    return um_block_copy_sealed(&s->block, &s->source, of(s->pages), err);
+    return um_block_copy_sealed(&s->block, &s->source, of(s->pages, UM_SHARING_MEMFD, 0), err);
 }
 
 static void check_faults(sharing *s, um_status (*run)(void *context, um_error *err)) {
@@ -382,7 +353,7 @@ static void check_faults(sharing *s, um_status (*run)(void *context, um_error *e
 
 TEST(faults) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
-    sharing s = {.source = make_block(3 * page, of(UM_PAGES_4K))};
+    sharing s = {.source = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0))};
     memset(s.source.base, 1, s.source.nbytes);
     check_faults(&s, run_attach);
     for (size_t i = 0; i < COUNT(kinds); i++) {

@@ -4,8 +4,6 @@
 
 #include "space.h"
 
-/* ---- sizes of pages ---- */
-
 TEST(page_sizes) {
     CHECK_EQ(page, sysconf(_SC_PAGESIZE));
     if (huge_page != 0) {
@@ -34,8 +32,6 @@ TEST(hugetlb_shift) {
     CHECK_EQ((size_t)1 << um_hugetlb_shift(UM_PAGES_2M), 2 << 20);
     CHECK_EQ((size_t)1 << um_hugetlb_shift(UM_PAGES_1G), 1 << 30);
 }
-
-/* ---- reserving ---- */
 
 static void check_reserve(size_t nbytes, size_t align, size_t phase) {
     um_space space;
@@ -99,8 +95,6 @@ TEST(faults) {
     SPOIL(space);
     CHECK_EACH_FAULT(run_reserve, undo_reserve, &space, space, NULL);
 }
-
-/* ---- the only node ---- */
 
 TEST(only_memory_node) {
     const char *path = "/sys/devices/system/node/has_memory";

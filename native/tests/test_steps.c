@@ -3,17 +3,8 @@
 
 enum { N_STEPS = 130 }; /* more than two words of the bitmap */
 
-static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
-    static um_block_options options;
-    options = (um_block_options){.pages = UM_PAGES_4K,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
-    return &options;
-}
-
 TEST(is_committed) {
-    um_block block = make_block(4 * page, of(UM_SHARING_NONE, 8 * page));
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 8 * page));
     struct {
         size_t offset, nbytes;
         bool committed;
@@ -38,10 +29,8 @@ TEST(is_committed) {
 
 TEST(is_overlaid) {
     enum { RESERVED = 12 };
-    int fd = memfd_create("overlay", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
-    um_block block = make_block(page, of(UM_SHARING_NONE, RESERVED * page));
+    int fd = memory_file(3 * page);
+    um_block block = make_block(page, of(UM_PAGES_4K, UM_SHARING_NONE, RESERVED * page));
     CHECK(!um_block_is_overlaid(&block, 0, RESERVED * page)); /* without a bitmap */
     CHECK_OK(um_block_overlay(&block, 2 * page, fd, 0, 3 * page, &test_err));
     CHECK(um_block_is_overlaid(&block, 0, RESERVED * page));
@@ -57,8 +46,6 @@ TEST(is_overlaid) {
     unmap_block(&block);
     close(fd);
 }
-
-/* ---- any order ---- */
 
 /* The contents of each step; GAP: it is not committed. */
 enum { GAP = -1 };
@@ -82,7 +69,7 @@ static void check_model(const um_block *block, const int *steps) {
 }
 
 static void check_random_order(um_sharing sharing, uint64_t seed) {
-    um_block block = make_block(3 * page, of(sharing, N_STEPS * page));
+    um_block block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
     int steps[N_STEPS];
     for (size_t i = 0; i < N_STEPS; i++) {
         steps[i] = i < 3 ? 0 : GAP;
@@ -106,7 +93,7 @@ static void check_random_order(um_sharing sharing, uint64_t seed) {
         }
         for (size_t i = first; i < first + n && steps[i] != GAP; i++) {
             steps[i] = round % 250 + 1;
-            memset((char *)block.base + i * page, steps[i], page);
+            memset(bytes_of(&block, i * page), steps[i], page);
         }
         check_model(&block, steps);
     }
@@ -120,11 +107,10 @@ TEST(any_order) {
     }
 }
 
-/* ---- the bitmap ---- */
-
 /* The first gap needs a bitmap; without memory for it, nothing changes. */
 TEST(heap_faults) {
-    um_block block = make_block(4 * page, of(UM_SHARING_MEMFD, 8 * page)), copy = block;
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)),
+             copy = block;
     size_t out = 12345;
     memset(block.base, 1, block.nbytes);
     os_state_begin();

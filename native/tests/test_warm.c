@@ -2,11 +2,8 @@
  * not available. */
 
 #include <sched.h>
-#include <sys/mount.h>
 
 #include "blocks.h"
-
-/* ---- what is warmed ---- */
 
 TEST(range) {
     enum { N = 64 };
@@ -82,8 +79,6 @@ TEST(keeps_content_and_affinity) {
     unmap_block(&block);
 }
 
-/* ---- threads and CPUs ---- */
-
 TEST(cpus) {
     um_block block = make_pages(16 * page, UM_PAGES_4K);
     cpu_set_t allowed;
@@ -141,11 +136,9 @@ TEST(cpus) {
     unmap_block(&block);
 }
 
-/* ---- kinds of memory ---- */
-
 TEST(gaps) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
-    um_block block = make_block(10 * page, &options);
+    um_block block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     CHECK_OK(um_block_warm(&block, 45 * page, 10 * page, 2, NULL, &test_err));
     CHECK_EQ(resident(&block, 0, 100 * page), 10 * page);
@@ -164,26 +157,26 @@ TEST(gaps) {
 }
 
 TEST(shared) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+    um_block block =
+                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+             other;
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
-    ((unsigned char *)block.base)[0] = 77;
+    *bytes_of(&block, 0) = 77;
     CHECK_OK(um_block_warm(&other, 0, 5 * page, 2, NULL, &test_err));
     CHECK_EQ(placement_of(&other).resident_bytes, 5 * page);
     CHECK_EQ(placement_of(&block).resident_bytes, page);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 20 * page);
-    CHECK(((unsigned char *)other.base)[0] == 77);
+    CHECK(*bytes_of(&other, 0) == 77);
     unmap_block(&other);
     unmap_block(&block);
 }
 
 /* Shared memory that another process makes shorter. */
 TEST(shorter) {
-    int fd = memfd_create("shorter", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd};
-    um_block block = make_block(20 * page, &options);
+    int fd = memory_file(0);
+    um_block block =
+        make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK(ftruncate(fd, 10 * (off_t)page) == 0);
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
         CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
@@ -209,19 +202,10 @@ TEST(shorter) {
 
 /* A file system in memory that has less room than the file. */
 TEST(full_file_system) {
-    char folder[] = "/tmp/unimem-warm-XXXXXX", path[64], options[64];
-    REQUIRE(mkdtemp(folder) != NULL);
-    snprintf(options, sizeof options, "size=%zu", 4 * page);
-    if (mount("tmpfs", folder, "tmpfs", 0, options) != 0) {
-        test_skip("this process may not mount one");
-        rmdir(folder);
-        return;
-    }
-    snprintf(path, sizeof path, "%s/block", folder);
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    CHECK(fd >= 0);
-    um_block block = make_block(
-        20 * page, &(um_block_options){.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd});
+    int fd = file_in_room_for(4);
+    SKIP_UNLESS(fd >= 0, "this process may not mount one");
+    um_block block =
+        make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK_OK(um_block_warm(&block, 0, 2 * page, 1, NULL, &test_err));
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
         CHECK_STATUS(UM_E_NOMEM,
@@ -230,29 +214,22 @@ TEST(full_file_system) {
     }
     unmap_block(&block);
     close(fd);
-    CHECK(umount(folder) == 0);
-    rmdir(folder);
 }
 
 TEST(hugetlb) {
-    size_t huge = (size_t)2 << 20;
     if (!huge_pool_borrow(4)) {
         return;
     }
-    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
-    for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block;
-        if (um_block_map(&block, 4 * huge, &options, &test_err) != UM_OK) {
-            test_skip("the pool's pages are not of 2 MiB, or somebody took them");
-            continue;
-        }
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block block =
+            make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
         for (unsigned n_threads = 1; n_threads <= 6; n_threads++) {
             fault_os_fail_nth(0, 0);
-            CHECK_OK(um_block_warm(&block, huge / 2, 3 * huge, n_threads, NULL, &test_err));
+            CHECK_OK(
+                um_block_warm(&block, HUGE_BYTES / 2, 3 * HUGE_BYTES, n_threads, NULL, &test_err));
             CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
-        CHECK_EQ(placement_of(&block).resident_bytes, 4 * huge);
+        CHECK_EQ(placement_of(&block).resident_bytes, 4 * HUGE_BYTES);
         unmap_block(&block);
     }
     huge_pool_give_back();
@@ -280,8 +257,6 @@ TEST(no_page) {
         unmap_block(&block);
     }
 }
-
-/* ---- refused, and each system call in turn ---- */
 
 TEST(refused) {
     um_block block = make_pages(4 * page, UM_PAGES_4K), copy = block;
