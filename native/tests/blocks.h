@@ -50,6 +50,9 @@ static inline void unmap_block(um_block *block) {
     CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
 }
 
+/* A block that is unmapped where its scope ends; it may be unmapped before. */
+#define AUTO_BLOCK __attribute__((cleanup(unmap_block))) um_block
+
 static inline um_block attach_block(int fd, um_access access) {
     um_block block;
     SPOIL(block);

@@ -129,6 +129,9 @@ static inline void free_model(kv_model *m) {
     free(m->holder);
 }
 
+/* A model that is freed where its scope ends. */
+#define AUTO_MODEL __attribute__((cleanup(free_model))) kv_model
+
 /* ---- what the model expects ---- */
 
 static inline size_t lane_of(const kv_model *m, uint32_t layer, int v, size_t stream) {

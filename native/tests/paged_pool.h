@@ -37,6 +37,10 @@ static inline void free_pool(pool *p) {
     free(p->storage);
 }
 
+/* Freed where their scope ends, sequences before the pool that is declared before them. */
+#define AUTO_POOL __attribute__((cleanup(free_pool))) pool
+#define AUTO_SEQ __attribute__((cleanup(um_paged_seq_free))) um_paged_seq
+
 static inline um_paged_seq make_seq(pool *p) {
     um_paged_seq seq;
     CHECK_OK(um_paged_seq_init(&seq, &p->paged, NULL, 0, &test_err));

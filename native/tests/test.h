@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "unimem.h"
 
@@ -163,6 +164,12 @@ static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) 
     const unsigned char *bytes = at;
     return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
 }
+
+/* A descriptor that is closed where its scope ends. */
+static inline void test_close(const int *fd) {
+    close(*fd);
+}
+#define AUTO_FD __attribute__((cleanup(test_close))) int
 
 /* Random numbers that are the same in every run (SplitMix64). */
 static inline uint64_t test_random(uint64_t *state) {

@@ -85,10 +85,9 @@ TEST(auto_pages_of_a_growing_block) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
     options.reserve_nbytes = huge_page;
-    um_block block = make_block(1, &options);
+    AUTO_BLOCK block = make_block(1, &options);
     CHECK_EQ(block.step_nbytes, huge_page);
     CHECK_EQ(block.nbytes, huge_page);
-    unmap_block(&block);
 }
 
 static void check_refused(um_status status, const char *what, size_t nbytes,
@@ -153,8 +152,7 @@ TEST(refused_options) {
     options = (um_block_options){.sharing = UM_SHARING_MEMFD, .name = name};
     check_refused(UM_E_INVALID, "name", page, &options);
     name[249] = '\0';
-    um_block block = make_block(page, &options);
-    unmap_block(&block);
+    AUTO_BLOCK block = make_block(page, &options);
 }
 
 /* No machine has the node with the highest number. */
@@ -178,7 +176,8 @@ TEST(unmap) {
     CHECK_EQ(fault_os_calls(), 0);
 
     /* A block that could not be unmapped is still mapped, and can be unmapped later. */
-    um_block block = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0)), copy = block;
+    AUTO_BLOCK block = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
+    um_block copy = block;
     memset(block.base, 7, block.nbytes);
     os_state_begin();
     fault_os_fail_nth(1, EPERM);
@@ -189,7 +188,6 @@ TEST(unmap) {
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
     CHECK(is_filled(block.base, block.nbytes, 7));
     CHECK(os_state_unchanged());
-    unmap_block(&block);
     unmap_block(&block);
 }
 
@@ -258,7 +256,7 @@ TEST(lock) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
         options.sharing = sharing;
-        um_block block = make_block(8 * page, &options);
+        AUTO_BLOCK block = make_block(8 * page, &options);
         if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
             test_skip("this process may not lock memory");
             unmap_block(&block);
@@ -285,7 +283,6 @@ TEST(lock) {
         fault_os_fail_nth(0, 0);
         CHECK(block.lock == UM_LOCK_NONE);
         CHECK(!has_vm_flag(block.base, "lo"));
-        unmap_block(&block);
     }
 }
 
@@ -308,16 +305,15 @@ static bool child_passes_limit(void *arg) {
 }
 
 TEST(lock_limit) {
-    um_block block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
+    AUTO_BLOCK block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
     CHECK(in_child(child_passes_limit, &block));
-    unmap_block(&block);
 }
 
 TEST(advise) {
     um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         options.sharing = sharing;
-        um_block block = make_block(8 * page, &options);
+        AUTO_BLOCK block = make_block(8 * page, &options);
         memset(block.base, 7, block.nbytes);
         CHECK_INVALID(um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
         CHECK(is_filled(block.base, block.nbytes, 7));
@@ -339,7 +335,6 @@ TEST(advise) {
         CHECK_STATUS(UM_E_OS, um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
         CHECK_OS_ERR(EIO, "madvise");
         fault_os_fail_nth(0, 0);
-        unmap_block(&block);
     }
 }
 
@@ -414,7 +409,7 @@ static void undo_unlock(void *context) {
 TEST(lock_faults) {
     um_block_options options = *of(UM_PAGES_THP, UM_SHARING_NONE, 0);
     options.reserve_nbytes = 5 * unit;
-    um_block block = make_block(unit, &options);
+    AUTO_BLOCK block = make_block(unit, &options);
     CHECK_OK(um_block_commit(&block, 2 * unit, unit, &test_err));
     CHECK_OK(um_block_commit(&block, 4 * unit, unit, &test_err));
     memset(bytes_of(&block, 4 * unit), 1, unit);
@@ -430,5 +425,4 @@ TEST(lock_faults) {
         fault_os_check_each(&c);
         undo_lock(&block);
     }
-    unmap_block(&block);
 }

@@ -16,7 +16,7 @@ static um_block make_scattered(um_sharing sharing) {
 }
 
 static void check_collapse(um_sharing sharing) {
-    um_block block = make_scattered(sharing);
+    AUTO_BLOCK block = make_scattered(sharing);
     unsigned char *bytes = block.base;
     um_status status = um_block_collapse(&block, &test_err);
     if (status != UM_OK) {
@@ -32,14 +32,13 @@ static void check_collapse(um_sharing sharing) {
         CHECK(is_filled(bytes + 3 * huge_page - page, page, 6));
         CHECK_OK(um_block_collapse(&block, &test_err)); /* huge pages are left as they are */
     }
-    unmap_block(&block);
 }
 
 TEST(collapse) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     check_collapse(UM_SHARING_NONE);
     check_collapse(UM_SHARING_MEMFD);
-    um_block block = make_pages(2 * huge_page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(2 * huge_page, UM_PAGES_4K);
     memset(block.base, 1, block.nbytes);
     CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
     CHECK_OS_ERR(EINVAL, "madvise");
@@ -48,7 +47,6 @@ TEST(collapse) {
     block = make_pages(3 * page, UM_PAGES_AUTO);
     memset(block.base, 1, block.nbytes);
     CHECK_OK(um_block_collapse(&block, &test_err));
-    unmap_block(&block);
 }
 
 /* The system calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
@@ -56,7 +54,7 @@ TEST(collapse_answers) {
     if (huge_page == 0) {
         return;
     }
-    um_block block = make_scattered(UM_SHARING_NONE);
+    AUTO_BLOCK block = make_scattered(UM_SHARING_NONE);
     fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
     CHECK_OS_ERR(EBUSY, "madvise");
@@ -67,7 +65,6 @@ TEST(collapse_answers) {
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
     CHECK_STR(test_err.what, "mincore");
     fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
 static um_status run_collapse(void *context, um_error *err) {
@@ -79,21 +76,20 @@ TEST(failures) {
     if (huge_page == 0) {
         return;
     }
-    um_block block =
+    AUTO_BLOCK block =
         make_block(huge_page, OPTIONS(.pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH,
                                       .reserve_nbytes = 5 * huge_page));
     commit(&block, 2 * huge_page, huge_page);
     commit(&block, 4 * huge_page, huge_page);
     memset(bytes_of(&block, 4 * huge_page), 1, huge_page);
     CHECK_EACH_FAULT(run_collapse, NULL, &block, block, NULL);
-    unmap_block(&block);
 }
 
 /* `halves`: the size of a piece, in halves of a huge page. `huge_halves`: how much of the memory
  * can be in huge pages, in the same unit. */
 static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
     size_t m = halves * huge_page / 2;
-    um_block block = make_mirror(n_pieces, m, UM_PAGES_THP);
+    AUTO_BLOCK block = make_mirror(n_pieces, m, UM_PAGES_THP);
     bool whole = halves % 2 == 0;
     CHECK_EQ(block.step_nbytes, whole ? huge_page : page);
     CHECK_EQ((uintptr_t)block.base % huge_page, 0);
@@ -127,7 +123,6 @@ static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
     CHECK_EQ(out, m);
     CHECK_EQ(placement_of(&block).resident_bytes, (n_pieces - 1) * m);
     CHECK_EQ(file_bytes(&block), (n_pieces - 1) * m);
-    unmap_block(&block);
 }
 
 TEST(images) {
@@ -136,11 +131,10 @@ TEST(images) {
     check_images(2, 4, 8);
     check_images(3, 1, 0);
     check_images(4, 3, 8); /* in each pair, one image is aligned as its place in the file is */
-    um_block block = make_mirror(2, huge_page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(2, huge_page, UM_PAGES_4K);
     fill_images(&block);
     CHECK_STATUS(UM_E_OS, um_block_collapse(&block, &test_err));
     CHECK_EQ(placement_of(&block).huge_bytes, 0);
-    unmap_block(&block);
 }
 
 static um_status run_collapse_images(void *context, um_error *err) {
@@ -151,12 +145,11 @@ static um_status run_collapse_images(void *context, um_error *err) {
 }
 
 TEST(failures_of_images) {
-    um_block block = make_mirror(2, huge_page, UM_PAGES_THP);
+    AUTO_BLOCK block = make_mirror(2, huge_page, UM_PAGES_THP);
     fill_images(&block);
     if (huge_page == 0 || um_block_collapse(&block, NULL) != UM_OK) {
         test_skip("there are no huge pages");
     } else {
         CHECK_EACH_FAULT(run_collapse_images, NULL, &block, block, NULL);
     }
-    unmap_block(&block);
 }

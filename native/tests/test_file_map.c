@@ -88,24 +88,21 @@ TEST(map) {
 }
 
 TEST(private_writes_stay_private) {
-    int fd = make_file(3 * page);
-    um_block written = map_file(fd, 0, 3 * page, UM_ACCESS_PRIVATE);
-    um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
+    AUTO_FD fd = make_file(3 * page);
+    AUTO_BLOCK written = map_file(fd, 0, 3 * page, UM_ACCESS_PRIVATE);
+    AUTO_BLOCK other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
     memset(written.base, 0xAB, written.nbytes);
     CHECK(holds_file(&other, 0));
     unsigned char bytes[64];
     CHECK_OK(um_file_read(fd, page, bytes, sizeof bytes, &test_err));
     CHECK(bytes[0] == byte_at(page));
     CHECK(bytes[63] == byte_at(page + 63));
-    unmap_block(&written);
-    unmap_block(&other);
-    close(fd);
 }
 
 /* Without the gaps, neighbouring ranges of one file would become one entry of smaps. */
 TEST(neighbours_stay_apart) {
     enum { N = 8 };
-    int fd = make_file(N * page);
+    AUTO_FD fd = make_file(N * page);
     um_block blocks[N];
     for (size_t i = 0; i < N; i++) {
         blocks[i] = map_file(fd, i * page, page, UM_ACCESS_READ);
@@ -119,29 +116,26 @@ TEST(neighbours_stay_apart) {
         CHECK_STR(os_state_permissions((char *)blocks[i].base + page), "---p");
         unmap_block(&blocks[i]);
     }
-    close(fd);
 }
 
 /* Huge pages of the page cache can be mapped as such only where address and offset agree. */
 TEST(large_files_lie_as_in_the_file) {
-    int fd = make_file(3 * page);
+    AUTO_FD fd = make_file(3 * page);
     if (huge_page <= page || ftruncate(fd, (off_t)(3 * huge_page)) != 0) {
         test_skip("no transparent huge pages, or no sparse files");
     } else {
         for (uint64_t offset = 0; offset <= huge_page; offset += huge_page / 4) {
-            um_block block = map_file(fd, offset, huge_page + page, UM_ACCESS_READ);
+            AUTO_BLOCK block = map_file(fd, offset, huge_page + page, UM_ACCESS_READ);
             CHECK_EQ((uintptr_t)block.base % huge_page, offset % huge_page);
-            unmap_block(&block);
         }
     }
-    close(fd);
 }
 
 /* A write through a shared mapping goes to the file, and stays there. */
 TEST(shared_writes_are_the_files) {
-    int fd = make_file(3 * page + 5);
+    AUTO_FD fd = make_file(3 * page + 5);
     um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
-    um_block other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
+    AUTO_BLOCK other = map_file(fd, 0, 3 * page, UM_ACCESS_READ);
     memset(written.base, 0xAB, page);
     CHECK(is_filled(bytes_of(&other, page), page, 0xAB));
     unmap_block(&written);
@@ -149,15 +143,13 @@ TEST(shared_writes_are_the_files) {
     CHECK_OK(um_file_read(fd, 2 * page - 1, bytes, sizeof bytes, &test_err));
     CHECK(bytes[0] == 0xAB);
     CHECK(bytes[1] == byte_at(2 * page));
-    unmap_block(&other);
-    close(fd);
 }
 
 /* Dropped pages of a file are read again. A private mapping would lose what was written. */
 TEST(advise) {
-    int fd = make_file(8 * page);
+    AUTO_FD fd = make_file(8 * page);
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        um_block block = map_file(fd, page, 7 * page, access);
+        AUTO_BLOCK block = map_file(fd, page, 7 * page, access);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
         CHECK(has_vm_flag(block.base, "rr"));
@@ -171,14 +163,12 @@ TEST(advise) {
             CHECK_EQ(placement_of(&block).resident_bytes, 0);
             CHECK(holds_file(&block, page));
         }
-        unmap_block(&block);
     }
-    close(fd);
 }
 
 TEST(lock) {
-    int fd = make_file(4 * page + 1);
-    um_block block = map_file(fd, 0, 4 * page + 1, UM_ACCESS_READ);
+    AUTO_FD fd = make_file(4 * page + 1);
+    AUTO_BLOCK block = map_file(fd, 0, 4 * page + 1, UM_ACCESS_READ);
     if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
         test_skip("this process may not lock memory");
     } else {
@@ -186,8 +176,6 @@ TEST(lock) {
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK_EQ(placement_of(&block).locked_bytes, 0);
     }
-    unmap_block(&block);
-    close(fd);
 }
 
 /* The kernel maps whole huge pages of such a file, and memory after them must stay untouched. */
@@ -195,10 +183,11 @@ TEST(file_of_huge_pages) {
     if (!huge_pool_borrow(4)) {
         return;
     }
-    int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
+    AUTO_FD fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
     REQUIRE(fd >= 0);
     CHECK(ftruncate(fd, 3 * HUGE_BYTES) == 0);
-    um_block block = map_file(fd, HUGE_BYTES, page + 1, UM_ACCESS_SHARED), refused;
+    AUTO_BLOCK block = map_file(fd, HUGE_BYTES, page + 1, UM_ACCESS_SHARED);
+    um_block refused;
     CHECK_EQ(block.nbytes, page + 1);
     CHECK_EQ(block.step_nbytes, HUGE_BYTES);
     CHECK_EQ(block.reserved_nbytes, HUGE_BYTES);
@@ -207,19 +196,15 @@ TEST(file_of_huge_pages) {
     CHECK_STR(os_state_permissions(bytes_of(&block, HUGE_BYTES)), "---p");
     CHECK_INVALID(
         um_block_map_file(&refused, fd, page, page, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err));
-    unmap_block(&block);
-    close(fd);
     huge_pool_give_back();
 }
 
 /* A read-only mapping shares the pages of the file: writes to the file are visible. */
 TEST(read_is_the_file) {
-    int fd = make_file(2 * page);
-    um_block block = map_file(fd, page, page, UM_ACCESS_READ);
+    AUTO_FD fd = make_file(2 * page);
+    AUTO_BLOCK block = map_file(fd, page, page, UM_ACCESS_READ);
     CHECK(pwrite(fd, "changed", 7, (off_t)page + 10) == 7);
     CHECK(memcmp(bytes_of(&block, 10), "changed", 7) == 0);
-    unmap_block(&block);
-    close(fd);
 }
 
 static void check_map_fails(um_status status, int os_errno, int fd, uint64_t offset, size_t nbytes,
@@ -237,7 +222,7 @@ static void check_map_fails(um_status status, int os_errno, int fd, uint64_t off
 
 TEST(refused_maps) {
     size_t n = 4 * page + 7;
-    int fd = make_file(n);
+    AUTO_FD fd = make_file(n);
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         um_access a = access;
         struct {
@@ -281,17 +266,15 @@ TEST(refused_maps) {
     }
     close(fd);
     fd = make_file(page);
-    int write_only = reopen(fd, O_WRONLY);
+    AUTO_FD write_only = reopen(fd, O_WRONLY);
     REQUIRE(write_only >= 0);
     check_map_fails(UM_E_OS, EACCES, write_only, 0, page, UM_ACCESS_READ, UM_CAT_WEIGHTS);
-    close(write_only);
-    close(fd);
 }
 
 TEST(warm) {
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        int fd = make_file(100 * page + 1);
-        um_block block = map_file(fd, page, 99 * page + 1, access);
+        AUTO_FD fd = make_file(100 * page + 1);
+        AUTO_BLOCK block = map_file(fd, page, 99 * page + 1, access);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 3, NULL, &test_err));
         CHECK_EQ(placement_of(&block).resident_bytes, 100 * page);
         CHECK(holds_file(&block, page));
@@ -306,14 +289,12 @@ TEST(warm) {
         CHECK_FAILS(UM_E_IO, um_block_warm, &block, 0, block.nbytes, 3, NULL);
         CHECK_OK(um_block_warm(&block, 0, 49 * page, 2, NULL, &test_err));
         CHECK(*bytes_of(&block, 49 * page - 1) == byte_at(50 * page - 1));
-        unmap_block(&block);
-        close(fd);
     }
 }
 
 TEST(read) {
     size_t n = 3 * page + 11;
-    int fd = make_file(n);
+    AUTO_FD fd = make_file(n);
     unsigned char *bytes = malloc(n);
     REQUIRE(bytes != NULL);
     size_t limits[] = {0, 1, 7, page - 1, page, n};
@@ -355,7 +336,6 @@ TEST(read) {
     CHECK_STATUS(UM_E_IO, um_file_read(fd, UINT64_MAX - 10, bytes, 100, &test_err));
     CHECK_STATUS(UM_E_IO, um_file_read(fd, (uint64_t)1 << 63, bytes, 100, &test_err));
     free(bytes);
-    close(fd);
 }
 
 typedef struct mapping {

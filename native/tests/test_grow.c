@@ -2,7 +2,7 @@
 #include "blocks.h"
 
 static void check_growth(um_sharing sharing) {
-    um_block block = make_block(page + 1, of(UM_PAGES_4K, sharing, 9 * page + 1));
+    AUTO_BLOCK block = make_block(page + 1, of(UM_PAGES_4K, sharing, 9 * page + 1));
     const char *usable = sharing == UM_SHARING_NONE ? "rw-p" : "rw-s";
     CHECK_EQ(block.nbytes, 2 * page);
     CHECK_EQ(block.committed_nbytes, 2 * page);
@@ -35,11 +35,10 @@ static void check_growth(um_sharing sharing) {
     CHECK_EQ(block.nbytes, 10 * page);
     CHECK(block.committed == NULL);
     CHECK_PAGES(block.base, "1100055000");
-    unmap_block(&block);
 }
 
 static void check_release(um_sharing sharing) {
-    um_block block = make_block(10 * page, of(UM_PAGES_4K, sharing, 0));
+    AUTO_BLOCK block = make_block(10 * page, of(UM_PAGES_4K, sharing, 0));
     unsigned char *bytes = block.base;
     memset(bytes, 3, block.nbytes);
     CHECK(has_vm_flag(bytes + 4 * page, "ac") == (sharing == UM_SHARING_NONE));
@@ -71,7 +70,6 @@ static void check_release(um_sharing sharing) {
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
     commit(&block, 0, 10 * page);
     CHECK_PAGES(bytes, "0000000000");
-    unmap_block(&block);
 }
 
 TEST(one_at_a_time) {
@@ -116,7 +114,7 @@ TEST(refused) {
 
 TEST(huge_steps) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
-    um_block block = make_block(1, of(UM_PAGES_THP, UM_SHARING_NONE, 5 * huge_page + 1));
+    AUTO_BLOCK block = make_block(1, of(UM_PAGES_THP, UM_SHARING_NONE, 5 * huge_page + 1));
     CHECK_EQ(block.step_nbytes, huge_page);
     CHECK_EQ(block.reserved_nbytes, 6 * huge_page);
     CHECK_EQ((uintptr_t)block.base % huge_page, 0);
@@ -136,7 +134,6 @@ TEST(huge_steps) {
         release(&block, 3 * huge_page, huge_page + page, huge_page);
         CHECK_EQ(placement_of(&block).huge_bytes, 3 * huge_page);
     }
-    unmap_block(&block);
 }
 
 static void check_hugetlb(um_sharing sharing, size_t huge) {
@@ -190,7 +187,7 @@ TEST(hugetlb_steps) {
 /* Another mapping reads released memory as zeros. What was written through it to steps that are not
  * committed here is kept. */
 TEST(others_see_it) {
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)), other;
+    AUTO_BLOCK block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)), other;
     memset(block.base, 1, 4 * page);
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
     CHECK_EQ(other.nbytes, 8 * page);
@@ -204,14 +201,13 @@ TEST(others_see_it) {
     CHECK(is_filled(bytes_of(&other, 6 * page), page, 6));
     commit(&block, 6 * page, page);
     CHECK(is_filled(bytes_of(&block, 6 * page), page, 6));
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 /* Another process forbids writing through the descriptor: the memory can neither be given back nor
  * be mapped again. Its contents are kept, and the block no longer counts it as committed. */
 TEST(release_of_sealed_memory) {
-    um_block block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0)), other;
+    AUTO_BLOCK block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    um_block other;
     memset(block.base, 9, block.nbytes);
     if (fcntl(block.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE) != 0) {
         test_skip("the kernel has not F_SEAL_FUTURE_WRITE");
@@ -227,7 +223,6 @@ TEST(release_of_sealed_memory) {
         CHECK(is_filled(other.base, 8 * page, 9));
         unmap_block(&other);
     }
-    unmap_block(&block);
 }
 
 typedef struct changing {

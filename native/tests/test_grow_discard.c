@@ -68,22 +68,20 @@ static void check_steps(um_block *block) {
 
 TEST(small_pages) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_4K, sharing, page);
+        AUTO_BLOCK block = make_steps(UM_PAGES_4K, sharing, page);
         check_steps(&block);
-        unmap_block(&block);
     }
 }
 
 TEST(huge_pages) {
     SKIP_UNLESS(huge_page != 0, "the kernel has none");
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_THP, sharing, huge_page);
+        AUTO_BLOCK block = make_steps(UM_PAGES_THP, sharing, huge_page);
         fill(&block);
         if (sharing != UM_SHARING_NONE) {
             (void)um_block_collapse(&block, NULL); /* small pages will do as well */
         }
         check_steps(&block);
-        unmap_block(&block);
     }
 }
 
@@ -103,17 +101,17 @@ TEST(hugetlb) {
         return;
     }
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_2M, sharing, HUGE_BYTES);
+        AUTO_BLOCK block = make_steps(UM_PAGES_2M, sharing, HUGE_BYTES);
         fill(&block);
         check_refused(&block, 0, block.nbytes);
         CHECK(is_discarded(&block, 0, 0));
-        unmap_block(&block);
     }
     huge_pool_give_back();
 }
 
 TEST(refused) {
-    um_block block = make_steps(UM_PAGES_4K, UM_SHARING_MEMFD, page), other;
+    AUTO_BLOCK block = make_steps(UM_PAGES_4K, UM_SHARING_MEMFD, page);
+    um_block other;
     fill(&block);
     check_refused(&block, 0, N_STEPS * page + 1);
     check_refused(&block, N_STEPS * page + 1, 0);
@@ -147,7 +145,6 @@ TEST(refused) {
     }
     CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
     CHECK(is_discarded(&block, 0, 0));
-    unmap_block(&block);
 }
 
 typedef struct discarding {

@@ -134,8 +134,8 @@ TEST(refused) {
 }
 
 TEST(warm) {
-    int fd = make_file();
-    um_block block = make_reserved();
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 2, fd, 0, 6);
     CHECK_OK(um_block_commit(&block, 0, 10 * page, &test_err));
     for (unsigned n_threads = 1; n_threads < 4; n_threads++) {
@@ -159,13 +159,11 @@ TEST(warm) {
     CHECK_OK(um_block_warm(&block, 3 * page + 1, page, 2, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
     CHECK_EQ(smaps_bytes(at(&block, 2), "Anonymous"), 0);
-    unmap_block(&block);
-    close(fd);
 }
 
 TEST(shrunk_file) {
-    int fd = make_file();
-    um_block block = make_reserved();
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 1, fd, 0, 6);
     REQUIRE(ftruncate(fd, (off_t)(2 * page)) == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, 7 * page, 1, NULL, &test_err));
@@ -186,13 +184,11 @@ TEST(shrunk_file) {
     CHECK_OK(um_block_discard(&block, page, 6 * page, &out, &test_err));
     CHECK_EQ(out, 6 * page);
     CHECK(is_filled(at(&block, 1), 6 * page, 0));
-    unmap_block(&block);
-    close(fd);
 }
 
 TEST(discard) {
-    int fd = make_file();
-    um_block block = make_reserved();
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 2, fd, 0, 6);
     CHECK_OK(um_block_commit(&block, 0, 10 * page, &test_err));
     memset(at(&block, 0), 1, 2 * page);
@@ -223,8 +219,6 @@ TEST(discard) {
             overlay(&block, 6, fd, 4, 1);
         }
     }
-    unmap_block(&block);
-    close(fd);
 }
 
 /* The contents of each page; GAP: it is not committed. */
@@ -280,9 +274,9 @@ static void apply(um_block *block, int *pages, int fd, uint64_t r) {
 }
 
 TEST(any_order) {
-    int fd = make_file();
+    AUTO_FD fd = make_file();
     for (uint64_t seed = 1; seed <= 4; seed++) {
-        um_block block = make_reserved();
+        AUTO_BLOCK block = make_reserved();
         int pages[RESERVED] = {0};
         for (size_t i = 1; i < RESERVED; i++) {
             pages[i] = GAP;
@@ -292,10 +286,8 @@ TEST(any_order) {
             apply(&block, pages, fd, test_random(&random));
             check_model(&block, pages);
         }
-        unmap_block(&block);
     }
     CHECK(file_is_as_it_was(fd));
-    close(fd);
 }
 
 typedef struct laying {

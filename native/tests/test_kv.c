@@ -210,7 +210,7 @@ TEST(sizes) {
         CHECK_OK(um_kv_storage_bytes(&spec, &nbytes, &test_err));
         CHECK_EQ(nbytes, 3 * 2 * 3 * ((7 * items[i] + 63) / 64 * 64));
 
-        kv_model m;
+        AUTO_MODEL m;
         make_fixed(&m, spec);
         CHECK(m.kv.base == m.map);
         CHECK(memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
@@ -229,7 +229,6 @@ TEST(sizes) {
         CHECK_EQ(um_kv_row(&m.kv, 0), 0);
         CHECK_EQ(um_kv_row(&m.kv, 6), 6);
         check_model(&m);
-        free_model(&m);
     }
 }
 
@@ -245,7 +244,7 @@ TEST(append) {
         if ((batch > 1 && order == UM_KV_TOKEN_MAJOR) || (in_type == UM_Q8_0 && type != in_type)) {
             continue;
         }
-        kv_model m;
+        AUTO_MODEL m;
         make_fixed(&m, spec_of(batch, type));
         uint64_t len = 0;
         for (int step = 0; step < 4; step++) {
@@ -261,7 +260,6 @@ TEST(append) {
             CHECK_EQ(do_read(&m, layer, 0, 0, 7, UM_F32), UM_OK);
             CHECK_EQ(do_read(&m, layer, 1, 2, 3, type), UM_OK);
         }
-        free_model(&m);
     }
 }
 
@@ -271,7 +269,7 @@ TEST(append_all) {
         if (in_type == UM_Q8_0 && type != in_type) {
             continue;
         }
-        kv_model m;
+        AUTO_MODEL m;
         make_fixed(&m, spec_of(1, type));
         for (uint64_t token = 0; token < 7; token++) {
             CHECK_EQ(do_append_all(&m, in_type), UM_OK);
@@ -280,13 +278,12 @@ TEST(append_all) {
         CHECK_EQ(do_append_all(&m, in_type), UM_E_FULL);
         CHECK_ROOM(7, 7, 1);
         CHECK_STR(test_err.what, "kv");
-        free_model(&m);
     }
 }
 
 TEST(refused_appends) {
     static const float k[1000], v[1000];
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     make_fixed(&m, spec_of(1, UM_F16));
     append_everywhere(&m, 5);
@@ -332,12 +329,11 @@ TEST(refused_appends) {
     CHECK_REFUSED(UM_E_INVALID, &m,
                   um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 0, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, UM_F32, &test_err));
-    free_model(&m);
 }
 
 /* Rows that the caller writes, layer by layer. */
 TEST(append_halves) {
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     uint64_t row = 12345;
     make_fixed(&m, spec_of(2, UM_F16));
@@ -360,13 +356,12 @@ TEST(append_halves) {
     CHECK_EQ(row, 5);
     CHECK_EQ(do_reserve(&m, 1), UM_OK);
     CHECK_REFUSED(UM_E_STATE, &m, um_kv_append_begin(kv, 0, 1, &row, &test_err));
-    free_model(&m);
 }
 
 /* ---- reading ---- */
 
 TEST(refused_reads) {
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     float out[100];
     make_fixed(&m, spec_of(1, UM_F16));
@@ -389,13 +384,12 @@ TEST(refused_reads) {
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, UM_Q8_0, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)4, &test_err));
     CHECK(um_kv_read(kv, 0, 0, 2, 5, out, UM_F32, NULL) == UM_E_INVALID);
-    free_model(&m);
 }
 
 /* ---- reserve, commit, rollback ---- */
 
 TEST(refused_reserves) {
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     uint64_t row = 777;
     make_fixed(&m, spec_of(1, UM_F16));
@@ -413,13 +407,12 @@ TEST(refused_reserves) {
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_reserve(kv, 0, &row, &test_err));
     CHECK(um_kv_reserve(kv, 6, &row, NULL) == UM_E_FULL);
     CHECK_EQ(row, 777);
-    free_model(&m);
 }
 
 /* While rows are reserved, no other call moves the ends of the cache. */
 TEST(reserve) {
     static const float k[100], v[100];
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     uint64_t row = 777;
     make_fixed(&m, spec_of(1, UM_F16));
@@ -464,13 +457,12 @@ TEST(reserve) {
     write_reserved(&m);
     CHECK_EQ(do_commit(&m, 3), UM_OK);
     CHECK_FULL(um_kv_reserve(kv, 1, &row, &test_err), 7, 7, 1);
-    free_model(&m);
 }
 
 /* ---- crop, clear, trim ---- */
 
 TEST(crop_and_clear) {
-    kv_model m;
+    AUTO_MODEL m;
     make_fixed(&m, spec_of(2, UM_F32));
     append_everywhere(&m, 6);
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
@@ -489,11 +481,10 @@ TEST(crop_and_clear) {
     do_clear(&m);
     CHECK_EQ(do_commit(&m, 1), UM_E_STATE);
     CHECK_EQ(do_reserve(&m, 7), UM_OK);
-    free_model(&m);
 }
 
 TEST(trim) {
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     make_fixed(&m, spec_of(2, UM_F16));
     CHECK_EQ(do_trim(&m, 0, 0), UM_OK);
@@ -525,14 +516,13 @@ TEST(trim) {
     CHECK_EQ(um_kv_first_position(kv), 2);
     append_everywhere(&m, 2);
     CHECK_EQ(um_kv_next_position(kv), 9);
-    free_model(&m);
 }
 
 /* All ways to keep some of 7 tokens, including those whose rows overlap. */
 TEST(keep_first) {
     for (uint64_t n = 0; n <= 7; n++) {
         for (uint64_t keep = 0; n + keep <= 8; keep++) {
-            kv_model m;
+            AUTO_MODEL m;
             make_fixed(&m, spec_of(2, UM_F16));
             append_everywhere(&m, 7);
             CHECK_EQ(do_trim(&m, n, keep), UM_OK);
@@ -540,7 +530,6 @@ TEST(keep_first) {
             CHECK_EQ(um_kv_next_position(&m.kv), 7);
             CHECK_EQ(do_trim(&m, n / 2, keep), UM_OK);
             CHECK_EQ(do_move(&m, 0), UM_OK);
-            free_model(&m);
         }
     }
 }
@@ -597,7 +586,7 @@ TEST(growing) {
     size_t page = page_up(1);
     spec.head_dim = (uint32_t)page / 16; /* two rows in each page */
     spec.max_seq_len = 100;
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     make_model(&m, spec, 12, 0, 0, true);
     CHECK_EQ(do_append(&m, 0, 0, UM_F32, UM_KV_HEAD_MAJOR), UM_OK);
@@ -635,11 +624,10 @@ TEST(growing) {
     CHECK_EQ(um_kv_first_position(kv), 2);
     do_clear(&m);
     CHECK_EQ(do_set_usable(&m, 0), UM_OK);
-    free_model(&m);
 }
 
 TEST(adopt) {
-    kv_model m;
+    AUTO_MODEL m;
     make_fixed(&m, spec_of(1, UM_F16));
     append_everywhere(&m, 7);
     CHECK_EQ(do_adopt(&m, 7, 8), UM_E_INVALID);
@@ -662,5 +650,4 @@ TEST(adopt) {
     make_model(&m, spec_of(1, UM_F16), 20, 20, 0, false);
     CHECK_EQ(do_adopt(&m, 100, 8), UM_E_INVALID); /* above max_seq_len */
     CHECK_EQ(do_adopt(&m, 100, 7), UM_OK);
-    free_model(&m);
 }

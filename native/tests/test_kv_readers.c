@@ -118,7 +118,7 @@ static kv_model make_cache(uint64_t window) {
 
 static void check_readers(uint64_t window) {
     uint64_t random = window;
-    kv_model m = make_cache(window);
+    AUTO_MODEL m = make_cache(window);
     pthread_t readers[N_READERS];
     read_kv = &m.kv;
     REQUIRE(pthread_barrier_init(&phase, NULL, N_READERS + 1) == 0);
@@ -142,7 +142,6 @@ static void check_readers(uint64_t window) {
     pthread_barrier_destroy(&phase);
     CHECK(atomic_load(&n_reads) >= N_READERS * N_PHASES);
     CHECK_EQ(atomic_load(&n_torn), 0);
-    free_model(&m);
 }
 
 static void read_when_interrupted(int number) {
@@ -152,7 +151,7 @@ static void read_when_interrupted(int number) {
 
 /* Reads at any instruction of the writer. Here no reader is overtaken. */
 static void check_interrupted(uint64_t window) {
-    kv_model m = make_cache(window);
+    AUTO_MODEL m = make_cache(window);
     read_kv = &m.kv;
     atomic_store(&n_reads, 0);
     for (int round = 0; round < 300 && atomic_load(&n_reads) < 4000; round++) {
@@ -165,7 +164,6 @@ static void check_interrupted(uint64_t window) {
     }
     CHECK(atomic_load(&n_reads) > 0);
     CHECK_EQ(atomic_load(&n_torn), 0);
-    free_model(&m);
 }
 
 TEST(readers) {

@@ -35,17 +35,16 @@ static void check_shown(const kv_model *m, uint64_t first, uint64_t next) {
 TEST(wrapping) {
     for (uint64_t n = 1; n <= 3 * ROWS; n++) {
         for (uint64_t window = ROWS - 3; window <= ROWS; window += 3) {
-            kv_model m;
+            AUTO_MODEL m;
             make_ring(&m, n % 2 != 0 ? 1 : 3, window);
             for (uint64_t next = n; next <= 3 * ROWS + n; next += n) {
                 append_everywhere(&m, n);
                 check_shown(&m, next > window ? next - window : 0, next);
                 CHECK_EQ(um_kv_row(&m.kv, next), next % ROWS);
             }
-            free_model(&m);
         }
     }
-    kv_model m;
+    AUTO_MODEL m;
     make_ring(&m, 1, ROWS);
     for (uint64_t next = 1; next <= 3 * ROWS; next++) {
         CHECK_EQ(do_append_all(&m, UM_F16), UM_OK);
@@ -57,11 +56,10 @@ TEST(wrapping) {
     CHECK_EQ(do_append(&m, 2, 0, UM_F16, UM_KV_HEAD_MAJOR), UM_OK);
     CHECK_EQ(do_append(&m, 2, 2 * ROWS + 5, UM_BF16, UM_KV_TOKEN_MAJOR), UM_OK);
     check_shown(&m, 4 * ROWS + 5, 5 * ROWS + 5);
-    free_model(&m);
 }
 
 TEST(refused) {
-    kv_model m;
+    AUTO_MODEL m;
     um_kv *kv = &m.kv;
     make_ring(&m, 1, 12);
     append_everywhere(&m, 20);
@@ -85,12 +83,11 @@ TEST(refused) {
     CHECK_EQ(do_read(&m, 0, 0, 7, 1, UM_F32), UM_E_INVALID);
     CHECK_EQ(do_read(&m, 0, 0, 8, 12, UM_F32), UM_OK);
     CHECK_EQ(do_read(&m, 0, 0, 8, 13, UM_F32), UM_E_INVALID);
-    free_model(&m);
 }
 
 /* A window of 12 in 16 rows: 4 more tokens are kept than are visible. */
 TEST(crop) {
-    kv_model m;
+    AUTO_MODEL m;
     make_ring(&m, 3, 12);
     append_everywhere(&m, 9);
     CHECK_EQ(do_crop(&m, 0), UM_OK);
@@ -116,13 +113,12 @@ TEST(crop) {
     check_shown(&m, 29, 41);
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
     CHECK_EQ(test_err.limit, 8);
-    free_model(&m);
 }
 
 /* A ring with no more rows than its window can be cropped only if it has not wrapped, or was
  * trimmed. */
 TEST(crop_without_spare_rows) {
-    kv_model m;
+    AUTO_MODEL m;
     make_ring(&m, 1, ROWS);
     append_everywhere(&m, ROWS);
     CHECK_EQ(do_crop(&m, 3), UM_OK);
@@ -140,12 +136,11 @@ TEST(crop_without_spare_rows) {
     check_shown(&m, ROWS - 5, ROWS - 5);
     append_everywhere(&m, 2 * ROWS);
     check_shown(&m, 2 * ROWS - 5, 3 * ROWS - 5);
-    free_model(&m);
 }
 
 /* In a full ring, tokens that some layers lack have overwritten others. */
 TEST(torn_tokens) {
-    kv_model m;
+    AUTO_MODEL m;
     make_ring(&m, 1, ROWS);
     append_everywhere(&m, 20);
     check_shown(&m, 4, 20);
@@ -170,12 +165,11 @@ TEST(torn_tokens) {
     check_shown(&m, 6, 21);
     append_everywhere(&m, 2);
     check_shown(&m, 7, 23);
-    free_model(&m);
 }
 
 /* Four spare rows: reserving four tokens hides none, reserving five hides one. */
 TEST(reserve) {
-    kv_model m;
+    AUTO_MODEL m;
     make_ring(&m, 1, 12);
     append_everywhere(&m, 30);
     CHECK_EQ(do_reserve(&m, 4), UM_OK);
@@ -210,5 +204,4 @@ TEST(reserve) {
     check_shown(&m, 31 + ROWS, 31 + ROWS);
     do_clear(&m);
     CHECK_EQ(do_commit(&m, 0), UM_E_STATE);
-    free_model(&m);
 }

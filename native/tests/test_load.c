@@ -73,9 +73,9 @@ static void check_load(const um_load_part *parts, size_t n_parts, const um_load_
 
 TEST(sizes) {
     size_t file_nbytes = 3 * unit + 7;
-    um_block block = make_pages(6 * unit, UM_PAGES_AUTO);
+    AUTO_BLOCK block = make_pages(6 * unit, UM_PAGES_AUTO);
     unsigned char *base = block.base;
-    int fd = make_file(1, file_nbytes);
+    AUTO_FD fd = make_file(1, file_nbytes);
     size_t phases[] = {0, 1, page, unit - 1};
     size_t sizes[] = {0, 1, page - 1, unit - 1, unit, unit + 1, 2 * unit, 3 * unit + 7};
     size_t requests[] = {0, 1000, unit - 1, unit, unit + 1, 2 * unit, 64 * unit};
@@ -99,8 +99,6 @@ TEST(sizes) {
         CHECK((n_started > 0) == (nbytes > 0));
         CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
     }
-    close(fd);
-    unmap_block(&block);
 }
 
 /* Pieces end at the borders of huge pages of the memory, whatever the request is: the number of
@@ -108,8 +106,8 @@ TEST(sizes) {
 TEST(borders) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
     bool gives = gives_huge_pages(9);
-    um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
-    int fd = make_file(2, 8 * huge_page);
+    AUTO_BLOCK block = make_pages(9 * huge_page, UM_PAGES_THP);
+    AUTO_FD fd = make_file(2, 8 * huge_page);
     size_t phases[] = {0, page, huge_page - page};
     size_t requests[] = {huge_page, huge_page + 1, 3 * huge_page, 16 * huge_page};
     for (size_t i = 0; i < 3 * 4; i++) {
@@ -136,13 +134,11 @@ TEST(borders) {
     check_load(&part, 1, &(um_load_options){.n_threads = 3, .request_nbytes = huge_page / 4});
     CHECK_EQ(fault_os_calls_of("um_os_pread"), 12);
     CHECK(!gives || placement_of(&block).huge_bytes == block.nbytes);
-    close(fd);
-    unmap_block(&block);
 }
 
 TEST(parts) {
     enum { N = 40 };
-    um_block block = make_pages((size_t)N * 40 * page, UM_PAGES_AUTO);
+    AUTO_BLOCK block = make_pages((size_t)N * 40 * page, UM_PAGES_AUTO);
     int fds[3] = {make_file(1, 30 * page), make_file(2, 30 * page), make_file(3, 30 * page)};
     uint64_t seed = 11;
     for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
@@ -167,17 +163,16 @@ TEST(parts) {
     for (int i = 0; i < 3; i++) {
         close(fds[i]);
     }
-    unmap_block(&block);
 }
 
 /* Reads that return less than was asked for. */
 TEST(partial_reads) {
     enum { PIECE = 4 << 20 };
     size_t nbytes = 20 * page + 77;
-    um_block block = make_pages(PIECE + 24 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(PIECE + 24 * page, UM_PAGES_4K);
     /* At a unit between pieces, so that there is none inside, which would be one read more. */
     void *to = (void *)(((uintptr_t)block.base + PIECE - 1) / PIECE * PIECE);
-    int fd = make_file(4, nbytes);
+    AUTO_FD fd = make_file(4, nbytes);
     um_load_part part = {.fd = fd, .to = to, .nbytes = nbytes};
     size_t limits[] = {97, 999, 4096, 5000};
     for (int i = 0; i < 8; i++) {
@@ -203,8 +198,6 @@ TEST(partial_reads) {
         }
         fault_os_limit_read(0);
     }
-    close(fd);
-    unmap_block(&block);
 }
 
 /* Reads past the page cache, of a real file. */
@@ -213,10 +206,10 @@ TEST(direct) {
     int plain = temp_file();
     fill_file(plain, 5, file_nbytes);
     REQUIRE(fsync(plain) == 0);
-    int fd = reopen(plain, O_RDONLY | O_DIRECT);
+    AUTO_FD fd = reopen(plain, O_RDONLY | O_DIRECT);
     close(plain);
     SKIP_UNLESS(fd >= 0, "the file system of /tmp refuses O_DIRECT");
-    um_block block = make_pages(4 * unit, UM_PAGES_AUTO);
+    AUTO_BLOCK block = make_pages(4 * unit, UM_PAGES_AUTO);
     unsigned char *base = block.base;
     size_t offsets[] = {0, 4096, unit}, phases[] = {0, 4096, unit - 4096};
     for (size_t i = 0; i < 9; i++) {
@@ -238,15 +231,13 @@ TEST(direct) {
             CHECK_EQ(test_err.os_errno, 0);
         }
     }
-    close(fd);
-    unmap_block(&block);
 }
 
 /* ---- failures ---- */
 
 TEST(short_files) {
-    um_block block = make_pages(30 * page, UM_PAGES_4K);
-    int whole = make_file(1, 10 * page), empty = make_file(2, 0);
+    AUTO_BLOCK block = make_pages(30 * page, UM_PAGES_4K);
+    AUTO_FD whole = make_file(1, 10 * page), empty = make_file(2, 0);
     for (int direct = 0; direct < 2; direct++) {
         for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
             um_load_options options = {.n_threads = n_threads, .direct = direct};
@@ -276,14 +267,11 @@ TEST(short_files) {
             CHECK_EQ(part, 777);
         }
     }
-    close(whole);
-    close(empty);
-    unmap_block(&block);
 }
 
 TEST(shorter_meanwhile) {
-    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
-    int fd = make_file(1, 0);
+    AUTO_BLOCK block = make_pages(ENDLESS, UM_PAGES_4K);
+    AUTO_FD fd = make_file(1, 0);
     REQUIRE(ftruncate(fd, ENDLESS) == 0);
     um_load_part part = {.fd = fd, .to = block.base, .nbytes = ENDLESS};
     um_load *load = NULL;
@@ -305,14 +293,12 @@ TEST(shorter_meanwhile) {
     CHECK(test_err.os_errno == 0);
     CHECK(nbytes < ENDLESS);
     fault_os_limit_read(0);
-    close(fd);
-    unmap_block(&block);
 }
 
 /* A read that fails stops another one that would take long. */
 TEST(failure_stops) {
-    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
-    int fd = make_file(1, 0);
+    AUTO_BLOCK block = make_pages(ENDLESS, UM_PAGES_4K);
+    AUTO_FD fd = make_file(1, 0);
     REQUIRE(ftruncate(fd, ENDLESS) == 0);
     /* The first thread is busy with the first part, which is one piece that no other thread can
      * take a share of. */
@@ -331,16 +317,14 @@ TEST(failure_stops) {
     CHECK(nbytes <= unit);
     CHECK(is_filled(bytes_of(&block, unit), ENDLESS - unit, 0));
     fault_os_limit_read(0);
-    close(fd);
-    unmap_block(&block);
 }
 
 /* Memory that the kernel has no page for. */
 TEST(no_memory) {
-    int fd = make_file(1, 20 * page);
+    AUTO_FD fd = make_file(1, 20 * page);
     static const int errnos[] = {EFAULT, ENOMEM};
     for (int i = 0; i < 2; i++) {
-        um_block block = make_pages(20 * page, UM_PAGES_4K);
+        AUTO_BLOCK block = make_pages(20 * page, UM_PAGES_4K);
         um_load_part part = {.fd = fd, .to = block.base, .nbytes = 20 * page};
         um_load_options options = {.n_threads = 1};
         um_status status;
@@ -355,9 +339,7 @@ TEST(no_memory) {
         CHECK(failed == 0);
         CHECK(test_err.os_errno == ENOMEM);
         CHECK_EQ(test_err.asked, 20 * page);
-        unmap_block(&block);
     }
-    close(fd);
 }
 
 TEST(full_file_system) {
@@ -365,12 +347,11 @@ TEST(full_file_system) {
     if (full < 0) {
         test_skip("this process may not mount one");
     } else {
-        um_block block = make_block(
+        AUTO_BLOCK block = make_block(
             20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = full));
         um_load_part part = {.fd = fd, .to = block.base, .nbytes = 20 * page};
         um_load_options options = {.n_threads = 2};
         CHECK_STATUS(UM_E_NOMEM, load_all(&part, 1, &options, &(uint64_t){0}, NULL, &test_err));
-        unmap_block(&block);
         close(full);
     }
     close(fd);
@@ -388,8 +369,8 @@ static um_status run_load(void *context, um_error *err) {
 
 TEST(faults) {
     static const int cpus[] = {0, -1, 0};
-    um_block block = make_pages(8 * unit, UM_PAGES_AUTO);
-    int fd = make_file(1, 2 * unit);
+    AUTO_BLOCK block = make_pages(8 * unit, UM_PAGES_AUTO);
+    AUTO_FD fd = make_file(1, 2 * unit);
     memset(block.base, 0xEE, block.nbytes);
     os_state_settle_threads(8);
     loading l = {.parts = {{.fd = fd, .to = block.base, .nbytes = 2 * unit},
@@ -420,13 +401,11 @@ TEST(faults) {
     CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
     CHECK_EQ(fault_os_allocs(), 1);
     fault_os_fail_nth_alloc(0);
-    close(fd);
-    unmap_block(&block);
 }
 
 TEST(refused) {
-    um_block block = make_pages(4 * page, UM_PAGES_4K);
-    int fd = make_file(1, 4 * page);
+    AUTO_BLOCK block = make_pages(4 * page, UM_PAGES_4K);
+    AUTO_FD fd = make_file(1, 4 * page);
     size_t quarter = SIZE_MAX / 4;
     um_load_part good = {.fd = fd, .to = block.base, .nbytes = page};
     um_load_part large = {.fd = fd, .to = block.base, .nbytes = quarter};
@@ -461,15 +440,13 @@ TEST(refused) {
     CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
     CHECK_EQ(fault_os_calls_of("um_os_pread"), 0);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
-    close(fd);
-    unmap_block(&block);
 }
 
 /* ---- threads ---- */
 
 TEST(cpus) {
-    um_block block = make_pages(4 * unit, UM_PAGES_AUTO);
-    int fd = make_file(1, 4 * unit);
+    AUTO_BLOCK block = make_pages(4 * unit, UM_PAGES_AUTO);
+    AUTO_FD fd = make_file(1, 4 * unit);
     um_load_part part = {.fd = fd, .to = block.base, .nbytes = 4 * unit};
     cpu_set_t allowed, after;
     REQUIRE(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
@@ -508,8 +485,6 @@ TEST(cpus) {
     check_load(&part, 1, &(um_load_options){.n_threads = UINT32_MAX});
     REQUIRE(sched_getaffinity(0, sizeof after, &after) == 0);
     CHECK(CPU_EQUAL(&allowed, &after));
-    close(fd);
-    unmap_block(&block);
 }
 
 static pthread_t main_thread;
@@ -538,9 +513,9 @@ static unsigned n_threads_now(void) {
 /* A load that is ended early reads nothing more. Signals go to the caller only, and end its
  * wait. */
 TEST(end_in_the_middle) {
-    um_block block = make_pages(ENDLESS, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(ENDLESS, UM_PAGES_4K);
     unsigned char *base = block.base;
-    int fd = make_file(1, ENDLESS);
+    AUTO_FD fd = make_file(1, ENDLESS);
     um_load_part part = {.fd = fd, .to = base, .nbytes = ENDLESS};
     main_thread = pthread_self();
     fault_os_limit_read(1);
@@ -574,14 +549,12 @@ TEST(end_in_the_middle) {
     CHECK(atomic_load(&n_signals) > 0);
     CHECK_EQ(atomic_load(&n_elsewhere), 0);
     fault_os_limit_read(0);
-    close(fd);
-    unmap_block(&block);
 }
 
 /* A waiting thread sleeps: it wakes at most once for each thread that ends, and once more. */
 TEST(waiting) {
-    um_block block = make_pages(ENDLESS, UM_PAGES_AUTO);
-    int fd = make_file(1, ENDLESS);
+    AUTO_BLOCK block = make_pages(ENDLESS, UM_PAGES_AUTO);
+    AUTO_FD fd = make_file(1, ENDLESS);
     um_load_part part = {.fd = fd, .to = block.base, .nbytes = ENDLESS};
     for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
         fault_os_fail_nth(0, 0);
@@ -589,6 +562,4 @@ TEST(waiting) {
         CHECK(fault_os_calls_of("um_os_wait") <= n_threads + 1);
         CHECK_EQ(fault_os_calls_of("um_os_wake"), 1);
     }
-    close(fd);
-    unmap_block(&block);
 }

@@ -16,12 +16,11 @@ TEST(gigantic_pages) {
 
 /* A kernel without THP refuses the advice, which base pages do not need. */
 TEST(kernel_without_thp) {
-    um_block block;
+    AUTO_BLOCK block;
     fault_os_fail_nth(4, EINVAL);
     CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K, UM_SHARING_NONE, page), &test_err));
     CHECK_STR(fault_os_failed(), "um_os_advise");
     fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
 static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
@@ -29,7 +28,7 @@ static void check_policy(um_numa_mode mode, um_sharing sharing, const char *poli
                                 .sharing = sharing,
                                 .numa = {.mode = mode, .nodes = {1}},
                                 .reserve_nbytes = 8 * page};
-    um_block block;
+    AUTO_BLOCK block;
     um_status status = um_block_map(&block, 4 * page, &options, &test_err);
     if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {
         CHECK_STR(test_err.what, "mbind");
@@ -42,7 +41,6 @@ static void check_policy(um_numa_mode mode, um_sharing sharing, const char *poli
     um_placement p = placement_of(&block);
     CHECK_EQ(p.node_bytes[0], 4 * page);
     CHECK_EQ(p.resident_bytes, 4 * page);
-    unmap_block(&block);
 }
 
 TEST(policies) {
@@ -64,17 +62,16 @@ TEST(new_steps_have_the_policy) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         um_block_options options = *of(UM_PAGES_4K, sharing, 8 * page);
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-        um_block block = make_block(page, &options);
+        AUTO_BLOCK block = make_block(page, &options);
         commit(&block, 4 * page, page);
         CHECK_STR(policy_at(bytes_of(&block, 4 * page)), "bind:0");
         CHECK_STR(policy_at(bytes_of(&block, page)), "default");
-        unmap_block(&block);
     }
 }
 
 TEST(new_steps_are_as_the_block) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_block(page, of(UM_PAGES_4K, sharing, 8 * page));
+        AUTO_BLOCK block = make_block(page, of(UM_PAGES_4K, sharing, 8 * page));
         char *bytes = block.base;
         commit(&block, 4 * page, page);
         CHECK(has_vm_flag(bytes + 4 * page, "dc") == (sharing != UM_SHARING_NONE));
@@ -96,6 +93,5 @@ TEST(new_steps_are_as_the_block) {
             bytes[2 * page] = 1;
             CHECK_EQ(placement_of(&block).locked_bytes, 4 * page);
         }
-        unmap_block(&block);
     }
 }

@@ -20,7 +20,7 @@ TEST(memfd) {
                                 .category = UM_CAT_WEIGHTS,
                                 .sharing = UM_SHARING_MEMFD,
                                 .reserve_nbytes = 10 * page};
-    um_block block = make_block(3 * page, &options);
+    AUTO_BLOCK block = make_block(3 * page, &options);
     char path[64], target[64] = "";
     snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);
     CHECK(readlink(path, target, sizeof target - 1) > 0);
@@ -39,7 +39,6 @@ TEST(memfd) {
     snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);
     CHECK(readlink(path, target, sizeof target - 1) > 0);
     CHECK(strncmp(target, "/memfd:a name of its own ", 25) == 0);
-    unmap_block(&block);
 }
 
 TEST(file_of_the_caller) {
@@ -54,7 +53,7 @@ TEST(file_of_the_caller) {
     CHECK(block.sharing == UM_SHARING_FD);
     CHECK_EQ(file_nbytes(fd), 8 * page);
     memset(block.base, 7, block.nbytes);
-    um_block other = attach_block(fd, UM_ACCESS_READ);
+    AUTO_BLOCK other = attach_block(fd, UM_ACCESS_READ);
     close(fd); /* the block has its own descriptor */
     CHECK(is_filled(other.base, 3 * page, 7));
     CHECK(is_filled(bytes_of(&other, 3 * page), page, 0));
@@ -63,7 +62,6 @@ TEST(file_of_the_caller) {
     CHECK(is_filled(bytes_of(&other, 3 * page), page, 8));
     unmap_block(&block);
     CHECK(is_filled(other.base, 3 * page, 7));
-    unmap_block(&other);
 }
 
 static void check_refused(um_status status, const char *what, int fd, um_pages pages) {
@@ -80,7 +78,7 @@ static void check_refused(um_status status, const char *what, int fd, um_pages p
 }
 
 TEST(refused_files) {
-    int fd = make_shm_file();
+    AUTO_FD fd = make_shm_file();
     if (fd < 0) {
         return;
     }
@@ -97,15 +95,13 @@ TEST(refused_files) {
     close(write_only);
     CHECK(write(fd, "x", 1) == 1);
     check_refused(UM_E_INVALID, "empty", fd, UM_PAGES_4K); /* it may be data of another process */
-    close(fd);
 }
 
 /* A file of huge pages cannot have small ones. */
 TEST(refused_hugetlb) {
-    int fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
+    AUTO_FD fd = memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
     SKIP_UNLESS(fd >= 0, "the kernel has none");
     check_refused(UM_E_INVALID, "pages", fd, UM_PAGES_4K);
-    close(fd);
 }
 
 typedef struct mapping {

@@ -36,7 +36,7 @@ TEST(images) {
 }
 
 TEST(refused) {
-    um_block block;
+    AUTO_BLOCK block;
     SPOIL(block);
     struct {
         size_t nbytes, mirror_nbytes, reserve_nbytes;
@@ -66,7 +66,6 @@ TEST(refused) {
     CHECK_INVALID(um_block_release(&block, 0, page, NULL, &test_err));
     CHECK_INVALID(um_block_overlay(&block, 0, block.fd, 0, page, &test_err));
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
-    unmap_block(&block);
 }
 
 static um_status run_map(void *context, um_error *err) {
@@ -86,7 +85,7 @@ TEST(failures_of_map) {
 TEST(warm) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
-    um_block block = make_mirror(N_PIECES, m, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(N_PIECES, m, UM_PAGES_4K);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
     CHECK_EQ(faults_of_reading(&block), 0);
@@ -110,12 +109,11 @@ TEST(warm) {
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
     CHECK_EQ(resident, 3 * m); /* counted in address space */
-    unmap_block(&block);
 }
 
 TEST(touched_in_part) {
     size_t m = 8 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_4K), other;
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_4K), other;
     image(&block, 0)[0] = 1; /* through the first image, the mirror, both */
     image(&block, 1)[2 * page] = 1;
     image(&block, 2)[0] = 1;
@@ -132,13 +130,11 @@ TEST(touched_in_part) {
     CHECK(is_filled(block.base, 4 * m, 2));
     CHECK(is_filled(image(&block, 5), m, 2));
     CHECK_EQ(placement_of(&block).resident_bytes, 3 * m);
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 TEST(lock) {
     size_t m = 8 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_4K);
     if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
         test_skip("this process may not lock memory");
     } else {
@@ -157,7 +153,6 @@ TEST(lock) {
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK_EQ(placement_of(&block).locked_bytes, 0);
     }
-    unmap_block(&block);
 }
 
 TEST(policy) {
@@ -166,19 +161,19 @@ TEST(policy) {
     }
     um_block_options options = mirror_of(4 * page, UM_PAGES_4K);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-    um_block block = make_block(8 * page, &options);
+    AUTO_BLOCK block = make_block(8 * page, &options);
     for (size_t i = 0; i < 4; i++) {
         CHECK_STR(policy_at(image(&block, i)), "bind:0");
     }
     fill_images(&block);
     CHECK_EQ(placement_of(&block).node_bytes[0], 8 * page);
     CHECK_OK(um_block_repair(&block, NULL, &test_err));
-    unmap_block(&block);
 }
 
 TEST(other_calls) {
     size_t m = 2 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_AUTO), copy, other;
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_AUTO);
+    um_block copy, other;
     fill_images(&block);
     for (int advice = UM_ADVICE_WILLNEED; advice <= UM_ADVICE_NOHUGEPAGE; advice++) {
         if (advice == UM_ADVICE_DONTNEED) {
@@ -203,7 +198,6 @@ TEST(other_calls) {
     CHECK_INVALID(um_block_copy_sealed(&copy, &block, &options, &test_err));
     CHECK(ftruncate(block.fd, (off_t)(4 * m)) != 0); /* sealed */
     CHECK(ftruncate(block.fd, (off_t)m) != 0);
-    unmap_block(&block);
 }
 
 static bool child_forgets(void *arg) {
@@ -215,10 +209,9 @@ static bool child_forgets(void *arg) {
 }
 
 TEST(fork) {
-    um_block block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
+    AUTO_BLOCK block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
     CHECK(in_child(child_forgets, &block));
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
-    unmap_block(&block);
 }
 
 enum { PIECES = 4, PIECE_PAGES = 5 };
@@ -261,7 +254,7 @@ static size_t forget(contents *c, size_t first, size_t end) {
 }
 
 TEST(discard) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 1;
     size_t n_steps = block.nbytes / page;
     for (size_t first = 0; first <= n_steps; first++) {
@@ -289,7 +282,6 @@ TEST(discard) {
     CHECK_EQ(fault_os_calls(), 1);                                /* the whole file is one hole */
     CHECK_OK(um_block_discard(&block, 1, page, NULL, &test_err)); /* no whole step */
     CHECK_EQ(fault_os_calls(), 1);
-    unmap_block(&block);
 }
 
 typedef struct discarding {
@@ -404,7 +396,7 @@ static void end_play(void) {
 }
 
 TEST(repair) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 3, elsewhere = 12345;
     contents m;
     refill(&block, &m, &random); /* through either image */
@@ -433,12 +425,11 @@ TEST(repair) {
     CHECK_EQ(kernel.n_moved, 2 - (4 % 2 != 0) - (17 % 2 != 0));
     CHECK_EQ(faults_of_reading(&block), 0); /* mapped through both images again */
     end_play();
-    unmap_block(&block);
 }
 
 /* Untouched pages stay untouched, and pages touched only through the mirror are moved. */
 TEST(repair_in_part) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = -1;
@@ -464,12 +455,11 @@ TEST(repair_in_part) {
         CHECK_EQ(kernel.n_moved, 0);
     }
     end_play();
-    unmap_block(&block);
 }
 
 /* Failures of the calls for mirrored memory; test_numa.c has the others. */
 TEST(failures_of_repair) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
     unsigned n_failed = 0;
     fill_images(&block);
@@ -505,5 +495,4 @@ TEST(failures_of_repair) {
     }
     CHECK(n_failed >= 4 * PIECES);
     end_play();
-    unmap_block(&block);
 }

@@ -61,7 +61,7 @@ TEST(storage) {
     um_dtype types[] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
     size_t head_bytes[] = {16, 8, 8, 34};
     for (int i = 0; i < 4; i++) {
-        pool p = make_pool(spec_of(types[i], 3));
+        AUTO_POOL p = make_pool(spec_of(types[i], 3));
         um_paged *paged = &p.paged;
         size_t lane = 3 * 5 * head_bytes[i], block = (2 * 2 * lane + 63) / 64 * 64;
         CHECK_EQ(p.nbytes, 3 * block);
@@ -86,7 +86,6 @@ TEST(storage) {
         CHECK(!um_paged_is_cached(paged, UINT32_MAX));
         CHECK(paged->n_free == 3);
         CHECK(paged->n_evictable == 0);
-        free_pool(&p);
     }
     um_paged_spec spec = spec_of(UM_F16, 3);
     static _Alignas(64) unsigned char storage[4096];
@@ -95,8 +94,7 @@ TEST(storage) {
     CHECK_INVALID(um_paged_init(&paged, &spec, storage + 32, &test_err));
     um_paged zeroed = {0};
     um_paged_free(&zeroed);
-    um_paged_seq no_seq = {0};
-    um_paged_seq_free(&no_seq);
+    AUTO_SEQ no_seq = {0};
 }
 
 TEST(no_memory) {
@@ -108,8 +106,9 @@ TEST(no_memory) {
     CHECK_STATUS(UM_E_NOMEM, um_paged_init(&paged, &spec, storage, &test_err));
     CHECK_SPOILT(paged);
 
-    pool p = make_pool(spec);
-    um_paged_seq seq = make_seq(&p), other, other_before;
+    AUTO_POOL p = make_pool(spec);
+    AUTO_SEQ seq = make_seq(&p);
+    um_paged_seq other, other_before;
     append_tokens(&seq, 0, 7);
     SPOIL(other);
     memcpy(&other_before, &other, sizeof other);
@@ -129,8 +128,6 @@ TEST(no_memory) {
     CHECK_EQ(fault_os_allocs(), 0);
     fault_os_fail_nth_alloc(0);
     check_count_from(&seq, 0, 12);
-    um_paged_seq_free(&seq);
-    free_pool(&p);
 }
 
 /* All types, orders and steps, across the ends of blocks, with one layer ahead of the other. */
@@ -146,8 +143,8 @@ TEST(append) {
         if (in_type == UM_Q8_0 && type != UM_Q8_0) {
             continue;
         }
-        pool p = make_pool(spec_of(type, 4));
-        um_paged_seq seq = make_seq(&p);
+        AUTO_POOL p = make_pool(spec_of(type, 4));
+        AUTO_SEQ seq = make_seq(&p);
         uint64_t len = 0;
         for (int step = 0; step < 6; step++) {
             for (uint32_t layer = 0; layer < 2; layer++) {
@@ -160,14 +157,12 @@ TEST(append) {
             CHECK_EQ(um_paged_n_in_use(&p.paged), (len + 4) / 5);
         }
         check_count_from(&seq, 100, 20);
-        um_paged_seq_free(&seq);
-        free_pool(&p);
     }
 }
 
 TEST(append_all) {
-    pool p = make_pool(spec_of(UM_F16, 4));
-    um_paged_seq seq = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_F16, 4));
+    AUTO_SEQ seq = make_seq(&p);
     uint32_t n_values = 3 * 4;
     for (uint32_t token = 0; token < 20; token++) {
         float in[2][2 * 12];
@@ -190,14 +185,12 @@ TEST(append_all) {
     CHECK_STATUS(UM_E_STATE, um_paged_append_all(&seq, k, v, UM_F32, &test_err));
     um_paged_rollback(&seq);
     check_count_from(&seq, 0, 18);
-    um_paged_seq_free(&seq);
-    free_pool(&p);
 }
 
 TEST(refused_calls) {
     static const float k[200], v[200];
-    pool p = make_pool(spec_of(UM_F16, 3));
-    um_paged_seq seq = make_seq(&p), other = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_F16, 3));
+    AUTO_SEQ seq = make_seq(&p), other = make_seq(&p);
     append_tokens(&seq, 0, 7);
     uint64_t too_many[] = {9, 1000, UINT64_MAX, UINT64_MAX - 7, (uint64_t)1 << 63};
     for (size_t i = 0; i < COUNT(too_many); i++) {
@@ -242,15 +235,12 @@ TEST(refused_calls) {
     check_count_from(&seq, 0, 7);
     CHECK(p.paged.n_free == 1);
     CHECK(um_paged_n_holders(&p.paged, (uint32_t)free_block) == 0);
-    um_paged_seq_free(&seq);
-    um_paged_seq_free(&other);
-    free_pool(&p);
 }
 
 /* Into rows of a larger array, converted, for any number of tokens. */
 TEST(gather_into_a_part) {
-    pool p = make_pool(spec_of(UM_F16, 4));
-    um_paged_seq seq = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_F16, 4));
+    AUTO_SEQ seq = make_seq(&p);
     append_tokens(&seq, 0, 13);
     for (uint64_t n = 0; n <= 13; n++) {
         float out[3][15][4];
@@ -268,8 +258,6 @@ TEST(gather_into_a_part) {
         }
         CHECK(same);
     }
-    um_paged_seq_free(&seq);
-    free_pool(&p);
 }
 
 /* Outputs too large for the caches are written past them: the bytes are the same, at any alignment,
@@ -282,8 +270,8 @@ TEST(large_gather) {
                           .n_blocks = 600,
                           .block_tokens = 16,
                           .type = UM_F16};
-    pool p = make_pool(spec);
-    um_paged_seq seq = make_seq(&p);
+    AUTO_POOL p = make_pool(spec);
+    AUTO_SEQ seq = make_seq(&p);
     size_t n_values = (size_t)N * HEADS * DIM;
     uint16_t *in = malloc(n_values * sizeof *in);
     REQUIRE(in != NULL);
@@ -307,15 +295,13 @@ TEST(large_gather) {
         free(memory);
     }
     free(in);
-    um_paged_seq_free(&seq);
-    free_pool(&p);
 }
 
 TEST(fork) {
-    pool p = make_pool(spec_of(UM_BF16, 4));
-    um_paged_seq a = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_BF16, 4));
+    AUTO_SEQ a = make_seq(&p);
     append_tokens(&a, 0, 7);
-    um_paged_seq b = fork_of(&a), c = fork_of(&b);
+    AUTO_SEQ b = fork_of(&a), c = fork_of(&b);
     CHECK_EQ(um_paged_n_in_use(&p.paged), 2);
     CHECK_EQ(um_paged_n_holders(&p.paged, block_of(&a, 0)), 3);
     CHECK(um_paged_will_copy(&a, 0));
@@ -356,10 +342,6 @@ TEST(fork) {
     um_paged_seq_clear(&b);
     CHECK_EQ(um_paged_seq_len(&b), 0);
     check_count_from(&a, 0, 10);
-    um_paged_seq_free(&a);
-    um_paged_seq_free(&b);
-    um_paged_seq_free(&c);
-    free_pool(&p);
 }
 
 static void cache_all(um_paged_seq *seq) {
@@ -370,7 +352,7 @@ static void cache_all(um_paged_seq *seq) {
 
 /* Cached blocks are shared again, or reused in the order in which they became evictable. */
 TEST(cached_blocks_are_taken_in_order) {
-    pool p = make_pool(spec_of(UM_F32, 6));
+    AUTO_POOL p = make_pool(spec_of(UM_F32, 6));
     um_paged_seq a = make_seq(&p), b = make_seq(&p);
     append_tokens(&a, 0, 10);
     append_tokens(&b, 100, 10);
@@ -394,7 +376,7 @@ TEST(cached_blocks_are_taken_in_order) {
     order[3] = first;
 
     /* Free blocks are taken first, then those that have been evictable for longest. */
-    um_paged_seq c = make_seq(&p);
+    AUTO_SEQ c = make_seq(&p);
     append_tokens(&c, 200, 10);
     CHECK(p.paged.n_free == 0);
     CHECK(p.paged.n_evictable == 4);
@@ -409,13 +391,11 @@ TEST(cached_blocks_are_taken_in_order) {
         CHECK(!um_paged_is_cached(&p.paged, order[i + 1]));
     }
     check_count_from(&c, 200, 30);
-    um_paged_seq_free(&c);
-    free_pool(&p);
 }
 
 /* A cached block that only one sequence holds is written in place, and is then no longer cached. */
 TEST(cached_blocks_are_let_go) {
-    pool p = make_pool(spec_of(UM_F32, 6));
+    AUTO_POOL p = make_pool(spec_of(UM_F32, 6));
     um_paged_seq c = make_seq(&p);
     append_tokens(&c, 200, 30);
     cache_all(&c);
@@ -443,16 +423,15 @@ TEST(cached_blocks_are_let_go) {
     um_paged_seq_free(&c);
     CHECK(p.paged.n_free == 3);
     CHECK(p.paged.n_evictable == 3);
-    free_pool(&p);
 }
 
 /* What other threads may do with other sequences while tokens are written to this one. */
 TEST(append_in_steps) {
-    pool p = make_pool(spec_of(UM_F16, 6));
-    um_paged_seq a = make_seq(&p), other = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_F16, 6));
+    AUTO_SEQ a = make_seq(&p), other = make_seq(&p);
     append_tokens(&a, 0, 7);
     append_tokens(&other, 50, 3);
-    um_paged_seq fork = fork_of(&a);
+    AUTO_SEQ fork = fork_of(&a);
     uint32_t shared = block_of(&a, 1), tokens[12];
     for (uint32_t i = 0; i < 12; i++) {
         tokens[i] = i;
@@ -490,18 +469,15 @@ TEST(append_in_steps) {
     check_count_from(&a, 0, 5);
     free(k);
     free(v);
-    um_paged_seq_free(&a);
-    um_paged_seq_free(&fork);
-    free_pool(&p);
 }
 
 TEST(steps_that_do_nothing) {
     static const float k[200], v[200];
-    pool p = make_pool(spec_of(UM_F16, 6));
-    um_paged_seq a = make_seq(&p);
+    AUTO_POOL p = make_pool(spec_of(UM_F16, 6));
+    AUTO_SEQ a = make_seq(&p);
     um_paged_pending pending;
     append_tokens(&a, 0, 5);
-    um_paged_seq fork = fork_of(&a);
+    AUTO_SEQ fork = fork_of(&a);
     append_tokens(&fork, 5, 3);
     /* Without tokens no step does anything. */
     CHECK_OK(um_paged_append_begin(&pending, &a, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, 0, &test_err));
@@ -520,7 +496,4 @@ TEST(steps_that_do_nothing) {
     CHECK_INVALID(um_paged_append_all_begin(&pending, &a, k, v, (um_dtype)9, &test_err));
     CHECK(memcmp(&before, &p.paged, sizeof before) == 0);
     CHECK(memcmp(&untouched, &pending, sizeof pending) == 0);
-    um_paged_seq_free(&a);
-    um_paged_seq_free(&fork);
-    free_pool(&p);
 }

@@ -85,7 +85,7 @@ TEST(random_operations) {
     static model models[N_SEQS];
     for (uint64_t run = 0; run < 8; run++) {
         uint64_t random = run;
-        pool p = make_pool(spec_of(types[run % 4], N_BLOCKS));
+        AUTO_POOL p = make_pool(spec_of(types[run % 4], N_BLOCKS));
         um_paged_seq seqs[N_SEQS] = {0};
         memset(models, 0, sizeof models);
         for (int step = 0; step < 400; step++) {
@@ -128,6 +128,5 @@ TEST(random_operations) {
         for (int i = 0; i < N_SEQS; i++) {
             um_paged_seq_free(&seqs[i]);
         }
-        free_pool(&p);
     }
 }

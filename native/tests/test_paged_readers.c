@@ -28,13 +28,13 @@ static void *read_all(void *arg) {
 }
 
 TEST(reader_beside_the_writer) {
-    pool p = make_pool((um_paged_spec){.n_layers = 1,
-                                       .n_kv_heads = READ_HEADS,
-                                       .head_dim = 1,
-                                       .n_blocks = READ_TOKENS / 4 + 2,
-                                       .block_tokens = 4,
-                                       .type = UM_F32});
-    um_paged_seq seq = make_seq(&p), other = {0};
+    AUTO_POOL p = make_pool((um_paged_spec){.n_layers = 1,
+                                            .n_kv_heads = READ_HEADS,
+                                            .head_dim = 1,
+                                            .n_blocks = READ_TOKENS / 4 + 2,
+                                            .block_tokens = 4,
+                                            .type = UM_F32});
+    AUTO_SEQ seq = make_seq(&p), other = {0};
     pthread_t reader;
     read_seq = &seq;
     REQUIRE(pthread_create(&reader, NULL, read_all, NULL) == 0);
@@ -51,9 +51,6 @@ TEST(reader_beside_the_writer) {
     }
     REQUIRE(pthread_join(reader, NULL) == 0);
     CHECK(!atomic_load(&read_torn));
-    um_paged_seq_free(&seq);
-    um_paged_seq_free(&other);
-    free_pool(&p);
 }
 
 /* The writer interrupts a gather while it copies a block, as another thread could: the writer gets
@@ -81,12 +78,12 @@ static void take_over(int signal) {
 TEST(a_copied_block_is_gathered_whole) {
     static float out[TAIL * TAIL_HEADS * TAIL_DIM];
     size_t stride = sizeof out / TAIL_HEADS;
-    pool p = make_pool((um_paged_spec){.n_layers = 1,
-                                       .n_kv_heads = TAIL_HEADS,
-                                       .head_dim = TAIL_DIM,
-                                       .n_blocks = 3,
-                                       .block_tokens = TAIL + 1,
-                                       .type = UM_F32});
+    AUTO_POOL p = make_pool((um_paged_spec){.n_layers = 1,
+                                            .n_kv_heads = TAIL_HEADS,
+                                            .head_dim = TAIL_DIM,
+                                            .n_blocks = 3,
+                                            .block_tokens = TAIL + 1,
+                                            .type = UM_F32});
     gathered = make_seq(&p);
     third = make_seq(&p);
     for (size_t i = 0; i < TAIL * TAIL_HEADS * TAIL_DIM; i++) {
@@ -112,5 +109,4 @@ TEST(a_copied_block_is_gathered_whole) {
     um_paged_seq_free(&gathered);
     um_paged_seq_free(&forked);
     um_paged_seq_free(&third);
-    free_pool(&p);
 }

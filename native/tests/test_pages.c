@@ -54,7 +54,7 @@ static um_block map_new_file(size_t nbytes, um_access access) {
 }
 
 TEST(touched) {
-    um_block block = make_pages(100 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(100 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
@@ -79,11 +79,10 @@ TEST(touched) {
     CHECK_EQ(n_with(99, MAPPED), 33);
     CHECK_OK(um_block_pages(&block, 0, 100 * page, pages, NULL, &test_err));
     CHECK_EQ(n_with(100, MAPPED), 34);
-    unmap_block(&block);
 }
 
 TEST(locked) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, 4 * page);
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
         test_skip("this process may not lock memory");
@@ -96,11 +95,10 @@ TEST(locked) {
     CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
     look(&block, 0, 10 * page);
     CHECK_EQ(n_with(10, UM_PAGE_LOCKED), 0);
-    unmap_block(&block);
 }
 
 TEST(gaps_and_misuse) {
-    um_block block =
+    AUTO_BLOCK block =
         make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 40 * page));
     CHECK_OK(um_block_commit(&block, 20 * page, 10 * page, &test_err));
     memset(bytes_of(&block, 20 * page), 1, 5 * page);
@@ -115,11 +113,10 @@ TEST(gaps_and_misuse) {
             um_block_pages(&block, wrong[i].offset, wrong[i].nbytes, pages, nodes, &test_err));
         CHECK(is_filled(pages, sizeof pages, 0xA5));
     }
-    unmap_block(&block);
 }
 
 TEST(huge) {
-    um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
+    AUTO_BLOCK block = make_pages(4 * huge_page, UM_PAGES_THP);
     size_t n = huge_page / page;
     unsigned char *bytes = block.base;
     bytes[huge_page] = bytes[3 * huge_page] = 1;
@@ -137,7 +134,6 @@ TEST(huge) {
         CHECK_EQ(n_with(20, MAPPED | UM_PAGE_HUGE), 20);
         CHECK(nodes_agree(20));
     }
-    unmap_block(&block);
 }
 
 TEST(hugetlb) {
@@ -147,7 +143,7 @@ TEST(hugetlb) {
     }
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
-        um_block block = make_block(3 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
+        AUTO_BLOCK block = make_block(3 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
         *bytes_of(&block, huge) = 1;
         look(&block, 0, 3 * huge);
         uint8_t untouched = kinds[i] == UM_SHARING_NONE ? 0 : UM_PAGE_UNKNOWN;
@@ -156,23 +152,20 @@ TEST(hugetlb) {
                             k == 1 ? MAPPED | UM_PAGE_HUGE | UM_PAGE_LOCKED : untouched));
         }
         CHECK(nodes_agree(3 * n));
-        unmap_block(&block);
     }
     huge_pool_give_back();
 }
 
 TEST(shared) {
-    um_block block =
-                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
-             other;
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     memset(block.base, 1, 10 * page);
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     look(&other, 0, 20 * page);
     CHECK_EQ(n_with(20, IN_RAM), 10);
     CHECK_EQ(n_with(20, UM_PAGE_MAPPED), 0);
     CHECK(nodes_agree(20));
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 TEST(files) {
@@ -181,7 +174,7 @@ TEST(files) {
         /* The distance is larger than readahead and large folios, so that one touch does not reach
          * the next. */
         size_t n = 4096, nbytes = n * page - 100;
-        um_block block = map_new_file(nbytes, kinds[i]);
+        AUTO_BLOCK block = map_new_file(nbytes, kinds[i]);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
         look(&block, 0, nbytes);
         if (n_with(n, IN_RAM) != 0) {
@@ -200,7 +193,6 @@ TEST(files) {
         CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
         CHECK_EQ(n_with(n, IN_RAM) * page, resident);
         CHECK_EQ(n_with(n, UM_PAGE_MAPPED) * page, placement_of(&block).resident_bytes);
-        unmap_block(&block);
     }
 }
 
@@ -227,10 +219,10 @@ static bool look_as_nobody(void *arg) {
 }
 
 TEST(hidden_cache) {
-    int fd = temp_file();
+    AUTO_FD fd = temp_file();
     REQUIRE(ftruncate(fd, (off_t)(10 * page)) == 0);
     REQUIRE(fchmod(fd, 0644) == 0);
-    int reader = reopen(fd, O_RDONLY);
+    AUTO_FD reader = reopen(fd, O_RDONLY);
     REQUIRE(reader >= 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, reader, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS,
@@ -242,13 +234,11 @@ TEST(hidden_cache) {
     } else {
         CHECK(in_child(look_as_nobody, &reader));
     }
-    close(reader);
-    close(fd);
 }
 
 /* A process that has changed its user may not look at its own page tables. */
 TEST(without_pagemap) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     *bytes_of(&block, 3 * page) = 1;
     fault_os_fail_nth(2, EACCES); /* mincore, open */
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
@@ -261,12 +251,11 @@ TEST(without_pagemap) {
     fault_os_fail_nth(2, EMFILE);
     CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
     fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
 /* Before Linux 6.7 there is no PAGEMAP_SCAN. */
 TEST(old_kernel) {
-    um_block block = make_pages(5000 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(5000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 5000; i += 7) {
         bytes[i * page] = 1;
@@ -283,7 +272,6 @@ TEST(old_kernel) {
         }
     }
     CHECK(nodes_agree(4998));
-    unmap_block(&block);
 }
 
 static size_t n_asked;
@@ -304,7 +292,7 @@ TEST(several_nodes) {
     fault_os_move_pages(answer_nodes);
     size_t n = huge_page / page;
 
-    um_block block = make_pages(9000 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(9000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 9000; i += 2) {
         bytes[i * page] = 1;
@@ -338,7 +326,6 @@ TEST(several_nodes) {
     } else {
         test_skip("the kernel gave none");
     }
-    unmap_block(&block);
     fault_os_move_pages(NULL);
     fault_os_file(has_memory_path, NULL);
 }
@@ -354,7 +341,7 @@ static int refuse_nodes(size_t n, void *const *addresses, const int *wanted, int
 }
 
 TEST(faults) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, block.nbytes);
     CHECK_EACH_FAULT(run_look, NULL, &block, block, " um_os_close ");
     fault_os_fail_nth(3, EINTR); /* mincore, open, ioctl */
@@ -370,5 +357,4 @@ TEST(faults) {
     CHECK(strstr(test_err.what, "move_pages") != NULL);
     fault_os_move_pages(NULL);
     fault_os_file(has_memory_path, NULL);
-    unmap_block(&block);
 }

@@ -31,8 +31,8 @@ static bool thp_enabled(void) {
 }
 
 TEST(small_pages) {
-    um_block block = make_pages(100 * page, UM_PAGES_4K);
-    um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
+    AUTO_BLOCK block = make_pages(100 * page, UM_PAGES_4K);
+    AUTO_BLOCK neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
@@ -75,13 +75,11 @@ TEST(small_pages) {
     CHECK(same_placement(&whole, &p));
     CHECK_EQ(placement_of(&neighbour).resident_bytes, 50 * page);
     CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
-    unmap_block(&neighbour);
-    unmap_block(&block);
 }
 
 TEST(huge_pages) {
     SKIP_UNLESS(thp_enabled(), "transparent huge pages are switched off");
-    um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
+    AUTO_BLOCK block = make_pages(4 * huge_page, UM_PAGES_THP);
     um_placement p = placement_of(&block);
     CHECK(p.pages == UM_PAGES_THP); /* they will be, once touched */
     CHECK_EQ(p.page_bytes, huge_page);
@@ -107,11 +105,10 @@ TEST(huge_pages) {
     CHECK_EQ(p.page_bytes, page);
     CHECK_EQ(p.huge_bytes, 0);
     CHECK_EQ(p.resident_bytes, block.nbytes);
-    unmap_block(&block);
 }
 
 TEST(gaps) {
-    um_block block =
+    AUTO_BLOCK block =
         make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     memset(block.base, 1, 10 * page);
@@ -125,13 +122,12 @@ TEST(gaps) {
     CHECK_OK(um_block_release(&block, 0, 10 * page, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
     CHECK_EQ(resident(&block, 0, 100 * page), 10 * page);
-    unmap_block(&block);
 }
 
 TEST(shared) {
-    um_block block =
-                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
-             other;
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     memset(block.base, 1, 10 * page);
     um_placement p = placement_of(&block);
     CHECK_EQ(p.resident_bytes, 10 * page);
@@ -155,8 +151,6 @@ TEST(shared) {
     } else {
         test_skip("this process may not lock memory");
     }
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 /* hugetlb pages of 2 MiB, private and shared. */
@@ -167,7 +161,7 @@ TEST(hugetlb) {
     }
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
-        um_block block = make_block(4 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
+        AUTO_BLOCK block = make_block(4 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
         um_placement p = placement_of(&block);
         CHECK(p.pages == UM_PAGES_2M);
         CHECK_EQ(p.page_bytes, huge);
@@ -181,7 +175,6 @@ TEST(hugetlb) {
         CHECK_EQ(p.locked_bytes, 3 * huge);
         CHECK_EQ(on_all_nodes(&p), 3 * huge);
         CHECK_EQ(resident(&block, 0, block.nbytes), 3 * huge);
-        unmap_block(&block);
     }
     huge_pool_give_back();
 }
@@ -341,7 +334,7 @@ TEST(invented_nodes) {
 }
 
 TEST(resident) {
-    um_block block = make_pages(5000 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(5000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 10; i < 20; i++) {
         bytes[i * page] = 1;
@@ -364,7 +357,6 @@ TEST(resident) {
         CHECK_INVALID(um_block_resident(&block, beyond[i][0], beyond[i][1], &untouched, &test_err));
     }
     CHECK_EQ(untouched, 12345);
-    unmap_block(&block);
 }
 
 typedef struct asking {

@@ -28,7 +28,7 @@ TEST(attach) {
     um_block block = make_block(5 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access += 2) {
-        um_block other = attach_block(block.fd, access);
+        AUTO_BLOCK other = attach_block(block.fd, access);
         CHECK(other.fd != block.fd);
         CHECK((fcntl(other.fd, F_GETFD) & FD_CLOEXEC) != 0);
         check_attached(&other, access, 5 * page, page);
@@ -36,35 +36,31 @@ TEST(attach) {
         *bytes_of(&block, page) = 2;
         CHECK(*bytes_of(&other, page) == 2);
         *bytes_of(&block, page) = 1;
-        unmap_block(&other);
     }
     um_block other = attach_block(block.fd, UM_ACCESS_SHARED);
     unmap_block(&block); /* the memory lives as long as another mapping of it */
     memset(other.base, 3, other.nbytes);
-    um_block third = attach_block(other.fd, UM_ACCESS_READ);
+    AUTO_BLOCK third = attach_block(other.fd, UM_ACCESS_READ);
     unmap_block(&other);
     CHECK(is_filled(third.base, third.nbytes, 3));
-    unmap_block(&third);
 }
 
 /* Half a page at the end counts as a page; the rest of it is zeros. */
 TEST(attach_odd_size) {
-    int fd = memory_file(page + 10);
-    um_block block = attach_block(fd, UM_ACCESS_SHARED);
+    AUTO_FD fd = memory_file(page + 10);
+    AUTO_BLOCK block = attach_block(fd, UM_ACCESS_SHARED);
     check_attached(&block, UM_ACCESS_SHARED, 2 * page, page);
     memset(bytes_of(&block, page), 4, 10);
     CHECK(is_filled((char *)block.base + page + 10, page - 10, 0));
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 2 * page);
-    unmap_block(&block);
-    close(fd);
 }
 
 TEST(attach_lies_for_huge_pages) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
-    um_block block = make_block(3 * huge_page, of(UM_PAGES_THP, UM_SHARING_MEMFD, 0));
+    AUTO_BLOCK block = make_block(3 * huge_page, of(UM_PAGES_THP, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
-    um_block other = attach_block(block.fd, UM_ACCESS_READ);
+    AUTO_BLOCK other = attach_block(block.fd, UM_ACCESS_READ);
     CHECK_EQ((uintptr_t)other.base % huge_page, 0);
     CHECK_EQ(other.step_nbytes, page);
     if (um_block_collapse(&block, NULL) == UM_OK) {
@@ -73,8 +69,6 @@ TEST(attach_lies_for_huge_pages) {
     } else {
         test_skip("the kernel cannot collapse shared memory");
     }
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 static bool child_attaches(void *arg) {
@@ -94,16 +88,14 @@ TEST(attach_in_another_process) {
     if (may_bind()) {
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
     }
-    um_block block = make_block(4 * page, &options);
+    AUTO_BLOCK block = make_block(4 * page, &options);
     memset(block.base, 1, block.nbytes);
     CHECK(in_child(child_attaches, &block.fd));
     CHECK(is_filled(block.base, block.nbytes, 2));
     if (options.numa.mode != UM_NUMA_NONE) {
-        um_block other = attach_block(block.fd, UM_ACCESS_READ);
+        AUTO_BLOCK other = attach_block(block.fd, UM_ACCESS_READ);
         CHECK_STR(policy_at(other.base), "bind:0");
-        unmap_block(&other);
     }
-    unmap_block(&block);
 }
 
 static void check_refused_attach(um_status status, const char *what, int fd, um_access access,
@@ -119,7 +111,7 @@ static void check_refused_attach(um_status status, const char *what, int fd, um_
 }
 
 TEST(refused_attach) {
-    int fd = memfd_create("refused", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    AUTO_FD fd = memfd_create("refused", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(fd >= 0);
     check_refused_attach(UM_E_INVALID, "empty", fd, UM_ACCESS_READ, UM_CAT_OTHER);
     CHECK(ftruncate(fd, (off_t)page) == 0);
@@ -140,7 +132,6 @@ TEST(refused_attach) {
     CHECK(ftruncate(fd, (off_t)page) == 0);
     CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE) == 0);
     check_refused_attach(UM_E_OS, "mmap", fd, UM_ACCESS_SHARED, UM_CAT_OTHER);
-    close(fd);
 }
 
 static um_block copy_sealed(const um_block *block, const um_block_options *options) {
@@ -185,10 +176,9 @@ static void check_copy(const um_block *block, um_block_options options, size_t n
     CHECK(is_filled((char *)copy.base + block->nbytes, nbytes - block->nbytes, 0));
     check_sealed(&copy);
     CHECK_INVALID(um_block_release(&copy, 0, page, NULL, &test_err));
-    um_block other = attach_block(copy.fd, UM_ACCESS_READ);
+    AUTO_BLOCK other = attach_block(copy.fd, UM_ACCESS_READ);
     unmap_block(&copy);
     CHECK(memcmp(other.base, block->base, block->nbytes) == 0);
-    unmap_block(&other);
 }
 
 TEST(copy_sealed) {
@@ -197,7 +187,7 @@ TEST(copy_sealed) {
         um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
         options.sharing = sharing;
         options.reserve_nbytes = 9 * page;
-        um_block block = make_block(9 * page, &options);
+        AUTO_BLOCK block = make_block(9 * page, &options);
         memset(block.base, 1, block.nbytes);
         *bytes_of(&block, 3 * page + 5) = 2;
         for (size_t i = 0; i < COUNT(kinds); i++) {
@@ -208,38 +198,32 @@ TEST(copy_sealed) {
         CHECK_OK(um_block_release(&block, 5 * page, page, NULL, &test_err));
         check_copy(&block, *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0), 5 * page);
         /* A copy does not change with the block. */
-        um_block copy = copy_sealed(&block, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+        AUTO_BLOCK copy = copy_sealed(&block, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
         memset(block.base, 3, page);
         CHECK(is_filled(copy.base, page, 1));
         check_copy(&copy, *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0), 5 * page);
-        unmap_block(&copy);
-        unmap_block(&block);
     }
 }
 
 TEST(copy_of_a_file) {
-    int fd = memory_file(3 * page);
+    AUTO_FD fd = memory_file(3 * page);
     CHECK(pwrite(fd, "end", 3, (off_t)(page + 100)) == 3);
-    um_block file;
+    AUTO_BLOCK file;
     CHECK_OK(um_block_map_file(&file, fd, page, 103, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
     check_copy(&file, *of(UM_PAGES_AUTO, UM_SHARING_MEMFD, 0), page);
-    unmap_block(&file);
-    close(fd);
 }
 
 TEST(copy_with_policy) {
     if (!may_bind()) {
         return;
     }
-    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    AUTO_BLOCK block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-    um_block copy = copy_sealed(&block, &options);
+    AUTO_BLOCK copy = copy_sealed(&block, &options);
     CHECK_STR(policy_at(copy.base), "bind:0");
     CHECK_EQ(placement_of(&copy).node_bytes[0], 4 * page);
-    unmap_block(&copy);
-    unmap_block(&block);
 }
 
 static void check_refused_copy(um_status status, const char *what, const um_block *block,
@@ -256,19 +240,15 @@ static void check_refused_copy(um_status status, const char *what, const um_bloc
 
 /* Truncated pages: of a mapped file, of a file mapped over a block, and of shared memory. */
 TEST(copy_of_a_truncated_file) {
-    int fd = memory_file(3 * page);
-    um_block file, shared = attach_block(fd, UM_ACCESS_READ);
-    um_block over = make_block(page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page));
+    AUTO_FD fd = memory_file(3 * page);
+    AUTO_BLOCK file, shared = attach_block(fd, UM_ACCESS_READ);
+    AUTO_BLOCK over = make_block(page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 4 * page));
     CHECK_OK(um_block_map_file(&file, fd, 0, 3 * page, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
     CHECK_OK(um_block_overlay(&over, page, fd, 0, 3 * page, &test_err));
     REQUIRE(ftruncate(fd, (off_t)(2 * page)) == 0);
     check_refused_copy(UM_E_IO, "cannot be had", &file, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     check_refused_copy(UM_E_IO, "cannot be had", &shared, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     check_refused_copy(UM_E_IO, "cannot be had", &over, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
-    unmap_block(&file);
-    unmap_block(&shared);
-    unmap_block(&over);
-    close(fd);
 }
 
 TEST(refused_copies) {

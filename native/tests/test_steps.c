@@ -29,8 +29,8 @@ TEST(is_committed) {
 
 TEST(is_overlaid) {
     enum { RESERVED = 12 };
-    int fd = memory_file(3 * page);
-    um_block block = make_block(page, of(UM_PAGES_4K, UM_SHARING_NONE, RESERVED * page));
+    AUTO_FD fd = memory_file(3 * page);
+    AUTO_BLOCK block = make_block(page, of(UM_PAGES_4K, UM_SHARING_NONE, RESERVED * page));
     CHECK(!um_block_is_overlaid(&block, 0, RESERVED * page)); /* without a bitmap */
     CHECK_OK(um_block_overlay(&block, 2 * page, fd, 0, 3 * page, &test_err));
     CHECK(um_block_is_overlaid(&block, 0, RESERVED * page));
@@ -43,8 +43,6 @@ TEST(is_overlaid) {
     release(&block, 2 * page, 2 * page, 2 * page);
     CHECK(!um_block_is_overlaid(&block, 2 * page, 2 * page));
     CHECK(um_block_is_overlaid(&block, 4 * page, page));
-    unmap_block(&block);
-    close(fd);
 }
 
 /* The contents of each step; GAP: it is not committed. */
@@ -69,7 +67,7 @@ static void check_model(const um_block *block, const int *steps) {
 }
 
 static void check_random_order(um_sharing sharing, uint64_t seed) {
-    um_block block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
+    AUTO_BLOCK block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
     int steps[N_STEPS];
     for (size_t i = 0; i < N_STEPS; i++) {
         steps[i] = i < 3 ? 0 : GAP;
@@ -97,7 +95,6 @@ static void check_random_order(um_sharing sharing, uint64_t seed) {
         }
         check_model(&block, steps);
     }
-    unmap_block(&block);
 }
 
 TEST(any_order) {

@@ -22,7 +22,7 @@ static int make_file(int folder, const char *name) {
 }
 
 TEST(size) {
-    int fd = open_tmpfs(64 * um_page_bytes(), 0), file = make_file(fd, "a");
+    AUTO_FD fd = open_tmpfs(64 * um_page_bytes(), 0), file = make_file(fd, "a");
     struct statfs fs;
     REQUIRE(fstatfs(fd, &fs) == 0);
     CHECK_EQ(fs.f_type, TMPFS_MAGIC);
@@ -30,8 +30,6 @@ TEST(size) {
     CHECK(fallocate(file, 0, 0, (off_t)(64 * um_page_bytes())) == 0);
     CHECK(fallocate(file, 0, 0, (off_t)(65 * um_page_bytes())) == -1);
     CHECK(errno == ENOSPC);
-    close(file);
-    close(fd);
 }
 
 /* Files outlive the folder, and no process sees the mount. */
@@ -93,7 +91,7 @@ TEST(huge) {
     size_t huge = um_huge_page_bytes();
     SKIP_UNLESS(huge != 0, "this kernel has none");
     for (int wanted = 0; wanted <= 1; wanted++) {
-        int fd = open_tmpfs(2 * huge, wanted), file = make_file(fd, "a");
+        AUTO_FD fd = open_tmpfs(2 * huge, wanted), file = make_file(fd, "a");
         um_block_options options = {
             .sharing = UM_SHARING_FD, .fd = file, .pages = wanted ? UM_PAGES_AUTO : UM_PAGES_4K};
         um_block block;
@@ -104,8 +102,6 @@ TEST(huge) {
         CHECK_EQ(placement.resident_bytes, 2 * huge);
         CHECK_EQ(placement.huge_bytes, wanted ? 2 * huge : 0);
         CHECK_OK(um_block_unmap(&block, &test_err));
-        close(file);
-        close(fd);
     }
 }
 
@@ -130,7 +126,7 @@ static um_status run_seal(void *context, um_error *err) {
 }
 
 TEST(every_fault) {
-    int fd = 777;
+    AUTO_FD fd = 777;
     fault_case opening = {.run = run_open,
                           .undo = undo_open,
                           .context = &fd,
@@ -145,5 +141,4 @@ TEST(every_fault) {
                           .outputs_nbytes = sizeof fd,
                           .harmless = " um_os_close "};
     fault_os_check_each(&sealing);
-    close(fd);
 }

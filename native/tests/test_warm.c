@@ -9,7 +9,7 @@ TEST(range) {
     enum { N = 64 };
     uint64_t seed = 3;
     for (int i = 0; i < 60; i++) {
-        um_block block = make_pages(N * page, UM_PAGES_4K);
+        AUTO_BLOCK block = make_pages(N * page, UM_PAGES_4K);
         unsigned char *bytes = block.base;
         bytes[20 * page + 5] = 99;
         uint64_t r = test_random(&seed);
@@ -29,7 +29,6 @@ TEST(range) {
         CHECK_EQ(resident(&block, 0, block.nbytes),
                  (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
         CHECK(bytes[20 * page + 5] == 99);
-        unmap_block(&block);
     }
 }
 
@@ -37,7 +36,7 @@ TEST(range) {
  * still has no more parts than threads. */
 TEST(parts) {
     SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
-    um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
+    AUTO_BLOCK block = make_pages(9 * huge_page, UM_PAGES_THP);
     size_t small = huge_page / 8;
     for (size_t offset = 0; offset < huge_page; offset += small) {
         for (size_t nbytes = small; nbytes <= 8 * huge_page; nbytes += 3 * small) {
@@ -50,11 +49,10 @@ TEST(parts) {
     }
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, UINT32_MAX, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
 }
 
 TEST(keeps_content_and_affinity) {
-    um_block block = make_pages(40 * page, UM_PAGES_AUTO);
+    AUTO_BLOCK block = make_pages(40 * page, UM_PAGES_AUTO);
     unsigned char *bytes = block.base;
     cpu_set_t cpus, cpus_after;
     CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
@@ -76,11 +74,10 @@ TEST(keeps_content_and_affinity) {
     CHECK(sched_getaffinity(0, sizeof cpus_after, &cpus_after) == 0);
     CHECK(CPU_EQUAL(&cpus, &cpus_after));
     CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
 }
 
 TEST(cpus) {
-    um_block block = make_pages(16 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(16 * page, UM_PAGES_4K);
     cpu_set_t allowed;
     int some[2] = {-1, -1}, n_some = 0;
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
@@ -133,11 +130,10 @@ TEST(cpus) {
     int beyond[] = {some[0], 8192};
     CHECK_INVALID(um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
-    unmap_block(&block);
 }
 
 TEST(gaps) {
-    um_block block =
+    AUTO_BLOCK block =
         make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     CHECK_OK(um_block_warm(&block, 45 * page, 10 * page, 2, NULL, &test_err));
@@ -153,13 +149,12 @@ TEST(gaps) {
     }
     CHECK_OK(um_block_warm(&block, 20 * page, 0, 1, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
-    unmap_block(&block);
 }
 
 TEST(shared) {
-    um_block block =
-                 make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
-             other;
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     *bytes_of(&block, 0) = 77;
     CHECK_OK(um_block_warm(&other, 0, 5 * page, 2, NULL, &test_err));
@@ -168,14 +163,12 @@ TEST(shared) {
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
     CHECK_EQ(placement_of(&block).resident_bytes, 20 * page);
     CHECK(*bytes_of(&other, 0) == 77);
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
 /* Shared memory that another process makes shorter. */
 TEST(shorter) {
-    int fd = memory_file(0);
-    um_block block =
+    AUTO_FD fd = memory_file(0);
+    AUTO_BLOCK block =
         make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK(ftruncate(fd, 10 * (off_t)page) == 0);
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
@@ -196,15 +189,13 @@ TEST(shorter) {
     CHECK(ftruncate(fd, (off_t)page) == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, page + 1, 1, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
-    unmap_block(&block);
-    close(fd);
 }
 
 /* A file system in memory that has less room than the file. */
 TEST(full_file_system) {
-    int fd = file_in_room_for(4);
+    AUTO_FD fd = file_in_room_for(4);
     SKIP_UNLESS(fd >= 0, "this process may not mount one");
-    um_block block =
+    AUTO_BLOCK block =
         make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK_OK(um_block_warm(&block, 0, 2 * page, 1, NULL, &test_err));
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
@@ -212,8 +203,6 @@ TEST(full_file_system) {
                      um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
         CHECK(test_err.os_errno == ENOMEM);
     }
-    unmap_block(&block);
-    close(fd);
 }
 
 TEST(hugetlb) {
@@ -221,7 +210,7 @@ TEST(hugetlb) {
         return;
     }
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block =
+        AUTO_BLOCK block =
             make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
         for (unsigned n_threads = 1; n_threads <= 6; n_threads++) {
             fault_os_fail_nth(0, 0);
@@ -230,7 +219,6 @@ TEST(hugetlb) {
             CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
         CHECK_EQ(placement_of(&block).resident_bytes, 4 * HUGE_BYTES);
-        unmap_block(&block);
     }
     huge_pool_give_back();
 }
@@ -243,7 +231,7 @@ TEST(no_page) {
     } cases[] = {{{.pages = UM_PAGES_4K}, UM_E_OS},
                  {{.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD}, UM_E_NOMEM}};
     for (int i = 0; i < 2; i++) {
-        um_block block = make_block(4 * page, &cases[i].options);
+        AUTO_BLOCK block = make_block(4 * page, &cases[i].options);
         for (int huge = 0; huge < 2; huge++) {
             block.requested_pages = huge ? UM_PAGES_2M : UM_PAGES_4K; /* in name only */
             um_status status = huge ? UM_E_NOMEM : cases[i].status;
@@ -254,12 +242,12 @@ TEST(no_page) {
             CHECK_EQ(test_err.asked, block.nbytes);
             fault_os_fail_nth(0, 0);
         }
-        unmap_block(&block);
     }
 }
 
 TEST(refused) {
-    um_block block = make_pages(4 * page, UM_PAGES_4K), copy = block;
+    AUTO_BLOCK block = make_pages(4 * page, UM_PAGES_4K);
+    um_block copy = block;
     size_t beyond[][2] = {{0, 4 * page + 1}, {4 * page, 1}, {4 * page + 1, 0},
                           {1, SIZE_MAX},     {SIZE_MAX, 2}, {SIZE_MAX - page, 2 * page}};
     for (size_t i = 0; i < COUNT(beyond); i++) {
@@ -268,7 +256,6 @@ TEST(refused) {
     CHECK_FAILS(UM_E_INVALID, um_block_warm, &block, 0, page, 0, NULL);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
-    unmap_block(&block);
 }
 
 typedef struct warming {
@@ -306,7 +293,7 @@ TEST(faults) {
             unmap_block(&w.block);
         }
     }
-    um_block block = make_pages(4 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(4 * page, UM_PAGES_4K);
     int interruptions[] = {EINTR, EAGAIN};
     for (int i = 0; i < 2; i++) {
         fault_os_fail_nth(1, interruptions[i]);
@@ -315,5 +302,4 @@ TEST(faults) {
     }
     fault_os_fail_nth(0, 0);
     CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
 }
