@@ -14,12 +14,7 @@ typedef struct pool {
 } pool;
 
 static inline um_paged_spec spec_of(um_dtype type, uint32_t n_blocks) {
-    return (um_paged_spec){.n_layers = 2,
-                           .n_kv_heads = 3,
-                           .head_dim = type == UM_Q8_0 ? 32 : 4,
-                           .n_blocks = n_blocks,
-                           .block_tokens = 5,
-                           .type = type};
+    return (um_paged_spec){2, 3, type == UM_Q8_0 ? 32 : 4, n_blocks, 5, type};
 }
 
 static inline pool make_pool(um_paged_spec spec) {

@@ -174,7 +174,6 @@ TEST(unmap) {
     fault_os_fail_nth(0, 0);
     unmap_block(&zeroed);
     CHECK_EQ(fault_os_calls(), 0);
-
     /* A block that could not be unmapped is still mapped, and can be unmapped later. */
     AUTO_BLOCK block = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
     um_block copy = block;

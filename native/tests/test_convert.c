@@ -530,7 +530,6 @@ TEST(convert) {
     CHECK(back[2] == 0.5f);
     CHECK(back[3] == 65504.0f);
     CHECK(back[4] == 0x1p-23f);
-
     /* The same type is copied bit by bit, signalling NaNs included. */
     uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};
     CHECK_OK(um_convert(bits_out, UM_F32, bits, UM_F32, 3, &test_err));

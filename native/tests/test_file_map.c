@@ -280,7 +280,6 @@ TEST(warm) {
         CHECK(holds_file(&block, page));
         CHECK_OK(um_block_warm(&block, 99 * page, 1, 1, NULL, &test_err));
         CHECK_INVALID(um_block_warm(&block, 99 * page, 2, 1, NULL, &test_err));
-
         /* The file becomes shorter: an error, not a dead process, and the beginning is still
          * readable. */
         CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
@@ -321,7 +320,6 @@ TEST(read) {
         CHECK_EQ(test_err.used, 0);
     }
     fault_os_limit_read(0);
-
     /* The position of the file is neither used nor moved. */
     CHECK(lseek(fd, 5, SEEK_SET) == 5);
     CHECK_OK(um_file_read(fd, 9, bytes, 1, &test_err));

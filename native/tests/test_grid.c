@@ -154,7 +154,6 @@ TEST(take_and_give) {
     check_give_fails(UM_E_INVALID, &grid, UINT32_MAX - 1);
     CHECK(um_grid_cell(&grid, N) == NULL);
     CHECK(um_grid_cell(&grid, UINT32_MAX) == NULL);
-
     /* Cells are given back in another order; their contents stay. */
     for (uint32_t i = 0; i < N; i++) {
         uint32_t give = (i * 4 + 3) % N;
@@ -337,7 +336,6 @@ static void check_threads(uint32_t n_cells, uint32_t hold) {
     CHECK_EQ(atomic_load(&s.n_foreign), 0);
     CHECK_EQ(atomic_load(&s.n_lost), 0);
     CHECK_EQ(atomic_load(&s.n_wrong), 0);
-
     /* All cells are back: each can be taken once, and then none is left. */
     CHECK_EQ(um_grid_n_available(&grid), n_cells);
     bool taken[MAX_CELLS] = {false};

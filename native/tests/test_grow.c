@@ -284,11 +284,7 @@ static void check_faults(um_block_options options, um_lock lock) {
     size_t step = options.pages == UM_PAGES_THP && huge_page != 0 ? huge_page : page;
     options.reserve_nbytes = 10 * step;
     changing c = {.block = make_block(step, &options), .out_nbytes = 12345};
-    if (um_block_lock(&c.block, lock, NULL) != UM_OK) {
-        test_skip("this process may not lock memory");
-        unmap_block(&c.block);
-        return;
-    }
+    SKIP_UNLESS(um_block_lock(&c.block, lock, NULL) == UM_OK, "this process may not lock memory");
     commit(&c.block, 4 * step, step);
     commit(&c.block, 9 * step, step);
     memset((char *)c.block.base + 4 * step, 4, step);

@@ -4,14 +4,8 @@
 
 /* 16 rows of 256 bytes are a page of 4096. */
 static um_kv_spec spec_of(uint32_t batch, uint64_t window) {
-    size_t page = page_up(1);
-    return (um_kv_spec){.n_layers = 3,
-                        .n_kv_heads = 2,
-                        .head_dim = (uint32_t)(page / 16 / 2 / 4),
-                        .batch = batch,
-                        .max_seq_len = 1000,
-                        .window = window,
-                        .type = UM_F32};
+    uint32_t head_dim = (uint32_t)(page_up(1) / 16 / 2 / 4);
+    return (um_kv_spec){3, 2, head_dim, batch, .max_seq_len = 1000, window, UM_F32};
 }
 
 enum { ROWS = 16 };
@@ -113,58 +107,6 @@ TEST(crop) {
     check_shown(&m, 29, 41);
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
     CHECK_EQ(test_err.limit, 8);
-}
-
-/* A ring with no more rows than its window can be cropped only if it has not wrapped, or was
- * trimmed. */
-TEST(crop_without_spare_rows) {
-    AUTO_MODEL m;
-    make_ring(&m, 1, ROWS);
-    append_everywhere(&m, ROWS);
-    CHECK_EQ(do_crop(&m, 3), UM_OK);
-    append_everywhere(&m, ROWS - 2);
-    check_shown(&m, 1, ROWS + 1);
-    CHECK_EQ(do_crop(&m, ROWS - 1), UM_E_INVALID);
-    CHECK_EQ(test_err.limit, ROWS);
-    CHECK_EQ(do_crop(&m, ROWS), UM_OK);
-    CHECK_EQ(do_trim(&m, 6, 0), UM_OK);
-    check_shown(&m, ROWS - 5, ROWS + 1);
-    CHECK_EQ(do_crop(&m, 2), UM_OK);
-    check_shown(&m, ROWS - 5, ROWS - 3);
-    append_everywhere(&m, 1);
-    CHECK_EQ(do_crop(&m, 0), UM_OK);
-    check_shown(&m, ROWS - 5, ROWS - 5);
-    append_everywhere(&m, 2 * ROWS);
-    check_shown(&m, 2 * ROWS - 5, 3 * ROWS - 5);
-}
-
-/* In a full ring, tokens that some layers lack have overwritten others. */
-TEST(torn_tokens) {
-    AUTO_MODEL m;
-    make_ring(&m, 1, ROWS);
-    append_everywhere(&m, 20);
-    check_shown(&m, 4, 20);
-    CHECK_EQ(do_append(&m, 1, 2, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
-    CHECK_EQ(do_append(&m, 0, 1, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
-    uint64_t first = 777;
-    CHECK_EQ(um_kv_layer_len(&m.kv, 1, &first), ROWS);
-    CHECK_EQ(first, 6);
-    CHECK_EQ(um_kv_layer_len(&m.kv, 2, &first), ROWS);
-    CHECK_EQ(first, 4);
-    CHECK_EQ(um_kv_seq_len(&m.kv), ROWS - 2);
-    CHECK_EQ(do_crop(&m, 1), UM_E_STATE);
-    CHECK_EQ(do_trim(&m, 1, 0), UM_E_STATE);
-    CHECK_EQ(do_reserve(&m, 1), UM_E_STATE);
-    CHECK_EQ(do_append_all(&m, UM_F32), UM_E_STATE);
-    do_rollback(&m);
-    check_shown(&m, 6, 20);
-    CHECK_EQ(do_crop(&m, ROWS - 2), UM_OK);
-    CHECK_EQ(do_crop(&m, ROWS - 3), UM_E_INVALID);
-    CHECK_EQ(test_err.limit, ROWS - 2);
-    append_everywhere(&m, 1);
-    check_shown(&m, 6, 21);
-    append_everywhere(&m, 2);
-    check_shown(&m, 7, 23);
 }
 
 /* Four spare rows: reserving four tokens hides none, reserving five hides one. */

@@ -462,7 +462,6 @@ TEST(cpus) {
         n_pinned += n;
     }
     CHECK_EQ(n_pinned, 4);
-
     /* The caller's own affinity is not changed, even with one thread. */
     int one = -1;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {

@@ -298,13 +298,11 @@ TEST(bind) {
         CHECK_EQ(n_on(1), 0);
         CHECK_EQ(n_on(NOWHERE), n_untouched);
         CHECK_EQ(kernel.n_moved, n_stray);
-
         /* If there is nothing to do, no page is asked about. */
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(kernel.n_calls, 0);
         CHECK(um_block_repair(&block, NULL, NULL) == UM_OK);
     }
-
     /* With several nodes, pages that are on one of them stay; the others are spread. */
     play(1000, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < 1000; page++) {
@@ -369,7 +367,6 @@ TEST(interleave) {
     CHECK(n_on(1) == 3000);
     CHECK(n_on(3) == 3000);
     CHECK_EQ(kernel.n_moved, 6000);
-
     /* Interleaving over one node is the same as bind. */
     block = make_block(UM_NUMA_INTERLEAVE, 1 << 1, 1);
     CHECK_EQ(repair(&block), 0);
@@ -540,7 +537,6 @@ TEST(immovable_pages) {
     um_block block = make_block(UM_NUMA_BIND, 1, 1);
     CHECK_EQ(repair(&block), n_pinned + n_shared);
     CHECK_EQ(n_on(1), n_pinned + n_shared);
-
     /* A page that is in use for a moment is tried again; for one that stays in use there is no
      * wait. */
     play(10, um_page_bytes(), 0);
@@ -551,7 +547,6 @@ TEST(immovable_pages) {
     kernel.busy[3] = UINT32_MAX;
     CHECK_EQ(repair(&block), 1);
     CHECK(kernel.n_calls < 20);
-
     /* All of the memory is pinned by a device: after some pages the rest is not tried. */
     size_t unit_pages[] = {1, HUGE};
     for (int i = 0; i < 2; i++) {

@@ -93,7 +93,6 @@ TEST(memory) {
     }
     CHECK_CALL(0, um_os_unmap(base, 16 * page));
     CHECK_STR(os_state_permissions(base + 5 * page), "");
-
     /* A failure leaves the output alone. */
     void *untouched = &page;
     CHECK_CALL(ENOMEM, um_os_reserve((size_t)1 << 62, &untouched));

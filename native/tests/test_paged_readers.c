@@ -28,12 +28,7 @@ static void *read_all(void *arg) {
 }
 
 TEST(reader_beside_the_writer) {
-    AUTO_POOL p = make_pool((um_paged_spec){.n_layers = 1,
-                                            .n_kv_heads = READ_HEADS,
-                                            .head_dim = 1,
-                                            .n_blocks = READ_TOKENS / 4 + 2,
-                                            .block_tokens = 4,
-                                            .type = UM_F32});
+    AUTO_POOL p = make_pool((um_paged_spec){1, READ_HEADS, 1, READ_TOKENS / 4 + 2, 4, UM_F32});
     AUTO_SEQ seq = make_seq(&p), other = {0};
     pthread_t reader;
     read_seq = &seq;
@@ -78,12 +73,7 @@ static void take_over(int signal) {
 TEST(a_copied_block_is_gathered_whole) {
     static float out[TAIL * TAIL_HEADS * TAIL_DIM];
     size_t stride = sizeof out / TAIL_HEADS;
-    AUTO_POOL p = make_pool((um_paged_spec){.n_layers = 1,
-                                            .n_kv_heads = TAIL_HEADS,
-                                            .head_dim = TAIL_DIM,
-                                            .n_blocks = 3,
-                                            .block_tokens = TAIL + 1,
-                                            .type = UM_F32});
+    AUTO_POOL p = make_pool((um_paged_spec){1, TAIL_HEADS, TAIL_DIM, 3, TAIL + 1, UM_F32});
     gathered = make_seq(&p);
     third = make_seq(&p);
     for (size_t i = 0; i < TAIL * TAIL_HEADS * TAIL_DIM; i++) {

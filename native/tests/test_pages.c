@@ -84,11 +84,8 @@ TEST(touched) {
 TEST(locked) {
     AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, 4 * page);
-    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
-        test_skip("this process may not lock memory");
-        unmap_block(&block);
-        return;
-    }
+    SKIP_UNLESS(um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK,
+                "this process may not lock memory");
     look(&block, 0, 10 * page);
     CHECK_EQ(n_with(10, UM_PAGE_LOCKED | MAPPED), 4);
     CHECK_EQ(n_with(10, UM_PAGE_LOCKED), 4);
@@ -348,7 +345,6 @@ TEST(faults) {
     CHECK_OK(run_look(&block, &test_err));
     CHECK_STR(fault_os_failed(), "um_os_scan_pages");
     CHECK_EQ(n_with(10, MAPPED), 10);
-
     /* Containers often may not ask for nodes. */
     fault_os_file(has_memory_path, "0-1\n");
     fault_os_move_pages(refuse_nodes);

@@ -47,7 +47,6 @@ TEST(small_pages) {
     CHECK_EQ(p.swapped_bytes, 0);
     CHECK_EQ(on_all_nodes(&p), 34 * page);
     CHECK_EQ(placement_of(&neighbour).resident_bytes, 0);
-
     /* Protected or locked pages split the range into several entries of smaps: all of them
      * count. */
     CHECK(mprotect(bytes + 30 * page, page, PROT_READ) == 0);
@@ -62,7 +61,6 @@ TEST(small_pages) {
     } else {
         test_skip("this process may not lock memory");
     }
-
     /* With any number of bytes from each read of /proc. */
     um_placement whole = placement_of(&block), piecewise;
     fault_os_limit_read(61);
@@ -133,7 +131,6 @@ TEST(shared) {
     CHECK_EQ(p.resident_bytes, 10 * page);
     CHECK_EQ(p.pss_bytes, 10 * page);
     CHECK_EQ(on_all_nodes(&p), 10 * page);
-
     /* A page that is mapped twice counts half in each Pss, but as a whole when locked. */
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     CHECK_EQ(placement_of(&other).resident_bytes, 0); /* it has touched none */
@@ -307,7 +304,6 @@ TEST(invented_nodes) {
         CHECK_EQ(on_all_nodes(&p), ((4 + 8 + 16 + 3 * 2048 + 64) << 10) + page);
     }
     fault_os_limit_read(0);
-
     /* A line with all possible nodes. */
     static char line[40000];
     int n = snprintf(line, sizeof line, "200000 default");
@@ -322,7 +318,6 @@ TEST(invented_nodes) {
         all = all && p.node_bytes[node] == (1000000 + node) * 4096;
     }
     CHECK(all);
-
     /* With one node, its figures are not read. */
     fault_os_file(has_memory_path, "3\n");
     p = placement_of(&block);

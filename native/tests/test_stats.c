@@ -81,7 +81,6 @@ TEST(marks) {
     CHECK_EQ(most[UM_CAT_STAGING], 1100);
     CHECK_EQ(most_inner[UM_CAT_STAGING], 300);
     CHECK_EQ(most[UM_CAT_WEIGHTS], 0);
-
     /* They may end in any order; an end leaves the others alone. */
     um_marks_end(outer);
     um_ledger_enter(UM_CAT_STAGING, 5000);
@@ -139,7 +138,6 @@ TEST(counters) {
     CHECK_EQ(after.allocated_bytes, before.allocated_bytes + 3300);
     um_heap_free(p);
     um_heap_free(NULL);
-
     /* A product that overflows to 16 must be refused. The volatile keeps the compiler from refusing
      * it first. */
     volatile size_t huge = SIZE_MAX / 16 + 2;

@@ -88,7 +88,6 @@ TEST(bounds) {
     check_take_fails(UM_E_FULL, &tape, 11, 1);
     check_take_fails(UM_E_FULL, &tape, 1, 64);
     take(&tape, 10, 1);
-
     /* There is no room for the padding, not even for a take of 0 bytes. */
     tape = make_tape(memory + 1, 63);
     check_take_fails(UM_E_FULL, &tape, 1, 64);
@@ -213,7 +212,6 @@ TEST(freeze) {
     CHECK_INVALID(um_tape_freeze(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_freeze(&tape, TOTAL + 1, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
-
     /* 0: no take at all. */
     CHECK_OK(um_tape_freeze(&tape, 0, &test_err));
     CHECK(um_tape_frozen(&tape));
@@ -225,7 +223,6 @@ TEST(freeze) {
     check_take_fails(UM_E_STATE, &tape, 1, 1);
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_INVALID, &tape, 1, 3);
-
     /* Up to a limit, as for scratch up to its high water. */
     CHECK_OK(um_tape_freeze(&tape, um_tape_high_water(&tape), &test_err));
     check_take_fails(UM_E_STATE, &tape, 101, 1);

@@ -87,7 +87,6 @@ TEST(cpus) {
         }
     }
     some[1] = n_some < 2 ? some[0] : some[1];
-
     /* A single pinned thread is not the thread of the caller. */
     int one[] = {some[1]};
     fault_os_fail_nth(0, 0);
@@ -99,7 +98,6 @@ TEST(cpus) {
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
     CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
     CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 0);
-
     /* Each thread is pinned to its own CPU; one with a negative number runs anywhere; a CPU that
      * does not exist does no harm. */
     int mixed[] = {some[0], -1, some[1], 8191};
@@ -111,7 +109,6 @@ TEST(cpus) {
     CHECK_EQ(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
     CHECK_EQ(fault_os_pinned_to(8191), 1);
     CHECK_EQ(resident(&block, 0, block.nbytes), block.nbytes);
-
     /* Without a list, the threads take the CPUs that the caller may run on in turn. */
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, NULL, &test_err));
@@ -178,7 +175,6 @@ TEST(shorter) {
     }
     CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
     unmap_block(&block);
-
     /* The last page of a file exists if the file ends inside it. */
     CHECK(ftruncate(fd, 2 * (off_t)page + 100) == 0);
     REQUIRE(CHECK_OK(um_block_attach(&block, fd, UM_ACCESS_SHARED, UM_CAT_OTHER, &test_err)));
