@@ -50,6 +50,26 @@ static inline void unmap_block(um_block *block) {
     CHECK(memcmp(block, &zeroed, sizeof zeroed) == 0);
 }
 
+/* Compares all that a user may read of a block that is one piece, but its address and its file. */
+static inline void check_block(const um_block *got, um_block want) {
+    CHECK_EQ(got->nbytes, want.nbytes);
+    CHECK_EQ(got->requested_nbytes, want.requested_nbytes);
+    CHECK_EQ(got->reserved_nbytes, want.reserved_nbytes);
+    CHECK_EQ(got->committed_nbytes, want.reserved_nbytes);
+    CHECK_EQ(got->step_nbytes, want.step_nbytes);
+    CHECK_EQ((uintptr_t)got->base % want.step_nbytes, 0);
+    CHECK_EQ(got->mirror_nbytes, want.mirror_nbytes);
+    CHECK_EQ(got->requested_pages, want.requested_pages);
+    CHECK_EQ(got->category, want.category);
+    CHECK_EQ(got->sharing, want.sharing);
+    CHECK_EQ(got->access, want.access);
+    CHECK_EQ(got->lock, UM_LOCK_NONE);
+    CHECK_EQ(got->is_file != 0, want.is_file != 0);
+    CHECK_EQ(got->fd >= 0, want.sharing != UM_SHARING_NONE);
+    CHECK(got->committed == NULL);
+    CHECK(memcmp(&got->numa, &want.numa, sizeof want.numa) == 0);
+}
+
 /* A block that is unmapped where its scope ends; it may be unmapped before. */
 #define AUTO_BLOCK __attribute__((cleanup(unmap_block))) um_block
 

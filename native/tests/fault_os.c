@@ -2,7 +2,6 @@
 #include "fault_os.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -370,15 +369,8 @@ static void *run_once(void *arg) {
 }
 
 void os_state_settle_threads(unsigned n) {
-    pthread_t threads[64];
-    REQUIRE(n <= 64);
     REQUIRE(pthread_barrier_init(&all_run, NULL, n) == 0);
-    for (unsigned i = 0; i < n; i++) {
-        REQUIRE(pthread_create(&threads[i], NULL, run_once, NULL) == 0);
-    }
-    for (unsigned i = 0; i < n; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    run_threads(n, run_once, NULL, 0);
     pthread_barrier_destroy(&all_run);
 }
 

@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -163,6 +164,24 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
 static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) {
     const unsigned char *bytes = at;
     return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
+}
+
+static inline pthread_t start_thread(void *(*fn)(void *), void *arg) {
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, fn, arg) == 0);
+    return thread;
+}
+
+/* Runs a thread for each of n arguments, which have this size, and waits for all. */
+static inline void run_threads(size_t n, void *(*fn)(void *), void *args, size_t arg_nbytes) {
+    pthread_t threads[64];
+    REQUIRE(n <= COUNT(threads));
+    for (size_t i = 0; i < n; i++) {
+        threads[i] = start_thread(fn, (char *)args + i * arg_nbytes);
+    }
+    for (size_t i = 0; i < n; i++) {
+        pthread_join(threads[i], NULL);
+    }
 }
 
 /* A descriptor that is closed where its scope ends. */

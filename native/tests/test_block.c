@@ -1,29 +1,6 @@
 /* Blocks: what is mapped, what the kernel reports, and what is left when a call fails. */
 #include "blocks.h"
 
-/* huge_page is 0 when the kernel has no huge pages: then a block gets base pages, and says so. */
-
-/* The fields of a block that is one piece. */
-static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
-                         size_t nbytes, size_t step) {
-    CHECK_EQ(block->nbytes, nbytes);
-    CHECK_EQ(block->reserved_nbytes, nbytes);
-    CHECK_EQ(block->committed_nbytes, nbytes);
-    CHECK(block->committed == NULL);
-    CHECK_EQ(block->step_nbytes, step);
-    CHECK_EQ((uintptr_t)block->base % step, 0);
-    CHECK_EQ(block->requested_nbytes, asked);
-    CHECK(block->requested_pages == options->pages);
-    CHECK(block->category == options->category);
-    CHECK(memcmp(&block->numa, &options->numa, sizeof block->numa) == 0);
-    CHECK(block->lock == UM_LOCK_NONE);
-    CHECK(block->sharing == options->sharing);
-    bool shared = options->sharing != UM_SHARING_NONE;
-    CHECK(block->access == (shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
-    CHECK((block->fd >= 0) == shared);
-    CHECK(block->is_file == 0);
-}
-
 static void check_permissions(const um_block *block, const char *permissions) {
     const unsigned char *bytes = block->base;
     CHECK_STR(os_state_permissions(bytes - 1), "---p");
@@ -40,11 +17,19 @@ static void check_map_with(size_t asked, const um_block_options *options, size_t
     um_ledger_row row = ledger_row(options->category), row_mapped;
 
     block = make_block(asked, options);
-    check_fields(&block, options, asked, nbytes, step);
+    bool shared = options->sharing != UM_SHARING_NONE;
+    check_block(&block, (um_block){.nbytes = nbytes,
+                                   .requested_nbytes = asked,
+                                   .reserved_nbytes = nbytes,
+                                   .step_nbytes = step,
+                                   .requested_pages = options->pages,
+                                   .category = options->category,
+                                   .sharing = options->sharing,
+                                   .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE});
     row_mapped = ledger_row(options->category);
     CHECK_EQ(row_mapped.n_mappings, row.n_mappings + 1);
     CHECK_EQ(row_mapped.mapped_bytes, row.mapped_bytes + nbytes);
-    check_permissions(&block, options->sharing == UM_SHARING_NONE ? "rw-p" : "rw-s");
+    check_permissions(&block, shared ? "rw-s" : "rw-p");
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
     unsigned char *bytes = block.base;
     bool zeroed = true;

@@ -33,8 +33,6 @@ static void *allocate(size_t nbytes) {
     return p;
 }
 
-/* ---- references ---- */
-
 /* The values of a 16-bit format in order, from 0 to the largest, and the one that would follow: a
  * number nearer to that than to the largest becomes infinite. All are exact. */
 typedef struct format {
@@ -150,8 +148,6 @@ TEST(references) {
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
 
-/* ---- floating-point modes ---- */
-
 typedef struct fp_mode {
     const char *name;
     uint64_t word; /* MXCSR, FPCR */
@@ -221,8 +217,6 @@ static void check_same(const way *w, const char *what, const void *got, const vo
     CHECK_EQ(n_wrong, 0);
 }
 
-/* ---- every value of 16 bits ---- */
-
 static void check_all_narrow(const way *w, const format *f) {
     uint16_t *codes = allocate(N_NARROW * sizeof *codes), *back = allocate(N_NARROW * sizeof *back);
     float *values = allocate(N_NARROW * sizeof *values);
@@ -248,8 +242,6 @@ static void check_all_narrow(const way *w, const format *f) {
     free(back);
     free(values);
 }
-
-/* ---- float32, by strata ---- */
 
 enum { MAX_INPUTS = 3 << 20 };
 static float *inputs;
@@ -310,8 +302,6 @@ static void check_narrowing(const way *w) {
     }
     free(out);
 }
-
-/* ---- q8_0 ---- */
 
 enum { N_BLOCKS = 40000 };
 static float *rows;
@@ -425,8 +415,6 @@ static void check_dequantizing(const way *w) {
     free(out);
 }
 
-/* ---- all pairs of types ---- */
-
 static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
@@ -509,8 +497,6 @@ static void check_lengths(const way *w) {
         }
     }
 }
-
-/* ---- the public function ---- */
 
 TEST(convert) {
     const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};

@@ -51,18 +51,14 @@ TEST(map) {
             um_ledger_row row = ledger_row(UM_CAT_WEIGHTS), mapped;
             um_block block = map_file(fd, offset, nbytes, access);
             close(fd);
-            CHECK_EQ(block.nbytes, nbytes);
-            CHECK_EQ(block.requested_nbytes, nbytes);
-            CHECK_EQ((uintptr_t)block.base % page, 0);
-            CHECK(block.is_file != 0);
-            CHECK(block.category == UM_CAT_WEIGHTS);
-            CHECK(block.access == access);
-            CHECK(block.sharing == UM_SHARING_NONE);
-            CHECK(block.fd == -1);
-            CHECK(block.step_nbytes == page);
-            CHECK(block.committed == NULL);
-            CHECK(block.reserved_nbytes == whole);
-            CHECK(block.committed_nbytes == whole);
+            check_block(&block, (um_block){.nbytes = nbytes,
+                                           .requested_nbytes = nbytes,
+                                           .reserved_nbytes = whole,
+                                           .step_nbytes = page,
+                                           .requested_pages = block.requested_pages,
+                                           .category = UM_CAT_WEIGHTS,
+                                           .access = access,
+                                           .is_file = 1});
             CHECK(um_block_is_committed(&block, 0, nbytes));
             CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
@@ -76,9 +72,7 @@ TEST(map) {
             CHECK_EQ(p.resident_bytes, whole);
             CHECK(p.pss_bytes <= whole);
             CHECK(p.pss_bytes > 0);
-            uint64_t resident = 0;
-            CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
-            CHECK_EQ(resident, whole);
+            CHECK_EQ(resident(&block, 0, nbytes), whole);
             unmap_block(&block);
             mapped = ledger_row(UM_CAT_WEIGHTS);
             CHECK_EQ(mapped.n_mappings, row.n_mappings);

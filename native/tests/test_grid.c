@@ -1,7 +1,6 @@
 /* The grid: sizes, cells, giving twice, and the ABA problem under many threads. */
 #include "test.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 enum { MEMORY_BYTES = 1 << 16 };
@@ -324,14 +323,10 @@ static void check_threads(uint32_t n_cells, uint32_t hold) {
     um_grid grid = make_grid(&tape, 64, n_cells);
     shared_grid s = {.grid = &grid, .hold = hold};
     worker workers[N_THREADS];
-    pthread_t threads[N_THREADS];
     for (uint32_t i = 0; i < N_THREADS; i++) {
         workers[i] = (worker){.shared = &s, .id = i + 1};
-        REQUIRE(pthread_create(&threads[i], NULL, take_and_give, &workers[i]) == 0);
     }
-    for (int i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    run_threads(N_THREADS, take_and_give, workers, sizeof workers[0]);
     CHECK_EQ(atomic_load(&s.n_twice), 0);
     CHECK_EQ(atomic_load(&s.n_foreign), 0);
     CHECK_EQ(atomic_load(&s.n_lost), 0);
@@ -443,10 +438,7 @@ TEST(rivals) {
     um_tape tape = make_tape(memory, sizeof memory);
     um_grid grid = make_grid(&tape, 64, 3);
     rivals r = {.grid = &grid};
-    pthread_t threads[2];
-    for (int i = 0; i < 2; i++) {
-        REQUIRE(pthread_create(&threads[i], NULL, give_the_same, &r) == 0);
-    }
+    pthread_t threads[] = {start_thread(give_the_same, &r), start_thread(give_the_same, &r)};
     for (uint32_t round = 1; round <= N_RIVALRIES; round++) {
         CHECK_OK(um_grid_take(&grid, &r.id, &test_err));
         atomic_store(&r.round, round);

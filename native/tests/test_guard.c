@@ -1,6 +1,5 @@
 /* The guard: pages of truncated files, with many threads, and with handlers that are installed and
  * removed. */
-#include <pthread.h>
 #include <sys/syscall.h>
 
 #include "blocks.h"
@@ -112,8 +111,6 @@ TEST(first) {
     CHECK_EQ(fault_os_calls_of("um_os_at_fork"), 1);
 }
 
-/* ---- one thread ---- */
-
 TEST(copy) {
     struct sigaction before = action_now();
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
@@ -194,16 +191,13 @@ static void *run_blocked(void *arg) {
 }
 
 TEST(blocked) {
-    pthread_t thread;
-    REQUIRE(pthread_create(&thread, NULL, run_blocked, NULL) == 0);
+    pthread_t thread = start_thread(run_blocked, NULL);
     pthread_join(thread, NULL);
     sigset_t mask = mask_now();
     CHECK(read_cut(NULL) == UM_E_IO);
     mask = mask_now();
     CHECK(sigismember(&mask, SIGBUS) == 0);
 }
-
-/* ---- passing faults on to the previous handler ---- */
 
 static void default_action(void) {
     install_plain(SIG_DFL);
@@ -366,8 +360,6 @@ CHILD(hardware_losses, SIGBUS) {
         um_guard_run(cut, page, tell_of_loss, NULL, NULL);
     }
 }
-
-/* ---- handlers that are installed during a run ---- */
 
 static struct sigaction previous;
 
@@ -557,8 +549,6 @@ CHILD(keeps_two_by_turns, SIGBUS) {
     touch(foreign + page);
 }
 
-/* ---- many threads ---- */
-
 static _Atomic bool is_over;
 
 static void *fault_often(void *arg) {
@@ -578,19 +568,9 @@ static void *fault_often(void *arg) {
     return arg;
 }
 
-static void run_threads(void) {
-    pthread_t threads[N_THREADS];
-    for (int i = 0; i < N_THREADS; i++) {
-        REQUIRE(pthread_create(&threads[i], NULL, fault_often, NULL) == 0);
-    }
-    for (int i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
-}
-
 TEST(threads) {
     struct sigaction before = action_now();
-    run_threads();
+    run_threads(N_THREADS, fault_often, NULL, 0);
     CHECK(is_action(&before));
 }
 
@@ -607,10 +587,9 @@ static void *send_often(void *arg) {
 
 CHILD(others_hear_theirs, EXIT) {
     unsigned n_sent = 0;
-    pthread_t sender;
     install_plain(count);
-    REQUIRE(pthread_create(&sender, NULL, send_often, &n_sent) == 0);
-    run_threads();
+    pthread_t sender = start_thread(send_often, &n_sent);
+    run_threads(N_THREADS, fault_often, NULL, 0);
     atomic_store(&is_over, true);
     pthread_join(sender, NULL);
     /* Pending signals are merged into one. */
@@ -639,17 +618,14 @@ static void *come_often(void *arg) {
 }
 
 CHILD(others_come, EXIT) {
-    pthread_t other;
-    REQUIRE(pthread_create(&other, NULL, come_often, NULL) == 0);
-    run_threads();
+    pthread_t other = start_thread(come_often, NULL);
+    run_threads(N_THREADS, fault_often, NULL, 0);
     atomic_store(&is_over, true);
     pthread_join(other, NULL);
     CHECK(action_now().sa_handler == hear_one);
     CHECK(read_cut(NULL) == UM_E_IO);
     CHECK(action_now().sa_handler == hear_one);
 }
-
-/* ---- forks ---- */
 
 static pthread_barrier_t inside, forked;
 
@@ -673,11 +649,10 @@ static void child_of_a_run(void) {
 }
 
 CHILD(fork_while_guarded, EXIT) {
-    pthread_t other;
     default_action();
     pthread_barrier_init(&inside, NULL, 2);
     pthread_barrier_init(&forked, NULL, 2);
-    REQUIRE(pthread_create(&other, NULL, stay_inside, NULL) == 0);
+    pthread_t other = start_thread(stay_inside, NULL);
     pthread_barrier_wait(&inside);
     CHECK(end_of(child_of_a_run) == SIGBUS);
     CHECK(action_now().sa_handler != SIG_DFL); /* in the parent the run goes on */
@@ -701,17 +676,14 @@ static void one_run(void) {
 
 /* A child process never waits for a lock that a thread of its parent had. */
 CHILD(fork_between, EXIT) {
-    pthread_t other;
     unsigned char out;
-    REQUIRE(pthread_create(&other, NULL, run_often, &out) == 0);
+    pthread_t other = start_thread(run_often, &out);
     for (int i = 0; i < 100; i++) {
         CHECK(end_of(one_run) == EXIT);
     }
     atomic_store(&is_over, true);
     pthread_join(other, NULL);
 }
-
-/* ---- each system call in turn ---- */
 
 TEST(faults) {
     struct sigaction before = action_now();

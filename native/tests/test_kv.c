@@ -18,8 +18,6 @@ static void make_fixed(kv_model *m, um_kv_spec spec) {
     make_model(m, spec, spec.max_seq_len, spec.max_seq_len, 64, false);
 }
 
-/* ---- storage ---- */
-
 static um_status init_status(const um_kv_spec *spec, const um_kv_storage *storage, um_error *err) {
     um_kv kv;
     SPOIL(kv);
@@ -227,8 +225,6 @@ TEST(sizes) {
     }
 }
 
-/* ---- append ---- */
-
 /* All orders, types and batches; 1, 0, 2 and 4 tokens fill the cache to the last row. */
 TEST(append) {
     uint64_t steps[] = {1, 0, 2, 4};
@@ -334,8 +330,6 @@ TEST(append_halves) {
     CHECK_REFUSED(UM_E_STATE, &m, um_kv_append_begin(kv, 0, 1, &row, &test_err));
 }
 
-/* ---- reading ---- */
-
 TEST(refused_reads) {
     AUTO_MODEL m;
     um_kv *kv = &m.kv;
@@ -361,8 +355,6 @@ TEST(refused_reads) {
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)4, &test_err));
     CHECK(um_kv_read(kv, 0, 0, 2, 5, out, UM_F32, NULL) == UM_E_INVALID);
 }
-
-/* ---- reserve, commit, rollback ---- */
 
 TEST(refused_reserves) {
     AUTO_MODEL m;
@@ -494,8 +486,6 @@ TEST(keep_first) {
         }
     }
 }
-
-/* ---- for the owner of the storage ---- */
 
 /* Moves bytes as memmove does. The last of a given number of calls fails. */
 static um_status move_some(void *context, void *to, const void *from, size_t nbytes) {

@@ -3,8 +3,6 @@
  * after that many, the writer waits for the readers. */
 #include "kv_model.h"
 
-#include <pthread.h>
-
 enum { LAYERS = 2, VALUES = 1024, WINDOW = 24, SPARE = 8, N_PHASES = 200, N_READERS = 2 };
 
 static const um_kv *read_kv;

@@ -1,15 +1,11 @@
 /* Loading: memory holds what the files hold, however the reads are split, and all threads end. */
-
 #include <dirent.h>
-#include <pthread.h>
 #include <sched.h>
 
 #include "blocks.h"
 
 /* A size that takes long to read byte by byte, so that a check in between finds it unfinished. */
 enum { ENDLESS = 64 << 20 };
-
-/* ---- files and loads ---- */
 
 static unsigned char byte_of(uint64_t seed, uint64_t at) {
     return (unsigned char)((at + seed * 977) * 2654435761u >> 13);
@@ -68,8 +64,6 @@ static void check_load(const um_load_part *parts, size_t n_parts, const um_load_
     CHECK_OK(load_all(parts, n_parts, options, &nbytes, NULL, &test_err));
     CHECK_EQ(nbytes, total);
 }
-
-/* ---- what is read ---- */
 
 TEST(sizes) {
     size_t file_nbytes = 3 * unit + 7;
@@ -232,8 +226,6 @@ TEST(direct) {
         }
     }
 }
-
-/* ---- failures ---- */
 
 TEST(short_files) {
     AUTO_BLOCK block = make_pages(30 * page, UM_PAGES_4K);
@@ -441,8 +433,6 @@ TEST(refused) {
     CHECK_EQ(fault_os_calls_of("um_os_pread"), 0);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
 }
-
-/* ---- threads ---- */
 
 TEST(cpus) {
     AUTO_BLOCK block = make_pages(4 * unit, UM_PAGES_AUTO);

@@ -12,8 +12,6 @@
 
 enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
 
-/* ---- the simulated kernel ---- */
-
 static unsigned char *const base = (unsigned char *)(uintptr_t)0x100000000000;
 
 static struct {
@@ -191,8 +189,6 @@ static void play_books(void) {
     fault_os_move_pages(play_move_pages);
 }
 
-/* ---- the blocks ---- */
-
 static um_numa policy(um_numa_mode mode, uint64_t nodes) {
     return (um_numa){.mode = mode, .nodes = {nodes}};
 }
@@ -243,8 +239,6 @@ static size_t n_misplaced_at_best(const um_numa *numa, const uint32_t *weights, 
     return best;
 }
 
-/* ---- the pattern ---- */
-
 TEST(pattern) {
     uint64_t seed = 7;
     for (int round = 0; round < 200; round++) {
@@ -282,8 +276,6 @@ TEST(pattern) {
     CHECK(pattern.cycle == 1);
     CHECK_EQ(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
 }
-
-/* ---- any of several nodes ---- */
 
 TEST(bind) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_PREFERRED};
@@ -332,8 +324,6 @@ TEST(gaps) {
     CHECK_EQ(n_on(3), 13 * 64);
     CHECK_EQ(n_on(2), 0);
 }
-
-/* ---- interleaving ---- */
 
 TEST(interleave) {
     uint64_t nodes = 1 << 0 | 1 << 1 | 1 << 3, seed = 11;
@@ -427,8 +417,6 @@ TEST(weighted) {
     }
 }
 
-/* ---- huge pages ---- */
-
 enum { HUGE = 512 };
 
 TEST(huge_pages) {
@@ -502,8 +490,6 @@ TEST(hugetlb) {
     }
 }
 
-/* ---- pages that cannot be moved ---- */
-
 TEST(full_node) {
     play(20000, um_page_bytes(), 2);
     kernel.room[1] = 3000;
@@ -560,8 +546,6 @@ TEST(immovable_pages) {
         CHECK(kernel.n_calls < 1000);
     }
 }
-
-/* ---- refused calls, and faults ---- */
 
 TEST(refused) {
     play(4, um_page_bytes(), NOWHERE);
@@ -643,8 +627,6 @@ TEST(faults) {
     fault_os_file(weights[0], NULL);
     fault_os_file(weights[1], NULL);
 }
-
-/* ---- the real kernel ---- */
 
 /* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
 TEST(real_kernel) {

@@ -1,7 +1,6 @@
 /* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #include "blocks.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include "os.h"

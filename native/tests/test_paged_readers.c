@@ -1,7 +1,6 @@
 /* Paged KV memory: a reader beside the writer never sees half of what is written. */
 #include "paged_pool.h"
 
-#include <pthread.h>
 #include <signal.h>
 
 enum { READ_TOKENS = 3000, READ_HEADS = 2 };
@@ -30,9 +29,8 @@ static void *read_all(void *arg) {
 TEST(reader_beside_the_writer) {
     AUTO_POOL p = make_pool((um_paged_spec){1, READ_HEADS, 1, READ_TOKENS / 4 + 2, 4, UM_F32});
     AUTO_SEQ seq = make_seq(&p), other = {0};
-    pthread_t reader;
     read_seq = &seq;
-    REQUIRE(pthread_create(&reader, NULL, read_all, NULL) == 0);
+    pthread_t reader = start_thread(read_all, NULL);
     for (uint32_t t = 0; t < READ_TOKENS; t++) {
         float row[READ_HEADS] = {(float)t, (float)t};
         CHECK_OK(um_paged_append(&seq, 0, row, row, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));

@@ -1,5 +1,4 @@
 /* Placement: the report on a block agrees with the kernel's figures, whatever they are. */
-
 #include <sys/syscall.h>
 
 #include "blocks.h"

@@ -2,19 +2,14 @@
 #include "blocks.h"
 
 static void check_attached(const um_block *block, um_access access, size_t nbytes, size_t step) {
-    CHECK_EQ(block->nbytes, nbytes);
-    CHECK_EQ(block->reserved_nbytes, nbytes);
-    CHECK_EQ(block->committed_nbytes, nbytes);
-    CHECK_EQ(block->requested_nbytes, file_nbytes(block->fd));
-    CHECK_EQ(block->step_nbytes, step);
-    CHECK_EQ((uintptr_t)block->base % step, 0);
-    CHECK(block->committed == NULL);
-    CHECK(block->is_file == 0);
-    CHECK(block->lock == UM_LOCK_NONE);
-    CHECK(block->sharing == UM_SHARING_FD);
-    CHECK(block->access == access);
-    CHECK(block->category == UM_CAT_STAGING);
-    CHECK(block->numa.mode == UM_NUMA_NONE);
+    check_block(block, (um_block){.nbytes = nbytes,
+                                  .requested_nbytes = file_nbytes(block->fd),
+                                  .reserved_nbytes = nbytes,
+                                  .step_nbytes = step,
+                                  .requested_pages = block->requested_pages,
+                                  .category = UM_CAT_STAGING,
+                                  .sharing = UM_SHARING_FD,
+                                  .access = access});
     CHECK_STR(os_state_permissions(block->base), access == UM_ACCESS_READ ? "r--s" : "rw-s");
     CHECK_STR(os_state_permissions((char *)block->base - 1), "---p");
     CHECK_STR(os_state_permissions((char *)block->base + nbytes), "---p");

@@ -1,8 +1,6 @@
 /* The ledger and the counters. */
 #include "test.h"
 
-#include <pthread.h>
-
 #include "stats.h"
 
 static um_ledger_row row_of(um_category category) {
@@ -147,7 +145,7 @@ TEST(counters) {
     CHECK_EQ(after.allocated_bytes, before.allocated_bytes + 3300);
 }
 
-enum { N_THREADS = 4, N_ROUNDS = 500000 };
+enum { N_THREADS = 4, N_ROUNDS = 100000 };
 enum { MOST_BYTES = 4096 * (N_THREADS * (N_THREADS + 1) / 2) };
 
 static pthread_barrier_t all_run;
@@ -175,18 +173,11 @@ static void *enter_and_leave(void *arg) {
 }
 
 TEST(threads) {
-    pthread_t threads[N_THREADS];
-    unsigned ids[N_THREADS];
+    unsigned ids[N_THREADS] = {0, 1, 2, 3};
     um_counters before, after;
     um_counters_read(&before);
     REQUIRE(pthread_barrier_init(&all_run, NULL, N_THREADS) == 0);
-    for (unsigned i = 0; i < N_THREADS; i++) {
-        ids[i] = i;
-        REQUIRE(pthread_create(&threads[i], NULL, enter_and_leave, &ids[i]) == 0);
-    }
-    for (unsigned i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    run_threads(N_THREADS, enter_and_leave, ids, sizeof ids[0]);
     pthread_barrier_destroy(&all_run);
     um_counters_read(&after);
     CHECK_EQ(after.n_os_calls, before.n_os_calls + (uint64_t)N_THREADS * N_ROUNDS);

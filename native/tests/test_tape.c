@@ -1,8 +1,6 @@
 /* The tape: alignment, bounds without overflow, marks, keeping, freezing, and many threads. */
 #include "test.h"
 
-#include <pthread.h>
-
 enum { TOTAL = 4096 };
 
 static _Alignas(4096) unsigned char memory[2 * TOTAL];
@@ -298,18 +296,16 @@ static void *take_until_full(void *arg) {
 }
 
 static void check_many_threads(size_t max_align) {
-    pthread_t threads[N_THREADS];
     taker takers[N_THREADS];
     memset(big_memory, 0, BIG_TOTAL);
     um_tape tape = make_tape(big_memory, BIG_TOTAL);
     for (unsigned i = 0; i < N_THREADS; i++) {
         takers[i] =
             (taker){.tape = &tape, .seed = i, .max_align = max_align, .id = (unsigned char)(i + 1)};
-        REQUIRE(pthread_create(&threads[i], NULL, take_until_full, &takers[i]) == 0);
     }
+    run_threads(N_THREADS, take_until_full, takers, sizeof takers[0]);
     size_t n_takes = 0, nbytes = 0, n_owned[N_THREADS + 1] = {0};
     for (unsigned i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
         CHECK(takers[i].aligned);
         CHECK(takers[i].zeroed);
         n_takes += takers[i].n_takes;

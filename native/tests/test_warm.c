@@ -1,6 +1,5 @@
 /* Warming: what is in RAM afterwards, which threads brought it there, and the error when a page is
  * not available. */
-
 #include <sched.h>
 
 #include "blocks.h"
