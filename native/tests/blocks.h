@@ -115,6 +115,21 @@ static inline uint64_t on_all_nodes(const um_placement *placement) {
     return sum;
 }
 
+/* Checks the report on a block that no other process maps. */
+static inline void check_placed(const um_block *block, um_pages pages, size_t page_bytes,
+                                uint64_t resident_bytes, uint64_t huge_bytes,
+                                uint64_t locked_bytes) {
+    um_placement placement = placement_of(block);
+    CHECK_EQ(placement.pages, pages);
+    CHECK_EQ(placement.page_bytes, page_bytes);
+    CHECK_EQ(placement.resident_bytes, resident_bytes);
+    CHECK_EQ(placement.pss_bytes, resident_bytes);
+    CHECK_EQ(placement.huge_bytes, huge_bytes);
+    CHECK_EQ(placement.locked_bytes, locked_bytes);
+    CHECK_EQ(placement.swapped_bytes, 0);
+    CHECK_EQ(on_all_nodes(&placement), resident_bytes);
+}
+
 /* The page faults of this process so far. */
 static inline long faults_now(void) {
     struct rusage usage;

@@ -428,9 +428,8 @@ static bool is_harmless(const fault_case *c, const char *function) {
 
 /* Returns true when there was an Nth call to fail. */
 static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_err) {
-    void *outputs = malloc(c->outputs_nbytes + 1);
+    void *outputs = allocate(c->outputs_nbytes + 1);
     um_error err, untouched;
-    REQUIRE(outputs != NULL);
     memcpy(outputs, c->outputs, c->outputs_nbytes);
     test_err_pattern(&err);
     test_err_pattern(&untouched);

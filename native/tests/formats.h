@@ -25,8 +25,7 @@ static void put_zeros(size_t nbytes) {
 
 /* Parses the first nbytes of `file` as part of a file of `size`. */
 static um_status parse(HEADER *out, size_t nbytes, uint64_t size) {
-    unsigned char *exact = malloc(nbytes == 0 ? 1 : nbytes);
-    REQUIRE(exact != NULL);
+    unsigned char *exact = allocate(nbytes);
     memcpy(exact, file, nbytes);
     um_status status = PARSE(out, exact, nbytes, size, &test_err);
     free(exact);

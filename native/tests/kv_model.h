@@ -107,10 +107,9 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
         map_plain(m, gap);
     }
     m->storage.base = m->map;
-    m->image = malloc(m->n_lanes * m->lane_nbytes);
-    m->given = malloc(m->n_lanes * SPAN * m->row_bytes);
-    m->holder = malloc(spec.n_layers * n_rows * sizeof *m->holder);
-    REQUIRE(m->image != NULL);
+    m->image = allocate(m->n_lanes * m->lane_nbytes);
+    m->given = allocate(m->n_lanes * SPAN * m->row_bytes);
+    m->holder = allocate(spec.n_layers * n_rows * sizeof *m->holder);
     REQUIRE(m->given != NULL);
     REQUIRE(m->holder != NULL);
     memset(m->image, FILL, m->n_lanes * m->lane_nbytes);
@@ -318,9 +317,8 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
 /* n values, in heap memory of their exact size. */
 static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     size_t nbytes = n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-    float *floats = malloc(n * sizeof *floats + 1);
-    void *out = malloc(nbytes + (nbytes == 0));
-    REQUIRE(floats != NULL);
+    float *floats = allocate(n * sizeof *floats + 1);
+    void *out = allocate(nbytes);
     REQUIRE(out != NULL);
     for (size_t i = 0; i < n; i++) {
         floats[i] = (float)(int32_t)test_random(&m->random) * 0x1p-28f;
@@ -631,8 +629,7 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     size_t heads = m->spec.n_kv_heads, dim = m->spec.head_dim;
     size_t head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     size_t nbytes = valid ? m->spec.batch * heads * (size_t)n * head : 64;
-    unsigned char *out = malloc(nbytes + 1), *expected = malloc(nbytes + 1);
-    REQUIRE(out != NULL);
+    unsigned char *out = allocate(nbytes + 1), *expected = allocate(nbytes + 1);
     REQUIRE(expected != NULL);
     memset(out, FILL, nbytes + 1);
     memset(expected, FILL, nbytes + 1);

@@ -68,9 +68,8 @@ static inline size_t bytes_of(um_dtype type, size_t n) {
 static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, const uint32_t *tokens,
                               uint64_t n, um_dtype type, um_kv_order order) {
     size_t heads = s->n_kv_heads, dim = s->head_dim;
-    unsigned char *rows = malloc(bytes_of(type, n * heads * dim) + (n == 0));
-    float *head = malloc(dim * sizeof *head);
-    REQUIRE(rows != NULL);
+    unsigned char *rows = allocate(bytes_of(type, n * heads * dim) + (n == 0));
+    float *head = allocate(dim * sizeof *head);
     REQUIRE(head != NULL);
     for (uint64_t t = 0; t < n; t++) {
         for (size_t h = 0; h < heads; h++) {

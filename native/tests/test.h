@@ -166,6 +166,13 @@ static inline bool is_filled(const void *at, size_t nbytes, unsigned char byte) 
     return nbytes == 0 || (bytes[0] == byte && memcmp(bytes, bytes + 1, nbytes - 1) == 0);
 }
 
+/* Memory of exactly nbytes, so that a sanitizer sees what is done behind it. */
+static inline void *allocate(size_t nbytes) {
+    void *p = malloc(nbytes + (nbytes == 0));
+    REQUIRE(p != NULL);
+    return p;
+}
+
 static inline pthread_t start_thread(void *(*fn)(void *), void *arg) {
     pthread_t thread;
     REQUIRE(pthread_create(&thread, NULL, fn, arg) == 0);

@@ -51,9 +51,7 @@ TEST(collapse) {
 
 /* The system calls of one collapse: mincore, madvise, mincore, mincore, madvise, mincore. */
 TEST(collapse_answers) {
-    if (huge_page == 0) {
-        return;
-    }
+    SKIP_UNLESS(gives_huge_pages(2), "the kernel gives no huge pages");
     AUTO_BLOCK block = make_scattered(UM_SHARING_NONE);
     fault_os_fail_nth(2, EBUSY); /* no room in the memory cgroup */
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
@@ -73,9 +71,7 @@ static um_status run_collapse(void *context, um_error *err) {
 
 /* With a block in three parts. */
 TEST(failures) {
-    if (huge_page == 0) {
-        return;
-    }
+    SKIP_UNLESS(gives_huge_pages(3), "the kernel gives no huge pages");
     AUTO_BLOCK block =
         make_block(huge_page, OPTIONS(.pages = UM_PAGES_THP, .category = UM_CAT_SCRATCH,
                                       .reserve_nbytes = 5 * huge_page));
@@ -104,12 +100,8 @@ static void check_images(size_t n_pieces, size_t halves, size_t huge_halves) {
         return;
     }
     CHECK_EQ(faults_of_reading(&block), 0); /* through any image */
-    um_placement placement = placement_of(&block);
-    CHECK_EQ(placement.resident_bytes, n_pieces * m);
-    CHECK_EQ(placement.pss_bytes, n_pieces * m);
-    CHECK_EQ(placement.huge_bytes, huge_halves * huge_page / 2);
-    CHECK(placement.pages == (huge_halves == 0 ? UM_PAGES_4K : UM_PAGES_THP));
-    CHECK_EQ(on_all_nodes(&placement), n_pieces * m);
+    check_placed(&block, huge_halves == 0 ? UM_PAGES_4K : UM_PAGES_THP,
+                 huge_halves == 0 ? page : huge_page, n_pieces * m, huge_halves * huge_page / 2, 0);
     for (size_t i = 0; i < 2 * n_pieces; i++) {
         CHECK(is_filled(image(&block, i), m, (unsigned char)(i / 2 * 2 + 1)));
     }

@@ -7,10 +7,7 @@
 #include <math.h>
 
 #include "convert.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "fp_modes.h"
 
 enum { N_NARROW = 65536, BLOCK = 32 };
 
@@ -18,19 +15,6 @@ static uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
-}
-
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Memory of exactly nbytes, so that AddressSanitizer sees a read past the end. */
-static void *allocate(size_t nbytes) {
-    void *p = malloc(nbytes + (nbytes == 0));
-    REQUIRE(p != NULL);
-    return p;
 }
 
 /* The values of a 16-bit format in order, from 0 to the largest, and the one that would follow: a
@@ -147,41 +131,6 @@ TEST(references) {
     CHECK(block.d == 0x3c00);
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
-
-typedef struct fp_mode {
-    const char *name;
-    uint64_t word; /* MXCSR, FPCR */
-} fp_mode;
-
-/* Denormals become zeros, as operands (DAZ) and as results (FTZ), and rounding is upwards. */
-#if defined(__x86_64__)
-static const fp_mode modes[] = {{"usual mode", 0x1f80}, {"FTZ, DAZ, rounding up", 0xdfc0}};
-static void set_mode(uint64_t word) {
-    _mm_setcsr((unsigned)word);
-}
-static uint64_t get_mode(void) {
-    return _mm_getcsr() & ~0x3fu;
-}
-#elif defined(__aarch64__)
-static const fp_mode modes[] = {{"usual mode", 0}, {"FZ, rounding up", 1 << 24 | 1 << 22}};
-static void set_mode(uint64_t word) {
-    __asm__ volatile("msr fpcr, %0" : : "r"(word));
-}
-static uint64_t get_mode(void) {
-    uint64_t word;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(word));
-    return word;
-}
-#else
-static const fp_mode modes[] = {{"usual mode", 0}};
-static void set_mode(uint64_t word) {
-    (void)word;
-}
-static uint64_t get_mode(void) {
-    return 0;
-}
-#endif
-enum { N_MODES = COUNT(modes) };
 
 /* What is under test: one code in one mode. */
 typedef struct way {

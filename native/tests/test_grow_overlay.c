@@ -7,8 +7,7 @@ enum { FILE_PAGES = 6, RESERVED = 12 };
 /* A file whose pages are filled with a, b, c ... */
 static int make_file(void) {
     int fd = temp_file();
-    unsigned char *bytes = malloc(FILE_PAGES * page);
-    REQUIRE(bytes != NULL);
+    unsigned char *bytes = allocate(FILE_PAGES * page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         memset(bytes + i * page, 'a' + (int)i, page);
     }
@@ -19,8 +18,7 @@ static int make_file(void) {
 
 static bool file_is_as_it_was(int fd) {
     bool same = true;
-    unsigned char *bytes = malloc(page);
-    REQUIRE(bytes != NULL);
+    unsigned char *bytes = allocate(page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         same = same && pread(fd, bytes, page, (off_t)(i * page)) == (ssize_t)page &&
                is_filled(bytes, page, (unsigned char)('a' + i));

@@ -552,8 +552,7 @@ CHILD(keeps_two_by_turns, SIGBUS) {
 static _Atomic bool is_over;
 
 static void *fault_often(void *arg) {
-    unsigned char *own = map_cut(), *out = malloc(page);
-    REQUIRE(out != NULL);
+    unsigned char *own = map_cut(), *out = allocate(page);
     for (int i = 0; i < N_FAULTS; i++) {
         um_error err;
         size_t at = (size_t)(1 + i % (FILE_PAGES - 1)) * page + (size_t)i % page;

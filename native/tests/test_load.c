@@ -12,8 +12,7 @@ static unsigned char byte_of(uint64_t seed, uint64_t at) {
 }
 
 static void fill_file(int fd, uint64_t seed, size_t nbytes) {
-    unsigned char *bytes = malloc(nbytes + 1);
-    REQUIRE(bytes != NULL);
+    unsigned char *bytes = allocate(nbytes + 1);
     for (size_t i = 0; i < nbytes; i++) {
         bytes[i] = byte_of(seed, i);
     }

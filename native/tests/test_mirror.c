@@ -7,12 +7,15 @@ TEST(images) {
     fault_os_fail_nth(0, 0);
     um_block block = make_mirror(N_PIECES, m, UM_PAGES_AUTO);
     CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 2 * N_PIECES);
-    CHECK_EQ(block.nbytes, 2 * N_PIECES * m);
-    CHECK_EQ(block.reserved_nbytes, 2 * N_PIECES * m);
-    CHECK_EQ(block.committed_nbytes, 2 * N_PIECES * m);
-    CHECK_EQ(block.requested_nbytes, N_PIECES * m);
-    CHECK_EQ(block.mirror_nbytes, m);
-    CHECK_EQ(block.step_nbytes, page);
+    um_block want = {.nbytes = 2 * N_PIECES * m,
+                     .requested_nbytes = N_PIECES * m,
+                     .reserved_nbytes = 2 * N_PIECES * m,
+                     .step_nbytes = page,
+                     .mirror_nbytes = m,
+                     .category = UM_CAT_HISTORY,
+                     .sharing = UM_SHARING_MEMFD,
+                     .access = UM_ACCESS_SHARED};
+    check_block(&block, want);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
     CHECK(is_filled(block.base, block.nbytes, 0));
     fill_images(&block);
@@ -95,13 +98,7 @@ TEST(warm) {
         CHECK_EQ(smaps_bytes(image(&block, i), "Rss"), m);
         CHECK_EQ(smaps_bytes(image(&block, i), "Pss"), m / 2);
     }
-    um_placement placement = placement_of(&block);
-    CHECK_EQ(placement.resident_bytes, N_PIECES * m);
-    CHECK_EQ(placement.pss_bytes, N_PIECES * m);
-    CHECK(placement.pages == UM_PAGES_4K);
-    CHECK(placement.huge_bytes == 0);
-    CHECK_EQ(placement.locked_bytes, 0);
-    CHECK_EQ(on_all_nodes(&placement), N_PIECES * m);
+    check_placed(&block, UM_PAGES_4K, page, N_PIECES * m, 0, 0);
     uint64_t resident;
     /* EFAULT does not mean a truncated file: the memfd is sealed. */
     fault_os_fail_nth(1, EFAULT);
@@ -318,12 +315,7 @@ TEST(hugetlb) {
     fill_images(&block);
     CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1));
     CHECK(is_filled(image(&block, 3), HUGE_BYTES, 3));
-    um_placement placement = placement_of(&block);
-    CHECK(placement.pages == UM_PAGES_2M);
-    CHECK_EQ(placement.resident_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ(placement.huge_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ(placement.locked_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ(on_all_nodes(&placement), 2 * HUGE_BYTES);
+    check_placed(&block, UM_PAGES_2M, HUGE_BYTES, 2 * HUGE_BYTES, 2 * HUGE_BYTES, 2 * HUGE_BYTES);
     CHECK_INVALID(um_block_discard(&block, 0, HUGE_BYTES, NULL, &test_err));
     unmap_block(&block);
     CHECK_EQ(huge_pages_available(), available);

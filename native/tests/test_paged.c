@@ -241,8 +241,7 @@ TEST(large_gather) {
     AUTO_POOL p = make_pool((um_paged_spec){1, HEADS, DIM, 600, 16, UM_F16});
     AUTO_SEQ seq = make_seq(&p);
     size_t n_values = (size_t)N * HEADS * DIM;
-    uint16_t *in = malloc(n_values * sizeof *in);
-    REQUIRE(in != NULL);
+    uint16_t *in = allocate(n_values * sizeof *in);
     uint64_t random = 1;
     for (size_t i = 0; i < n_values; i++) {
         in[i] = (uint16_t)test_random(&random);

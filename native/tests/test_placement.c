@@ -36,15 +36,7 @@ TEST(small_pages) {
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
     }
-    um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ(p.page_bytes, page);
-    CHECK_EQ(p.resident_bytes, 34 * page);
-    CHECK_EQ(p.pss_bytes, 34 * page);
-    CHECK_EQ(p.huge_bytes, 0);
-    CHECK_EQ(p.locked_bytes, 0);
-    CHECK_EQ(p.swapped_bytes, 0);
-    CHECK_EQ(on_all_nodes(&p), 34 * page);
+    check_placed(&block, UM_PAGES_4K, page, 34 * page, 0, 0);
     CHECK_EQ(placement_of(&neighbour).resident_bytes, 0);
     /* Protected or locked pages split the range into several entries of smaps: all of them
      * count. */
@@ -53,9 +45,7 @@ TEST(small_pages) {
     CHECK_EQ(placement_of(&block).resident_bytes, 34 * page);
     /* Not through the C library: under AddressSanitizer its mlock does nothing. */
     if (syscall(SYS_mlock, bytes + page, 5 * page) == 0) {
-        p = placement_of(&block);
-        CHECK_EQ(p.locked_bytes, 5 * page);
-        CHECK_EQ(p.resident_bytes, (34 + 4) * page); /* page 3 was in RAM already */
+        check_placed(&block, UM_PAGES_4K, page, (34 + 4) * page, 0, 5 * page); /* 3 was in RAM */
         CHECK(syscall(SYS_munlock, bytes, block.nbytes) == 0);
     } else {
         test_skip("this process may not lock memory");
@@ -68,7 +58,7 @@ TEST(small_pages) {
     CHECK(same_placement(&whole, &piecewise));
 
     memset(neighbour.base, 1, neighbour.nbytes);
-    p = placement_of(&block);
+    um_placement p = placement_of(&block);
     CHECK(same_placement(&whole, &p));
     CHECK_EQ(placement_of(&neighbour).resident_bytes, 50 * page);
     CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
@@ -77,31 +67,20 @@ TEST(small_pages) {
 TEST(huge_pages) {
     SKIP_UNLESS(thp_enabled(), "transparent huge pages are switched off");
     AUTO_BLOCK block = make_pages(4 * huge_page, UM_PAGES_THP);
-    um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_THP); /* they will be, once touched */
-    CHECK_EQ(p.page_bytes, huge_page);
-    CHECK_EQ(p.huge_bytes, 0);
+    check_placed(&block, UM_PAGES_THP, huge_page, 0, 0, 0); /* they will be, once touched */
     memset(block.base, 1, block.nbytes);
-    p = placement_of(&block);
-    CHECK_EQ(p.resident_bytes, block.nbytes);
-    CHECK_EQ(on_all_nodes(&p), block.nbytes);
-    CHECK(p.huge_bytes <= block.nbytes);
-    CHECK(p.huge_bytes % huge_page == 0);
-    CHECK(p.pages == (p.huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K));
-    CHECK_EQ(p.page_bytes, p.huge_bytes > 0 ? huge_page : page);
-    if (p.huge_bytes == 0) {
+    uint64_t huge_bytes = placement_of(&block).huge_bytes;
+    check_placed(&block, huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K,
+                 huge_bytes > 0 ? huge_page : page, block.nbytes, huge_bytes, 0);
+    CHECK(huge_bytes <= block.nbytes);
+    CHECK(huge_bytes % huge_page == 0);
+    if (huge_bytes == 0) {
         test_skip("the kernel gave no huge page (memory is fragmented)");
     }
-    unmap_block(&block);
-
-    block = make_pages(4 * huge_page, UM_PAGES_4K);
-    CHECK(placement_of(&block).pages == UM_PAGES_4K);
-    memset(block.base, 1, block.nbytes);
-    p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ(p.page_bytes, page);
-    CHECK_EQ(p.huge_bytes, 0);
-    CHECK_EQ(p.resident_bytes, block.nbytes);
+    AUTO_BLOCK small = make_pages(4 * huge_page, UM_PAGES_4K);
+    check_placed(&small, UM_PAGES_4K, page, 0, 0, 0);
+    memset(small.base, 1, small.nbytes);
+    check_placed(&small, UM_PAGES_4K, page, small.nbytes, 0, 0);
 }
 
 TEST(gaps) {
@@ -110,10 +89,7 @@ TEST(gaps) {
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     memset(block.base, 1, 10 * page);
     memset(bytes_of(&block, 50 * page), 1, 10 * page);
-    um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ(p.resident_bytes, 20 * page);
-    CHECK_EQ(on_all_nodes(&p), 20 * page);
+    check_placed(&block, UM_PAGES_4K, page, 20 * page, 0, 0);
     CHECK_EQ(resident(&block, 0, 100 * page), 20 * page);
     CHECK_EQ(resident(&block, 5 * page, 50 * page), 10 * page);
     CHECK_OK(um_block_release(&block, 0, 10 * page, NULL, &test_err));
@@ -126,10 +102,7 @@ TEST(shared) {
                                   OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
                other;
     memset(block.base, 1, 10 * page);
-    um_placement p = placement_of(&block);
-    CHECK_EQ(p.resident_bytes, 10 * page);
-    CHECK_EQ(p.pss_bytes, 10 * page);
-    CHECK_EQ(on_all_nodes(&p), 10 * page);
+    check_placed(&block, UM_PAGES_4K, page, 10 * page, 0, 0);
     /* A page that is mapped twice counts half in each Pss, but as a whole when locked. */
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     CHECK_EQ(placement_of(&other).resident_bytes, 0); /* it has touched none */
@@ -149,28 +122,18 @@ TEST(shared) {
     }
 }
 
-/* hugetlb pages of 2 MiB, private and shared. */
 TEST(hugetlb) {
-    size_t huge = (size_t)2 << 20;
     if (!huge_pool_borrow(8)) {
         return;
     }
-    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
-    for (int i = 0; i < 2; i++) {
-        AUTO_BLOCK block = make_block(4 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
-        um_placement p = placement_of(&block);
-        CHECK(p.pages == UM_PAGES_2M);
-        CHECK_EQ(p.page_bytes, huge);
-        CHECK_EQ(p.resident_bytes, 0);
-        memset(block.base, 1, 3 * huge);
-        p = placement_of(&block);
-        CHECK(p.pages == UM_PAGES_2M);
-        CHECK_EQ(p.resident_bytes, 3 * huge);
-        CHECK_EQ(p.pss_bytes, 3 * huge);
-        CHECK_EQ(p.huge_bytes, 3 * huge);
-        CHECK_EQ(p.locked_bytes, 3 * huge);
-        CHECK_EQ(on_all_nodes(&p), 3 * huge);
-        CHECK_EQ(resident(&block, 0, block.nbytes), 3 * huge);
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block =
+            make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
+        size_t in_ram = 3 * HUGE_BYTES;
+        check_placed(&block, UM_PAGES_2M, HUGE_BYTES, 0, 0, 0);
+        memset(block.base, 1, in_ram);
+        check_placed(&block, UM_PAGES_2M, HUGE_BYTES, in_ram, in_ram, in_ram);
+        CHECK_EQ(resident(&block, 0, block.nbytes), in_ram);
     }
     huge_pool_give_back();
 }

@@ -219,37 +219,26 @@ static void check_rule_in(const char *rule, const char *format, const char *cons
 }
 
 TEST(json_rule) {
-    static const char *const broken[] = {
-        "{^",
-        "{^,}",
-        "{'a'^}",
-        "{'a':^}",
-        "{'a':^,",
-        "{'a^",
-        "{^a",
-        "{^1:2}",
-        "{'__metadata__':{'a':'b'^",
-        "{'__metadata__':{'a':'b',^}}",
-        "{'__metadata__':{'a':'b'^'c':'d'}}",
-        "{'__metadata__':{'a'^,'b'}}",
-        "{'__metadata__':{'a':^b}}",
-        "{'__metadata__':{'a':'b'}^]}",
-        "{'__metadata__':{},^}",
-        "{'t':{'shape':[^,1]}}",
-        "{'t':{'shape':[1,^]}}",
-        "{'t':{'shape':[1 ^2]}}",
-        "{'t':{'shape':[1^x2]}}",
-        "{'t':{'shape':[0^x2]}}",
-        "{'t':{'shape':[^+1]}}",
-        "{'t':{'shape':[^.1]}}",
-        "{'t':{'shape':^]}}",
-        "{'t':{'shape':[1]^]}}",
-        "{'t':{'shape':[1],^}}",
-        "{'t':{'data_offsets':[1,2^",
-        "{'t':{'dtype':'^",
-        "{'t':{'dtype':^U8}}",
-    };
-    check_rule_in("the header is not valid JSON", "%s", broken, COUNT(broken), 0);
+    static const char rule[] = "the header is not valid JSON";
+    static const char *const broken[] = {"{^",
+                                         "{^,}",
+                                         "{'a'^}",
+                                         "{'a':^}",
+                                         "{'a':^,",
+                                         "{'a^",
+                                         "{^a",
+                                         "{^1:2}",
+                                         "{'t':{'dtype':'^",
+                                         "{'t':{'dtype':^U8}}",
+                                         "{'__metadata__':{},^}",
+                                         "{'t':{'data_offsets':[1,2^"};
+    static const char *const metadata[] = {":'b'^",   ":'b',^}}", ":'b'^'c':'d'}}",
+                                           "^,'b'}}", ":^b}}",    ":'b'}^]}"};
+    static const char *const shapes[] = {"[^,1]}}", "[1,^]}}", "[1 ^2]}}", "[1^x2]}}", "[0^x2]}}",
+                                         "[^+1]}}", "[^.1]}}", "^]}}",     "[1]^]}}",  "[1],^}}"};
+    check_rule_in(rule, "%s", broken, COUNT(broken), 0);
+    check_rule_in(rule, "{'__metadata__':{'a'%s", metadata, COUNT(metadata), 0);
+    check_rule_in(rule, "{'t':{'shape':%s", shapes, COUNT(shapes), 0);
 }
 
 TEST(string_rules) {

@@ -100,7 +100,7 @@ TEST(huge) {
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
         CHECK_OK(um_block_verify(&block, &placement, &test_err));
         CHECK_EQ(placement.resident_bytes, 2 * huge);
-        CHECK_EQ(placement.huge_bytes, wanted ? 2 * huge : 0);
+        CHECK(placement.huge_bytes == (wanted ? 2 * huge : 0) || !gives_huge_pages(2));
         CHECK_OK(um_block_unmap(&block, &test_err));
     }
 }

@@ -23,7 +23,7 @@ TEST(range) {
         CHECK(n_started <= n_threads);
         CHECK(n_started != 1);
         CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
-        CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), n_started);
+        CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), n_started); /* test_cpus.c: to which */
         CHECK_EQ(resident(&block, offset, nbytes), expected * page);
         CHECK_EQ(resident(&block, 0, block.nbytes),
                  (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
@@ -108,21 +108,9 @@ TEST(cpus) {
     CHECK_EQ(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
     CHECK_EQ(fault_os_pinned_to(8191), 1);
     CHECK_EQ(resident(&block, 0, block.nbytes), block.nbytes);
-    /* Without a list, the threads take the CPUs that the caller may run on in turn. */
-    fault_os_fail_nth(0, 0);
-    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, NULL, &test_err));
-    unsigned n_pinned = 0;
-    for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        unsigned n = fault_os_pinned_to(cpu);
-        CHECK(n == 0 || CPU_ISSET(cpu, &allowed));
-        CHECK(n <= (4 + (unsigned)CPU_COUNT(&allowed) - 1) / (unsigned)CPU_COUNT(&allowed));
-        n_pinned += n;
-    }
-    CHECK_EQ(n_pinned, 4);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* by the caller */
     CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
-
     int beyond[] = {some[0], 8192};
     CHECK_INVALID(um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
