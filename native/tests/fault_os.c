@@ -218,6 +218,15 @@ void fault_os_move_pages(fault_os_move_pages_fn answer) {
     invented_move_pages = answer;
 }
 
+void fault_os_reset(void) {
+    fault_os_fail_nth(0, 0);
+    fault_os_fail_nth_alloc(0);
+    fault_os_limit_read(0);
+    fault_os_limit_runs(0);
+    fault_os_move_pages(NULL);
+    memset(invented_files, 0, sizeof invented_files);
+}
+
 DECLARE(um_os_open_read, "open", (const char *path, int *out_fd))
 int __wrap_um_os_open_read(const char *path, int *out_fd) {
     int failed = fault(&call_of_um_os_open_read);

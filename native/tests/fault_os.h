@@ -14,6 +14,8 @@
  * Counting starts anew. Calls that end something (close, join) do it and then report the failure,
  * as the kernel does. */
 void fault_os_fail_nth(unsigned n, int os_errno);
+/* Undoes all that the functions of this file have set, as main.c does before each test. */
+void fault_os_reset(void);
 /* The number of calls since fault_os_fail_nth, including the failed one: of all functions, and of
  * one. */
 unsigned fault_os_calls(void);

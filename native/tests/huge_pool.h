@@ -105,4 +105,16 @@ static inline bool huge_pool_borrow(unsigned n) {
     return has_got;
 }
 
+/* Pages of the pool until the scope ends; without them, the test ends. */
+static inline void huge_pool_end(const bool *is_borrowed) {
+    if (*is_borrowed) {
+        huge_pool_give_back();
+    }
+}
+#define BORROW_HUGE_PAGES(n)                                                                       \
+    __attribute__((cleanup(huge_pool_end))) bool is_borrowed_ = huge_pool_borrow(n);               \
+    if (!is_borrowed_) {                                                                           \
+        return;                                                                                    \
+    }
+
 #endif

@@ -55,6 +55,7 @@ int main(int argc, char **argv) {
     huge_page = um_huge_page_bytes();
     unit = huge_page != 0 ? huge_page : page;
     for (running_test = first_test; running_test != NULL; running_test = running_test->next) {
+        fault_os_reset();
         running_test->run();
     }
     for (int i = 0; i < UM_CAT_COUNT; i++) {

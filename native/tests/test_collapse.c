@@ -62,7 +62,6 @@ TEST(collapse_answers) {
     fault_os_fail_nth(1, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
     CHECK_STR(test_err.what, "mincore");
-    fault_os_fail_nth(0, 0);
 }
 
 static um_status run_collapse(void *context, um_error *err) {

@@ -96,34 +96,43 @@ static void quantize(um_q8_0 *out, const float *in) {
 TEST(references) {
     make_formats();
     const format *f16 = &formats[0], *bf16 = &formats[1];
-    CHECK(f16->magnitudes[1] == 0x1p-24);
-    CHECK(f16->magnitudes[0x400] == 0x1p-14);
-    CHECK(f16->magnitudes[0x3c00] == 1.0);
-    CHECK(f16->magnitudes[0x3555] == 0.333251953125);
-    CHECK(f16->magnitudes[0x7bff] == 65504.0);
-    CHECK(f16->magnitudes[0x7c00] == 65536.0);
-    CHECK(nearest(f16, 65519.996f) == 0x7bff);
-    CHECK(nearest(f16, 65520.0f) == 0x7c00);
-    CHECK(nearest(f16, -INFINITY) == 0xfc00);
-    CHECK(nearest(f16, -0.0f) == 0x8000);
-    CHECK(nearest(f16, 0x1p-25f) == 0);
-    CHECK(nearest(f16, 0x1.000002p-25f) == 1);
-    CHECK(nearest(f16, 0x1.8p-24f) == 2);
-    CHECK(nearest(f16, 0x1.4p-23f) == 2);
-    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00);
-    CHECK(nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
-    CHECK(nearest(f16, float_of(0xff812345)) == (0xfe00 | 0x12345 >> 13));
-    CHECK(bf16->magnitudes[0x3f80] == 1.0);
-    CHECK(bf16->magnitudes[0x80] == 0x1p-126);
-    CHECK(bf16->magnitudes[1] == 0x1p-133);
-    CHECK(bf16->magnitudes[0x7f80] == 0x1p128);
-    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80);
-    CHECK(nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
-    CHECK(nearest(bf16, 0x1p-134f) == 0);
-    CHECK(nearest(bf16, -0x1.8p-133f) == 0x8002);
-    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80);
-    CHECK(nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
-    CHECK(nearest(bf16, float_of(0x7f800001)) == 0x7fc0);
+    const struct {
+        const format *f;
+        int code;
+        double value;
+    } magnitudes[] = {{f16, 1, 0x1p-24},      {f16, 0x400, 0x1p-14},
+                      {f16, 0x3c00, 1.0},     {f16, 0x3555, 0.333251953125},
+                      {f16, 0x7bff, 65504.0}, {f16, 0x7c00, 65536.0},
+                      {bf16, 0x3f80, 1.0},    {bf16, 0x80, 0x1p-126},
+                      {bf16, 1, 0x1p-133},    {bf16, 0x7f80, 0x1p128}};
+    const struct {
+        const format *f;
+        float value;
+        int code;
+    } codes[] = {{f16, 65519.996f, 0x7bff},
+                 {f16, 65520.0f, 0x7c00},
+                 {f16, -INFINITY, 0xfc00},
+                 {f16, -0.0f, 0x8000},
+                 {f16, 0x1p-25f, 0},
+                 {f16, 0x1.000002p-25f, 1},
+                 {f16, 0x1.8p-24f, 2},
+                 {f16, 0x1.4p-23f, 2},
+                 {f16, 1.0f + 0x1p-11f, 0x3c00},
+                 {f16, 1.0f + 0x3p-11f, 0x3c02},
+                 {f16, float_of(0xff812345), (0xfe00 | 0x12345 >> 13)},
+                 {bf16, 0x1.ffp127f, 0x7f80},
+                 {bf16, 0x1.fefffep127f, 0x7f7f},
+                 {bf16, 0x1p-134f, 0},
+                 {bf16, -0x1.8p-133f, 0x8002},
+                 {bf16, 1.0f + 0x1p-8f, 0x3f80},
+                 {bf16, 1.0f + 0x3p-8f, 0x3f82},
+                 {bf16, float_of(0x7f800001), 0x7fc0}};
+    for (size_t i = 0; i < COUNT(magnitudes); i++) {
+        CHECK(magnitudes[i].f->magnitudes[magnitudes[i].code] == magnitudes[i].value);
+    }
+    for (size_t i = 0; i < COUNT(codes); i++) {
+        CHECK_EQ(nearest(codes[i].f, codes[i].value), codes[i].code);
+    }
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
     um_q8_0 block;
@@ -447,37 +456,31 @@ static void check_lengths(const way *w) {
     }
 }
 
+static void check_convert(um_dtype to, const void *want, um_dtype from, const void *in, size_t n) {
+    unsigned char *out = allocate(bytes_of(to, n));
+    CHECK_OK(um_convert(out, to, in, from, n, &test_err));
+    CHECK(memcmp(out, want, bytes_of(to, n)) == 0);
+    free(out);
+}
+
 TEST(convert) {
     const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};
+    const float back[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 0x1p-23f};
     const uint16_t halves[5] = {0x3c00, 0xc000, 0x3800, 0x7bff, 0x0002};
     const uint16_t brains[5] = {0x3f80, 0xc000, 0x3f00, 0x4780, 0x33d7};
-    uint16_t out[5];
-    CHECK_OK(um_convert(out, UM_F16, in, UM_F32, 5, &test_err));
-    CHECK(memcmp(out, halves, sizeof out) == 0);
-    CHECK_OK(um_convert(out, UM_BF16, in, UM_F32, 5, &test_err));
-    CHECK(memcmp(out, brains, sizeof out) == 0);
-    CHECK_OK(um_convert(out, UM_F16, brains, UM_BF16, 5, &test_err));
-    CHECK(memcmp(out, (const uint16_t[5]){0x3c00, 0xc000, 0x3800, 0x7c00, 2}, sizeof out) == 0);
-    float back[5];
-    CHECK_OK(um_convert(back, UM_F32, halves, UM_F16, 5, &test_err));
-    CHECK(back[0] == 1.0f);
-    CHECK(back[1] == -2.0f);
-    CHECK(back[2] == 0.5f);
-    CHECK(back[3] == 65504.0f);
-    CHECK(back[4] == 0x1p-23f);
+    const uint16_t halves_of_brains[5] = {0x3c00, 0xc000, 0x3800, 0x7c00, 0x0002};
+    check_convert(UM_F16, halves, UM_F32, in, 5);
+    check_convert(UM_BF16, brains, UM_F32, in, 5);
+    check_convert(UM_F16, halves_of_brains, UM_BF16, brains, 5);
+    check_convert(UM_F32, back, UM_F16, halves, 5);
     /* The same type is copied bit by bit, signalling NaNs included. */
-    uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};
-    CHECK_OK(um_convert(bits_out, UM_F32, bits, UM_F32, 3, &test_err));
-    CHECK(memcmp(bits, bits_out, sizeof bits) == 0);
-    uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001}, nans_out[3] = {0};
-    for (um_dtype type = UM_F16; type <= UM_BF16; type++) {
-        memset(nans_out, 0, sizeof nans_out);
-        CHECK_OK(um_convert(nans_out, type, nans, type, 3, &test_err));
-        CHECK(memcmp(nans, nans_out, sizeof nans) == 0);
-    }
-    um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}}, blocks_out[2] = {0};
-    CHECK_OK(um_convert(blocks_out, UM_Q8_0, blocks, UM_Q8_0, 2 * BLOCK, &test_err));
-    CHECK(memcmp(blocks, blocks_out, sizeof blocks) == 0);
+    const uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001};
+    const uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001};
+    const um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
+    check_convert(UM_F32, bits, UM_F32, bits, 3);
+    check_convert(UM_F16, nans, UM_F16, nans, 3);
+    check_convert(UM_BF16, nans, UM_BF16, nans, 3);
+    check_convert(UM_Q8_0, blocks, UM_Q8_0, blocks, 2 * BLOCK);
 }
 
 TEST(refusals) {

@@ -3,7 +3,7 @@
 
 #include <sched.h>
 
-enum { MEMORY_BYTES = 1 << 16 };
+enum { MEMORY_BYTES = 1 << 16, N_THREADS = 4, MAX_CELLS = 64, N_ROUNDS = 50000 };
 
 static _Alignas(4096) unsigned char memory[MEMORY_BYTES];
 
@@ -113,41 +113,42 @@ static void check_give_fails(um_status status, um_grid *grid, uint32_t id) {
     CHECK(memcmp(&before, grid, sizeof before) == 0);
 }
 
+/* All cells are there: each can be taken once, and then none is left. */
+static void take_all(um_grid *grid) {
+    bool taken[MAX_CELLS] = {false};
+    uint32_t n = grid->n_cells, id = 777;
+    for (uint32_t i = 0; i < n; i++) {
+        CHECK_EQ(um_grid_n_available(grid), n - i);
+        CHECK_OK(um_grid_take(grid, &id, &test_err));
+        REQUIRE(id < n);
+        CHECK(!taken[id]);
+        taken[id] = true;
+    }
+    id = 777;
+    CHECK_FULL(um_grid_take(grid, &id, &test_err), n, n, 1);
+    CHECK(um_grid_take(grid, &id, NULL) == UM_E_FULL);
+    CHECK_EQ(id, 777);
+    CHECK_EQ(um_grid_n_available(grid), 0);
+}
+
 TEST(take_and_give) {
     enum { N = 9, CELL = 100 };
     um_tape tape = make_tape(memory + 1, sizeof memory - 1);
     um_grid grid = make_grid(&tape, CELL, N);
     CHECK_EQ(grid.cell_bytes, 128);
     CHECK_EQ(grid.n_cells, N);
-    bool taken[N] = {false};
-    for (uint32_t i = 0; i < N; i++) {
-        uint32_t id = UINT32_MAX;
-        CHECK_EQ(um_grid_n_available(&grid), N - i);
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
+    take_all(&grid);
+    /* Every byte of every cell is its own: no other cell and no link is written over it. */
+    for (uint32_t id = 0; id < N; id++) {
         unsigned char *cell = um_grid_cell(&grid, id);
         CHECK((uintptr_t)cell % 64 == 0);
         CHECK(um_tape_owns(&tape, cell));
         CHECK(cell + grid.cell_bytes <= tape.base + um_tape_used(&tape));
         memset(cell, (int)id + 1, grid.cell_bytes);
     }
-    /* Every byte of every cell is its own: no other cell and no link was written over it. */
     for (uint32_t id = 0; id < N; id++) {
-        unsigned char *cell = um_grid_cell(&grid, id);
-        bool own = true;
-        for (size_t i = 0; i < grid.cell_bytes; i++) {
-            own = own && cell[i] == id + 1;
-        }
-        CHECK(own);
+        CHECK(is_filled(um_grid_cell(&grid, id), grid.cell_bytes, (unsigned char)(id + 1)));
     }
-    uint32_t id = 777;
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
-    CHECK(um_grid_take(&grid, &id, NULL) == UM_E_FULL);
-    CHECK_EQ(id, 777);
-    CHECK_EQ(um_grid_n_available(&grid), 0);
-
     check_give_fails(UM_E_INVALID, &grid, N);
     check_give_fails(UM_E_INVALID, &grid, UINT32_MAX);
     check_give_fails(UM_E_INVALID, &grid, UINT32_MAX - 1);
@@ -164,14 +165,7 @@ TEST(take_and_give) {
     for (uint32_t i = 0; i < N; i++) {
         check_give_fails(UM_E_STATE, &grid, i);
     }
-    memset(taken, 0, sizeof taken);
-    for (uint32_t i = 0; i < N; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
-    }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
+    take_all(&grid);
 }
 
 /* An address where nothing is mapped: touching it ends the process. */
@@ -185,16 +179,10 @@ TEST(apart) {
     CHECK_OK(um_grid_init_apart(&grid, NOWHERE, links + 1, CELL, N, &test_err));
     CHECK_EQ(grid.cell_bytes, STRIDE);
     CHECK_EQ(grid.n_cells, N);
-    CHECK_EQ(um_grid_n_available(&grid), N);
-    bool taken[N] = {false};
-    for (uint32_t i = 0; i < N; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
+    take_all(&grid);
+    for (id = 0; id < N; id++) {
         CHECK((uintptr_t)um_grid_cell(&grid, id) == (uintptr_t)NOWHERE + (size_t)id * STRIDE);
     }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
     CHECK_OK(um_grid_give(&grid, 4, &test_err));
     check_give_fails(UM_E_STATE, &grid, 4);
     CHECK_OK(um_grid_take(&grid, &id, &test_err));
@@ -260,8 +248,6 @@ TEST(random_order) {
         CHECK(um_grid_n_available(&grid) == N - n_taken);
     }
 }
-
-enum { N_THREADS = 4, MAX_CELLS = 64, N_ROUNDS = 50000 };
 
 typedef struct shared_grid {
     um_grid *grid;
@@ -331,17 +317,7 @@ static void check_threads(uint32_t n_cells, uint32_t hold) {
     CHECK_EQ(atomic_load(&s.n_foreign), 0);
     CHECK_EQ(atomic_load(&s.n_lost), 0);
     CHECK_EQ(atomic_load(&s.n_wrong), 0);
-    /* All cells are back: each can be taken once, and then none is left. */
-    CHECK_EQ(um_grid_n_available(&grid), n_cells);
-    bool taken[MAX_CELLS] = {false};
-    uint32_t id;
-    for (uint32_t i = 0; i < n_cells; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < n_cells);
-        CHECK(!taken[id]);
-        taken[id] = true;
-    }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), n_cells, n_cells, 1);
+    take_all(&grid); /* they are back */
 }
 
 TEST(threads) {

@@ -176,12 +176,9 @@ static void check_hugetlb(um_sharing sharing, size_t huge) {
 }
 
 TEST(hugetlb_steps) {
-    if (!huge_pool_borrow(8)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(8);
     check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
     check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
-    huge_pool_give_back();
 }
 
 /* Another mapping reads released memory as zeros. What was written through it to steps that are not

@@ -97,16 +97,13 @@ static void check_refused(um_block *block, size_t offset, size_t nbytes) {
 }
 
 TEST(hugetlb) {
-    if (!huge_pool_borrow(N_STEPS)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(N_STEPS);
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         AUTO_BLOCK block = make_steps(UM_PAGES_2M, sharing, HUGE_BYTES);
         fill(&block);
         check_refused(&block, 0, block.nbytes);
         CHECK(is_discarded(&block, 0, 0));
     }
-    huge_pool_give_back();
 }
 
 TEST(refused) {

@@ -209,7 +209,6 @@ TEST(discard) {
         bool kept = nth <= 2; /* the madvise, and the mmap that releases */
         fault_os_fail_nth(nth, ENOMEM);
         CHECK_STATUS(UM_E_NOMEM, um_block_discard(&block, 6 * page, page, &out, &test_err));
-        fault_os_fail_nth(0, 0);
         CHECK((um_block_is_committed(&block, 6 * page, page) != 0) == kept);
         CHECK_PAGES(block.base, kept ? "10000def00--" : "10000d-f00--");
         CHECK_EQ(block.committed_nbytes, kept ? 10 * page : 9 * page);
@@ -323,7 +322,6 @@ TEST(faults) {
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
     CHECK_EQ(fault_os_calls_of("um_os_reserve_at"), 1);
-    fault_os_fail_nth(0, 0);
     /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);

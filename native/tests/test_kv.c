@@ -14,8 +14,10 @@ static um_kv_spec spec_of(uint32_t batch, um_dtype type) {
 }
 
 /* Fixed storage, with bytes between the lanes that must stay as they are. */
-static void make_fixed(kv_model *m, um_kv_spec spec) {
-    make_model(m, spec, spec.max_seq_len, spec.max_seq_len, 64, false);
+static kv_model fixed_model(um_kv_spec spec) {
+    kv_model m;
+    make_model(&m, spec, spec.max_seq_len, spec.max_seq_len, 64, false);
+    return m;
 }
 
 static um_status init_status(const um_kv_spec *spec, const um_kv_storage *storage, um_error *err) {
@@ -203,8 +205,7 @@ TEST(sizes) {
         CHECK_OK(um_kv_storage_bytes(&spec, &nbytes, &test_err));
         CHECK_EQ(nbytes, 3 * 2 * 3 * ((7 * items[i] + 63) / 64 * 64));
 
-        AUTO_MODEL m;
-        make_fixed(&m, spec);
+        AUTO_MODEL m = fixed_model(spec);
         CHECK(m.kv.base == m.map);
         CHECK(memcmp(&m.kv.spec, &spec, sizeof spec) == 0);
         CHECK_EQ(m.kv.row_bytes, row);
@@ -235,8 +236,7 @@ TEST(append) {
         if ((batch > 1 && order == UM_KV_TOKEN_MAJOR) || (in_type == UM_Q8_0 && type != in_type)) {
             continue;
         }
-        AUTO_MODEL m;
-        make_fixed(&m, spec_of(batch, type));
+        AUTO_MODEL m = fixed_model(spec_of(batch, type));
         uint64_t len = 0;
         for (int step = 0; step < 4; step++) {
             for (uint32_t layer = 0; layer < 3; layer++) {
@@ -256,9 +256,8 @@ TEST(append) {
 
 TEST(refused_appends) {
     static const float k[1000], v[1000];
-    AUTO_MODEL m;
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_F16));
     um_kv *kv = &m.kv;
-    make_fixed(&m, spec_of(1, UM_F16));
     append_everywhere(&m, 5);
     for (int order = UM_KV_TOKEN_MAJOR; order <= UM_KV_HEAD_MAJOR; order++) {
         um_kv_order o = (um_kv_order)order;
@@ -266,9 +265,7 @@ TEST(refused_appends) {
         for (size_t i = 0; i < COUNT(too_many); i++) {
             CHECK_REFUSED(UM_E_FULL, &m,
                           um_kv_append(kv, 1, k, v, UM_F32, o, too_many[i], &test_err));
-            CHECK_EQ(test_err.limit, 7);
-            CHECK_EQ(test_err.used, 5);
-            CHECK_EQ(test_err.asked, too_many[i]);
+            CHECK_ROOM(7, 5, too_many[i]);
             CHECK_STR(test_err.what, "kv");
         }
         CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 3, k, v, UM_F32, o, 1, &test_err));
@@ -295,7 +292,7 @@ TEST(refused_appends) {
     CHECK_EQ(um_kv_seq_len(kv), 6);
     free_model(&m);
 
-    make_fixed(&m, spec_of(2, UM_F16));
+    m = fixed_model(spec_of(2, UM_F16));
     CHECK_REFUSED(UM_E_INVALID, &m,
                   um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m,
@@ -305,10 +302,9 @@ TEST(refused_appends) {
 
 /* Rows that the caller writes, layer by layer. */
 TEST(append_halves) {
-    AUTO_MODEL m;
-    um_kv *kv = &m.kv;
     uint64_t row = 12345;
-    make_fixed(&m, spec_of(2, UM_F16));
+    AUTO_MODEL m = fixed_model(spec_of(2, UM_F16));
+    um_kv *kv = &m.kv;
     append_everywhere(&m, 5);
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_begin(kv, 3, 1, &row, &test_err));
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 1, 3, &row, &test_err));
@@ -331,10 +327,9 @@ TEST(append_halves) {
 }
 
 TEST(refused_reads) {
-    AUTO_MODEL m;
-    um_kv *kv = &m.kv;
     float out[100];
-    make_fixed(&m, spec_of(1, UM_F16));
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_F16));
+    um_kv *kv = &m.kv;
     append_everywhere(&m, 6);
     CHECK_EQ(do_append(&m, 1, 1, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
     CHECK_EQ(do_read(&m, 1, 0, 6, 1, UM_F32), UM_OK);
@@ -357,10 +352,9 @@ TEST(refused_reads) {
 }
 
 TEST(refused_reserves) {
-    AUTO_MODEL m;
-    um_kv *kv = &m.kv;
     uint64_t row = 777;
-    make_fixed(&m, spec_of(1, UM_F16));
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_F16));
+    um_kv *kv = &m.kv;
     CHECK_EQ(do_commit(&m, 1), UM_E_STATE);
     CHECK_EQ(do_commit(&m, 0), UM_E_STATE);
     CHECK(um_kv_commit(kv, 1, NULL) == UM_E_STATE);
@@ -380,9 +374,8 @@ TEST(refused_reserves) {
 /* While rows are reserved, no other call moves the ends of the cache. */
 TEST(reserve) {
     static const float k[100], v[100];
-    AUTO_MODEL m;
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_F16));
     um_kv *kv = &m.kv;
-    make_fixed(&m, spec_of(1, UM_F16));
     append_everywhere(&m, 2);
     CHECK_EQ(do_reserve(&m, 3), UM_OK);
     CHECK_EQ(um_kv_seq_len(kv), 2);
@@ -415,8 +408,7 @@ TEST(reserve) {
 }
 
 TEST(crop_and_clear) {
-    AUTO_MODEL m;
-    make_fixed(&m, spec_of(2, UM_F32));
+    AUTO_MODEL m = fixed_model(spec_of(2, UM_F32));
     append_everywhere(&m, 6);
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
     CHECK_EQ(do_crop(&m, UINT64_MAX), UM_E_INVALID);
@@ -437,9 +429,8 @@ TEST(crop_and_clear) {
 }
 
 TEST(trim) {
-    AUTO_MODEL m;
+    AUTO_MODEL m = fixed_model(spec_of(2, UM_F16));
     um_kv *kv = &m.kv;
-    make_fixed(&m, spec_of(2, UM_F16));
     CHECK_EQ(do_trim(&m, 0, 0), UM_OK);
     append_everywhere(&m, 7);
     /* Trimming to at least as many tokens as there are keeps all of them. */
@@ -475,8 +466,7 @@ TEST(trim) {
 TEST(keep_first) {
     for (uint64_t n = 0; n <= 7; n++) {
         for (uint64_t keep = 0; n + keep <= 8; keep++) {
-            AUTO_MODEL m;
-            make_fixed(&m, spec_of(2, UM_F16));
+            AUTO_MODEL m = fixed_model(spec_of(2, UM_F16));
             append_everywhere(&m, 7);
             CHECK_EQ(do_trim(&m, n, keep), UM_OK);
             CHECK_EQ(um_kv_seq_len(&m.kv), n + keep < 7 ? n + keep : 7);
@@ -501,7 +491,7 @@ TEST(mover) {
     kv_model m;
     um_kv *kv = &m.kv;
     int left = 1000;
-    make_fixed(&m, spec_of(2, UM_F16));
+    m = fixed_model(spec_of(2, UM_F16));
     um_kv_set_mover(kv, move_some, &left);
     append_everywhere(&m, 7);
     CHECK_EQ(do_trim(&m, 3, 2), UM_OK);
@@ -515,7 +505,7 @@ TEST(mover) {
     free_model(&m);
 
     for (int n = 1; n <= 12; n++) {
-        make_fixed(&m, spec_of(2, UM_F16));
+        m = fixed_model(spec_of(2, UM_F16));
         um_kv_set_mover(kv, move_some, &left);
         append_everywhere(&m, 7);
         left = n;
@@ -567,8 +557,7 @@ TEST(growing) {
 }
 
 TEST(adopt) {
-    AUTO_MODEL m;
-    make_fixed(&m, spec_of(1, UM_F16));
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_F16));
     append_everywhere(&m, 7);
     CHECK_EQ(do_adopt(&m, 7, 8), UM_E_INVALID);
     CHECK_EQ(do_adopt(&m, 2, 3), UM_E_INVALID);

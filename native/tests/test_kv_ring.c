@@ -10,8 +10,10 @@ static um_kv_spec spec_of(uint32_t batch, uint64_t window) {
 
 enum { ROWS = 16 };
 
-static void make_ring(kv_model *m, uint32_t batch, uint64_t window) {
-    make_model(m, spec_of(batch, window), ROWS, ROWS, 4096, false);
+static kv_model ring_model(uint32_t batch, uint64_t window) {
+    kv_model m;
+    make_model(&m, spec_of(batch, window), ROWS, ROWS, 4096, false);
+    return m;
 }
 
 static void check_shown(const kv_model *m, uint64_t first, uint64_t next) {
@@ -29,8 +31,7 @@ static void check_shown(const kv_model *m, uint64_t first, uint64_t next) {
 TEST(wrapping) {
     for (uint64_t n = 1; n <= 3 * ROWS; n++) {
         for (uint64_t window = ROWS - 3; window <= ROWS; window += 3) {
-            AUTO_MODEL m;
-            make_ring(&m, n % 2 != 0 ? 1 : 3, window);
+            AUTO_MODEL m = ring_model(n % 2 != 0 ? 1 : 3, window);
             for (uint64_t next = n; next <= 3 * ROWS + n; next += n) {
                 append_everywhere(&m, n);
                 check_shown(&m, next > window ? next - window : 0, next);
@@ -38,8 +39,7 @@ TEST(wrapping) {
             }
         }
     }
-    AUTO_MODEL m;
-    make_ring(&m, 1, ROWS);
+    AUTO_MODEL m = ring_model(1, ROWS);
     for (uint64_t next = 1; next <= 3 * ROWS; next++) {
         CHECK_EQ(do_append_all(&m, UM_F16), UM_OK);
         check_shown(&m, next > ROWS ? next - ROWS : 0, next);
@@ -53,9 +53,8 @@ TEST(wrapping) {
 }
 
 TEST(refused) {
-    AUTO_MODEL m;
+    AUTO_MODEL m = ring_model(1, 12);
     um_kv *kv = &m.kv;
-    make_ring(&m, 1, 12);
     append_everywhere(&m, 20);
     CHECK_EQ(do_trim(&m, 3, 1), UM_E_INVALID);
     CHECK_EQ(do_trim(&m, 100, UINT64_MAX), UM_E_INVALID);
@@ -81,8 +80,7 @@ TEST(refused) {
 
 /* A window of 12 in 16 rows: 4 more tokens are kept than are visible. */
 TEST(crop) {
-    AUTO_MODEL m;
-    make_ring(&m, 3, 12);
+    AUTO_MODEL m = ring_model(3, 12);
     append_everywhere(&m, 9);
     CHECK_EQ(do_crop(&m, 0), UM_OK);
     check_shown(&m, 0, 0);
@@ -107,43 +105,4 @@ TEST(crop) {
     check_shown(&m, 29, 41);
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
     CHECK_EQ(test_err.limit, 8);
-}
-
-/* Four spare rows: reserving four tokens hides none, reserving five hides one. */
-TEST(reserve) {
-    AUTO_MODEL m;
-    make_ring(&m, 1, 12);
-    append_everywhere(&m, 30);
-    CHECK_EQ(do_reserve(&m, 4), UM_OK);
-    check_shown(&m, 18, 30);
-    do_rollback(&m);
-    check_shown(&m, 18, 30);
-    CHECK_EQ(do_reserve(&m, 5), UM_OK);
-    check_shown(&m, 19, 30);
-    CHECK_EQ(do_reserve(&m, 1), UM_E_STATE);
-    CHECK_EQ(do_crop(&m, 11), UM_E_STATE);
-    CHECK_EQ(do_trim(&m, 1, 0), UM_E_STATE);
-    /* All reserved rows lie one after the other, if necessary in the mirror. */
-    write_reserved(&m);
-    CHECK_EQ(do_commit(&m, 6), UM_E_INVALID);
-    CHECK_EQ(do_commit(&m, 2), UM_OK);
-    check_shown(&m, 20, 32);
-    CHECK_EQ(do_crop(&m, 12), UM_OK);
-    CHECK_EQ(do_crop(&m, 11), UM_OK);
-    CHECK_EQ(do_crop(&m, 11), UM_E_INVALID);
-    CHECK_EQ(test_err.limit, 12);
-    CHECK_EQ(do_reserve(&m, ROWS), UM_OK);
-    check_shown(&m, 31, 31);
-    write_reserved(&m);
-    do_rollback(&m);
-    check_shown(&m, 31, 31);
-    CHECK_EQ(do_reserve(&m, ROWS), UM_OK);
-    write_reserved(&m);
-    CHECK_EQ(do_commit(&m, ROWS), UM_OK);
-    check_shown(&m, 31 + ROWS - 12, 31 + ROWS);
-    CHECK_EQ(do_reserve(&m, ROWS), UM_OK);
-    CHECK_EQ(do_commit(&m, 0), UM_OK);
-    check_shown(&m, 31 + ROWS, 31 + ROWS);
-    do_clear(&m);
-    CHECK_EQ(do_commit(&m, 0), UM_E_STATE);
 }

@@ -283,7 +283,6 @@ TEST(shorter_meanwhile) {
     CHECK(failed == 0);
     CHECK(test_err.os_errno == 0);
     CHECK(nbytes < ENDLESS);
-    fault_os_limit_read(0);
 }
 
 /* A read that fails stops another one that would take long. */
@@ -307,7 +306,6 @@ TEST(failure_stops) {
     CHECK(test_err.os_errno == EBADF);
     CHECK(nbytes <= unit);
     CHECK(is_filled(bytes_of(&block, unit), ENDLESS - unit, 0));
-    fault_os_limit_read(0);
 }
 
 /* Memory that the kernel has no page for. */
@@ -391,7 +389,6 @@ TEST(faults) {
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
     CHECK_EQ(fault_os_allocs(), 1);
-    fault_os_fail_nth_alloc(0);
 }
 
 TEST(refused) {
@@ -443,14 +440,7 @@ TEST(cpus) {
 
     fault_os_fail_nth(0, 0);
     check_load(&part, 1, &(um_load_options){.n_threads = 4, .request_nbytes = piece});
-    unsigned n_pinned = 0, n_cpus = (unsigned)CPU_COUNT(&allowed);
-    for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        unsigned n = fault_os_pinned_to(cpu);
-        CHECK(n == 0 || CPU_ISSET(cpu, &allowed));
-        CHECK(n <= (4 + n_cpus - 1) / n_cpus);
-        n_pinned += n;
-    }
-    CHECK_EQ(n_pinned, 4);
+    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 4); /* test_cpus.c: to which CPU */
     /* The caller's own affinity is not changed, even with one thread. */
     int one = -1;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
@@ -461,14 +451,6 @@ TEST(cpus) {
     CHECK_EQ(fault_os_pinned_to((unsigned)one), 1);
     CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 1);
     CHECK_EQ(fault_os_calls_of("um_os_get_affinity"), 0);
-
-    int mixed[] = {one, -1, 8191, one};
-    fault_os_fail_nth(0, 0);
-    check_load(&part, 1,
-               &(um_load_options){.n_threads = 4, .cpus = mixed, .request_nbytes = piece});
-    CHECK_EQ(fault_os_pinned_to((unsigned)one), 2);
-    CHECK_EQ(fault_os_pinned_to(8191), 1);
-    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 3);
 
     check_load(&part, 1, &(um_load_options){.n_threads = UINT32_MAX});
     REQUIRE(sched_getaffinity(0, sizeof after, &after) == 0);
@@ -536,7 +518,6 @@ TEST(end_in_the_middle) {
     }
     CHECK(atomic_load(&n_signals) > 0);
     CHECK_EQ(atomic_load(&n_elsewhere), 0);
-    fault_os_limit_read(0);
 }
 
 /* A waiting thread sleeps: it wakes at most once for each thread that ends, and once more. */

@@ -623,19 +623,10 @@ TEST(faults) {
         CHECK(test_err.os_errno == ENOMEM);
         CHECK_EQ(elsewhere, 12345);
     }
-    fault_os_fail_nth_alloc(0);
-    fault_os_file(weights[0], NULL);
-    fault_os_file(weights[1], NULL);
 }
 
 /* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
 TEST(real_kernel) {
-    static const char *const books[] = {"/proc/self/smaps", "/proc/self/numa_maps",
-                                        "/sys/devices/system/node/has_memory"};
-    for (size_t i = 0; i < COUNT(books); i++) {
-        fault_os_file(books[i], NULL);
-    }
-    fault_os_move_pages(NULL);
     um_block block;
     um_placement placement;
     um_block_options options = {.pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH};

@@ -351,9 +351,7 @@ TEST(memfd_failures) {
 
 TEST(hugetlb) {
     enum { SHIFT = 21 };
-    if (!huge_pool_borrow(4)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(4);
     char *reserved = NULL;
     CHECK_CALL(0, um_os_reserve(5 * HUGE_BYTES, (void **)&reserved));
     char *base = (char *)(((uintptr_t)reserved / HUGE_BYTES + 1) * HUGE_BYTES);
@@ -377,7 +375,6 @@ TEST(hugetlb) {
     CHECK(base[2 * HUGE_BYTES] == 0);
     CHECK_CALL(0, um_os_unmap(reserved, 5 * HUGE_BYTES));
     CHECK_CALL(0, um_os_close(fd));
-    huge_pool_give_back();
 }
 
 typedef struct runner {

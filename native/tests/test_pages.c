@@ -135,9 +135,7 @@ TEST(huge) {
 
 TEST(hugetlb) {
     size_t huge = (size_t)2 << 20, n = huge / page;
-    if (!huge_pool_borrow(8)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(8);
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
         AUTO_BLOCK block = make_block(3 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
@@ -150,7 +148,6 @@ TEST(hugetlb) {
         }
         CHECK(nodes_agree(3 * n));
     }
-    huge_pool_give_back();
 }
 
 TEST(shared) {
@@ -247,7 +244,6 @@ TEST(without_pagemap) {
     /* Any other failure to open is an error. */
     fault_os_fail_nth(2, EMFILE);
     CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
-    fault_os_fail_nth(0, 0);
 }
 
 /* Before Linux 6.7 there is no PAGEMAP_SCAN. */
@@ -323,8 +319,6 @@ TEST(several_nodes) {
     } else {
         test_skip("the kernel gave none");
     }
-    fault_os_move_pages(NULL);
-    fault_os_file(has_memory_path, NULL);
 }
 
 static um_status run_look(void *context, um_error *err) {
@@ -351,6 +345,4 @@ TEST(faults) {
     CHECK_STATUS(UM_E_OS, um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
     REQUIRE(test_err.os_errno == EPERM);
     CHECK(strstr(test_err.what, "move_pages") != NULL);
-    fault_os_move_pages(NULL);
-    fault_os_file(has_memory_path, NULL);
 }

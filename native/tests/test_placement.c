@@ -123,9 +123,7 @@ TEST(shared) {
 }
 
 TEST(hugetlb) {
-    if (!huge_pool_borrow(8)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(8);
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         AUTO_BLOCK block =
             make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
@@ -135,7 +133,6 @@ TEST(hugetlb) {
         check_placed(&block, UM_PAGES_2M, HUGE_BYTES, in_ram, in_ram, in_ram);
         CHECK_EQ(resident(&block, 0, block.nbytes), in_ram);
     }
-    huge_pool_give_back();
 }
 
 /* A block that is not mapped, which only the invented figures contain. */
@@ -211,8 +208,6 @@ TEST(invented_smaps) {
     p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 0\nVmFlags: rd \n"
                      "300000-400000 ---p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: mr \n");
     CHECK(p.pages == UM_PAGES_4K);
-
-    fault_os_file(has_memory_path, NULL);
 }
 
 TEST(invented_hugetlb) {
@@ -237,7 +232,6 @@ TEST(invented_hugetlb) {
             CHECK_EQ(fields[k], 3 * sizes[i].kb << 10);
         }
     }
-    fault_os_file(has_memory_path, NULL);
 }
 
 TEST(invented_nodes) {
@@ -285,9 +279,6 @@ TEST(invented_nodes) {
     p = placement_of(&block);
     CHECK_EQ(p.node_bytes[3], 64 << 10);
     CHECK_EQ(on_all_nodes(&p), 64 << 10);
-    fault_os_file(has_memory_path, NULL);
-    fault_os_file(numa_maps_path, NULL);
-    fault_os_file(smaps_path, NULL);
 }
 
 TEST(resident) {
@@ -386,7 +377,6 @@ TEST(faults) {
             fault_os_fail_nth(n, EINTR);
             CHECK_OK(um_block_verify(&a.block, &p, &test_err));
             CHECK_STR(fault_os_failed(), "um_os_read");
-            fault_os_fail_nth(0, 0);
             CHECK(same_placement(&p, &expected));
         }
     }
@@ -408,7 +398,4 @@ TEST(faults) {
         }
     }
     CHECK_EQ(n_books, 2);
-    fault_os_fail_nth(0, 0);
-    fault_os_file(has_memory_path, NULL);
-    fault_os_file(smaps_path, NULL);
 }

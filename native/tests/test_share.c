@@ -267,9 +267,7 @@ TEST(refused_copies) {
 }
 
 TEST(hugetlb) {
-    if (!huge_pool_borrow(8)) {
-        return;
-    }
+    BORROW_HUGE_PAGES(8);
     uint64_t available = huge_pages_available();
     um_block block = make_block(2 * HUGE_BYTES, of(UM_PAGES_2M, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
@@ -290,7 +288,6 @@ TEST(hugetlb) {
     unmap_block(&large);
     unmap_block(&block);
     CHECK_EQ(huge_pages_available(), available);
-    huge_pool_give_back();
 }
 
 typedef struct sharing {

@@ -18,9 +18,7 @@ static void check_err(um_status status, int os_errno, uint64_t limit, uint64_t u
                       uint64_t offset, const char *what) {
     CHECK(test_err.status == status);
     CHECK(test_err.os_errno == os_errno);
-    CHECK_EQ(test_err.limit, limit);
-    CHECK_EQ(test_err.used, used);
-    CHECK_EQ(test_err.asked, asked);
+    CHECK_ROOM(limit, used, asked);
     CHECK_EQ(test_err.offset, offset);
     CHECK_STR(test_err.what, what);
 }
