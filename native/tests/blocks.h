@@ -17,6 +17,7 @@
 extern size_t page, huge_page, unit;
 
 #define OPTIONS(...) (&(um_block_options){__VA_ARGS__})
+#define BLOCK(...) ((um_block){__VA_ARGS__})
 
 static inline um_block make_block(size_t nbytes, const um_block_options *options) {
     um_block block;
@@ -33,10 +34,8 @@ static inline um_block make_pages(size_t nbytes, um_pages pages) {
 static inline const um_block_options *of(um_pages pages, um_sharing sharing,
                                          size_t reserve_nbytes) {
     static um_block_options options;
-    options = (um_block_options){.pages = pages,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
+    options = *OPTIONS(.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing,
+                       .reserve_nbytes = reserve_nbytes);
     return &options;
 }
 

@@ -9,6 +9,8 @@
 
 /* Calls that read the huge page size. When they fail, a block is only aligned differently. */
 #define HARMLESS_HUGE_PAGE " um_os_open_read um_os_read um_os_close "
+/* A thread that cannot be pinned works all the same. */
+#define HARMLESS_THREADS " um_os_get_affinity um_os_set_affinity um_os_thread_join "
 
 /* From now on the nth call fails with os_errno, once; the first call is 1, and 0 means none.
  * Counting starts anew. Calls that end something (close, join) do it and then report the failure,
@@ -70,8 +72,9 @@ typedef struct fault_case {
 /* Runs it with the Nth call failing, for N = 1, 2, ... until it runs without a fault: with an errno
  * that means no memory and with another one, with an err and without. */
 void fault_os_check_each(const fault_case *c);
+#define CHECK_EACH_FAULT_AT(run, undo, context, outputs, nbytes, harmless)                         \
+    fault_os_check_each(&(fault_case){run, undo, context, outputs, nbytes, harmless, false})
 #define CHECK_EACH_FAULT(run, undo, context, output, harmless)                                     \
-    fault_os_check_each(                                                                           \
-        &(fault_case){run, undo, context, &(output), sizeof(output), harmless, false})
+    CHECK_EACH_FAULT_AT(run, undo, context, &(output), sizeof(output), harmless)
 
 #endif

@@ -18,14 +18,11 @@ static void check_map_with(size_t asked, const um_block_options *options, size_t
 
     block = make_block(asked, options);
     bool shared = options->sharing != UM_SHARING_NONE;
-    check_block(&block, (um_block){.nbytes = nbytes,
-                                   .requested_nbytes = asked,
-                                   .reserved_nbytes = nbytes,
-                                   .step_nbytes = step,
-                                   .requested_pages = options->pages,
-                                   .category = options->category,
-                                   .sharing = options->sharing,
-                                   .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE});
+    check_block(&block,
+                BLOCK(.nbytes = nbytes, .requested_nbytes = asked, .reserved_nbytes = nbytes,
+                      .step_nbytes = step, .requested_pages = options->pages,
+                      .category = options->category, .sharing = options->sharing,
+                      .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
     row_mapped = ledger_row(options->category);
     CHECK_EQ(row_mapped.n_mappings, row.n_mappings + 1);
     CHECK_EQ(row_mapped.mapped_bytes, row.mapped_bytes + nbytes);
@@ -118,23 +115,23 @@ TEST(refused_options) {
     check_refused(UM_E_INVALID, "pages", page, &options);
     um_category categories[] = {UM_CAT_COUNT, (um_category)-1};
     for (size_t i = 0; i < 2; i++) {
-        options = (um_block_options){.category = categories[i]};
+        options = *OPTIONS(.category = categories[i]);
         check_refused(UM_E_INVALID, "category", page, &options);
     }
-    options = (um_block_options){.sharing = (um_sharing)3};
+    options = *OPTIONS(.sharing = (um_sharing)3);
     check_refused(UM_E_INVALID, "sharing", page, &options);
-    options = (um_block_options){.numa = {.mode = (um_numa_mode)5, .nodes = {1}}};
+    options = *OPTIONS(.numa = {.mode = (um_numa_mode)5, .nodes = {1}});
     check_refused(UM_E_INVALID, "numa", page, &options);
-    options = (um_block_options){.numa = {.nodes = {[15] = UINT64_C(1) << 63}}};
+    options = *OPTIONS(.numa = {.nodes = {[15] = UINT64_C(1) << 63}});
     check_refused(UM_E_INVALID, "numa", page, &options);
     for (int mode = UM_NUMA_BIND; mode <= UM_NUMA_PREFERRED; mode++) {
-        options = (um_block_options){.numa = {.mode = (um_numa_mode)mode}};
+        options = *OPTIONS(.numa = {.mode = (um_numa_mode)mode});
         check_refused(UM_E_INVALID, "numa", page, &options);
     }
     char name[251];
     memset(name, 'n', sizeof name - 1);
     name[250] = '\0';
-    options = (um_block_options){.sharing = UM_SHARING_MEMFD, .name = name};
+    options = *OPTIONS(.sharing = UM_SHARING_MEMFD, .name = name);
     check_refused(UM_E_INVALID, "name", page, &options);
     name[249] = '\0';
     AUTO_BLOCK block = make_block(page, &options);
@@ -146,10 +143,9 @@ TEST(refused_nodes) {
         return;
     }
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = {
-            .category = UM_CAT_HISTORY,
-            .sharing = sharing,
-            .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
+        um_block_options options =
+            *OPTIONS(.category = UM_CAT_HISTORY, .sharing = sharing,
+                     .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}});
         check_refused(UM_E_OS, "mbind", page, &options);
     }
 }
@@ -176,8 +172,8 @@ TEST(unmap) {
 }
 
 static void check_hugetlb(um_sharing sharing, size_t huge) {
-    um_block_options options = {
-        .pages = UM_PAGES_2M, .category = UM_CAT_HISTORY, .sharing = sharing};
+    um_block_options options =
+        *OPTIONS(.pages = UM_PAGES_2M, .category = UM_CAT_HISTORY, .sharing = sharing);
     uint64_t available = huge_pages_available();
     um_block block = make_block(huge + 1, &options);
     CHECK_EQ(huge_pages_available(), available - 2); /* reserved when it is mapped */
@@ -345,8 +341,8 @@ TEST(map_faults) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     for (size_t i = 0; i < COUNT(kinds); i++) {
         for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-            um_block_options options = {
-                .pages = kinds[i], .category = UM_CAT_HISTORY, .sharing = sharing};
+            um_block_options options =
+                *OPTIONS(.pages = kinds[i], .category = UM_CAT_HISTORY, .sharing = sharing);
             check_map_faults(5 * page, options);
             options.reserve_nbytes = 3 * unit;
             options.numa.mode = binds ? UM_NUMA_PREFERRED : UM_NUMA_NONE;
@@ -392,16 +388,10 @@ TEST(lock_faults) {
     CHECK_OK(um_block_commit(&block, 2 * unit, unit, &test_err));
     CHECK_OK(um_block_commit(&block, 4 * unit, unit, &test_err));
     memset(bytes_of(&block, 4 * unit), 1, unit);
-    fault_case c = {.context = &block, .outputs = &block, .outputs_nbytes = sizeof block};
-    c.run = run_lock;
-    c.undo = undo_lock;
-    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
-        undo_lock(&block);
-        fault_os_check_each(&c);
-        undo_unlock(&block);
-        c.run = run_unlock;
-        c.undo = undo_unlock;
-        fault_os_check_each(&c);
-        undo_lock(&block);
-    }
+    SKIP_UNLESS(um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK,
+                "this process may not lock memory");
+    undo_lock(&block);
+    CHECK_EACH_FAULT(run_lock, undo_lock, &block, block, NULL);
+    undo_unlock(&block);
+    CHECK_EACH_FAULT(run_unlock, undo_unlock, &block, block, NULL);
 }

@@ -50,14 +50,10 @@ TEST(map) {
             um_ledger_row row = ledger_row(UM_CAT_WEIGHTS), mapped;
             um_block block = map_file(fd, offset, nbytes, access);
             close(fd);
-            check_block(&block, (um_block){.nbytes = nbytes,
-                                           .requested_nbytes = nbytes,
-                                           .reserved_nbytes = whole,
-                                           .step_nbytes = page,
-                                           .requested_pages = block.requested_pages,
-                                           .category = UM_CAT_WEIGHTS,
-                                           .access = access,
-                                           .is_file = 1});
+            check_block(&block, BLOCK(.nbytes = nbytes, .requested_nbytes = nbytes,
+                                      .reserved_nbytes = whole, .step_nbytes = page,
+                                      .requested_pages = block.requested_pages,
+                                      .category = UM_CAT_WEIGHTS, .access = access, .is_file = 1));
             CHECK(um_block_is_committed(&block, 0, nbytes));
             CHECK(!um_block_is_committed(&block, 0, nbytes + 1));
             CHECK(holds_file(&block, offset));
@@ -354,17 +350,11 @@ TEST(faults) {
         m.access = access;
         CHECK_EACH_FAULT(run_map, undo_map, &m, m.block, HARMLESS_HUGE_PAGE " um_os_residency ");
         CHECK(run_map(&m, NULL) == UM_OK);
-        fault_os_check_each(&(fault_case){.run = run_warm,
-                                          .context = &m,
-                                          .outputs = m.block.base,
-                                          .outputs_nbytes = m.block.nbytes,
-                                          .harmless = " um_os_get_affinity um_os_set_affinity "
-                                                      " um_os_thread_join "});
+        CHECK_EACH_FAULT_AT(run_warm, NULL, &m, m.block.base, m.block.nbytes, HARMLESS_THREADS);
         undo_map(&m);
     }
     fault_os_limit_read(30);
-    fault_os_check_each(
-        &(fault_case){.run = run_read, .context = &m.fd, .outputs = &m.fd, .outputs_nbytes = 4});
+    CHECK_EACH_FAULT(run_read, NULL, &m.fd, m.fd, NULL);
     unsigned char bytes[100];
     fault_os_fail_nth(3, EINTR);
     CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));

@@ -285,15 +285,10 @@ static void check_faults(um_block_options options, um_lock lock) {
     commit(&c.block, 4 * step, step);
     commit(&c.block, 9 * step, step);
     memset((char *)c.block.base + 4 * step, 4, step);
-    fault_case cases[] = {{.run = run_commit, .undo = undo_commit},
-                          {.run = run_release, .undo = undo_release}};
-    for (size_t i = 0; i < 2; i++) {
-        cases[i].context = &c;
-        cases[i].outputs = &c;
-        cases[i].outputs_nbytes = sizeof c;
-        fault_os_check_each(&cases[i]);
-        undo_release(&c);
-    }
+    CHECK_EACH_FAULT(run_commit, undo_commit, &c, c, NULL);
+    undo_release(&c);
+    CHECK_EACH_FAULT(run_release, undo_release, &c, c, NULL);
+    undo_release(&c);
     unmap_block(&c.block);
 }
 

@@ -115,7 +115,8 @@ TEST(refused) {
     }
     unmap_block(&block);
 
-    um_block_options options = {.sharing = UM_SHARING_MEMFD, .reserve_nbytes = RESERVED * page};
+    um_block_options options =
+        *OPTIONS(.sharing = UM_SHARING_MEMFD, .reserve_nbytes = RESERVED * page);
     block = make_block(page, &options);
     CHECK_INVALID(um_block_overlay(&block, page, fd, 0, page, &test_err));
     unmap_block(&block);
@@ -123,7 +124,7 @@ TEST(refused) {
     CHECK_INVALID(um_block_overlay(&block, 0, fd, 0, page, &test_err));
     unmap_block(&block);
     if (huge_page != 0) {
-        options = (um_block_options){.pages = UM_PAGES_THP, .reserve_nbytes = 2 * huge_page};
+        options = *OPTIONS(.pages = UM_PAGES_THP, .reserve_nbytes = 2 * huge_page);
         block = make_block(1, &options);
         CHECK_INVALID(um_block_overlay(&block, huge_page, fd, 0, page, &test_err));
         unmap_block(&block);

@@ -369,13 +369,9 @@ TEST(faults) {
         l.options = (um_load_options){.n_threads = 1 + i / 2, .cpus = i % 2 ? cpus : NULL};
         /* A thread that cannot be pinned still reads, and a waiting thread that cannot sleep
          * polls. */
-        fault_os_check_each(&(fault_case){
-            .run = run_load,
-            .context = &l,
-            .outputs = "",
-            .reads_into_memory = true,
-            .harmless = " um_os_get_affinity um_os_set_affinity "
-                        " um_os_thread_join um_os_wait um_os_wake " HARMLESS_HUGE_PAGE});
+        fault_os_check_each(
+            &(fault_case){run_load, NULL, &l, "", 0,
+                          HARMLESS_THREADS "um_os_wait um_os_wake" HARMLESS_HUGE_PAGE, true});
     }
     for (unsigned n = 1; fault_os_fail_nth(n, EINTR), run_load(&l, NULL) == UM_OK; n++) {
         if (fault_os_failed() == NULL) {

@@ -23,10 +23,9 @@ TEST(kernel_without_thp) {
 }
 
 static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
-    um_block_options options = {.category = UM_CAT_SCRATCH,
-                                .sharing = sharing,
-                                .numa = {.mode = mode, .nodes = {1}},
-                                .reserve_nbytes = 8 * page};
+    um_block_options options =
+        *OPTIONS(.category = UM_CAT_SCRATCH, .sharing = sharing,
+                 .numa = {.mode = mode, .nodes = {1}}, .reserve_nbytes = 8 * page);
     AUTO_BLOCK block;
     um_status status = um_block_map(&block, 4 * page, &options, &test_err);
     if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {

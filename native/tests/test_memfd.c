@@ -2,8 +2,7 @@
 #include "blocks.h"
 
 static um_block_options of_file(int fd, um_pages pages) {
-    return (um_block_options){
-        .pages = pages, .category = UM_CAT_WEIGHTS, .sharing = UM_SHARING_FD, .fd = fd};
+    return *OPTIONS(.pages = pages, .category = UM_CAT_WEIGHTS, .sharing = UM_SHARING_FD, .fd = fd);
 }
 
 /* An empty file without a name in /dev/shm, or -1. */
@@ -16,10 +15,8 @@ static int make_shm_file(void) {
 }
 
 TEST(memfd) {
-    um_block_options options = {.pages = UM_PAGES_4K,
-                                .category = UM_CAT_WEIGHTS,
-                                .sharing = UM_SHARING_MEMFD,
-                                .reserve_nbytes = 10 * page};
+    um_block_options options = *OPTIONS(.pages = UM_PAGES_4K, .category = UM_CAT_WEIGHTS,
+                                        .sharing = UM_SHARING_MEMFD, .reserve_nbytes = 10 * page);
     AUTO_BLOCK block = make_block(3 * page, &options);
     char path[64], target[64] = "";
     snprintf(path, sizeof path, "/proc/self/fd/%d", block.fd);

@@ -7,14 +7,10 @@ TEST(images) {
     fault_os_fail_nth(0, 0);
     um_block block = make_mirror(N_PIECES, m, UM_PAGES_AUTO);
     CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 2 * N_PIECES);
-    um_block want = {.nbytes = 2 * N_PIECES * m,
-                     .requested_nbytes = N_PIECES * m,
-                     .reserved_nbytes = 2 * N_PIECES * m,
-                     .step_nbytes = page,
-                     .mirror_nbytes = m,
-                     .category = UM_CAT_HISTORY,
-                     .sharing = UM_SHARING_MEMFD,
-                     .access = UM_ACCESS_SHARED};
+    um_block want =
+        BLOCK(.nbytes = 2 * N_PIECES * m, .requested_nbytes = N_PIECES * m,
+              .reserved_nbytes = 2 * N_PIECES * m, .step_nbytes = page, .mirror_nbytes = m,
+              .category = UM_CAT_HISTORY, .sharing = UM_SHARING_MEMFD, .access = UM_ACCESS_SHARED);
     check_block(&block, want);
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
     CHECK(is_filled(block.base, block.nbytes, 0));
@@ -56,10 +52,9 @@ TEST(refused) {
                {4 * page, 2 * page, 0, UM_PAGES_2M, UM_SHARING_MEMFD},
                {SIZE_MAX / 2 + 1, page, 0, UM_PAGES_4K, UM_SHARING_MEMFD}};
     for (size_t i = 0; i < COUNT(bad); i++) {
-        um_block_options options = {.pages = bad[i].pages,
-                                    .sharing = bad[i].sharing,
-                                    .reserve_nbytes = bad[i].reserve_nbytes,
-                                    .mirror_nbytes = bad[i].mirror_nbytes};
+        um_block_options options = *OPTIONS(.pages = bad[i].pages, .sharing = bad[i].sharing,
+                                            .reserve_nbytes = bad[i].reserve_nbytes,
+                                            .mirror_nbytes = bad[i].mirror_nbytes);
         CHECK_INVALID(um_block_map(&block, bad[i].nbytes, &options, &test_err));
         CHECK_SPOILT(block);
     }

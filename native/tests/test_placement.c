@@ -137,11 +137,8 @@ TEST(hugetlb) {
 
 /* A block that is not mapped, which only the invented figures contain. */
 static um_block invented_block(void) {
-    return (um_block){.base = (void *)(uintptr_t)0x200000,
-                      .nbytes = 0x100000,
-                      .step_nbytes = page,
-                      .reserved_nbytes = 0x200000,
-                      .fd = -1};
+    return BLOCK(.base = (void *)(uintptr_t)0x200000, .nbytes = 0x100000, .step_nbytes = page,
+                 .reserved_nbytes = 0x200000, .fd = -1);
 }
 
 static const char before[] = "100000-1ff000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\n"

@@ -2,14 +2,10 @@
 #include "blocks.h"
 
 static void check_attached(const um_block *block, um_access access, size_t nbytes, size_t step) {
-    check_block(block, (um_block){.nbytes = nbytes,
-                                  .requested_nbytes = file_nbytes(block->fd),
-                                  .reserved_nbytes = nbytes,
-                                  .step_nbytes = step,
-                                  .requested_pages = block->requested_pages,
-                                  .category = UM_CAT_STAGING,
-                                  .sharing = UM_SHARING_FD,
-                                  .access = access});
+    check_block(block, BLOCK(.nbytes = nbytes, .requested_nbytes = file_nbytes(block->fd),
+                             .reserved_nbytes = nbytes, .step_nbytes = step,
+                             .requested_pages = block->requested_pages, .category = UM_CAT_STAGING,
+                             .sharing = UM_SHARING_FD, .access = access));
     CHECK_STR(os_state_permissions(block->base), access == UM_ACCESS_READ ? "r--s" : "rw-s");
     CHECK_STR(os_state_permissions((char *)block->base - 1), "---p");
     CHECK_STR(os_state_permissions((char *)block->base + nbytes), "---p");
@@ -315,12 +311,7 @@ static um_status run_copy(void *context, um_error *err) {
 static void check_faults(sharing *s, um_status (*run)(void *context, um_error *err)) {
     SPOIL(s->block);
     /* If no read-only descriptor can be opened, a new kernel maps the existing one. */
-    fault_os_check_each(&(fault_case){.run = run,
-                                      .undo = undo,
-                                      .context = s,
-                                      .outputs = s,
-                                      .outputs_nbytes = sizeof *s,
-                                      .harmless = HARMLESS_HUGE_PAGE});
+    CHECK_EACH_FAULT(run, undo, s, *s, HARMLESS_HUGE_PAGE);
 }
 
 TEST(faults) {

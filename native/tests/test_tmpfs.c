@@ -92,8 +92,8 @@ TEST(huge) {
     SKIP_UNLESS(huge != 0, "this kernel has none");
     for (int wanted = 0; wanted <= 1; wanted++) {
         AUTO_FD fd = open_tmpfs(2 * huge, wanted), file = make_file(fd, "a");
-        um_block_options options = {
-            .sharing = UM_SHARING_FD, .fd = file, .pages = wanted ? UM_PAGES_AUTO : UM_PAGES_4K};
+        um_block_options options = *OPTIONS(.sharing = UM_SHARING_FD, .fd = file,
+                                            .pages = wanted ? UM_PAGES_AUTO : UM_PAGES_4K);
         um_block block;
         um_placement placement;
         REQUIRE(CHECK_OK(um_block_map(&block, 2 * huge, &options, &test_err)));
@@ -127,18 +127,8 @@ static um_status run_seal(void *context, um_error *err) {
 
 TEST(every_fault) {
     AUTO_FD fd = 777;
-    fault_case opening = {.run = run_open,
-                          .undo = undo_open,
-                          .context = &fd,
-                          .outputs = &fd,
-                          .outputs_nbytes = sizeof fd,
-                          .harmless = " um_os_close "};
-    fault_os_check_each(&opening);
+    CHECK_EACH_FAULT(run_open, undo_open, &fd, fd, " um_os_close ");
     fd = open_tmpfs(1 << 20, 0);
-    fault_case sealing = {.run = run_seal,
-                          .context = &fd,
-                          .outputs = &fd,
-                          .outputs_nbytes = sizeof fd,
-                          .harmless = " um_os_close "};
-    fault_os_check_each(&sealing);
+    CHECK_EACH_FAULT(run_seal, NULL, &fd, fd, " um_os_close ");
+    close(fd);
 }

@@ -238,13 +238,7 @@ TEST(faults) {
                 .n_threads = n_threads,
                 .cpus = i < 3 ? NULL : cpus};
             memset(w.block.base, 0x77, w.block.nbytes);
-            /* A thread that cannot be pinned still warms. */
-            fault_os_check_each(&(fault_case){.run = run_warm,
-                                              .context = &w,
-                                              .outputs = w.block.base,
-                                              .outputs_nbytes = w.block.nbytes,
-                                              .harmless = " um_os_get_affinity um_os_set_affinity "
-                                                          " um_os_thread_join "});
+            CHECK_EACH_FAULT_AT(run_warm, NULL, &w, w.block.base, w.block.nbytes, HARMLESS_THREADS);
             unmap_block(&w.block);
         }
     }
