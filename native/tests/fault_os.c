@@ -437,7 +437,7 @@ static bool is_harmless(const fault_case *c, const char *function) {
 
 /* Returns true when there was an Nth call to fail. */
 static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_err) {
-    void *outputs = allocate(c->outputs_nbytes + 1);
+    AUTO_FREE void *outputs = allocate(c->outputs_nbytes + 1);
     um_error err, untouched;
     memcpy(outputs, c->outputs, c->outputs_nbytes);
     test_err_pattern(&err);
@@ -467,7 +467,6 @@ static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_e
         fprintf(stderr, "... when call %u (%s) fails with errno %d: %s\n", n,
                 failed == NULL ? "none" : failed, os_errno, um_status_name(status));
     }
-    free(outputs);
     return failed != NULL;
 }
 

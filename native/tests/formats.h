@@ -25,10 +25,9 @@ static void put_zeros(size_t nbytes) {
 
 /* Parses the first nbytes of `file` as part of a file of `size`. */
 static um_status parse(HEADER *out, size_t nbytes, uint64_t size) {
-    unsigned char *exact = allocate(nbytes);
+    AUTO_FREE unsigned char *exact = allocate(nbytes);
     memcpy(exact, file, nbytes);
     um_status status = PARSE(out, exact, nbytes, size, &test_err);
-    free(exact);
     return status;
 }
 

@@ -317,14 +317,13 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
 /* n values, in heap memory of their exact size. */
 static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     size_t nbytes = n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-    float *floats = allocate(n * sizeof *floats + 1);
+    AUTO_FREE float *floats = allocate(n * sizeof *floats + 1);
     void *out = allocate(nbytes);
     REQUIRE(out != NULL);
     for (size_t i = 0; i < n; i++) {
         floats[i] = (float)(int32_t)test_random(&m->random) * 0x1p-28f;
     }
     CHECK(um_convert(out, type, floats, UM_F32, n, NULL) == UM_OK);
-    free(floats);
     return out;
 }
 
@@ -381,14 +380,12 @@ static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dt
     }
     bool fits = expected.status == UM_OK;
     size_t values = fits ? (size_t)n * m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim : 0;
-    void *k = random_values(m, type, values), *v = random_values(m, type, values);
+    AUTO_FREE void *k = random_values(m, type, values), *v = random_values(m, type, values);
     if (fits) {
         give_tokens(m, layer, k, v, type, order, n);
     }
     um_status got =
         ANSWER(m, expected, um_kv_append(&m->kv, layer, k, v, type, order, n, &test_err));
-    free(k);
-    free(v);
     return got;
 }
 
@@ -407,14 +404,12 @@ static inline um_status do_append_all(kv_model *m, um_dtype type) {
     }
     size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
     size_t row = values / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-    unsigned char *k = random_values(m, type, values * m->spec.n_layers);
-    unsigned char *v = random_values(m, type, values * m->spec.n_layers);
+    AUTO_FREE unsigned char *k = random_values(m, type, values * m->spec.n_layers);
+    AUTO_FREE unsigned char *v = random_values(m, type, values * m->spec.n_layers);
     for (uint32_t layer = 0; expected.status == UM_OK && layer < m->spec.n_layers; layer++) {
         give_tokens(m, layer, k + layer * row, v + layer * row, type, UM_KV_TOKEN_MAJOR, 1);
     }
     um_status got = ANSWER(m, expected, um_kv_append_all(&m->kv, k, v, type, &test_err));
-    free(k);
-    free(v);
     return got;
 }
 
@@ -446,11 +441,10 @@ static inline void write_reserved(kv_model *m) {
         uint64_t position = m->next[0] + t;
         for (size_t lane = 0; lane < m->n_lanes; lane++) {
             size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
-            void *in = random_values(m, m->spec.type, values);
+            AUTO_FREE void *in = random_values(m, m->spec.type, values);
             give_row(m, lane, position, in, m->spec.type, UM_KV_TOKEN_MAJOR, 0, 1);
             memcpy(m->map + lane * m->storage.lane_stride + row_of(m, position) * m->row_bytes, in,
                    m->row_bytes);
-            free(in);
         }
     }
     check_model(m);
@@ -629,7 +623,7 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     size_t heads = m->spec.n_kv_heads, dim = m->spec.head_dim;
     size_t head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     size_t nbytes = valid ? m->spec.batch * heads * (size_t)n * head : 64;
-    unsigned char *out = allocate(nbytes + 1), *expected = allocate(nbytes + 1);
+    AUTO_FREE unsigned char *out = allocate(nbytes + 1), *expected = allocate(nbytes + 1);
     REQUIRE(expected != NULL);
     memset(out, FILL, nbytes + 1);
     memset(expected, FILL, nbytes + 1);
@@ -645,8 +639,6 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     um_status got = ANSWER(m, answer(valid ? UM_OK : UM_E_INVALID),
                            um_kv_read(&m->kv, layer, v, position, n, out, type, &test_err));
     CHECK(memcmp(out, expected, nbytes + 1) == 0);
-    free(out);
-    free(expected);
     return got;
 }
 

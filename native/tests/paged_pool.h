@@ -69,7 +69,7 @@ static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, con
                               uint64_t n, um_dtype type, um_kv_order order) {
     size_t heads = s->n_kv_heads, dim = s->head_dim;
     unsigned char *rows = allocate(bytes_of(type, n * heads * dim) + (n == 0));
-    float *head = allocate(dim * sizeof *head);
+    AUTO_FREE float *head = allocate(dim * sizeof *head);
     REQUIRE(head != NULL);
     for (uint64_t t = 0; t < n; t++) {
         for (size_t h = 0; h < heads; h++) {
@@ -81,17 +81,14 @@ static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, con
                   UM_OK);
         }
     }
-    free(head);
     return rows;
 }
 
 static inline um_status append(um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
                                uint64_t n, um_dtype type, um_kv_order order) {
-    void *k = make_rows(&seq->paged->spec, layer, 0, tokens, n, type, order);
-    void *v = make_rows(&seq->paged->spec, layer, 1, tokens, n, type, order);
+    AUTO_FREE void *k = make_rows(&seq->paged->spec, layer, 0, tokens, n, type, order);
+    AUTO_FREE void *v = make_rows(&seq->paged->spec, layer, 1, tokens, n, type, order);
     um_status status = um_paged_append(seq, layer, k, v, type, order, n, &test_err);
-    free(k);
-    free(v);
     return status;
 }
 
@@ -113,14 +110,12 @@ static inline void check_tokens(const um_paged_seq *seq, uint32_t layer, const u
     CHECK_EQ(um_paged_layer_len(seq, layer), n);
     for (int v = 0; v < 2; v++) {
         size_t nbytes = bytes_of(s->type, n * s->n_kv_heads * s->head_dim);
-        unsigned char *out = malloc(nbytes + (nbytes == 0));
+        AUTO_FREE unsigned char *out = malloc(nbytes + (nbytes == 0));
         REQUIRE(out != NULL);
-        void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
+        AUTO_FREE void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
         size_t stride = bytes_of(s->type, n * s->head_dim);
         CHECK_OK(um_paged_gather(seq, layer, v, n, out, stride, s->type, &test_err));
         CHECK(memcmp(out, expected, nbytes) == 0);
-        free(out);
-        free(expected);
     }
 }
 

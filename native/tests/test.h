@@ -173,6 +173,14 @@ static inline void *allocate(size_t nbytes) {
     return p;
 }
 
+/* Memory that is freed where its scope ends. */
+static inline void test_free(void *pointer) {
+    void *p;
+    memcpy(&p, pointer, sizeof p);
+    free(p);
+}
+#define AUTO_FREE __attribute__((cleanup(test_free)))
+
 static inline pthread_t start_thread(void *(*fn)(void *), void *arg) {
     pthread_t thread;
     REQUIRE(pthread_create(&thread, NULL, fn, arg) == 0);

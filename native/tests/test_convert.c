@@ -176,8 +176,9 @@ static void check_same(const way *w, const char *what, const void *got, const vo
 }
 
 static void check_all_narrow(const way *w, const format *f) {
-    uint16_t *codes = allocate(N_NARROW * sizeof *codes), *back = allocate(N_NARROW * sizeof *back);
-    float *values = allocate(N_NARROW * sizeof *values);
+    AUTO_FREE uint16_t *codes = allocate(N_NARROW * sizeof *codes),
+                       *back = allocate(N_NARROW * sizeof *back);
+    AUTO_FREE float *values = allocate(N_NARROW * sizeof *values);
     for (unsigned i = 0; i < N_NARROW; i++) {
         codes[i] = (uint16_t)i;
     }
@@ -196,9 +197,6 @@ static void check_all_narrow(const way *w, const format *f) {
         }
     }
     CHECK_EQ(n_wrong, 0);
-    free(codes);
-    free(back);
-    free(values);
 }
 
 enum { MAX_INPUTS = 3 << 20 };
@@ -252,13 +250,12 @@ static void make_inputs(void) {
 }
 
 static void check_narrowing(const way *w) {
-    uint16_t *out = allocate(n_inputs * sizeof *out);
+    AUTO_FREE uint16_t *out = allocate(n_inputs * sizeof *out);
     for (int i = 0; i < N_FORMATS; i++) {
         memset(out, 0xA5, n_inputs * sizeof *out);
         convert(w, out, formats[i].type, inputs, UM_F32, n_inputs);
         check_same(w, "16 bits", out, expected[i], n_inputs, sizeof *out);
     }
-    free(out);
 }
 
 enum { N_BLOCKS = 40000 };
@@ -343,19 +340,18 @@ static void make_rows(void) {
 }
 
 static void check_quantizing(const way *w) {
-    um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
+    AUTO_FREE um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
     memset(out, 0xA5, N_BLOCKS * sizeof *out);
     convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
     check_same(w, "q8_0", out, quantized, N_BLOCKS, sizeof *out);
-    free(out);
 }
 
 /* Every scale with every value. */
 static void check_dequantizing(const way *w) {
     enum { PER_SCALE = 256 / BLOCK };
     size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
-    um_q8_0 *in = allocate(n_blocks * sizeof *in);
-    float *out = allocate(n * sizeof *out);
+    AUTO_FREE um_q8_0 *in = allocate(n_blocks * sizeof *in);
+    AUTO_FREE float *out = allocate(n * sizeof *out);
     for (size_t i = 0; i < n; i++) {
         in[i / BLOCK].d = (uint16_t)(i / 256);
         in[i / BLOCK].qs[i % BLOCK] = (int8_t)(i % 256);
@@ -369,8 +365,6 @@ static void check_dequantizing(const way *w) {
         n_wrong += !right;
     }
     CHECK_EQ(n_wrong, 0);
-    free(in);
-    free(out);
 }
 
 static size_t bytes_of(um_dtype type, size_t n) {
@@ -379,13 +373,12 @@ static size_t bytes_of(um_dtype type, size_t n) {
 
 /* n usual values of a type. */
 static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
-    float *values = allocate(n * sizeof *values);
+    AUTO_FREE float *values = allocate(n * sizeof *values);
     for (size_t i = 0; i < n; i++) {
         values[i] = (float)(int64_t)test_random(seed) * 0x1p-60f;
     }
     void *out = allocate(bytes_of(type, n));
     CHECK_OK(um_convert_by(um_convert_code_at(0), out, type, values, UM_F32, n, &test_err));
-    free(values);
     return out;
 }
 
@@ -397,9 +390,9 @@ static void check_pairs(const way *w) {
         for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
             for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
-                void *in = usual_values(from, n, &seed);
-                float *wide = allocate(n * sizeof *wide);
-                unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
+                AUTO_FREE void *in = usual_values(from, n, &seed);
+                AUTO_FREE float *wide = allocate(n * sizeof *wide);
+                AUTO_FREE unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
                 const um_convert_code *plain = um_convert_code_at(0);
                 memset(out, 0xA5, out_bytes);
                 convert(w, out, to, in, from, n);
@@ -410,10 +403,6 @@ static void check_pairs(const way *w) {
                     CHECK_OK(um_convert_by(plain, want, to, wide, UM_F32, n, &test_err));
                 }
                 check_same(w, "a pair", out, want, out_bytes, 1);
-                free(in);
-                free(wide);
-                free(out);
-                free(want);
             }
         }
     }
@@ -430,25 +419,21 @@ static void check_lengths(const way *w) {
             size_t step = from == UM_Q8_0 || to == UM_Q8_0 ? BLOCK : 1;
             size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
             for (size_t n = 0; n <= MAX_N; n += step) {
-                void *in = usual_values(from, n, &seed);
+                AUTO_FREE void *in = usual_values(from, n, &seed);
                 size_t in_bytes = bytes_of(from, n), out_bytes = bytes_of(to, n);
-                unsigned char *want = allocate(out_bytes);
+                AUTO_FREE unsigned char *want = allocate(out_bytes);
                 CHECK_OK(um_convert_by(um_convert_code_at(0), want, to, in, from, n, &test_err));
                 for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
                     size_t before = shift * out_align;
-                    unsigned char *source = allocate(shift * in_align + in_bytes);
-                    unsigned char *out = allocate(before + out_bytes + 1);
+                    AUTO_FREE unsigned char *source = allocate(shift * in_align + in_bytes);
+                    AUTO_FREE unsigned char *out = allocate(before + out_bytes + 1);
                     memcpy(source + shift * in_align, in, in_bytes);
                     memset(out, 0xEE, before + out_bytes + 1);
                     convert(w, out + before, to, source + shift * in_align, from, n);
                     right = right && memcmp(out + before, want, out_bytes) == 0;
                     bounded = bounded && out[before + out_bytes] == 0xEE;
                     bounded = bounded && (shift == 0 || out[before - 1] == 0xEE);
-                    free(source);
-                    free(out);
                 }
-                free(want);
-                free(in);
             }
             CHECK(right);
             CHECK(bounded);
@@ -457,10 +442,9 @@ static void check_lengths(const way *w) {
 }
 
 static void check_convert(um_dtype to, const void *want, um_dtype from, const void *in, size_t n) {
-    unsigned char *out = allocate(bytes_of(to, n));
+    AUTO_FREE unsigned char *out = allocate(bytes_of(to, n));
     CHECK_OK(um_convert(out, to, in, from, n, &test_err));
     CHECK(memcmp(out, want, bytes_of(to, n)) == 0);
-    free(out);
 }
 
 TEST(convert) {
@@ -486,7 +470,7 @@ TEST(convert) {
 TEST(refusals) {
     float in[BLOCK * 2] = {1};
     unsigned char out[sizeof in];
-    memset(out, 0x5A, sizeof out);
+    SPOIL(out);
     const um_dtype unknown[] = {(um_dtype)4, (um_dtype)-1, (um_dtype)255};
     for (size_t i = 0; i < COUNT(unknown); i++) {
         CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
@@ -504,9 +488,7 @@ TEST(refusals) {
         CHECK_OK(um_convert(NULL, other, NULL, UM_Q8_0, 0, &test_err));
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
-    for (size_t i = 0; i < sizeof out; i++) {
-        REQUIRE(out[i] == 0x5A);
-    }
+    CHECK_SPOILT(out);
     const size_t n_bytes[] = {4, 2, 2, 34}, n_values[] = {1, 1, 1, 32};
     for (um_dtype type = UM_F32; type <= UM_Q8_0; type++) {
         CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);

@@ -80,15 +80,12 @@ static void extract_example(const char *header, char *out) {
 }
 
 TEST(text) {
-    char *header = read_text(UNIMEM_HEADER), *source = read_text(__FILE__);
-    char *example = calloc(1, strlen(header) + 1);
+    AUTO_FREE char *header = read_text(UNIMEM_HEADER), *source = read_text(__FILE__);
+    AUTO_FREE char *example = calloc(1, strlen(header) + 1);
     REQUIRE(example != NULL);
     extract_example(header, example);
     CHECK(strlen(example) > 1000);
     CHECK(strstr(source, example) != NULL);
-    free(example);
-    free(source);
-    free(header);
 }
 
 TEST(run) {

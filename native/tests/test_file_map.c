@@ -8,12 +8,11 @@ static unsigned char byte_at(uint64_t offset) {
 
 static int make_file(size_t nbytes) {
     int fd = temp_file();
-    unsigned char *bytes = allocate(nbytes + 1);
+    AUTO_FREE unsigned char *bytes = allocate(nbytes + 1);
     for (size_t i = 0; i < nbytes; i++) {
         bytes[i] = byte_at(i);
     }
     REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
-    free(bytes);
     return fd;
 }
 
@@ -274,7 +273,7 @@ TEST(warm) {
 TEST(read) {
     size_t n = 3 * page + 11;
     AUTO_FD fd = make_file(n);
-    unsigned char *bytes = allocate(n);
+    AUTO_FREE unsigned char *bytes = allocate(n);
     size_t limits[] = {0, 1, 7, page - 1, page, n};
     for (size_t i = 0; i < COUNT(limits); i++) {
         size_t offsets[] = {0, 1, page, 3 * page, n - 1, n};
@@ -312,7 +311,6 @@ TEST(read) {
     CHECK_STATUS(UM_E_IO, um_file_read(fd, UINT64_MAX, bytes, 1, &test_err));
     CHECK_STATUS(UM_E_IO, um_file_read(fd, UINT64_MAX - 10, bytes, 100, &test_err));
     CHECK_STATUS(UM_E_IO, um_file_read(fd, (uint64_t)1 << 63, bytes, 100, &test_err));
-    free(bytes);
 }
 
 typedef struct mapping {

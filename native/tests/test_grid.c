@@ -217,38 +217,6 @@ TEST(bad_places) {
     CHECK_SPOILT(grid);
 }
 
-/* Against a model: the set of taken cells. */
-TEST(random_order) {
-    enum { N = 50 };
-    um_tape tape = make_tape(memory, sizeof memory);
-    um_grid grid = make_grid(&tape, 8, N);
-    bool taken[N] = {false};
-    uint32_t n_taken = 0;
-    uint64_t seed = 7;
-    for (int i = 0; i < 20000; i++) {
-        uint64_t r = test_random(&seed);
-        /* The share of takes goes up and down, so that the grid becomes full and empty. */
-        if (r % 100 < (i / 500 % 2 == 0 ? 65u : 35u)) {
-            uint32_t id;
-            um_status status = um_grid_take(&grid, &id, NULL);
-            CHECK(status == (n_taken < N ? UM_OK : UM_E_FULL));
-            if (status == UM_OK) {
-                REQUIRE(id < N);
-                REQUIRE(!taken[id]);
-                taken[id] = true;
-                n_taken++;
-            }
-        } else {
-            uint32_t id = (uint32_t)(r >> 32) % N;
-            um_status status = um_grid_give(&grid, id, NULL);
-            CHECK(status == (taken[id] ? UM_OK : UM_E_STATE));
-            n_taken -= taken[id];
-            taken[id] = false;
-        }
-        CHECK(um_grid_n_available(&grid) == N - n_taken);
-    }
-}
-
 typedef struct shared_grid {
     um_grid *grid;
     _Atomic uint32_t owner[MAX_CELLS]; /* 0: no owner */

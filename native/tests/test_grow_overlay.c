@@ -7,23 +7,21 @@ enum { FILE_PAGES = 6, RESERVED = 12 };
 /* A file whose pages are filled with a, b, c ... */
 static int make_file(void) {
     int fd = temp_file();
-    unsigned char *bytes = allocate(FILE_PAGES * page);
+    AUTO_FREE unsigned char *bytes = allocate(FILE_PAGES * page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         memset(bytes + i * page, 'a' + (int)i, page);
     }
     REQUIRE(write(fd, bytes, FILE_PAGES * page) == (ssize_t)(FILE_PAGES * page));
-    free(bytes);
     return fd;
 }
 
 static bool file_is_as_it_was(int fd) {
     bool same = true;
-    unsigned char *bytes = allocate(page);
+    AUTO_FREE unsigned char *bytes = allocate(page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         same = same && pread(fd, bytes, page, (off_t)(i * page)) == (ssize_t)page &&
                is_filled(bytes, page, (unsigned char)('a' + i));
     }
-    free(bytes);
     return same;
 }
 

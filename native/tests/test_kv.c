@@ -167,11 +167,7 @@ TEST(bad_storage) {
     bad = storage_for(&spec, memory, 9);
     CHECK_OK(init_status(&spec, &bad, &test_err));
 #undef CHECK_BAD_STORAGE
-    bool untouched = true;
-    for (size_t at = 0; at < sizeof memory; at++) {
-        untouched = untouched && memory[at] == FILL;
-    }
-    CHECK(untouched);
+    CHECK(is_filled(memory, sizeof memory, FILL));
 }
 
 TEST(no_memory) {
@@ -460,21 +456,6 @@ TEST(trim) {
     CHECK_EQ(um_kv_first_position(kv), 2);
     append_everywhere(&m, 2);
     CHECK_EQ(um_kv_next_position(kv), 9);
-}
-
-/* All ways to keep some of 7 tokens, including those whose rows overlap. */
-TEST(keep_first) {
-    for (uint64_t n = 0; n <= 7; n++) {
-        for (uint64_t keep = 0; n + keep <= 8; keep++) {
-            AUTO_MODEL m = fixed_model(spec_of(2, UM_F16));
-            append_everywhere(&m, 7);
-            CHECK_EQ(do_trim(&m, n, keep), UM_OK);
-            CHECK_EQ(um_kv_seq_len(&m.kv), n + keep < 7 ? n + keep : 7);
-            CHECK_EQ(um_kv_next_position(&m.kv), 7);
-            CHECK_EQ(do_trim(&m, n / 2, keep), UM_OK);
-            CHECK_EQ(do_move(&m, 0), UM_OK);
-        }
-    }
 }
 
 /* Moves bytes as memmove does. The last of a given number of calls fails. */

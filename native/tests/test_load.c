@@ -12,12 +12,11 @@ static unsigned char byte_of(uint64_t seed, uint64_t at) {
 }
 
 static void fill_file(int fd, uint64_t seed, size_t nbytes) {
-    unsigned char *bytes = allocate(nbytes + 1);
+    AUTO_FREE unsigned char *bytes = allocate(nbytes + 1);
     for (size_t i = 0; i < nbytes; i++) {
         bytes[i] = byte_of(seed, i);
     }
     REQUIRE(pwrite(fd, bytes, nbytes, 0) == (ssize_t)nbytes);
-    free(bytes);
 }
 
 static int make_file(uint64_t seed, size_t nbytes) {

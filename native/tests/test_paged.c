@@ -241,7 +241,7 @@ TEST(large_gather) {
     AUTO_POOL p = make_pool((um_paged_spec){1, HEADS, DIM, 600, 16, UM_F16});
     AUTO_SEQ seq = make_seq(&p);
     size_t n_values = (size_t)N * HEADS * DIM;
-    uint16_t *in = allocate(n_values * sizeof *in);
+    AUTO_FREE uint16_t *in = allocate(n_values * sizeof *in);
     uint64_t random = 1;
     for (size_t i = 0; i < n_values; i++) {
         in[i] = (uint16_t)test_random(&random);
@@ -261,7 +261,6 @@ TEST(large_gather) {
         }
         free(memory);
     }
-    free(in);
 }
 
 TEST(fork) {
@@ -395,8 +394,8 @@ TEST(append_in_steps) {
     }
     /* A block for the copy of the shared one, and a new block, are taken. No token is visible
      * yet. */
-    void *k = make_rows(&p.paged.spec, 0, 0, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
-    void *v = make_rows(&p.paged.spec, 0, 1, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
+    AUTO_FREE void *k = make_rows(&p.paged.spec, 0, 0, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
+    AUTO_FREE void *v = make_rows(&p.paged.spec, 0, 1, tokens + 7, 5, UM_F32, UM_KV_TOKEN_MAJOR);
     um_paged_pending pending;
     CHECK_OK(um_paged_append_begin(&pending, &a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 5, &test_err));
     CHECK_EQ(um_paged_n_in_use(&p.paged), 5);
@@ -424,8 +423,6 @@ TEST(append_in_steps) {
     um_paged_rollback(&a);
     CHECK_OK(um_paged_crop(&a, 5, &test_err));
     check_count_from(&a, 0, 5);
-    free(k);
-    free(v);
 }
 
 TEST(steps_that_do_nothing) {

@@ -73,7 +73,7 @@ TEST(lines) {
     for (size_t n = sizeof((um_proc_lines *)0)->buffer - 1; n < sizeof text - 10; n += 20000) {
         memset(text, 'x', n);
         strcpy(text + n, "\nlast\n");
-        um_proc_lines *lines = malloc(sizeof *lines);
+        AUTO_FREE um_proc_lines *lines = malloc(sizeof *lines);
         char *line;
         fault_os_file(path, text);
         REQUIRE(lines != NULL);
@@ -89,7 +89,6 @@ TEST(lines) {
         CHECK(um_proc_lines_next(lines, &line) == 0);
         CHECK(line == NULL);
         um_proc_lines_close(lines);
-        free(lines);
     }
     fault_os_file(path, NULL);
     CHECK(os_state_unchanged());

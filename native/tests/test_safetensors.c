@@ -430,10 +430,9 @@ static void check_parsed(const um_safetensors *s, size_t nbytes) {
     }
     CHECK_EQ(sum, nbytes);
     for (uint64_t i = 0; i < s->n_kv; i++) {
-        char *resolved = malloc(s->kv[i].value.nbytes + 1);
+        AUTO_FREE char *resolved = malloc(s->kv[i].value.nbytes + 1);
         REQUIRE(resolved != NULL);
         CHECK(um_safetensors_write_text(file, s->kv[i].value, resolved) <= s->kv[i].value.nbytes);
-        free(resolved);
     }
 }
 

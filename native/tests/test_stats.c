@@ -126,11 +126,7 @@ TEST(counters) {
 
     unsigned char *p = um_heap_alloc(300, 11);
     REQUIRE(p != NULL);
-    bool zero = true;
-    for (size_t i = 0; i < (size_t)300 * 11; i++) {
-        zero = zero && p[i] == 0;
-    }
-    CHECK(zero);
+    CHECK(is_filled(p, (size_t)300 * 11, 0));
     um_counters_read(&after);
     CHECK_EQ(after.n_allocations, before.n_allocations + 1);
     CHECK_EQ(after.allocated_bytes, before.allocated_bytes + 3300);

@@ -167,36 +167,7 @@ TEST(clear_keep_rewind) {
     CHECK_EQ(um_tape_high_water(&tape), 500);
     CHECK_EQ(um_tape_n_takes(&tape), 7);
 
-    bool untouched = true;
-    for (size_t i = 0; i < sizeof memory; i++) {
-        untouched = untouched && memory[i] == 0x77;
-    }
-    CHECK(untouched);
-}
-
-TEST(high_water_is_the_largest_ever) {
-    um_tape tape = make_tape(memory, TOTAL);
-    uint64_t seed = 1;
-    size_t largest = 0;
-    for (int i = 0; i < 2000; i++) {
-        void *p;
-        uint64_t r = test_random(&seed);
-        switch (r % 8) {
-        case 0:
-            um_tape_clear(&tape);
-            break;
-        case 1:
-            CHECK_OK(um_tape_rewind(&tape, (r >> 8) % (um_tape_used(&tape) + 1), &test_err));
-            break;
-        default:
-            (void)um_tape_take(&tape, (r >> 8) % 300, (size_t)1 << (r >> 40) % 8, &p, NULL);
-        }
-        largest = um_tape_used(&tape) > largest ? um_tape_used(&tape) : largest;
-        if (!CHECK(um_tape_high_water(&tape) == largest)) {
-            return;
-        }
-    }
-    CHECK(largest > TOTAL / 2);
+    CHECK(is_filled(memory, sizeof memory, 0x77));
 }
 
 TEST(freeze) {
