@@ -1,9 +1,7 @@
 /* Which CPU each thread of a call is pinned to. */
 #include "cpus.h"
-
-#include <sched.h>
-
 #include "fault_os.h"
+#include <sched.h>
 
 TEST(init) {
     um_cpus cpus;

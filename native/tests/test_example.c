@@ -1,8 +1,4 @@
 /* The example of unimem.h: it is the one that stands here, and it runs. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "test.h"
 #include "unimem.h"
 

@@ -1,6 +1,5 @@
 /* The grid: sizes, cells, giving twice, and the ABA problem under many threads. */
 #include "test.h"
-
 #include <sched.h>
 
 enum { MEMORY_BYTES = 1 << 16, N_THREADS = 4, MAX_CELLS = 64, N_ROUNDS = 50000 };

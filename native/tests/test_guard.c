@@ -1,8 +1,7 @@
 /* The guard: pages of truncated files, with many threads, and with handlers that are installed and
  * removed. */
-#include <sys/syscall.h>
-
 #include "blocks.h"
+#include <sys/syscall.h>
 
 enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
 

@@ -1,9 +1,8 @@
 /* The KV cache: where rows go, in which type, and that a call that fails leaves no trace. Rings are
  * in test_kv_ring.c, calls in any order and at all positions in test_kv_random.c, readers in
  * test_kv_readers.c. */
-#include "kv_model.h"
-
 #include "fault_os.h"
+#include "kv_model.h"
 
 enum { N_TYPES = 4 };
 

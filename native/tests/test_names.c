@@ -1,7 +1,6 @@
 /* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
-#include "test.h"
-
 #include "names.h"
+#include "test.h"
 
 static uint64_t utf8_nbytes(const char *text) {
     size_t nbytes = strlen(text);
@@ -13,49 +12,30 @@ static uint64_t utf8_nbytes(const char *text) {
     return n;
 }
 
+/* Each of the texts, behind so many letters, and with letters behind it or not. */
+static void check_utf8(const char *texts, size_t n_before, bool good) {
+    for (size_t n = 0; *texts != '\0'; texts += n + (texts[n] == ' ')) {
+        char text[64];
+        n = strcspn(texts, " ");
+        memset(text, 'x', n_before);
+        snprintf(text + n_before, sizeof text - n_before, "%.*s0123456789", (int)n, texts);
+        CHECK_EQ(utf8_nbytes(text), good ? strlen(text) : n_before);
+        text[n_before + n] = '\0';
+        CHECK_EQ(utf8_nbytes(text), good ? strlen(text) : n_before);
+    }
+}
+
 TEST(utf8) {
-    static const char *const good[] = {"",
-                                       "a",
-                                       "\x7f",
-                                       "\xc2\x80",
-                                       "\xdf\xbf",
-                                       "\xe0\xa0\x80",
-                                       "\xed\x9f\xbf",
-                                       "\xee\x80\x80",
-                                       "\xef\xbf\xbf",
-                                       "\xf0\x90\x80\x80",
-                                       "\xf4\x8f\xbf\xbf"};
-    static const char *const bad[] = {"\x80",
-                                      "\xc3",
-                                      "\xc0\x80",
-                                      "\xc1\xbf",
-                                      "\xc3\xc3",
-                                      "\xe0\x9f\xbf",
-                                      "\xe2\x82",
-                                      "\xe2\x28\xa1",
-                                      "\xed\xa0\x80",
-                                      "\xed\xbf\xbf",
-                                      "\xf0\x8f\xbf\xbf",
-                                      "\xf4\x90\x80\x80",
-                                      "\xf0\x9f\x98",
-                                      "\xf8\x88\x80\x80\x80",
-                                      "\xff"};
+    /* Separated by blanks. */
+    static const char good[] = "a \x7f \xc2\x80 \xdf\xbf \xe0\xa0\x80 \xed\x9f\xbf \xee\x80\x80 "
+                               "\xef\xbf\xbf \xf0\x90\x80\x80 \xf4\x8f\xbf\xbf";
+    static const char bad[] = "\x80 \xc3 \xc0\x80 \xc1\xbf \xc3\xc3 \xe0\x9f\xbf \xe2\x82 "
+                              "\xe2\x28\xa1 \xed\xa0\x80 \xed\xbf\xbf \xf0\x8f\xbf\xbf "
+                              "\xf4\x90\x80\x80 \xf0\x9f\x98 \xf8\x88\x80\x80\x80 \xff";
     /* ASCII is skipped eight bytes at a time: the next character may begin at any of them. */
     for (size_t n_before = 0; n_before < 20; n_before++) {
-        char text[64];
-        memset(text, 'x', n_before);
-        for (size_t i = 0; i < COUNT(good); i++) {
-            snprintf(text + n_before, sizeof text - n_before, "%s%s", good[i], "0123456789");
-            CHECK_EQ(utf8_nbytes(text), strlen(text));
-            text[n_before + strlen(good[i])] = '\0';
-            CHECK_EQ(utf8_nbytes(text), strlen(text));
-        }
-        for (size_t i = 0; i < COUNT(bad); i++) {
-            snprintf(text + n_before, sizeof text - n_before, "%s%s", bad[i], "0123456789");
-            CHECK_EQ(utf8_nbytes(text), n_before);
-            text[n_before + strlen(bad[i])] = '\0';
-            CHECK_EQ(utf8_nbytes(text), n_before);
-        }
+        check_utf8(good, n_before, true);
+        check_utf8(bad, n_before, false);
     }
 }
 

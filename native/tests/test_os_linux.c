@@ -1,9 +1,7 @@
 /* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #include "blocks.h"
-
-#include <sched.h>
-
 #include "os.h"
+#include <sched.h>
 
 /* `call` must make one system call and return this result. */
 #define CHECK_CALL(expected, call)                                                                 \

@@ -1,6 +1,5 @@
 /* Paged KV memory: a reader beside the writer never sees half of what is written. */
 #include "paged_pool.h"
-
 #include <signal.h>
 
 enum { READ_TOKENS = 3000, READ_HEADS = 2 };

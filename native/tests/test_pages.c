@@ -1,7 +1,6 @@
 /* Pages: the report on each page agrees with what was done to it, and with the sums of the
  * kernel. */
 #include "blocks.h"
-
 #include <sys/prctl.h>
 
 enum { IN_RAM = UM_PAGE_IN_RAM, MAPPED = UM_PAGE_IN_RAM | UM_PAGE_MAPPED };

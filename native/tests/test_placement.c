@@ -1,7 +1,6 @@
 /* Placement: the report on a block agrees with the kernel's figures, whatever they are. */
-#include <sys/syscall.h>
-
 #include "blocks.h"
+#include <sys/syscall.h>
 
 static const char smaps_path[] = "/proc/self/smaps";
 static const char numa_maps_path[] = "/proc/self/numa_maps";

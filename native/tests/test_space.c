@@ -1,7 +1,6 @@
 /* Address space: the sizes of pages, what is reserved for a block, and the only node that has
  * memory. */
 #include "blocks.h"
-
 #include "space.h"
 
 TEST(page_sizes) {

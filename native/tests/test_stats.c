@@ -1,7 +1,6 @@
 /* The ledger and the counters. */
-#include "test.h"
-
 #include "stats.h"
+#include "test.h"
 
 static um_ledger_row row_of(um_category category) {
     um_ledger_row row;

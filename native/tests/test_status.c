@@ -1,7 +1,6 @@
 /* Status names, and that every failure fills the whole um_error. */
-#include "test.h"
-
 #include "status.h"
+#include "test.h"
 
 TEST(names) {
     const char *names[] = {"UM_OK",       "UM_E_INVALID", "UM_E_FULL",  "UM_E_NOMEM", "UM_E_OS",

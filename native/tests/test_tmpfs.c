@@ -1,6 +1,5 @@
 /* In-memory file systems that are mounted nowhere. */
 #include "blocks.h"
-
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 

@@ -1,8 +1,7 @@
 /* Warming: what is in RAM afterwards, which threads brought it there, and the error when a page is
  * not available. */
-#include <sched.h>
-
 #include "blocks.h"
+#include <sched.h>
 
 TEST(range) {
     enum { N = 64 };
