@@ -183,6 +183,28 @@ static inline uint64_t file_nbytes(int fd) {
     return (uint64_t)st.st_size;
 }
 
+/* The byte that a test file holds at an offset, and whether memory holds such bytes. */
+static inline unsigned char byte_of(uint64_t seed, uint64_t at) {
+    return (unsigned char)((at + seed * 977) * 2654435761u >> 13);
+}
+
+static inline void fill_file(int fd, uint64_t seed, size_t nbytes) {
+    AUTO_FREE unsigned char *bytes = allocate(nbytes);
+    for (size_t i = 0; i < nbytes; i++) {
+        bytes[i] = byte_of(seed, i);
+    }
+    REQUIRE(pwrite(fd, bytes, nbytes, 0) == (ssize_t)nbytes);
+}
+
+static inline bool holds(const void *memory, uint64_t seed, uint64_t offset, size_t nbytes) {
+    const unsigned char *bytes = memory;
+    size_t n = 0;
+    while (n < nbytes && bytes[n] == byte_of(seed, offset + n)) {
+        n++;
+    }
+    return n == nbytes;
+}
+
 /* A descriptor of the same file that is opened in another way. */
 static inline int reopen(int fd, int flags) {
     char path[64];
@@ -267,6 +289,19 @@ static inline bool gives_huge_pages(size_t n) {
     unmap_block(&block);
     return gives;
 }
+
+/* fn(&block, ...) fails, with an error that names this, and leaves the block and the process as they
+ * were. */
+#define CHECK_MAKES_NONE(status, names, fn, ...)                                                   \
+    do {                                                                                           \
+        um_block none_;                                                                            \
+        SPOIL(none_);                                                                              \
+        os_state_begin();                                                                          \
+        CHECK_FAILS(status, fn, &none_, __VA_ARGS__);                                              \
+        CHECK(strstr(test_err.what, names) != NULL);                                               \
+        CHECK_SPOILT(none_);                                                                       \
+        CHECK(os_state_unchanged());                                                               \
+    } while (0)
 
 /* Runs fn(arg) in a child process, and returns its result. The child prints its own failures. */
 static inline bool in_child(bool (*fn)(void *), void *arg) {

@@ -10,7 +10,6 @@ TEST(init) {
     CHECK_INVALID(um_cpus_init(&cpus, 0, NULL, &test_err));
     CHECK_INVALID(um_cpus_init(&cpus, 1, chosen + UM_MAX_THREADS, &test_err));
     CHECK_SPOILT(cpus);
-
     CHECK_OK(um_cpus_init(&cpus, UINT32_MAX, chosen, &test_err));
     CHECK_EQ(cpus.n_threads, UM_MAX_THREADS);
     CHECK(um_cpus_at(&cpus, 0) == 0);

@@ -96,7 +96,6 @@ TEST(init_without_room) {
         CHECK(memcmp(&before, &tape, sizeof tape) == 0);
     }
     CHECK(smallest != 0);
-
     um_tape tape = make_tape(memory, sizeof memory), before;
     um_grid grid;
     CHECK_OK(um_tape_freeze(&tape, 0, &test_err));

@@ -98,7 +98,6 @@ TEST(refused) {
     check_refused(&block, SIZE_MAX, 2);
     check_refused(&block, page, SIZE_MAX);
     CHECK_OK(um_block_commit(&block, 8 * page, 0, &test_err));
-
     CHECK_OK(
         um_block_map_file(&other, block.fd, 0, page, UM_ACCESS_READ, UM_CAT_HISTORY, &test_err));
     check_refused(&other, 0, page);

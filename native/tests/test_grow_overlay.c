@@ -112,7 +112,6 @@ TEST(refused) {
         test_skip("this process may not lock memory");
     }
     unmap_block(&block);
-
     um_block_options options =
         *OPTIONS(.sharing = UM_SHARING_MEMFD, .reserve_nbytes = RESERVED * page);
     block = make_block(page, &options);

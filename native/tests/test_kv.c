@@ -182,7 +182,6 @@ TEST(no_memory) {
     fault_os_fail_nth_alloc(0);
     CHECK_OK(init_status(&spec, &storage, &test_err));
     CHECK_EQ(fault_os_allocs(), 1);
-
     um_kv none;
     memset(&none, 0, sizeof none);
     um_kv_free(&none);
@@ -286,7 +285,6 @@ TEST(refused_appends) {
     CHECK_EQ(do_append(&m, 2, 1, UM_F32, UM_KV_TOKEN_MAJOR), UM_OK);
     CHECK_EQ(um_kv_seq_len(kv), 6);
     free_model(&m);
-
     m = fixed_model(spec_of(2, UM_F16));
     CHECK_REFUSED(UM_E_INVALID, &m,
                   um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
@@ -483,7 +481,6 @@ TEST(mover) {
     CHECK_EQ(do_trim(&m, 3, 0), UM_OK);
     CHECK_EQ(1000 - left, 2 * m.n_lanes);
     free_model(&m);
-
     for (int n = 1; n <= 12; n++) {
         m = fixed_model(spec_of(2, UM_F16));
         um_kv_set_mover(kv, move_some, &left);
@@ -555,7 +552,6 @@ TEST(adopt) {
     CHECK_EQ(do_adopt(&m, UINT64_MAX, 3), UM_OK); /* the last possible position */
     CHECK_EQ(do_append_all(&m, UM_F32), UM_E_FULL);
     free_model(&m);
-
     make_model(&m, spec_of(1, UM_F16), 20, 20, 0, false);
     CHECK_EQ(do_adopt(&m, 100, 8), UM_E_INVALID); /* above max_seq_len */
     CHECK_EQ(do_adopt(&m, 100, 7), UM_OK);

@@ -6,32 +6,10 @@
 /* A size that takes long to read byte by byte, so that a check in between finds it unfinished. */
 enum { ENDLESS = 64 << 20 };
 
-static unsigned char byte_of(uint64_t seed, uint64_t at) {
-    return (unsigned char)((at + seed * 977) * 2654435761u >> 13);
-}
-
-static void fill_file(int fd, uint64_t seed, size_t nbytes) {
-    AUTO_FREE unsigned char *bytes = allocate(nbytes + 1);
-    for (size_t i = 0; i < nbytes; i++) {
-        bytes[i] = byte_of(seed, i);
-    }
-    REQUIRE(pwrite(fd, bytes, nbytes, 0) == (ssize_t)nbytes);
-}
-
 static int make_file(uint64_t seed, size_t nbytes) {
     int fd = memory_file(0);
     fill_file(fd, seed, nbytes);
     return fd;
-}
-
-static bool holds(const void *memory, uint64_t seed, uint64_t offset, size_t nbytes) {
-    const unsigned char *bytes = memory;
-    for (size_t i = 0; i < nbytes; i++) {
-        if (bytes[i] != byte_of(seed, offset + i)) {
-            return false;
-        }
-    }
-    return true;
 }
 
 /* Waits for the end; *out_nbytes is what was read. */

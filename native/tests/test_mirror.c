@@ -212,7 +212,7 @@ typedef struct contents {
     unsigned char pages[PIECES][PIECE_PAGES];
 } contents;
 
-static bool holds(const um_block *block, const contents *c) {
+static bool images_hold(const um_block *block, const contents *c) {
     bool right = true;
     for (size_t i = 0; i < 2 * PIECES; i++) {
         for (size_t p = 0; p < PIECE_PAGES; p++) {
@@ -263,7 +263,7 @@ TEST(discard) {
             CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
             CHECK_EQ(out, n * page);
             CHECK_EQ(file_bytes(&block), (PIECES * PIECE_PAGES - n) * page);
-            CHECK(holds(&block, &m));
+            CHECK(images_hold(&block, &m));
         }
     }
     CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
@@ -394,7 +394,7 @@ TEST(repair) {
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
     CHECK_EQ(elsewhere, 0);
     CHECK_EQ(kernel.n_moved, 7);
-    CHECK(holds(&block, &m));
+    CHECK(images_hold(&block, &m));
     /* Interleaving follows the place in the file. */
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 2 == 0;

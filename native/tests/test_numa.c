@@ -362,15 +362,12 @@ TEST(interleave) {
     CHECK_EQ(kernel.n_calls, 0);
 }
 
+#define WEIGHT_OF(node) "/sys/kernel/mm/mempolicy/weighted_interleave/node" #node
+
 TEST(weighted) {
-    static const char folder[] = "/sys/kernel/mm/mempolicy/weighted_interleave/";
-    static char path[3][80];
-    for (int node = 0; node < 3; node++) {
-        snprintf(path[node], sizeof path[node], "%snode%d", folder, node);
-    }
     uint32_t weights[UM_MAX_NODES] = {[0] = 3, [2] = 1};
-    fault_os_file(path[0], "3\n");
-    fault_os_file(path[2], "1\n");
+    fault_os_file(WEIGHT_OF(0), "3\n");
+    fault_os_file(WEIGHT_OF(2), "1\n");
     for (size_t phase = 0; phase < 4; phase++) {
         play(4000, um_page_bytes(), NOWHERE);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 2, 1);
@@ -390,21 +387,20 @@ TEST(weighted) {
         CHECK_EQ(n_on(2), 1000);
     }
     /* A weight that is missing or invalid is 1. */
-    fault_os_file(path[2], NULL);
+    fault_os_file(WEIGHT_OF(2), NULL);
     const char *nothing[] = {"", "0\n", "many\n", "256\n"};
     for (size_t i = 0; i < 4; i++) {
-        fault_os_file(path[1], nothing[i]);
+        fault_os_file(WEIGHT_OF(1), nothing[i]);
         play(1000, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(n_on(0), 750);
         CHECK_EQ(n_on(1), 250);
     }
-    fault_os_file(path[0], NULL);
-    fault_os_file(path[1], NULL);
+    fault_os_file(WEIGHT_OF(0), NULL);
+    fault_os_file(WEIGHT_OF(1), NULL);
     /* So is the weight of a node without a file. */
-    snprintf(path[0], sizeof path[0], "%snode3", folder);
-    if (access(path[0], F_OK) != 0) {
+    if (access(WEIGHT_OF(3), F_OK) != 0) {
         play(100, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 2 | 1 << 3, 1);
         CHECK_EQ(repair(&block), 0);
@@ -597,10 +593,8 @@ static bool check_fault(um_block *block, unsigned n, int os_errno) {
 }
 
 TEST(faults) {
-    static const char *const weights[] = {"/sys/kernel/mm/mempolicy/weighted_interleave/node0",
-                                          "/sys/kernel/mm/mempolicy/weighted_interleave/node1"};
-    fault_os_file(weights[0], "1\n");
-    fault_os_file(weights[1], "1\n");
+    fault_os_file(WEIGHT_OF(0), "1\n");
+    fault_os_file(WEIGHT_OF(1), "1\n");
     play_strays();
     um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
     um_block block = make_block(modes[0], 1 << 0 | 1 << 1, 1);

@@ -300,7 +300,6 @@ TEST(several_nodes) {
         }
     }
     unmap_block(&block);
-
     block = make_pages(3 * huge_page, UM_PAGES_THP);
     memset(block.base, 1, block.nbytes);
     if (placement_of(&block).huge_bytes == block.nbytes) {

@@ -377,7 +377,6 @@ TEST(faults) {
         }
     }
     unmap_block(&a.block);
-
     um_placement p;
     um_block block = invented_block();
     fault_os_file(smaps_path, "200000-400000 rw-p 00000000 00:00 0 \nRss: 64 kB\nVmFlags: rd \n");

@@ -26,7 +26,6 @@ TEST(text) {
     strcpy(text, "before");
     CHECK(um_proc_text(path, text, sizeof text) == ENOENT);
     CHECK_STR(text, "");
-
     fault_os_file(path, "text");
     for (unsigned n = 1; n <= 4; n++) {
         static const int results[] = {EIO, EIO, EIO, 0}; /* open, two reads, close */

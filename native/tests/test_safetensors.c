@@ -76,7 +76,6 @@ TEST(everything) {
     CHECK(is_text(s.kv[1].value, "\xf0\x9f\x98\x80\n\xc3\xa9"));
     CHECK(is_text(s.kv[2].key, ""));
     CHECK(is_text(s.kv[2].value, ""));
-
     CHECK_EQ(s.n_tensors, 23);
     static const char *const names[] = {"scalar", "t\\0", "empty", "bool"};
     static const uint64_t offsets[] = {9, 3, 3, 13}, nbytes[] = {4, 6, 0, 1},

@@ -91,14 +91,7 @@ TEST(attach_in_another_process) {
 
 static void check_refused_attach(um_status status, const char *what, int fd, um_access access,
                                  um_category category) {
-    um_block block;
-    SPOIL(block);
-    os_state_begin();
-    CHECK_STATUS(status, um_block_attach(&block, fd, access, category, &test_err));
-    CHECK(strstr(test_err.what, what) != NULL);
-    CHECK(um_block_attach(&block, fd, access, category, NULL) == status);
-    CHECK_SPOILT(block);
-    CHECK(os_state_unchanged());
+    CHECK_MAKES_NONE(status, what, um_block_attach, fd, access, category);
 }
 
 TEST(refused_attach) {
@@ -219,14 +212,7 @@ TEST(copy_with_policy) {
 
 static void check_refused_copy(um_status status, const char *what, const um_block *block,
                                const um_block_options *options) {
-    um_block copy;
-    SPOIL(copy);
-    os_state_begin();
-    CHECK_STATUS(status, um_block_copy_sealed(&copy, block, options, &test_err));
-    CHECK(strstr(test_err.what, what) != NULL);
-    CHECK(um_block_copy_sealed(&copy, block, options, NULL) == status);
-    CHECK_SPOILT(copy);
-    CHECK(os_state_unchanged());
+    CHECK_MAKES_NONE(status, what, um_block_copy_sealed, block, options);
 }
 
 /* Truncated pages: of a mapped file, of a file mapped over a block, and of shared memory. */

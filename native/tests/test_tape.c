@@ -127,25 +127,21 @@ TEST(clear_keep_rewind) {
     CHECK_EQ(mark, 100);
     void *second = take(&tape, 200, 1);
     CHECK_EQ(um_tape_high_water(&tape), 300);
-
     CHECK_OK(um_tape_rewind(&tape, mark, &test_err));
     CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 50, 1) == second);
     CHECK_EQ(um_tape_high_water(&tape), 300);
     CHECK_OK(um_tape_rewind(&tape, um_tape_mark(&tape), &test_err));
     CHECK_EQ(um_tape_used(&tape), 150);
-
     um_tape before;
     memcpy(&before, &tape, sizeof before);
     CHECK_INVALID(um_tape_rewind(&tape, 151, &test_err));
     CHECK_INVALID(um_tape_rewind(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_rewind(&tape, 151, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
-
     um_tape_clear(&tape);
     CHECK_EQ(um_tape_used(&tape), 0);
     CHECK(take(&tape, 100, 1) == first);
-
     CHECK_EQ(um_tape_kept(&tape), 0);
     um_tape_keep(&tape);
     CHECK_EQ(um_tape_kept(&tape), 100);
@@ -160,13 +156,11 @@ TEST(clear_keep_rewind) {
     CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 1, 1) == memory + 100);
     CHECK_INVALID(um_tape_rewind(&tape, 102, &test_err));
-
     um_tape_keep(&tape);
     um_tape_clear(&tape);
     CHECK_EQ(um_tape_used(&tape), 101);
     CHECK_EQ(um_tape_high_water(&tape), 500);
     CHECK_EQ(um_tape_n_takes(&tape), 7);
-
     CHECK(is_filled(memory, sizeof memory, 0x77));
 }
 
@@ -202,7 +196,6 @@ TEST(freeze) {
     um_tape_clear(&tape);
     take(&tape, 100, 1);
     CHECK_EQ(um_tape_high_water(&tape), 100);
-
     um_tape_thaw(&tape);
     CHECK(!um_tape_frozen(&tape));
     take(&tape, TOTAL - 100, 1);
