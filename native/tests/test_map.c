@@ -42,9 +42,7 @@ static void check_policy(um_numa_mode mode, um_sharing sharing, const char *poli
 }
 
 TEST(policies) {
-    if (!may_bind()) {
-        return;
-    }
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         check_policy(UM_NUMA_BIND, sharing, "bind:0");
         check_policy(UM_NUMA_INTERLEAVE, sharing, "interleave:0");
@@ -54,9 +52,7 @@ TEST(policies) {
 }
 
 TEST(new_steps_have_the_policy) {
-    if (!may_bind()) {
-        return;
-    }
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         um_block_options options = *of(UM_PAGES_4K, sharing, 8 * page);
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};

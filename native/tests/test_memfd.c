@@ -7,11 +7,7 @@ static um_block_options of_file(int fd, um_pages pages) {
 
 /* An empty file without a name in /dev/shm, or -1. */
 static int make_shm_file(void) {
-    int fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (fd < 0) {
-        test_skip("no file can be made in /dev/shm");
-    }
-    return fd;
+    return open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
 }
 
 TEST(memfd) {
@@ -39,9 +35,7 @@ TEST(memfd) {
 
 TEST(file_of_the_caller) {
     int fd = make_shm_file();
-    if (fd < 0) {
-        return;
-    }
+    SKIP_UNLESS(fd >= 0, "no file can be made in /dev/shm");
     um_block_options options = of_file(fd, UM_PAGES_4K);
     options.reserve_nbytes = 8 * page;
     um_block block = make_block(2 * page + 1, &options);
@@ -69,9 +63,7 @@ static void check_refused(um_status status, const char *what, int fd, um_pages p
 
 TEST(refused_files) {
     AUTO_FD fd = make_shm_file();
-    if (fd < 0) {
-        return;
-    }
+    SKIP_UNLESS(fd >= 0, "no file can be made in /dev/shm");
     check_refused(UM_E_OS, "fcntl", -1, UM_PAGES_4K);
     check_refused(UM_E_INVALID, "pages", fd, UM_PAGES_2M);
     int read_only = reopen(fd, O_RDONLY);
@@ -118,9 +110,7 @@ static void undo_map(void *context) {
 TEST(faults) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     mapping m = {.fd = make_shm_file()};
-    if (m.fd < 0) {
-        return;
-    }
+    SKIP_UNLESS(m.fd >= 0, "no file can be made in /dev/shm");
     for (size_t i = 0; i < COUNT(kinds); i++) {
         m.pages = kinds[i];
         SPOIL(m.block);

@@ -147,9 +147,7 @@ TEST(lock) {
 }
 
 TEST(policy) {
-    if (!may_bind()) {
-        return;
-    }
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
     um_block_options options = mirror_of(4 * page, UM_PAGES_4K);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
     AUTO_BLOCK block = make_block(8 * page, &options);
@@ -372,12 +370,6 @@ static void play(um_block *block, um_numa_mode mode, uint64_t nodes) {
     fault_os_move_pages(play_move_pages);
 }
 
-static void end_play(void) {
-    fault_os_file("/proc/self/numa_maps", NULL);
-    fault_os_file("/sys/devices/system/node/has_memory", NULL);
-    fault_os_move_pages(NULL);
-}
-
 TEST(repair) {
     AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 3, elsewhere = 12345;
@@ -407,16 +399,13 @@ TEST(repair) {
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
     CHECK_EQ(kernel.n_moved, 2 - (4 % 2 != 0) - (17 % 2 != 0));
     CHECK_EQ(faults_of_reading(&block), 0); /* mapped through both images again */
-    end_play();
 }
 
 /* Untouched pages stay untouched, and pages touched only through the mirror are moved. */
 TEST(repair_in_part) {
     AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
-    for (size_t i = 0; i < N_PLAYED; i++) {
-        kernel.node[i] = -1;
-    }
+    memset(kernel.node, 0xFF, sizeof kernel.node); /* -1 */
     kernel.block = &block;
     image(&block, 1)[3 * page] = 77;
     image(&block, 4)[0] = 88;
@@ -437,7 +426,6 @@ TEST(repair_in_part) {
         CHECK_EQ(elsewhere, page);
         CHECK_EQ(kernel.n_moved, 0);
     }
-    end_play();
 }
 
 /* Failures of the calls for mirrored memory; test_numa.c has the others. */
@@ -446,9 +434,7 @@ TEST(failures_of_repair) {
     uint64_t elsewhere = 12345;
     unsigned n_failed = 0;
     fill_images(&block);
-    for (size_t i = 0; i < N_PLAYED; i++) {
-        kernel.node[i] = 0;
-    }
+    memset(kernel.node, 0, sizeof kernel.node);
     kernel.block = &block;
     for (unsigned nth = 1;; nth++) {
         kernel.node[0] = kernel.node[7] = 1;
@@ -477,5 +463,4 @@ TEST(failures_of_repair) {
         }
     }
     CHECK(n_failed >= 4 * PIECES);
-    end_play();
 }

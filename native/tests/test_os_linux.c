@@ -41,12 +41,12 @@ static void check_scan(char *eight) {
         CHECK_EQ(os_errno, 0);
         CHECK(n_runs == 2);
         CHECK(scanned == 8 * page);
-        CHECK_EQ(runs[0].start, (uintptr_t)eight + page);
-        CHECK_EQ(runs[0].end, (uintptr_t)eight + 3 * page);
-        CHECK_EQ(runs[1].start, (uintptr_t)eight + 6 * page);
-        CHECK_EQ(runs[1].end, (uintptr_t)eight + 7 * page);
-        CHECK(runs[0].huge == 0);
-        CHECK(runs[1].huge == 0);
+        static const size_t ends[][2] = {{1, 3}, {6, 7}};
+        for (size_t i = 0; i < 2; i++) {
+            CHECK_EQ(runs[i].start, (uintptr_t)eight + ends[i][0] * page);
+            CHECK_EQ(runs[i].end, (uintptr_t)eight + ends[i][1] * page);
+            CHECK_EQ(runs[i].huge, 0);
+        }
         CHECK_CALL(0, um_os_scan_pages(pagemap, eight, 8 * page, runs, 1, &n_runs, &scanned));
         CHECK(n_runs == 1);
         CHECK(scanned >= 3 * page);

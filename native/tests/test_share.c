@@ -198,9 +198,7 @@ TEST(copy_of_a_file) {
 }
 
 TEST(copy_with_policy) {
-    if (!may_bind()) {
-        return;
-    }
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
     AUTO_BLOCK block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 1, block.nbytes);
     um_block_options options = *of(UM_PAGES_4K, UM_SHARING_MEMFD, 0);
