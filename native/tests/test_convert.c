@@ -117,20 +117,20 @@ TEST(references) {
                  {f16, 0x1.4p-23f, 2},
                  {f16, 1.0f + 0x1p-11f, 0x3c00},
                  {f16, 1.0f + 0x3p-11f, 0x3c02},
-                 {f16, float_of(0xff812345), (0xfe00 | 0x12345 >> 13)},
                  {bf16, 0x1.ffp127f, 0x7f80},
                  {bf16, 0x1.fefffep127f, 0x7f7f},
                  {bf16, 0x1p-134f, 0},
                  {bf16, -0x1.8p-133f, 0x8002},
                  {bf16, 1.0f + 0x1p-8f, 0x3f80},
-                 {bf16, 1.0f + 0x3p-8f, 0x3f82},
-                 {bf16, float_of(0x7f800001), 0x7fc0}};
+                 {bf16, 1.0f + 0x3p-8f, 0x3f82}};
     for (size_t i = 0; i < COUNT(magnitudes); i++) {
         CHECK(magnitudes[i].f->magnitudes[magnitudes[i].code] == magnitudes[i].value);
     }
     for (size_t i = 0; i < COUNT(codes); i++) {
         CHECK_EQ(nearest(codes[i].f, codes[i].value), codes[i].code);
     }
+    CHECK_EQ(nearest(f16, float_of(0xff812345)), 0xfe00 | 0x12345 >> 13);
+    CHECK_EQ(nearest(bf16, float_of(0x7f800001)), 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
     um_q8_0 block;

@@ -180,30 +180,26 @@ static void check_map_fails(um_status status, int os_errno, int fd, uint64_t off
 TEST(refused_maps) {
     size_t n = 4 * page + 7;
     AUTO_FD fd = make_file(n);
-    for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
-        um_access a = access;
-        struct {
-            uint64_t offset;
-            size_t nbytes;
-        } ranges[] = {{0, 0},
-                      {page, 0},
-                      {1, page},
-                      {page - 1, 1},
-                      {page + page / 2, 1},
-                      {0, n + 1},
-                      {page, 3 * page + 8},
-                      {4 * page, 8},
-                      {5 * page, 1},
-                      {0, SIZE_MAX},
-                      {page, SIZE_MAX},
-                      {page, SIZE_MAX - page + 1},
-                      {page, SIZE_MAX - page + 8},
-                      {(uint64_t)0 - page, page},
-                      {(uint64_t)0 - page, page + 7},
-                      {(uint64_t)1 << 63, page}};
+    uint64_t max = SIZE_MAX, last = 0 - (uint64_t)page, half = (uint64_t)1 << 63;
+    uint64_t ranges[][2] = {{0, 0},
+                            {page, 0},
+                            {1, page},
+                            {page - 1, 1},
+                            {page * 3 / 2, 1},
+                            {0, n + 1},
+                            {page, 3 * page + 8},
+                            {4 * page, 8},
+                            {5 * page, 1},
+                            {0, max},
+                            {page, max},
+                            {page, last},
+                            {page, last + 8},
+                            {last, page},
+                            {last, page + 7},
+                            {half, page}};
+    for (um_access a = UM_ACCESS_READ; a <= UM_ACCESS_SHARED; a++) {
         for (size_t i = 0; i < COUNT(ranges); i++) {
-            check_map_fails(UM_E_INVALID, 0, fd, ranges[i].offset, ranges[i].nbytes, a,
-                            UM_CAT_WEIGHTS);
+            check_map_fails(UM_E_INVALID, 0, fd, ranges[i][0], ranges[i][1], a, UM_CAT_WEIGHTS);
         }
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, UM_CAT_COUNT);
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, (um_category)-1);

@@ -79,24 +79,27 @@ TEST(bad_specs) {
 
 /* Each product of the size overflows in one of these; the last is more than any address space. */
 TEST(sizes_that_overflow) {
+    uint64_t most = UINT64_MAX, space = (uint64_t)1 << 62;
+    uint32_t m = UINT32_MAX;
     struct {
         uint32_t n_layers, head_dim, batch;
         uint64_t max_seq_len;
-    } cases[] = {{3, 5, 1, UINT64_MAX},
-                 {3, 5, 1, UINT64_MAX / 20 + 1},
-                 {3, 5, 1, UINT64_MAX / 20},
-                 {3, 5, 1, UINT64_MAX / 40 + 1},
-                 {3, 5, 1, UINT64_MAX / 120 + 1},
-                 {UINT32_MAX, 5, UINT32_MAX, 1},
-                 {UINT32_MAX, UINT32_MAX, UINT32_MAX, 1},
-                 {1, 5, 1, ((uint64_t)1 << 62) / 20}};
+    } cases[] = {{3, 5, 1, most},
+                 {3, 5, 1, most / 20 + 1},
+                 {3, 5, 1, most / 20},
+                 {3, 5, 1, most / 40 + 1},
+                 {3, 5, 1, most / 120 + 1},
+                 {m, 5, m, 1},
+                 {m, m, m, 1},
+                 {1, 5, 1, space / 20}};
     for (size_t i = 0; i < COUNT(cases); i++) {
         um_kv_spec spec = {cases[i].n_layers,
                            2,
                            cases[i].head_dim,
                            cases[i].batch,
-                           .max_seq_len = cases[i].max_seq_len,
-                           .type = UM_F16};
+                           cases[i].max_seq_len,
+                           0,
+                           UM_F16};
         size_t nbytes = 12345;
         CHECK_INVALID(um_kv_storage_bytes(&spec, &nbytes, &test_err));
         CHECK_EQ(nbytes, 12345);

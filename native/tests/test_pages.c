@@ -39,16 +39,12 @@ static bool nodes_agree(size_t n) {
 }
 
 static um_block map_new_file(size_t nbytes, um_access access) {
-    int fd = temp_file();
-    unsigned char *bytes = calloc(nbytes, 1);
-    REQUIRE(bytes != NULL);
-    REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
+    AUTO_FD fd = temp_file();
+    fill_file(fd, 0, nbytes);
     REQUIRE(fsync(fd) == 0);
-    free(bytes);
     REQUIRE(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, fd, 0, nbytes, access, UM_CAT_WEIGHTS, &test_err)));
-    close(fd);
     return block;
 }
 
