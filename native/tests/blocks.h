@@ -1,4 +1,4 @@
-/* What the tests of blocks share: making and unmapping blocks, files, and what the kernel reports. */
+/* What the tests of blocks share: blocks, files, and what the kernel reports. */
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
@@ -289,8 +289,7 @@ static inline bool gives_huge_pages(size_t n) {
     return gives;
 }
 
-/* fn(&block, ...) fails, with an error that names this, and leaves the block and the process as they
- * were. */
+/* fn(&block, ...) fails, with an error that names this, and leaves block and process alone. */
 #define CHECK_MAKES_NONE(status, names, fn, ...)                                                   \
     do {                                                                                           \
         um_block none_;                                                                            \

@@ -1,6 +1,6 @@
-/* What the tests of headers share: a file that is written field by field, and parsed from bytes that
- * end where an allocation ends, so that a sanitizer sees a read past them. The test says first what
- * HEADER, PARSE and FREE are. */
+/* What the tests of headers share: a file that is written field by field, and parsed from bytes
+ * that end where an allocation ends, so that a sanitizer sees a read past them. The test says first
+ * what HEADER, PARSE and FREE are. */
 #ifndef UM_FORMATS_H
 #define UM_FORMATS_H
 
@@ -67,7 +67,7 @@ static void check_failing_allocations(unsigned n_at_least) {
     fault_os_fail_nth_alloc(0);
 }
 
-/* Changes bytes of the first nbytes, some of them to a byte of `tokens`, and cuts some files off. */
+/* Changes bytes of the header, some of them to a byte of `tokens`, and cuts some files off. */
 static void check_random_damage(void (*put_file)(void), size_t n_data, const char *tokens,
                                 size_t n_tokens, void (*check_parsed)(const HEADER *, size_t)) {
     uint64_t state = 2;

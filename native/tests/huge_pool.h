@@ -77,8 +77,8 @@ static inline void huge_pool_give_back(void) {
     CHECK(waitpid(huge_pool_keeper, NULL, 0) == huge_pool_keeper);
 }
 
-/* Adds n pages of 2 MiB to the pool. Returns false, and leaves the pool as it was, when this process
- * may not do so or when the machine has too few free pages. */
+/* Adds n pages of 2 MiB to the pool. Returns false, and leaves the pool as it was, when this
+ * process may not do so or when the machine has too few free pages. */
 static inline bool huge_pool_borrow(unsigned n) {
     int ends[2];
     char has_got = 0;

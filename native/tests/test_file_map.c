@@ -104,7 +104,7 @@ TEST(large_files_lie_as_in_the_file) {
     }
 }
 
-/* A write through a shared mapping goes to the file, and stays there; one to the file is visible. */
+/* A write through a shared mapping goes to the file, and one to the file is visible. */
 TEST(shared_writes_are_the_files) {
     AUTO_FD fd = make_file(3 * page + 5);
     um_block written = map_file(fd, page, 2 * page + 5, UM_ACCESS_SHARED);
