@@ -53,8 +53,8 @@ void os_state_settle_threads(unsigned n);
  * none. */
 const char *os_state_permissions(const void *address);
 
-/* Pages as characters: "." is not mapped, "-" without access, "?" of different bytes. Any other page
- * is shown as the byte that fills it: as a digit, or as itself if it is a letter. */
+/* Pages as characters: "." is not mapped, "-" without access, "?" of different bytes. Any other
+ * page is shown as the byte that fills it: as a digit, or as itself if it is a letter. */
 const char *os_state_pages(const void *address, size_t n_pages);
 #define CHECK_PAGES(address, text) CHECK_STR(os_state_pages(address, strlen(text)), text)
 

@@ -297,6 +297,8 @@ TEST(fork) {
     CHECK_EQ(b.n_blocks, 1);
     CHECK_OK(um_paged_crop(&b, 4, &test_err));
     CHECK(um_paged_will_copy(&b, 0));
+    append_tokens(&b, 4, 1);
+    CHECK(block_of(&b, 0) != block_of(&a, 0));
     um_paged_seq_clear(&b);
     CHECK_EQ(um_paged_seq_len(&b), 0);
 }
