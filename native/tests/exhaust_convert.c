@@ -14,25 +14,9 @@
 #include <string.h>
 
 #include "convert.h"
+#include "fp_modes.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-static const uint64_t modes[] = {0x1f80, 0xdfc0};
-static void set_mode(uint64_t mode) {
-    _mm_setcsr((unsigned)mode);
-}
-#elif defined(__aarch64__)
-static const uint64_t modes[] = {0, 1 << 24 | 1 << 22};
-static void set_mode(uint64_t mode) {
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-}
-#else
-static const uint64_t modes[] = {0};
-static void set_mode(uint64_t mode) {
-    (void)mode;
-}
-#endif
-enum { N_MODES = sizeof modes / sizeof modes[0], CHUNK = 1 << 16, BLOCK = UM_Q8_0_VALUES };
+enum { CHUNK = 1 << 16, BLOCK = UM_Q8_0_VALUES };
 
 static uint64_t n_wrong;
 
@@ -43,18 +27,12 @@ static void wrong(const char *isa, const char *what, uint32_t input, unsigned go
     }
 }
 
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Runs one code in one mode. It cannot fail, since the arguments were checked. */
 static void convert(const um_convert_code *code, uint64_t mode, void *out, um_dtype type,
                     const float *in, size_t n) {
     set_mode(mode);
     um_convert_by(code, out, type, in, UM_F32, n, NULL);
-    set_mode(modes[0]);
+    set_mode(modes[0].word);
 }
 
 /* The code nearest to a number. A tie goes to the even code, as rint does. */
@@ -83,7 +61,7 @@ static void narrow_all(um_dtype type, const char *what, int mantissa_bits) {
         for (uint32_t i = 0; i < CHUNK; i++) {
             in[i] = float_of((uint32_t)first + i);
         }
-        convert(um_convert_code_at(0), modes[0], plain, type, in, CHUNK);
+        convert(um_convert_code_at(0), modes[0].word, plain, type, in, CHUNK);
         for (uint32_t i = 0; i < CHUNK; i++) {
             if (isnan(in[i])) {
                 if (!is_nan(plain[i], mantissa_bits)) {
@@ -96,7 +74,7 @@ static void narrow_all(um_dtype type, const char *what, int mantissa_bits) {
         for (size_t c = 0; um_convert_code_at(c) != NULL; c++) {
             for (size_t m = 0; m < N_MODES; m++) {
                 const um_convert_code *code = um_convert_code_at(c);
-                convert(code, modes[m], out, type, in, CHUNK);
+                convert(code, modes[m].word, out, type, in, CHUNK);
                 for (uint32_t i = 0; memcmp(out, plain, sizeof out) != 0 && i < CHUNK; i++) {
                     if (out[i] != plain[i]) {
                         wrong(code->isa, what, (uint32_t)first + i, out[i], plain[i]);
@@ -115,7 +93,7 @@ static void compare_blocks(const float *in, const um_q8_0 *plain, size_t n_block
     for (size_t c = 0; um_convert_code_at(c) != NULL; c++) {
         for (size_t m = c == 0; m < N_MODES; m++) {
             const um_convert_code *code = um_convert_code_at(c);
-            convert(code, modes[m], out, UM_Q8_0, in, n_blocks * BLOCK);
+            convert(code, modes[m].word, out, UM_Q8_0, in, n_blocks * BLOCK);
             for (size_t b = 0; b < n_blocks; b++) {
                 if (memcmp(&out[b], &plain[b], sizeof out[b]) != 0) {
                     uint32_t bits;
@@ -141,7 +119,7 @@ static void round_all(void) {
             /* Each value is followed by its negative. */
             next += i % BLOCK != 0 && (i & 1) == 0;
         }
-        convert(um_convert_code_at(0), modes[0], plain, UM_Q8_0, in, CHUNK);
+        convert(um_convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
         for (uint32_t i = 0; i < CHUNK; i++) {
             int got = plain[i / BLOCK].qs[i % BLOCK], want = (int)roundf(in[i]);
             if (got != want || plain[i / BLOCK].d != 0x3c00) {
@@ -161,7 +139,7 @@ static void scale_all(void) {
             float amax = float_of((uint32_t)first + i / BLOCK);
             in[i] = amax * (1 - 0x1.07p-4f * (float)(i % BLOCK));
         }
-        convert(um_convert_code_at(0), modes[0], plain, UM_Q8_0, in, CHUNK);
+        convert(um_convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
         compare_blocks(in, plain, CHUNK / BLOCK, "scale");
     }
     printf("q8_0: every largest magnitude, %llu wrong\n", (unsigned long long)n_wrong);

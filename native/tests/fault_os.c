@@ -1,40 +1,27 @@
 /* See fault_os.h. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "fault_os.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "os.h"
 #include "stats.h"
-#include "test.h"
-
-/* Declared in test.h: the test and the checks in this file share one count. */
-_Atomic unsigned test_n_checks, test_n_failures;
-um_error test_err;
 
 /* ---- the Nth call ---- */
 
-enum { MAX_LOGGED = 1 << 16 };
+/* A function of os.h, and what the error of its failure must name. */
+typedef struct call {
+    const char *function, *kernel_name;
+} call;
+
+enum { MAX_LOGGED = 1 << 16, MAX_CPUS = 8192 };
 
 static _Atomic unsigned n_calls, fail_at;
 static _Atomic int fail_errno;
-static const char *_Atomic calls[MAX_LOGGED]; /* the functions called, in order */
+static const call *_Atomic calls[MAX_LOGGED]; /* in order */
 static _Atomic size_t read_limit, run_limit;
 static _Atomic unsigned n_allocs, fail_alloc_at;
-
-enum { MAX_CPUS = 8192 };
-
 static _Atomic unsigned n_pinned[MAX_CPUS];
 
 void fault_os_fail_nth(unsigned n, int os_errno) {
@@ -53,14 +40,19 @@ unsigned fault_os_calls(void) {
 unsigned fault_os_calls_of(const char *function) {
     unsigned found = 0, n = fault_os_calls();
     for (unsigned i = 0; i < n && i < MAX_LOGGED; i++) {
-        found += strcmp(calls[i], function) == 0;
+        found += strcmp(calls[i]->function, function) == 0;
     }
     return found;
 }
 
-const char *fault_os_failed(void) {
+static const call *failed_call(void) {
     unsigned n = atomic_load(&fail_at);
     return n != 0 && n <= fault_os_calls() && n <= MAX_LOGGED ? calls[n - 1] : NULL;
+}
+
+const char *fault_os_failed(void) {
+    const call *failed = failed_call();
+    return failed != NULL ? failed->function : NULL;
 }
 
 unsigned fault_os_pinned_to(unsigned cpu) {
@@ -90,77 +82,87 @@ unsigned fault_os_allocs(void) {
 }
 
 /* The errno that this call must fail with, or 0. */
-static int fault(const char *call) {
+static int fault(const call *now) {
     unsigned n = atomic_fetch_add(&n_calls, 1) + 1;
     if (n <= MAX_LOGGED) {
-        calls[n - 1] = call;
+        calls[n - 1] = now;
     }
     return n == atomic_load(&fail_at) ? atomic_load(&fail_errno) : 0;
 }
 
-#define WRAP(name, params, args)                                                                   \
+#define DECLARE(name, kernel_name, params)                                                         \
+    static const call call_of_##name = {#name, kernel_name};                                       \
     int __real_##name params;                                                                      \
-    int __wrap_##name params;                                                                      \
+    int __wrap_##name params;
+
+#define WRAP(name, kernel_name, params, args)                                                      \
+    DECLARE(name, kernel_name, params)                                                             \
     int __wrap_##name params {                                                                     \
-        int failed = fault(#name);                                                                 \
+        int failed = fault(&call_of_##name);                                                       \
         return failed != 0 ? failed : __real_##name args;                                          \
     }
 
-#define WRAP_ENDING(name, params, args)                                                            \
-    int __real_##name params;                                                                      \
-    int __wrap_##name params;                                                                      \
+#define WRAP_ENDING(name, kernel_name, params, args)                                               \
+    DECLARE(name, kernel_name, params)                                                             \
     int __wrap_##name params {                                                                     \
-        int failed = fault(#name), real = __real_##name args;                                      \
+        int failed = fault(&call_of_##name), real = __real_##name args;                            \
         return failed != 0 ? failed : real;                                                        \
     }
 
-WRAP(um_os_reserve, (size_t nbytes, void **out), (nbytes, out))
-WRAP(um_os_reserve_at, (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_map_at, (void *address, size_t nbytes, unsigned huge_shift),
+WRAP(um_os_reserve, "mmap", (size_t nbytes, void **out), (nbytes, out))
+WRAP(um_os_reserve_at, "mmap", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_map_at, "mmap", (void *address, size_t nbytes, unsigned huge_shift),
      (address, nbytes, huge_shift))
-WRAP(um_os_map_file_at, (void *address, int fd, uint64_t offset, size_t nbytes, um_access access),
+WRAP(um_os_map_file_at, "mmap",
+     (void *address, int fd, uint64_t offset, size_t nbytes, um_access access),
      (address, fd, offset, nbytes, access))
-WRAP(um_os_unmap, (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_advise, (void *address, size_t nbytes, um_os_advice advice), (address, nbytes, advice))
-WRAP(um_os_residency, (void *address, size_t nbytes, unsigned char *out_pages),
+WRAP(um_os_unmap, "munmap", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_advise, "madvise", (void *address, size_t nbytes, um_os_advice advice),
+     (address, nbytes, advice))
+WRAP(um_os_residency, "mincore", (void *address, size_t nbytes, unsigned char *out_pages),
      (address, nbytes, out_pages))
-WRAP(um_os_scan_pages,
+WRAP(um_os_scan_pages, "ioctl",
      (int pagemap, const void *address, size_t nbytes, um_os_page_run *out, size_t capacity,
       size_t *out_n, size_t *out_scanned_nbytes),
      (pagemap, address, nbytes, out, limited_runs(capacity), out_n, out_scanned_nbytes))
-WRAP(um_os_lock, (void *address, size_t nbytes, int on_fault), (address, nbytes, on_fault))
-WRAP(um_os_unlock, (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_bind, (void *address, size_t nbytes, const um_numa *numa), (address, nbytes, numa))
-WRAP(um_os_file_page_bytes, (int fd, size_t *out), (fd, out))
-WRAP(um_os_duplicate, (int fd, int *out_fd), (fd, out_fd))
-WRAP(um_os_memfd, (const char *name, unsigned huge_shift, int *out_fd), (name, huge_shift, out_fd))
-WRAP(um_os_resize, (int fd, uint64_t nbytes), (fd, nbytes))
-WRAP(um_os_seal, (int fd, int write), (fd, write))
-WRAP(um_os_punch_hole, (int fd, uint64_t offset, uint64_t nbytes), (fd, offset, nbytes))
-WRAP(um_os_file_nbytes, (int fd, uint64_t *out), (fd, out))
-WRAP_ENDING(um_os_close, (int fd), (fd))
-WRAP(um_os_fs_open, (const char *type, int *out_fd), (type, out_fd))
-WRAP(um_os_fs_set, (int fd, const char *key, const char *value), (fd, key, value))
-WRAP(um_os_fs_create, (int fd), (fd))
-WRAP(um_os_fs_mount, (int fd, int *out_fd), (fd, out_fd))
-WRAP(um_os_fs_pick, (int mount, int *out_fd), (mount, out_fd))
-WRAP(um_os_fs_reconfigure, (int fd), (fd))
-WRAP(um_os_get_affinity, (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
-WRAP(um_os_thread_start, (um_os_thread * out, void *(*fn)(void *), void *arg), (out, fn, arg))
-WRAP_ENDING(um_os_thread_join, (um_os_thread thread), (thread))
-WRAP(um_os_at_fork, (void (*before)(void), void (*in_parent)(void), void (*in_child)(void)),
+WRAP(um_os_lock, "mlock2", (void *address, size_t nbytes, int on_fault),
+     (address, nbytes, on_fault))
+WRAP(um_os_unlock, "munlock", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um_os_bind, "mbind", (void *address, size_t nbytes, const um_numa *numa),
+     (address, nbytes, numa))
+WRAP(um_os_file_page_bytes, "fstatfs", (int fd, size_t *out), (fd, out))
+WRAP(um_os_duplicate, "fcntl", (int fd, int *out_fd), (fd, out_fd))
+WRAP(um_os_memfd, "memfd_create", (const char *name, unsigned huge_shift, int *out_fd),
+     (name, huge_shift, out_fd))
+WRAP(um_os_resize, "ftruncate", (int fd, uint64_t nbytes), (fd, nbytes))
+WRAP(um_os_seal, "fcntl", (int fd, int write), (fd, write))
+WRAP(um_os_punch_hole, "fallocate", (int fd, uint64_t offset, uint64_t nbytes),
+     (fd, offset, nbytes))
+WRAP(um_os_file_nbytes, "fstat", (int fd, uint64_t *out), (fd, out))
+WRAP_ENDING(um_os_close, "close", (int fd), (fd))
+WRAP(um_os_fs_open, "fsopen", (const char *type, int *out_fd), (type, out_fd))
+WRAP(um_os_fs_set, "fsconfig", (int fd, const char *key, const char *value), (fd, key, value))
+WRAP(um_os_fs_create, "fsconfig", (int fd), (fd))
+WRAP(um_os_fs_mount, "fsmount", (int fd, int *out_fd), (fd, out_fd))
+WRAP(um_os_fs_pick, "fspick", (int mount, int *out_fd), (mount, out_fd))
+WRAP(um_os_fs_reconfigure, "fsconfig", (int fd), (fd))
+WRAP(um_os_get_affinity, "sched_", (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
+WRAP(um_os_thread_start, "pthread", (um_os_thread * out, void *(*fn)(void *), void *arg),
+     (out, fn, arg))
+WRAP_ENDING(um_os_thread_join, "pthread", (um_os_thread thread), (thread))
+WRAP(um_os_at_fork, "pthread_atfork",
+     (void (*before)(void), void (*in_parent)(void), void (*in_child)(void)),
      (before, in_parent, in_child))
-WRAP(um_os_bus_action, (const struct sigaction *action, struct sigaction *out_previous),
-     (action, out_previous))
-WRAP(um_os_raise_bus, (void), ())
-WRAP(um_os_signal_mask, (int how, const sigset_t *mask, sigset_t *out_previous),
+WRAP(um_os_bus_action, "sigaction",
+     (const struct sigaction *action, struct sigaction *out_previous), (action, out_previous))
+WRAP(um_os_raise_bus, "raise", (void), ())
+WRAP(um_os_signal_mask, "pthread_sigmask", (int how, const sigset_t *mask, sigset_t *out_previous),
      (how, mask, out_previous))
-WRAP(um_os_wait, (const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds),
+WRAP(um_os_wait, "futex", (const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds),
      (word, value, milliseconds))
-WRAP_ENDING(um_os_wake, (const _Atomic uint32_t *word), (word))
+WRAP_ENDING(um_os_wake, "futex", (const _Atomic uint32_t *word), (word))
 
-int __real_um_os_set_affinity(const void *mask, size_t mask_nbytes);
-int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes);
+DECLARE(um_os_set_affinity, "sched_", (const void *mask, size_t mask_nbytes))
 int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes) {
     unsigned n_bits = 0, last = 0;
     for (unsigned cpu = 0; cpu < MAX_CPUS && cpu < mask_nbytes * 8; cpu++) {
@@ -172,7 +174,7 @@ int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes) {
     if (n_bits == 1) {
         atomic_fetch_add(&n_pinned[last], 1);
     }
-    int failed = fault("um_os_set_affinity");
+    int failed = fault(&call_of_um_os_set_affinity);
     return failed != 0 ? failed : __real_um_os_set_affinity(mask, mask_nbytes);
 }
 
@@ -181,9 +183,9 @@ static size_t limited(size_t nbytes) {
     return limit != 0 && nbytes > limit ? limit : nbytes;
 }
 
-WRAP(um_os_pread, (int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes),
+WRAP(um_os_pread, "pread", (int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes),
      (fd, out, limited(nbytes), offset, out_nbytes))
-WRAP(um_os_read, (int fd, void *out, size_t nbytes, size_t *out_nbytes),
+WRAP(um_os_read, "read", (int fd, void *out, size_t nbytes, size_t *out_nbytes),
      (fd, out, limited(nbytes), out_nbytes))
 
 /* ---- invented answers ---- */
@@ -191,56 +193,62 @@ WRAP(um_os_read, (int fd, void *out, size_t nbytes, size_t *out_nbytes),
 static struct invented_file {
     const char *path, *text;
 } invented_files[16];
+
+/* The file with this path that has a text, or a place for one, or NULL. */
+static struct invented_file *invented(const char *path) {
+    struct invented_file *free_place = NULL;
+    for (struct invented_file *file = invented_files; file < invented_files + 16; file++) {
+        if (file->text != NULL && strcmp(file->path, path) == 0) {
+            return file;
+        }
+        free_place = free_place == NULL && file->text == NULL ? file : free_place;
+    }
+    return free_place;
+}
+
 static fault_os_move_pages_fn invented_move_pages;
 
 void fault_os_file(const char *path, const char *text) {
-    struct invented_file *found = NULL;
-    for (size_t i = 0; i < sizeof invented_files / sizeof invented_files[0]; i++) {
-        struct invented_file *file = &invented_files[i];
-        if (file->text != NULL && strcmp(file->path, path) == 0) {
-            found = file;
-            break;
-        }
-        found = found == NULL && file->text == NULL ? file : found;
-    }
-    if (found == NULL) {
-        fprintf(stderr, "too many invented files\n");
-        exit(1);
-    }
-    *found = (struct invented_file){.path = path, .text = text};
+    struct invented_file *file = invented(path);
+    REQUIRE(file != NULL);
+    *file = (struct invented_file){.path = path, .text = text};
 }
 
 void fault_os_move_pages(fault_os_move_pages_fn answer) {
     invented_move_pages = answer;
 }
 
-int __real_um_os_open_read(const char *path, int *out_fd);
-int __wrap_um_os_open_read(const char *path, int *out_fd);
+void fault_os_reset(void) {
+    fault_os_fail_nth(0, 0);
+    fault_os_fail_nth_alloc(0);
+    fault_os_limit_read(0);
+    fault_os_limit_runs(0);
+    fault_os_move_pages(NULL);
+    memset(invented_files, 0, sizeof invented_files);
+}
+
+DECLARE(um_os_open_read, "open", (const char *path, int *out_fd))
 int __wrap_um_os_open_read(const char *path, int *out_fd) {
-    int failed = fault("um_os_open_read");
+    int failed = fault(&call_of_um_os_open_read);
     if (failed != 0) {
         return failed;
     }
-    for (size_t i = 0; i < sizeof invented_files / sizeof invented_files[0]; i++) {
-        const struct invented_file *file = &invented_files[i];
-        if (file->text != NULL && strcmp(file->path, path) == 0) {
-            size_t n = strlen(file->text);
-            int fd = memfd_create("invented", MFD_CLOEXEC);
-            if (fd < 0 || write(fd, file->text, n) != (ssize_t)n || lseek(fd, 0, SEEK_SET) != 0) {
-                fprintf(stderr, "no memfd for an invented file\n");
-                exit(1);
-            }
-            *out_fd = fd;
-            return 0;
-        }
+    const struct invented_file *file = invented(path);
+    if (file == NULL || file->text == NULL) {
+        return __real_um_os_open_read(path, out_fd);
     }
-    return __real_um_os_open_read(path, out_fd);
+    size_t n = strlen(file->text);
+    *out_fd = memfd_create("invented", MFD_CLOEXEC);
+    REQUIRE(*out_fd >= 0);
+    REQUIRE(write(*out_fd, file->text, n) == (ssize_t)n);
+    REQUIRE(lseek(*out_fd, 0, SEEK_SET) == 0);
+    return 0;
 }
 
-int __real_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
-int __wrap_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
+DECLARE(um_os_move_pages, "move_pages",
+        (size_t n, void *const *pages, const int *nodes, int *out_status))
 int __wrap_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
-    int failed = fault("um_os_move_pages");
+    int failed = fault(&call_of_um_os_move_pages);
     if (failed != 0) {
         return failed;
     }
@@ -266,10 +274,7 @@ static void read_maps(char *out, size_t nbytes) {
         got = read(fd, out + total, nbytes - 1 - total);
         total += got > 0 ? (size_t)got : 0;
     }
-    if (got != 0) {
-        fprintf(stderr, "/proc/self/maps cannot be read whole\n");
-        exit(1);
-    }
+    REQUIRE(got == 0);
     close(fd);
     out[total] = '\0';
 }
@@ -300,12 +305,20 @@ static void drop_lines_of_the_test(char *maps) {
     *to = '\0';
 }
 
-void os_state_read(os_state *out) {
+/* Large, and static, since memory from malloc would be a new mapping. */
+typedef struct os_state {
+    um_ledger_row ledger[UM_CAT_COUNT];
+    char files[256][64]; /* what each descriptor points to; "" for none */
+    char maps[1 << 18];
+} os_state;
+static os_state state_then, state_now;
+
+static void read_state(os_state *out) {
     for (int i = 0; i < UM_CAT_COUNT; i++) {
-        um_ledger_read((um_category)i, &out->ledger[i], NULL);
+        REQUIRE(um_ledger_read((um_category)i, &out->ledger[i], NULL) == UM_OK);
     }
     memset(out->files, 0, sizeof out->files);
-    for (size_t fd = 0; fd < sizeof out->files / sizeof out->files[0]; fd++) {
+    for (size_t fd = 0; fd < COUNT(out->files); fd++) {
         char path[32];
         snprintf(path, sizeof path, "/proc/self/fd/%zu", fd);
         if (readlink(path, out->files[fd], sizeof out->files[fd] - 1) < 0) {
@@ -327,15 +340,21 @@ static void print_lines_of(const char *text, const char *other, const char *mark
     }
 }
 
-bool os_state_same(const os_state *before, const os_state *after) {
+void os_state_begin(void) {
+    read_state(&state_then);
+}
+
+bool os_state_unchanged(void) {
+    const os_state *before = &state_then, *after = &state_now;
     bool same = true;
+    read_state(&state_now);
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         if (memcmp(&before->ledger[i], &after->ledger[i], sizeof before->ledger[i]) != 0) {
             fprintf(stderr, "the ledger's row \"%s\" changed\n", um_category_name((um_category)i));
             same = false;
         }
     }
-    for (size_t fd = 0; fd < sizeof before->files / sizeof before->files[0]; fd++) {
+    for (size_t fd = 0; fd < COUNT(before->files); fd++) {
         if (strcmp(before->files[fd], after->files[fd]) != 0) {
             fprintf(stderr, "descriptor %zu was \"%s\" and is \"%s\"\n", fd, before->files[fd],
                     after->files[fd]);
@@ -359,18 +378,8 @@ static void *run_once(void *arg) {
 }
 
 void os_state_settle_threads(unsigned n) {
-    pthread_t threads[64];
-    if (n > 64 || pthread_barrier_init(&all_run, NULL, n) != 0) {
-        exit(1);
-    }
-    for (unsigned i = 0; i < n; i++) {
-        if (pthread_create(&threads[i], NULL, run_once, NULL) != 0) {
-            exit(1);
-        }
-    }
-    for (unsigned i = 0; i < n; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    REQUIRE(pthread_barrier_init(&all_run, NULL, n) == 0);
+    run_threads(n, run_once, NULL, 0);
     pthread_barrier_destroy(&all_run);
 }
 
@@ -391,86 +400,52 @@ const char *os_state_permissions(const void *address) {
     return "";
 }
 
-/* ---- each call in turn ---- */
-
-/* The name that the error of a failed call must contain. */
-static const char *name_of(const char *call) {
-    static const char *const names[][2] = {
-        {"um_os_reserve", "mmap"},
-        {"um_os_reserve_at", "mmap"},
-        {"um_os_map_at", "mmap"},
-        {"um_os_map_file_at", "mmap"},
-        {"um_os_unmap", "munmap"},
-        {"um_os_advise", "madvise"},
-        {"um_os_residency", "mincore"},
-        {"um_os_scan_pages", "ioctl"},
-        {"um_os_lock", "mlock2"},
-        {"um_os_unlock", "munlock"},
-        {"um_os_bind", "mbind"},
-        {"um_os_move_pages", "move_pages"},
-        {"um_os_file_page_bytes", "fstatfs"},
-        {"um_os_duplicate", "fcntl"},
-        {"um_os_memfd", "memfd_create"},
-        {"um_os_resize", "ftruncate"},
-        {"um_os_seal", "fcntl"},
-        {"um_os_punch_hole", "fallocate"},
-        {"um_os_fs_open", "fsopen"},
-        {"um_os_fs_set", "fsconfig"},
-        {"um_os_fs_create", "fsconfig"},
-        {"um_os_fs_mount", "fsmount"},
-        {"um_os_fs_pick", "fspick"},
-        {"um_os_fs_reconfigure", "fsconfig"},
-        {"um_os_pread", "pread"},
-        {"um_os_read", "read"},
-        {"um_os_file_nbytes", "fstat"},
-        {"um_os_open_read", "open"},
-        {"um_os_close", "close"},
-        {"um_os_get_affinity", "sched_"},
-        {"um_os_set_affinity", "sched_"},
-        {"um_os_thread_start", "pthread"},
-        {"um_os_thread_join", "pthread"},
-        {"um_os_at_fork", "pthread_atfork"},
-        {"um_os_bus_action", "sigaction"},
-        {"um_os_signal_mask", "pthread_sigmask"},
-        {"um_os_wait", "futex"},
-        {"um_os_wake", "futex"},
-    };
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        if (strcmp(names[i][0], call) == 0) {
-            return names[i][1];
+const char *os_state_pages(const void *address, size_t n_pages) {
+    static char text[64];
+    size_t page_nbytes = um_page_bytes();
+    REQUIRE(n_pages < sizeof text);
+    for (size_t i = 0; i < n_pages; i++) {
+        const unsigned char *at = (const unsigned char *)address + i * page_nbytes;
+        const char *permissions = os_state_permissions(at);
+        if (permissions[0] != 'r') {
+            text[i] = permissions[0] == '-' ? '-' : '.';
+        } else if (!is_filled(at, page_nbytes, at[0])) {
+            text[i] = '?';
+        } else {
+            text[i] = (char)(at[0] < 10 ? '0' + at[0] : at[0]);
         }
     }
-    return "no such call";
+    text[n_pages] = '\0';
+    return text;
 }
 
-static um_status status_of(const fault_case *c, const char *call, int os_errno) {
-    bool is_read = strcmp(call, "um_os_read") == 0 || strcmp(call, "um_os_pread") == 0;
+/* ---- each call in turn ---- */
+
+static um_status status_of(const fault_case *c, const char *function, int os_errno) {
+    bool is_read = strcmp(function, "um_os_read") == 0 || strcmp(function, "um_os_pread") == 0;
     if (is_read && !(c->reads_into_memory && os_errno == ENOMEM)) {
         return UM_E_IO;
     }
     return os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS;
 }
 
-static bool is_harmless(const fault_case *c, const char *call) {
+static bool is_harmless(const fault_case *c, const char *function) {
     char word[64];
-    snprintf(word, sizeof word, " %s ", call);
+    snprintf(word, sizeof word, " %s ", function);
     return c->harmless != NULL && strstr(c->harmless, word) != NULL;
 }
 
 /* Returns true when there was an Nth call to fail. */
 static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_err) {
-    void *outputs = malloc(c->outputs_nbytes + 1);
+    AUTO_FREE void *outputs = allocate(c->outputs_nbytes + 1);
     um_error err, untouched;
-    if (outputs == NULL) {
-        exit(1);
-    }
     memcpy(outputs, c->outputs, c->outputs_nbytes);
     test_err_pattern(&err);
     test_err_pattern(&untouched);
-    static os_state before, after;
-    os_state_read(&before);
+    os_state_begin();
     fault_os_fail_nth(n, os_errno);
     um_status status = c->run(c->context, with_err ? &err : NULL);
+    const call *named = failed_call();
     const char *failed = fault_os_failed();
     fault_os_fail_nth(0, 0);
 
@@ -485,15 +460,13 @@ static bool check_nth(const fault_case *c, unsigned n, int os_errno, bool with_e
                CHECK(memcmp(outputs, c->outputs, c->outputs_nbytes) == 0);
         if (good && with_err) {
             good = CHECK(err.status == status) && CHECK(err.os_errno == os_errno) &&
-                   CHECK(strstr(err.what, name_of(failed)) != NULL);
+                   CHECK(strstr(err.what, named->kernel_name) != NULL);
         }
     }
-    os_state_read(&after);
-    if (!(CHECK(os_state_same(&before, &after)) && good)) {
+    if (!(CHECK(os_state_unchanged()) && good)) {
         fprintf(stderr, "... when call %u (%s) fails with errno %d: %s\n", n,
                 failed == NULL ? "none" : failed, os_errno, um_status_name(status));
     }
-    free(outputs);
     return failed != NULL;
 }
 

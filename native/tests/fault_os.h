@@ -5,18 +5,19 @@
 #ifndef UM_FAULT_OS_H
 #define UM_FAULT_OS_H
 
-#include <stdbool.h>
-#include <stddef.h>
-
-#include "unimem.h"
+#include "test.h"
 
 /* Calls that read the huge page size. When they fail, a block is only aligned differently. */
 #define HARMLESS_HUGE_PAGE " um_os_open_read um_os_read um_os_close "
+/* A thread that cannot be pinned works all the same. */
+#define HARMLESS_THREADS " um_os_get_affinity um_os_set_affinity um_os_thread_join "
 
 /* From now on the nth call fails with os_errno, once; the first call is 1, and 0 means none.
  * Counting starts anew. Calls that end something (close, join) do it and then report the failure,
  * as the kernel does. */
 void fault_os_fail_nth(unsigned n, int os_errno);
+/* Undoes all that the functions of this file have set, as main.c does before each test. */
+void fault_os_reset(void);
 /* The number of calls since fault_os_fail_nth, including the failed one: of all functions, and of
  * one. */
 unsigned fault_os_calls(void);
@@ -41,22 +42,21 @@ void fault_os_move_pages(fault_os_move_pages_fn answer);
 void fault_os_fail_nth_alloc(unsigned n);
 unsigned fault_os_allocs(void);
 
-/* The mappings, the open files and the ledger of this process. It is large: keep it static, since
- * memory from malloc would be a new mapping. */
-typedef struct os_state {
-    um_ledger_row ledger[UM_CAT_COUNT];
-    char files[256][64]; /* what each descriptor points to; "" for none */
-    char maps[1 << 18];
-} os_state;
-void os_state_read(os_state *out);
-/* Prints the difference when there is one. */
-bool os_state_same(const os_state *before, const os_state *after);
+/* Remembers the mappings, the open files and the ledger of this process, and whether they are still
+ * the same: the difference is printed. */
+void os_state_begin(void);
+bool os_state_unchanged(void);
 /* Makes the C library map and cache what it needs for n threads that run at once, so that mappings
  * can be compared around a call that starts threads. */
 void os_state_settle_threads(unsigned n);
 /* The permissions of the mapping that contains an address, such as "rw-p"; "" when there is
  * none. */
 const char *os_state_permissions(const void *address);
+
+/* Pages as characters: "." is not mapped, "-" without access, "?" of different bytes. Any other
+ * page is shown as the byte that fills it: as a digit, or as itself if it is a letter. */
+const char *os_state_pages(const void *address, size_t n_pages);
+#define CHECK_PAGES(address, text) CHECK_STR(os_state_pages(address, strlen(text)), text)
 
 /* An operation that may fail at any of its system calls, and must leave no trace then. */
 typedef struct fault_case {
@@ -65,12 +65,16 @@ typedef struct fault_case {
     void *context;
     const void *outputs; /* what run fills, and a failed run leaves */
     size_t outputs_nbytes;
+    const char *harmless;   /* functions that may fail without an error, " name name ", or NULL */
     bool reads_into_memory; /* a read may fail for want of memory: UM_E_NOMEM */
-    const char *harmless;   /* functions that may fail without an error, " name name " */
 } fault_case;
 
 /* Runs it with the Nth call failing, for N = 1, 2, ... until it runs without a fault: with an errno
  * that means no memory and with another one, with an err and without. */
 void fault_os_check_each(const fault_case *c);
+#define CHECK_EACH_FAULT_AT(run, undo, context, outputs, nbytes, harmless)                         \
+    fault_os_check_each(&(fault_case){run, undo, context, outputs, nbytes, harmless, false})
+#define CHECK_EACH_FAULT(run, undo, context, output, harmless)                                     \
+    CHECK_EACH_FAULT_AT(run, undo, context, &(output), sizeof(output), harmless)
 
 #endif

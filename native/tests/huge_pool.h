@@ -3,59 +3,118 @@
 #define UM_HUGE_POOL_H
 
 #include <fcntl.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-/* The pool of the default size, or -1. It is kept open and locked, so that programs that run at the
- * same time wait for each other. */
-static int huge_pool_fd = -1;
-static unsigned huge_pool_borrowed;
+#include "test.h"
 
-static inline unsigned huge_pool_read(void) {
-    char text[32] = "";
-    ssize_t n = pread(huge_pool_fd, text, sizeof text - 1, 0);
-    return n > 0 ? (unsigned)strtoul(text, NULL, 10) : 0;
+enum { HUGE_BYTES = 2 << 20 };
+
+/* A number of /proc/meminfo. */
+static inline uint64_t meminfo(const char *name) {
+    char line[256];
+    uint64_t found = 0;
+    FILE *file = fopen("/proc/meminfo", "re");
+    REQUIRE(file != NULL);
+    while (fgets(line, sizeof line, file) != NULL) {
+        size_t n = strlen(name);
+        if (strncmp(line, name, n) == 0 && line[n] == ':') {
+            found = strtoull(line + n + 1, NULL, 10);
+        }
+    }
+    fclose(file);
+    return found;
 }
 
-static inline void huge_pool_write(unsigned n) {
+/* Huge pages of the pool that are neither used nor reserved. */
+static inline uint64_t huge_pages_available(void) {
+    return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
+}
+
+static inline unsigned huge_pool_size(int pool) {
+    char text[32] = "";
+    return pread(pool, text, sizeof text - 1, 0) > 0 ? (unsigned)strtoul(text, NULL, 10) : 0;
+}
+
+static inline void huge_pool_resize(int pool, unsigned n) {
     char text[32];
     int length = snprintf(text, sizeof text, "%u", n);
-    if (pwrite(huge_pool_fd, text, (size_t)length, 0) != length) {
+    if (pwrite(pool, text, (size_t)length, 0) != length) {
         fprintf(stderr, "the pool of huge pages cannot be set to %u\n", n);
     }
 }
 
-static inline void huge_pool_give_back(void) {
-    if (huge_pool_fd >= 0) {
-        /* Another process may have emptied the pool in the meantime. */
-        unsigned now = huge_pool_read();
-        huge_pool_write(now > huge_pool_borrowed ? now - huge_pool_borrowed : 0);
-        close(huge_pool_fd);
-        huge_pool_fd = -1;
+/* Adds n pages to the pool, and says whether it has got them. Gives them back when the other end of
+ * `to_test` closes: that happens whatever ends the test. */
+static inline void huge_pool_keep(int to_test, unsigned n) {
+    int pool = open("/proc/sys/vm/nr_hugepages", O_RDWR | O_CLOEXEC);
+    unsigned borrowed = 0;
+    char has_got = 0;
+    if (pool >= 0 && flock(pool, LOCK_EX) == 0) { /* programs wait for each other */
+        unsigned before = huge_pool_size(pool);
+        huge_pool_resize(pool, before + n);
+        unsigned now = huge_pool_size(pool);
+        borrowed = now > before ? now - before : 0;
+        has_got = borrowed == n;
+    }
+    if (write(to_test, &has_got, 1) == 1 && has_got) {
+        while (read(to_test, &has_got, 1) > 0) {
+        }
+    }
+    if (borrowed != 0) {
+        unsigned now = huge_pool_size(pool); /* another process may have emptied the pool */
+        huge_pool_resize(pool, now > borrowed ? now - borrowed : 0);
     }
 }
 
-/* Adds n pages to the pool. Returns false, and leaves the pool as it was, when this process may not
- * do so or when the machine has too few free pages. The pages are given back when the program ends,
- * at the latest. */
-static inline bool huge_pool_borrow(unsigned n) {
-    huge_pool_fd = open("/proc/sys/vm/nr_hugepages", O_RDWR | O_CLOEXEC);
-    if (huge_pool_fd < 0) {
-        return false;
-    }
-    flock(huge_pool_fd, LOCK_EX);
-    unsigned before = huge_pool_read();
-    huge_pool_write(before + n);
-    huge_pool_borrowed = huge_pool_read() - before;
-    if (huge_pool_borrowed != n) {
-        huge_pool_give_back();
-        return false;
-    }
-    atexit(huge_pool_give_back);
-    return true;
+static pid_t huge_pool_keeper;
+static int huge_pool_to_keeper;
+
+static inline void huge_pool_give_back(void) {
+    close(huge_pool_to_keeper);
+    CHECK(waitpid(huge_pool_keeper, NULL, 0) == huge_pool_keeper);
 }
+
+/* Adds n pages of 2 MiB to the pool. Returns false, and leaves the pool as it was, when this
+ * process may not do so or when the machine has too few free pages. */
+static inline bool huge_pool_borrow(unsigned n) {
+    int ends[2];
+    char has_got = 0;
+    if (meminfo("Hugepagesize") * 1024 == HUGE_BYTES) {
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+        huge_pool_keeper = fork();
+        REQUIRE(huge_pool_keeper >= 0);
+        if (huge_pool_keeper == 0) {
+            setsid(); /* an interruption from the keyboard is not for the keeper */
+            close(ends[0]);
+            huge_pool_keep(ends[1], n);
+            _exit(0);
+        }
+        close(ends[1]);
+        huge_pool_to_keeper = ends[0];
+        REQUIRE(read(ends[0], &has_got, 1) == 1);
+        if (!has_got) {
+            huge_pool_give_back();
+        }
+    }
+    if (!has_got) {
+        test_skip("this process may not fill the pool of 2 MiB pages");
+    }
+    return has_got;
+}
+
+/* Pages of the pool until the scope ends; without them, the test ends. */
+static inline void huge_pool_end(const bool *is_borrowed) {
+    if (*is_borrowed) {
+        huge_pool_give_back();
+    }
+}
+#define BORROW_HUGE_PAGES(n)                                                                       \
+    __attribute__((cleanup(huge_pool_end))) bool is_borrowed_ = huge_pool_borrow(n);               \
+    if (!is_borrowed_) {                                                                           \
+        return;                                                                                    \
+    }
 
 #endif

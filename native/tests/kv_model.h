@@ -5,10 +5,6 @@
 #ifndef UM_KV_MODEL_H
 #define UM_KV_MODEL_H
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -111,10 +107,9 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
         map_plain(m, gap);
     }
     m->storage.base = m->map;
-    m->image = malloc(m->n_lanes * m->lane_nbytes);
-    m->given = malloc(m->n_lanes * SPAN * m->row_bytes);
-    m->holder = malloc(spec.n_layers * n_rows * sizeof *m->holder);
-    REQUIRE(m->image != NULL);
+    m->image = allocate(m->n_lanes * m->lane_nbytes);
+    m->given = allocate(m->n_lanes * SPAN * m->row_bytes);
+    m->holder = allocate(spec.n_layers * n_rows * sizeof *m->holder);
     REQUIRE(m->given != NULL);
     REQUIRE(m->holder != NULL);
     memset(m->image, FILL, m->n_lanes * m->lane_nbytes);
@@ -132,6 +127,9 @@ static inline void free_model(kv_model *m) {
     free(m->given);
     free(m->holder);
 }
+
+/* A model that is freed where its scope ends. */
+#define AUTO_MODEL __attribute__((cleanup(free_model))) kv_model
 
 /* ---- what the model expects ---- */
 
@@ -221,18 +219,18 @@ static inline bool model_differs(const kv_model *m) {
 /* Compares all of the cache with the model. */
 static inline bool check_model(const kv_model *m) {
     const um_kv *kv = &m->kv;
-    bool ok = CHECK_EQ_U64(um_kv_next_position(kv), model_next(m));
-    ok = CHECK_EQ_U64(um_kv_first_position(kv), model_first(m)) && ok;
-    ok = CHECK_EQ_U64(um_kv_seq_len(kv), model_len(m)) && ok;
+    bool ok = CHECK_EQ(um_kv_next_position(kv), model_next(m));
+    ok = CHECK_EQ(um_kv_first_position(kv), model_first(m)) && ok;
+    ok = CHECK_EQ(um_kv_seq_len(kv), model_len(m)) && ok;
     uint64_t oldest = um_kv_oldest_position(kv), next = model_next(m);
     /* If a layer is ahead by more than its rows, no token below the next one is left. */
-    ok = CHECK_EQ_U64(oldest < next ? oldest : next, model_oldest(m)) && ok;
+    ok = CHECK_EQ(oldest < next ? oldest : next, model_oldest(m)) && ok;
     bool storage = true, tokens = true;
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
         uint64_t at = 777, first = model_layer_first(m, layer), len = m->next[layer] - first;
-        ok = CHECK_EQ_U64(um_kv_layer_len(kv, layer, &at), len) && ok;
-        ok = CHECK_EQ_U64(at, first) && ok;
-        ok = CHECK_EQ_U64(um_kv_layer_len(kv, layer, NULL), len) && ok;
+        ok = CHECK_EQ(um_kv_layer_len(kv, layer, &at), len) && ok;
+        ok = CHECK_EQ(at, first) && ok;
+        ok = CHECK_EQ(um_kv_layer_len(kv, layer, NULL), len) && ok;
         for (size_t i = 0; i < 2 * (size_t)m->spec.batch; i++) {
             int v = (int)(i % 2);
             size_t lane = lane_of(m, layer, v, i / 2);
@@ -291,13 +289,13 @@ static inline um_error full(uint64_t limit, uint64_t used, uint64_t asked, const
 
 static inline um_status check_answer(const kv_model *m, const kv_picture *before, um_status got,
                                      um_error expected) {
-    if (CHECK_EQ_U64(got, expected.status) && got != UM_OK) {
+    if (CHECK_EQ(got, expected.status) && got != UM_OK) {
         kv_picture after = picture_of(m);
         CHECK(memcmp(before, &after, sizeof after) == 0);
-        CHECK_EQ_U64(test_err.status, got);
-        CHECK_EQ_U64(test_err.limit, expected.limit);
-        CHECK_EQ_U64(test_err.used, expected.used);
-        CHECK_EQ_U64(test_err.asked, expected.asked);
+        CHECK_EQ(test_err.status, got);
+        CHECK_EQ(test_err.limit, expected.limit);
+        CHECK_EQ(test_err.used, expected.used);
+        CHECK_EQ(test_err.asked, expected.asked);
         REQUIRE(test_err.what != NULL);
         CHECK(test_err.what[0] != '\0');
         CHECK(expected.what == NULL || strcmp(test_err.what, expected.what) == 0);
@@ -319,15 +317,13 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
 /* n values, in heap memory of their exact size. */
 static inline void *random_values(kv_model *m, um_dtype type, size_t n) {
     size_t nbytes = n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-    float *floats = malloc(n * sizeof *floats + 1);
-    void *out = malloc(nbytes + (nbytes == 0));
-    REQUIRE(floats != NULL);
+    AUTO_FREE float *floats = allocate(n * sizeof *floats + 1);
+    void *out = allocate(nbytes);
     REQUIRE(out != NULL);
     for (size_t i = 0; i < n; i++) {
         floats[i] = (float)(int32_t)test_random(&m->random) * 0x1p-28f;
     }
     CHECK(um_convert(out, type, floats, UM_F32, n, NULL) == UM_OK);
-    free(floats);
     return out;
 }
 
@@ -384,21 +380,19 @@ static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dt
     }
     bool fits = expected.status == UM_OK;
     size_t values = fits ? (size_t)n * m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim : 0;
-    void *k = random_values(m, type, values), *v = random_values(m, type, values);
+    AUTO_FREE void *k = random_values(m, type, values), *v = random_values(m, type, values);
     if (fits) {
         give_tokens(m, layer, k, v, type, order, n);
     }
     um_status got =
         ANSWER(m, expected, um_kv_append(&m->kv, layer, k, v, type, order, n, &test_err));
-    free(k);
-    free(v);
     return got;
 }
 
 /* Appends n tokens to every layer. */
 static inline void append_everywhere(kv_model *m, uint64_t n) {
     for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
-        CHECK_EQ_U64(do_append(m, layer, n, m->spec.type, UM_KV_HEAD_MAJOR), UM_OK);
+        CHECK_EQ(do_append(m, layer, n, m->spec.type, UM_KV_HEAD_MAJOR), UM_OK);
     }
 }
 
@@ -410,14 +404,12 @@ static inline um_status do_append_all(kv_model *m, um_dtype type) {
     }
     size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
     size_t row = values / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-    unsigned char *k = random_values(m, type, values * m->spec.n_layers);
-    unsigned char *v = random_values(m, type, values * m->spec.n_layers);
+    AUTO_FREE unsigned char *k = random_values(m, type, values * m->spec.n_layers);
+    AUTO_FREE unsigned char *v = random_values(m, type, values * m->spec.n_layers);
     for (uint32_t layer = 0; expected.status == UM_OK && layer < m->spec.n_layers; layer++) {
         give_tokens(m, layer, k + layer * row, v + layer * row, type, UM_KV_TOKEN_MAJOR, 1);
     }
     um_status got = ANSWER(m, expected, um_kv_append_all(&m->kv, k, v, type, &test_err));
-    free(k);
-    free(v);
     return got;
 }
 
@@ -439,7 +431,7 @@ static inline um_status do_reserve(kv_model *m, uint64_t n) {
     }
     m->reserved = fits ? n : m->reserved;
     um_status got = ANSWER(m, expected, um_kv_reserve(&m->kv, n, &row, &test_err));
-    CHECK_EQ_U64(row, fits ? row_of(m, end) : 777);
+    CHECK_EQ(row, fits ? row_of(m, end) : 777);
     return got;
 }
 
@@ -449,11 +441,10 @@ static inline void write_reserved(kv_model *m) {
         uint64_t position = m->next[0] + t;
         for (size_t lane = 0; lane < m->n_lanes; lane++) {
             size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
-            void *in = random_values(m, m->spec.type, values);
+            AUTO_FREE void *in = random_values(m, m->spec.type, values);
             give_row(m, lane, position, in, m->spec.type, UM_KV_TOKEN_MAJOR, 0, 1);
             memcpy(m->map + lane * m->storage.lane_stride + row_of(m, position) * m->row_bytes, in,
                    m->row_bytes);
-            free(in);
         }
     }
     check_model(m);
@@ -632,8 +623,7 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     size_t heads = m->spec.n_kv_heads, dim = m->spec.head_dim;
     size_t head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     size_t nbytes = valid ? m->spec.batch * heads * (size_t)n * head : 64;
-    unsigned char *out = malloc(nbytes + 1), *expected = malloc(nbytes + 1);
-    REQUIRE(out != NULL);
+    AUTO_FREE unsigned char *out = allocate(nbytes + 1), *expected = allocate(nbytes + 1);
     REQUIRE(expected != NULL);
     memset(out, FILL, nbytes + 1);
     memset(expected, FILL, nbytes + 1);
@@ -649,8 +639,6 @@ static inline um_status do_read(kv_model *m, uint32_t layer, int v, uint64_t pos
     um_status got = ANSWER(m, answer(valid ? UM_OK : UM_E_INVALID),
                            um_kv_read(&m->kv, layer, v, position, n, out, type, &test_err));
     CHECK(memcmp(out, expected, nbytes + 1) == 0);
-    free(out);
-    free(expected);
     return got;
 }
 

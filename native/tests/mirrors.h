@@ -5,10 +5,8 @@
 #include "blocks.h"
 
 static inline um_block_options mirror_of(size_t mirror_nbytes, um_pages pages) {
-    return (um_block_options){.pages = pages,
-                              .category = UM_CAT_HISTORY,
-                              .sharing = UM_SHARING_MEMFD,
-                              .mirror_nbytes = mirror_nbytes};
+    return *OPTIONS(.pages = pages, .category = UM_CAT_HISTORY, .sharing = UM_SHARING_MEMFD,
+                    .mirror_nbytes = mirror_nbytes);
 }
 
 static inline um_block make_mirror(size_t n_pieces, size_t mirror_nbytes, um_pages pages) {

@@ -14,12 +14,7 @@ typedef struct pool {
 } pool;
 
 static inline um_paged_spec spec_of(um_dtype type, uint32_t n_blocks) {
-    return (um_paged_spec){.n_layers = 2,
-                           .n_kv_heads = 3,
-                           .head_dim = type == UM_Q8_0 ? 32 : 4,
-                           .n_blocks = n_blocks,
-                           .block_tokens = 5,
-                           .type = type};
+    return (um_paged_spec){2, 3, type == UM_Q8_0 ? 32 : 4, n_blocks, 5, type};
 }
 
 static inline pool make_pool(um_paged_spec spec) {
@@ -32,10 +27,14 @@ static inline pool make_pool(um_paged_spec spec) {
 }
 
 static inline void free_pool(pool *p) {
-    CHECK_EQ_U64(um_paged_n_in_use(&p->paged), 0);
+    CHECK_EQ(um_paged_n_in_use(&p->paged), 0);
     um_paged_free(&p->paged);
     free(p->storage);
 }
+
+/* Freed where their scope ends, sequences before the pool that is declared before them. */
+#define AUTO_POOL __attribute__((cleanup(free_pool))) pool
+#define AUTO_SEQ __attribute__((cleanup(um_paged_seq_free))) um_paged_seq
 
 static inline um_paged_seq make_seq(pool *p) {
     um_paged_seq seq;
@@ -69,9 +68,8 @@ static inline size_t bytes_of(um_dtype type, size_t n) {
 static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, const uint32_t *tokens,
                               uint64_t n, um_dtype type, um_kv_order order) {
     size_t heads = s->n_kv_heads, dim = s->head_dim;
-    unsigned char *rows = malloc(bytes_of(type, n * heads * dim) + (n == 0));
-    float *head = malloc(dim * sizeof *head);
-    REQUIRE(rows != NULL);
+    unsigned char *rows = allocate(bytes_of(type, n * heads * dim) + (n == 0));
+    AUTO_FREE float *head = allocate(dim * sizeof *head);
     REQUIRE(head != NULL);
     for (uint64_t t = 0; t < n; t++) {
         for (size_t h = 0; h < heads; h++) {
@@ -83,17 +81,14 @@ static inline void *make_rows(const um_paged_spec *s, uint32_t layer, int v, con
                   UM_OK);
         }
     }
-    free(head);
     return rows;
 }
 
 static inline um_status append(um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
                                uint64_t n, um_dtype type, um_kv_order order) {
-    void *k = make_rows(&seq->paged->spec, layer, 0, tokens, n, type, order);
-    void *v = make_rows(&seq->paged->spec, layer, 1, tokens, n, type, order);
+    AUTO_FREE void *k = make_rows(&seq->paged->spec, layer, 0, tokens, n, type, order);
+    AUTO_FREE void *v = make_rows(&seq->paged->spec, layer, 1, tokens, n, type, order);
     um_status status = um_paged_append(seq, layer, k, v, type, order, n, &test_err);
-    free(k);
-    free(v);
     return status;
 }
 
@@ -112,17 +107,15 @@ static inline void append_tokens(um_paged_seq *seq, uint32_t first, uint32_t n) 
 static inline void check_tokens(const um_paged_seq *seq, uint32_t layer, const uint32_t *tokens,
                                 uint64_t n) {
     const um_paged_spec *s = &seq->paged->spec;
-    CHECK_EQ_U64(um_paged_layer_len(seq, layer), n);
+    CHECK_EQ(um_paged_layer_len(seq, layer), n);
     for (int v = 0; v < 2; v++) {
         size_t nbytes = bytes_of(s->type, n * s->n_kv_heads * s->head_dim);
-        unsigned char *out = malloc(nbytes + (nbytes == 0));
+        AUTO_FREE unsigned char *out = malloc(nbytes + (nbytes == 0));
         REQUIRE(out != NULL);
-        void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
+        AUTO_FREE void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
         size_t stride = bytes_of(s->type, n * s->head_dim);
         CHECK_OK(um_paged_gather(seq, layer, v, n, out, stride, s->type, &test_err));
         CHECK(memcmp(out, expected, nbytes) == 0);
-        free(out);
-        free(expected);
     }
 }
 
@@ -134,7 +127,7 @@ static inline void check_count_from(const um_paged_seq *seq, uint32_t first, uin
     for (uint32_t layer = 0; layer < seq->paged->spec.n_layers; layer++) {
         check_tokens(seq, layer, tokens, n);
     }
-    CHECK_EQ_U64(um_paged_seq_len(seq), n);
+    CHECK_EQ(um_paged_seq_len(seq), n);
 }
 
 #endif

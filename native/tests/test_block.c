@@ -1,96 +1,45 @@
 /* Blocks: what is mapped, what the kernel reports, and what is left when a call fails. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <sys/resource.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
-
-/* huge_page is 0 when the kernel has no huge pages: then a block gets base pages, and says so. */
-static size_t page, huge_page;
-static os_state before, after;
-
-/* Options with nothing but pages, in the category of this test. */
-static const um_block_options *of(um_pages pages) {
-    static um_block_options options;
-    options = (um_block_options){.pages = pages, .category = UM_CAT_SCRATCH};
-    return &options;
-}
-
-/* ---- map and unmap ---- */
-
-/* The fields of a block that is one piece. */
-static void check_fields(const um_block *block, const um_block_options *options, size_t asked,
-                         size_t nbytes, size_t step) {
-    CHECK_EQ_U64(block->nbytes, nbytes);
-    CHECK_EQ_U64(block->reserved_nbytes, nbytes);
-    CHECK_EQ_U64(block->committed_nbytes, nbytes);
-    CHECK(block->committed == NULL);
-    CHECK_EQ_U64(block->step_nbytes, step);
-    CHECK_EQ_U64((uintptr_t)block->base % step, 0);
-    CHECK_EQ_U64(block->requested_nbytes, asked);
-    CHECK(block->requested_pages == options->pages);
-    CHECK(block->category == options->category);
-    CHECK(memcmp(&block->numa, &options->numa, sizeof block->numa) == 0);
-    CHECK(block->lock == UM_LOCK_NONE);
-    CHECK(block->sharing == options->sharing);
-    bool shared = options->sharing != UM_SHARING_NONE;
-    CHECK(block->access == (shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
-    CHECK((block->fd >= 0) == shared);
-    CHECK(block->is_file == 0);
-}
-
-static void check_permissions(const um_block *block, const char *permissions) {
-    const unsigned char *bytes = block->base;
-    CHECK(strcmp(os_state_permissions(bytes - 1), "---p") == 0);
-    CHECK(strcmp(os_state_permissions(bytes), permissions) == 0);
-    CHECK(strcmp(os_state_permissions(bytes + block->nbytes - 1), permissions) == 0);
-    CHECK(strcmp(os_state_permissions(bytes + block->nbytes), "---p") == 0);
-}
 
 static void check_map_with(size_t asked, const um_block_options *options, size_t nbytes,
                            size_t step) {
     um_block block = make_block(asked, options); /* raises the ledger's high water */
     unmap_block(&block);
-    os_state_read(&before);
+    os_state_begin();
     um_ledger_row row = ledger_row(options->category), row_mapped;
 
     block = make_block(asked, options);
-    check_fields(&block, options, asked, nbytes, step);
+    bool shared = options->sharing != UM_SHARING_NONE;
+    check_block(&block,
+                BLOCK(.nbytes = nbytes, .requested_nbytes = asked, .reserved_nbytes = nbytes,
+                      .step_nbytes = step, .requested_pages = options->pages,
+                      .category = options->category, .sharing = options->sharing,
+                      .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE));
     row_mapped = ledger_row(options->category);
-    CHECK_EQ_U64(row_mapped.n_mappings, row.n_mappings + 1);
-    CHECK_EQ_U64(row_mapped.mapped_bytes, row.mapped_bytes + nbytes);
-    check_permissions(&block, options->sharing == UM_SHARING_NONE ? "rw-p" : "rw-s");
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    CHECK_EQ(row_mapped.n_mappings, row.n_mappings + 1);
+    CHECK_EQ(row_mapped.mapped_bytes, row.mapped_bytes + nbytes);
     unsigned char *bytes = block.base;
-    bool zeroed = true;
-    for (size_t at = 0; at < nbytes; at += page) {
-        zeroed = zeroed && bytes[at] == 0 && bytes[at + page - 1] == 0;
-        bytes[at] = 1;
-    }
-    CHECK(zeroed);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, nbytes);
+    CHECK_STR(os_state_permissions(bytes - 1), "---p");
+    CHECK_STR(os_state_permissions(bytes), shared ? "rw-s" : "rw-p");
+    CHECK_STR(os_state_permissions(bytes + nbytes - 1), shared ? "rw-s" : "rw-p");
+    CHECK_STR(os_state_permissions(bytes + nbytes), "---p");
+    CHECK_EQ(placement_of(&block).resident_bytes, 0);
+    CHECK(is_filled(bytes, nbytes, 0));
+    memset(bytes, 1, nbytes);
+    CHECK_EQ(placement_of(&block).resident_bytes, nbytes);
 
     unmap_block(&block);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK(os_state_unchanged());
 }
 
 static void check_map(size_t asked, um_pages pages, size_t nbytes, size_t step) {
-    um_block_options options = *of(pages);
+    um_block_options options = *of(pages, UM_SHARING_NONE, 0);
     check_map_with(asked, &options, nbytes, step);
     options.sharing = UM_SHARING_MEMFD;
     check_map_with(asked, &options, nbytes, step);
 }
 
-static void test_map(void) {
-    size_t unit = huge_page == 0 ? page : huge_page;
+TEST(map) {
     check_map(1, UM_PAGES_4K, page, page);
     check_map(page, UM_PAGES_4K, page, page);
     check_map(page + 1, UM_PAGES_4K, 2 * page, page);
@@ -105,43 +54,30 @@ static void test_map(void) {
 }
 
 /* The reserved size decides on the pages of a block, not its first size. */
-static void test_auto_pages_of_a_growing_block(void) {
-    if (huge_page == 0) {
-        test_skip("pages of a growing block", "the kernel has no huge pages");
-        return;
-    }
-    um_block_options options = *of(UM_PAGES_AUTO);
+TEST(auto_pages_of_a_growing_block) {
+    SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
+    um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
     options.reserve_nbytes = huge_page;
-    um_block block = make_block(1, &options);
-    CHECK_EQ_U64(block.step_nbytes, huge_page);
-    CHECK_EQ_U64(block.nbytes, huge_page);
-    unmap_block(&block);
+    AUTO_BLOCK block = make_block(1, &options);
+    CHECK_EQ(block.step_nbytes, huge_page);
+    CHECK_EQ(block.nbytes, huge_page);
 }
 
 static void check_refused(um_status status, const char *what, size_t nbytes,
                           const um_block_options *options) {
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    memcpy(&untouched, &block, sizeof block);
-    os_state_read(&before);
-    CHECK_STATUS(status, um_block_map(&block, nbytes, options, &test_err));
-    CHECK(strstr(test_err.what, what) != NULL);
+    CHECK_MAKES_NONE(status, what, um_block_map, nbytes, options);
     if (status == UM_E_NOMEM) {
         CHECK(test_err.os_errno == ENOMEM);
-        CHECK_EQ_U64(test_err.asked, nbytes);
+        CHECK_EQ(test_err.asked, nbytes);
     }
-    CHECK(um_block_map(&block, nbytes, options, NULL) == status);
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
 }
 
-static void test_refused_sizes(void) {
+TEST(refused_sizes) {
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP, UM_PAGES_2M, UM_PAGES_1G};
-    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
-        for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-            um_block_options options = *of(kinds[i]);
-            options.sharing = (um_sharing)sharing;
+    for (size_t i = 0; i < COUNT(kinds); i++) {
+        for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+            um_block_options options = *of(kinds[i], UM_SHARING_NONE, 0);
+            options.sharing = sharing;
             check_refused(UM_E_INVALID, "nbytes", 0, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX, &options);
             check_refused(UM_E_INVALID, "nbytes", SIZE_MAX - page + 1, &options);
@@ -156,60 +92,56 @@ static void test_refused_sizes(void) {
     }
 }
 
-static void test_refused_options(void) {
-    um_block_options options = *of((um_pages)5);
+TEST(refused_options) {
+    um_block_options options = *of((um_pages)5, UM_SHARING_NONE, 0);
     check_refused(UM_E_INVALID, "pages", page, &options);
-    options = *of((um_pages)-1);
+    options = *of((um_pages)-1, UM_SHARING_NONE, 0);
     check_refused(UM_E_INVALID, "pages", page, &options);
     um_category categories[] = {UM_CAT_COUNT, (um_category)-1};
     for (size_t i = 0; i < 2; i++) {
-        options = (um_block_options){.category = categories[i]};
+        options = *OPTIONS(.category = categories[i]);
         check_refused(UM_E_INVALID, "category", page, &options);
     }
-    options = (um_block_options){.sharing = (um_sharing)3};
+    options = *OPTIONS(.sharing = (um_sharing)3);
     check_refused(UM_E_INVALID, "sharing", page, &options);
-    options = (um_block_options){.numa = {.mode = (um_numa_mode)5, .nodes = {1}}};
+    options = *OPTIONS(.numa = {.mode = (um_numa_mode)5, .nodes = {1}});
     check_refused(UM_E_INVALID, "numa", page, &options);
-    options = (um_block_options){.numa = {.nodes = {[15] = UINT64_C(1) << 63}}};
+    options = *OPTIONS(.numa = {.nodes = {[15] = UINT64_C(1) << 63}});
     check_refused(UM_E_INVALID, "numa", page, &options);
     for (int mode = UM_NUMA_BIND; mode <= UM_NUMA_PREFERRED; mode++) {
-        options = (um_block_options){.numa = {.mode = (um_numa_mode)mode}};
+        options = *OPTIONS(.numa = {.mode = (um_numa_mode)mode});
         check_refused(UM_E_INVALID, "numa", page, &options);
     }
     char name[251];
     memset(name, 'n', sizeof name - 1);
     name[250] = '\0';
-    options = (um_block_options){.sharing = UM_SHARING_MEMFD, .name = name};
+    options = *OPTIONS(.sharing = UM_SHARING_MEMFD, .name = name);
     check_refused(UM_E_INVALID, "name", page, &options);
     name[249] = '\0';
-    um_block block = make_block(page, &options);
-    unmap_block(&block);
+    AUTO_BLOCK block = make_block(page, &options);
 }
 
 /* No machine has the node with the highest number. */
-static void test_refused_nodes(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = {
-            .category = UM_CAT_SCRATCH,
-            .sharing = (um_sharing)sharing,
-            .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}}};
+TEST(refused_nodes) {
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block_options options =
+            *OPTIONS(.category = UM_CAT_HISTORY, .sharing = sharing,
+                     .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}});
         check_refused(UM_E_OS, "mbind", page, &options);
     }
 }
 
-static void test_unmap(void) {
+TEST(unmap) {
     um_block zeroed = {0};
     fault_os_fail_nth(0, 0);
     unmap_block(&zeroed);
-    CHECK_EQ_U64(fault_os_calls(), 0);
-
+    CHECK_EQ(fault_os_calls(), 0);
     /* A block that could not be unmapped is still mapped, and can be unmapped later. */
-    um_block block = make_block(3 * page, of(UM_PAGES_4K)), copy = block;
+    AUTO_BLOCK block = make_block(3 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
+    um_block copy = block;
     memset(block.base, 7, block.nbytes);
-    os_state_read(&before);
+    os_state_begin();
     fault_os_fail_nth(1, EPERM);
     CHECK_STATUS(UM_E_OS, um_block_unmap(&block, &test_err));
     CHECK_OS_ERR(EPERM, "munmap");
@@ -217,42 +149,31 @@ static void test_unmap(void) {
     CHECK(um_block_unmap(&block, NULL) != UM_OK);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
     CHECK(is_filled(block.base, block.nbytes, 7));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    unmap_block(&block);
+    CHECK(os_state_unchanged());
     unmap_block(&block);
 }
 
-/* ---- hugetlb ---- */
-
 static void check_hugetlb(um_sharing sharing, size_t huge) {
-    um_block_options options = {
-        .pages = UM_PAGES_2M, .category = UM_CAT_SCRATCH, .sharing = sharing};
+    um_block_options options =
+        *OPTIONS(.pages = UM_PAGES_2M, .category = UM_CAT_HISTORY, .sharing = sharing);
     uint64_t available = huge_pages_available();
     um_block block = make_block(huge + 1, &options);
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* reserved when it is mapped */
-    CHECK_EQ_U64(smaps_bytes(block.base, "KernelPageSize:"), huge);
+    CHECK_EQ(huge_pages_available(), available - 2); /* reserved when it is mapped */
+    CHECK_EQ(smaps_bytes(block.base, "KernelPageSize:"), huge);
     unmap_block(&block);
-    CHECK_EQ_U64(huge_pages_available(), available);
+    CHECK_EQ(huge_pages_available(), available);
 
     check_map_with(1, &options, huge, huge);
     check_map_with(3 * huge + 1, &options, 4 * huge, huge);
     check_refused(UM_E_NOMEM, "mmap", (available + 1) * huge, &options);
-    CHECK_EQ_U64(huge_pages_available(), available);
+    CHECK_EQ(huge_pages_available(), available);
 }
 
-static void test_hugetlb(void) {
-    enum { HUGE_BYTES = 2 << 20 };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(8)) {
-        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
-        return;
-    }
+TEST(hugetlb) {
+    BORROW_HUGE_PAGES(8);
     check_hugetlb(UM_SHARING_NONE, HUGE_BYTES);
     check_hugetlb(UM_SHARING_MEMFD, HUGE_BYTES);
-    huge_pool_give_back();
 }
-
-/* ---- fork ---- */
 
 /* In the child: shared memory is not mapped and leaves the ledger; private memory is a copy. */
 static bool child_forgets(void *arg) {
@@ -260,12 +181,12 @@ static bool child_forgets(void *arg) {
     static const um_block zeroed;
     void *base = blocks[0].base;
     int fd = blocks[0].fd;
-    um_ledger_row row = ledger_row(UM_CAT_SCRATCH);
-    bool good = CHECK(strcmp(os_state_permissions(base), "") == 0);
+    um_ledger_row row = ledger_row(UM_CAT_HISTORY);
+    bool good = CHECK_STR(os_state_permissions(base), "");
     um_block_forget(&blocks[0]);
     good = CHECK(memcmp(&blocks[0], &zeroed, sizeof zeroed) == 0) && good;
     good = CHECK(fcntl(fd, F_GETFD) == -1) && CHECK(errno == EBADF) && good;
-    um_ledger_row forgotten = ledger_row(UM_CAT_SCRATCH);
+    um_ledger_row forgotten = ledger_row(UM_CAT_HISTORY);
     good = CHECK(forgotten.n_mappings == row.n_mappings - 1) && good;
     good = CHECK(forgotten.mapped_bytes == row.mapped_bytes - 4 * page) && good;
     good = CHECK(is_filled(blocks[1].base, 4 * page, 2)) && good;
@@ -273,10 +194,11 @@ static bool child_forgets(void *arg) {
     return CHECK(um_block_unmap(&blocks[1], NULL) == UM_OK) && good;
 }
 
-static void test_fork(void) {
-    um_block_options options = *of(UM_PAGES_4K);
+TEST(fork) {
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
     options.sharing = UM_SHARING_MEMFD;
-    um_block blocks[2] = {make_block(4 * page, &options), make_block(4 * page, of(UM_PAGES_4K))};
+    um_block blocks[2] = {make_block(4 * page, &options),
+                          make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0))};
     memset(blocks[0].base, 1, 4 * page);
     memset(blocks[1].base, 2, 4 * page);
     CHECK(has_vm_flag(blocks[0].base, "dc"));
@@ -289,40 +211,36 @@ static void test_fork(void) {
     um_block_forget(&blocks[0]); /* nothing is left to forget */
 }
 
-/* ---- lock ---- */
-
-static void test_lock(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of(UM_PAGES_4K);
-        options.sharing = (um_sharing)sharing;
-        um_block block = make_block(8 * page, &options);
+TEST(lock) {
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
+        options.sharing = sharing;
+        AUTO_BLOCK block = make_block(8 * page, &options);
         if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
-            test_skip("locking", "this process may not lock memory");
+            test_skip("this process may not lock memory");
             unmap_block(&block);
             return;
         }
         CHECK(block.lock == UM_LOCK_ONFAULT);
         CHECK(has_vm_flag(block.base, "lo"));
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
-        ((unsigned char *)block.base)[page] = 1;
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, page);
+        CHECK_EQ(placement_of(&block).resident_bytes, 0);
+        *bytes_of(&block, page) = 1;
+        CHECK_EQ(placement_of(&block).locked_bytes, page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NOW, &test_err));
         CHECK(block.lock == UM_LOCK_NOW);
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 8 * page);
+        CHECK_EQ(placement_of(&block).locked_bytes, 8 * page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK(block.lock == UM_LOCK_NONE);
         CHECK(!has_vm_flag(block.base, "lo"));
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 8 * page);
-        CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)3, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_block_lock(&block, (um_lock)-1, &test_err));
+        CHECK_EQ(placement_of(&block).resident_bytes, 8 * page);
+        CHECK_INVALID(um_block_lock(&block, (um_lock)3, &test_err));
+        CHECK_INVALID(um_block_lock(&block, (um_lock)-1, &test_err));
         /* The errno of the kernel for a page that it could not get. */
         fault_os_fail_nth(1, EAGAIN);
         CHECK_STATUS(UM_E_NOMEM, um_block_lock(&block, UM_LOCK_NOW, &test_err));
         CHECK_OS_ERR(EAGAIN, "mlock2");
-        fault_os_fail_nth(0, 0);
         CHECK(block.lock == UM_LOCK_NONE);
         CHECK(!has_vm_flag(block.base, "lo"));
-        unmap_block(&block);
     }
 }
 
@@ -335,33 +253,30 @@ static bool child_passes_limit(void *arg) {
         return CHECK(!"the child cannot take a limit on");
     }
     bool good = CHECK(um_block_lock(block, UM_LOCK_NOW, &err) == UM_E_NOMEM);
-    good = CHECK(err.os_errno == ENOMEM) && CHECK(strcmp(err.what, "mlock2") == 0) && good;
+    good = CHECK(err.os_errno == ENOMEM) && CHECK_STR(err.what, "mlock2") && good;
     good = CHECK(block->lock == UM_LOCK_NONE) && good;
     good = CHECK(!has_vm_flag(block->base, "lo")) && good;
     um_block small;
-    um_block_options options = *of(UM_PAGES_4K);
+    um_block_options options = *of(UM_PAGES_4K, UM_SHARING_NONE, 0);
     good = CHECK(um_block_map(&small, 2 * page, &options, NULL) == UM_OK) && good;
     return CHECK(um_block_lock(&small, UM_LOCK_NOW, NULL) == UM_OK) && good;
 }
 
-static void test_lock_limit(void) {
-    um_block block = make_block(8 * page, of(UM_PAGES_4K));
+TEST(lock_limit) {
+    AUTO_BLOCK block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 0));
     CHECK(in_child(child_passes_limit, &block));
-    unmap_block(&block);
 }
 
-/* ---- advice ---- */
-
-static void test_advise(void) {
-    um_block_options options = *of(UM_PAGES_AUTO);
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        options.sharing = (um_sharing)sharing;
-        um_block block = make_block(8 * page, &options);
+TEST(advise) {
+    um_block_options options = *of(UM_PAGES_AUTO, UM_SHARING_NONE, 0);
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        options.sharing = sharing;
+        AUTO_BLOCK block = make_block(8 * page, &options);
         memset(block.base, 7, block.nbytes);
-        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
+        CHECK_INVALID(um_block_advise(&block, UM_ADVICE_DONTNEED, &test_err));
         CHECK(is_filled(block.base, block.nbytes, 7));
-        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)6, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)-1, &test_err));
+        CHECK_INVALID(um_block_advise(&block, (um_advice)6, &test_err));
+        CHECK_INVALID(um_block_advise(&block, (um_advice)-1, &test_err));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_SEQUENTIAL, &test_err));
         CHECK(has_vm_flag(block.base, "sr"));
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
@@ -377,12 +292,8 @@ static void test_advise(void) {
         fault_os_fail_nth(1, EIO);
         CHECK_STATUS(UM_E_OS, um_block_advise(&block, UM_ADVICE_WILLNEED, &test_err));
         CHECK_OS_ERR(EIO, "madvise");
-        fault_os_fail_nth(0, 0);
-        unmap_block(&block);
     }
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct mapping {
     um_block block;
@@ -398,28 +309,22 @@ static um_status run_map(void *context, um_error *err) {
 static void undo_map(void *context) {
     mapping *m = context;
     CHECK(um_block_unmap(&m->block, NULL) == UM_OK);
-    memset(&m->block, 0x5A, sizeof m->block);
+    SPOIL(m->block);
 }
 
 static void check_map_faults(size_t nbytes, um_block_options options) {
     mapping m = {.nbytes = nbytes, .options = options};
-    memset(&m.block, 0x5A, sizeof m.block);
-    fault_os_check_each(&(fault_case){.run = run_map,
-                                      .undo = undo_map,
-                                      .context = &m,
-                                      .outputs = &m.block,
-                                      .outputs_nbytes = sizeof m.block,
-                                      .harmless = HARMLESS_HUGE_PAGE});
+    SPOIL(m.block);
+    CHECK_EACH_FAULT(run_map, undo_map, &m, m.block, HARMLESS_HUGE_PAGE);
 }
 
-static void test_map_faults(void) {
-    size_t unit = huge_page == 0 ? page : huge_page;
+TEST(map_faults) {
     bool binds = may_bind();
     um_pages kinds[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
-    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
-        for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-            um_block_options options = {
-                .pages = kinds[i], .category = UM_CAT_HISTORY, .sharing = (um_sharing)sharing};
+    for (size_t i = 0; i < COUNT(kinds); i++) {
+        for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+            um_block_options options =
+                *OPTIONS(.pages = kinds[i], .category = UM_CAT_HISTORY, .sharing = sharing);
             check_map_faults(5 * page, options);
             options.reserve_nbytes = 3 * unit;
             options.numa.mode = binds ? UM_NUMA_PREFERRED : UM_NUMA_NONE;
@@ -458,45 +363,17 @@ static void undo_unlock(void *context) {
 }
 
 /* With a block in three parts. */
-static void test_lock_faults(void) {
-    um_block_options options = *of(UM_PAGES_THP);
-    size_t unit = huge_page == 0 ? page : huge_page;
+TEST(lock_faults) {
+    um_block_options options = *of(UM_PAGES_THP, UM_SHARING_NONE, 0);
     options.reserve_nbytes = 5 * unit;
-    um_block block = make_block(unit, &options);
+    AUTO_BLOCK block = make_block(unit, &options);
     CHECK_OK(um_block_commit(&block, 2 * unit, unit, &test_err));
     CHECK_OK(um_block_commit(&block, 4 * unit, unit, &test_err));
-    memset((char *)block.base + 4 * unit, 1, unit);
-    fault_case c = {.context = &block, .outputs = &block, .outputs_nbytes = sizeof block};
-    c.run = run_lock;
-    c.undo = undo_lock;
-    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
-        undo_lock(&block);
-        fault_os_check_each(&c);
-        undo_unlock(&block);
-        c.run = run_unlock;
-        c.undo = undo_unlock;
-        fault_os_check_each(&c);
-        undo_lock(&block);
-    }
-    unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_map();
-    test_auto_pages_of_a_growing_block();
-    test_refused_sizes();
-    test_refused_options();
-    test_refused_nodes();
-    test_hugetlb();
-    test_unmap();
-    test_fork();
-    test_lock();
-    test_lock_limit();
-    test_advise();
-    test_map_faults();
-    test_lock_faults();
-    check_nothing_mapped(UM_CAT_SCRATCH);
-    return test_report();
+    memset(bytes_of(&block, 4 * unit), 1, unit);
+    SKIP_UNLESS(um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK,
+                "this process may not lock memory");
+    undo_lock(&block);
+    CHECK_EACH_FAULT(run_lock, undo_lock, &block, block, NULL);
+    undo_unlock(&block);
+    CHECK_EACH_FAULT(run_unlock, undo_unlock, &block, block, NULL);
 }

@@ -2,15 +2,10 @@
  * references: a table of all values of a 16-bit format in double precision, in which the nearest is
  * looked up; and ggml's quantizer, rewritten from its definition (ggml-quants.c,
  * quantize_row_q8_0_ref). */
-#include "test.h"
-
-#include <math.h>
-
 #include "convert.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "fp_modes.h"
+#include "test.h"
+#include <math.h>
 
 enum { N_NARROW = 65536, BLOCK = 32 };
 
@@ -19,21 +14,6 @@ static uint32_t bits_of(float value) {
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
-
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Memory of exactly nbytes, so that AddressSanitizer sees a read past the end. */
-static void *allocate(size_t nbytes) {
-    void *p = malloc(nbytes + (nbytes == 0));
-    REQUIRE(p != NULL);
-    return p;
-}
-
-/* ---- references ---- */
 
 /* The values of a 16-bit format in order, from 0 to the largest, and the one that would follow: a
  * number nearer to that than to the largest becomes infinite. All are exact. */
@@ -111,36 +91,46 @@ static void quantize(um_q8_0 *out, const float *in) {
 }
 
 /* Checks the references themselves with well-known values. */
-static void test_references(void) {
+TEST(references) {
+    make_formats();
     const format *f16 = &formats[0], *bf16 = &formats[1];
-    CHECK(f16->magnitudes[1] == 0x1p-24);
-    CHECK(f16->magnitudes[0x400] == 0x1p-14);
-    CHECK(f16->magnitudes[0x3c00] == 1.0);
-    CHECK(f16->magnitudes[0x3555] == 0.333251953125);
-    CHECK(f16->magnitudes[0x7bff] == 65504.0);
-    CHECK(f16->magnitudes[0x7c00] == 65536.0);
-    CHECK(nearest(f16, 65519.996f) == 0x7bff);
-    CHECK(nearest(f16, 65520.0f) == 0x7c00);
-    CHECK(nearest(f16, -INFINITY) == 0xfc00);
-    CHECK(nearest(f16, -0.0f) == 0x8000);
-    CHECK(nearest(f16, 0x1p-25f) == 0);
-    CHECK(nearest(f16, 0x1.000002p-25f) == 1);
-    CHECK(nearest(f16, 0x1.8p-24f) == 2);
-    CHECK(nearest(f16, 0x1.4p-23f) == 2);
-    CHECK(nearest(f16, 1.0f + 0x1p-11f) == 0x3c00);
-    CHECK(nearest(f16, 1.0f + 0x3p-11f) == 0x3c02);
-    CHECK(nearest(f16, float_of(0xff812345)) == (0xfe00 | 0x12345 >> 13));
-    CHECK(bf16->magnitudes[0x3f80] == 1.0);
-    CHECK(bf16->magnitudes[0x80] == 0x1p-126);
-    CHECK(bf16->magnitudes[1] == 0x1p-133);
-    CHECK(bf16->magnitudes[0x7f80] == 0x1p128);
-    CHECK(nearest(bf16, 0x1.ffp127f) == 0x7f80);
-    CHECK(nearest(bf16, 0x1.fefffep127f) == 0x7f7f);
-    CHECK(nearest(bf16, 0x1p-134f) == 0);
-    CHECK(nearest(bf16, -0x1.8p-133f) == 0x8002);
-    CHECK(nearest(bf16, 1.0f + 0x1p-8f) == 0x3f80);
-    CHECK(nearest(bf16, 1.0f + 0x3p-8f) == 0x3f82);
-    CHECK(nearest(bf16, float_of(0x7f800001)) == 0x7fc0);
+    const struct {
+        const format *f;
+        int code;
+        double value;
+    } magnitudes[] = {{f16, 1, 0x1p-24},      {f16, 0x400, 0x1p-14},
+                      {f16, 0x3c00, 1.0},     {f16, 0x3555, 0.333251953125},
+                      {f16, 0x7bff, 65504.0}, {f16, 0x7c00, 65536.0},
+                      {bf16, 0x3f80, 1.0},    {bf16, 0x80, 0x1p-126},
+                      {bf16, 1, 0x1p-133},    {bf16, 0x7f80, 0x1p128}};
+    const struct {
+        const format *f;
+        float value;
+        int code;
+    } codes[] = {{f16, 65519.996f, 0x7bff},
+                 {f16, 65520.0f, 0x7c00},
+                 {f16, -INFINITY, 0xfc00},
+                 {f16, -0.0f, 0x8000},
+                 {f16, 0x1p-25f, 0},
+                 {f16, 0x1.000002p-25f, 1},
+                 {f16, 0x1.8p-24f, 2},
+                 {f16, 0x1.4p-23f, 2},
+                 {f16, 1.0f + 0x1p-11f, 0x3c00},
+                 {f16, 1.0f + 0x3p-11f, 0x3c02},
+                 {bf16, 0x1.ffp127f, 0x7f80},
+                 {bf16, 0x1.fefffep127f, 0x7f7f},
+                 {bf16, 0x1p-134f, 0},
+                 {bf16, -0x1.8p-133f, 0x8002},
+                 {bf16, 1.0f + 0x1p-8f, 0x3f80},
+                 {bf16, 1.0f + 0x3p-8f, 0x3f82}};
+    for (size_t i = 0; i < COUNT(magnitudes); i++) {
+        CHECK(magnitudes[i].f->magnitudes[magnitudes[i].code] == magnitudes[i].value);
+    }
+    for (size_t i = 0; i < COUNT(codes); i++) {
+        CHECK_EQ(nearest(codes[i].f, codes[i].value), codes[i].code);
+    }
+    CHECK_EQ(nearest(f16, float_of(0xff812345)), 0xfe00 | 0x12345 >> 13);
+    CHECK_EQ(nearest(bf16, float_of(0x7f800001)), 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
     um_q8_0 block;
@@ -148,43 +138,6 @@ static void test_references(void) {
     CHECK(block.d == 0x3c00);
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
-
-/* ---- floating-point modes ---- */
-
-typedef struct fp_mode {
-    const char *name;
-    uint64_t word; /* MXCSR, FPCR */
-} fp_mode;
-
-/* Denormals become zeros, as operands (DAZ) and as results (FTZ), and rounding is upwards. */
-#if defined(__x86_64__)
-static const fp_mode modes[] = {{"usual mode", 0x1f80}, {"FTZ, DAZ, rounding up", 0xdfc0}};
-static void set_mode(uint64_t word) {
-    _mm_setcsr((unsigned)word);
-}
-static uint64_t get_mode(void) {
-    return _mm_getcsr() & ~0x3fu;
-}
-#elif defined(__aarch64__)
-static const fp_mode modes[] = {{"usual mode", 0}, {"FZ, rounding up", 1 << 24 | 1 << 22}};
-static void set_mode(uint64_t word) {
-    __asm__ volatile("msr fpcr, %0" : : "r"(word));
-}
-static uint64_t get_mode(void) {
-    uint64_t word;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(word));
-    return word;
-}
-#else
-static const fp_mode modes[] = {{"usual mode", 0}};
-static void set_mode(uint64_t word) {
-    (void)word;
-}
-static uint64_t get_mode(void) {
-    return 0;
-}
-#endif
-enum { N_MODES = sizeof modes / sizeof modes[0] };
 
 /* What is under test: one code in one mode. */
 typedef struct way {
@@ -199,7 +152,7 @@ static void convert(const way *w, void *out, um_dtype out_type, const void *in, 
     um_status status = um_convert_by(w->code, out, out_type, in, in_type, n, &test_err);
     uint64_t mode = get_mode();
     set_mode(modes[0].word);
-    CHECK_EQ_U64(mode, w->mode.word);
+    CHECK_EQ(mode, w->mode.word);
     test_status(status, UM_OK, __FILE__, __LINE__, w->code->isa);
 }
 
@@ -217,14 +170,13 @@ static void check_same(const way *w, const char *what, const void *got, const vo
             fprintf(stderr, "\n");
         }
     }
-    CHECK_EQ_U64(n_wrong, 0);
+    CHECK_EQ(n_wrong, 0);
 }
 
-/* ---- every value of 16 bits ---- */
-
-static void test_all_narrow(const way *w, const format *f) {
-    uint16_t *codes = allocate(N_NARROW * sizeof *codes), *back = allocate(N_NARROW * sizeof *back);
-    float *values = allocate(N_NARROW * sizeof *values);
+static void check_all_narrow(const way *w, const format *f) {
+    AUTO_FREE uint16_t *codes = allocate(N_NARROW * sizeof *codes),
+                       *back = allocate(N_NARROW * sizeof *back);
+    AUTO_FREE float *values = allocate(N_NARROW * sizeof *values);
     for (unsigned i = 0; i < N_NARROW; i++) {
         codes[i] = (uint16_t)i;
     }
@@ -242,13 +194,8 @@ static void test_all_narrow(const way *w, const format *f) {
                     w->mode.name, i, bits_of(values[i]), back[i]);
         }
     }
-    CHECK_EQ_U64(n_wrong, 0);
-    free(codes);
-    free(back);
-    free(values);
+    CHECK_EQ(n_wrong, 0);
 }
-
-/* ---- float32, by strata ---- */
 
 enum { MAX_INPUTS = 3 << 20 };
 static float *inputs;
@@ -300,17 +247,14 @@ static void make_inputs(void) {
     }
 }
 
-static void test_narrowing(const way *w) {
-    uint16_t *out = allocate(n_inputs * sizeof *out);
+static void check_narrowing(const way *w) {
+    AUTO_FREE uint16_t *out = allocate(n_inputs * sizeof *out);
     for (int i = 0; i < N_FORMATS; i++) {
         memset(out, 0xA5, n_inputs * sizeof *out);
         convert(w, out, formats[i].type, inputs, UM_F32, n_inputs);
         check_same(w, "16 bits", out, expected[i], n_inputs, sizeof *out);
     }
-    free(out);
 }
-
-/* ---- q8_0 ---- */
 
 enum { N_BLOCKS = 40000 };
 static float *rows;
@@ -340,7 +284,7 @@ static void make_rows(void) {
     static const float odd_ones[] = {0,        -0.0f,     INFINITY,  -INFINITY,
                                      NAN,      -NAN,      0x1p-149f, -0x1p-126f,
                                      0x1p127f, -0x1p100f, 1,         0x1.fffffep127f};
-    enum { N_ODD_ONES = sizeof odd_ones / sizeof odd_ones[0] };
+    enum { N_ODD_ONES = COUNT(odd_ones) };
     uint64_t seed = 7;
     rows = allocate(N_BLOCKS * BLOCK * sizeof *rows);
     quantized = allocate(N_BLOCKS * sizeof *quantized);
@@ -393,20 +337,19 @@ static void make_rows(void) {
     }
 }
 
-static void test_quantizing(const way *w) {
-    um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
+static void check_quantizing(const way *w) {
+    AUTO_FREE um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
     memset(out, 0xA5, N_BLOCKS * sizeof *out);
     convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
     check_same(w, "q8_0", out, quantized, N_BLOCKS, sizeof *out);
-    free(out);
 }
 
 /* Every scale with every value. */
-static void test_dequantizing(const way *w) {
+static void check_dequantizing(const way *w) {
     enum { PER_SCALE = 256 / BLOCK };
     size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
-    um_q8_0 *in = allocate(n_blocks * sizeof *in);
-    float *out = allocate(n * sizeof *out);
+    AUTO_FREE um_q8_0 *in = allocate(n_blocks * sizeof *in);
+    AUTO_FREE float *out = allocate(n * sizeof *out);
     for (size_t i = 0; i < n; i++) {
         in[i / BLOCK].d = (uint16_t)(i / 256);
         in[i / BLOCK].qs[i % BLOCK] = (int8_t)(i % 256);
@@ -419,12 +362,8 @@ static void test_dequantizing(const way *w) {
         bool right = isnan(product) ? isnan(out[i]) : bits_of(out[i]) == bits_of((float)product);
         n_wrong += !right;
     }
-    CHECK_EQ_U64(n_wrong, 0);
-    free(in);
-    free(out);
+    CHECK_EQ(n_wrong, 0);
 }
-
-/* ---- all pairs of types ---- */
 
 static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
@@ -432,27 +371,26 @@ static size_t bytes_of(um_dtype type, size_t n) {
 
 /* n usual values of a type. */
 static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
-    float *values = allocate(n * sizeof *values);
+    AUTO_FREE float *values = allocate(n * sizeof *values);
     for (size_t i = 0; i < n; i++) {
         values[i] = (float)(int64_t)test_random(seed) * 0x1p-60f;
     }
     void *out = allocate(bytes_of(type, n));
     CHECK_OK(um_convert_by(um_convert_code_at(0), out, type, values, UM_F32, n, &test_err));
-    free(values);
     return out;
 }
 
 /* Many values, against the scalar code in two steps by way of float32. */
-static void test_pairs(const way *w) {
+static void check_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
     for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
         for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
-            for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+            for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
-                void *in = usual_values(from, n, &seed);
-                float *wide = allocate(n * sizeof *wide);
-                unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
+                AUTO_FREE void *in = usual_values(from, n, &seed);
+                AUTO_FREE float *wide = allocate(n * sizeof *wide);
+                AUTO_FREE unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
                 const um_convert_code *plain = um_convert_code_at(0);
                 memset(out, 0xA5, out_bytes);
                 convert(w, out, to, in, from, n);
@@ -463,10 +401,6 @@ static void test_pairs(const way *w) {
                     CHECK_OK(um_convert_by(plain, want, to, wide, UM_F32, n, &test_err));
                 }
                 check_same(w, "a pair", out, want, out_bytes, 1);
-                free(in);
-                free(wide);
-                free(out);
-                free(want);
             }
         }
     }
@@ -474,7 +408,7 @@ static void test_pairs(const way *w) {
 
 /* Each length from 0 on, at each address modulo a vector: all of the output is written, nothing
  * beyond it, and nothing is read beyond the input. */
-static void test_lengths(const way *w) {
+static void check_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
     for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
@@ -483,25 +417,21 @@ static void test_lengths(const way *w) {
             size_t step = from == UM_Q8_0 || to == UM_Q8_0 ? BLOCK : 1;
             size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
             for (size_t n = 0; n <= MAX_N; n += step) {
-                void *in = usual_values(from, n, &seed);
+                AUTO_FREE void *in = usual_values(from, n, &seed);
                 size_t in_bytes = bytes_of(from, n), out_bytes = bytes_of(to, n);
-                unsigned char *want = allocate(out_bytes);
+                AUTO_FREE unsigned char *want = allocate(out_bytes);
                 CHECK_OK(um_convert_by(um_convert_code_at(0), want, to, in, from, n, &test_err));
                 for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
                     size_t before = shift * out_align;
-                    unsigned char *source = allocate(shift * in_align + in_bytes);
-                    unsigned char *out = allocate(before + out_bytes + 1);
+                    AUTO_FREE unsigned char *source = allocate(shift * in_align + in_bytes);
+                    AUTO_FREE unsigned char *out = allocate(before + out_bytes + 1);
                     memcpy(source + shift * in_align, in, in_bytes);
                     memset(out, 0xEE, before + out_bytes + 1);
                     convert(w, out + before, to, source + shift * in_align, from, n);
                     right = right && memcmp(out + before, want, out_bytes) == 0;
                     bounded = bounded && out[before + out_bytes] == 0xEE;
                     bounded = bounded && (shift == 0 || out[before - 1] == 0xEE);
-                    free(source);
-                    free(out);
                 }
-                free(want);
-                free(in);
             }
             CHECK(right);
             CHECK(bounded);
@@ -509,76 +439,62 @@ static void test_lengths(const way *w) {
     }
 }
 
-/* ---- the public function ---- */
-
-static void test_convert(void) {
-    const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};
-    const uint16_t halves[5] = {0x3c00, 0xc000, 0x3800, 0x7bff, 0x0002};
-    const uint16_t brains[5] = {0x3f80, 0xc000, 0x3f00, 0x4780, 0x33d7};
-    uint16_t out[5];
-    CHECK_OK(um_convert(out, UM_F16, in, UM_F32, 5, &test_err));
-    CHECK(memcmp(out, halves, sizeof out) == 0);
-    CHECK_OK(um_convert(out, UM_BF16, in, UM_F32, 5, &test_err));
-    CHECK(memcmp(out, brains, sizeof out) == 0);
-    CHECK_OK(um_convert(out, UM_F16, brains, UM_BF16, 5, &test_err));
-    CHECK(memcmp(out, (const uint16_t[5]){0x3c00, 0xc000, 0x3800, 0x7c00, 2}, sizeof out) == 0);
-    float back[5];
-    CHECK_OK(um_convert(back, UM_F32, halves, UM_F16, 5, &test_err));
-    CHECK(back[0] == 1.0f);
-    CHECK(back[1] == -2.0f);
-    CHECK(back[2] == 0.5f);
-    CHECK(back[3] == 65504.0f);
-    CHECK(back[4] == 0x1p-23f);
-
-    /* The same type is copied bit by bit, signalling NaNs included. */
-    uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001}, bits_out[3] = {0};
-    CHECK_OK(um_convert(bits_out, UM_F32, bits, UM_F32, 3, &test_err));
-    CHECK(memcmp(bits, bits_out, sizeof bits) == 0);
-    uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001}, nans_out[3] = {0};
-    for (um_dtype type = UM_F16; type <= UM_BF16; type++) {
-        memset(nans_out, 0, sizeof nans_out);
-        CHECK_OK(um_convert(nans_out, type, nans, type, 3, &test_err));
-        CHECK(memcmp(nans, nans_out, sizeof nans) == 0);
-    }
-    um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}}, blocks_out[2] = {0};
-    CHECK_OK(um_convert(blocks_out, UM_Q8_0, blocks, UM_Q8_0, 2 * BLOCK, &test_err));
-    CHECK(memcmp(blocks, blocks_out, sizeof blocks) == 0);
+static void check_convert(um_dtype to, const void *want, um_dtype from, const void *in, size_t n) {
+    AUTO_FREE unsigned char *out = allocate(bytes_of(to, n));
+    CHECK_OK(um_convert(out, to, in, from, n, &test_err));
+    CHECK(memcmp(out, want, bytes_of(to, n)) == 0);
 }
 
-static void test_refusals(void) {
+TEST(convert) {
+    const float in[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 1e-7f};
+    const float back[5] = {1.0f, -2.0f, 0.5f, 65504.0f, 0x1p-23f};
+    const uint16_t halves[5] = {0x3c00, 0xc000, 0x3800, 0x7bff, 0x0002};
+    const uint16_t brains[5] = {0x3f80, 0xc000, 0x3f00, 0x4780, 0x33d7};
+    const uint16_t halves_of_brains[5] = {0x3c00, 0xc000, 0x3800, 0x7c00, 0x0002};
+    check_convert(UM_F16, halves, UM_F32, in, 5);
+    check_convert(UM_BF16, brains, UM_F32, in, 5);
+    check_convert(UM_F16, halves_of_brains, UM_BF16, brains, 5);
+    check_convert(UM_F32, back, UM_F16, halves, 5);
+    /* The same type is copied bit by bit, signalling NaNs included. */
+    const uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001};
+    const uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001};
+    const um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
+    check_convert(UM_F32, bits, UM_F32, bits, 3);
+    check_convert(UM_F16, nans, UM_F16, nans, 3);
+    check_convert(UM_BF16, nans, UM_BF16, nans, 3);
+    check_convert(UM_Q8_0, blocks, UM_Q8_0, blocks, 2 * BLOCK);
+}
+
+TEST(refusals) {
     float in[BLOCK * 2] = {1};
     unsigned char out[sizeof in];
-    memset(out, 0x5A, sizeof out);
+    SPOIL(out);
     const um_dtype unknown[] = {(um_dtype)4, (um_dtype)-1, (um_dtype)255};
-    for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, unknown[i], in, UM_F32, 0, &test_err));
+    for (size_t i = 0; i < COUNT(unknown); i++) {
+        CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
+        CHECK_INVALID(um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
+        CHECK_INVALID(um_convert(out, unknown[i], in, unknown[i], 5, &test_err));
+        CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 0, &test_err));
         CHECK(um_convert(out, unknown[i], in, UM_F32, 5, NULL) == UM_E_INVALID);
-        CHECK_EQ_U64(um_dtype_block_bytes(unknown[i]), 0);
-        CHECK_EQ_U64(um_dtype_block_values(unknown[i]), 0);
+        CHECK_EQ(um_dtype_block_bytes(unknown[i]), 0);
+        CHECK_EQ(um_dtype_block_values(unknown[i]), 0);
     }
     for (um_dtype other = UM_F32; other <= UM_Q8_0; other++) {
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
-        CHECK_STATUS(UM_E_INVALID, um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
+        CHECK_INVALID(um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
+        CHECK_INVALID(um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
         CHECK_OK(um_convert(NULL, UM_Q8_0, NULL, other, 0, &test_err));
         CHECK_OK(um_convert(NULL, other, NULL, UM_Q8_0, 0, &test_err));
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
-    for (size_t i = 0; i < sizeof out; i++) {
-        REQUIRE(out[i] == 0x5A);
-    }
+    CHECK_SPOILT(out);
     const size_t n_bytes[] = {4, 2, 2, 34}, n_values[] = {1, 1, 1, 32};
     for (um_dtype type = UM_F32; type <= UM_Q8_0; type++) {
-        CHECK_EQ_U64(um_dtype_block_bytes(type), n_bytes[type]);
-        CHECK_EQ_U64(um_dtype_block_values(type), n_values[type]);
+        CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);
+        CHECK_EQ(um_dtype_block_values(type), n_values[type]);
     }
 }
 
-int main(void) {
-    make_formats();
-    test_references();
+TEST(every_code_in_every_mode) {
     make_inputs();
     make_rows();
     const um_convert_code *last = NULL;
@@ -588,26 +504,17 @@ int main(void) {
         for (size_t j = 0; j < N_MODES; j++) {
             way w = {last, modes[j]};
             for (int k = 0; k < N_FORMATS; k++) {
-                test_all_narrow(&w, &formats[k]);
+                check_all_narrow(&w, &formats[k]);
             }
-            test_narrowing(&w);
-            test_quantizing(&w);
-            test_dequantizing(&w);
-            test_pairs(&w);
-            test_lengths(&w);
+            check_narrowing(&w);
+            check_quantizing(&w);
+            check_dequantizing(&w);
+            check_pairs(&w);
+            check_lengths(&w);
         }
     }
     REQUIRE(last != NULL);
-    CHECK(strcmp(um_convert_code_at(0)->isa, "scalar") == 0);
-    CHECK(strcmp(um_convert_isa(), last->isa) == 0);
-    test_convert();
-    test_refusals();
+    CHECK_STR(um_convert_code_at(0)->isa, "scalar");
+    CHECK_STR(um_convert_isa(), last->isa);
     printf("%zu floats, %d blocks: ", n_inputs, N_BLOCKS);
-    free(inputs);
-    free(rows);
-    free(quantized);
-    for (int i = 0; i < N_FORMATS; i++) {
-        free(expected[i]);
-    }
-    return test_report();
 }

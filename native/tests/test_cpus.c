@@ -1,40 +1,31 @@
 /* Which CPU each thread of a call is pinned to. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "cpus.h"
-
-#include <errno.h>
+#include "fault_os.h"
 #include <sched.h>
 
-#include "fault_os.h"
-#include "test.h"
-
-static void test_init(void) {
-    um_cpus cpus, before;
-    memset(&cpus, 0x5A, sizeof cpus);
-    before = cpus;
+TEST(init) {
+    um_cpus cpus;
+    SPOIL(cpus);
     int chosen[UM_MAX_THREADS + 1] = {[1] = -1, [2] = 8191, [UM_MAX_THREADS] = 8192};
-    CHECK_STATUS(UM_E_INVALID, um_cpus_init(&cpus, 0, NULL, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_cpus_init(&cpus, 1, chosen + UM_MAX_THREADS, &test_err));
-    CHECK(memcmp(&cpus, &before, sizeof cpus) == 0);
-
+    CHECK_INVALID(um_cpus_init(&cpus, 0, NULL, &test_err));
+    CHECK_INVALID(um_cpus_init(&cpus, 1, chosen + UM_MAX_THREADS, &test_err));
+    CHECK_SPOILT(cpus);
     CHECK_OK(um_cpus_init(&cpus, UINT32_MAX, chosen, &test_err));
-    CHECK_EQ_U64(cpus.n_threads, UM_MAX_THREADS);
+    CHECK_EQ(cpus.n_threads, UM_MAX_THREADS);
     CHECK(um_cpus_at(&cpus, 0) == 0);
     CHECK(um_cpus_at(&cpus, 1) == -1);
     CHECK(um_cpus_at(&cpus, 2) == 8191);
     fault_os_fail_nth(0, 0);
     um_cpus_allow(&cpus); /* for chosen CPUs the kernel is not asked */
-    CHECK_EQ_U64(fault_os_calls(), 0);
+    CHECK_EQ(fault_os_calls(), 0);
 }
 
-static void test_in_turn(void) {
+TEST(in_turn) {
     static const int numbers[] = {0, 5, 63, 64, 127, 4096, 8191};
-    enum { N = sizeof numbers / sizeof numbers[0] };
+    enum { N = COUNT(numbers) };
     um_cpus cpus;
     CHECK_OK(um_cpus_init(&cpus, 3, NULL, &test_err));
-    CHECK_EQ_U64(cpus.n_threads, 3);
+    CHECK_EQ(cpus.n_threads, 3);
     CHECK(um_cpus_at(&cpus, 0) == -1);
     CHECK(um_cpus_at(&cpus, 2) == -1);
     for (unsigned i = 0; i < N; i++) {
@@ -45,7 +36,7 @@ static void test_in_turn(void) {
     }
 }
 
-static void test_allowed(void) {
+TEST(allowed) {
     cpu_set_t mine;
     um_cpus cpus;
     REQUIRE(sched_getaffinity(0, sizeof mine, &mine) == 0);
@@ -57,7 +48,7 @@ static void test_allowed(void) {
         CHECK(allowed == (CPU_ISSET(cpu, &mine) != 0));
         n_allowed += allowed;
     }
-    CHECK_EQ_U64(n_allowed, CPU_COUNT(&mine));
+    CHECK_EQ(n_allowed, CPU_COUNT(&mine));
     /* When the allowed CPUs cannot be read, no thread is pinned. */
     fault_os_fail_nth(1, EINVAL);
     um_cpus_allow(&cpus);
@@ -65,14 +56,14 @@ static void test_allowed(void) {
     CHECK(um_cpus_at(&cpus, 0) == -1);
 }
 
-static void test_pin(void) {
+TEST(pin) {
     cpu_set_t mine, now;
     REQUIRE(sched_getaffinity(0, sizeof mine, &mine) == 0);
     fault_os_fail_nth(0, 0);
     um_cpus_pin(-1);
-    CHECK_EQ_U64(fault_os_calls(), 0);
+    CHECK_EQ(fault_os_calls(), 0);
     um_cpus_pin(8191); /* no machine has this CPU */
-    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
+    CHECK_EQ(fault_os_pinned_to(8191), 1);
     REQUIRE(sched_getaffinity(0, sizeof now, &now) == 0);
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
         if (CPU_ISSET((size_t)cpu, &mine)) {
@@ -83,12 +74,4 @@ static void test_pin(void) {
         }
     }
     REQUIRE(sched_setaffinity(0, sizeof mine, &mine) == 0);
-}
-
-int main(void) {
-    test_init();
-    test_in_turn();
-    test_allowed();
-    test_pin();
-    return test_report();
 }

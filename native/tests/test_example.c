@@ -1,8 +1,4 @@
 /* The example of unimem.h: it is the one that stands here, and it runs. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "test.h"
 #include "unimem.h"
 
@@ -51,16 +47,15 @@ static int run_example(void) {
 
 /* clang-format on */
 
-/* Reads a whole text file; the caller frees it. */
-static char *read_text(const char *path) {
-    enum { MAX_BYTES = 1 << 20 };
+enum { MAX_BYTES = 1 << 20 };
+
+static void read_text(const char *path, char *out) {
     FILE *file = fopen(path, "r");
     REQUIRE(file != NULL);
-    char *text = calloc(1, MAX_BYTES + 1);
-    REQUIRE(text != NULL);
-    CHECK(fread(text, 1, MAX_BYTES, file) < MAX_BYTES);
+    size_t nbytes = fread(out, 1, MAX_BYTES, file);
+    REQUIRE(nbytes < MAX_BYTES);
+    out[nbytes] = '\0';
     fclose(file);
-    return text;
 }
 
 /* Copies the lines of the header's example to out, without what begins a line of the comment. */
@@ -79,28 +74,19 @@ static void extract_example(const char *header, char *out) {
     *out = '\0';
 }
 
-static void test_text(void) {
-    char *header = read_text(UNIMEM_HEADER), *source = read_text(__FILE__);
-    char *example = calloc(1, strlen(header) + 1);
-    REQUIRE(example != NULL);
+TEST(text) {
+    static char header[MAX_BYTES], source[MAX_BYTES], example[MAX_BYTES];
+    read_text(UNIMEM_HEADER, header);
+    read_text(__FILE__, source);
     extract_example(header, example);
     CHECK(strlen(example) > 1000);
     CHECK(strstr(source, example) != NULL);
-    free(example);
-    free(source);
-    free(header);
 }
 
-static void test_run(void) {
+TEST(run) {
     um_ledger_row row;
-    CHECK_EQ_U64(run_example(), 0);
+    CHECK_EQ(run_example(), 0);
     CHECK_OK(um_ledger_read(UM_CAT_HISTORY, &row, &test_err));
-    CHECK_EQ_U64(row.n_mappings, 0);
+    CHECK_EQ(row.n_mappings, 0);
     CHECK(row.high_water_bytes >= 1 << 20);
-}
-
-int main(void) {
-    test_text();
-    test_run();
-    return test_report();
 }

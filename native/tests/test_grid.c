@@ -1,10 +1,8 @@
 /* The grid: sizes, cells, giving twice, and the ABA problem under many threads. */
 #include "test.h"
-
-#include <pthread.h>
 #include <sched.h>
 
-enum { MEMORY_BYTES = 1 << 16 };
+enum { MEMORY_BYTES = 1 << 16, N_THREADS = 4, MAX_CELLS = 64, N_ROUNDS = 50000 };
 
 static _Alignas(4096) unsigned char memory[MEMORY_BYTES];
 
@@ -27,11 +25,10 @@ static size_t grid_bytes(size_t cell_bytes, uint32_t n_cells) {
     return nbytes;
 }
 
-static void test_bad_sizes(void) {
+TEST(bad_sizes) {
     um_tape tape = make_tape(memory, sizeof memory), tape_before;
-    um_grid grid, grid_before;
-    memset(&grid, 0x5A, sizeof grid);
-    memcpy(&grid_before, &grid, sizeof grid);
+    um_grid grid;
+    SPOIL(grid);
     memcpy(&tape_before, &tape, sizeof tape);
     struct {
         size_t cell_bytes;
@@ -45,31 +42,29 @@ static void test_bad_sizes(void) {
                {SIZE_MAX / 2 + 1, 2},
                {(size_t)1 << 32, UINT32_MAX},
                {64, UINT32_MAX}}; /* the last cell's number would be the mark of an empty list */
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         size_t nbytes = 12345;
-        CHECK_STATUS(UM_E_INVALID,
-                     um_grid_bytes(bad[i].cell_bytes, bad[i].n_cells, &nbytes, &test_err));
-        CHECK(um_grid_bytes(bad[i].cell_bytes, bad[i].n_cells, &nbytes, NULL) == UM_E_INVALID);
-        CHECK_EQ_U64(nbytes, 12345);
+        CHECK_FAILS(UM_E_INVALID, um_grid_bytes, bad[i].cell_bytes, bad[i].n_cells, &nbytes);
+        CHECK_EQ(nbytes, 12345);
         um_status status = um_grid_init(&grid, &tape, bad[i].cell_bytes, bad[i].n_cells, &test_err);
         CHECK(status == UM_E_INVALID || status == UM_E_FULL);
         CHECK(status == UM_E_INVALID || bad[i].n_cells == 1);
     }
-    CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
+    CHECK_SPOILT(grid);
     CHECK(memcmp(&tape_before, &tape, sizeof tape) == 0);
 }
 
-static void test_bytes_are_enough(void) {
+TEST(bytes_are_enough) {
     size_t sizes[] = {1, 63, 64, 65, 100, 1000};
     uint32_t counts[] = {1, 2, 7, 33};
-    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-        for (size_t j = 0; j < sizeof counts / sizeof counts[0]; j++) {
+    for (size_t i = 0; i < COUNT(sizes); i++) {
+        for (size_t j = 0; j < COUNT(counts); j++) {
             size_t nbytes = grid_bytes(sizes[i], counts[j]);
             CHECK(nbytes >= (sizes[i] + sizeof(uint32_t)) * counts[j]);
             for (size_t shift = 0; shift <= 64; shift++) {
                 um_tape tape = make_tape(memory + shift, nbytes);
                 um_grid grid = make_grid(&tape, sizes[i], counts[j]);
-                CHECK_EQ_U64(um_grid_n_available(&grid), counts[j]);
+                CHECK_EQ(um_grid_n_available(&grid), counts[j]);
                 CHECK(grid.base >= tape.base);
                 CHECK(um_tape_used(&tape) <= nbytes);
             }
@@ -78,12 +73,12 @@ static void test_bytes_are_enough(void) {
 }
 
 /* Whatever there is no room for, nothing is left on the tape. */
-static void test_init_without_room(void) {
+TEST(init_without_room) {
     size_t nbytes = grid_bytes(100, 9), smallest = 0;
     for (size_t total = 1; total <= nbytes; total++) {
         um_tape tape = make_tape(memory, total), before;
         um_grid grid, grid_before;
-        memset(&grid, 0x5A, sizeof grid);
+        SPOIL(grid);
         memcpy(&grid_before, &grid, sizeof grid);
         memcpy(&before, &tape, sizeof tape);
         test_err_pattern(&test_err);
@@ -95,13 +90,12 @@ static void test_init_without_room(void) {
         CHECK(smallest == 0);
         CHECK(status == UM_E_FULL);
         CHECK(test_err.status == UM_E_FULL);
-        CHECK_EQ_U64(test_err.limit, total);
-        CHECK_EQ_U64(test_err.used, 0);
+        CHECK_EQ(test_err.limit, total);
+        CHECK_EQ(test_err.used, 0);
         CHECK(memcmp(&grid_before, &grid, sizeof grid) == 0);
         CHECK(memcmp(&before, &tape, sizeof tape) == 0);
     }
     CHECK(smallest != 0);
-
     um_tape tape = make_tape(memory, sizeof memory), before;
     um_grid grid;
     CHECK_OK(um_tape_freeze(&tape, 0, &test_err));
@@ -113,109 +107,92 @@ static void test_init_without_room(void) {
 static void check_give_fails(um_status status, um_grid *grid, uint32_t id) {
     um_grid before;
     memcpy(&before, grid, sizeof before);
-    CHECK_STATUS(status, um_grid_give(grid, id, &test_err));
-    CHECK(um_grid_give(grid, id, NULL) == status);
+    CHECK_FAILS(status, um_grid_give, grid, id);
     CHECK(memcmp(&before, grid, sizeof before) == 0);
 }
 
-static void test_take_and_give(void) {
+/* All cells are there: each can be taken once, and then none is left. */
+static void take_all(um_grid *grid) {
+    bool taken[MAX_CELLS] = {false};
+    uint32_t n = grid->n_cells, id = 777;
+    for (uint32_t i = 0; i < n; i++) {
+        CHECK_EQ(um_grid_n_available(grid), n - i);
+        CHECK_OK(um_grid_take(grid, &id, &test_err));
+        REQUIRE(id < n);
+        CHECK(!taken[id]);
+        taken[id] = true;
+    }
+    id = 777;
+    CHECK_FULL(um_grid_take(grid, &id, &test_err), n, n, 1);
+    CHECK(um_grid_take(grid, &id, NULL) == UM_E_FULL);
+    CHECK_EQ(id, 777);
+    CHECK_EQ(um_grid_n_available(grid), 0);
+}
+
+TEST(take_and_give) {
     enum { N = 9, CELL = 100 };
     um_tape tape = make_tape(memory + 1, sizeof memory - 1);
     um_grid grid = make_grid(&tape, CELL, N);
-    CHECK_EQ_U64(grid.cell_bytes, 128);
-    CHECK_EQ_U64(grid.n_cells, N);
-    bool taken[N] = {false};
-    for (uint32_t i = 0; i < N; i++) {
-        uint32_t id = UINT32_MAX;
-        CHECK_EQ_U64(um_grid_n_available(&grid), N - i);
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
+    CHECK_EQ(grid.cell_bytes, 128);
+    CHECK_EQ(grid.n_cells, N);
+    take_all(&grid);
+    /* Every byte of every cell is its own: no other cell and no link is written over it. */
+    for (uint32_t id = 0; id < N; id++) {
         unsigned char *cell = um_grid_cell(&grid, id);
         CHECK((uintptr_t)cell % 64 == 0);
         CHECK(um_tape_owns(&tape, cell));
         CHECK(cell + grid.cell_bytes <= tape.base + um_tape_used(&tape));
         memset(cell, (int)id + 1, grid.cell_bytes);
     }
-    /* Every byte of every cell is its own: no other cell and no link was written over it. */
     for (uint32_t id = 0; id < N; id++) {
-        unsigned char *cell = um_grid_cell(&grid, id);
-        bool own = true;
-        for (size_t i = 0; i < grid.cell_bytes; i++) {
-            own = own && cell[i] == id + 1;
-        }
-        CHECK(own);
+        CHECK(is_filled(um_grid_cell(&grid, id), grid.cell_bytes, (unsigned char)(id + 1)));
     }
-    uint32_t id = 777;
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
-    CHECK(um_grid_take(&grid, &id, NULL) == UM_E_FULL);
-    CHECK_EQ_U64(id, 777);
-    CHECK_EQ_U64(um_grid_n_available(&grid), 0);
-
     check_give_fails(UM_E_INVALID, &grid, N);
     check_give_fails(UM_E_INVALID, &grid, UINT32_MAX);
     check_give_fails(UM_E_INVALID, &grid, UINT32_MAX - 1);
     CHECK(um_grid_cell(&grid, N) == NULL);
     CHECK(um_grid_cell(&grid, UINT32_MAX) == NULL);
-
     /* Cells are given back in another order; their contents stay. */
     for (uint32_t i = 0; i < N; i++) {
         uint32_t give = (i * 4 + 3) % N;
         CHECK_OK(um_grid_give(&grid, give, &test_err));
         check_give_fails(UM_E_STATE, &grid, give);
         CHECK(((unsigned char *)um_grid_cell(&grid, give))[0] == give + 1);
-        CHECK_EQ_U64(um_grid_n_available(&grid), i + 1);
+        CHECK_EQ(um_grid_n_available(&grid), i + 1);
     }
     for (uint32_t i = 0; i < N; i++) {
         check_give_fails(UM_E_STATE, &grid, i);
     }
-    memset(taken, 0, sizeof taken);
-    for (uint32_t i = 0; i < N; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
-    }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
+    take_all(&grid);
 }
-
-/* ---- cells apart from their links ---- */
 
 /* An address where nothing is mapped: touching it ends the process. */
 static void *const NOWHERE = (void *)(uintptr_t)64;
 
-static void test_apart(void) {
+TEST(apart) {
     enum { N = 9, CELL = 100, STRIDE = 128 };
     uint32_t links[N + 2], id;
     um_grid grid;
     links[0] = links[N + 1] = 0x5A5A5A5A;
     CHECK_OK(um_grid_init_apart(&grid, NOWHERE, links + 1, CELL, N, &test_err));
-    CHECK_EQ_U64(grid.cell_bytes, STRIDE);
-    CHECK_EQ_U64(grid.n_cells, N);
-    CHECK_EQ_U64(um_grid_n_available(&grid), N);
-    bool taken[N] = {false};
-    for (uint32_t i = 0; i < N; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < N);
-        CHECK(!taken[id]);
-        taken[id] = true;
+    CHECK_EQ(grid.cell_bytes, STRIDE);
+    CHECK_EQ(grid.n_cells, N);
+    take_all(&grid);
+    for (id = 0; id < N; id++) {
         CHECK((uintptr_t)um_grid_cell(&grid, id) == (uintptr_t)NOWHERE + (size_t)id * STRIDE);
     }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), N, N, 1);
     CHECK_OK(um_grid_give(&grid, 4, &test_err));
     check_give_fails(UM_E_STATE, &grid, 4);
     CHECK_OK(um_grid_take(&grid, &id, &test_err));
-    CHECK_EQ_U64(id, 4);
+    CHECK_EQ(id, 4);
     CHECK(links[0] == 0x5A5A5A5A);
     CHECK(links[N + 1] == 0x5A5A5A5A);
 }
 
-static void test_bad_places(void) {
+TEST(bad_places) {
     uint32_t links[4];
-    um_grid grid, before;
-    memset(&grid, 0x5A, sizeof grid);
-    memcpy(&before, &grid, sizeof grid);
+    um_grid grid;
+    SPOIL(grid);
     struct {
         uintptr_t cells;
         void *links;
@@ -231,57 +208,17 @@ static void test_bad_places(void) {
                {64, links, 64, 0},
                {64, links, SIZE_MAX, 1},
                {64, links, 64, UINT32_MAX}};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID,
-                     um_grid_init_apart(&grid, (void *)bad[i].cells, bad[i].links,
-                                        bad[i].cell_bytes, bad[i].n_cells, &test_err));
-        CHECK(um_grid_init_apart(&grid, (void *)bad[i].cells, bad[i].links, bad[i].cell_bytes,
-                                 bad[i].n_cells, NULL) == UM_E_INVALID);
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        CHECK_FAILS(UM_E_INVALID, um_grid_init_apart, &grid, (void *)bad[i].cells, bad[i].links,
+                    bad[i].cell_bytes, bad[i].n_cells);
     }
-    CHECK(memcmp(&before, &grid, sizeof grid) == 0);
+    CHECK_SPOILT(grid);
 }
-
-/* Against a model: the set of taken cells. */
-static void test_random_order(void) {
-    enum { N = 50 };
-    um_tape tape = make_tape(memory, sizeof memory);
-    um_grid grid = make_grid(&tape, 8, N);
-    bool taken[N] = {false};
-    uint32_t n_taken = 0;
-    uint64_t seed = 7;
-    for (int i = 0; i < 20000; i++) {
-        uint64_t r = test_random(&seed);
-        /* The share of takes goes up and down, so that the grid becomes full and empty. */
-        if (r % 100 < (i / 500 % 2 == 0 ? 65u : 35u)) {
-            uint32_t id;
-            um_status status = um_grid_take(&grid, &id, NULL);
-            CHECK(status == (n_taken < N ? UM_OK : UM_E_FULL));
-            if (status == UM_OK) {
-                REQUIRE(id < N);
-                REQUIRE(!taken[id]);
-                taken[id] = true;
-                n_taken++;
-            }
-        } else {
-            uint32_t id = (uint32_t)(r >> 32) % N;
-            um_status status = um_grid_give(&grid, id, NULL);
-            CHECK(status == (taken[id] ? UM_OK : UM_E_STATE));
-            n_taken -= taken[id];
-            taken[id] = false;
-        }
-        CHECK(um_grid_n_available(&grid) == N - n_taken);
-    }
-}
-
-/* ---- threads ---- */
-
-enum { N_THREADS = 4, MAX_CELLS = 64 };
 
 typedef struct shared_grid {
     um_grid *grid;
     _Atomic uint32_t owner[MAX_CELLS]; /* 0: no owner */
     _Atomic unsigned n_twice, n_foreign, n_lost, n_wrong;
-    int n_rounds;
     uint32_t hold; /* cells held at once */
 } shared_grid;
 
@@ -296,7 +233,7 @@ static void *take_and_give(void *arg) {
     shared_grid *s = w->shared;
     uint32_t held[MAX_CELLS], n_held = 0;
     uint64_t seed = w->id;
-    for (int round = 0; round < s->n_rounds; round++) {
+    for (int round = 0; round < N_ROUNDS; round++) {
         uint64_t r = test_random(&seed);
         uint32_t id;
         if (n_held < s->hold && r % 2 == 0 && um_grid_take(s->grid, &id, NULL) == UM_OK) {
@@ -333,35 +270,27 @@ static void *take_and_give(void *arg) {
     return NULL;
 }
 
-static void check_threads(uint32_t n_cells, uint32_t hold, int n_rounds) {
+static void check_threads(uint32_t n_cells, uint32_t hold) {
     um_tape tape = make_tape(memory, sizeof memory);
     um_grid grid = make_grid(&tape, 64, n_cells);
-    shared_grid s = {.grid = &grid, .n_rounds = n_rounds, .hold = hold};
+    shared_grid s = {.grid = &grid, .hold = hold};
     worker workers[N_THREADS];
-    pthread_t threads[N_THREADS];
     for (uint32_t i = 0; i < N_THREADS; i++) {
         workers[i] = (worker){.shared = &s, .id = i + 1};
-        REQUIRE(pthread_create(&threads[i], NULL, take_and_give, &workers[i]) == 0);
     }
-    for (int i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
-    CHECK_EQ_U64(atomic_load(&s.n_twice), 0);
-    CHECK_EQ_U64(atomic_load(&s.n_foreign), 0);
-    CHECK_EQ_U64(atomic_load(&s.n_lost), 0);
-    CHECK_EQ_U64(atomic_load(&s.n_wrong), 0);
+    run_threads(N_THREADS, take_and_give, workers, sizeof workers[0]);
+    CHECK_EQ(atomic_load(&s.n_twice), 0);
+    CHECK_EQ(atomic_load(&s.n_foreign), 0);
+    CHECK_EQ(atomic_load(&s.n_lost), 0);
+    CHECK_EQ(atomic_load(&s.n_wrong), 0);
+    take_all(&grid); /* they are back */
+}
 
-    /* All cells are back: each can be taken once, and then none is left. */
-    CHECK_EQ_U64(um_grid_n_available(&grid), n_cells);
-    bool taken[MAX_CELLS] = {false};
-    uint32_t id;
-    for (uint32_t i = 0; i < n_cells; i++) {
-        CHECK_OK(um_grid_take(&grid, &id, &test_err));
-        REQUIRE(id < n_cells);
-        CHECK(!taken[id]);
-        taken[id] = true;
-    }
-    CHECK_FULL(um_grid_take(&grid, &id, &test_err), n_cells, n_cells, 1);
+TEST(threads) {
+    check_threads(1, 1);
+    check_threads(2, 2);
+    check_threads(3, 2);
+    check_threads(MAX_CELLS, MAX_CELLS);
 }
 
 /* The ABA problem, provoked: a signal interrupts the thread at any instruction, and its handler
@@ -405,7 +334,7 @@ static void on_signal(int number) {
     disown_and_give(first);
 }
 
-static void test_signals(void) {
+TEST(signals) {
     um_tape tape = make_tape(memory, sizeof memory);
     um_grid grid = make_grid(&tape, 64, 4);
     signalled_grid = &grid;
@@ -419,7 +348,7 @@ static void test_signals(void) {
     }
     test_interrupt(NULL);
     CHECK(atomic_load(&n_signals) > 0);
-    CHECK_EQ_U64(atomic_load(&n_handed_twice), 0);
+    CHECK_EQ(atomic_load(&n_handed_twice), 0);
 }
 
 /* Two threads give back the same cell at once: one of them gets an error. */
@@ -447,42 +376,22 @@ static void *give_the_same(void *arg) {
     return NULL;
 }
 
-static void test_rivals(void) {
+TEST(rivals) {
     um_tape tape = make_tape(memory, sizeof memory);
     um_grid grid = make_grid(&tape, 64, 3);
     rivals r = {.grid = &grid};
-    pthread_t threads[2];
-    for (int i = 0; i < 2; i++) {
-        REQUIRE(pthread_create(&threads[i], NULL, give_the_same, &r) == 0);
-    }
+    pthread_t threads[] = {start_thread(give_the_same, &r), start_thread(give_the_same, &r)};
     for (uint32_t round = 1; round <= N_RIVALRIES; round++) {
         CHECK_OK(um_grid_take(&grid, &r.id, &test_err));
         atomic_store(&r.round, round);
         while (atomic_load(&r.n_done) != 2 * round) {
             sched_yield();
         }
-        CHECK_EQ_U64(atomic_load(&r.n_ok), round);
-        CHECK_EQ_U64(atomic_load(&r.n_state), round);
-        CHECK_EQ_U64(um_grid_n_available(&grid), 3);
+        CHECK_EQ(atomic_load(&r.n_ok), round);
+        CHECK_EQ(atomic_load(&r.n_state), round);
+        CHECK_EQ(um_grid_n_available(&grid), 3);
     }
     for (int i = 0; i < 2; i++) {
         pthread_join(threads[i], NULL);
     }
-}
-
-int main(void) {
-    test_bad_sizes();
-    test_bytes_are_enough();
-    test_init_without_room();
-    test_take_and_give();
-    test_apart();
-    test_bad_places();
-    test_random_order();
-    check_threads(1, 1, 200000);
-    check_threads(2, 2, 200000);
-    check_threads(3, 2, 200000);
-    check_threads(MAX_CELLS, MAX_CELLS, 200000);
-    test_signals();
-    test_rivals();
-    return test_report();
 }

@@ -1,20 +1,11 @@
 /* Discarding: pages go back to the system and stay committed. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include "fault_os.h"
-#include "huge_pool.h"
 
 enum { N_STEPS = 10 };
 
-static size_t page, huge_page;
-
 static um_block make_steps(um_pages pages, um_sharing sharing, size_t step) {
-    return make_block(
-        N_STEPS * step,
-        &(um_block_options){.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing});
+    return make_block(N_STEPS * step,
+                      OPTIONS(.pages = pages, .category = UM_CAT_HISTORY, .sharing = sharing));
 }
 
 static unsigned char *at(const um_block *block, size_t n_steps) {
@@ -43,8 +34,8 @@ static void discard(um_block *block, size_t offset, size_t nbytes, size_t discar
     um_block copy = *block;
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(block, offset, nbytes, &out, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), discarded == 0 ? 0 : 1);
-    CHECK_EQ_U64(out, discarded);
+    CHECK_EQ(fault_os_calls(), discarded == 0 ? 0 : 1);
+    CHECK_EQ(out, discarded);
     CHECK(memcmp(block, &copy, sizeof copy) == 0); /* still committed */
 }
 
@@ -52,14 +43,14 @@ static void check_steps(um_block *block) {
     size_t step = block->step_nbytes;
     uint64_t entered = ledger_row(UM_CAT_HISTORY).mapped_bytes;
     fill(block);
-    CHECK_EQ_U64(placement_of(block).resident_bytes, N_STEPS * step);
+    CHECK_EQ(placement_of(block).resident_bytes, N_STEPS * step);
     discard(block, 2 * step + 1, 4 * step, 3 * step); /* only whole steps inside the range */
     uint64_t resident;
     CHECK_OK(um_block_resident(block, 3 * step, 3 * step, &resident, &test_err));
-    CHECK_EQ_U64(resident, 0);
-    CHECK_EQ_U64(placement_of(block).resident_bytes, (N_STEPS - 3) * step);
+    CHECK_EQ(resident, 0);
+    CHECK_EQ(placement_of(block).resident_bytes, (N_STEPS - 3) * step);
     if (block->sharing != UM_SHARING_NONE) {
-        CHECK_EQ_U64(file_bytes(block), (N_STEPS - 3) * step);
+        CHECK_EQ(file_bytes(block), (N_STEPS - 3) * step);
     }
     CHECK(is_discarded(block, 3, 6));
     discard(block, step + 1, step, 0);
@@ -69,33 +60,28 @@ static void check_steps(um_block *block) {
     fill(block);
     CHECK(is_discarded(block, 0, 0));
     discard(block, 0, N_STEPS * step, N_STEPS * step);
-    CHECK_EQ_U64(placement_of(block).resident_bytes, 0);
+    CHECK_EQ(placement_of(block).resident_bytes, 0);
     CHECK(is_discarded(block, 0, N_STEPS));
     CHECK_OK(um_block_discard(block, 0, step, NULL, &test_err));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, entered);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, entered);
 }
 
-static void test_small_pages(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_4K, (um_sharing)sharing, page);
+TEST(small_pages) {
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block = make_steps(UM_PAGES_4K, sharing, page);
         check_steps(&block);
-        unmap_block(&block);
     }
 }
 
-static void test_huge_pages(void) {
-    if (huge_page == 0) {
-        test_skip("discarding huge pages", "the kernel has none");
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_THP, (um_sharing)sharing, huge_page);
+TEST(huge_pages) {
+    SKIP_UNLESS(huge_page != 0, "the kernel has none");
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block = make_steps(UM_PAGES_THP, sharing, huge_page);
         fill(&block);
         if (sharing != UM_SHARING_NONE) {
             (void)um_block_collapse(&block, NULL); /* small pages will do as well */
         }
         check_steps(&block);
-        unmap_block(&block);
     }
 }
 
@@ -103,31 +89,26 @@ static void check_refused(um_block *block, size_t offset, size_t nbytes) {
     um_block copy = *block;
     size_t out = 12345;
     fault_os_fail_nth(0, 0);
-    CHECK_STATUS(UM_E_INVALID, um_block_discard(block, offset, nbytes, &out, &test_err));
+    CHECK_INVALID(um_block_discard(block, offset, nbytes, &out, &test_err));
     CHECK(um_block_discard(block, offset, nbytes, NULL, NULL) == UM_E_INVALID);
-    CHECK_EQ_U64(fault_os_calls(), 0);
+    CHECK_EQ(fault_os_calls(), 0);
     CHECK(out == 12345);
     CHECK(memcmp(block, &copy, sizeof copy) == 0);
 }
 
-static void test_hugetlb(void) {
-    enum { HUGE_BYTES = 2 << 20 };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(N_STEPS)) {
-        test_skip("hugetlb pages are not discarded", "this process may not fill the pool");
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_steps(UM_PAGES_2M, (um_sharing)sharing, HUGE_BYTES);
+TEST(hugetlb) {
+    BORROW_HUGE_PAGES(N_STEPS);
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block = make_steps(UM_PAGES_2M, sharing, HUGE_BYTES);
         fill(&block);
         check_refused(&block, 0, block.nbytes);
         CHECK(is_discarded(&block, 0, 0));
-        unmap_block(&block);
     }
-    huge_pool_give_back();
 }
 
-static void test_refused(void) {
-    um_block block = make_steps(UM_PAGES_4K, UM_SHARING_MEMFD, page), other;
+TEST(refused) {
+    AUTO_BLOCK block = make_steps(UM_PAGES_4K, UM_SHARING_MEMFD, page);
+    um_block other;
     fill(&block);
     check_refused(&block, 0, N_STEPS * page + 1);
     check_refused(&block, N_STEPS * page + 1, 0);
@@ -154,17 +135,14 @@ static void test_refused(void) {
     fill(&block);
     for (int lock = UM_LOCK_NOW; lock <= UM_LOCK_ONFAULT; lock++) {
         if (um_block_lock(&block, (um_lock)lock, NULL) != UM_OK) {
-            test_skip("discarding locked memory", "this process may not lock memory");
+            test_skip("this process may not lock memory");
         } else {
             check_refused(&block, 0, page);
         }
     }
     CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
     CHECK(is_discarded(&block, 0, 0));
-    unmap_block(&block);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct discarding {
     um_block block;
@@ -184,28 +162,11 @@ static void undo_discard(void *context) {
     fill(&d->block);
 }
 
-static void test_faults(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        discarding d = {.block = make_steps(UM_PAGES_4K, (um_sharing)sharing, page),
-                        .out_nbytes = 12345};
+TEST(faults) {
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        discarding d = {.block = make_steps(UM_PAGES_4K, sharing, page), .out_nbytes = 12345};
         fill(&d.block);
-        fault_os_check_each(&(fault_case){.run = run_discard,
-                                          .undo = undo_discard,
-                                          .context = &d,
-                                          .outputs = &d,
-                                          .outputs_nbytes = sizeof d});
+        CHECK_EACH_FAULT(run_discard, undo_discard, &d, d, NULL);
         unmap_block(&d.block);
     }
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_small_pages();
-    test_huge_pages();
-    test_hugetlb();
-    test_refused();
-    test_faults();
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

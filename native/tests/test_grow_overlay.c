@@ -1,52 +1,33 @@
 /* Files mapped over reserved memory: what is read, what is copied, and what is left when a call
  * fails. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <unistd.h>
-
-#include "fault_os.h"
 
 enum { FILE_PAGES = 6, RESERVED = 12 };
 
-static size_t page, huge_page;
-
-/* A file whose page i is filled with i + 101. */
+/* A file whose pages are filled with a, b, c ... */
 static int make_file(void) {
-    char path[] = "/tmp/unimem-overlay-XXXXXX";
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    REQUIRE(unlink(path) == 0);
-    unsigned char *bytes = malloc(FILE_PAGES * page);
-    REQUIRE(bytes != NULL);
+    int fd = temp_file();
+    AUTO_FREE unsigned char *bytes = allocate(FILE_PAGES * page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
-        memset(bytes + i * page, (int)i + 101, page);
+        memset(bytes + i * page, 'a' + (int)i, page);
     }
     REQUIRE(write(fd, bytes, FILE_PAGES * page) == (ssize_t)(FILE_PAGES * page));
-    free(bytes);
     return fd;
 }
 
 static bool file_is_as_it_was(int fd) {
     bool same = true;
-    unsigned char *bytes = malloc(page);
-    REQUIRE(bytes != NULL);
+    AUTO_FREE unsigned char *bytes = allocate(page);
     for (size_t i = 0; i < FILE_PAGES; i++) {
         same = same && pread(fd, bytes, page, (off_t)(i * page)) == (ssize_t)page &&
-               is_filled(bytes, page, (unsigned char)(i + 101));
+               is_filled(bytes, page, (unsigned char)('a' + i));
     }
-    free(bytes);
     return same;
 }
 
 static um_block make_reserved(void) {
-    return make_block(1, &(um_block_options){.pages = UM_PAGES_4K,
-                                             .category = UM_CAT_HISTORY,
-                                             .reserve_nbytes = RESERVED * page});
+    return make_block(1, OPTIONS(.pages = UM_PAGES_4K, .category = UM_CAT_HISTORY,
+                                 .reserve_nbytes = RESERVED * page));
 }
 
 static unsigned char *at(const um_block *block, size_t n_pages) {
@@ -57,60 +38,45 @@ static void overlay(um_block *block, size_t to, int fd, size_t from, size_t n) {
     CHECK_OK(um_block_overlay(block, to * page, fd, from * page, n * page, &test_err));
 }
 
-/* ---- contents ---- */
-
-static void test_contents(void) {
+TEST(contents) {
     int fd = make_file(), copy = dup(fd);
     um_block block = make_reserved();
     memset(at(&block, 0), 1, page);
     fault_os_fail_nth(0, 0);
     overlay(&block, 2, copy, 1, 3);
-    CHECK_EQ_U64(fault_os_calls(), 3);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_map_file_at"), 1);
+    CHECK_EQ(fault_os_calls(), 3);
+    CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 1);
     close(copy);
     CHECK(um_block_is_committed(&block, 2 * page, 3 * page));
     CHECK(!um_block_is_committed(&block, page, page));
     CHECK(!um_block_is_committed(&block, 5 * page, page));
-    CHECK_EQ_U64(block.nbytes, page);
-    CHECK_EQ_U64(block.committed_nbytes, 4 * page);
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
-    CHECK(strcmp(os_state_permissions(at(&block, 2)), "rw-p") == 0);
-    for (size_t i = 2; i < 5; i++) {
-        CHECK(is_filled(at(&block, i), page, (unsigned char)(i + 100)));
-    }
-    /* A write changes the block, not the file. */
-    memset(at(&block, 3), 9, page);
-    CHECK(is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 4), page, 104));
+    CHECK_EQ(block.nbytes, page);
+    CHECK_EQ(block.committed_nbytes, 4 * page);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
+    CHECK_STR(os_state_permissions(at(&block, 2)), "rw-p");
+    CHECK_PAGES(block.base, "1-bcd-------");
+    memset(at(&block, 3), 9, page); /* changes the block, not the file */
+    CHECK_PAGES(block.base, "1-b9d-------");
     CHECK(file_is_as_it_was(fd));
-    /* The block grows around it as before. */
-    CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err));
-    CHECK_EQ_U64(block.nbytes, 7 * page);
-    CHECK(is_filled(at(&block, 0), page, 1));
-    CHECK(is_filled(at(&block, 3), page, 9));
-    CHECK(is_filled(at(&block, 1), page, 0));
-    CHECK(is_filled(at(&block, 5), 2 * page, 0));
+    CHECK_OK(um_block_commit(&block, 0, 7 * page, &test_err)); /* it grows as before */
+    CHECK_EQ(block.nbytes, 7 * page);
     overlay(&block, 7, fd, 5, 1);
-    CHECK_EQ_U64(block.nbytes, 8 * page);
-    CHECK(is_filled(at(&block, 7), page, 106));
+    CHECK_EQ(block.nbytes, 8 * page);
+    CHECK_PAGES(block.base, "10b9d00f----");
     overlay(&block, 9, fd, 0, 0); /* nothing */
-    CHECK_EQ_U64(block.committed_nbytes, 8 * page);
+    CHECK_EQ(block.committed_nbytes, 8 * page);
     /* Once released, the range is memory like any other. */
-    size_t released = 0;
-    CHECK_OK(um_block_release(&block, 2 * page, 2 * page, &released, &test_err));
-    CHECK_EQ_U64(released, 2 * page);
-    CHECK(strcmp(os_state_permissions(at(&block, 2)), "---p") == 0);
+    release(&block, 2 * page, 2 * page, 2 * page);
+    CHECK_PAGES(block.base, "10--d00f----");
     CHECK_OK(um_block_commit(&block, 2 * page, page, &test_err));
-    CHECK(is_filled(at(&block, 2), page, 0));
     overlay(&block, 3, fd, 0, 1);
-    CHECK(is_filled(at(&block, 3), page, 101));
-    CHECK(is_filled(at(&block, 4), page, 104));
+    CHECK_PAGES(block.base, "100ad00f----");
     unmap_block(&block);
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
     close(fd);
 }
 
-static void test_refused(void) {
+TEST(refused) {
     int fd = make_file(), closed = dup(fd);
     close(closed);
     um_block block = make_reserved(), copy = block;
@@ -127,7 +93,7 @@ static void test_refused(void) {
                {page, FILE_PAGES * page, page, UM_E_INVALID},
                {page, 0, (FILE_PAGES + 1) * page, UM_E_INVALID},
                {page, SIZE_MAX - page + 1, page, UM_E_INVALID}};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         CHECK_STATUS(bad[i].status, um_block_overlay(&block, bad[i].offset, fd, bad[i].file_offset,
                                                      bad[i].nbytes, &test_err));
     }
@@ -135,49 +101,47 @@ static void test_refused(void) {
     CHECK(test_err.os_errno == EBADF);
     int pipes[2];
     REQUIRE(pipe(pipes) == 0);
-    CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, page, pipes[0], 0, page, &test_err));
+    CHECK_INVALID(um_block_overlay(&block, page, pipes[0], 0, page, &test_err));
     close(pipes[0]);
     close(pipes[1]);
     CHECK(memcmp(&block, &copy, sizeof copy) == 0);
-    CHECK(strcmp(os_state_permissions(at(&block, 1)), "---p") == 0);
+    CHECK_STR(os_state_permissions(at(&block, 1)), "---p");
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
-        CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, page, fd, 0, page, &test_err));
+        CHECK_INVALID(um_block_overlay(&block, page, fd, 0, page, &test_err));
     } else {
-        test_skip("overlays of locked memory", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     }
     unmap_block(&block);
-
-    um_block_options options = {.sharing = UM_SHARING_MEMFD, .reserve_nbytes = RESERVED * page};
+    um_block_options options =
+        *OPTIONS(.sharing = UM_SHARING_MEMFD, .reserve_nbytes = RESERVED * page);
     block = make_block(page, &options);
-    CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, page, fd, 0, page, &test_err));
+    CHECK_INVALID(um_block_overlay(&block, page, fd, 0, page, &test_err));
     unmap_block(&block);
     CHECK_OK(um_block_map_file(&block, fd, 0, page, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, 0, fd, 0, page, &test_err));
+    CHECK_INVALID(um_block_overlay(&block, 0, fd, 0, page, &test_err));
     unmap_block(&block);
     if (huge_page != 0) {
-        options = (um_block_options){.pages = UM_PAGES_THP, .reserve_nbytes = 2 * huge_page};
+        options = *OPTIONS(.pages = UM_PAGES_THP, .reserve_nbytes = 2 * huge_page);
         block = make_block(1, &options);
-        CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, huge_page, fd, 0, page, &test_err));
+        CHECK_INVALID(um_block_overlay(&block, huge_page, fd, 0, page, &test_err));
         unmap_block(&block);
     }
     close(fd);
 }
 
-/* ---- warming ---- */
-
-static void test_warm(void) {
-    int fd = make_file();
-    um_block block = make_reserved();
+TEST(warm) {
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 2, fd, 0, 6);
     CHECK_OK(um_block_commit(&block, 0, 10 * page, &test_err));
     for (unsigned n_threads = 1; n_threads < 4; n_threads++) {
         CHECK_OK(um_block_warm(&block, 0, 10 * page, n_threads, NULL, &test_err));
     }
     /* No page of the file was copied. */
-    CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Size"), 6 * page);
-    CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Rss"), 6 * page);
-    CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
+    CHECK_EQ(smaps_bytes(at(&block, 2), "Size"), 6 * page);
+    CHECK_EQ(smaps_bytes(at(&block, 2), "Rss"), 6 * page);
+    CHECK_EQ(smaps_bytes(at(&block, 2), "Anonymous"), 0);
+    CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
     long before = faults_now();
     unsigned sum = 0;
     for (size_t i = 0; i < 10; i++) {
@@ -185,28 +149,26 @@ static void test_warm(void) {
     }
     *(volatile unsigned char *)at(&block, 1) = 1; /* the block's own pages can be written, too */
     *(volatile unsigned char *)at(&block, 9) = 1;
-    CHECK_EQ_U64(faults_now() - before, 0);
-    CHECK_EQ_U64(sum, 101 + 102 + 103 + 104 + 105 + 106);
+    CHECK_EQ(faults_now() - before, 0);
+    CHECK_EQ(sum, 'a' + 'b' + 'c' + 'd' + 'e' + 'f');
     /* A range that begins and ends inside the file, and one outside of it. */
     CHECK_OK(um_block_warm(&block, 3 * page + 1, page, 2, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
-    CHECK_EQ_U64(smaps_bytes(at(&block, 2), "Anonymous"), 0);
-    unmap_block(&block);
-    close(fd);
+    CHECK_EQ(smaps_bytes(at(&block, 2), "Anonymous"), 0);
 }
 
-static void test_shrunk_file(void) {
-    int fd = make_file();
-    um_block block = make_reserved();
+TEST(shrunk_file) {
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 1, fd, 0, 6);
     REQUIRE(ftruncate(fd, (off_t)(2 * page)) == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, 7 * page, 1, NULL, &test_err));
     CHECK(test_err.os_errno == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 4 * page, page, 3, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 3 * page);
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
-        test_skip("locking of a file that shrank", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     } else {
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK(um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK);
@@ -216,53 +178,43 @@ static void test_shrunk_file(void) {
     /* Lost pages can be discarded. */
     size_t out = 0;
     CHECK_OK(um_block_discard(&block, page, 6 * page, &out, &test_err));
-    CHECK_EQ_U64(out, 6 * page);
+    CHECK_EQ(out, 6 * page);
     CHECK(is_filled(at(&block, 1), 6 * page, 0));
-    unmap_block(&block);
-    close(fd);
 }
 
-static void test_discard(void) {
-    int fd = make_file();
-    um_block block = make_reserved();
+TEST(discard) {
+    AUTO_FD fd = make_file();
+    AUTO_BLOCK block = make_reserved();
     overlay(&block, 2, fd, 0, 6);
     CHECK_OK(um_block_commit(&block, 0, 10 * page, &test_err));
     memset(at(&block, 0), 1, 2 * page);
     memset(at(&block, 4), 4, page); /* a private copy */
+    CHECK_PAGES(block.base, "11ab4def00--");
     size_t out = 0;
     CHECK_OK(um_block_discard(&block, page, 4 * page, &out, &test_err));
-    CHECK_EQ_U64(out, 4 * page);
-    CHECK_EQ_U64(block.nbytes, 10 * page);
-    CHECK(is_filled(at(&block, 0), page, 1));
-    CHECK(is_filled(at(&block, 1), 4 * page, 0));
-    CHECK(is_filled(at(&block, 5), page, 104));
-    CHECK(is_filled(at(&block, 7), page, 106));
+    CHECK_EQ(out, 4 * page);
+    CHECK_EQ(block.nbytes, 10 * page);
+    CHECK_PAGES(block.base, "10000def00--");
     CHECK(has_vm_flag(at(&block, 3), "nh") || huge_page == 0); /* as the block is */
     memset(at(&block, 1), 7, 4 * page);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, page, 4 * page, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1); /* memory of the block itself */
-    CHECK(is_filled(at(&block, 1), 4 * page, 0));
+    CHECK_EQ(fault_os_calls(), 1); /* memory of the block itself */
+    CHECK_PAGES(block.base, "10000def00--");
     CHECK(file_is_as_it_was(fd));
     /* If there is no memory for new pages of the block, the range is not committed any more. */
     for (unsigned nth = 1; nth <= 4; nth++) {
         bool kept = nth <= 2; /* the madvise, and the mmap that releases */
         fault_os_fail_nth(nth, ENOMEM);
         CHECK_STATUS(UM_E_NOMEM, um_block_discard(&block, 6 * page, page, &out, &test_err));
-        fault_os_fail_nth(0, 0);
         CHECK((um_block_is_committed(&block, 6 * page, page) != 0) == kept);
-        CHECK(strcmp(os_state_permissions(at(&block, 6)), kept ? "rw-p" : "---p") == 0);
-        CHECK_EQ_U64(block.committed_nbytes, kept ? 10 * page : 9 * page);
+        CHECK_PAGES(block.base, kept ? "10000def00--" : "10000d-f00--");
+        CHECK_EQ(block.committed_nbytes, kept ? 10 * page : 9 * page);
         if (!kept) {
             overlay(&block, 6, fd, 4, 1);
         }
-        CHECK(is_filled(at(&block, 6), page, 105));
     }
-    unmap_block(&block);
-    close(fd);
 }
-
-/* ---- any order ---- */
 
 /* The contents of each page; GAP: it is not committed. */
 enum { GAP = -1 };
@@ -277,8 +229,8 @@ static void check_model(const um_block *block, const int *pages) {
             right && (pages[i] == GAP || is_filled(at(block, i), page, (unsigned char)pages[i]));
     }
     CHECK(right);
-    CHECK_EQ_U64(block->committed_nbytes, n_committed * page);
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
+    CHECK_EQ(block->committed_nbytes, n_committed * page);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
 }
 
 static void apply(um_block *block, int *pages, int fd, uint64_t r) {
@@ -307,7 +259,7 @@ static void apply(um_block *block, int *pages, int fd, uint64_t r) {
         CHECK_STATUS(expected, um_block_discard(block, first * page, n * page, NULL, &test_err));
     }
     for (size_t i = first; expected == UM_OK && i < first + n; i++) {
-        const int after[] = {(int)(from + i - first) + 101, GAP, pages[i] == GAP ? 0 : pages[i], 0};
+        const int after[] = {(int)(from + i - first) + 'a', GAP, pages[i] == GAP ? 0 : pages[i], 0};
         pages[i] = after[choice];
     }
     if ((r >> 26 & 1) != 0 && pages[first] != GAP) {
@@ -316,10 +268,10 @@ static void apply(um_block *block, int *pages, int fd, uint64_t r) {
     }
 }
 
-static void test_any_order(void) {
-    int fd = make_file();
+TEST(any_order) {
+    AUTO_FD fd = make_file();
     for (uint64_t seed = 1; seed <= 4; seed++) {
-        um_block block = make_reserved();
+        AUTO_BLOCK block = make_reserved();
         int pages[RESERVED] = {0};
         for (size_t i = 1; i < RESERVED; i++) {
             pages[i] = GAP;
@@ -329,13 +281,9 @@ static void test_any_order(void) {
             apply(&block, pages, fd, test_random(&random));
             check_model(&block, pages);
         }
-        unmap_block(&block);
     }
     CHECK(file_is_as_it_was(fd));
-    close(fd);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct laying {
     um_block block;
@@ -355,12 +303,11 @@ static void undo_overlay(void *context) {
     CHECK(um_block_release(&l->block, 2 * page, 3 * page, NULL, NULL) == UM_OK);
 }
 
-static void test_faults(void) {
+TEST(faults) {
     laying l = {.block = make_reserved(), .fd = make_file()};
     memset(at(&l.block, 0), 1, page);
-    static os_state before, after;
     um_block copy = l.block;
-    os_state_read(&before);
+    os_state_begin();
     for (unsigned nth = 1; nth <= 2; nth++) { /* the bitmaps of files and of gaps */
         fault_os_fail_nth_alloc(nth);
         CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
@@ -368,35 +315,15 @@ static void test_faults(void) {
     }
     fault_os_fail_nth_alloc(0);
     CHECK(memcmp(&l.block, &copy, sizeof copy) == 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK(os_state_unchanged());
     /* The range of a failed mmap is unmapped: it is reserved again. */
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_reserve_at"), 1);
-    fault_os_fail_nth(0, 0);
+    CHECK_EQ(fault_os_calls_of("um_os_reserve_at"), 1);
     /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);
-    fault_os_check_each(&(fault_case){.run = run_overlay,
-                                      .undo = undo_overlay,
-                                      .context = &l,
-                                      .outputs = &l,
-                                      .outputs_nbytes = sizeof l});
+    CHECK_EACH_FAULT(run_overlay, undo_overlay, &l, l, NULL);
     unmap_block(&l.block);
     close(l.fd);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_contents();
-    test_refused();
-    test_warm();
-    test_shrunk_file();
-    test_discard();
-    test_any_order();
-    test_faults();
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

@@ -1,20 +1,9 @@
 /* The guard: pages of truncated files, with many threads, and with handlers that are installed and
  * removed. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <errno.h>
-#include <pthread.h>
-#include <sys/mman.h>
+#include "blocks.h"
 #include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "test.h"
 
 enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
-static size_t page;
 
 /* A mapped file of which all pages but the first were cut off. */
 static unsigned char *cut;
@@ -40,8 +29,10 @@ static struct sigaction action_now(void) {
     return action;
 }
 
-/* The C library adds flags of its own, and leaves a part of its masks unset. */
-static bool same_action(const struct sigaction *a, const struct sigaction *b) {
+/* Whether this is still the action. The C library adds flags of its own, and leaves a part of its
+ * masks unset. */
+static bool is_action(const struct sigaction *a) {
+    struct sigaction now = action_now(), *b = &now;
     int told = SA_SIGINFO | SA_ONSTACK | SA_RESTART | SA_NODEFER | (int)SA_RESETHAND;
     bool same = a->sa_handler == b->sa_handler && ((a->sa_flags ^ b->sa_flags) & told) == 0;
     for (int i = 1; same && i < NSIG; i++) {
@@ -72,7 +63,7 @@ static int end_of(void (*work)(void)) {
     REQUIRE(pid >= 0);
     if (pid == 0) {
         atomic_store(&test_n_failures, 0);
-        alarm(20); /* an endless chain of handlers must not hang the test */
+        alarm(500); /* an endless chain of handlers must not hang the test */
         work();
         _exit(atomic_load(&test_n_failures) != 0);
     }
@@ -81,6 +72,14 @@ static int end_of(void (*work)(void)) {
     return WIFSIGNALED(status) ? WTERMSIG(status) : 256 + WEXITSTATUS(status);
 }
 enum { EXIT = 256 };
+
+/* A test whose body runs in a child process, which must end like this. */
+#define CHILD(name_, end)                                                                          \
+    static void name_(void);                                                                       \
+    TEST(name_) {                                                                                  \
+        CHECK_EQ(end_of(name_), end);                                                              \
+    }                                                                                              \
+    static void name_(void)
 
 /* The signal that must end the child ends it only if all checks before were right. */
 static bool is_well(void) {
@@ -91,30 +90,46 @@ static um_status read_cut(um_error *err) {
     return um_guard_copy(buffer, cut, FILE_PAGES * page, err);
 }
 
-/* ---- one thread ---- */
+static void mark(void *context) {
+    *(bool *)context = true;
+}
 
-static void test_copy(void) {
-    struct sigaction before = action_now(), after;
+/* The first run of a process registers the handlers of fork. */
+TEST(first) {
+    REQUIRE(FILE_PAGES * page <= sizeof buffer);
+    cut = map_cut();
+    foreign = map_cut();
+    bool ran = false;
+    fault_os_fail_nth(2, ENOMEM);
+    CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK_STR(test_err.what, "pthread_atfork");
+    CHECK(!ran);
+    fault_os_fail_nth(0, 0);
+    CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
+    CHECK(ran);
+    CHECK_EQ(fault_os_calls_of("um_os_at_fork"), 1);
+}
+
+TEST(copy) {
+    struct sigaction before = action_now();
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
     CHECK(memcmp(buffer, "begin", 6) == 0);
     CHECK_STATUS(UM_E_IO, read_cut(&test_err));
     CHECK(test_err.os_errno == 0);
     CHECK(test_err.offset == 0);
-    CHECK_STATUS(UM_E_IO, um_guard_copy(buffer, cut + page, 1, &test_err));
-    CHECK(um_guard_copy(buffer, cut + page, 1, NULL) == UM_E_IO);
+    CHECK_FAILS(UM_E_IO, um_guard_copy, buffer, cut + page, 1);
     CHECK_OK(um_guard_copy(buffer, cut + page, 0, &test_err));
-    after = action_now();
-    CHECK(same_action(&before, &after));
+    CHECK(is_action(&before));
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 5);
+    CHECK_EQ(fault_os_calls(), 5);
 }
 
 static void write_cut(void *context) {
     memset(context, 1, 2 * page);
 }
 
-static void test_writing(void) {
+TEST(writing) {
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, write_cut, cut, &test_err));
     CHECK(cut[0] == 1); /* partly written */
     CHECK(cut[page - 1] == 1);
@@ -140,8 +155,8 @@ static void run_inner(void *context) {
     n->ran = true;
 }
 
-static void test_nested(void) {
-    struct sigaction before = action_now(), after;
+TEST(nested) {
+    struct sigaction before = action_now();
     /* A page of the inner range ends the inner run; a page of the outer range ends both. */
     nesting inner = {.inner_from = 2, .inner_n = 1, .touched = 2};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &inner, &test_err));
@@ -151,14 +166,18 @@ static void test_nested(void) {
     nesting outer = {.inner_from = 2, .inner_n = 1, .touched = 3};
     CHECK_STATUS(UM_E_IO, um_guard_run(cut, FILE_PAGES * page, run_inner, &outer, &test_err));
     CHECK(!outer.came_back);
-    after = action_now();
-    CHECK(same_action(&before, &after));
+    CHECK(is_action(&before));
 }
 
 static sigset_t mask_now(void) {
     sigset_t mask;
     REQUIRE(pthread_sigmask(SIG_SETMASK, NULL, &mask) == 0);
     return mask;
+}
+
+static bool is_blocked(int number) {
+    sigset_t mask = mask_now();
+    return sigismember(&mask, number) == 1;
 }
 
 static void *run_blocked(void *arg) {
@@ -168,24 +187,18 @@ static void *run_blocked(void *arg) {
     for (int i = 0; i < 3; i++) {
         CHECK(read_cut(NULL) == UM_E_IO);
         CHECK(um_guard_copy(buffer, cut, page, NULL) == UM_OK);
-        sigset_t mask = mask_now();
-        CHECK(sigismember(&mask, SIGBUS) == 1);
-        CHECK(sigismember(&mask, SIGINT) == 1);
+        CHECK(is_blocked(SIGBUS));
+        CHECK(is_blocked(SIGINT));
     }
     return arg;
 }
 
-static void test_blocked(void) {
-    pthread_t thread;
-    REQUIRE(pthread_create(&thread, NULL, run_blocked, NULL) == 0);
+TEST(blocked) {
+    pthread_t thread = start_thread(run_blocked, NULL);
     pthread_join(thread, NULL);
-    sigset_t mask = mask_now();
     CHECK(read_cut(NULL) == UM_E_IO);
-    mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(!is_blocked(SIGBUS));
 }
-
-/* ---- passing faults on to the previous handler ---- */
 
 static void default_action(void) {
     install_plain(SIG_DFL);
@@ -212,36 +225,36 @@ static void queue_bus(void *context) {
     sigqueue(getpid(), SIGBUS, value);
 }
 
-static void fault_by_default(void) {
+CHILD(fault_by_default, SIGBUS) {
     default_action();
     fault_outside();
 }
 
-static void fault_of_nobody(void) {
+CHILD(fault_of_nobody, SIGBUS) {
     default_action();
     if (CHECK(read_cut(NULL) == UM_E_IO)) {
         touch(cut + page);
     }
 }
 
-static void sent_by_default(void) {
+CHILD(sent_by_default, SIGBUS) {
     default_action();
     um_guard_run(cut, page, send_bus, NULL, NULL);
 }
 
-static void queued_by_default(void) {
+CHILD(queued_by_default, SIGBUS) {
     default_action();
     um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL);
 }
 
-static void sent_and_ignored(void) {
+CHILD(sent_and_ignored, EXIT) {
     install_plain(SIG_IGN);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
     CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
     CHECK(action_now().sa_handler == SIG_IGN);
 }
 
-static void fault_is_not_ignored(void) {
+CHILD(fault_is_not_ignored, SIGBUS) {
     install_plain(SIG_IGN);
     fault_outside();
 }
@@ -269,7 +282,7 @@ static void mend(int number, siginfo_t *info, void *context) {
     mmap(foreign + page, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 }
 
-static void goes_on_to_a_handler(void) {
+CHILD(goes_on_to_a_handler, EXIT) {
     struct sigaction action = {.sa_handler = count};
     sigaddset(&action.sa_mask, SIGUSR1);
     REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
@@ -278,9 +291,8 @@ static void goes_on_to_a_handler(void) {
     CHECK(seen_number == SIGBUS);
     CHECK(sigismember(&seen_mask, SIGBUS) == 1);
     CHECK(sigismember(&seen_mask, SIGUSR1) == 1);
-    sigset_t mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0);
-    CHECK(sigismember(&mask, SIGUSR1) == 0);
+    CHECK(!is_blocked(SIGBUS));
+    CHECK(!is_blocked(SIGUSR1));
 
     install(mend, SA_NODEFER, NULL);
     fault_outside();
@@ -298,7 +310,7 @@ static void goes_on_to_a_handler(void) {
     CHECK(atomic_load(&n_called) == 3);
 }
 
-static void calls_once(void) {
+CHILD(calls_once, SIGBUS) {
     install(note, (int)SA_RESETHAND, NULL);
     CHECK(um_guard_run(cut, page, send_bus, NULL, NULL) == UM_OK);
     CHECK(atomic_load(&n_called) == 1);
@@ -334,7 +346,7 @@ static void tell_of_loss(void *context) {
     send_code(BUS_MCEERR_AO, cut, 12);
 }
 
-static void hardware_losses(void) {
+CHILD(hardware_losses, SIGBUS) {
     default_action();
     /* The kernel reports the beginning of the page, whichever byte was touched. */
     CHECK(um_guard_run(cut + page - 1, 1, lose_by_hardware, NULL, NULL) == UM_E_IO);
@@ -348,20 +360,6 @@ static void hardware_losses(void) {
         um_guard_run(cut, page, tell_of_loss, NULL, NULL);
     }
 }
-
-static void test_chaining(void) {
-    CHECK(end_of(fault_by_default) == SIGBUS);
-    CHECK(end_of(fault_of_nobody) == SIGBUS);
-    CHECK(end_of(sent_by_default) == SIGBUS);
-    CHECK(end_of(queued_by_default) == SIGBUS);
-    CHECK(end_of(sent_and_ignored) == EXIT);
-    CHECK(end_of(fault_is_not_ignored) == SIGBUS);
-    CHECK(end_of(goes_on_to_a_handler) == EXIT);
-    CHECK(end_of(calls_once) == SIGBUS);
-    CHECK(end_of(hardware_losses) == SIGBUS);
-}
-
-/* ---- handlers that are installed during a run ---- */
 
 static struct sigaction previous;
 
@@ -388,24 +386,23 @@ static void come_between(void *context) {
 static void check_between(bool calls) {
     default_action();
     CHECK(um_guard_run(cut, page, come_between, calls ? &calls : NULL, NULL) == UM_OK);
-    struct sigaction theirs = action_now(), after;
+    struct sigaction theirs = action_now();
     CHECK(theirs.sa_sigaction == (calls ? tell_and_call : tell_and_end));
     for (int i = 0; i < 3; i++) {
         CHECK(read_cut(NULL) == UM_E_IO);
-        after = action_now();
-        CHECK(same_action(&theirs, &after));
+        CHECK(is_action(&theirs));
     }
     CHECK(atomic_load(&n_called) == 0);
 }
 
-static void ends_between(void) {
+CHILD(ends_between, SIGBUS) {
     check_between(false);
     if (is_well()) {
         fault_outside(); /* from our handler to theirs, to ours, to the default */
     }
 }
 
-static void calls_between(void) {
+CHILD(calls_between, SIGBUS) {
     check_between(true);
     if (is_well()) {
         fault_outside();
@@ -418,7 +415,7 @@ static void put_back(void *context) {
     REQUIRE(sigaction(SIGBUS, &previous, NULL) == 0);
 }
 
-static void is_given_up(void) {
+CHILD(is_given_up, SIGBUS) {
     check_between(false);
     CHECK(um_guard_run(cut, page, put_back, NULL, NULL) == UM_OK);
     CHECK(action_now().sa_handler == SIG_DFL);
@@ -437,19 +434,17 @@ static void come_and_fault(void *context) {
     touch(cut + page);
 }
 
-static void hears_first(void) {
+CHILD(hears_first, EXIT) {
     int calls = 1;
     default_action();
     CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
     CHECK(atomic_load(&n_called) == 1);
     CHECK(seen.si_addr == cut + page);
-    sigset_t mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(!is_blocked(SIGBUS));
     /* A handler that blocks the signal is skipped, too. */
     install(tell_and_call, 0, NULL);
     CHECK(um_guard_run(cut, FILE_PAGES * page, come_and_fault, &calls, NULL) == UM_E_IO);
-    mask = mask_now();
-    CHECK(sigismember(&mask, SIGBUS) == 0);
+    CHECK(!is_blocked(SIGBUS));
     CHECK(read_cut(NULL) == UM_E_IO);
 }
 
@@ -467,7 +462,7 @@ static void install_another(void *context) {
     REQUIRE(sigaction(SIGBUS, &action, NULL) == 0);
 }
 
-static void meets_many(void) {
+CHILD(meets_many, EXIT) {
     int n_at_first =
         action_now().sa_handler == SIG_DFL ? 1 : 2; /* a sanitizer has its own handler */
     default_action();
@@ -488,7 +483,7 @@ static void keeps_restarting(void *context) {
     *(int *)context = action_now().sa_flags & SA_RESTART;
 }
 
-static void restarts_as_before(void) {
+CHILD(restarts_as_before, EXIT) {
     int flag = -1;
     install(note, 0, NULL);
     CHECK(um_guard_run(cut, page, keeps_restarting, &flag, NULL) == UM_OK);
@@ -522,7 +517,7 @@ static void keeps_on_top(void *context) {
 
 /* The handler is below an entry that it keeps as its previous one: as if it had been installed
  * between our look at the handler on top and our own installation. */
-static void keeps_what_goes_on_to_him(void) {
+CHILD(keeps_what_goes_on_to_him, SIGBUS) {
     install(hands_on, SA_NODEFER, NULL);
     REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
     touch(foreign + page);
@@ -541,7 +536,7 @@ static void hands_on_by_turns(int number, siginfo_t *info, void *context) {
     raise(number);
 }
 
-static void keeps_two_by_turns(void) {
+CHILD(keeps_two_by_turns, SIGBUS) {
     install(hands_on_by_turns, SA_NODEFER, NULL);
     REQUIRE(um_guard_run(cut, page, keeps_on_top, NULL, NULL) == UM_OK);
     kept_by_turns[0] = kept_by_him;
@@ -552,24 +547,10 @@ static void keeps_two_by_turns(void) {
     touch(foreign + page);
 }
 
-static void test_between(void) {
-    CHECK(end_of(keeps_what_goes_on_to_him) == SIGBUS);
-    CHECK(end_of(keeps_two_by_turns) == SIGBUS);
-    CHECK(end_of(ends_between) == SIGBUS);
-    CHECK(end_of(calls_between) == SIGBUS);
-    CHECK(end_of(is_given_up) == SIGBUS);
-    CHECK(end_of(hears_first) == EXIT);
-    CHECK(end_of(meets_many) == EXIT);
-    CHECK(end_of(restarts_as_before) == EXIT);
-}
-
-/* ---- many threads ---- */
-
 static _Atomic bool is_over;
 
 static void *fault_often(void *arg) {
-    unsigned char *own = map_cut(), *out = malloc(page);
-    REQUIRE(out != NULL);
+    unsigned char *own = map_cut(), *out = allocate(page);
     for (int i = 0; i < N_FAULTS; i++) {
         um_error err;
         size_t at = (size_t)(1 + i % (FILE_PAGES - 1)) * page + (size_t)i % page;
@@ -584,40 +565,28 @@ static void *fault_often(void *arg) {
     return arg;
 }
 
-static void run_threads(void) {
-    pthread_t threads[N_THREADS];
-    for (int i = 0; i < N_THREADS; i++) {
-        REQUIRE(pthread_create(&threads[i], NULL, fault_often, NULL) == 0);
-    }
-    for (int i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
-}
-
-static void test_threads(void) {
-    struct sigaction before = action_now(), after;
-    run_threads();
-    after = action_now();
-    CHECK(same_action(&before, &after));
+TEST(threads) {
+    struct sigaction before = action_now();
+    run_threads(N_THREADS, fault_often, NULL, 0);
+    CHECK(is_action(&before));
 }
 
 /* Sends signals to the process, which must reach the installed handler. */
 static void *send_often(void *arg) {
     unsigned *n = arg;
-    while (!atomic_load(&is_over)) {
+    do {
         kill(getpid(), SIGBUS);
         (*n)++;
         usleep(100);
-    }
+    } while (!atomic_load(&is_over));
     return NULL;
 }
 
-static void others_hear_theirs(void) {
+CHILD(others_hear_theirs, EXIT) {
     unsigned n_sent = 0;
-    pthread_t sender;
     install_plain(count);
-    REQUIRE(pthread_create(&sender, NULL, send_often, &n_sent) == 0);
-    run_threads();
+    pthread_t sender = start_thread(send_often, &n_sent);
+    run_threads(N_THREADS, fault_often, NULL, 0);
     atomic_store(&is_over, true);
     pthread_join(sender, NULL);
     /* Pending signals are merged into one. */
@@ -632,7 +601,6 @@ static void others_hear_theirs(void) {
 static void hear_one(int number) {
     (void)number;
 }
-
 static void hear_another(int number) {
     (void)number;
 }
@@ -646,23 +614,15 @@ static void *come_often(void *arg) {
     return arg;
 }
 
-static void others_come(void) {
-    pthread_t other;
-    REQUIRE(pthread_create(&other, NULL, come_often, NULL) == 0);
-    run_threads();
+CHILD(others_come, EXIT) {
+    pthread_t other = start_thread(come_often, NULL);
+    run_threads(N_THREADS, fault_often, NULL, 0);
     atomic_store(&is_over, true);
     pthread_join(other, NULL);
     CHECK(action_now().sa_handler == hear_one);
     CHECK(read_cut(NULL) == UM_E_IO);
     CHECK(action_now().sa_handler == hear_one);
 }
-
-static void test_threads_between_handlers(void) {
-    CHECK(end_of(others_hear_theirs) == EXIT);
-    CHECK(end_of(others_come) == EXIT);
-}
-
-/* ---- forks ---- */
 
 static pthread_barrier_t inside, forked;
 
@@ -685,12 +645,11 @@ static void child_of_a_run(void) {
     }
 }
 
-static void fork_while_guarded(void) {
-    pthread_t other;
+CHILD(fork_while_guarded, EXIT) {
     default_action();
     pthread_barrier_init(&inside, NULL, 2);
     pthread_barrier_init(&forked, NULL, 2);
-    REQUIRE(pthread_create(&other, NULL, stay_inside, NULL) == 0);
+    pthread_t other = start_thread(stay_inside, NULL);
     pthread_barrier_wait(&inside);
     CHECK(end_of(child_of_a_run) == SIGBUS);
     CHECK(action_now().sa_handler != SIG_DFL); /* in the parent the run goes on */
@@ -713,10 +672,9 @@ static void one_run(void) {
 }
 
 /* A child process never waits for a lock that a thread of its parent had. */
-static void fork_between(void) {
-    pthread_t other;
+CHILD(fork_between, EXIT) {
     unsigned char out;
-    REQUIRE(pthread_create(&other, NULL, run_often, &out) == 0);
+    pthread_t other = start_thread(run_often, &out);
     for (int i = 0; i < 100; i++) {
         CHECK(end_of(one_run) == EXIT);
     }
@@ -724,19 +682,8 @@ static void fork_between(void) {
     pthread_join(other, NULL);
 }
 
-static void test_forks(void) {
-    CHECK(end_of(fork_while_guarded) == EXIT);
-    CHECK(end_of(fork_between) == EXIT);
-}
-
-/* ---- each system call in turn ---- */
-
-static void mark(void *context) {
-    *(bool *)context = true;
-}
-
-static void test_faults(void) {
-    struct sigaction before = action_now(), after;
+TEST(faults) {
+    struct sigaction before = action_now();
     /* Setting the mask, reading the handler, and installing ours on top. */
     static const char *const calls[] = {"um_os_signal_mask", "um_os_bus_action",
                                         "um_os_bus_action"};
@@ -744,55 +691,18 @@ static void test_faults(void) {
         bool ran = false;
         fault_os_fail_nth(nth, EPERM);
         CHECK_STATUS(UM_E_OS, um_guard_run(cut, page, mark, &ran, &test_err));
-        CHECK(strcmp(fault_os_failed(), calls[nth - 1]) == 0);
+        CHECK_STR(fault_os_failed(), calls[nth - 1]);
         CHECK(test_err.os_errno == EPERM);
         CHECK(!ran);
-        fault_os_fail_nth(0, 0);
-        after = action_now();
-        CHECK(same_action(&before, &after));
+        CHECK(is_action(&before));
     }
     /* A handler that cannot be removed keeps working, and the next run removes it. */
     for (unsigned nth = 4; nth <= 5; nth++) {
         fault_os_fail_nth(nth, EPERM);
         CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
-        CHECK(strcmp(fault_os_failed(), "um_os_bus_action") == 0);
-        fault_os_fail_nth(0, 0);
-        after = action_now();
-        CHECK(!same_action(&before, &after));
+        CHECK_STR(fault_os_failed(), "um_os_bus_action");
+        CHECK(!is_action(&before));
         CHECK_STATUS(UM_E_IO, read_cut(&test_err));
-        after = action_now();
-        CHECK(same_action(&before, &after));
+        CHECK(is_action(&before));
     }
-}
-
-/* The first run of a process registers the handlers of fork. */
-static void test_first(void) {
-    bool ran = false;
-    fault_os_fail_nth(2, ENOMEM);
-    CHECK_STATUS(UM_E_NOMEM, um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(strcmp(test_err.what, "pthread_atfork") == 0);
-    CHECK(!ran);
-    fault_os_fail_nth(0, 0);
-    CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
-    CHECK(ran);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_at_fork"), 1);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    REQUIRE(FILE_PAGES * page <= sizeof buffer);
-    cut = map_cut();
-    foreign = map_cut();
-    test_first();
-    test_copy();
-    test_writing();
-    test_nested();
-    test_blocked();
-    test_chaining();
-    test_between();
-    test_threads();
-    test_threads_between_handlers();
-    test_forks();
-    test_faults();
-    return test_report();
 }

@@ -85,58 +85,41 @@ static void adopt_some(kv_model *m) {
     do_adopt(m, next, about(m, model_is_ring(m) ? m->spec.window : m->kv.usable_rows));
 }
 
-static const char *call_some(kv_model *m) {
-    uint64_t len = model_len(m), call = below(m, 100);
-    if (call < 30) {
-        append_some(m);
-        return "append";
-    }
-    if (call < 40 && m->spec.batch == 1) {
-        do_append_all(m, any_type(m));
-        return "append_all";
-    }
-    if (call < 52) {
-        reserve_some(m);
-        return "reserve";
-    }
-    if (call < 55) {
-        do_commit(m, about(m, m->reserved));
-        return "commit";
-    }
-    if (call < 61) {
-        do_rollback(m);
-        return "rollback";
-    }
-    if (call < 70) {
-        do_crop(m, below(m, 2) == 0 ? len - len / 4 : about(m, len));
-        return "crop";
-    }
-    if (call < 77) {
-        do_trim(m, about(m, len), below(m, 2) == 0 ? 0 : about(m, len));
-        return "trim";
-    }
-    if (call < 83) {
-        do_set_usable(m, about(m, m->storage.n_rows));
-        return "set_usable";
-    }
-    if (call < 87) {
-        do_move(m, below(m, 2) == 0 ? 0 : about(m, m->storage.n_rows));
-        return "move";
-    }
-    if (call < 89) {
-        adopt_some(m);
-        return "adopt";
-    }
-    if (call < 90) {
-        do_clear(m);
-        return "clear";
-    }
+static void read_some(kv_model *m) {
     uint32_t layer = (uint32_t)below(m, m->spec.n_layers);
     uint64_t first = model_layer_first(m, layer), held = m->next[layer] - first;
     uint64_t at = below(m, held + 1);
     uint64_t n = below(m, 4) == 0 ? about(m, held) : below(m, held - at + 1);
     do_read(m, layer, (int)below(m, 2), first + at - (below(m, 20) == 0), n, any_type(m));
-    return "read";
+}
+
+static void call_some(kv_model *m) {
+    uint64_t len = model_len(m), call = below(m, 100);
+    if (call < 30) {
+        append_some(m);
+    } else if (call < 40 && m->spec.batch == 1) {
+        do_append_all(m, any_type(m));
+    } else if (call < 52) {
+        reserve_some(m);
+    } else if (call < 55) {
+        do_commit(m, about(m, m->reserved));
+    } else if (call < 61) {
+        do_rollback(m);
+    } else if (call < 70) {
+        do_crop(m, below(m, 2) == 0 ? len - len / 4 : about(m, len));
+    } else if (call < 77) {
+        do_trim(m, about(m, len), below(m, 2) == 0 ? 0 : about(m, len));
+    } else if (call < 83) {
+        do_set_usable(m, about(m, m->storage.n_rows));
+    } else if (call < 87) {
+        do_move(m, below(m, 2) == 0 ? 0 : about(m, m->storage.n_rows));
+    } else if (call < 89) {
+        adopt_some(m);
+    } else if (call < 90) {
+        do_clear(m);
+    } else {
+        read_some(m);
+    }
 }
 
 static bool run_sequence(uint64_t sequence) {
@@ -144,10 +127,10 @@ static bool run_sequence(uint64_t sequence) {
     memset(&m, 0, sizeof m);
     make_any(&m, sequence);
     for (int i = 0; i < N_CALLS; i++) {
-        const char *name = call_some(&m);
+        call_some(&m);
         if (atomic_load(&test_n_failures) != 0) {
-            fprintf(stderr, "sequence %" PRIu64 ", call %d (%s): type %d, window %" PRIu64 "\n",
-                    sequence, i, name, (int)m.spec.type, m.spec.window);
+            fprintf(stderr, "sequence %" PRIu64 ", call %d: type %d, window %" PRIu64 "\n",
+                    sequence, i, (int)m.spec.type, m.spec.window);
             return false;
         }
     }
@@ -155,10 +138,12 @@ static bool run_sequence(uint64_t sequence) {
     return true;
 }
 
-int main(int argc, char **argv) {
-    uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0;
-    uint64_t n = argc > 2 ? strtoull(argv[2], NULL, 10) : argc > 1 ? 1 : N_SEQUENCES;
+TEST(random_calls) {
+    uint64_t first = 0, n = test_many(400, N_SEQUENCES);
+    if (test_args[0] != NULL) {
+        first = strtoull(test_args[0], NULL, 10);
+        n = test_args[1] != NULL ? strtoull(test_args[1], NULL, 10) : 1;
+    }
     for (uint64_t i = 0; i < n && run_sequence(first + i); i++) {
     }
-    return test_report();
 }

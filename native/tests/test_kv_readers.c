@@ -3,8 +3,6 @@
  * after that many, the writer waits for the readers. */
 #include "kv_model.h"
 
-#include <pthread.h>
-
 enum { LAYERS = 2, VALUES = 1024, WINDOW = 24, SPARE = 8, N_PHASES = 200, N_READERS = 2 };
 
 static const um_kv *read_kv;
@@ -103,22 +101,16 @@ static void drop_some(um_kv *kv, uint64_t *random) {
 }
 
 static kv_model make_cache(uint64_t window) {
-    um_kv_spec spec = {.n_layers = LAYERS,
-                       .n_kv_heads = 2,
-                       .head_dim = VALUES / 2,
-                       .batch = 1,
-                       .max_seq_len = 200,
-                       .window = window,
-                       .type = UM_F32};
+    um_kv_spec spec = {LAYERS, 2, VALUES / 2, 1, .max_seq_len = 200, window, UM_F32};
     uint64_t n_rows = window != 0 ? WINDOW + SPARE : spec.max_seq_len;
     kv_model m;
     make_model(&m, spec, n_rows, n_rows, 0, false);
     return m;
 }
 
-static void test_readers(uint64_t window) {
+static void check_readers(uint64_t window) {
     uint64_t random = window;
-    kv_model m = make_cache(window);
+    AUTO_MODEL m = make_cache(window);
     pthread_t readers[N_READERS];
     read_kv = &m.kv;
     REQUIRE(pthread_barrier_init(&phase, NULL, N_READERS + 1) == 0);
@@ -141,8 +133,7 @@ static void test_readers(uint64_t window) {
     }
     pthread_barrier_destroy(&phase);
     CHECK(atomic_load(&n_reads) >= N_READERS * N_PHASES);
-    CHECK_EQ_U64(atomic_load(&n_torn), 0);
-    free_model(&m);
+    CHECK_EQ(atomic_load(&n_torn), 0);
 }
 
 static void read_when_interrupted(int number) {
@@ -151,8 +142,8 @@ static void read_when_interrupted(int number) {
 }
 
 /* Reads at any instruction of the writer. Here no reader is overtaken. */
-static void test_interrupted(uint64_t window) {
-    kv_model m = make_cache(window);
+static void check_interrupted(uint64_t window) {
+    AUTO_MODEL m = make_cache(window);
     read_kv = &m.kv;
     atomic_store(&n_reads, 0);
     for (int round = 0; round < 300 && atomic_load(&n_reads) < 4000; round++) {
@@ -164,14 +155,15 @@ static void test_interrupted(uint64_t window) {
         test_interrupt(NULL);
     }
     CHECK(atomic_load(&n_reads) > 0);
-    CHECK_EQ_U64(atomic_load(&n_torn), 0);
-    free_model(&m);
+    CHECK_EQ(atomic_load(&n_torn), 0);
 }
 
-int main(void) {
-    test_readers(0);
-    test_readers(WINDOW);
-    test_interrupted(0);
-    test_interrupted(WINDOW);
-    return test_report();
+TEST(readers) {
+    check_readers(0);
+    check_readers(WINDOW);
+}
+
+TEST(interrupted) {
+    check_interrupted(0);
+    check_interrupted(WINDOW);
 }

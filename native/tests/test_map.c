@@ -1,106 +1,71 @@
 /* Mapping a range as its block is: pages, policy and lock, of a new block and of steps committed
  * later. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-
-static size_t page, huge_page;
-
-static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
-    static um_block_options options;
-    options = (um_block_options){.pages = UM_PAGES_4K,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
-    return &options;
-}
-
-/* ---- pages ---- */
 
 /* If the kernel has the page size but its pool is empty, there is no memory. If it has no such page
  * size, the kernel refuses. */
-static void test_gigantic_pages(void) {
+TEST(gigantic_pages) {
     const char *free_pages = "/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages";
     bool known = access(free_pages, F_OK) == 0;
     size_t nbytes = (size_t)1 << 45; /* more than any pool has */
     um_block block;
-    um_status status =
-        um_block_map(&block, nbytes, &(um_block_options){.pages = UM_PAGES_1G}, &test_err);
+    um_status status = um_block_map(&block, nbytes, OPTIONS(.pages = UM_PAGES_1G), &test_err);
     CHECK(status == (known ? UM_E_NOMEM : UM_E_OS));
-    CHECK(strcmp(test_err.what, "mmap") == 0);
+    CHECK_STR(test_err.what, "mmap");
 }
 
 /* A kernel without THP refuses the advice, which base pages do not need. */
-static void test_kernel_without_thp(void) {
-    um_block block;
+TEST(kernel_without_thp) {
+    AUTO_BLOCK block;
     fault_os_fail_nth(4, EINVAL);
-    CHECK_OK(um_block_map(&block, page, of(UM_SHARING_NONE, page), &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
+    CHECK_OK(um_block_map(&block, page, of(UM_PAGES_4K, UM_SHARING_NONE, page), &test_err));
+    CHECK_STR(fault_os_failed(), "um_os_advise");
 }
 
-/* ---- policies ---- */
-
 static void check_policy(um_numa_mode mode, um_sharing sharing, const char *policy) {
-    um_block_options options = {.category = UM_CAT_SCRATCH,
-                                .sharing = sharing,
-                                .numa = {.mode = mode, .nodes = {1}},
-                                .reserve_nbytes = 8 * page};
-    um_block block;
+    um_block_options options =
+        *OPTIONS(.category = UM_CAT_SCRATCH, .sharing = sharing,
+                 .numa = {.mode = mode, .nodes = {1}}, .reserve_nbytes = 8 * page);
+    AUTO_BLOCK block;
     um_status status = um_block_map(&block, 4 * page, &options, &test_err);
     if (status != UM_OK && mode == UM_NUMA_WEIGHTED) {
-        CHECK(strcmp(test_err.what, "mbind") == 0);
-        test_skip("weighted interleaving", "the kernel is older than 6.9");
+        CHECK_STR(test_err.what, "mbind");
+        test_skip("the kernel is older than 6.9");
         return;
     }
     REQUIRE(CHECK(status == UM_OK));
-    CHECK(strcmp(policy_at(block.base), policy) == 0);
+    CHECK_STR(policy_at(block.base), policy);
     memset(block.base, 1, block.nbytes);
     um_placement p = placement_of(&block);
-    CHECK_EQ_U64(p.node_bytes[0], 4 * page);
-    CHECK_EQ_U64(p.resident_bytes, 4 * page);
-    unmap_block(&block);
+    CHECK_EQ(p.node_bytes[0], 4 * page);
+    CHECK_EQ(p.resident_bytes, 4 * page);
 }
 
-static void test_policies(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        check_policy(UM_NUMA_BIND, (um_sharing)sharing, "bind:0");
-        check_policy(UM_NUMA_INTERLEAVE, (um_sharing)sharing, "interleave:0");
-        check_policy(UM_NUMA_WEIGHTED, (um_sharing)sharing, "weighted interleave:0");
-        check_policy(UM_NUMA_PREFERRED, (um_sharing)sharing, "prefer:0");
+TEST(policies) {
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        check_policy(UM_NUMA_BIND, sharing, "bind:0");
+        check_policy(UM_NUMA_INTERLEAVE, sharing, "interleave:0");
+        check_policy(UM_NUMA_WEIGHTED, sharing, "weighted interleave:0");
+        check_policy(UM_NUMA_PREFERRED, sharing, "prefer:0");
     }
 }
 
-/* ---- steps that are committed later ---- */
-
-static void test_new_steps_have_the_policy(void) {
-    if (!may_bind()) {
-        return;
-    }
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block_options options = *of((um_sharing)sharing, 8 * page);
+TEST(new_steps_have_the_policy) {
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        um_block_options options = *of(UM_PAGES_4K, sharing, 8 * page);
         options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-        um_block block = make_block(page, &options);
+        AUTO_BLOCK block = make_block(page, &options);
         commit(&block, 4 * page, page);
-        CHECK(strcmp(policy_at((char *)block.base + 4 * page), "bind:0") == 0);
-        CHECK(strcmp(policy_at((char *)block.base + page), "default") == 0);
-        unmap_block(&block);
+        CHECK_STR(policy_at(bytes_of(&block, 4 * page)), "bind:0");
+        CHECK_STR(policy_at(bytes_of(&block, page)), "default");
     }
 }
 
-static void test_new_steps_are_as_the_block(void) {
-    for (int sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
-        um_block block = make_block(page, of((um_sharing)sharing, 8 * page));
+TEST(new_steps_are_as_the_block) {
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block = make_block(page, of(UM_PAGES_4K, sharing, 8 * page));
         char *bytes = block.base;
         commit(&block, 4 * page, page);
         CHECK(has_vm_flag(bytes + 4 * page, "dc") == (sharing != UM_SHARING_NONE));
@@ -108,33 +73,19 @@ static void test_new_steps_are_as_the_block(void) {
             CHECK(has_vm_flag(bytes + 4 * page, "nh"));
         }
         if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
-            test_skip("locked growth", "this process may not lock memory");
+            test_skip("this process may not lock memory");
         } else {
             CHECK(has_vm_flag(bytes + 4 * page, "lo"));
             CHECK(!has_vm_flag(bytes + 2 * page, "lo"));
             commit(&block, 6 * page, 2 * page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page); /* and already in RAM */
+            CHECK_EQ(placement_of(&block).locked_bytes, 4 * page); /* and already in RAM */
             release(&block, 6 * page, page, page);
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
+            CHECK_EQ(placement_of(&block).locked_bytes, 3 * page);
             CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));
             commit(&block, 2 * page, page);
-            CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
+            CHECK_EQ(placement_of(&block).resident_bytes, 3 * page);
             bytes[2 * page] = 1;
-            CHECK_EQ_U64(placement_of(&block).locked_bytes, 4 * page);
+            CHECK_EQ(placement_of(&block).locked_bytes, 4 * page);
         }
-        unmap_block(&block);
     }
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_gigantic_pages();
-    test_kernel_without_thp();
-    test_policies();
-    test_new_steps_have_the_policy();
-    test_new_steps_are_as_the_block();
-    check_nothing_mapped(UM_CAT_SCRATCH);
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

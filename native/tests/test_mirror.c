@@ -1,30 +1,18 @@
 /* Mirrored memory: two images of each piece, in the figures of the kernel and in ours. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "mirrors.h"
 
-#include <errno.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
-
-static size_t page, huge_page;
-
-static void test_images(void) {
+TEST(images) {
     enum { N_PIECES = 5 };
     size_t m = 3 * page;
     fault_os_fail_nth(0, 0);
     um_block block = make_mirror(N_PIECES, m, UM_PAGES_AUTO);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_map_file_at"), 2 * N_PIECES);
-    CHECK_EQ_U64(block.nbytes, 2 * N_PIECES * m);
-    CHECK_EQ_U64(block.reserved_nbytes, 2 * N_PIECES * m);
-    CHECK_EQ_U64(block.committed_nbytes, 2 * N_PIECES * m);
-    CHECK_EQ_U64(block.requested_nbytes, N_PIECES * m);
-    CHECK_EQ_U64(block.mirror_nbytes, m);
-    CHECK_EQ_U64(block.step_nbytes, page);
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
+    CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 2 * N_PIECES);
+    um_block want =
+        BLOCK(.nbytes = 2 * N_PIECES * m, .requested_nbytes = N_PIECES * m,
+              .reserved_nbytes = 2 * N_PIECES * m, .step_nbytes = page, .mirror_nbytes = m,
+              .category = UM_CAT_HISTORY, .sharing = UM_SHARING_MEMFD, .access = UM_ACCESS_SHARED);
+    check_block(&block, want);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, N_PIECES * m);
     CHECK(is_filled(block.base, block.nbytes, 0));
     fill_images(&block);
     for (size_t i = 0; i < N_PIECES; i++) {
@@ -32,8 +20,8 @@ static void test_images(void) {
         CHECK(has_vm_flag(image(&block, 2 * i), "dc"));
         CHECK(has_vm_flag(image(&block, 2 * i + 1), "dc"));
         /* Each image is an entry of smaps, joined with no neighbour. */
-        CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i), "Size"), m);
-        CHECK_EQ_U64(smaps_bytes(image(&block, 2 * i + 1), "Size"), m);
+        CHECK_EQ(smaps_bytes(image(&block, 2 * i), "Size"), m);
+        CHECK_EQ(smaps_bytes(image(&block, 2 * i + 1), "Size"), m);
     }
     image(&block, 3)[m - 1] = 77;
     CHECK(image(&block, 2)[m - 1] == 77);
@@ -41,15 +29,14 @@ static void test_images(void) {
     CHECK(is_filled(image(&block, 4), 5, 88));
     CHECK(is_filled(image(&block, 5) + m - 5, 5, 88));
     CHECK(image(&block, 4)[5] == 5);
-    CHECK_EQ_U64(file_bytes(&block), N_PIECES * m);
+    CHECK_EQ(file_bytes(&block), N_PIECES * m);
     unmap_block(&block);
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
 }
 
-static void test_refused(void) {
-    um_block block, untouched;
-    memset(&block, 0x5A, sizeof block);
-    untouched = block;
+TEST(refused) {
+    AUTO_BLOCK block;
+    SPOIL(block);
     struct {
         size_t nbytes, mirror_nbytes, reserve_nbytes;
         um_pages pages;
@@ -64,21 +51,19 @@ static void test_refused(void) {
                {4 * page, 2 * page, 6 * page, UM_PAGES_AUTO, UM_SHARING_MEMFD},
                {4 * page, 2 * page, 0, UM_PAGES_2M, UM_SHARING_MEMFD},
                {SIZE_MAX / 2 + 1, page, 0, UM_PAGES_4K, UM_SHARING_MEMFD}};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        um_block_options options = {.pages = bad[i].pages,
-                                    .sharing = bad[i].sharing,
-                                    .reserve_nbytes = bad[i].reserve_nbytes,
-                                    .mirror_nbytes = bad[i].mirror_nbytes};
-        CHECK_STATUS(UM_E_INVALID, um_block_map(&block, bad[i].nbytes, &options, &test_err));
-        CHECK(memcmp(&block, &untouched, sizeof block) == 0);
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        um_block_options options = *OPTIONS(.pages = bad[i].pages, .sharing = bad[i].sharing,
+                                            .reserve_nbytes = bad[i].reserve_nbytes,
+                                            .mirror_nbytes = bad[i].mirror_nbytes);
+        CHECK_INVALID(um_block_map(&block, bad[i].nbytes, &options, &test_err));
+        CHECK_SPOILT(block);
     }
     block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
-    untouched = block;
-    CHECK_STATUS(UM_E_INVALID, um_block_commit(&block, 0, page, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_block_release(&block, 0, page, NULL, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_block_overlay(&block, 0, block.fd, 0, page, &test_err));
-    CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    unmap_block(&block);
+    um_block copy = block;
+    CHECK_INVALID(um_block_commit(&block, 0, page, &test_err));
+    CHECK_INVALID(um_block_release(&block, 0, page, NULL, &test_err));
+    CHECK_INVALID(um_block_overlay(&block, 0, block.fd, 0, page, &test_err));
+    CHECK(memcmp(&block, &copy, sizeof block) == 0);
 }
 
 static um_status run_map(void *context, um_error *err) {
@@ -90,127 +75,107 @@ static void undo_map(void *context) {
     unmap_block(context);
 }
 
-static void test_failures_of_map(void) {
+TEST(failures_of_map) {
     static um_block block;
-    fault_os_check_each(&(fault_case){.run = run_map,
-                                      .undo = undo_map,
-                                      .context = &block,
-                                      .outputs = &block,
-                                      .outputs_nbytes = sizeof block,
-                                      .harmless = HARMLESS_HUGE_PAGE});
+    CHECK_EACH_FAULT(run_map, undo_map, &block, block, HARMLESS_HUGE_PAGE);
 }
 
-/* ---- placement ---- */
-
-static void test_warm(void) {
+TEST(warm) {
     enum { N_PIECES = 4 };
     size_t m = 8 * page;
-    um_block block = make_mirror(N_PIECES, m, UM_PAGES_4K);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    AUTO_BLOCK block = make_mirror(N_PIECES, m, UM_PAGES_4K);
+    CHECK_EQ(placement_of(&block).resident_bytes, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
-    CHECK_EQ_U64(faults_of_reading(&block), 0);
+    CHECK_EQ(faults_of_reading(&block), 0);
     fill_images(&block); /* writing takes no faults either */
-    CHECK_EQ_U64(faults_of_reading(&block), 0);
+    CHECK_EQ(faults_of_reading(&block), 0);
     for (size_t i = 0; i < 2 * N_PIECES; i++) {
-        CHECK_EQ_U64(smaps_bytes(image(&block, i), "Rss"), m);
-        CHECK_EQ_U64(smaps_bytes(image(&block, i), "Pss"), m / 2);
+        CHECK_EQ(smaps_bytes(image(&block, i), "Rss"), m);
+        CHECK_EQ(smaps_bytes(image(&block, i), "Pss"), m / 2);
     }
-    um_placement placement = placement_of(&block);
-    CHECK_EQ_U64(placement.resident_bytes, N_PIECES * m);
-    CHECK_EQ_U64(placement.pss_bytes, N_PIECES * m);
-    CHECK(placement.pages == UM_PAGES_4K);
-    CHECK(placement.huge_bytes == 0);
-    CHECK_EQ_U64(placement.locked_bytes, 0);
-    CHECK_EQ_U64(on_all_nodes(&placement), N_PIECES * m);
+    check_placed(&block, UM_PAGES_4K, page, N_PIECES * m, 0, 0);
     uint64_t resident;
     /* EFAULT does not mean a truncated file: the memfd is sealed. */
     fault_os_fail_nth(1, EFAULT);
     CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_resident(&block, m, 3 * m, &resident, &test_err));
-    CHECK_EQ_U64(resident, 3 * m); /* counted in address space */
-    unmap_block(&block);
+    CHECK_EQ(resident, 3 * m); /* counted in address space */
 }
 
-static void test_touched_in_part(void) {
+TEST(touched_in_part) {
     size_t m = 8 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_4K), other;
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_4K), other;
     image(&block, 0)[0] = 1; /* through the first image, the mirror, both */
     image(&block, 1)[2 * page] = 1;
     image(&block, 2)[0] = 1;
     image(&block, 3)[0] = 1;
     image(&block, 5)[0] = 1;
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * page);
-    CHECK_EQ_U64(placement_of(&block).pss_bytes, 4 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 4 * page);
+    CHECK_EQ(placement_of(&block).pss_bytes, 4 * page);
     /* Another mapping shares the pages, and its figures do not include ours. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
-    CHECK_EQ_U64(other.nbytes, 3 * m);
+    CHECK_EQ(other.nbytes, 3 * m);
     CHECK(other.mirror_nbytes == 0);
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 0);
+    CHECK_EQ(placement_of(&other).resident_bytes, 0);
     memset(other.base, 2, other.nbytes);
     CHECK(is_filled(block.base, 4 * m, 2));
     CHECK(is_filled(image(&block, 5), m, 2));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * m);
-    unmap_block(&other);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, 3 * m);
 }
 
-static void test_lock(void) {
+TEST(lock) {
     size_t m = 8 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_4K);
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_4K);
     if (um_block_lock(&block, UM_LOCK_NOW, NULL) != UM_OK) {
-        test_skip("locked mirrors", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     } else {
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * m);
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * m);
-        CHECK_EQ_U64(faults_of_reading(&block), 0);
-        CHECK_STATUS(UM_E_INVALID, um_block_discard(&block, 0, m, NULL, &test_err));
+        CHECK_EQ(placement_of(&block).locked_bytes, 3 * m);
+        CHECK_EQ(placement_of(&block).resident_bytes, 3 * m);
+        CHECK_EQ(faults_of_reading(&block), 0);
+        CHECK_INVALID(um_block_discard(&block, 0, m, NULL, &test_err));
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
         CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
         CHECK_OK(um_block_lock(&block, UM_LOCK_ONFAULT, &test_err));
         image(&block, 0)[0] = 1;
         image(&block, 3)[page] = 1; /* through the mirror */
         image(&block, 4)[page] = 1;
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 3 * page);
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 3 * page);
+        CHECK_EQ(placement_of(&block).locked_bytes, 3 * page);
+        CHECK_EQ(placement_of(&block).resident_bytes, 3 * page);
         CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 0);
+        CHECK_EQ(placement_of(&block).locked_bytes, 0);
     }
-    unmap_block(&block);
 }
 
-static void test_policy(void) {
-    if (!may_bind()) {
-        return;
-    }
+TEST(policy) {
+    SKIP_UNLESS(may_bind(), "this process may not set policies");
     um_block_options options = mirror_of(4 * page, UM_PAGES_4K);
     options.numa = (um_numa){.mode = UM_NUMA_BIND, .nodes = {1}};
-    um_block block = make_block(8 * page, &options);
+    AUTO_BLOCK block = make_block(8 * page, &options);
     for (size_t i = 0; i < 4; i++) {
-        CHECK(strcmp(policy_at(image(&block, i)), "bind:0") == 0);
+        CHECK_STR(policy_at(image(&block, i)), "bind:0");
     }
     fill_images(&block);
-    CHECK_EQ_U64(placement_of(&block).node_bytes[0], 8 * page);
+    CHECK_EQ(placement_of(&block).node_bytes[0], 8 * page);
     CHECK_OK(um_block_repair(&block, NULL, &test_err));
-    unmap_block(&block);
 }
 
-static void test_other_calls(void) {
+TEST(other_calls) {
     size_t m = 2 * page;
-    um_block block = make_mirror(3, m, UM_PAGES_AUTO), copy, other;
+    AUTO_BLOCK block = make_mirror(3, m, UM_PAGES_AUTO);
+    um_block copy, other;
     fill_images(&block);
     for (int advice = UM_ADVICE_WILLNEED; advice <= UM_ADVICE_NOHUGEPAGE; advice++) {
         if (advice == UM_ADVICE_DONTNEED) {
-            CHECK_STATUS(UM_E_INVALID, um_block_advise(&block, (um_advice)advice, &test_err));
+            CHECK_INVALID(um_block_advise(&block, (um_advice)advice, &test_err));
         } else if (huge_page != 0) {
             CHECK_OK(um_block_advise(&block, (um_advice)advice, &test_err));
         }
     }
     /* In the file the last piece comes first. */
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err));
-    CHECK_EQ_U64(other.nbytes, 3 * m);
+    CHECK_EQ(other.nbytes, 3 * m);
     for (size_t i = 0; i < 3; i++) {
-        CHECK(is_filled((char *)other.base + i * m, m, (unsigned char)(5 - 2 * i)));
+        CHECK(is_filled(bytes_of(&other, i * m), m, (unsigned char)(5 - 2 * i)));
     }
     unmap_block(&other);
     um_block_options options = {.category = UM_CAT_OTHER};
@@ -219,10 +184,9 @@ static void test_other_calls(void) {
     CHECK(memcmp(copy.base, block.base, block.nbytes) == 0);
     unmap_block(&copy);
     options.mirror_nbytes = m;
-    CHECK_STATUS(UM_E_INVALID, um_block_copy_sealed(&copy, &block, &options, &test_err));
+    CHECK_INVALID(um_block_copy_sealed(&copy, &block, &options, &test_err));
     CHECK(ftruncate(block.fd, (off_t)(4 * m)) != 0); /* sealed */
     CHECK(ftruncate(block.fd, (off_t)m) != 0);
-    unmap_block(&block);
 }
 
 static bool child_forgets(void *arg) {
@@ -233,14 +197,11 @@ static bool child_forgets(void *arg) {
     return left_out && block->base == NULL && ledger_row(UM_CAT_HISTORY).mapped_bytes == 0;
 }
 
-static void test_fork(void) {
-    um_block block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
+TEST(fork) {
+    AUTO_BLOCK block = make_mirror(2, 2 * page, UM_PAGES_AUTO);
     CHECK(in_child(child_forgets, &block));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
-    unmap_block(&block);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 4 * page);
 }
-
-/* ---- discarding ---- */
 
 enum { PIECES = 4, PIECE_PAGES = 5 };
 
@@ -249,7 +210,7 @@ typedef struct contents {
     unsigned char pages[PIECES][PIECE_PAGES];
 } contents;
 
-static bool holds(const um_block *block, const contents *c) {
+static bool images_hold(const um_block *block, const contents *c) {
     bool right = true;
     for (size_t i = 0; i < 2 * PIECES; i++) {
         for (size_t p = 0; p < PIECE_PAGES; p++) {
@@ -281,8 +242,8 @@ static size_t forget(contents *c, size_t first, size_t end) {
     return n;
 }
 
-static void test_discard(void) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+TEST(discard) {
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 1;
     size_t n_steps = block.nbytes / page;
     for (size_t first = 0; first <= n_steps; first++) {
@@ -298,19 +259,18 @@ static void test_discard(void) {
             CHECK(fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
             CHECK((fault_os_calls() == 0) == (n == 0));
             CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
-            CHECK_EQ_U64(out, n * page);
-            CHECK_EQ_U64(file_bytes(&block), (PIECES * PIECE_PAGES - n) * page);
-            CHECK(holds(&block, &m));
+            CHECK_EQ(out, n * page);
+            CHECK_EQ(file_bytes(&block), (PIECES * PIECE_PAGES - n) * page);
+            CHECK(images_hold(&block, &m));
         }
     }
     CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
+    CHECK_EQ(placement_of(&block).resident_bytes, 0);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_discard(&block, 0, block.nbytes, NULL, &test_err));
-    CHECK_EQ_U64(fault_os_calls(), 1);                            /* the whole file is one hole */
+    CHECK_EQ(fault_os_calls(), 1);                                /* the whole file is one hole */
     CHECK_OK(um_block_discard(&block, 1, page, NULL, &test_err)); /* no whole step */
-    CHECK_EQ_U64(fault_os_calls(), 1);
-    unmap_block(&block);
+    CHECK_EQ(fault_os_calls(), 1);
 }
 
 typedef struct discarding {
@@ -327,54 +287,36 @@ static void undo_discard(void *context) {
     ((discarding *)context)->out_nbytes = 12345;
 }
 
-static void test_failures_of_discard(void) {
+TEST(failures_of_discard) {
     discarding d = {.block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K),
                     .out_nbytes = 12345};
-    fault_os_check_each(&(fault_case){.run = run_discard,
-                                      .undo = undo_discard,
-                                      .context = &d,
-                                      .outputs = &d,
-                                      .outputs_nbytes = sizeof d});
+    CHECK_EACH_FAULT(run_discard, undo_discard, &d, d, NULL);
     unmap_block(&d.block);
 }
 
-/* ---- hugetlb ---- */
-
-static void test_hugetlb(void) {
-    enum { HUGE_BYTES = 2 << 20 };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
-        test_skip("mirrors of hugetlb pages", "this process may not fill the pool");
-        return;
-    }
+TEST(hugetlb) {
+    BORROW_HUGE_PAGES(4);
     uint64_t available = huge_pages_available();
     um_block block = make_mirror(2, HUGE_BYTES, UM_PAGES_2M), untouched = block;
-    CHECK_EQ_U64(huge_pages_available(), available - 2); /* each page once */
-    CHECK_EQ_U64(block.step_nbytes, HUGE_BYTES);
+    CHECK_EQ(huge_pages_available(), available - 2); /* each page once */
+    CHECK_EQ(block.step_nbytes, HUGE_BYTES);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 2, NULL, &test_err));
-    CHECK_EQ_U64(faults_of_reading(&block), 0);
+    CHECK_EQ(faults_of_reading(&block), 0);
     fill_images(&block);
     CHECK(is_filled(image(&block, 1), HUGE_BYTES, 1));
     CHECK(is_filled(image(&block, 3), HUGE_BYTES, 3));
-    um_placement placement = placement_of(&block);
-    CHECK(placement.pages == UM_PAGES_2M);
-    CHECK_EQ_U64(placement.resident_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ_U64(placement.huge_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ_U64(placement.locked_bytes, 2 * HUGE_BYTES);
-    CHECK_EQ_U64(on_all_nodes(&placement), 2 * HUGE_BYTES);
-    CHECK_STATUS(UM_E_INVALID, um_block_discard(&block, 0, HUGE_BYTES, NULL, &test_err));
+    check_placed(&block, UM_PAGES_2M, HUGE_BYTES, 2 * HUGE_BYTES, 2 * HUGE_BYTES, 2 * HUGE_BYTES);
+    CHECK_INVALID(um_block_discard(&block, 0, HUGE_BYTES, NULL, &test_err));
     unmap_block(&block);
-    CHECK_EQ_U64(huge_pages_available(), available);
+    CHECK_EQ(huge_pages_available(), available);
     um_block_options options = mirror_of(HUGE_BYTES / 2, UM_PAGES_2M);
-    CHECK_STATUS(UM_E_INVALID, um_block_map(&block, HUGE_BYTES, &options, &test_err));
+    CHECK_INVALID(um_block_map(&block, HUGE_BYTES, &options, &test_err));
     options = mirror_of(HUGE_BYTES, UM_PAGES_2M);
     block = untouched;
     CHECK_STATUS(UM_E_NOMEM, um_block_map(&block, 1000 * (size_t)HUGE_BYTES, &options, &test_err));
     CHECK(memcmp(&block, &untouched, sizeof block) == 0);
-    CHECK_EQ_U64(huge_pages_available(), available);
-    huge_pool_give_back();
+    CHECK_EQ(huge_pages_available(), available);
 }
-
-/* ---- repairing, with a simulated kernel ---- */
 
 enum { N_PLAYED = PIECES * PIECE_PAGES };
 
@@ -428,14 +370,8 @@ static void play(um_block *block, um_numa_mode mode, uint64_t nodes) {
     fault_os_move_pages(play_move_pages);
 }
 
-static void end_play(void) {
-    fault_os_file("/proc/self/numa_maps", NULL);
-    fault_os_file("/sys/devices/system/node/has_memory", NULL);
-    fault_os_move_pages(NULL);
-}
-
-static void test_repair(void) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+TEST(repair) {
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t random = 3, elsewhere = 12345;
     contents m;
     refill(&block, &m, &random); /* through either image */
@@ -445,35 +381,31 @@ static void test_repair(void) {
     }
     play(&block, UM_NUMA_BIND, 1);
     um_placement placement = placement_of(&block);
-    CHECK_EQ_U64(placement.node_bytes[1], 7 * page); /* each page once */
-    CHECK_EQ_U64(placement.node_bytes[0], (N_PLAYED - 7) * page);
+    CHECK_EQ(placement.node_bytes[1], 7 * page); /* each page once */
+    CHECK_EQ(placement.node_bytes[0], (N_PLAYED - 7) * page);
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-    CHECK_EQ_U64(elsewhere, 0);
-    CHECK_EQ_U64(kernel.n_moved, 7);
-    CHECK(holds(&block, &m));
+    CHECK_EQ(elsewhere, 0);
+    CHECK_EQ(kernel.n_moved, 7);
+    CHECK(images_hold(&block, &m));
     /* Interleaving follows the place in the file. */
     for (size_t i = 0; i < N_PLAYED; i++) {
         kernel.node[i] = i % 2 == 0;
     }
     play(&block, UM_NUMA_INTERLEAVE, 3);
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-    CHECK_EQ_U64(elsewhere, 0);
-    CHECK_EQ_U64(kernel.n_moved, 0);
+    CHECK_EQ(elsewhere, 0);
+    CHECK_EQ(kernel.n_moved, 0);
     kernel.node[4] = kernel.node[17] = 0;
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-    CHECK_EQ_U64(kernel.n_moved, 2 - (4 % 2 != 0) - (17 % 2 != 0));
-    CHECK_EQ_U64(faults_of_reading(&block), 0); /* mapped through both images again */
-    end_play();
-    unmap_block(&block);
+    CHECK_EQ(kernel.n_moved, 2 - (4 % 2 != 0) - (17 % 2 != 0));
+    CHECK_EQ(faults_of_reading(&block), 0); /* mapped through both images again */
 }
 
 /* Untouched pages stay untouched, and pages touched only through the mirror are moved. */
-static void test_repair_in_part(void) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+TEST(repair_in_part) {
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
-    for (size_t i = 0; i < N_PLAYED; i++) {
-        kernel.node[i] = -1;
-    }
+    memset(kernel.node, 0xFF, sizeof kernel.node); /* -1 */
     kernel.block = &block;
     image(&block, 1)[3 * page] = 77;
     image(&block, 4)[0] = 88;
@@ -481,9 +413,9 @@ static void test_repair_in_part(void) {
     kernel.node[file_page_of(image(&block, 4))] = 1;
     play(&block, UM_NUMA_PREFERRED, 1);
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-    CHECK_EQ_U64(elsewhere, 0);
-    CHECK_EQ_U64(kernel.n_moved, 2);
-    CHECK_EQ_U64(file_bytes(&block), 2 * page);
+    CHECK_EQ(elsewhere, 0);
+    CHECK_EQ(kernel.n_moved, 2);
+    CHECK_EQ(file_bytes(&block), 2 * page);
     CHECK(image(&block, 0)[3 * page] == 77);
     CHECK(image(&block, 5)[0] == 88);
     /* Locked pages stay mapped twice, so they are not moved. */
@@ -491,22 +423,18 @@ static void test_repair_in_part(void) {
     play(&block, UM_NUMA_PREFERRED, 1);
     if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK) {
         CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-        CHECK_EQ_U64(elsewhere, page);
-        CHECK_EQ_U64(kernel.n_moved, 0);
+        CHECK_EQ(elsewhere, page);
+        CHECK_EQ(kernel.n_moved, 0);
     }
-    end_play();
-    unmap_block(&block);
 }
 
 /* Failures of the calls for mirrored memory; test_numa.c has the others. */
-static void test_failures_of_repair(void) {
-    um_block block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
+TEST(failures_of_repair) {
+    AUTO_BLOCK block = make_mirror(PIECES, PIECE_PAGES * page, UM_PAGES_4K);
     uint64_t elsewhere = 12345;
     unsigned n_failed = 0;
     fill_images(&block);
-    for (size_t i = 0; i < N_PLAYED; i++) {
-        kernel.node[i] = 0;
-    }
+    memset(kernel.node, 0, sizeof kernel.node);
     kernel.block = &block;
     for (unsigned nth = 1;; nth++) {
         kernel.node[0] = kernel.node[7] = 1;
@@ -528,36 +456,11 @@ static void test_failures_of_repair(void) {
             CHECK_STATUS(UM_E_OS, um_block_repair(&block, &elsewhere, &test_err));
             fault_os_fail_nth(0, 0);
             CHECK(test_err.os_errno == EPERM);
-            CHECK(strcmp(test_err.what,
-                         strcmp(failed, "um_os_advise") == 0 ? "madvise" : "mincore") == 0);
+            CHECK_STR(test_err.what, strcmp(failed, "um_os_advise") == 0 ? "madvise" : "mincore");
         }
         for (size_t i = 0; i < 2 * PIECES; i++) {
             CHECK(is_filled(image(&block, i), block.mirror_nbytes, (unsigned char)(i / 2 * 2 + 1)));
         }
     }
     CHECK(n_failed >= 4 * PIECES);
-    end_play();
-    unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_images();
-    test_refused();
-    test_failures_of_map();
-    test_warm();
-    test_touched_in_part();
-    test_lock();
-    test_policy();
-    test_other_calls();
-    test_fork();
-    test_discard();
-    test_failures_of_discard();
-    test_hugetlb();
-    test_repair();
-    test_repair_in_part();
-    test_failures_of_repair();
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

@@ -1,7 +1,6 @@
 /* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
-#include "test.h"
-
 #include "names.h"
+#include "test.h"
 
 static uint64_t utf8_nbytes(const char *text) {
     size_t nbytes = strlen(text);
@@ -13,49 +12,30 @@ static uint64_t utf8_nbytes(const char *text) {
     return n;
 }
 
-static void test_utf8(void) {
-    static const char *const good[] = {"",
-                                       "a",
-                                       "\x7f",
-                                       "\xc2\x80",
-                                       "\xdf\xbf",
-                                       "\xe0\xa0\x80",
-                                       "\xed\x9f\xbf",
-                                       "\xee\x80\x80",
-                                       "\xef\xbf\xbf",
-                                       "\xf0\x90\x80\x80",
-                                       "\xf4\x8f\xbf\xbf"};
-    static const char *const bad[] = {"\x80",
-                                      "\xc3",
-                                      "\xc0\x80",
-                                      "\xc1\xbf",
-                                      "\xc3\xc3",
-                                      "\xe0\x9f\xbf",
-                                      "\xe2\x82",
-                                      "\xe2\x28\xa1",
-                                      "\xed\xa0\x80",
-                                      "\xed\xbf\xbf",
-                                      "\xf0\x8f\xbf\xbf",
-                                      "\xf4\x90\x80\x80",
-                                      "\xf0\x9f\x98",
-                                      "\xf8\x88\x80\x80\x80",
-                                      "\xff"};
+/* Each of the texts, behind so many letters, and with letters behind it or not. */
+static void check_utf8(const char *texts, size_t n_before, bool good) {
+    for (size_t n = 0; *texts != '\0'; texts += n + (texts[n] == ' ')) {
+        char text[64];
+        n = strcspn(texts, " ");
+        memset(text, 'x', n_before);
+        snprintf(text + n_before, sizeof text - n_before, "%.*s0123456789", (int)n, texts);
+        CHECK_EQ(utf8_nbytes(text), good ? strlen(text) : n_before);
+        text[n_before + n] = '\0';
+        CHECK_EQ(utf8_nbytes(text), good ? strlen(text) : n_before);
+    }
+}
+
+TEST(utf8) {
+    /* Separated by blanks. */
+    static const char good[] = "a \x7f \xc2\x80 \xdf\xbf \xe0\xa0\x80 \xed\x9f\xbf \xee\x80\x80 "
+                               "\xef\xbf\xbf \xf0\x90\x80\x80 \xf4\x8f\xbf\xbf";
+    static const char bad[] = "\x80 \xc3 \xc0\x80 \xc1\xbf \xc3\xc3 \xe0\x9f\xbf \xe2\x82 "
+                              "\xe2\x28\xa1 \xed\xa0\x80 \xed\xbf\xbf \xf0\x8f\xbf\xbf "
+                              "\xf4\x90\x80\x80 \xf0\x9f\x98 \xf8\x88\x80\x80\x80 \xff";
     /* ASCII is skipped eight bytes at a time: the next character may begin at any of them. */
     for (size_t n_before = 0; n_before < 20; n_before++) {
-        char text[64];
-        memset(text, 'x', n_before);
-        for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
-            snprintf(text + n_before, sizeof text - n_before, "%s%s", good[i], "0123456789");
-            CHECK_EQ_U64(utf8_nbytes(text), strlen(text));
-            text[n_before + strlen(good[i])] = '\0';
-            CHECK_EQ_U64(utf8_nbytes(text), strlen(text));
-        }
-        for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-            snprintf(text + n_before, sizeof text - n_before, "%s%s", bad[i], "0123456789");
-            CHECK_EQ_U64(utf8_nbytes(text), n_before);
-            text[n_before + strlen(bad[i])] = '\0';
-            CHECK_EQ_U64(utf8_nbytes(text), n_before);
-        }
+        check_utf8(good, n_before, true);
+        check_utf8(bad, n_before, false);
     }
 }
 
@@ -63,22 +43,22 @@ static um_name name(const char *text, uint64_t offset) {
     return um_name_of((const unsigned char *)text, strlen(text), offset);
 }
 
-static void test_names_differ(void) {
+TEST(names_differ) {
     uint64_t offset = 0;
     um_name names[] = {name("a", 9), name("", 1), name("ab", 2), name("b", 3), name("ba", 4)};
     CHECK(um_names_differ(names, 0, &offset));
     CHECK(um_names_differ(names, 1, &offset));
     CHECK(um_names_differ(names, 5, &offset));
-    CHECK_EQ_U64(offset, 0);
+    CHECK_EQ(offset, 0);
     /* Among two pairs and a triple: the first name that was there before. */
     um_name twice[] = {name("c", 90), name("b", 70), name("a", 10), name("c", 20),
                        name("b", 60), name("a", 50), name("a", 30), name("d", 5)};
     CHECK(!um_names_differ(twice, 8, &offset));
-    CHECK_EQ_U64(offset, 30);
+    CHECK_EQ(offset, 30);
 }
 
 /* Any names can be given the same hash: then their bytes decide. */
-static void test_names_of_one_hash(void) {
+TEST(names_of_one_hash) {
     static char texts[100][8];
     um_name names[100];
     uint64_t offset = 0;
@@ -91,12 +71,5 @@ static void test_names_of_one_hash(void) {
     names[0] = name("550", 5000);
     names[0].hash = 7;
     CHECK(!um_names_differ(names, 100, &offset));
-    CHECK_EQ_U64(offset, 5000);
-}
-
-int main(void) {
-    test_utf8();
-    test_names_differ();
-    test_names_of_one_hash();
-    return test_report();
+    CHECK_EQ(offset, 5000);
 }

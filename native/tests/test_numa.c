@@ -3,19 +3,11 @@
  * The machine that runs the tests may have one node, so the kernel is simulated: its reports are
  * invented files, and move_pages is a function that does what Linux does, even where Linux gives
  * up. */
-#include "numa.h"
-
-#include "test.h"
-
-#include <errno.h>
-#include <unistd.h>
-
 #include "fault_os.h"
+#include "numa.h"
 #include "os.h"
 
 enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
-
-/* ---- the simulated kernel ---- */
 
 static unsigned char *const base = (unsigned char *)(uintptr_t)0x100000000000;
 
@@ -34,17 +26,18 @@ static struct {
 
 static char smaps[512], numa_maps[512];
 
-static void play(size_t n_pages, size_t page_bytes) {
+/* Pages that are all on one node. */
+static void play(size_t n_pages, size_t page_bytes, int node) {
     memset(&kernel, 0, sizeof kernel);
     kernel.page_bytes = page_bytes;
     kernel.n_pages = n_pages;
     kernel.n_of_page = 1;
     for (size_t i = 0; i < MAX_PAGES; i++) {
-        kernel.node[i] = NOWHERE;
+        kernel.node[i] = i < n_pages ? node : NOWHERE;
         kernel.first[i] = i;
     }
-    for (int node = 0; node < N_NODES; node++) {
-        kernel.room[node] = MAX_PAGES;
+    for (size_t i = 0; i < N_NODES; i++) {
+        kernel.room[i] = MAX_PAGES;
     }
 }
 
@@ -71,26 +64,6 @@ static size_t n_huge(void) {
              (kernel.first[i] != i || (i + 1 < MAX_PAGES && kernel.first[i + 1] == i));
     }
     return n;
-}
-
-/* Writes the reports of the kernel. */
-static void play_books(void) {
-    size_t kb = kernel.page_bytes / 1024, resident = kernel.n_pages - n_on(NOWHERE);
-    bool hugetlb = kernel.page_bytes > um_page_bytes();
-    uintptr_t start = (uintptr_t)base, end = start + kernel.n_pages * kernel.page_bytes;
-    snprintf(smaps, sizeof smaps,
-             "%zx-%zx rw-p 00000000 00:00 0\nKernelPageSize: %zu kB\nRss: %zu kB\nPss: %zu kB\n"
-             "AnonHugePages: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd wr\n",
-             start, end, kb, hugetlb ? 0 : resident * kb, hugetlb ? 0 : resident * kb,
-             hugetlb ? 0 : n_huge() * kb, hugetlb ? resident * kb : 0);
-    int n = snprintf(numa_maps, sizeof numa_maps, "%zx default anon=1", start);
-    for (int node = 0; node < N_NODES; node++) {
-        n += snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " N%d=%zu", node, n_on(node));
-    }
-    snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " kernelpagesize_kB=%zu\n", kb);
-    fault_os_file("/proc/self/smaps", smaps);
-    fault_os_file("/proc/self/numa_maps", numa_maps);
-    fault_os_file("/sys/devices/system/node/has_memory", "0-3\n");
 }
 
 static size_t page_of(const void *address) {
@@ -192,7 +165,26 @@ static int play_move_pages(size_t n, void *const *pages, const int *nodes, int *
     return 0;
 }
 
-/* ---- the blocks ---- */
+/* Writes the reports of the kernel. */
+static void play_books(void) {
+    size_t kb = kernel.page_bytes / 1024, resident = kernel.n_pages - n_on(NOWHERE);
+    bool hugetlb = kernel.page_bytes > um_page_bytes();
+    uintptr_t start = (uintptr_t)base, end = start + kernel.n_pages * kernel.page_bytes;
+    snprintf(smaps, sizeof smaps,
+             "%zx-%zx rw-p 00000000 00:00 0\nKernelPageSize: %zu kB\nRss: %zu kB\nPss: %zu kB\n"
+             "AnonHugePages: %zu kB\nPrivate_Hugetlb: %zu kB\nVmFlags: rd wr\n",
+             start, end, kb, hugetlb ? 0 : resident * kb, hugetlb ? 0 : resident * kb,
+             hugetlb ? 0 : n_huge() * kb, hugetlb ? resident * kb : 0);
+    int n = snprintf(numa_maps, sizeof numa_maps, "%zx default anon=1", start);
+    for (int node = 0; node < N_NODES; node++) {
+        n += snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " N%d=%zu", node, n_on(node));
+    }
+    snprintf(numa_maps + n, sizeof numa_maps - (size_t)n, " kernelpagesize_kB=%zu\n", kb);
+    fault_os_file("/proc/self/smaps", smaps);
+    fault_os_file("/proc/self/numa_maps", numa_maps);
+    fault_os_file("/sys/devices/system/node/has_memory", "0-3\n");
+    fault_os_move_pages(play_move_pages);
+}
 
 static um_numa policy(um_numa_mode mode, uint64_t nodes) {
     return (um_numa){.mode = mode, .nodes = {nodes}};
@@ -244,9 +236,7 @@ static size_t n_misplaced_at_best(const um_numa *numa, const uint32_t *weights, 
     return best;
 }
 
-/* ---- the pattern ---- */
-
-static void test_pattern(void) {
+TEST(pattern) {
     uint64_t seed = 7;
     for (int round = 0; round < 200; round++) {
         um_numa numa = {.mode = UM_NUMA_WEIGHTED};
@@ -265,8 +255,8 @@ static void test_pattern(void) {
         }
         um_numa_pattern pattern;
         um_numa_pattern_make(&pattern, &numa, weighted ? weights : NULL);
-        CHECK_EQ_U64(pattern.n_nodes, n_nodes);
-        CHECK_EQ_U64(pattern.cycle, n_expected);
+        CHECK_EQ(pattern.n_nodes, n_nodes);
+        CHECK_EQ(pattern.cycle, n_expected);
         bool same = true;
         for (uint64_t unit = 0; unit < 2 * n_expected + 3; unit++) {
             same = same && pattern.nodes[um_numa_pattern_index(&pattern, unit)] ==
@@ -281,45 +271,41 @@ static void test_pattern(void) {
     CHECK(pattern.n_nodes == 1);
     CHECK(pattern.nodes[0] == 1023);
     CHECK(pattern.cycle == 1);
-    CHECK_EQ_U64(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
+    CHECK_EQ(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
 }
 
-/* ---- any of several nodes ---- */
-
-static void test_bind(void) {
+TEST(bind) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_PREFERRED};
     for (int i = 0; i < 2; i++) {
-        play(10000, um_page_bytes());
+        play(10000, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < 10000; page++) {
             kernel.node[page] = page % 10 == 9 ? NOWHERE : page % 3 == 0 ? 1 : 0;
         }
         size_t n_stray = n_on(1), n_untouched = n_on(NOWHERE);
         um_block block = make_block(modes[i], 1, 1);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(n_on(1), 0);
-        CHECK_EQ_U64(n_on(NOWHERE), n_untouched);
-        CHECK_EQ_U64(kernel.n_moved, n_stray);
-
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(n_on(1), 0);
+        CHECK_EQ(n_on(NOWHERE), n_untouched);
+        CHECK_EQ(kernel.n_moved, n_stray);
         /* If there is nothing to do, no page is asked about. */
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_calls, 0);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(kernel.n_calls, 0);
         CHECK(um_block_repair(&block, NULL, NULL) == UM_OK);
     }
-
     /* With several nodes, pages that are on one of them stay; the others are spread. */
-    play(1000, um_page_bytes());
+    play(1000, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < 1000; page++) {
         kernel.node[page] = page < 500 ? 2 : 1;
     }
     um_block block = make_block(UM_NUMA_BIND, 1 << 0 | 1 << 2, 1);
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(n_on(2), 750);
-    CHECK_EQ_U64(n_on(0), 250);
-    CHECK_EQ_U64(kernel.n_moved, 500);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(n_on(2), 750);
+    CHECK_EQ(n_on(0), 250);
+    CHECK_EQ(kernel.n_moved, 500);
 }
 
-static void test_gaps(void) {
-    play(64 * 20, um_page_bytes());
+TEST(gaps) {
+    play(64 * 20, um_page_bytes(), NOWHERE);
     uint64_t committed[1] = {0};
     um_block block = make_block(UM_NUMA_BIND, 1 << 3, 64);
     for (size_t page = 0; page < kernel.n_pages; page++) {
@@ -331,25 +317,23 @@ static void test_gaps(void) {
     block.committed = committed;
     block.nbytes = 64 * kernel.page_bytes;
     block.committed_nbytes = 13 * block.nbytes;
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(n_on(3), 13 * 64);
-    CHECK_EQ_U64(n_on(2), 0);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(n_on(3), 13 * 64);
+    CHECK_EQ(n_on(2), 0);
 }
 
-/* ---- interleaving ---- */
-
-static void test_interleave(void) {
+TEST(interleave) {
     uint64_t nodes = 1 << 0 | 1 << 1 | 1 << 3, seed = 11;
     int of[] = {0, 1, 3};
     for (size_t phase = 0; phase < 3; phase++) {
-        play(5000, um_page_bytes());
+        play(5000, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < 5000; page++) {
             kernel.node[page] = page % 7 == 6 ? NOWHERE : of[(page + phase) % 3];
         }
         um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_moved, 0); /* wherever the kernel started */
-        CHECK_EQ_U64(kernel.n_calls, 2);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(kernel.n_moved, 0); /* wherever the kernel started */
+        CHECK_EQ(kernel.n_calls, 2);
 
         for (size_t i = 0; i < 700; i++) {
             kernel.node[test_random(&seed) % 5000] = (int)(test_random(&seed) % N_NODES);
@@ -358,90 +342,80 @@ static void test_interleave(void) {
         um_numa_pattern_make(&pattern, &block.numa, NULL);
         size_t n_wrong = n_misplaced(&pattern, 1, phase);
         CHECK(n_wrong > 100);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_moved, n_wrong);
-        CHECK_EQ_U64(n_misplaced(&pattern, 1, phase), 0);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(kernel.n_moved, n_wrong);
+        CHECK_EQ(n_misplaced(&pattern, 1, phase), 0);
     }
     /* All on one node: each gets its third. */
-    play(9000, um_page_bytes());
-    memset(kernel.node, 0, sizeof kernel.node);
+    play(9000, um_page_bytes(), 0);
     um_block block = make_block(UM_NUMA_INTERLEAVE, nodes, 1);
-    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ(repair(&block), 0);
     CHECK(n_on(0) == 3000);
     CHECK(n_on(1) == 3000);
     CHECK(n_on(3) == 3000);
-    CHECK_EQ_U64(kernel.n_moved, 6000);
-
+    CHECK_EQ(kernel.n_moved, 6000);
     /* Interleaving over one node is the same as bind. */
     block = make_block(UM_NUMA_INTERLEAVE, 1 << 1, 1);
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(n_on(1), 9000);
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(kernel.n_calls, 0);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(n_on(1), 9000);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(kernel.n_calls, 0);
 }
 
-static void test_weighted(void) {
-    static const char folder[] = "/sys/kernel/mm/mempolicy/weighted_interleave/";
-    static char path[3][80];
-    for (int node = 0; node < 3; node++) {
-        snprintf(path[node], sizeof path[node], "%snode%d", folder, node);
-    }
+#define WEIGHT_OF(node) "/sys/kernel/mm/mempolicy/weighted_interleave/node" #node
+
+TEST(weighted) {
     uint32_t weights[UM_MAX_NODES] = {[0] = 3, [2] = 1};
-    fault_os_file(path[0], "3\n");
-    fault_os_file(path[2], "1\n");
+    fault_os_file(WEIGHT_OF(0), "3\n");
+    fault_os_file(WEIGHT_OF(2), "1\n");
     for (size_t phase = 0; phase < 4; phase++) {
-        play(4000, um_page_bytes());
+        play(4000, um_page_bytes(), NOWHERE);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 2, 1);
         um_numa_pattern pattern;
         um_numa_pattern_make(&pattern, &block.numa, weights);
         for (size_t page = 0; page < 4000; page++) {
             kernel.node[page] = pattern.nodes[um_numa_pattern_index(&pattern, page + phase)];
         }
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_moved, 0);
-        CHECK_EQ_U64(kernel.n_calls, 1);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(kernel.n_moved, 0);
+        CHECK_EQ(kernel.n_calls, 1);
         kernel.node[17] = kernel.node[18] = 1;
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(kernel.n_moved, 2);
-        CHECK_EQ_U64(n_misplaced(&pattern, 1, phase), 0);
-        CHECK_EQ_U64(n_on(0), 3000);
-        CHECK_EQ_U64(n_on(2), 1000);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(kernel.n_moved, 2);
+        CHECK_EQ(n_misplaced(&pattern, 1, phase), 0);
+        CHECK_EQ(n_on(0), 3000);
+        CHECK_EQ(n_on(2), 1000);
     }
     /* A weight that is missing or invalid is 1. */
-    fault_os_file(path[2], NULL);
+    fault_os_file(WEIGHT_OF(2), NULL);
     const char *nothing[] = {"", "0\n", "many\n", "256\n"};
     for (size_t i = 0; i < 4; i++) {
-        fault_os_file(path[1], nothing[i]);
-        play(1000, um_page_bytes());
-        memset(kernel.node, 0, sizeof kernel.node);
+        fault_os_file(WEIGHT_OF(1), nothing[i]);
+        play(1000, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(n_on(0), 750);
-        CHECK_EQ_U64(n_on(1), 250);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(n_on(0), 750);
+        CHECK_EQ(n_on(1), 250);
     }
-    fault_os_file(path[0], NULL);
-    fault_os_file(path[1], NULL);
+    fault_os_file(WEIGHT_OF(0), NULL);
+    fault_os_file(WEIGHT_OF(1), NULL);
     /* So is the weight of a node without a file. */
-    snprintf(path[0], sizeof path[0], "%snode3", folder);
-    if (access(path[0], F_OK) != 0) {
-        play(100, um_page_bytes());
-        memset(kernel.node, 0, sizeof kernel.node);
+    if (access(WEIGHT_OF(3), F_OK) != 0) {
+        play(100, um_page_bytes(), 0);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 2 | 1 << 3, 1);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(n_on(3), 50);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(n_on(3), 50);
     } else {
-        test_skip("a node without a weight", "this machine has a node 3");
+        test_skip("this machine has a node 3");
     }
 }
 
-/* ---- huge pages ---- */
-
 enum { HUGE = 512 };
 
-static void test_huge_pages(void) {
+TEST(huge_pages) {
     um_numa_mode modes[] = {UM_NUMA_BIND, UM_NUMA_INTERLEAVE};
     for (int i = 0; i < 2; i++) {
-        play(HUGE * 20, um_page_bytes());
+        play(HUGE * 20, um_page_bytes(), NOWHERE);
         for (size_t page = 0; page < kernel.n_pages; page++) {
             kernel.node[page] = page / HUGE < 10 ? 2 : 1;
         }
@@ -456,84 +430,77 @@ static void test_huge_pages(void) {
             }
         }
         um_block block = make_block(modes[i], 1 << 1 | 1 << 3, HUGE);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(n_on(0) + n_on(2), 0);
-        CHECK_EQ_U64(n_on(NOWHERE), 6);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(n_on(0) + n_on(2), 0);
+        CHECK_EQ(n_on(NOWHERE), 6);
         if (modes[i] == UM_NUMA_INTERLEAVE) {
-            CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
+            CHECK_EQ(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
         }
         CHECK(kernel.n_calls < 40);
     }
     /* One address moves a huge page. A huge page that cannot be moved is tried only once. */
-    play(HUGE * 20, um_page_bytes());
+    play(HUGE * 20, um_page_bytes(), 0);
     for (size_t first = 0; first < kernel.n_pages; first += HUGE) {
         play_huge(first, HUGE);
     }
-    memset(kernel.node, 0, sizeof kernel.node);
     um_block block = make_block(UM_NUMA_BIND, 1 << 1, HUGE);
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(kernel.n_asked_to_move, 20);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(kernel.n_asked_to_move, 20);
     memset(kernel.node, 0, sizeof kernel.node);
     kernel.pinned[3 * HUGE] = true;
-    CHECK_EQ_U64(repair(&block), HUGE);
+    CHECK_EQ(repair(&block), HUGE);
     CHECK(kernel.n_calls < 40);
 }
 
 /* Where the kernel had no huge pages it spreads small ones, and they are left there. */
-static void test_small_pages_of_huge_units(void) {
-    play(HUGE * 20, um_page_bytes());
+TEST(small_pages_of_huge_units) {
+    play(HUGE * 20, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < kernel.n_pages; page++) {
         kernel.node[page] = (int)((page + 1) % 2);
     }
     um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, HUGE);
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(kernel.n_moved, 0);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(kernel.n_moved, 0);
 
     kernel.node[77] = 2; /* then the units become whole */
-    CHECK_EQ_U64(repair(&block), 0);
-    CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
 }
 
-static void test_hugetlb(void) {
+TEST(hugetlb) {
     size_t sizes[] = {(size_t)2 << 20, (size_t)1 << 30};
     for (int i = 0; i < 2; i++) {
-        play(100, sizes[i]);
-        memset(kernel.node, 0, sizeof kernel.node);
+        play(100, sizes[i], 0);
         um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
-        CHECK_EQ_U64(repair(&block), 0);
-        CHECK_EQ_U64(n_on(0), 50);
-        CHECK_EQ_U64(n_misplaced_at_best(&block.numa, NULL, 1), 0);
+        CHECK_EQ(repair(&block), 0);
+        CHECK_EQ(n_on(0), 50);
+        CHECK_EQ(n_misplaced_at_best(&block.numa, NULL, 1), 0);
         CHECK(kernel.n_calls < 6);
         kernel.room[3] = 20; /* the pool of this node */
         block = make_block(UM_NUMA_BIND, 1 << 3, 1);
-        CHECK_EQ_U64(repair(&block), 80);
-        CHECK_EQ_U64(n_on(3), 20);
+        CHECK_EQ(repair(&block), 80);
+        CHECK_EQ(n_on(3), 20);
     }
 }
 
-/* ---- pages that cannot be moved ---- */
-
-static void test_full_node(void) {
-    play(20000, um_page_bytes());
-    for (size_t page = 0; page < kernel.n_pages; page++) {
-        kernel.node[page] = 2;
-    }
+TEST(full_node) {
+    play(20000, um_page_bytes(), 2);
     kernel.room[1] = 3000;
     um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
-    CHECK_EQ_U64(repair(&block), 7000);
-    CHECK_EQ_U64(n_on(0), 10000);
-    CHECK_EQ_U64(n_on(1), 3000);
-    CHECK_EQ_U64(n_on(2), 7000);
+    CHECK_EQ(repair(&block), 7000);
+    CHECK_EQ(n_on(0), 10000);
+    CHECK_EQ(n_on(1), 3000);
+    CHECK_EQ(n_on(2), 7000);
 
     kernel.room[0] = 0;
     block = make_block(UM_NUMA_BIND, 1 << 0, 1);
-    CHECK_EQ_U64(repair(&block), 10000);
+    CHECK_EQ(repair(&block), 10000);
     CHECK(kernel.n_calls < 40); /* not one for each page */
 }
 
-static void test_immovable_pages(void) {
+TEST(immovable_pages) {
     uint64_t seed = 23;
-    play(10000, um_page_bytes());
+    play(10000, um_page_bytes(), NOWHERE);
     size_t n_pinned = 0, n_shared = 0;
     for (size_t page = 0; page < kernel.n_pages; page++) {
         uint64_t r = test_random(&seed) % 100;
@@ -547,72 +514,62 @@ static void test_immovable_pages(void) {
     REQUIRE(n_pinned > 50);
     REQUIRE(n_shared > 50);
     um_block block = make_block(UM_NUMA_BIND, 1, 1);
-    CHECK_EQ_U64(repair(&block), n_pinned + n_shared);
-    CHECK_EQ_U64(n_on(1), n_pinned + n_shared);
-
+    CHECK_EQ(repair(&block), n_pinned + n_shared);
+    CHECK_EQ(n_on(1), n_pinned + n_shared);
     /* A page that is in use for a moment is tried again; for one that stays in use there is no
      * wait. */
-    play(10, um_page_bytes());
-    memset(kernel.node, 0, sizeof kernel.node);
+    play(10, um_page_bytes(), 0);
     kernel.busy[3] = 2;
     block = make_block(UM_NUMA_BIND, 1 << 1, 1);
-    CHECK_EQ_U64(repair(&block), 0);
+    CHECK_EQ(repair(&block), 0);
     memset(kernel.node, 0, sizeof kernel.node);
     kernel.busy[3] = UINT32_MAX;
-    CHECK_EQ_U64(repair(&block), 1);
+    CHECK_EQ(repair(&block), 1);
     CHECK(kernel.n_calls < 20);
-
     /* All of the memory is pinned by a device: after some pages the rest is not tried. */
     size_t unit_pages[] = {1, HUGE};
     for (int i = 0; i < 2; i++) {
-        play(MAX_PAGES, um_page_bytes());
-        for (size_t page = 0; page < MAX_PAGES; page++) {
-            kernel.node[page] = 0;
-            kernel.pinned[page] = true;
-        }
+        play(MAX_PAGES, um_page_bytes(), 0);
+        memset(kernel.pinned, true, sizeof kernel.pinned);
         for (size_t first = 0; i == 1 && first < MAX_PAGES; first += HUGE) {
             play_huge(first, HUGE);
         }
         block = make_block(UM_NUMA_BIND, 1 << 1, unit_pages[i]);
-        CHECK_EQ_U64(repair(&block), MAX_PAGES);
+        CHECK_EQ(repair(&block), MAX_PAGES);
         CHECK(kernel.n_calls < 1000);
     }
 }
 
-/* ---- refused calls, and faults ---- */
-
-static void test_refused(void) {
-    play(4, um_page_bytes());
+TEST(refused) {
+    play(4, um_page_bytes(), NOWHERE);
     play_books();
     uint64_t elsewhere = 12345;
     um_block block = make_block(UM_NUMA_NONE, 0, 1);
-    CHECK_STATUS(UM_E_INVALID, um_block_repair(&block, &elsewhere, &test_err));
+    CHECK_INVALID(um_block_repair(&block, &elsewhere, &test_err));
     CHECK(um_block_repair(&block, NULL, NULL) == UM_E_INVALID);
-    CHECK_EQ_U64(elsewhere, 12345);
+    CHECK_EQ(elsewhere, 12345);
 }
 
 /* Half of the pages on the wrong node. */
 static void play_strays(void) {
-    play(5000, um_page_bytes());
+    play(5000, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < kernel.n_pages; page++) {
         kernel.node[page] = page % 4 < 2 ? 0 : 2;
     }
     play_books();
 }
 
-static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done) {
-    static os_state before, after;
+/* Returns true when there was an Nth call to fail. */
+static bool check_fault(um_block *block, unsigned n, int os_errno) {
     uint64_t elsewhere = 12345;
     play_strays();
-    os_state_read(&before);
+    os_state_begin();
     fault_os_fail_nth(n, os_errno);
     test_err_pattern(&test_err);
     um_status status = um_block_repair(block, &elsewhere, &test_err);
     const char *failed = fault_os_failed();
     fault_os_fail_nth(0, 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-    *out_done = failed == NULL;
+    CHECK(os_state_unchanged());
     if (status == UM_OK) {
         /* A fault changes only which reports are read, or in which order. A node that is said to be
          * full is not tried again, and its pages are counted as misplaced. */
@@ -621,38 +578,33 @@ static void test_fault(um_block *block, unsigned n, int os_errno, bool *out_done
               strcmp(failed, "um_os_read") == 0 || strcmp(failed, "um_os_close") == 0);
         CHECK(!full || os_errno == ENOMEM);
         size_t n_wrong = n_misplaced_at_best(&block->numa, NULL, 1);
-        CHECK_EQ_U64(elsewhere, n_wrong * kernel.page_bytes);
+        CHECK_EQ(elsewhere, n_wrong * kernel.page_bytes);
         CHECK((n_wrong == 0) == !full);
     } else {
         CHECK(failed != NULL);
         CHECK(test_err.status == status);
         CHECK(test_err.os_errno == os_errno);
         CHECK(status == (os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS) || status == UM_E_IO);
-        CHECK_EQ_U64(elsewhere, 12345);
-        CHECK_EQ_U64(n_on(NOWHERE), 0);
-        CHECK_EQ_U64(repair(block), 0);
+        CHECK_EQ(elsewhere, 12345);
+        CHECK_EQ(n_on(NOWHERE), 0);
+        CHECK_EQ(repair(block), 0);
     }
+    return failed != NULL;
 }
 
-static void test_faults(void) {
-    static const char *const weights[] = {"/sys/kernel/mm/mempolicy/weighted_interleave/node0",
-                                          "/sys/kernel/mm/mempolicy/weighted_interleave/node1"};
-    fault_os_file(weights[0], "1\n");
-    fault_os_file(weights[1], "1\n");
-    um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 1, 1);
+TEST(faults) {
+    fault_os_file(WEIGHT_OF(0), "1\n");
+    fault_os_file(WEIGHT_OF(1), "1\n");
     play_strays();
-    int errnos[] = {EPERM, ENOMEM};
-    for (int i = 0; i < 2; i++) {
-        um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
-        for (int m = 0; m < 2; m++) {
-            block = make_block(modes[m], 1 << 0 | 1 << 1, 1);
-            bool done = false;
-            unsigned n = 1;
-            for (; !done; n++) {
-                test_fault(&block, n, errnos[i], &done);
-            }
-            CHECK(n > 10);
+    um_numa_mode modes[] = {UM_NUMA_WEIGHTED, UM_NUMA_INTERLEAVE};
+    um_block block = make_block(modes[0], 1 << 0 | 1 << 1, 1);
+    for (int i = 0; i < 4; i++) {
+        unsigned n = 1;
+        block.numa.mode = modes[i % 2];
+        while (check_fault(&block, n, i / 2 == 0 ? EPERM : ENOMEM)) {
+            n++;
         }
+        CHECK(n > 10);
     }
     for (unsigned n = 1; n <= 2; n++) {
         uint64_t elsewhere = 12345;
@@ -660,72 +612,37 @@ static void test_faults(void) {
         fault_os_fail_nth_alloc(n);
         CHECK_STATUS(UM_E_NOMEM, um_block_repair(&block, &elsewhere, &test_err));
         CHECK(test_err.os_errno == ENOMEM);
-        CHECK_EQ_U64(elsewhere, 12345);
+        CHECK_EQ(elsewhere, 12345);
     }
-    fault_os_fail_nth_alloc(0);
-    fault_os_file(weights[0], NULL);
-    fault_os_file(weights[1], NULL);
 }
 
-/* ---- the real kernel ---- */
-
-static void test_real_kernel(void) {
-    fault_os_file("/proc/self/smaps", NULL);
-    fault_os_file("/proc/self/numa_maps", NULL);
-    fault_os_file("/sys/devices/system/node/has_memory", NULL);
-    fault_os_move_pages(NULL);
+/* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
+TEST(real_kernel) {
     um_block block;
-    um_block_options options = {
-        .pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH, .numa = policy(UM_NUMA_INTERLEAVE, 0)};
     um_placement placement;
-    REQUIRE(CHECK_OK(um_block_map(&block, 100 * um_page_bytes(),
-                                  &(um_block_options){.pages = UM_PAGES_4K}, &test_err)));
+    um_block_options options = {.pages = UM_PAGES_4K, .category = UM_CAT_SCRATCH};
+    REQUIRE(CHECK_OK(um_block_map(&block, 100 * um_page_bytes(), &options, &test_err)));
     memset(block.base, 1, block.nbytes);
     CHECK_OK(um_block_verify(&block, &placement, &test_err));
     CHECK_OK(um_block_unmap(&block, &test_err));
+    options.numa.mode = UM_NUMA_INTERLEAVE;
     for (unsigned node = 0; node < 64; node++) {
         options.numa.nodes[0] |= (uint64_t)(placement.node_bytes[node] > 0) << node;
     }
-    if (options.numa.nodes[0] == 0) {
-        test_skip("repair with the real kernel", "memory lies on no node below 64");
-        return;
-    }
-    /* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
+    SKIP_UNLESS(options.numa.nodes[0] != 0, "memory lies on no node below 64");
     um_status status = um_block_map(&block, 100 * um_page_bytes(), &options, &test_err);
-    if (status != UM_OK) {
-        test_skip("repair with the real kernel", "this process may not set a NUMA policy");
-        return;
-    }
+    SKIP_UNLESS(status == UM_OK, "this process may not set a NUMA policy");
     memset(block.base, 1, block.nbytes);
     uint64_t elsewhere = 12345;
     CHECK_OK(um_block_repair(&block, &elsewhere, &test_err));
-    CHECK_EQ_U64(elsewhere, 0);
-    CHECK(((unsigned char *)block.base)[12345] == 1);
-    int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {-1, -1};
+    CHECK_EQ(elsewhere, 0);
+    CHECK(is_filled(block.base, block.nbytes, 1));
+    int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {node, node};
     void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
-    if (um_os_move_pages(2, pages, NULL, where) == 0) {
-        CHECK(where[0] == node);
-        CHECK(where[1] == node);
-    } else {
-        test_skip("move_pages", "the kernel refuses it here");
+    if (um_os_move_pages(2, pages, NULL, where) != 0) {
+        test_skip("the kernel refuses move_pages here");
     }
+    CHECK(where[0] == node);
+    CHECK(where[1] == node);
     CHECK_OK(um_block_unmap(&block, &test_err));
-}
-
-int main(void) {
-    fault_os_move_pages(play_move_pages);
-    test_pattern();
-    test_bind();
-    test_gaps();
-    test_interleave();
-    test_weighted();
-    test_huge_pages();
-    test_small_pages_of_huge_units();
-    test_hugetlb();
-    test_full_node();
-    test_immovable_pages();
-    test_refused();
-    test_faults();
-    test_real_kernel();
-    return test_report();
 }

@@ -1,32 +1,30 @@
 /* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
 #include "os.h"
-
-static size_t page;
+#include <sched.h>
 
 /* `call` must make one system call and return this result. */
 #define CHECK_CALL(expected, call)                                                                 \
     do {                                                                                           \
         um_counters counted_before, counted_after;                                                 \
         um_counters_read(&counted_before);                                                         \
-        CHECK_EQ_U64(call, expected);                                                              \
+        CHECK_EQ(call, expected);                                                                  \
         um_counters_read(&counted_after);                                                          \
-        CHECK_EQ_U64(counted_after.n_os_calls, counted_before.n_os_calls + 1);                     \
+        CHECK_EQ(counted_after.n_os_calls, counted_before.n_os_calls + 1);                         \
     } while (0)
+
+TEST(page_bytes) {
+    CHECK_EQ(um_os_page_bytes(), sysconf(_SC_PAGESIZE));
+    CHECK_EQ(page, um_os_page_bytes());
+}
+
+/* Pages that can be read and written. */
+static char *map_pages(size_t n) {
+    char *base = NULL;
+    CHECK_CALL(0, um_os_reserve(n * page, (void **)&base));
+    CHECK_CALL(0, um_os_map_at(base, n * page, 0));
+    return base;
+}
 
 /* The second, the third and the seventh of eight pages are mapped. */
 static void check_scan(char *eight) {
@@ -36,70 +34,62 @@ static void check_scan(char *eight) {
     CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
     int os_errno = um_os_scan_pages(pagemap, eight, 8 * page, runs, 4, &n_runs, &scanned);
     if (os_errno == ENOTTY) {
-        test_skip("PAGEMAP_SCAN", "this kernel is older than Linux 6.7");
+        test_skip("this kernel is older than Linux 6.7");
         CHECK(n_runs == 777);
         CHECK(scanned == 777);
     } else {
-        CHECK_EQ_U64(os_errno, 0);
+        CHECK_EQ(os_errno, 0);
         CHECK(n_runs == 2);
         CHECK(scanned == 8 * page);
-        CHECK_EQ_U64(runs[0].start, (uintptr_t)eight + page);
-        CHECK_EQ_U64(runs[0].end, (uintptr_t)eight + 3 * page);
-        CHECK_EQ_U64(runs[1].start, (uintptr_t)eight + 6 * page);
-        CHECK_EQ_U64(runs[1].end, (uintptr_t)eight + 7 * page);
-        CHECK(runs[0].huge == 0);
-        CHECK(runs[1].huge == 0);
+        static const size_t ends[][2] = {{1, 3}, {6, 7}};
+        for (size_t i = 0; i < 2; i++) {
+            CHECK_EQ(runs[i].start, (uintptr_t)eight + ends[i][0] * page);
+            CHECK_EQ(runs[i].end, (uintptr_t)eight + ends[i][1] * page);
+            CHECK_EQ(runs[i].huge, 0);
+        }
         CHECK_CALL(0, um_os_scan_pages(pagemap, eight, 8 * page, runs, 1, &n_runs, &scanned));
         CHECK(n_runs == 1);
         CHECK(scanned >= 3 * page);
         CHECK(scanned <= 6 * page);
         n_runs = 777;
         CHECK_CALL(EBADF, um_os_scan_pages(-1, eight, page, runs, 4, &n_runs, &scanned));
-        CHECK_EQ_U64(n_runs, 777);
+        CHECK_EQ(n_runs, 777);
     }
     CHECK_CALL(0, um_os_close(pagemap));
 }
 
-static void test_memory(void) {
+TEST(memory) {
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(16 * page, (void **)&base));
     REQUIRE(base != NULL);
     REQUIRE((uintptr_t)base % page == 0);
-    CHECK(strcmp(os_state_permissions(base), "---p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 16 * page - 1), "---p") == 0);
-
+    CHECK_PAGES(base, "----------------");
     CHECK_CALL(0, um_os_map_at(base + 4 * page, 8 * page, 0));
-    CHECK(strcmp(os_state_permissions(base + 4 * page - 1), "---p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 4 * page), "rw-p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 12 * page - 1), "rw-p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 12 * page), "---p") == 0);
+    CHECK_STR(os_state_permissions(base + 4 * page), "rw-p");
+    CHECK_STR(os_state_permissions(base + 4 * page - 1), "---p");
+    CHECK_STR(os_state_permissions(base + 12 * page - 1), "rw-p");
+    CHECK_STR(os_state_permissions(base + 12 * page), "---p");
 
     unsigned char pages[8];
-    memset(pages, 0xFF, sizeof pages);
-    CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    for (int i = 0; i < 8; i++) {
-        CHECK((pages[i] & 1) == 0);
+    static const unsigned char resident[8] = {0, 1, 1, 0, 0, 0, 1, 0};
+    for (int touched = 0; touched < 2; touched++) {
+        memset(pages, 0xFF, sizeof pages);
+        CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
+        for (int i = 0; i < 8; i++) {
+            CHECK_EQ(pages[i] & 1, touched ? resident[i] : 0);
+        }
+        CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
+        CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
     }
-    CHECK_CALL(0, um_os_advise(base + 5 * page, 2 * page, UM_OS_POPULATE_WRITE));
-    CHECK_CALL(0, um_os_advise(base + 10 * page, page, UM_OS_POPULATE_READ));
-    CHECK_CALL(0, um_os_residency(base + 4 * page, 8 * page, pages));
-    CHECK((pages[0] & 1) == 0);
-    CHECK((pages[1] & 1) == 1);
-    CHECK((pages[2] & 1) == 1);
-    CHECK((pages[3] & 1) == 0);
-    CHECK(base[5 * page] == 0);
-    CHECK(base[7 * page - 1] == 0);
-
-    /* Pages 1, 2 and 6 of the 8. */
     check_scan(base + 4 * page);
+    CHECK_PAGES(base, "----00000000----");
 
     if (um_huge_page_bytes() != 0) {
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_HUGE));
         CHECK_CALL(0, um_os_advise(base + 4 * page, 8 * page, UM_OS_NO_HUGE));
     }
     CHECK_CALL(0, um_os_unmap(base, 16 * page));
-    CHECK(strcmp(os_state_permissions(base + 5 * page), "") == 0);
-
+    CHECK_STR(os_state_permissions(base + 5 * page), "");
     /* A failure leaves the output alone. */
     void *untouched = &page;
     CHECK_CALL(ENOMEM, um_os_reserve((size_t)1 << 62, &untouched));
@@ -110,14 +100,13 @@ static void test_memory(void) {
     CHECK_CALL(EINVAL, um_os_advise(base + 1, page, UM_OS_HUGE));
 }
 
-static void test_files(void) {
-    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
-    REQUIRE(fd >= 0);
+TEST(files) {
+    int fd = memory_file(0), opened = 777;
     CHECK(pwrite(fd, "first", 5, 0) == 5);
     CHECK(pwrite(fd, "second", 6, (off_t)page) == 6);
     uint64_t file_nbytes = 777;
     CHECK_CALL(0, um_os_file_nbytes(fd, &file_nbytes));
-    CHECK_EQ_U64(file_nbytes, page + 6);
+    CHECK_EQ(file_nbytes, page + 6);
 
     char path[64], bytes[16] = "";
     size_t n = 777;
@@ -136,7 +125,7 @@ static void test_files(void) {
     CHECK(n == 6);
     CHECK(memcmp(bytes, "second", 6) == 0);
     CHECK_CALL(0, um_os_pread(opened, bytes, sizeof bytes, page + 6, &n));
-    CHECK_EQ_U64(n, 0);
+    CHECK_EQ(n, 0);
     CHECK_CALL(0, um_os_close(opened));
     CHECK_CALL(EBADF, um_os_close(opened));
 
@@ -145,8 +134,8 @@ static void test_files(void) {
     CHECK_CALL(0, um_os_reserve(2 * page, (void **)&private));
     CHECK_CALL(0, um_os_map_file_at(shared, fd, page, page, UM_ACCESS_READ));
     CHECK_CALL(0, um_os_map_file_at(private, fd, 0, 2 * page, UM_ACCESS_PRIVATE));
-    CHECK(strcmp(os_state_permissions(shared), "r--s") == 0);
-    CHECK(strcmp(os_state_permissions(private), "rw-p") == 0);
+    CHECK_STR(os_state_permissions(shared), "r--s");
+    CHECK_STR(os_state_permissions(private), "rw-p");
     CHECK(memcmp(shared, "second", 6) == 0);
     CHECK(memcmp(private + page, "second", 6) == 0);
     private[page] = 'S';
@@ -158,9 +147,8 @@ static void test_files(void) {
 }
 
 /* A failure leaves the output alone. */
-static void test_failures_of_files(void) {
-    int fd = memfd_create("unimem-test", MFD_CLOEXEC), opened = 777;
-    REQUIRE(fd >= 0);
+TEST(failures_of_files) {
+    int fd = memory_file(0), opened = 777;
     uint64_t file_nbytes = 777;
     size_t n = 777;
     char bytes[1];
@@ -168,7 +156,7 @@ static void test_failures_of_files(void) {
     CHECK_CALL(0, um_os_reserve(page, (void **)&shared));
     CHECK_CALL(EBADF, um_os_map_file_at(shared, -1, 0, page, UM_ACCESS_READ));
     CHECK_CALL(EINVAL, um_os_map_file_at(shared, fd, 1, page, UM_ACCESS_READ));
-    CHECK(strcmp(os_state_permissions(shared), "---p") == 0);
+    CHECK_STR(os_state_permissions(shared), "---p");
     CHECK_CALL(0, um_os_unmap(shared, page));
     CHECK_CALL(EBADF, um_os_pread(-1, bytes, 1, 0, &n));
     CHECK_CALL(EINVAL, um_os_pread(fd, bytes, 1, UINT64_MAX, &n));
@@ -181,29 +169,21 @@ static void test_failures_of_files(void) {
     close(fd);
 }
 
-/* ---- placed memory ---- */
-
-static void test_reserve_at(void) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(8 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 8 * page, 0));
+TEST(reserve_at) {
+    char *base = map_pages(8);
     memset(base, 1, 8 * page);
     CHECK_CALL(0, um_os_reserve_at(base + 2 * page, 3 * page));
-    CHECK(strcmp(os_state_permissions(base + 2 * page - 1), "rw-p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 2 * page), "---p") == 0);
-    CHECK(strcmp(os_state_permissions(base + 5 * page - 1), "---p") == 0);
+    CHECK_PAGES(base, "11---111");
     CHECK(has_vm_flag(base, "ac"));
     CHECK(!has_vm_flag(base + 2 * page, "ac"));
     CHECK_CALL(0, um_os_map_at(base + 2 * page, 3 * page, 0));
-    CHECK(is_filled(base, 2 * page, 1));
-    CHECK(is_filled(base + 2 * page, 3 * page, 0));
     CHECK_CALL(EINVAL, um_os_reserve_at(base + 1, page));
-    CHECK(is_filled(base, 2 * page, 1));
+    CHECK_PAGES(base, "11000111");
     CHECK_CALL(0, um_os_unmap(base, 8 * page));
 }
 
 /* Each advice has the effect of its name, as far as smaps shows it. */
-static void test_advice(void) {
+TEST(advice) {
     struct {
         um_os_advice advice;
         const char *flag;
@@ -212,10 +192,8 @@ static void test_advice(void) {
                  {UM_OS_DONT_FORK, "dc", true},  {UM_OS_HUGE, "hg", true},
                  {UM_OS_NO_HUGE, "nh", true},    {UM_OS_NO_HUGE, "hg", false}};
     bool thp = um_huge_page_bytes() != 0;
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    char *base = map_pages(4);
+    for (size_t i = 0; i < COUNT(cases); i++) {
         if (thp || (cases[i].advice != UM_OS_HUGE && cases[i].advice != UM_OS_NO_HUGE)) {
             CHECK_CALL(0, um_os_advise(base, 4 * page, cases[i].advice));
             CHECK(has_vm_flag(base, cases[i].flag) == cases[i].there);
@@ -229,12 +207,10 @@ static void test_advice(void) {
     CHECK_CALL(ENOMEM, um_os_advise(base, 4 * page, UM_OS_WILLNEED));
 }
 
-static void test_lock(void) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+TEST(lock) {
+    char *base = map_pages(4);
     if (um_os_lock(base, page, 1) != 0) {
-        test_skip("locking", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     } else {
         unsigned char pages[4];
         CHECK_CALL(0, um_os_lock(base, 2 * page, 0));
@@ -253,7 +229,7 @@ static void test_lock(void) {
     CHECK_CALL(ENOMEM, um_os_unlock(base, page));
 }
 
-static void test_policy(void) {
+TEST(policy) {
     struct {
         um_numa_mode mode;
         const char *policy;
@@ -261,25 +237,23 @@ static void test_policy(void) {
                  {UM_NUMA_INTERLEAVE, "interleave:0"},
                  {UM_NUMA_PREFERRED, "prefer:0"}};
     um_numa numa = {.mode = UM_NUMA_BIND, .nodes = {1}};
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+    char *base = map_pages(4);
     int os_errno = um_os_bind(base, 4 * page, &numa);
     if (os_errno == EPERM || os_errno == ENOSYS) {
-        test_skip("policies", "mbind is refused here");
+        test_skip("mbind is refused here");
         CHECK_CALL(0, um_os_unmap(base, 4 * page));
         return;
     }
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         numa.mode = cases[i].mode;
         CHECK_CALL(0, um_os_bind(base, 4 * page, &numa));
-        CHECK(strcmp(policy_at(base), cases[i].policy) == 0);
+        CHECK_STR(policy_at(base), cases[i].policy);
     }
     numa.mode = UM_NUMA_WEIGHTED;
     if (um_os_bind(base, 4 * page, &numa) == 0) {
-        CHECK(strcmp(policy_at(base), "weighted interleave:0") == 0);
+        CHECK_STR(policy_at(base), "weighted interleave:0");
     } else {
-        test_skip("weighted interleaving", "the kernel is older than 6.9");
+        test_skip("the kernel is older than 6.9");
     }
     /* All possible nodes: those that the machine lacks are left out, not misread. */
     numa.mode = UM_NUMA_PREFERRED;
@@ -293,16 +267,14 @@ static void test_policy(void) {
     CHECK_CALL(EFAULT, um_os_bind(base, 4 * page, &numa));
 }
 
-static void test_move_pages(void) {
-    char *base = NULL;
-    CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
-    CHECK_CALL(0, um_os_map_at(base, 4 * page, 0));
+TEST(move_pages) {
+    char *base = map_pages(4);
     base[page] = 1;
     void *pages[] = {base, base + page};
     int status[] = {777, 777}, nodes[] = {0, 0};
     int os_errno = um_os_move_pages(2, pages, NULL, status);
     if (os_errno == EPERM || os_errno == ENOSYS) {
-        test_skip("move_pages", "it is refused here");
+        test_skip("it is refused here");
     } else {
         CHECK_CALL(0, um_os_move_pages(2, pages, NULL, status));
         CHECK(status[0] == -ENOENT);
@@ -317,9 +289,7 @@ static void test_move_pages(void) {
     CHECK_CALL(0, um_os_unmap(base, 4 * page));
 }
 
-/* ---- shared memory ---- */
-
-static void test_memfd(void) {
+TEST(memfd) {
     int fd = 777, copy = 777;
     uint64_t nbytes = 777;
     size_t file_page = 777;
@@ -331,12 +301,12 @@ static void test_memfd(void) {
     CHECK((fchmod(fd, 0777) == 0) == (known < 0));
     close(known);
     CHECK_CALL(0, um_os_file_nbytes(fd, &nbytes));
-    CHECK_EQ_U64(nbytes, 0);
+    CHECK_EQ(nbytes, 0);
     CHECK_CALL(0, um_os_resize(fd, 4 * page));
     CHECK_CALL(0, um_os_file_nbytes(fd, &nbytes));
-    CHECK_EQ_U64(nbytes, 4 * page);
+    CHECK_EQ(nbytes, 4 * page);
     CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
-    CHECK_EQ_U64(file_page, page);
+    CHECK_EQ(file_page, page);
     CHECK_CALL(0, um_os_duplicate(fd, &copy));
     CHECK(copy != fd);
     CHECK(copy != 777);
@@ -345,12 +315,10 @@ static void test_memfd(void) {
     char *base = NULL;
     CHECK_CALL(0, um_os_reserve(4 * page, (void **)&base));
     CHECK_CALL(0, um_os_map_file_at(base, copy, 0, 4 * page, UM_ACCESS_SHARED));
-    CHECK(strcmp(os_state_permissions(base), "rw-s") == 0);
+    CHECK_STR(os_state_permissions(base), "rw-s");
     memset(base, 1, 4 * page);
     CHECK_CALL(0, um_os_punch_hole(fd, page, 2 * page));
-    CHECK(is_filled(base, page, 1));
-    CHECK(is_filled(base + page, 2 * page, 0));
-    CHECK(is_filled(base + 3 * page, page, 1));
+    CHECK_PAGES(base, "1001");
 
     int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
     CHECK_CALL(0, um_os_seal(fd, 0));
@@ -366,7 +334,7 @@ static void test_memfd(void) {
     CHECK_CALL(0, um_os_close(fd));
 }
 
-static void test_memfd_failures(void) {
+TEST(memfd_failures) {
     int fd = 777;
     size_t file_page = 777;
     CHECK_CALL(EBADF, um_os_duplicate(-1, &fd));
@@ -379,27 +347,24 @@ static void test_memfd_failures(void) {
     CHECK(file_page == 777);
 }
 
-static void test_hugetlb(void) {
-    enum { SHIFT = 21, HUGE_BYTES = 1 << SHIFT };
-    if (meminfo("Hugepagesize") * 1024 != HUGE_BYTES || !huge_pool_borrow(4)) {
-        test_skip("hugetlb pages", "this process may not fill the pool of 2 MiB pages");
-        return;
-    }
+TEST(hugetlb) {
+    enum { SHIFT = 21 };
+    BORROW_HUGE_PAGES(4);
     char *reserved = NULL;
     CHECK_CALL(0, um_os_reserve(5 * HUGE_BYTES, (void **)&reserved));
     char *base = (char *)(((uintptr_t)reserved / HUGE_BYTES + 1) * HUGE_BYTES);
     CHECK_CALL(0, um_os_map_at(base, 2 * HUGE_BYTES, SHIFT));
-    CHECK_EQ_U64(smaps_bytes(base, "KernelPageSize:"), HUGE_BYTES);
+    CHECK_EQ(smaps_bytes(base, "KernelPageSize:"), HUGE_BYTES);
     base[HUGE_BYTES] = 1;
     CHECK_CALL(0, um_os_reserve_at(base + HUGE_BYTES, HUGE_BYTES));
-    CHECK(strcmp(os_state_permissions(base + HUGE_BYTES), "---p") == 0);
+    CHECK_STR(os_state_permissions(base + HUGE_BYTES), "---p");
     CHECK_CALL(EINVAL, um_os_map_at(base + page, HUGE_BYTES, SHIFT));
 
     int fd = 777;
     size_t file_page = 777;
     CHECK_CALL(0, um_os_memfd("unimem-test", SHIFT, &fd));
     CHECK_CALL(0, um_os_file_page_bytes(fd, &file_page));
-    CHECK_EQ_U64(file_page, HUGE_BYTES);
+    CHECK_EQ(file_page, HUGE_BYTES);
     CHECK_CALL(0, um_os_resize(fd, 2 * HUGE_BYTES));
     CHECK_CALL(
         0, um_os_map_file_at(base + 2 * HUGE_BYTES, fd, HUGE_BYTES, HUGE_BYTES, UM_ACCESS_SHARED));
@@ -408,10 +373,7 @@ static void test_hugetlb(void) {
     CHECK(base[2 * HUGE_BYTES] == 0);
     CHECK_CALL(0, um_os_unmap(reserved, 5 * HUGE_BYTES));
     CHECK_CALL(0, um_os_close(fd));
-    huge_pool_give_back();
 }
-
-/* ---- threads ---- */
 
 typedef struct runner {
     size_t cpu;
@@ -438,23 +400,23 @@ static void *read_mask(void *arg) {
 
 /* A thread gets no signals except for its own faults. The mask of the thread that started it is
  * unchanged. */
-static void test_signals_of_threads(void) {
+TEST(signals_of_threads) {
     sigset_t before, after, seen;
     um_os_thread thread;
     sigemptyset(&seen);
     pthread_sigmask(SIG_BLOCK, NULL, &before);
-    CHECK_EQ_U64(um_os_thread_start(&thread, read_mask, &seen), 0);
-    CHECK_EQ_U64(um_os_thread_join(thread), 0);
+    CHECK_EQ(um_os_thread_start(&thread, read_mask, &seen), 0);
+    CHECK_EQ(um_os_thread_join(thread), 0);
     pthread_sigmask(SIG_BLOCK, NULL, &after);
     for (int i = 1; i < SIGRTMIN; i++) {
         CHECK(sigismember(&after, i) == sigismember(&before, i));
     }
     int blocked[] = {SIGINT, SIGTERM, SIGALRM, SIGCHLD, SIGUSR1, SIGRTMIN, SIGRTMAX};
-    for (size_t i = 0; i < sizeof blocked / sizeof blocked[0]; i++) {
+    for (size_t i = 0; i < COUNT(blocked); i++) {
         CHECK(sigismember(&seen, blocked[i]) == 1);
     }
     int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT};
-    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+    for (size_t i = 0; i < COUNT(faults); i++) {
         CHECK(sigismember(&seen, faults[i]) == 0);
     }
 }
@@ -466,7 +428,7 @@ static void *set_and_wake(void *arg) {
     return NULL;
 }
 
-static void test_waiting(void) {
+TEST(waiting) {
     _Atomic uint32_t word = 5;
     CHECK_CALL(EAGAIN, um_os_wait(&word, 4, 60000));
     CHECK_CALL(ETIMEDOUT, um_os_wait(&word, 5, 1));
@@ -474,18 +436,18 @@ static void test_waiting(void) {
     CHECK_CALL(0, um_os_wake(&word));
     um_os_thread thread;
     atomic_store(&word, 0);
-    CHECK_EQ_U64(um_os_thread_start(&thread, set_and_wake, &word), 0);
+    CHECK_EQ(um_os_thread_start(&thread, set_and_wake, &word), 0);
     while (atomic_load(&word) == 0) {
         int os_errno = um_os_wait(&word, 0, 3600000);
         CHECK(os_errno == 0 || os_errno == EAGAIN);
     }
-    CHECK_EQ_U64(um_os_thread_join(thread), 0);
+    CHECK_EQ(um_os_thread_join(thread), 0);
 }
 
-static void test_file_systems(void) {
+TEST(file_systems) {
     int fs = 777, mount = 777;
     if (um_os_fs_open("no such file system", &fs) != ENODEV) {
-        test_skip("file systems", "this process may not mount any");
+        test_skip("this process may not mount any");
         return;
     }
     CHECK_CALL(EINVAL, um_os_fs_set(-1, "size", "1"));
@@ -514,7 +476,7 @@ static void test_file_systems(void) {
     CHECK_CALL(0, um_os_close(mount));
 }
 
-static void test_threads(void) {
+TEST(threads) {
     cpu_set_t mine, mask;
     CPU_ZERO(&mask);
     CHECK(sched_getaffinity(0, sizeof mine, &mine) == 0);
@@ -530,12 +492,12 @@ static void test_threads(void) {
         um_os_thread thread;
         um_counters start, end;
         um_counters_read(&start);
-        CHECK_EQ_U64(um_os_thread_start(&thread, run_on_cpu, &r), 0);
-        CHECK_EQ_U64(um_os_thread_join(thread), 0);
+        CHECK_EQ(um_os_thread_start(&thread, run_on_cpu, &r), 0);
+        CHECK_EQ(um_os_thread_join(thread), 0);
         um_counters_read(&end);
-        CHECK_EQ_U64(end.n_os_calls, start.n_os_calls + 3); /* start, set_affinity, join */
-        CHECK_EQ_U64(atomic_load(&r.ran), 1);
-        CHECK_EQ_U64(r.result, 0);
+        CHECK_EQ(end.n_os_calls, start.n_os_calls + 3); /* start, set_affinity, join */
+        CHECK_EQ(atomic_load(&r.ran), 1);
+        CHECK_EQ(r.result, 0);
         CHECK(CPU_COUNT(&r.cpus) == 1);
         CHECK(CPU_ISSET(cpu, &r.cpus));
     }
@@ -545,25 +507,4 @@ static void test_threads(void) {
     CHECK_CALL(0, um_os_set_affinity(&mine, sizeof mine));
     CHECK_CALL(0, um_os_get_affinity(&mask, sizeof mask));
     CHECK(CPU_EQUAL(&mine, &mask));
-}
-
-int main(void) {
-    page = um_os_page_bytes();
-    CHECK_EQ_U64(page, sysconf(_SC_PAGESIZE));
-    test_memory();
-    test_files();
-    test_failures_of_files();
-    test_reserve_at();
-    test_advice();
-    test_lock();
-    test_policy();
-    test_move_pages();
-    test_memfd();
-    test_memfd_failures();
-    test_hugetlb();
-    test_file_systems();
-    test_threads();
-    test_signals_of_threads();
-    test_waiting();
-    return test_report();
 }

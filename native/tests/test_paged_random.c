@@ -17,7 +17,7 @@ static void check_model(pool *p, um_paged_seq *seqs, const model *models) {
         }
         uint64_t longest =
             models[i].len[0] > models[i].len[1] ? models[i].len[0] : models[i].len[1];
-        CHECK_EQ_U64(seqs[i].n_blocks, (longest + 4) / 5);
+        CHECK_EQ(seqs[i].n_blocks, (longest + 4) / 5);
         for (uint32_t layer = 0; layer < 2; layer++) {
             check_tokens(&seqs[i], layer, models[i].tokens[layer], models[i].len[layer]);
         }
@@ -26,13 +26,13 @@ static void check_model(pool *p, um_paged_seq *seqs, const model *models) {
         }
     }
     for (uint32_t block = 0; block < N_BLOCKS; block++) {
-        CHECK_EQ_U64(um_paged_n_holders(&p->paged, block), holders[block]);
+        CHECK_EQ(um_paged_n_holders(&p->paged, block), holders[block]);
         n_held += holders[block] != 0;
         n_cached += holders[block] == 0 && um_paged_is_cached(&p->paged, block);
     }
-    CHECK_EQ_U64(um_paged_n_in_use(&p->paged), n_held);
-    CHECK_EQ_U64(p->paged.n_evictable, n_cached);
-    CHECK_EQ_U64(p->paged.n_free, N_BLOCKS - n_held - n_cached);
+    CHECK_EQ(um_paged_n_in_use(&p->paged), n_held);
+    CHECK_EQ(p->paged.n_evictable, n_cached);
+    CHECK_EQ(p->paged.n_free, N_BLOCKS - n_held - n_cached);
 }
 
 static void append_random(pool *p, um_paged_seq *seq, model *m, uint64_t *random) {
@@ -80,12 +80,12 @@ static void cache_random(pool *p, const um_paged_seq *seq, uint64_t *random) {
     }
 }
 
-static void test_random_operations(void) {
+TEST(random_operations) {
     um_dtype types[] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
     static model models[N_SEQS];
     for (uint64_t run = 0; run < 8; run++) {
         uint64_t random = run;
-        pool p = make_pool(spec_of(types[run % 4], N_BLOCKS));
+        AUTO_POOL p = make_pool(spec_of(types[run % 4], N_BLOCKS));
         um_paged_seq seqs[N_SEQS] = {0};
         memset(models, 0, sizeof models);
         for (int step = 0; step < 400; step++) {
@@ -128,11 +128,5 @@ static void test_random_operations(void) {
         for (int i = 0; i < N_SEQS; i++) {
             um_paged_seq_free(&seqs[i]);
         }
-        free_pool(&p);
     }
-}
-
-int main(void) {
-    test_random_operations();
-    return test_report();
 }

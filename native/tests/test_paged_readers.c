@@ -1,7 +1,6 @@
 /* Paged KV memory: a reader beside the writer never sees half of what is written. */
 #include "paged_pool.h"
-
-#include <pthread.h>
+#include <signal.h>
 
 enum { READ_TOKENS = 3000, READ_HEADS = 2 };
 static um_paged_seq *read_seq;
@@ -26,17 +25,11 @@ static void *read_all(void *arg) {
     return NULL;
 }
 
-static void test_reader_beside_the_writer(void) {
-    pool p = make_pool((um_paged_spec){.n_layers = 1,
-                                       .n_kv_heads = READ_HEADS,
-                                       .head_dim = 1,
-                                       .n_blocks = READ_TOKENS / 4 + 2,
-                                       .block_tokens = 4,
-                                       .type = UM_F32});
-    um_paged_seq seq = make_seq(&p), other = {0};
-    pthread_t reader;
+TEST(reader_beside_the_writer) {
+    AUTO_POOL p = make_pool((um_paged_spec){1, READ_HEADS, 1, READ_TOKENS / 4 + 2, 4, UM_F32});
+    AUTO_SEQ seq = make_seq(&p), other = {0};
     read_seq = &seq;
-    REQUIRE(pthread_create(&reader, NULL, read_all, NULL) == 0);
+    pthread_t reader = start_thread(read_all, NULL);
     for (uint32_t t = 0; t < READ_TOKENS; t++) {
         float row[READ_HEADS] = {(float)t, (float)t};
         CHECK_OK(um_paged_append(&seq, 0, row, row, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
@@ -50,9 +43,6 @@ static void test_reader_beside_the_writer(void) {
     }
     REQUIRE(pthread_join(reader, NULL) == 0);
     CHECK(!atomic_load(&read_torn));
-    um_paged_seq_free(&seq);
-    um_paged_seq_free(&other);
-    free_pool(&p);
 }
 
 /* The writer interrupts a gather while it copies a block, as another thread could: the writer gets
@@ -77,15 +67,10 @@ static void take_over(int signal) {
     }
 }
 
-static void test_a_copied_block_is_gathered_whole(void) {
+TEST(a_copied_block_is_gathered_whole) {
     static float out[TAIL * TAIL_HEADS * TAIL_DIM];
     size_t stride = sizeof out / TAIL_HEADS;
-    pool p = make_pool((um_paged_spec){.n_layers = 1,
-                                       .n_kv_heads = TAIL_HEADS,
-                                       .head_dim = TAIL_DIM,
-                                       .n_blocks = 3,
-                                       .block_tokens = TAIL + 1,
-                                       .type = UM_F32});
+    AUTO_POOL p = make_pool((um_paged_spec){1, TAIL_HEADS, TAIL_DIM, 3, TAIL + 1, UM_F32});
     gathered = make_seq(&p);
     third = make_seq(&p);
     for (size_t i = 0; i < TAIL * TAIL_HEADS * TAIL_DIM; i++) {
@@ -111,11 +96,4 @@ static void test_a_copied_block_is_gathered_whole(void) {
     um_paged_seq_free(&gathered);
     um_paged_seq_free(&forked);
     um_paged_seq_free(&third);
-    free_pool(&p);
-}
-
-int main(void) {
-    test_reader_beside_the_writer();
-    test_a_copied_block_is_gathered_whole();
-    return test_report();
 }

@@ -1,24 +1,12 @@
 /* Pages: the report on each page agrees with what was done to it, and with the sums of the
  * kernel. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <fcntl.h>
 #include <sys/prctl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "fault_os.h"
-#include "huge_pool.h"
 
 enum { IN_RAM = UM_PAGE_IN_RAM, MAPPED = UM_PAGE_IN_RAM | UM_PAGE_MAPPED };
 enum { MAX_PAGES = 1 << 14 };
 
 static const char has_memory_path[] = "/sys/devices/system/node/has_memory";
-static size_t page, huge_page;
 static uint8_t pages[MAX_PAGES + 1];
 static int16_t nodes[MAX_PAGES + 1];
 
@@ -51,38 +39,29 @@ static bool nodes_agree(size_t n) {
 }
 
 static um_block map_new_file(size_t nbytes, um_access access) {
-    const char *folder = getenv("TMPDIR");
-    char path[4096];
-    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX", folder != NULL ? folder : "/tmp");
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    unlink(path);
-    unsigned char *bytes = calloc(nbytes, 1);
-    REQUIRE(bytes != NULL);
-    REQUIRE(write(fd, bytes, nbytes) == (ssize_t)nbytes);
+    AUTO_FD fd = temp_file();
+    fill_file(fd, 0, nbytes);
     REQUIRE(fsync(fd) == 0);
-    free(bytes);
     REQUIRE(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, fd, 0, nbytes, access, UM_CAT_WEIGHTS, &test_err)));
-    close(fd);
     return block;
 }
 
-static void test_touched(void) {
-    um_block block = make_pages(100 * page, UM_PAGES_4K);
+TEST(touched) {
+    AUTO_BLOCK block = make_pages(100 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
     }
     look(&block, 0, 100 * page);
     for (size_t i = 0; i < 100; i++) {
-        CHECK_EQ_U64(pages[i], i % 3 == 0 ? MAPPED : 0);
+        CHECK_EQ(pages[i], i % 3 == 0 ? MAPPED : 0);
     }
     CHECK(nodes_agree(100));
     /* A range reports all pages that it touches. */
     look(&block, 3 * page + 1, 1);
-    CHECK_EQ_U64(pages[0], MAPPED);
+    CHECK_EQ(pages[0], MAPPED);
     look(&block, 4 * page - 1, 2);
     CHECK(pages[0] == MAPPED);
     CHECK(pages[1] == 0);
@@ -92,81 +71,70 @@ static void test_touched(void) {
     fault_os_limit_runs(1);
     look(&block, page, 99 * page);
     fault_os_limit_runs(0);
-    CHECK_EQ_U64(n_with(99, MAPPED), 33);
+    CHECK_EQ(n_with(99, MAPPED), 33);
     CHECK_OK(um_block_pages(&block, 0, 100 * page, pages, NULL, &test_err));
-    CHECK_EQ_U64(n_with(100, MAPPED), 34);
-    unmap_block(&block);
+    CHECK_EQ(n_with(100, MAPPED), 34);
 }
 
-static void test_locked(void) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
+TEST(locked) {
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, 4 * page);
-    if (um_block_lock(&block, UM_LOCK_ONFAULT, NULL) != UM_OK) {
-        test_skip("locked pages", "this process may not lock memory");
-        unmap_block(&block);
-        return;
-    }
+    SKIP_UNLESS(um_block_lock(&block, UM_LOCK_ONFAULT, NULL) == UM_OK,
+                "this process may not lock memory");
     look(&block, 0, 10 * page);
-    CHECK_EQ_U64(n_with(10, UM_PAGE_LOCKED | MAPPED), 4);
-    CHECK_EQ_U64(n_with(10, UM_PAGE_LOCKED), 4);
+    CHECK_EQ(n_with(10, UM_PAGE_LOCKED | MAPPED), 4);
+    CHECK_EQ(n_with(10, UM_PAGE_LOCKED), 4);
     CHECK_OK(um_block_lock(&block, UM_LOCK_NONE, &test_err));
     look(&block, 0, 10 * page);
-    CHECK_EQ_U64(n_with(10, UM_PAGE_LOCKED), 0);
-    unmap_block(&block);
+    CHECK_EQ(n_with(10, UM_PAGE_LOCKED), 0);
 }
 
-static void test_gaps_and_misuse(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 40 * page};
-    um_block block = make_block(10 * page, &options);
+TEST(gaps_and_misuse) {
+    AUTO_BLOCK block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 40 * page));
     CHECK_OK(um_block_commit(&block, 20 * page, 10 * page, &test_err));
-    memset((char *)block.base + 20 * page, 1, 5 * page);
+    memset(bytes_of(&block, 20 * page), 1, 5 * page);
     look(&block, 20 * page, 10 * page);
-    CHECK_EQ_U64(n_with(10, MAPPED), 5);
+    CHECK_EQ(n_with(10, MAPPED), 5);
     memset(pages, 0xA5, sizeof pages);
     struct {
         size_t offset, nbytes;
     } wrong[] = {{0, 11 * page}, {15 * page, page}, {30 * page, 1}, {41 * page, 0}, {1, SIZE_MAX}};
-    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID, um_block_pages(&block, wrong[i].offset, wrong[i].nbytes, pages,
-                                                  nodes, &test_err));
+    for (size_t i = 0; i < COUNT(wrong); i++) {
+        CHECK_INVALID(
+            um_block_pages(&block, wrong[i].offset, wrong[i].nbytes, pages, nodes, &test_err));
         CHECK(is_filled(pages, sizeof pages, 0xA5));
     }
-    unmap_block(&block);
 }
 
-static void test_huge(void) {
-    um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
+TEST(huge) {
+    AUTO_BLOCK block = make_pages(4 * huge_page, UM_PAGES_THP);
     size_t n = huge_page / page;
     unsigned char *bytes = block.base;
     bytes[huge_page] = bytes[3 * huge_page] = 1;
     uint64_t huge_bytes = placement_of(&block).huge_bytes;
     look(&block, 0, 4 * huge_page);
-    CHECK_EQ_U64(n_with(4 * n, UM_PAGE_HUGE) * page, huge_bytes);
-    CHECK_EQ_U64(n_with(n, MAPPED), 0);
+    CHECK_EQ(n_with(4 * n, UM_PAGE_HUGE) * page, huge_bytes);
+    CHECK_EQ(n_with(n, MAPPED), 0);
     CHECK(nodes_agree(4 * n));
     if (huge_bytes == 0) {
-        test_skip("huge pages", "the kernel gave none");
+        test_skip("the kernel gave none");
     } else {
-        CHECK_EQ_U64(pages[n] & UM_PAGE_HUGE, UM_PAGE_HUGE);
+        CHECK_EQ(pages[n] & UM_PAGE_HUGE, UM_PAGE_HUGE);
         /* A range that begins inside a huge page. */
         look(&block, huge_page + 5 * page, 20 * page);
-        CHECK_EQ_U64(n_with(20, MAPPED | UM_PAGE_HUGE), 20);
+        CHECK_EQ(n_with(20, MAPPED | UM_PAGE_HUGE), 20);
         CHECK(nodes_agree(20));
     }
-    unmap_block(&block);
 }
 
-static void test_hugetlb(void) {
+TEST(hugetlb) {
     size_t huge = (size_t)2 << 20, n = huge / page;
-    if (meminfo("Hugepagesize") != 2048 || !huge_pool_borrow(8)) {
-        test_skip("hugetlb", "no pages of 2 MiB can be had from the pool");
-        return;
-    }
+    BORROW_HUGE_PAGES(8);
     um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
     for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block = make_block(3 * huge, &options);
-        ((unsigned char *)block.base)[huge] = 1;
+        AUTO_BLOCK block = make_block(3 * huge, OPTIONS(.pages = UM_PAGES_2M, .sharing = kinds[i]));
+        *bytes_of(&block, huge) = 1;
         look(&block, 0, 3 * huge);
         uint8_t untouched = kinds[i] == UM_SHARING_NONE ? 0 : UM_PAGE_UNKNOWN;
         for (size_t k = 0; k < 3; k++) {
@@ -174,35 +142,32 @@ static void test_hugetlb(void) {
                             k == 1 ? MAPPED | UM_PAGE_HUGE | UM_PAGE_LOCKED : untouched));
         }
         CHECK(nodes_agree(3 * n));
-        unmap_block(&block);
     }
-    huge_pool_give_back();
 }
 
-static void test_shared(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+TEST(shared) {
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     memset(block.base, 1, 10 * page);
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
     look(&other, 0, 20 * page);
-    CHECK_EQ_U64(n_with(20, IN_RAM), 10);
-    CHECK_EQ_U64(n_with(20, UM_PAGE_MAPPED), 0);
+    CHECK_EQ(n_with(20, IN_RAM), 10);
+    CHECK_EQ(n_with(20, UM_PAGE_MAPPED), 0);
     CHECK(nodes_agree(20));
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
-static void test_files(void) {
+TEST(files) {
     um_access kinds[] = {UM_ACCESS_READ, UM_ACCESS_PRIVATE};
     for (int i = 0; i < 2; i++) {
         /* The distance is larger than readahead and large folios, so that one touch does not reach
          * the next. */
         size_t n = 4096, nbytes = n * page - 100;
-        um_block block = map_new_file(nbytes, kinds[i]);
+        AUTO_BLOCK block = map_new_file(nbytes, kinds[i]);
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
         look(&block, 0, nbytes);
         if (n_with(n, IN_RAM) != 0) {
-            test_skip("files", "the page cache keeps what it is told to drop");
+            test_skip("the page cache keeps what it is told to drop");
             unmap_block(&block);
             return;
         }
@@ -215,9 +180,8 @@ static void test_files(void) {
         CHECK(nodes_agree(n));
         uint64_t resident = 0;
         CHECK_OK(um_block_resident(&block, 0, nbytes, &resident, &test_err));
-        CHECK_EQ_U64(n_with(n, IN_RAM) * page, resident);
-        CHECK_EQ_U64(n_with(n, UM_PAGE_MAPPED) * page, placement_of(&block).resident_bytes);
-        unmap_block(&block);
+        CHECK_EQ(n_with(n, IN_RAM) * page, resident);
+        CHECK_EQ(n_with(n, UM_PAGE_MAPPED) * page, placement_of(&block).resident_bytes);
     }
 }
 
@@ -234,47 +198,40 @@ static bool look_as_nobody(void *arg) {
     CHECK_OK(um_block_warm(&block, 3 * page, page, 1, NULL, &test_err));
     look(&block, 0, 10 * page);
     CHECK(pages[3] == MAPPED);
-    CHECK_EQ_U64(n_with(10, UM_PAGE_UNKNOWN) + n_with(10, MAPPED), 10);
-    CHECK_EQ_U64(n_with(10, UM_PAGE_UNKNOWN | IN_RAM), 0);
+    CHECK_EQ(n_with(10, UM_PAGE_UNKNOWN) + n_with(10, MAPPED), 10);
+    CHECK_EQ(n_with(10, UM_PAGE_UNKNOWN | IN_RAM), 0);
     CHECK(nodes_agree(10));
     uint64_t resident = 0;
     CHECK_OK(um_block_resident(&block, 0, 10 * page, &resident, &test_err));
-    CHECK_EQ_U64(resident, n_with(10, MAPPED) * page);
+    CHECK_EQ(resident, n_with(10, MAPPED) * page);
     return atomic_load(&test_n_failures) == 0;
 }
 
-static void test_hidden_cache(void) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/unimem-test-XXXXXX",
-             getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
-    int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
+TEST(hidden_cache) {
+    AUTO_FD fd = temp_file();
     REQUIRE(ftruncate(fd, (off_t)(10 * page)) == 0);
     REQUIRE(fchmod(fd, 0644) == 0);
-    int reader = open(path, O_RDONLY | O_CLOEXEC);
+    AUTO_FD reader = reopen(fd, O_RDONLY);
     REQUIRE(reader >= 0);
-    REQUIRE(unlink(path) == 0);
     um_block block;
     REQUIRE(CHECK_OK(um_block_map_file(&block, reader, 0, 10 * page, UM_ACCESS_READ, UM_CAT_WEIGHTS,
                                        &test_err)));
     CHECK(block.is_cache_hidden == 0);
     unmap_block(&block);
     if (geteuid() != 0) {
-        test_skip("files of other users", "only root has files that nobody may read");
+        test_skip("only root has files that nobody may read");
     } else {
         CHECK(in_child(look_as_nobody, &reader));
     }
-    close(reader);
-    close(fd);
 }
 
 /* A process that has changed its user may not look at its own page tables. */
-static void test_without_pagemap(void) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
-    ((unsigned char *)block.base)[3 * page] = 1;
+TEST(without_pagemap) {
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
+    *bytes_of(&block, 3 * page) = 1;
     fault_os_fail_nth(2, EACCES); /* mincore, open */
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_open_read") == 0);
+    CHECK_STR(fault_os_failed(), "um_os_open_read");
     for (size_t i = 0; i < 10; i++) {
         CHECK(pages[i] == (i == 3 ? IN_RAM : 0));
         CHECK(nodes[i] == -1);
@@ -282,15 +239,11 @@ static void test_without_pagemap(void) {
     /* Any other failure to open is an error. */
     fault_os_fail_nth(2, EMFILE);
     CHECK(um_block_pages(&block, 0, 10 * page, pages, NULL, &test_err) == UM_E_OS);
-    fault_os_fail_nth(0, 0);
-    unmap_block(&block);
 }
 
-/* ---- other kernels ---- */
-
 /* Before Linux 6.7 there is no PAGEMAP_SCAN. */
-static void test_old_kernel(void) {
-    um_block block = make_pages(5000 * page, UM_PAGES_4K);
+TEST(old_kernel) {
+    AUTO_BLOCK block = make_pages(5000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 5000; i += 7) {
         bytes[i * page] = 1;
@@ -298,16 +251,15 @@ static void test_old_kernel(void) {
     fault_os_fail_nth(3, ENOTTY); /* mincore, open, ioctl */
     fault_os_limit_read(1000);
     CHECK_OK(um_block_pages(&block, page, 4998 * page, pages, nodes, &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_scan_pages") == 0);
+    CHECK_STR(fault_os_failed(), "um_os_scan_pages");
     fault_os_limit_read(0);
     fault_os_fail_nth(0, 0);
     for (size_t i = 0; i < 4998; i++) {
-        if (!CHECK_EQ_U64(pages[i], (i + 1) % 7 == 0 ? MAPPED : 0)) {
+        if (!CHECK_EQ(pages[i], (i + 1) % 7 == 0 ? MAPPED : 0)) {
             break;
         }
     }
     CHECK(nodes_agree(4998));
-    unmap_block(&block);
 }
 
 static size_t n_asked;
@@ -323,19 +275,19 @@ static int answer_nodes(size_t n, void *const *addresses, const int *wanted, int
     return 0;
 }
 
-static void test_several_nodes(void) {
+TEST(several_nodes) {
     fault_os_file(has_memory_path, "0-2\n");
     fault_os_move_pages(answer_nodes);
     size_t n = huge_page / page;
 
-    um_block block = make_pages(9000 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(9000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 9000; i += 2) {
         bytes[i * page] = 1;
     }
     n_asked = 0;
     look(&block, page, 8999 * page);
-    CHECK_EQ_U64(n_asked, 4499);
+    CHECK_EQ(n_asked, 4499);
     for (size_t i = 0; i < 8999; i++) {
         uintptr_t at = (uintptr_t)block.base + (i + 1) * page;
         int expected = i % 2 == 0 || at / page % 11 == 5 ? -1 : (int)(at / huge_page % 3);
@@ -344,13 +296,12 @@ static void test_several_nodes(void) {
         }
     }
     unmap_block(&block);
-
     block = make_pages(3 * huge_page, UM_PAGES_THP);
     memset(block.base, 1, block.nbytes);
     if (placement_of(&block).huge_bytes == block.nbytes) {
         n_asked = 0;
         look(&block, 0, 3 * huge_page);
-        CHECK_EQ_U64(n_asked, 3);
+        CHECK_EQ(n_asked, 3);
         for (size_t i = 0; i < 3 * n; i++) {
             uintptr_t at = (uintptr_t)block.base + i / n * huge_page;
             CHECK(nodes[i] == (at / page % 11 == 5 ? -1 : (int)(at / huge_page % 3)));
@@ -358,13 +309,10 @@ static void test_several_nodes(void) {
         /* From inside a huge page, the address asked about is the beginning of the range. */
         n_asked = 0;
         look(&block, page, 2 * huge_page);
-        CHECK_EQ_U64(n_asked, 3);
+        CHECK_EQ(n_asked, 3);
     } else {
-        test_skip("one question a huge page", "the kernel gave none");
+        test_skip("the kernel gave none");
     }
-    unmap_block(&block);
-    fault_os_move_pages(NULL);
-    fault_os_file(has_memory_path, NULL);
 }
 
 static um_status run_look(void *context, um_error *err) {
@@ -377,44 +325,18 @@ static int refuse_nodes(size_t n, void *const *addresses, const int *wanted, int
     return EPERM;
 }
 
-static void test_faults(void) {
-    um_block block = make_pages(10 * page, UM_PAGES_4K);
+TEST(faults) {
+    AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, block.nbytes);
-    fault_os_check_each(&(fault_case){.run = run_look,
-                                      .context = &block,
-                                      .outputs = &block,
-                                      .outputs_nbytes = sizeof block,
-                                      .harmless = " um_os_close "});
+    CHECK_EACH_FAULT(run_look, NULL, &block, block, " um_os_close ");
     fault_os_fail_nth(3, EINTR); /* mincore, open, ioctl */
     CHECK_OK(run_look(&block, &test_err));
-    CHECK(strcmp(fault_os_failed(), "um_os_scan_pages") == 0);
-    CHECK_EQ_U64(n_with(10, MAPPED), 10);
-
+    CHECK_STR(fault_os_failed(), "um_os_scan_pages");
+    CHECK_EQ(n_with(10, MAPPED), 10);
     /* Containers often may not ask for nodes. */
     fault_os_file(has_memory_path, "0-1\n");
     fault_os_move_pages(refuse_nodes);
     CHECK_STATUS(UM_E_OS, um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
     REQUIRE(test_err.os_errno == EPERM);
     CHECK(strstr(test_err.what, "move_pages") != NULL);
-    fault_os_move_pages(NULL);
-    fault_os_file(has_memory_path, NULL);
-    unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes() != 0 ? um_huge_page_bytes() : 512 * page;
-    test_touched();
-    test_locked();
-    test_gaps_and_misuse();
-    test_huge();
-    test_hugetlb();
-    test_shared();
-    test_files();
-    test_hidden_cache();
-    test_without_pagemap();
-    test_old_kernel();
-    test_several_nodes();
-    test_faults();
-    return test_report();
 }

@@ -1,23 +1,10 @@
 /* Placement: the report on a block agrees with the kernel's figures, whatever they are. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "test.h"
-
-#include <errno.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "blocks.h"
-#include "fault_os.h"
-#include "huge_pool.h"
+#include <sys/syscall.h>
 
 static const char smaps_path[] = "/proc/self/smaps";
 static const char numa_maps_path[] = "/proc/self/numa_maps";
 static const char has_memory_path[] = "/sys/devices/system/node/has_memory";
-
-static size_t page, huge_page;
 
 static bool same_placement(const um_placement *a, const um_placement *b) {
     return a->pages == b->pages && a->page_bytes == b->page_bytes &&
@@ -25,12 +12,6 @@ static bool same_placement(const um_placement *a, const um_placement *b) {
            a->huge_bytes == b->huge_bytes && a->locked_bytes == b->locked_bytes &&
            a->swapped_bytes == b->swapped_bytes &&
            memcmp(a->node_bytes, b->node_bytes, sizeof a->node_bytes) == 0;
-}
-
-static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
-    uint64_t found = UINT64_MAX;
-    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
-    return found;
 }
 
 static bool file_has(const char *path, const char *text) {
@@ -47,41 +28,27 @@ static bool thp_enabled(void) {
     return huge_page != 0 && !file_has("/sys/kernel/mm/transparent_hugepage/enabled", "[never]");
 }
 
-/* ---- the real kernel ---- */
-
-static void test_small_pages(void) {
-    um_block block = make_pages(100 * page, UM_PAGES_4K);
-    um_block neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
+TEST(small_pages) {
+    AUTO_BLOCK block = make_pages(100 * page, UM_PAGES_4K);
+    AUTO_BLOCK neighbour = make_pages(50 * page, UM_PAGES_4K); /* the kernel places it nearby */
     unsigned char *bytes = block.base;
     for (size_t i = 0; i < 100; i += 3) {
         bytes[i * page] = 1;
     }
-    um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ_U64(p.page_bytes, page);
-    CHECK_EQ_U64(p.resident_bytes, 34 * page);
-    CHECK_EQ_U64(p.pss_bytes, 34 * page);
-    CHECK_EQ_U64(p.huge_bytes, 0);
-    CHECK_EQ_U64(p.locked_bytes, 0);
-    CHECK_EQ_U64(p.swapped_bytes, 0);
-    CHECK_EQ_U64(on_all_nodes(&p), 34 * page);
-    CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 0);
-
+    check_placed(&block, UM_PAGES_4K, page, 34 * page, 0, 0);
+    CHECK_EQ(placement_of(&neighbour).resident_bytes, 0);
     /* Protected or locked pages split the range into several entries of smaps: all of them
      * count. */
     CHECK(mprotect(bytes + 30 * page, page, PROT_READ) == 0);
     CHECK(mprotect(bytes + 60 * page, 2 * page, PROT_NONE) == 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 34 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, 34 * page);
     /* Not through the C library: under AddressSanitizer its mlock does nothing. */
     if (syscall(SYS_mlock, bytes + page, 5 * page) == 0) {
-        p = placement_of(&block);
-        CHECK_EQ_U64(p.locked_bytes, 5 * page);
-        CHECK_EQ_U64(p.resident_bytes, (34 + 4) * page); /* page 3 was in RAM already */
+        check_placed(&block, UM_PAGES_4K, page, (34 + 4) * page, 0, 5 * page); /* 3 was in RAM */
         CHECK(syscall(SYS_munlock, bytes, block.nbytes) == 0);
     } else {
-        test_skip("locked_bytes", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     }
-
     /* With any number of bytes from each read of /proc. */
     um_placement whole = placement_of(&block), piecewise;
     fault_os_limit_read(61);
@@ -90,134 +57,87 @@ static void test_small_pages(void) {
     CHECK(same_placement(&whole, &piecewise));
 
     memset(neighbour.base, 1, neighbour.nbytes);
-    p = placement_of(&block);
-    CHECK(same_placement(&whole, &p));
-    CHECK_EQ_U64(placement_of(&neighbour).resident_bytes, 50 * page);
-    CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
-    unmap_block(&neighbour);
-    unmap_block(&block);
-}
-
-static void test_huge_pages(void) {
-    if (!thp_enabled()) {
-        test_skip("huge pages", "transparent huge pages are switched off");
-        return;
-    }
-    um_block block = make_pages(4 * huge_page, UM_PAGES_THP);
     um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_THP); /* they will be, once touched */
-    CHECK_EQ_U64(p.page_bytes, huge_page);
-    CHECK_EQ_U64(p.huge_bytes, 0);
-    memset(block.base, 1, block.nbytes);
-    p = placement_of(&block);
-    CHECK_EQ_U64(p.resident_bytes, block.nbytes);
-    CHECK_EQ_U64(on_all_nodes(&p), block.nbytes);
-    CHECK(p.huge_bytes <= block.nbytes);
-    CHECK(p.huge_bytes % huge_page == 0);
-    CHECK(p.pages == (p.huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K));
-    CHECK_EQ_U64(p.page_bytes, p.huge_bytes > 0 ? huge_page : page);
-    if (p.huge_bytes == 0) {
-        test_skip("huge_bytes", "the kernel gave no huge page (memory is fragmented)");
-    }
-    unmap_block(&block);
-
-    block = make_pages(4 * huge_page, UM_PAGES_4K);
-    CHECK(placement_of(&block).pages == UM_PAGES_4K);
-    memset(block.base, 1, block.nbytes);
-    p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ_U64(p.page_bytes, page);
-    CHECK_EQ_U64(p.huge_bytes, 0);
-    CHECK_EQ_U64(p.resident_bytes, block.nbytes);
-    unmap_block(&block);
+    CHECK(same_placement(&whole, &p));
+    CHECK_EQ(placement_of(&neighbour).resident_bytes, 50 * page);
+    CHECK(mprotect(bytes, block.nbytes, PROT_READ | PROT_WRITE) == 0);
 }
 
-static void test_gaps(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
-    um_block block = make_block(10 * page, &options);
+TEST(huge_pages) {
+    SKIP_UNLESS(thp_enabled(), "transparent huge pages are switched off");
+    AUTO_BLOCK block = make_pages(4 * huge_page, UM_PAGES_THP);
+    check_placed(&block, UM_PAGES_THP, huge_page, 0, 0, 0); /* they will be, once touched */
+    memset(block.base, 1, block.nbytes);
+    uint64_t huge_bytes = placement_of(&block).huge_bytes;
+    check_placed(&block, huge_bytes > 0 ? UM_PAGES_THP : UM_PAGES_4K,
+                 huge_bytes > 0 ? huge_page : page, block.nbytes, huge_bytes, 0);
+    CHECK(huge_bytes <= block.nbytes);
+    CHECK(huge_bytes % huge_page == 0);
+    if (huge_bytes == 0) {
+        test_skip("the kernel gave no huge page (memory is fragmented)");
+    }
+    AUTO_BLOCK small = make_pages(4 * huge_page, UM_PAGES_4K);
+    check_placed(&small, UM_PAGES_4K, page, 0, 0, 0);
+    memset(small.base, 1, small.nbytes);
+    check_placed(&small, UM_PAGES_4K, page, small.nbytes, 0, 0);
+}
+
+TEST(gaps) {
+    AUTO_BLOCK block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     memset(block.base, 1, 10 * page);
-    memset((char *)block.base + 50 * page, 1, 10 * page);
-    um_placement p = placement_of(&block);
-    CHECK(p.pages == UM_PAGES_4K);
-    CHECK_EQ_U64(p.resident_bytes, 20 * page);
-    CHECK_EQ_U64(on_all_nodes(&p), 20 * page);
-    CHECK_EQ_U64(resident(&block, 0, 100 * page), 20 * page);
-    CHECK_EQ_U64(resident(&block, 5 * page, 50 * page), 10 * page);
+    memset(bytes_of(&block, 50 * page), 1, 10 * page);
+    check_placed(&block, UM_PAGES_4K, page, 20 * page, 0, 0);
+    CHECK_EQ(resident(&block, 0, 100 * page), 20 * page);
+    CHECK_EQ(resident(&block, 5 * page, 50 * page), 10 * page);
     CHECK_OK(um_block_release(&block, 0, 10 * page, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
-    CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
+    CHECK_EQ(resident(&block, 0, 100 * page), 10 * page);
 }
 
-static void test_shared(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+TEST(shared) {
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     memset(block.base, 1, 10 * page);
-    um_placement p = placement_of(&block);
-    CHECK_EQ_U64(p.resident_bytes, 10 * page);
-    CHECK_EQ_U64(p.pss_bytes, 10 * page);
-    CHECK_EQ_U64(on_all_nodes(&p), 10 * page);
-
+    check_placed(&block, UM_PAGES_4K, page, 10 * page, 0, 0);
     /* A page that is mapped twice counts half in each Pss, but as a whole when locked. */
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 0); /* it has touched none */
-    CHECK_EQ_U64(resident(&other, 0, other.nbytes), 10 * page);
+    CHECK_EQ(placement_of(&other).resident_bytes, 0); /* it has touched none */
+    CHECK_EQ(resident(&other, 0, other.nbytes), 10 * page);
     volatile unsigned char *bytes = other.base;
     for (size_t i = 0; i < 10; i++) {
         CHECK(bytes[i * page] == 1);
     }
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 10 * page);
-    CHECK_EQ_U64(placement_of(&other).pss_bytes, 5 * page);
-    CHECK_EQ_U64(placement_of(&block).pss_bytes, 5 * page);
+    CHECK_EQ(placement_of(&other).resident_bytes, 10 * page);
+    CHECK_EQ(placement_of(&other).pss_bytes, 5 * page);
+    CHECK_EQ(placement_of(&block).pss_bytes, 5 * page);
     if (syscall(SYS_mlock, block.base, 10 * page) == 0) {
-        CHECK_EQ_U64(placement_of(&block).locked_bytes, 10 * page);
-        CHECK_EQ_U64(placement_of(&other).locked_bytes, 0);
+        CHECK_EQ(placement_of(&block).locked_bytes, 10 * page);
+        CHECK_EQ(placement_of(&other).locked_bytes, 0);
     } else {
-        test_skip("locked_bytes of shared memory", "this process may not lock memory");
+        test_skip("this process may not lock memory");
     }
-    unmap_block(&other);
-    unmap_block(&block);
 }
 
-/* hugetlb pages of 2 MiB, private and shared. */
-static void test_hugetlb(void) {
-    size_t huge = (size_t)2 << 20;
-    if (!file_has("/proc/meminfo", "Hugepagesize:       2048 kB") || !huge_pool_borrow(8)) {
-        test_skip("hugetlb", "no pages of 2 MiB can be had from the pool");
-        return;
+TEST(hugetlb) {
+    BORROW_HUGE_PAGES(8);
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block =
+            make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
+        size_t in_ram = 3 * HUGE_BYTES;
+        check_placed(&block, UM_PAGES_2M, HUGE_BYTES, 0, 0, 0);
+        memset(block.base, 1, in_ram);
+        check_placed(&block, UM_PAGES_2M, HUGE_BYTES, in_ram, in_ram, in_ram);
+        CHECK_EQ(resident(&block, 0, block.nbytes), in_ram);
     }
-    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
-    for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block = make_block(4 * huge, &options);
-        um_placement p = placement_of(&block);
-        CHECK(p.pages == UM_PAGES_2M);
-        CHECK_EQ_U64(p.page_bytes, huge);
-        CHECK_EQ_U64(p.resident_bytes, 0);
-        memset(block.base, 1, 3 * huge);
-        p = placement_of(&block);
-        CHECK(p.pages == UM_PAGES_2M);
-        CHECK_EQ_U64(p.resident_bytes, 3 * huge);
-        CHECK_EQ_U64(p.pss_bytes, 3 * huge);
-        CHECK_EQ_U64(p.huge_bytes, 3 * huge);
-        CHECK_EQ_U64(p.locked_bytes, 3 * huge);
-        CHECK_EQ_U64(on_all_nodes(&p), 3 * huge);
-        CHECK_EQ_U64(resident(&block, 0, block.nbytes), 3 * huge);
-        unmap_block(&block);
-    }
-    huge_pool_give_back();
 }
-
-/* ---- invented figures of the kernel ---- */
 
 /* A block that is not mapped, which only the invented figures contain. */
 static um_block invented_block(void) {
-    return (um_block){.base = (void *)(uintptr_t)0x200000,
-                      .nbytes = 0x100000,
-                      .step_nbytes = page,
-                      .reserved_nbytes = 0x200000,
-                      .fd = -1};
+    return BLOCK(.base = (void *)(uintptr_t)0x200000, .nbytes = 0x100000, .step_nbytes = page,
+                 .reserved_nbytes = 0x200000, .fd = -1);
 }
 
 static const char before[] = "100000-1ff000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\n"
@@ -241,13 +161,13 @@ static um_placement placement_by(const char *smaps) {
     return whole;
 }
 
-static void test_invented_smaps(void) {
+TEST(invented_smaps) {
     fault_os_file(has_memory_path, "5\n");
     um_placement p = placement_by("");
     CHECK(p.pages == UM_PAGES_4K);
     CHECK(p.resident_bytes == 0);
     CHECK(p.locked_bytes == 0);
-    CHECK_EQ_U64(on_all_nodes(&p), 0);
+    CHECK_EQ(on_all_nodes(&p), 0);
 
     p = placement_by("200000-280000 rw-p 00000000 00:00 0 \nSize: 512 kB\nKernelPageSize: 4 kB\n"
                      "MMUPageSize: 4 kB\nRss: 100 kB\nPss: 50 kB\nPss_Dirty: 1 kB\n"
@@ -259,12 +179,12 @@ static void test_invented_smaps(void) {
                      "Rss: 40 kB\nPss: 20 kB\nSwap: 16 kB\nVmFlags: rd mr \n");
     CHECK(p.pages == UM_PAGES_4K);
     CHECK(p.page_bytes == page);
-    CHECK_EQ_U64(p.resident_bytes, 140 << 10);
-    CHECK_EQ_U64(p.pss_bytes, 70 << 10);
-    CHECK_EQ_U64(p.locked_bytes, 100 << 10);
-    CHECK_EQ_U64(p.swapped_bytes, 24 << 10);
-    CHECK_EQ_U64(p.node_bytes[5], 140 << 10);
-    CHECK_EQ_U64(on_all_nodes(&p), 140 << 10);
+    CHECK_EQ(p.resident_bytes, 140 << 10);
+    CHECK_EQ(p.pss_bytes, 70 << 10);
+    CHECK_EQ(p.locked_bytes, 100 << 10);
+    CHECK_EQ(p.swapped_bytes, 24 << 10);
+    CHECK_EQ(p.node_bytes[5], 140 << 10);
+    CHECK_EQ(on_all_nodes(&p), 140 << 10);
 
     const char *kinds[] = {"AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"};
     for (int i = 0; i < 3; i++) {
@@ -276,7 +196,7 @@ static void test_invented_smaps(void) {
         p = placement_by(text);
         CHECK(p.pages == UM_PAGES_THP);
         CHECK(p.page_bytes == (huge_page == 0 ? 2 << 20 : huge_page));
-        CHECK_EQ_U64(p.huge_bytes, 2 << 20);
+        CHECK_EQ(p.huge_bytes, 2 << 20);
     }
     /* Before the first touch, accessible memory that is eligible for THP counts. */
     p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: rd \n");
@@ -284,11 +204,9 @@ static void test_invented_smaps(void) {
     p = placement_by("200000-300000 rw-p 00000000 00:00 0 \nTHPeligible: 0\nVmFlags: rd \n"
                      "300000-400000 ---p 00000000 00:00 0 \nTHPeligible: 1\nVmFlags: mr \n");
     CHECK(p.pages == UM_PAGES_4K);
-
-    fault_os_file(has_memory_path, NULL);
 }
 
-static void test_invented_hugetlb(void) {
+TEST(invented_hugetlb) {
     struct {
         um_pages pages;
         uint64_t kb;
@@ -303,17 +221,16 @@ static void test_invented_hugetlb(void) {
                  (size_t)sizes[i].kb, (size_t)sizes[i].kb, 2 * (size_t)sizes[i].kb);
         um_placement p = placement_by(text);
         CHECK(p.pages == sizes[i].pages);
-        CHECK_EQ_U64(p.page_bytes, sizes[i].kb << 10);
+        CHECK_EQ(p.page_bytes, sizes[i].kb << 10);
         uint64_t fields[] = {p.resident_bytes, p.pss_bytes, p.huge_bytes, p.locked_bytes,
                              p.node_bytes[5]};
         for (int k = 0; k < 5; k++) {
-            CHECK_EQ_U64(fields[k], 3 * sizes[i].kb << 10);
+            CHECK_EQ(fields[k], 3 * sizes[i].kb << 10);
         }
     }
-    fault_os_file(has_memory_path, NULL);
 }
 
-static void test_invented_nodes(void) {
+TEST(invented_nodes) {
     static const char smaps[] =
         "200000-400000 rw-p 00000000 00:00 0 \nKernelPageSize: 4 kB\nRss: 64 kB\nVmFlags: rd \n";
     static const char numa_maps[] =
@@ -332,14 +249,13 @@ static void test_invented_nodes(void) {
         fault_os_file(has_memory_path, several[i % 5]);
         fault_os_limit_read(i < 5 ? 0 : 5);
         um_placement p = placement_of(&block);
-        CHECK_EQ_U64(p.node_bytes[0], 4 << 10);
-        CHECK_EQ_U64(p.node_bytes[1], (8 << 10) + (3 * 2048 << 10) + (64 << 10));
-        CHECK_EQ_U64(p.node_bytes[7], page);
-        CHECK_EQ_U64(p.node_bytes[1023], 16 << 10);
-        CHECK_EQ_U64(on_all_nodes(&p), ((4 + 8 + 16 + 3 * 2048 + 64) << 10) + page);
+        CHECK_EQ(p.node_bytes[0], 4 << 10);
+        CHECK_EQ(p.node_bytes[1], (8 << 10) + (3 * 2048 << 10) + (64 << 10));
+        CHECK_EQ(p.node_bytes[7], page);
+        CHECK_EQ(p.node_bytes[1023], 16 << 10);
+        CHECK_EQ(on_all_nodes(&p), ((4 + 8 + 16 + 3 * 2048 + 64) << 10) + page);
     }
     fault_os_limit_read(0);
-
     /* A line with all possible nodes. */
     static char line[40000];
     int n = snprintf(line, sizeof line, "200000 default");
@@ -354,48 +270,38 @@ static void test_invented_nodes(void) {
         all = all && p.node_bytes[node] == (1000000 + node) * 4096;
     }
     CHECK(all);
-
     /* With one node, its figures are not read. */
     fault_os_file(has_memory_path, "3\n");
     p = placement_of(&block);
-    CHECK_EQ_U64(p.node_bytes[3], 64 << 10);
-    CHECK_EQ_U64(on_all_nodes(&p), 64 << 10);
-    fault_os_file(has_memory_path, NULL);
-    fault_os_file(numa_maps_path, NULL);
-    fault_os_file(smaps_path, NULL);
+    CHECK_EQ(p.node_bytes[3], 64 << 10);
+    CHECK_EQ(on_all_nodes(&p), 64 << 10);
 }
 
-/* ---- residency ---- */
-
-static void test_resident(void) {
-    um_block block = make_pages(5000 * page, UM_PAGES_4K);
+TEST(resident) {
+    AUTO_BLOCK block = make_pages(5000 * page, UM_PAGES_4K);
     unsigned char *bytes = block.base;
     for (size_t i = 10; i < 20; i++) {
         bytes[i * page] = 1;
     }
     bytes[4999 * page] = 1;
-    CHECK_EQ_U64(resident(&block, 0, block.nbytes), 11 * page);
-    CHECK_EQ_U64(resident(&block, 0, 10 * page), 0);
-    CHECK_EQ_U64(resident(&block, 0, 10 * page + 1), page);
-    CHECK_EQ_U64(resident(&block, 10 * page - 1, 2), page);
-    CHECK_EQ_U64(resident(&block, 15 * page + 7, 1), page);
-    CHECK_EQ_U64(resident(&block, 15 * page + 7, page), 2 * page);
-    CHECK_EQ_U64(resident(&block, 4999 * page, page), page);
-    CHECK_EQ_U64(resident(&block, 15 * page, 0), 0);
-    CHECK_EQ_U64(resident(&block, block.nbytes, 0), 0);
+    CHECK_EQ(resident(&block, 0, block.nbytes), 11 * page);
+    CHECK_EQ(resident(&block, 0, 10 * page), 0);
+    CHECK_EQ(resident(&block, 0, 10 * page + 1), page);
+    CHECK_EQ(resident(&block, 10 * page - 1, 2), page);
+    CHECK_EQ(resident(&block, 15 * page + 7, 1), page);
+    CHECK_EQ(resident(&block, 15 * page + 7, page), 2 * page);
+    CHECK_EQ(resident(&block, 4999 * page, page), page);
+    CHECK_EQ(resident(&block, 15 * page, 0), 0);
+    CHECK_EQ(resident(&block, block.nbytes, 0), 0);
 
     uint64_t untouched = 12345;
     size_t beyond[][2] = {{0, block.nbytes + 1}, {block.nbytes, 1},        {block.nbytes + 1, 0},
                           {1, SIZE_MAX},         {SIZE_MAX, block.nbytes}, {SIZE_MAX, 1}};
-    for (size_t i = 0; i < sizeof beyond / sizeof beyond[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID,
-                     um_block_resident(&block, beyond[i][0], beyond[i][1], &untouched, &test_err));
+    for (size_t i = 0; i < COUNT(beyond); i++) {
+        CHECK_INVALID(um_block_resident(&block, beyond[i][0], beyond[i][1], &untouched, &test_err));
     }
-    CHECK_EQ_U64(untouched, 12345);
-    unmap_block(&block);
+    CHECK_EQ(untouched, 12345);
 }
-
-/* ---- each system call in turn ---- */
 
 typedef struct asking {
     um_block block;
@@ -415,19 +321,17 @@ static void forget(void *context) {
  * call and nothing else has changed. */
 static bool check_verify_fault(const um_block *block, const um_placement *expected, unsigned n,
                                int os_errno) {
-    static os_state state_before, state_after;
     um_placement placement, pattern;
     um_error err;
-    memset(&placement, 0x5A, sizeof placement);
-    memset(&pattern, 0x5A, sizeof pattern);
+    SPOIL(placement);
+    SPOIL(pattern);
     test_err_pattern(&err);
-    os_state_read(&state_before);
+    os_state_begin();
     fault_os_fail_nth(n, os_errno);
     um_status status = um_block_verify(block, &placement, &err);
     const char *failed = fault_os_failed();
     fault_os_fail_nth(0, 0);
-    os_state_read(&state_after);
-    CHECK(os_state_same(&state_before, &state_after));
+    CHECK(os_state_unchanged());
     if (status == UM_OK) {
         CHECK(same_placement(&placement, expected));
     } else {
@@ -443,22 +347,18 @@ static bool check_verify_fault(const um_block *block, const um_placement *expect
     return failed != NULL;
 }
 
-static void test_faults(void) {
+TEST(faults) {
     asking a = {.block = make_pages(10000 * page, UM_PAGES_4K)};
     ((unsigned char *)a.block.base)[0] = 1;
     forget(&a);
-    fault_os_check_each(&(fault_case){.run = run_resident,
-                                      .undo = forget,
-                                      .context = &a,
-                                      .outputs = &a.nbytes,
-                                      .outputs_nbytes = sizeof a.nbytes});
+    CHECK_EACH_FAULT(run_resident, forget, &a, a.nbytes, NULL);
     /* With one node and with several, whose figures the kernel reports. */
     bool has_numa_maps = access(numa_maps_path, R_OK) == 0;
     for (int several = 0; several <= has_numa_maps; several++) {
         fault_os_file(has_memory_path, several ? "0-3\n" : NULL);
         um_placement expected = placement_of(&a.block);
-        CHECK_EQ_U64(expected.resident_bytes, page);
-        CHECK_EQ_U64(on_all_nodes(&expected), page);
+        CHECK_EQ(expected.resident_bytes, page);
+        CHECK_EQ(on_all_nodes(&expected), page);
         int errnos[] = {EPERM, ENOMEM, EIO};
         for (int i = 0; i < 3; i++) {
             unsigned n = 1;
@@ -472,13 +372,11 @@ static void test_faults(void) {
             um_placement p;
             fault_os_fail_nth(n, EINTR);
             CHECK_OK(um_block_verify(&a.block, &p, &test_err));
-            CHECK(strcmp(fault_os_failed(), "um_os_read") == 0);
-            fault_os_fail_nth(0, 0);
+            CHECK_STR(fault_os_failed(), "um_os_read");
             CHECK(same_placement(&p, &expected));
         }
     }
     unmap_block(&a.block);
-
     um_placement p;
     um_block block = invented_block();
     fault_os_file(smaps_path, "200000-400000 rw-p 00000000 00:00 0 \nRss: 64 kB\nVmFlags: rd \n");
@@ -491,27 +389,8 @@ static void test_faults(void) {
         if (n > 1 && failed != NULL && strcmp(failed, "um_os_open_read") == 0) {
             CHECK(status == UM_OK);
             n_books++; /* first has_memory, then numa_maps */
-            CHECK_EQ_U64(p.node_bytes[0], n_books == 2 ? 64 << 10 : 0);
+            CHECK_EQ(p.node_bytes[0], n_books == 2 ? 64 << 10 : 0);
         }
     }
-    CHECK_EQ_U64(n_books, 2);
-    fault_os_fail_nth(0, 0);
-    fault_os_file(has_memory_path, NULL);
-    fault_os_file(smaps_path, NULL);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_small_pages();
-    test_huge_pages();
-    test_gaps();
-    test_shared();
-    test_hugetlb();
-    test_invented_smaps();
-    test_invented_hugetlb();
-    test_invented_nodes();
-    test_resident();
-    test_faults();
-    return test_report();
+    CHECK_EQ(n_books, 2);
 }

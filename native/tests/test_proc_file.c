@@ -1,51 +1,43 @@
 /* Files of /proc and /sys, read whole or line by line, with any number of bytes from each read. */
+#include "fault_os.h"
 #include "proc_file.h"
 
-#include "test.h"
-
-#include <errno.h>
-
-#include "fault_os.h"
-
 static const char path[] = "/invented";
-static os_state before, after;
 
-static void test_text(void) {
+TEST(text) {
     char text[16];
     size_t limits[] = {0, 1, 3};
-    os_state_read(&before);
+    os_state_begin();
     for (size_t i = 0; i < 3; i++) {
         fault_os_limit_read(limits[i]);
         fault_os_file(path, "0-3\n");
         CHECK(um_proc_text(path, text, sizeof text) == 0);
-        CHECK(strcmp(text, "0-3\n") == 0);
+        CHECK_STR(text, "0-3\n");
         CHECK(um_proc_text(path, text, 3) == 0);
-        CHECK(strcmp(text, "0-") == 0);
+        CHECK_STR(text, "0-");
         CHECK(um_proc_text(path, text, 1) == 0);
-        CHECK(strcmp(text, "") == 0);
+        CHECK_STR(text, "");
         fault_os_file(path, "");
         CHECK(um_proc_text(path, text, sizeof text) == 0);
-        CHECK(strcmp(text, "") == 0);
+        CHECK_STR(text, "");
     }
     fault_os_limit_read(0);
     fault_os_file(path, NULL);
     strcpy(text, "before");
     CHECK(um_proc_text(path, text, sizeof text) == ENOENT);
-    CHECK(strcmp(text, "") == 0);
-
+    CHECK_STR(text, "");
     fault_os_file(path, "text");
     for (unsigned n = 1; n <= 4; n++) {
         static const int results[] = {EIO, EIO, EIO, 0}; /* open, two reads, close */
         fault_os_fail_nth(n, EIO);
         CHECK(um_proc_text(path, text, sizeof text) == results[n - 1]);
-        CHECK(strcmp(text, n < 4 ? "" : "text") == 0);
+        CHECK_STR(text, n < 4 ? "" : "text");
     }
     fault_os_fail_nth(2, EINTR);
     CHECK(um_proc_text(path, text, sizeof text) == 0);
-    CHECK(strcmp(text, "text") == 0);
+    CHECK_STR(text, "text");
     fault_os_fail_nth(0, 0);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK(os_state_unchanged());
 }
 
 static void check_lines(const char *text, const char *const *expected, size_t n_expected) {
@@ -59,18 +51,18 @@ static void check_lines(const char *text, const char *const *expected, size_t n_
         REQUIRE(um_proc_lines_open(&lines, path, sizes[i % 4]) == 0);
         while (um_proc_lines_next(&lines, &line) == 0 && line != NULL) {
             REQUIRE(n < n_expected);
-            CHECK(strcmp(line, expected[n]) == 0);
+            CHECK_STR(line, expected[n]);
             n++;
         }
-        CHECK_EQ_U64(n, n_expected);
+        CHECK_EQ(n, n_expected);
         um_proc_lines_close(&lines);
     }
     fault_os_limit_read(0);
 }
 
-static void test_lines(void) {
+TEST(lines) {
     static char text[100000], tail[100000];
-    os_state_read(&before);
+    os_state_begin();
     check_lines("", NULL, 0);
     check_lines("without an end", NULL, 0);
     check_lines("one\n\nthree\nrest", (const char *const[]){"one", "", "three"}, 3);
@@ -79,7 +71,7 @@ static void test_lines(void) {
     for (size_t n = sizeof((um_proc_lines *)0)->buffer - 1; n < sizeof text - 10; n += 20000) {
         memset(text, 'x', n);
         strcpy(text + n, "\nlast\n");
-        um_proc_lines *lines = malloc(sizeof *lines);
+        AUTO_FREE um_proc_lines *lines = malloc(sizeof *lines);
         char *line;
         fault_os_file(path, text);
         REQUIRE(lines != NULL);
@@ -91,19 +83,11 @@ static void test_lines(void) {
         CHECK(n == sizeof lines->buffer - 1 ? strlen(tail) == n : strlen(tail) < n);
         REQUIRE(um_proc_lines_next(lines, &line) == 0);
         REQUIRE(line != NULL);
-        CHECK(strcmp(line, "last") == 0);
+        CHECK_STR(line, "last");
         CHECK(um_proc_lines_next(lines, &line) == 0);
         CHECK(line == NULL);
         um_proc_lines_close(lines);
-        free(lines);
     }
     fault_os_file(path, NULL);
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
-}
-
-int main(void) {
-    test_text();
-    test_lines();
-    return test_report();
+    CHECK(os_state_unchanged());
 }

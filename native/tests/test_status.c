@@ -1,15 +1,12 @@
 /* Status names, and that every failure fills the whole um_error. */
+#include "status.h"
 #include "test.h"
 
-#include <errno.h>
-
-#include "status.h"
-
-static void test_names(void) {
+TEST(names) {
     const char *names[] = {"UM_OK",       "UM_E_INVALID", "UM_E_FULL",  "UM_E_NOMEM", "UM_E_OS",
                            "UM_E_FORMAT", "UM_E_IO",      "UM_E_STATE", "UM_E_BUSY"};
     for (int i = 0; i <= UM_E_BUSY; i++) {
-        CHECK(strcmp(um_status_name((um_status)i), names[i]) == 0);
+        CHECK_STR(um_status_name((um_status)i), names[i]);
     }
     CHECK(um_status_name((um_status)(UM_E_BUSY + 1)) != NULL);
     CHECK(um_status_name((um_status)-1) != NULL);
@@ -20,14 +17,12 @@ static void check_err(um_status status, int os_errno, uint64_t limit, uint64_t u
                       uint64_t offset, const char *what) {
     CHECK(test_err.status == status);
     CHECK(test_err.os_errno == os_errno);
-    CHECK_EQ_U64(test_err.limit, limit);
-    CHECK_EQ_U64(test_err.used, used);
-    CHECK_EQ_U64(test_err.asked, asked);
-    CHECK_EQ_U64(test_err.offset, offset);
-    CHECK(strcmp(test_err.what, what) == 0);
+    CHECK_ROOM(limit, used, asked);
+    CHECK_EQ(test_err.offset, offset);
+    CHECK_STR(test_err.what, what);
 }
 
-static void test_fill(void) {
+TEST(fill) {
     CHECK_STATUS(UM_E_BUSY, um_fail(&test_err, UM_E_BUSY, "views"));
     check_err(UM_E_BUSY, 0, 0, 0, 0, 0, "views");
     CHECK_STATUS(UM_E_FULL, um_fail_full(&test_err, UINT64_MAX, 2, 3, "tape"));
@@ -40,17 +35,10 @@ static void test_fill(void) {
     check_err(UM_E_NOMEM, ENOMEM, 0, 0, 7, 0, "mmap");
 }
 
-static void test_err_may_be_null(void) {
+TEST(err_may_be_null) {
     CHECK(um_fail(NULL, UM_E_STATE, "closed") == UM_E_STATE);
     CHECK(um_fail_full(NULL, 1, 2, 3, "tape") == UM_E_FULL);
     CHECK(um_fail_format(NULL, "magic", 0) == UM_E_FORMAT);
     CHECK(um_fail_os(NULL, ENOMEM, 0, "mmap") == UM_E_NOMEM);
     CHECK(um_fail_os(NULL, EPERM, 0, "mlock") == UM_E_OS);
-}
-
-int main(void) {
-    test_names();
-    test_fill();
-    test_err_may_be_null();
-    return test_report();
 }

@@ -1,31 +1,10 @@
 /* The steps of a block: which are committed, which are of a file, and the bitmaps. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "blocks.h"
-
-#include <errno.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include "fault_os.h"
 
 enum { N_STEPS = 130 }; /* more than two words of the bitmap */
 
-static size_t page;
-static os_state before, after;
-
-static const um_block_options *of(um_sharing sharing, size_t reserve_nbytes) {
-    static um_block_options options;
-    options = (um_block_options){.pages = UM_PAGES_4K,
-                                 .category = UM_CAT_HISTORY,
-                                 .sharing = sharing,
-                                 .reserve_nbytes = reserve_nbytes};
-    return &options;
-}
-
-static void test_is_committed(void) {
-    um_block block = make_block(4 * page, of(UM_SHARING_NONE, 8 * page));
+TEST(is_committed) {
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_NONE, 8 * page));
     struct {
         size_t offset, nbytes;
         bool committed;
@@ -37,7 +16,7 @@ static void test_is_committed(void) {
                   {1, SIZE_MAX, false},     {0, SIZE_MAX, false},
                   {0, 8 * page + 1, false}, {0, 0, true}};
     for (int gap = 0; gap < 2; gap++) {
-        for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
+        for (size_t i = 0; i < COUNT(ranges); i++) {
             CHECK((um_block_is_committed(&block, ranges[i].offset, ranges[i].nbytes) != 0) ==
                   ranges[i].committed);
         }
@@ -48,12 +27,10 @@ static void test_is_committed(void) {
     CHECK(!um_block_is_committed(&block, 0, 1));
 }
 
-static void test_is_overlaid(void) {
+TEST(is_overlaid) {
     enum { RESERVED = 12 };
-    int fd = memfd_create("overlay", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    REQUIRE(ftruncate(fd, (off_t)(3 * page)) == 0);
-    um_block block = make_block(page, of(UM_SHARING_NONE, RESERVED * page));
+    AUTO_FD fd = memory_file(3 * page);
+    AUTO_BLOCK block = make_block(page, of(UM_PAGES_4K, UM_SHARING_NONE, RESERVED * page));
     CHECK(!um_block_is_overlaid(&block, 0, RESERVED * page)); /* without a bitmap */
     CHECK_OK(um_block_overlay(&block, 2 * page, fd, 0, 3 * page, &test_err));
     CHECK(um_block_is_overlaid(&block, 0, RESERVED * page));
@@ -66,11 +43,7 @@ static void test_is_overlaid(void) {
     release(&block, 2 * page, 2 * page, 2 * page);
     CHECK(!um_block_is_overlaid(&block, 2 * page, 2 * page));
     CHECK(um_block_is_overlaid(&block, 4 * page, page));
-    unmap_block(&block);
-    close(fd);
 }
-
-/* ---- any order ---- */
 
 /* The contents of each step; GAP: it is not committed. */
 enum { GAP = -1 };
@@ -87,14 +60,14 @@ static void check_model(const um_block *block, const int *steps) {
                           is_filled((char *)block->base + i * page, page, (unsigned char)steps[i]));
     }
     CHECK(right);
-    CHECK_EQ_U64(block->committed_nbytes, n_committed * page);
-    CHECK_EQ_U64(block->nbytes, n_usable * page);
+    CHECK_EQ(block->committed_nbytes, n_committed * page);
+    CHECK_EQ(block->nbytes, n_usable * page);
     CHECK((block->committed == NULL) == (n_usable == n_committed));
-    CHECK_EQ_U64(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, n_committed * page);
 }
 
 static void check_random_order(um_sharing sharing, uint64_t seed) {
-    um_block block = make_block(3 * page, of(sharing, N_STEPS * page));
+    AUTO_BLOCK block = make_block(3 * page, of(UM_PAGES_4K, sharing, N_STEPS * page));
     int steps[N_STEPS];
     for (size_t i = 0; i < N_STEPS; i++) {
         steps[i] = i < 3 ? 0 : GAP;
@@ -118,34 +91,31 @@ static void check_random_order(um_sharing sharing, uint64_t seed) {
         }
         for (size_t i = first; i < first + n && steps[i] != GAP; i++) {
             steps[i] = round % 250 + 1;
-            memset((char *)block.base + i * page, steps[i], page);
+            memset(bytes_of(&block, i * page), steps[i], page);
         }
         check_model(&block, steps);
     }
-    unmap_block(&block);
 }
 
-static void test_any_order(void) {
+TEST(any_order) {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         check_random_order(UM_SHARING_NONE, seed);
         check_random_order(UM_SHARING_MEMFD, seed);
     }
 }
 
-/* ---- the bitmap ---- */
-
 /* The first gap needs a bitmap; without memory for it, nothing changes. */
-static void test_heap_faults(void) {
-    um_block block = make_block(4 * page, of(UM_SHARING_MEMFD, 8 * page)), copy = block;
+TEST(heap_faults) {
+    um_block block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)),
+             copy = block;
     size_t out = 12345;
     memset(block.base, 1, block.nbytes);
-    os_state_read(&before);
+    os_state_begin();
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_commit(&block, 6 * page, page, &test_err));
     CHECK_OS_ERR(ENOMEM, "calloc");
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_block_release(&block, page, page, &out, &test_err));
-    fault_os_fail_nth_alloc(0);
     /* An unused bitmap is freed (AddressSanitizer would report a leak). */
     fault_os_fail_nth(1, EPERM);
     CHECK_STATUS(UM_E_OS, um_block_commit(&block, 6 * page, page, &test_err));
@@ -157,23 +127,11 @@ static void test_heap_faults(void) {
     CHECK(out == 12345);
     CHECK(memcmp(&block, &copy, sizeof copy) == 0);
     CHECK(is_filled(block.base, block.nbytes, 1));
-    os_state_read(&after);
-    CHECK(os_state_same(&before, &after));
+    CHECK(os_state_unchanged());
     /* Growing and shrinking at the end needs no bitmap. */
     fault_os_fail_nth_alloc(1);
     commit(&block, 2 * page, 5 * page);
     release(&block, 3 * page, 4 * page, 4 * page);
-    CHECK_EQ_U64(fault_os_allocs(), 0);
-    fault_os_fail_nth_alloc(0);
+    CHECK_EQ(fault_os_allocs(), 0);
     unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    test_is_committed();
-    test_is_overlaid();
-    test_any_order();
-    test_heap_faults();
-    check_nothing_mapped(UM_CAT_HISTORY);
-    return test_report();
 }

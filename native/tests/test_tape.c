@@ -1,8 +1,6 @@
 /* The tape: alignment, bounds without overflow, marks, keeping, freezing, and many threads. */
 #include "test.h"
 
-#include <pthread.h>
-
 enum { TOTAL = 4096 };
 
 static _Alignas(4096) unsigned char memory[2 * TOTAL];
@@ -27,33 +25,30 @@ static void check_take_fails(um_status status, um_tape *tape, size_t nbytes, siz
     memcpy(&before, tape, sizeof before);
     CHECK_STATUS(status, um_tape_take(tape, nbytes, align, &p, &test_err));
     if (status == UM_E_FULL) {
-        CHECK_EQ_U64(test_err.limit, tape->total);
-        CHECK_EQ_U64(test_err.used, um_tape_used(tape));
-        CHECK_EQ_U64(test_err.asked, nbytes);
+        CHECK_ROOM(tape->total, um_tape_used(tape), nbytes);
     }
     CHECK(um_tape_take(tape, nbytes, align, &p, NULL) == status);
     CHECK(p == untouched);
     CHECK(memcmp(&before, tape, sizeof before) == 0);
 }
 
-static void test_init(void) {
-    um_tape tape, before;
-    memset(&tape, 0x5A, sizeof tape);
-    memcpy(&before, &tape, sizeof tape);
-    CHECK_STATUS(UM_E_INVALID, um_tape_init(&tape, NULL, TOTAL, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_init(&tape, memory, 0, &test_err));
+TEST(init) {
+    um_tape tape;
+    SPOIL(tape);
+    CHECK_INVALID(um_tape_init(&tape, NULL, TOTAL, &test_err));
+    CHECK_INVALID(um_tape_init(&tape, memory, 0, &test_err));
     CHECK(um_tape_init(&tape, NULL, 0, NULL) == UM_E_INVALID);
-    CHECK(memcmp(&before, &tape, sizeof tape) == 0);
+    CHECK_SPOILT(tape);
     CHECK_OK(um_tape_init(&tape, memory, TOTAL, &test_err));
     CHECK(tape.base == memory);
-    CHECK_EQ_U64(tape.total, TOTAL);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 0);
-    CHECK_EQ_U64(um_tape_n_takes(&tape), 0);
+    CHECK_EQ(tape.total, TOTAL);
+    CHECK_EQ(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_high_water(&tape), 0);
+    CHECK_EQ(um_tape_n_takes(&tape), 0);
     CHECK(!um_tape_frozen(&tape));
 }
 
-static void test_alignment(void) {
+TEST(alignment) {
     /* The address is aligned, wherever the base is. */
     for (size_t shift = 0; shift <= 65; shift++) {
         um_tape tape = make_tape(memory + shift, TOTAL);
@@ -64,32 +59,31 @@ static void test_alignment(void) {
             CHECK(p >= tape.base + end);
             CHECK((size_t)(p - tape.base) < end + align);
             end = (size_t)(p - tape.base) + 3;
-            CHECK_EQ_U64(um_tape_used(&tape), end);
+            CHECK_EQ(um_tape_used(&tape), end);
         }
-        CHECK_EQ_U64(um_tape_n_takes(&tape), 11);
+        CHECK_EQ(um_tape_n_takes(&tape), 11);
     }
     um_tape tape = make_tape(memory, TOTAL);
     size_t bad[] = {0, 3, 6, 12, 65, SIZE_MAX, SIZE_MAX - 1, (SIZE_MAX >> 1) + 2};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    for (size_t i = 0; i < COUNT(bad); i++) {
         check_take_fails(UM_E_INVALID, &tape, 1, bad[i]);
         check_take_fails(UM_E_INVALID, &tape, 0, bad[i]);
     }
 }
 
-static void test_bounds(void) {
+TEST(bounds) {
     um_tape tape = make_tape(memory, TOTAL);
     check_take_fails(UM_E_FULL, &tape, TOTAL + 1, 1);
     CHECK(take(&tape, TOTAL, 64) == memory);
     check_take_fails(UM_E_FULL, &tape, 1, 1);
     CHECK(take(&tape, 0, 64) == memory + TOTAL);
-    CHECK_EQ_U64(um_tape_used(&tape), TOTAL);
+    CHECK_EQ(um_tape_used(&tape), TOTAL);
 
     tape = make_tape(memory, TOTAL);
     take(&tape, TOTAL - 10, 1);
     check_take_fails(UM_E_FULL, &tape, 11, 1);
     check_take_fails(UM_E_FULL, &tape, 1, 64);
     take(&tape, 10, 1);
-
     /* There is no room for the padding, not even for a take of 0 bytes. */
     tape = make_tape(memory + 1, 63);
     check_take_fails(UM_E_FULL, &tape, 1, 64);
@@ -98,7 +92,7 @@ static void test_bounds(void) {
     check_take_fails(UM_E_FULL, &tape, 0, 64);
 }
 
-static void test_sizes_that_overflow(void) {
+TEST(sizes_that_overflow) {
     size_t sizes[] = {
         SIZE_MAX,         SIZE_MAX - 1,    SIZE_MAX - 63,         SIZE_MAX - 64,
         SIZE_MAX - TOTAL, (size_t)1 << 63, ((size_t)1 << 63) - 1, (size_t)0 - (uintptr_t)memory};
@@ -106,8 +100,8 @@ static void test_sizes_that_overflow(void) {
     for (size_t used = 0; used <= 65; used += 13) {
         um_tape tape = make_tape(memory, TOTAL);
         take(&tape, used, 1);
-        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-            for (size_t j = 0; j < sizeof aligns / sizeof aligns[0]; j++) {
+        for (size_t i = 0; i < COUNT(sizes); i++) {
+            for (size_t j = 0; j < COUNT(aligns); j++) {
                 check_take_fails(UM_E_FULL, &tape, sizes[i], aligns[j]);
             }
         }
@@ -125,96 +119,60 @@ static void test_sizes_that_overflow(void) {
     check_take_fails(UM_E_FULL, &tape, 1, 64);
 }
 
-static void test_clear_keep_rewind(void) {
+TEST(clear_keep_rewind) {
     um_tape tape = make_tape(memory, TOTAL);
     memset(memory, 0x77, sizeof memory);
     void *first = take(&tape, 100, 1);
     size_t mark = um_tape_mark(&tape);
-    CHECK_EQ_U64(mark, 100);
+    CHECK_EQ(mark, 100);
     void *second = take(&tape, 200, 1);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 300);
-
+    CHECK_EQ(um_tape_high_water(&tape), 300);
     CHECK_OK(um_tape_rewind(&tape, mark, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 50, 1) == second);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 300);
+    CHECK_EQ(um_tape_high_water(&tape), 300);
     CHECK_OK(um_tape_rewind(&tape, um_tape_mark(&tape), &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 150);
-
+    CHECK_EQ(um_tape_used(&tape), 150);
     um_tape before;
     memcpy(&before, &tape, sizeof before);
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, 151, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, SIZE_MAX, &test_err));
+    CHECK_INVALID(um_tape_rewind(&tape, 151, &test_err));
+    CHECK_INVALID(um_tape_rewind(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_rewind(&tape, 151, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
-
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_used(&tape), 0);
     CHECK(take(&tape, 100, 1) == first);
-
-    CHECK_EQ_U64(um_tape_kept(&tape), 0);
+    CHECK_EQ(um_tape_kept(&tape), 0);
     um_tape_keep(&tape);
-    CHECK_EQ_U64(um_tape_kept(&tape), 100);
+    CHECK_EQ(um_tape_kept(&tape), 100);
     take(&tape, 400, 1);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 500);
+    CHECK_EQ(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_high_water(&tape), 500);
     take(&tape, 10, 1);
     CHECK_OK(um_tape_rewind(&tape, 40, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK_OK(um_tape_rewind(&tape, 0, &test_err));
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     CHECK(take(&tape, 1, 1) == memory + 100);
-    CHECK_STATUS(UM_E_INVALID, um_tape_rewind(&tape, 102, &test_err));
-
+    CHECK_INVALID(um_tape_rewind(&tape, 102, &test_err));
     um_tape_keep(&tape);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 101);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 500);
-    CHECK_EQ_U64(um_tape_n_takes(&tape), 7);
-
-    bool untouched = true;
-    for (size_t i = 0; i < sizeof memory; i++) {
-        untouched = untouched && memory[i] == 0x77;
-    }
-    CHECK(untouched);
+    CHECK_EQ(um_tape_used(&tape), 101);
+    CHECK_EQ(um_tape_high_water(&tape), 500);
+    CHECK_EQ(um_tape_n_takes(&tape), 7);
+    CHECK(is_filled(memory, sizeof memory, 0x77));
 }
 
-static void test_high_water_is_the_largest_ever(void) {
-    um_tape tape = make_tape(memory, TOTAL);
-    uint64_t seed = 1;
-    size_t largest = 0;
-    for (int i = 0; i < 2000; i++) {
-        void *p;
-        uint64_t r = test_random(&seed);
-        switch (r % 8) {
-        case 0:
-            um_tape_clear(&tape);
-            break;
-        case 1:
-            CHECK_OK(um_tape_rewind(&tape, (r >> 8) % (um_tape_used(&tape) + 1), &test_err));
-            break;
-        default:
-            (void)um_tape_take(&tape, (r >> 8) % 300, (size_t)1 << (r >> 40) % 8, &p, NULL);
-        }
-        largest = um_tape_used(&tape) > largest ? um_tape_used(&tape) : largest;
-        if (!CHECK(um_tape_high_water(&tape) == largest)) {
-            return;
-        }
-    }
-    CHECK(largest > TOTAL / 2);
-}
-
-static void test_freeze(void) {
+TEST(freeze) {
     um_tape tape = make_tape(memory, TOTAL);
     take(&tape, 100, 1);
     um_tape before;
     memcpy(&before, &tape, sizeof before);
-    CHECK_STATUS(UM_E_INVALID, um_tape_freeze(&tape, TOTAL + 1, &test_err));
-    CHECK_STATUS(UM_E_INVALID, um_tape_freeze(&tape, SIZE_MAX, &test_err));
+    CHECK_INVALID(um_tape_freeze(&tape, TOTAL + 1, &test_err));
+    CHECK_INVALID(um_tape_freeze(&tape, SIZE_MAX, &test_err));
     CHECK(um_tape_freeze(&tape, TOTAL + 1, NULL) == UM_E_INVALID);
     CHECK(memcmp(&before, &tape, sizeof before) == 0);
-
     /* 0: no take at all. */
     CHECK_OK(um_tape_freeze(&tape, 0, &test_err));
     CHECK(um_tape_frozen(&tape));
@@ -222,11 +180,10 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_STATE, &tape, SIZE_MAX, 64);
     um_tape_clear(&tape);
-    CHECK_EQ_U64(um_tape_used(&tape), 0);
+    CHECK_EQ(um_tape_used(&tape), 0);
     check_take_fails(UM_E_STATE, &tape, 1, 1);
     check_take_fails(UM_E_STATE, &tape, 0, 1);
     check_take_fails(UM_E_INVALID, &tape, 1, 3);
-
     /* Up to a limit, as for scratch up to its high water. */
     CHECK_OK(um_tape_freeze(&tape, um_tape_high_water(&tape), &test_err));
     check_take_fails(UM_E_STATE, &tape, 101, 1);
@@ -234,12 +191,11 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 41, 1);
     check_take_fails(UM_E_STATE, &tape, 37, 64);
     take(&tape, 36, 64);
-    CHECK_EQ_U64(um_tape_used(&tape), 100);
+    CHECK_EQ(um_tape_used(&tape), 100);
     check_take_fails(UM_E_STATE, &tape, 1, 1);
     um_tape_clear(&tape);
     take(&tape, 100, 1);
-    CHECK_EQ_U64(um_tape_high_water(&tape), 100);
-
+    CHECK_EQ(um_tape_high_water(&tape), 100);
     um_tape_thaw(&tape);
     CHECK(!um_tape_frozen(&tape));
     take(&tape, TOTAL - 100, 1);
@@ -250,7 +206,7 @@ static void test_freeze(void) {
     check_take_fails(UM_E_STATE, &tape, 1, 1);
 }
 
-static void test_owns(void) {
+TEST(owns) {
     um_tape tape = make_tape(memory + 64, 1000);
     CHECK(um_tape_owns(&tape, memory + 64));
     CHECK(um_tape_owns(&tape, memory + 64 + 999));
@@ -274,7 +230,7 @@ typedef struct taker {
     bool aligned, zeroed;
 } taker;
 
-static unsigned char *big_memory;
+static unsigned char big_memory[BIG_TOTAL];
 
 static void *take_until_full(void *arg) {
     taker *t = arg;
@@ -302,18 +258,16 @@ static void *take_until_full(void *arg) {
 }
 
 static void check_many_threads(size_t max_align) {
-    pthread_t threads[N_THREADS];
     taker takers[N_THREADS];
     memset(big_memory, 0, BIG_TOTAL);
     um_tape tape = make_tape(big_memory, BIG_TOTAL);
     for (unsigned i = 0; i < N_THREADS; i++) {
         takers[i] =
             (taker){.tape = &tape, .seed = i, .max_align = max_align, .id = (unsigned char)(i + 1)};
-        REQUIRE(pthread_create(&threads[i], NULL, take_until_full, &takers[i]) == 0);
     }
+    run_threads(N_THREADS, take_until_full, takers, sizeof takers[0]);
     size_t n_takes = 0, nbytes = 0, n_owned[N_THREADS + 1] = {0};
     for (unsigned i = 0; i < N_THREADS; i++) {
-        pthread_join(threads[i], NULL);
         CHECK(takers[i].aligned);
         CHECK(takers[i].zeroed);
         n_takes += takers[i].n_takes;
@@ -323,32 +277,20 @@ static void check_many_threads(size_t max_align) {
         n_owned[big_memory[i]]++;
     }
     for (unsigned i = 0; i < N_THREADS; i++) {
-        CHECK_EQ_U64(n_owned[i + 1], takers[i].nbytes);
+        CHECK_EQ(n_owned[i + 1], takers[i].nbytes);
     }
-    CHECK_EQ_U64(um_tape_n_takes(&tape), n_takes);
+    CHECK_EQ(um_tape_n_takes(&tape), n_takes);
     CHECK(um_tape_used(&tape) <= BIG_TOTAL);
     CHECK(um_tape_used(&tape) > BIG_TOTAL - 97);
-    CHECK_EQ_U64(um_tape_high_water(&tape), um_tape_used(&tape));
+    CHECK_EQ(um_tape_high_water(&tape), um_tape_used(&tape));
     if (max_align == 1) {
-        CHECK_EQ_U64(um_tape_used(&tape), nbytes);
+        CHECK_EQ(um_tape_used(&tape), nbytes);
     }
 }
 
-int main(void) {
-    big_memory = malloc(BIG_TOTAL);
-    REQUIRE(big_memory != NULL);
-    test_init();
-    test_alignment();
-    test_bounds();
-    test_sizes_that_overflow();
-    test_clear_keep_rewind();
-    test_high_water_is_the_largest_ever();
-    test_freeze();
-    test_owns();
+TEST(many_threads) {
     for (int i = 0; i < 10; i++) {
         check_many_threads(1);
         check_many_threads(128);
     }
-    free(big_memory);
-    return test_report();
 }

@@ -1,35 +1,13 @@
 /* Warming: what is in RAM afterwards, which threads brought it there, and the error when a page is
  * not available. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "test.h"
-
-#include <errno.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/mount.h>
-#include <unistd.h>
-
 #include "blocks.h"
-#include "fault_os.h"
-#include "huge_pool.h"
+#include <sched.h>
 
-static size_t page, huge_page;
-
-static uint64_t resident(const um_block *block, size_t offset, size_t nbytes) {
-    uint64_t found = UINT64_MAX;
-    CHECK_OK(um_block_resident(block, offset, nbytes, &found, &test_err));
-    return found;
-}
-
-/* ---- what is warmed ---- */
-
-static void test_range(void) {
+TEST(range) {
     enum { N = 64 };
     uint64_t seed = 3;
     for (int i = 0; i < 60; i++) {
-        um_block block = make_pages(N * page, UM_PAGES_4K);
+        AUTO_BLOCK block = make_pages(N * page, UM_PAGES_4K);
         unsigned char *bytes = block.base;
         bytes[20 * page + 5] = 99;
         uint64_t r = test_random(&seed);
@@ -43,24 +21,20 @@ static void test_range(void) {
         unsigned n_started = fault_os_calls_of("um_os_thread_start");
         CHECK(n_started <= n_threads);
         CHECK(n_started != 1);
-        CHECK_EQ_U64(fault_os_calls_of("um_os_thread_join"), n_started);
-        CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), n_started);
-        CHECK_EQ_U64(resident(&block, offset, nbytes), expected * page);
-        CHECK_EQ_U64(resident(&block, 0, block.nbytes),
-                     (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
+        CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
+        CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), n_started); /* test_cpus.c: to which */
+        CHECK_EQ(resident(&block, offset, nbytes), expected * page);
+        CHECK_EQ(resident(&block, 0, block.nbytes),
+                 (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
         CHECK(bytes[20 * page + 5] == 99);
-        unmap_block(&block);
     }
 }
 
 /* Threads divide a range at borders of huge pages. A range that begins and ends within a huge page
  * still has no more parts than threads. */
-static void test_parts(void) {
-    if (huge_page == 0) {
-        test_skip("parts of huge pages", "the kernel has no huge pages");
-        return;
-    }
-    um_block block = make_pages(9 * huge_page, UM_PAGES_THP);
+TEST(parts) {
+    SKIP_UNLESS(huge_page != 0, "the kernel has no huge pages");
+    AUTO_BLOCK block = make_pages(9 * huge_page, UM_PAGES_THP);
     size_t small = huge_page / 8;
     for (size_t offset = 0; offset < huge_page; offset += small) {
         for (size_t nbytes = small; nbytes <= 8 * huge_page; nbytes += 3 * small) {
@@ -72,41 +46,12 @@ static void test_parts(void) {
         }
     }
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, UINT32_MAX, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
 }
 
-static void test_keeps_content_and_affinity(void) {
-    um_block block = make_pages(40 * page, UM_PAGES_AUTO);
-    unsigned char *bytes = block.base;
-    cpu_set_t cpus, cpus_after;
-    CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
-    for (size_t i = 0; i < block.nbytes; i += 2 * page) {
-        memset(bytes + i, (int)(i / page) + 1, page);
-    }
-    int pinned[3] = {0, 0, 0};
-    for (unsigned n_threads = 1; n_threads <= 3; n_threads++) {
-        CHECK_OK(um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
-        CHECK_OK(um_block_warm(&block, 0, block.nbytes, n_threads, pinned, &test_err));
-        CHECK_OK(um_block_warm(&block, block.nbytes, 0, n_threads, NULL, &test_err));
-    }
-    bool same = true;
-    for (size_t i = 0; i < block.nbytes; i++) {
-        size_t at = i / page;
-        same = same && bytes[i] == (at % 2 == 0 ? at + 1 : 0);
-    }
-    CHECK(same);
-    CHECK(sched_getaffinity(0, sizeof cpus_after, &cpus_after) == 0);
-    CHECK(CPU_EQUAL(&cpus, &cpus_after));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
-}
-
-/* ---- threads and CPUs ---- */
-
-static void test_cpus(void) {
-    um_block block = make_pages(16 * page, UM_PAGES_4K);
-    cpu_set_t allowed;
+TEST(cpus) {
+    AUTO_BLOCK block = make_pages(16 * page, UM_PAGES_4K);
+    cpu_set_t allowed, after;
     int some[2] = {-1, -1}, n_some = 0;
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
     for (size_t cpu = 0; cpu < CPU_SETSIZE && n_some < 2; cpu++) {
@@ -115,95 +60,76 @@ static void test_cpus(void) {
         }
     }
     some[1] = n_some < 2 ? some[0] : some[1];
-
     /* A single pinned thread is not the thread of the caller. */
     int one[] = {some[1]};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 1);
-    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[1]), 1);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 1);
+    CHECK_EQ(fault_os_pinned_to((unsigned)some[1]), 1);
     one[0] = -1;
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 0);
-
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 0);
     /* Each thread is pinned to its own CPU; one with a negative number runs anywhere; a CPU that
      * does not exist does no harm. */
     int mixed[] = {some[0], -1, some[1], 8191};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, mixed, &test_err));
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 4);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_set_affinity"), 3);
-    CHECK_EQ_U64(fault_os_calls_of("um_os_get_affinity"), 0);
-    CHECK_EQ_U64(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
-    CHECK_EQ_U64(fault_os_pinned_to(8191), 1);
-    CHECK_EQ_U64(resident(&block, 0, block.nbytes), block.nbytes);
-
-    /* Without a list, the threads take the CPUs that the caller may run on in turn. */
-    fault_os_fail_nth(0, 0);
-    CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, NULL, &test_err));
-    unsigned n_pinned = 0;
-    for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        unsigned n = fault_os_pinned_to(cpu);
-        CHECK(n == 0 || CPU_ISSET(cpu, &allowed));
-        CHECK(n <= (4 + (unsigned)CPU_COUNT(&allowed) - 1) / (unsigned)CPU_COUNT(&allowed));
-        n_pinned += n;
-    }
-    CHECK_EQ_U64(n_pinned, 4);
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 4);
+    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 3);
+    CHECK_EQ(fault_os_calls_of("um_os_get_affinity"), 0);
+    CHECK_EQ(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
+    CHECK_EQ(fault_os_pinned_to(8191), 1);
+    CHECK_EQ(resident(&block, 0, block.nbytes), block.nbytes);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* by the caller */
-    CHECK_EQ_U64(fault_os_calls_of("um_os_thread_start"), 0);
-
+    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
     int beyond[] = {some[0], 8192};
-    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 2, beyond, &test_err));
+    CHECK_INVALID(um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
-    unmap_block(&block);
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0);
+    CHECK(CPU_EQUAL(&allowed, &after)); /* of the caller */
 }
 
-/* ---- kinds of memory ---- */
-
-static void test_gaps(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page};
-    um_block block = make_block(10 * page, &options);
+TEST(gaps) {
+    AUTO_BLOCK block =
+        make_block(10 * page, OPTIONS(.pages = UM_PAGES_4K, .reserve_nbytes = 100 * page));
     CHECK_OK(um_block_commit(&block, 40 * page, 20 * page, &test_err));
     CHECK_OK(um_block_warm(&block, 45 * page, 10 * page, 2, NULL, &test_err));
-    CHECK_EQ_U64(resident(&block, 0, 100 * page), 10 * page);
+    CHECK_EQ(resident(&block, 0, 100 * page), 10 * page);
     size_t not_committed[][2] = {{0, 11 * page},
                                  {10 * page, 1},
                                  {39 * page, 2 * page},
                                  {0, 100 * page},
                                  {20 * page, 5 * page}};
-    for (size_t i = 0; i < sizeof not_committed / sizeof not_committed[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, not_committed[i][0], not_committed[i][1],
-                                                 2, NULL, &test_err));
+    for (size_t i = 0; i < COUNT(not_committed); i++) {
+        CHECK_INVALID(
+            um_block_warm(&block, not_committed[i][0], not_committed[i][1], 2, NULL, &test_err));
     }
     CHECK_OK(um_block_warm(&block, 20 * page, 0, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 10 * page);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, 10 * page);
 }
 
-static void test_shared(void) {
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD};
-    um_block block = make_block(20 * page, &options), other;
+TEST(shared) {
+    AUTO_BLOCK block = make_block(20 * page,
+                                  OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD)),
+               other;
     REQUIRE(CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_READ, UM_CAT_OTHER, &test_err)));
-    ((unsigned char *)block.base)[0] = 77;
+    *bytes_of(&block, 0) = 77;
     CHECK_OK(um_block_warm(&other, 0, 5 * page, 2, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&other).resident_bytes, 5 * page);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, page);
+    CHECK_EQ(placement_of(&other).resident_bytes, 5 * page);
+    CHECK_EQ(placement_of(&block).resident_bytes, page);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 20 * page);
-    CHECK(((unsigned char *)other.base)[0] == 77);
-    unmap_block(&other);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, 20 * page);
+    CHECK(*bytes_of(&other, 0) == 77);
 }
 
 /* Shared memory that another process makes shorter. */
-static void test_shorter(void) {
-    int fd = memfd_create("shorter", MFD_CLOEXEC);
-    REQUIRE(fd >= 0);
-    um_block_options options = {.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd};
-    um_block block = make_block(20 * page, &options);
+TEST(shorter) {
+    AUTO_FD fd = memory_file(0);
+    AUTO_BLOCK block =
+        make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK(ftruncate(fd, 10 * (off_t)page) == 0);
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
         CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
@@ -212,111 +138,78 @@ static void test_shorter(void) {
     }
     CHECK_OK(um_block_warm(&block, 0, 10 * page, 2, NULL, &test_err));
     unmap_block(&block);
-
     /* The last page of a file exists if the file ends inside it. */
     CHECK(ftruncate(fd, 2 * (off_t)page + 100) == 0);
     REQUIRE(CHECK_OK(um_block_attach(&block, fd, UM_ACCESS_SHARED, UM_CAT_OTHER, &test_err)));
     CHECK_OK(um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
     fault_os_fail_nth(1, EFAULT);
     CHECK_STATUS(UM_E_NOMEM, um_block_warm(&block, 0, 3 * page, 1, NULL, &test_err));
-    fault_os_fail_nth(0, 0);
     CHECK(ftruncate(fd, (off_t)page) == 0);
     CHECK_STATUS(UM_E_IO, um_block_warm(&block, 0, page + 1, 1, NULL, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, NULL, &test_err));
-    unmap_block(&block);
-    close(fd);
 }
 
 /* A file system in memory that has less room than the file. */
-static void test_full_file_system(void) {
-    char folder[] = "/tmp/unimem-warm-XXXXXX", path[64], options[64];
-    REQUIRE(mkdtemp(folder) != NULL);
-    snprintf(options, sizeof options, "size=%zu", 4 * page);
-    if (mount("tmpfs", folder, "tmpfs", 0, options) != 0) {
-        test_skip("a full file system", "this process may not mount one");
-        rmdir(folder);
-        return;
-    }
-    snprintf(path, sizeof path, "%s/block", folder);
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    CHECK(fd >= 0);
-    um_block block = make_block(
-        20 * page, &(um_block_options){.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd});
+TEST(full_file_system) {
+    AUTO_FD fd = file_in_room_for(4);
+    SKIP_UNLESS(fd >= 0, "this process may not mount one");
+    AUTO_BLOCK block =
+        make_block(20 * page, OPTIONS(.pages = UM_PAGES_4K, .sharing = UM_SHARING_FD, .fd = fd));
     CHECK_OK(um_block_warm(&block, 0, 2 * page, 1, NULL, &test_err));
     for (unsigned n_threads = 1; n_threads <= 2; n_threads++) {
         CHECK_STATUS(UM_E_NOMEM,
                      um_block_warm(&block, 0, block.nbytes, n_threads, NULL, &test_err));
         CHECK(test_err.os_errno == ENOMEM);
     }
-    unmap_block(&block);
-    close(fd);
-    CHECK(umount(folder) == 0);
-    rmdir(folder);
 }
 
-static void test_hugetlb(void) {
-    size_t huge = (size_t)2 << 20;
-    if (!huge_pool_borrow(4)) {
-        test_skip("hugetlb", "no pages can be had from the pool");
-        return;
-    }
-    um_sharing kinds[] = {UM_SHARING_NONE, UM_SHARING_MEMFD};
-    for (int i = 0; i < 2; i++) {
-        um_block_options options = {.pages = UM_PAGES_2M, .sharing = kinds[i]};
-        um_block block;
-        if (um_block_map(&block, 4 * huge, &options, &test_err) != UM_OK) {
-            test_skip("hugetlb", "the pool's pages are not of 2 MiB, or somebody took them");
-            continue;
-        }
+TEST(hugetlb) {
+    BORROW_HUGE_PAGES(4);
+    for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
+        AUTO_BLOCK block =
+            make_block(4 * HUGE_BYTES, OPTIONS(.pages = UM_PAGES_2M, .sharing = sharing));
         for (unsigned n_threads = 1; n_threads <= 6; n_threads++) {
             fault_os_fail_nth(0, 0);
-            CHECK_OK(um_block_warm(&block, huge / 2, 3 * huge, n_threads, NULL, &test_err));
+            CHECK_OK(
+                um_block_warm(&block, HUGE_BYTES / 2, 3 * HUGE_BYTES, n_threads, NULL, &test_err));
             CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
-        CHECK_EQ_U64(placement_of(&block).resident_bytes, 4 * huge);
-        unmap_block(&block);
+        CHECK_EQ(placement_of(&block).resident_bytes, 4 * HUGE_BYTES);
     }
-    huge_pool_give_back();
 }
 
 /* The errno of the kernel where a touch would end the process. */
-static void test_no_page(void) {
+TEST(no_page) {
     struct {
         um_block_options options;
         um_status status;
     } cases[] = {{{.pages = UM_PAGES_4K}, UM_E_OS},
                  {{.pages = UM_PAGES_4K, .sharing = UM_SHARING_MEMFD}, UM_E_NOMEM}};
     for (int i = 0; i < 2; i++) {
-        um_block block = make_block(4 * page, &cases[i].options);
+        AUTO_BLOCK block = make_block(4 * page, &cases[i].options);
         for (int huge = 0; huge < 2; huge++) {
             block.requested_pages = huge ? UM_PAGES_2M : UM_PAGES_4K; /* in name only */
             um_status status = huge ? UM_E_NOMEM : cases[i].status;
             fault_os_fail_nth(1, EFAULT);
             CHECK_STATUS(status, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-            CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+            CHECK_STR(fault_os_failed(), "um_os_advise");
             CHECK(test_err.os_errno == (status == UM_E_NOMEM ? ENOMEM : EFAULT));
-            CHECK_EQ_U64(test_err.asked, block.nbytes);
-            fault_os_fail_nth(0, 0);
+            CHECK_EQ(test_err.asked, block.nbytes);
         }
-        unmap_block(&block);
     }
 }
 
-/* ---- refused, and each system call in turn ---- */
-
-static void test_refused(void) {
-    um_block block = make_pages(4 * page, UM_PAGES_4K), copy = block;
+TEST(refused) {
+    AUTO_BLOCK block = make_pages(4 * page, UM_PAGES_4K);
+    um_block copy = block;
     size_t beyond[][2] = {{0, 4 * page + 1}, {4 * page, 1}, {4 * page + 1, 0},
                           {1, SIZE_MAX},     {SIZE_MAX, 2}, {SIZE_MAX - page, 2 * page}};
-    for (size_t i = 0; i < sizeof beyond / sizeof beyond[0]; i++) {
-        CHECK_STATUS(UM_E_INVALID,
-                     um_block_warm(&block, beyond[i][0], beyond[i][1], 2, NULL, &test_err));
+    for (size_t i = 0; i < COUNT(beyond); i++) {
+        CHECK_INVALID(um_block_warm(&block, beyond[i][0], beyond[i][1], 2, NULL, &test_err));
     }
-    CHECK_STATUS(UM_E_INVALID, um_block_warm(&block, 0, page, 0, NULL, &test_err));
-    CHECK(um_block_warm(&block, 0, page, 0, NULL, NULL) == UM_E_INVALID);
+    CHECK_FAILS(UM_E_INVALID, um_block_warm, &block, 0, page, 0, NULL);
     CHECK(memcmp(&block, &copy, sizeof block) == 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, 0);
-    unmap_block(&block);
+    CHECK_EQ(placement_of(&block).resident_bytes, 0);
 }
 
 typedef struct warming {
@@ -330,9 +223,8 @@ static um_status run_warm(void *context, um_error *err) {
     return um_block_warm(&w->block, 0, w->block.nbytes, w->n_threads, w->cpus, err);
 }
 
-static void test_faults(void) {
+TEST(faults) {
     static const int cpus[] = {0, -1, 0};
-    size_t unit = huge_page == 0 ? page : huge_page;
     os_state_settle_threads(6);
     um_block_options kinds[] = {{.pages = UM_PAGES_4K},
                                 {.pages = UM_PAGES_THP},
@@ -345,42 +237,17 @@ static void test_faults(void) {
                 .n_threads = n_threads,
                 .cpus = i < 3 ? NULL : cpus};
             memset(w.block.base, 0x77, w.block.nbytes);
-            /* A thread that cannot be pinned still warms. */
-            fault_os_check_each(&(fault_case){.run = run_warm,
-                                              .context = &w,
-                                              .outputs = w.block.base,
-                                              .outputs_nbytes = w.block.nbytes,
-                                              .harmless = " um_os_get_affinity um_os_set_affinity "
-                                                          " um_os_thread_join "});
+            CHECK_EACH_FAULT_AT(run_warm, NULL, &w, w.block.base, w.block.nbytes, HARMLESS_THREADS);
             unmap_block(&w.block);
         }
     }
-    um_block block = make_pages(4 * page, UM_PAGES_4K);
+    AUTO_BLOCK block = make_pages(4 * page, UM_PAGES_4K);
     int interruptions[] = {EINTR, EAGAIN};
     for (int i = 0; i < 2; i++) {
         fault_os_fail_nth(1, interruptions[i]);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-        CHECK(strcmp(fault_os_failed(), "um_os_advise") == 0);
+        CHECK_STR(fault_os_failed(), "um_os_advise");
     }
     fault_os_fail_nth(0, 0);
-    CHECK_EQ_U64(placement_of(&block).resident_bytes, block.nbytes);
-    unmap_block(&block);
-}
-
-int main(void) {
-    page = um_page_bytes();
-    huge_page = um_huge_page_bytes();
-    test_range();
-    test_parts();
-    test_keeps_content_and_affinity();
-    test_cpus();
-    test_gaps();
-    test_shared();
-    test_shorter();
-    test_full_file_system();
-    test_hugetlb();
-    test_no_page();
-    test_refused();
-    test_faults();
-    return test_report();
+    CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);
 }
