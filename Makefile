@@ -27,6 +27,7 @@ run: $(VENV)/.run
 test: test-c test-py
 
 # Everything there is: the fast tier, the slow tests, and searches with ten times the examples.
+test-all: export UNIMEM_TESTS_ALL = 1
 test-all: test-c
 	$(PYTEST) --all
 
