@@ -10,25 +10,36 @@ endif()
 
 file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd)
 
-# Builds the named modules of the package unimem.ROOM, which is the folder src/unimem/ROOM.
+# Modules that are called when something is made or read, not once a token: half the time to compile.
+set(UNIMEM_COLD status region mapping growth header_bytes gguf safetensors load guard tmpfs)
+
+# Builds the named modules of the package unimem.ROOM, which is the folder src/unimem/ROOM. One call
+# of Cython translates a room: it reads what the modules share once.
 function(unimem_add_bindings room)
+  set(folder ${CMAKE_BINARY_DIR}/bindings/${room})
+  list(TRANSFORM ARGN REPLACE "(.+)" "${CMAKE_SOURCE_DIR}/src/unimem/${room}/\\1.pyx"
+    OUTPUT_VARIABLE sources)
+  list(TRANSFORM ARGN REPLACE "(.+)" "${folder}/\\1.c" OUTPUT_VARIABLE c_files)
+  file(MAKE_DIRECTORY ${folder})
+  add_custom_command(
+    OUTPUT ${c_files}
+    COMMAND ${CYTHON} ${UNIMEM_CYTHON_OPTIONS} -I ${CMAKE_SOURCE_DIR}/src ${sources}
+            --output-file ${folder}
+    DEPENDS ${sources} ${UNIMEM_PXD}
+    VERBATIM)
+  add_custom_target(${room}_bindings DEPENDS ${c_files})
   foreach(module ${ARGN})
-    set(source ${CMAKE_SOURCE_DIR}/src/unimem/${room}/${module}.pyx)
-    set(c_file ${CMAKE_BINARY_DIR}/bindings/${room}/${module}.c)
-    add_custom_command(
-      OUTPUT ${c_file}
-      COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/bindings/${room}
-      COMMAND ${CYTHON} ${UNIMEM_CYTHON_OPTIONS} --module-name unimem.${room}.${module}
-              -I ${CMAKE_SOURCE_DIR}/src ${source} --output-file ${c_file}
-      DEPENDS ${source} ${UNIMEM_PXD}
-      VERBATIM)
     set(target ${room}_${module})
-    python_add_library(${target} MODULE ${c_file} WITH_SOABI)
+    python_add_library(${target} MODULE ${folder}/${module}.c WITH_SOABI)
+    add_dependencies(${target} ${room}_bindings)
     set_target_properties(${target} PROPERTIES
-      OUTPUT_NAME ${module} LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bindings/${room}
+      OUTPUT_NAME ${module} LIBRARY_OUTPUT_DIRECTORY ${folder}
       INSTALL_RPATH "$ORIGIN/../lib" BUILD_WITH_INSTALL_RPATH ON)
     target_compile_definitions(${target} PRIVATE NPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
       NPY_TARGET_VERSION=NPY_2_0_API_VERSION)
+    if(module IN_LIST UNIMEM_COLD)
+      target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+    endif()
     target_link_libraries(${target} PRIVATE unimem Python::NumPy)
     install(TARGETS ${target} DESTINATION unimem/${room})
   endforeach()
