@@ -119,19 +119,22 @@ def try_run(run: Run, folder: Path) -> tuple[bool, str]:
         user = ["setpriv", f"--reuid={run.user}", f"--regid={run.user}", "--clear-groups"]
         environment |= {"HOME": str(home)}
     log = folder / "log"
-    python = shutil.which(run.python)
-    install = f"make install PYTHON={shlex.quote(str(python))}"
     with log.open("w") as output:
-        shell = [*user, "bash", "-o", "pipefail", "-c"]
-        options = {"cwd": clone, "env": environment, "stdout": output, "stderr": output}
-        if subprocess.run([*shell, install], check=False, **options).returncode != 0:  # type: ignore[call-overload]
+
+        def shell(script: str) -> int:
+            command = [*user, "bash", "-o", "pipefail", "-c", script]
+            done = subprocess.run(
+                command, cwd=clone, env=environment, stdout=output, stderr=output, check=False
+            )
+            return done.returncode
+
+        if shell(f"make install PYTHON={shlex.quote(str(shutil.which(run.python)))}") != 0:
             return False, f"not installed: {log}"
         if run.user:
             home.chmod(0o500)
-        command = f"{run.before} make test {run.behind}"
         begin = time.monotonic()
         with busy(run.n_busy), swap(run.swap_mb, folder):
-            status = subprocess.run([*shell, command], check=False, **options).returncode  # type: ignore[call-overload]
+            status = shell(f"{run.before} make test {run.behind}")
         seconds = time.monotonic() - begin
     found = re.findall(r"^=*\s*(\d+ (?:failed|passed).*?) in .*$", log.read_text(), re.MULTILINE)
     time_text = f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
