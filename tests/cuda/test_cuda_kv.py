@@ -127,7 +127,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert same_bits(numpy_of(there), here)
 
 
-def test_any_calls_in_any_order(cuda: Any) -> None:
+def test_any_calls_in_any_order() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
@@ -181,9 +181,7 @@ def lane(kv: Any, layer: int, part: str, row: int = 0) -> int:
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_tokens_as_they_are_stored_are_two_copies(
-    cuda: Any, host_gpu: HostDriver, dtype: str
-) -> None:
+def test_tokens_of_its_type_are_two_copies(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
     tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, DIM), "float32"), dtype)
     one = tokens[:, :1].swapaxes(1, 2)[:, None]  # [1, heads, 1, dim]
     with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:
@@ -204,8 +202,7 @@ def test_tokens_as_they_are_stored_are_two_copies(
             (lane(kv, 1, "v", 3), row, 0),
         ]
         for part, there in zip(tokens, kv.layer(1), strict=True):
-            expected = np.concatenate([part, part[:1]]).swapaxes(0, 1)[None]
-            assert same_bits(numpy_of(there), expected)
+            assert same_bits(numpy_of(there), np.concatenate([part, part[:1]]).swapaxes(0, 1)[None])
 
 
 LAYOUTS: dict[str, Callable[[Array], Array]] = {
@@ -257,9 +254,7 @@ GIVEN_OF = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "flo
 
 
 @pytest.mark.parametrize("strided", [0, 1])
-def test_when_one_has_gaps_neither_is_a_plain_copy(
-    cuda: Any, host_gpu: HostDriver, strided: int
-) -> None:
+def test_when_one_has_gaps_neither_is_a_plain_copy(host_gpu: HostDriver, strided: int) -> None:
     with Twins(dtype="f16") as twins:
         tokens = twins.tokens(3, "float16", token_major=True)
         tokens[strided] = LAYOUTS["every second"](tokens[strided])
@@ -290,7 +285,7 @@ def test_a_token_of_all_layers_is_one_launch(cuda: Any, host_gpu: HostDriver, dt
                     assert same_bits(numpy_of(there), here)
 
 
-def test_conversion_into_arrays_that_are_there(cuda: Any, host_gpu: HostDriver) -> None:
+def test_conversion_into_arrays_that_are_there(host_gpu: HostDriver) -> None:
     with Twins(batch=2, dtype="bf16") as twins:
         twins.append(4)
         twins.do("trim_to", 3)
@@ -377,7 +372,7 @@ def test_what_is_no_row(cuda: Any) -> None:
 @pytest.mark.parametrize("given_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("use", ["append", "append_all"])
 def test_when_the_device_refuses_nothing_is_appended(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
 ) -> None:
     from unimem.cuda.kernels import RowKernels
 
@@ -469,8 +464,7 @@ def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:
         for pair in ((there, there), (here, there), (there, here)):
             check_refusals(kv, pair, ValueError, "array on cuda:0, got one on cuda:1")
         kv.append(0, empty, empty)
-        assert host_gpu.calls == []
-        assert len(kv) == 0
+        assert (host_gpu.calls, len(kv)) == ([], 0)
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

@@ -59,9 +59,7 @@ def test_a_token_is_one_copy(cuda: Any, host_gpu: HostDriver) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", DTYPES)
-def test_what_is_converted_is_one_launch(
-    cuda: Any, host_gpu: HostDriver, dtype: str, given: str
-) -> None:
+def test_conversion_is_one_launch(cuda: Any, host_gpu: HostDriver, dtype: str, given: str) -> None:
     values = awkward(given, (2, 333))
     with cuda.Scratchpad(5, 333, dtype) as pad:
         host_gpu.calls.clear()
@@ -174,9 +172,7 @@ def test_who_comes_while_rows_are_queued(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rows_that_lie_where_they_would_be_written(
-    cuda: Any, host_gpu: HostDriver, dtype: str
-) -> None:
+def test_rows_that_would_overlap_themselves(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
     with cuda.Scratchpad(8, 4, dtype) as pad:
         given = rows(8, dtype=dtype)
         pad.append_batch(array_of(given))
