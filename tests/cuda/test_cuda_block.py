@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -135,19 +136,14 @@ def test_pinned_memory_is_a_block_that_both_see(cuda: Any, host_gpu: HostDriver)
 def test_what_cannot_be_pinned_is_given_back(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(address: int, nbytes: int) -> None:
-        raise um.PlacementError(12, "no")
-
-    monkeypatch.setattr(host_gpu, "register", refuse)
+    monkeypatch.setattr(host_gpu, "register", Mock(side_effect=um.PlacementError(12, "no")))
     with pytest.raises(um.PlacementError):
         cuda.Block(MIB, pinned=True)
 
 
 HOST_VIEWS: dict[str, Callable[[Any], Any]] = {
-    "array": lambda host: host.as_array(),
-    "part": lambda host: host.as_array()[5:],
-    "buffer": memoryview,
-    "tape": um.Tape,
+    **{"array": lambda host: host.as_array(), "part": lambda host: host.as_array()[5:]},
+    **{"buffer": memoryview, "tape": um.Tape},
 }
 
 
@@ -219,9 +215,7 @@ def test_memory_is_unmapped_after_cuda_has_let_go_of_it(
 def test_what_cuda_does_not_let_go_of_stays_mapped(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def refuse(address: int) -> None:
-        raise error("operation not permitted when stream is capturing")
-
+    refuse = Mock(side_effect=error("operation not permitted when stream is capturing"))
     before = mapped()
     host = None
     with monkeypatch.context() as patch:
@@ -362,6 +356,21 @@ def test_device_memory_cannot_be_placed(cuda: Any, option: dict[str, Any]) -> No
     told = rf"placing device memory \({next(iter(option))}\).*pinned=True"
     with pytest.raises(NotImplementedError, match=told):
         cuda.Block(1, **option)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_who_does_not_get_its_memory_leaves_nothing(
+    cuda: Any, host_gpu: HostDriver, owner: str
+) -> None:
+    make = partial(getattr(cuda, owner), *OWNERS[owner][0])
+    with pytest.raises(NotImplementedError, match="placing device memory"):
+        make(pages="4k")
+    with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
+        make(device=1)
+    host_gpu.total_bytes = 10
+    with pytest.raises(um.CapacityError):
+        make()
+    assert host_gpu.allocated == {}
 
 
 @pytest.mark.parametrize("pinned", [False, True])

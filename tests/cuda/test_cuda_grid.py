@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import unimem as um
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger, ledger
 
@@ -52,16 +51,3 @@ def test_placement_and_category(cuda: Any) -> None:
         host = grid.tape.block.host.as_array("float16", 500, offset)
         assert np.all(host == 2)
         del host
-
-
-def test_a_device_without_room(cuda: Any, host_gpu: HostDriver) -> None:
-    host_gpu.total_bytes = 640
-    with pytest.raises(um.CapacityError):
-        cuda.Grid(64, 11)
-    with pytest.raises(NotImplementedError, match="numa"):
-        cuda.Grid(64, 1, numa="bind:0")
-    with pytest.raises(ValueError, match="device"):
-        cuda.Grid(64, 1, device=3)
-    with cuda.Grid(64, 10):
-        pass
-    assert host_gpu.allocated == {}

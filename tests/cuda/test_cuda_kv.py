@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -148,14 +149,9 @@ def test_the_same_is_refused_in_the_same_words(twins: Twins, tmp_path: Path) -> 
     ]
     wrong: dict[str, list[Sequence[Any]]] = {
         "append": [(layer, k, v) for layer in (-1, LAYERS, None)] + [(0, *p) for p in pairs],
-        "append_all": [(k, v), twins.tokens(HEADS)],
-        "layer": [(LAYERS,), (0, None, (k, v))],
-        "address": [(5, "k"), (0, "q")],
-        "reserve": [(0,), (-1,), (ROWS,)],
-        "commit": [(1,)],
-        "crop": [(4,)],
-        "trim_to": [(-1,)],
-        "row_of": [("0",)],
+        **{"append_all": [(k, v), twins.tokens(HEADS)], "layer": [(LAYERS,), (0, None, (k, v))]},
+        **{"address": [(5, "k"), (0, "q")], "reserve": [(0,), (-1,), (ROWS,)], "commit": [(1,)]},
+        **{"crop": [(4,)], "trim_to": [(-1,)], "row_of": [("0",)]},
     }
     for name, calls in wrong.items():
         for arguments in calls:
@@ -376,9 +372,7 @@ def test_when_the_device_refuses_nothing_is_appended(
 ) -> None:
     from unimem.cuda.kernels import RowKernels
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
+    refuse = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with Twins(dtype="f16") as twins:
         twins.append(2)
         k, v = (given(twins.rng, (LAYERS, HEADS, DIM), given_dtype) for _ in "kv")
@@ -394,6 +388,20 @@ def test_when_the_device_refuses_nothing_is_appended(
         twins.append(1)
 
 
+WAYS = ("append", "append_at", "append_all")
+VIEW = (ValueError, "got a view of this cache: append a copy", WAYS[:2])
+
+
+def check_refusals(
+    kv: Any, pair: Sequence[Any], error: type[Exception], text: str, ways: Sequence[str] = WAYS
+) -> None:
+    row = array_of(np.zeros(1, "int32"))
+    calls = {"append": (0, *pair), "append_all": pair, "append_at": (0, *pair, row)}
+    for way in ways:
+        with pytest.raises(error, match=text):
+            getattr(kv, way)(*calls[way])
+
+
 def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     twins.append(4)
     twins.do("crop", 3)
@@ -405,14 +413,11 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     parts = (k[:, :, 1:2], v[:, :, :1])
     pairs = [(k, v), parts, (k[:, :, ::-1], v), (k, others[1]), (others[0], v)]
     for pair in pairs:
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append(0, *pair)
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append_at(0, *pair, array_of(np.zeros(1, "int32")))
+        check_refusals(twins.cuda, pair, *VIEW)
     if twins.batch == 1:
         other = array_of(numpy_of(v)[0, :, :LAYERS].swapaxes(0, 1))
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append_all(k[0, :, :LAYERS].swapaxes(0, 1), other)
+        pair = (k[0, :, :LAYERS].swapaxes(0, 1), other)
+        check_refusals(twins.cuda, pair, *VIEW[:2], ("append_all",))
     assert host_gpu.calls == []
     twins.check()
     del k, v, pair, pairs, parts
@@ -434,27 +439,14 @@ def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> No
         across = both[:: n // 32][:32].reshape(4, 1, 8)
         backwards = both[-32:][::-1].reshape(4, 1, 8)
         from_behind = both[:: -(n // 32)][:32].reshape(4, 1, 8)
-        row = array_of(np.zeros(1, "int32"))
         for k in (into, across, from_behind):
             for pair in ((k, after), (after, k)):
-                with pytest.raises(ValueError, match="got a view of this cache"):
-                    kv.append(0, *pair)
-                with pytest.raises(ValueError, match="got a view of this cache"):
-                    kv.append_at(0, *pair, row)
+                check_refusals(kv, pair, *VIEW)
         assert kv.is_empty
         for k in (in_front, after, backwards, into[:0], into[:1]):
             kv.append(0, k, k)
         del k, pair, front, behind, both, in_front, after, into, across, backwards
         del from_behind, memory_of_both
-
-
-def check_refusals(kv: Any, pair: Sequence[Any], error: type[Exception], text: str) -> None:
-    """No way to append takes these."""
-    row = array_of(np.zeros(1, "int32"))
-    calls = {"append": (0, *pair), "append_all": pair, "append_at": (0, *pair, row)}
-    for name, arguments in calls.items():
-        with pytest.raises(error, match=text):
-            getattr(kv, name)(*arguments)
 
 
 def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-import host_gpu as host
 import unimem as um
 from host_gpu import HostDriver, array_of
 from kv_twins import DIM, HEADS, LAYERS, ROWS
@@ -154,9 +154,7 @@ def test_a_cache_is_made_once(cuda: Any) -> None:
 def test_a_cache_that_cannot_be_begun_closes_its_memory(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def place(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room for the lengths of the layers")
-
+    place = Mock(side_effect=MemoryError("no room for the lengths of the layers"))
     monkeypatch.setattr(cuda.KVCache, "_place", place)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -168,11 +166,8 @@ def test_a_cache_that_cannot_be_begun_closes_its_memory(
 
 
 def test_kernels_are_compiled_when_the_cache_is_made(cuda: Any) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("NVRTC is missing")
-
-    other = host.HostDriver()
-    other.module = fail  # type: ignore[method-assign, assignment]
+    other = HostDriver()
+    other.module = Mock(side_effect=RuntimeError("NVRTC is missing"))  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unimem.system.gpu._drivers", {0: other})
         with pytest.raises(RuntimeError, match="NVRTC"):

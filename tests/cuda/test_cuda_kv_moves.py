@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,12 +107,8 @@ def test_when_moving_fails_nothing_is_dropped(
             "reserve": lambda: twins.cuda.reserve(2),
         }
         error = RuntimeError("an illegal memory access was encountered")
-
-        def refuse(*_: Any) -> None:
-            raise error
-
         with monkeypatch.context() as patch:
-            patch.setattr(host_gpu, "copy", refuse)
+            patch.setattr(host_gpu, "copy", Mock(side_effect=error))
             with pytest.raises(RuntimeError) as caught:
                 uses[use]()
             assert caught.value is error
@@ -363,10 +360,8 @@ def test_who_leaves_the_cache_while_something_is_queued(
     for owner, name in ((kernels, "append"), (kernels, "read"), (host_gpu, "copy")):
         monkeypatch.setattr(owner, name, leaving(getattr(owner, name)))
     uses: dict[str, Callable[[], Any]] = {
-        "append": lambda: kv.append(0, k, k),
-        "append_at": lambda: kv.append_at(0, k, k, row),
-        "layer": lambda: kv.layer(0, "float32"),
-        "copy": lambda: kv.copy().close(),
+        **{"append": lambda: kv.append(0, k, k), "append_at": lambda: kv.append_at(0, k, k, row)},
+        **{"layer": lambda: kv.layer(0, "float32"), "copy": lambda: kv.copy().close()},
     }
     with contextlib.suppress(um.ClosedError):
         uses[use]()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -164,11 +165,8 @@ def test_options_out_of_range(
 
 
 def test_an_upload_that_fails_leaves_nothing(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
-    def fail(*_figures: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        cuda.Layout.for_model(model, ctx=16, progress=fail)
+        cuda.Layout.for_model(model, ctx=16, progress=Mock(side_effect=KeyboardInterrupt))
     gc.collect()
     assert (host_gpu.allocated, host_gpu.registered) == ({}, {})
 
@@ -261,12 +259,3 @@ def test_an_interrupted_close_loses_no_tensor(cuda: Any, host_gpu: HostDriver, m
 def test_opened_weights_are_in_main_memory(cuda: Any, model: Path) -> None:
     with um.open_weights(model) as weights, pytest.raises(TypeError, match="for_model"):
         cuda.Layout(weights, 100, 100)
-
-
-def test_pinned(cuda: Any, host_gpu: HostDriver) -> None:
-    with cuda.Layout(100, 200, 300, pinned=True, pages="4k") as layout:
-        assert host_gpu.allocated == {}
-        assert (len(host_gpu.registered), layout.total_bytes) == (3, 600)
-    assert host_gpu.registered == {}
-    with pytest.raises(NotImplementedError, match="pages"):
-        cuda.Layout(100, 200, 300, pages="4k")

@@ -186,18 +186,6 @@ def test_a_tape_over_a_block(cuda: Any, host_gpu: HostDriver) -> None:
         cuda.Tape(host)
 
 
-def test_a_device_without_room(cuda: Any, host_gpu: HostDriver) -> None:
-    host_gpu.total_bytes = 10_000
-    with cuda.Tape(6000), pytest.raises(um.CapacityError) as caught:
-        cuda.Tape(5000)
-    assert (caught.value.limit, caught.value.used, caught.value.asked) == (10_000, 6000, 5000)
-    with pytest.raises(ValueError, match="device"):
-        cuda.Tape(100, device=7)
-    with pytest.raises(NotImplementedError, match="pages"):
-        cuda.Tape(100, pages="4k")
-    assert host_gpu.allocated == {}
-
-
 def test_placement_and_category(cuda: Any) -> None:
     with cuda.Tape(12 * KIB, category="history", name="h") as tape:
         assert device_ledger()[("cuda:0", "history")]["nbytes"] == 12 * KIB

@@ -447,10 +447,6 @@ def fails(error: BaseException, n_good: int = 0, then: Any = None) -> Callable[.
     return fail
 
 
-def file_of(fd: int) -> str:
-    return f"/proc/self/fd/{fd}"
-
-
 # Breaks something of an upload.
 Break = Callable[[pytest.MonkeyPatch, Upload], object]
 
@@ -478,8 +474,10 @@ def no_threads(patch: pytest.MonkeyPatch, _: Upload) -> None:
 FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
     "first read": read(fails(OSError(5, "x")), "Input/output error"),
     "read": read(fails(OSError(5, "x"), 20), "Input/output error"),
-    "truncated": read(lambda fd, _: os.truncate(file_of(fd), 9000), "has become shorter"),
-    "written": read(lambda fd, _: os.utime(file_of(fd), ns=(0, 0)), "after it was opened"),
+    "truncated": read(lambda fd, _: os.truncate(f"/proc/self/fd/{fd}", 9000), "has become shorter"),
+    "written": read(
+        lambda fd, _: os.utime(f"/proc/self/fd/{fd}", ns=(0, 0)), "after it was opened"
+    ),
     "no thread": (no_threads, RuntimeError, "new thread"),
     "first copy": device("copy"),
     "copy": device("copy", 20),
