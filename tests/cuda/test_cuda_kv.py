@@ -523,21 +523,14 @@ def test_snapshots_go_from_one_device_to_the_other(
 
 
 def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
-    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+    budget = 2 * 5 * HEADS * DIM * 2
+    with cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv:
         kv.save(tmp_path / "empty")
         with cuda.KVCache.restore(tmp_path / "empty") as restored, kv.copy() as copied:
             assert restored.is_empty
             assert copied.is_empty
-
-
-def test_a_copy_is_of_the_same_kind(cuda: Any) -> None:
-    budget = 2 * 5 * HEADS * DIM * 2
-    with (
-        cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv,
-        kv.copy() as copied,
-    ):
-        assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
-        assert copied.block.host is not None
+            assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
+            assert copied.block.host is not None  # of the same kind
 
 
 def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:

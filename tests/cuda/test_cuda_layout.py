@@ -6,17 +6,16 @@ What they share with layouts of main memory is tested in test_layout.py.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+import interrupts
 import unimem as um
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger
@@ -234,25 +233,9 @@ def test_tensors_are_only_looked_at(cuda: Any, model: Path) -> None:
 def test_an_interrupted_close_loses_no_tensor(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
     layout = cuda.Layout.for_model(model, ctx=16)
     n = len(layout.tensors)
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        # Behind `clear`, before anything else.
-        if frame.f_code is not type(layout).close.__code__:
-            return None
-        if event == "line" and len(layout._tensors) == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            layout.close()
-    finally:
-        sys.settrace(before)
-    assert not layout.closed
-    assert len(layout.tensors) == n
-    layout.close()
+    for _ in interrupts.at_each_line(layout.close, "cuda/layout.py"):
+        assert (layout.closed, len(layout.tensors)) == (False, n)
+    assert layout.closed
     assert host_gpu.allocated == {}
 
 
