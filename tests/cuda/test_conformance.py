@@ -124,8 +124,7 @@ class KVKind(cache_kinds.KVKind):
             path = Path(folder, "session")
             path.write_bytes(self.saved)
             kv = um.KVCache.restore(path, mode="map")
-        page = memory(kv.address(0, "k"), proc_maps.PAGE).tobytes()
-        assert page in self.saved
+        assert memory(kv.address(0, "k"), proc_maps.PAGE).tobytes() in self.saved
         kv.clear()
         assert kv.memory_usage_bytes == kv.resident_bytes == 0
         return kv

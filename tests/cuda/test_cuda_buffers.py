@@ -7,12 +7,10 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import unimem as um
 from buffer_sets import COUNTS, DIMS, NAMES, POINTERS, check_buffers, random_dims
-from conformance import exit_status
 from host_gpu import numpy_of
 from unimem._core.status import device_ledger
 
@@ -88,8 +86,7 @@ def test_swapping_moves_no_byte(cuda: Any, host_gpu: Any) -> None:
         assert db.residual.data.ptr == four.residual.data.ptr == swapped["residual"]
         assert (numpy_of(four.residual) == 2).all()
         db.swap_residual()
-        assert db.addresses() == before
-        assert len(host_gpu.calls) == n_calls
+        assert (db.addresses(), len(host_gpu.calls)) == (before, n_calls)
 
 
 def test_a_step_takes_nothing_and_asks_nothing(cuda: Any, host_gpu: Any) -> None:
@@ -118,10 +115,6 @@ def test_wrong_arguments(cuda: Any, host_gpu: Any) -> None:
         cuda.DecodeBuffers(dims)
     with pytest.raises(ValueError, match="expected one of float16, bfloat16, float32"):
         cuda.DecodeBuffers(DIMS, dtype="f16")
-    with pytest.raises(ValueError, match="device"):
-        cuda.DecodeBuffers(DIMS, device=1)
-    with pytest.raises(NotImplementedError, match="pages"):
-        cuda.DecodeBuffers(DIMS, pages="4k")
     with cuda.Tape(1 << 20) as tape, um.Tape(1 << 20) as host:
         cuda.DecodeBuffers(DIMS, tape=tape, device=tape.block.device).close()
         tape.clear()
@@ -158,25 +151,8 @@ def test_no_room(cuda: Any, host_gpu: Any) -> None:
             cuda.DecodeBuffers(DIMS, tape=tape)
         tape.thaw()
         cuda.DecodeBuffers(DIMS, tape=tape).close()
-    host_gpu.total_bytes = needed - 1
-    with pytest.raises(um.CapacityError):
-        cuda.DecodeBuffers(DIMS)
     host_gpu.total_bytes = needed
     cuda.DecodeBuffers(DIMS).close()
-    assert host_gpu.allocated == {}
-
-
-def test_pinned_memory(cuda: Any, host_gpu: Any) -> None:
-    with cuda.DecodeBuffers(DIMS, pinned=True, pages="4k") as db:
-        host = db.tape.block.host
-        assert host.address == db.tape.block.address
-        assert host_gpu.registered == {host.address: host.nbytes}
-        check_buffers(db, DIMS, "float16")
-        at = db.addresses()["logits"] - host.address
-        host.as_array()[at : at + 2] = np.array([2.5], "float16").view("uint8")
-        assert numpy_of(db.logits)[0] == 2.5
-        del host
-    assert host_gpu.registered == {}
 
 
 def test_the_end(cuda: Any, host_gpu: Any) -> None:
@@ -207,15 +183,3 @@ def test_the_end(cuda: Any, host_gpu: Any) -> None:
     del view
     gc.collect()
     assert host_gpu.allocated == {}
-
-
-def test_a_forked_child_has_none_of_it(cuda: Any) -> None:
-    with cuda.DecodeBuffers(DIMS) as db:
-
-        def child() -> bool:
-            with pytest.raises(um.ClosedError, match="memory of a GPU, which a forked child"):
-                db.addresses()
-            return bool(db.closed)
-
-        assert exit_status(child) == 0
-        assert not db.closed

@@ -23,8 +23,7 @@ def test_the_names_are_those_of_main_memory(cuda: Any) -> None:
     assert {name for name in cuda.__all__ if not hasattr(um, name)} <= own
     for name in set(cuda.__all__) - own:
         theirs, ours = getattr(um, name), getattr(cuda, name)
-        public = {member for member in dir(theirs) if not member.startswith("_")}
-        missing = public - set(dir(ours))
+        missing = {member for member in dir(theirs) if not member.startswith("_")} - set(dir(ours))
         assert missing == (NOT_THERE if name == "Block" else set()), name
 
 

@@ -1,4 +1,4 @@
-"""Grids of a GPU: where cells and free list lie, what they cost, forks.
+"""Grids of a GPU: where cells and free list lie, what they cost.
 
 What they share with grids of main memory is tested in test_grid.py.
 """
@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import unimem as um
-from conformance import exit_status
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger, ledger
 
@@ -53,31 +51,3 @@ def test_placement_and_category(cuda: Any) -> None:
         host = grid.tape.block.host.as_array("float16", 500, offset)
         assert np.all(host == 2)
         del host
-
-
-def test_a_device_without_room(cuda: Any, host_gpu: HostDriver) -> None:
-    host_gpu.total_bytes = 640
-    with pytest.raises(um.CapacityError):
-        cuda.Grid(64, 11)
-    with pytest.raises(NotImplementedError, match="numa"):
-        cuda.Grid(64, 1, numa="bind:0")
-    with pytest.raises(ValueError, match="device"):
-        cuda.Grid(64, 1, device=3)
-    with cuda.Grid(64, 10):
-        pass
-    assert host_gpu.allocated == {}
-
-
-def test_a_forked_child_has_no_device_memory(cuda: Any) -> None:
-    with cuda.Grid(64, 4, name="lost") as grid:
-        cell = grid.take()
-
-        def child() -> bool:
-            for use in (grid.take, lambda: grid.give(cell), lambda: cell.address, cell.as_array):
-                with pytest.raises(um.ClosedError, match="'lost' is memory of a GPU"):
-                    use()
-            return bool(grid.closed)
-
-        assert exit_status(child) == 0
-        grid.give(cell)
-        assert grid.n_available == 4

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert same_bits(numpy_of(there), here)
 
 
-def test_any_calls_in_any_order(cuda: Any) -> None:
+def test_any_calls_in_any_order() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
@@ -148,14 +149,9 @@ def test_the_same_is_refused_in_the_same_words(twins: Twins, tmp_path: Path) -> 
     ]
     wrong: dict[str, list[Sequence[Any]]] = {
         "append": [(layer, k, v) for layer in (-1, LAYERS, None)] + [(0, *p) for p in pairs],
-        "append_all": [(k, v), twins.tokens(HEADS)],
-        "layer": [(LAYERS,), (0, None, (k, v))],
-        "address": [(5, "k"), (0, "q")],
-        "reserve": [(0,), (-1,), (ROWS,)],
-        "commit": [(1,)],
-        "crop": [(4,)],
-        "trim_to": [(-1,)],
-        "row_of": [("0",)],
+        **{"append_all": [(k, v), twins.tokens(HEADS)], "layer": [(LAYERS,), (0, None, (k, v))]},
+        **{"address": [(5, "k"), (0, "q")], "reserve": [(0,), (-1,), (ROWS,)], "commit": [(1,)]},
+        **{"crop": [(4,)], "trim_to": [(-1,)], "row_of": [("0",)]},
     }
     for name, calls in wrong.items():
         for arguments in calls:
@@ -181,9 +177,7 @@ def lane(kv: Any, layer: int, part: str, row: int = 0) -> int:
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_tokens_as_they_are_stored_are_two_copies(
-    cuda: Any, host_gpu: HostDriver, dtype: str
-) -> None:
+def test_tokens_of_its_type_are_two_copies(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
     tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, DIM), "float32"), dtype)
     one = tokens[:, :1].swapaxes(1, 2)[:, None]  # [1, heads, 1, dim]
     with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:
@@ -204,8 +198,7 @@ def test_tokens_as_they_are_stored_are_two_copies(
             (lane(kv, 1, "v", 3), row, 0),
         ]
         for part, there in zip(tokens, kv.layer(1), strict=True):
-            expected = np.concatenate([part, part[:1]]).swapaxes(0, 1)[None]
-            assert same_bits(numpy_of(there), expected)
+            assert same_bits(numpy_of(there), np.concatenate([part, part[:1]]).swapaxes(0, 1)[None])
 
 
 LAYOUTS: dict[str, Callable[[Array], Array]] = {
@@ -257,9 +250,7 @@ GIVEN_OF = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "flo
 
 
 @pytest.mark.parametrize("strided", [0, 1])
-def test_when_one_has_gaps_neither_is_a_plain_copy(
-    cuda: Any, host_gpu: HostDriver, strided: int
-) -> None:
+def test_when_one_has_gaps_neither_is_a_plain_copy(host_gpu: HostDriver, strided: int) -> None:
     with Twins(dtype="f16") as twins:
         tokens = twins.tokens(3, "float16", token_major=True)
         tokens[strided] = LAYOUTS["every second"](tokens[strided])
@@ -290,7 +281,7 @@ def test_a_token_of_all_layers_is_one_launch(cuda: Any, host_gpu: HostDriver, dt
                     assert same_bits(numpy_of(there), here)
 
 
-def test_conversion_into_arrays_that_are_there(cuda: Any, host_gpu: HostDriver) -> None:
+def test_conversion_into_arrays_that_are_there(host_gpu: HostDriver) -> None:
     with Twins(batch=2, dtype="bf16") as twins:
         twins.append(4)
         twins.do("trim_to", 3)
@@ -377,13 +368,11 @@ def test_what_is_no_row(cuda: Any) -> None:
 @pytest.mark.parametrize("given_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("use", ["append", "append_all"])
 def test_when_the_device_refuses_nothing_is_appended(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
 ) -> None:
     from unimem.cuda.kernels import RowKernels
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
+    refuse = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with Twins(dtype="f16") as twins:
         twins.append(2)
         k, v = (given(twins.rng, (LAYERS, HEADS, DIM), given_dtype) for _ in "kv")
@@ -399,6 +388,20 @@ def test_when_the_device_refuses_nothing_is_appended(
         twins.append(1)
 
 
+WAYS = ("append", "append_at", "append_all")
+VIEW = (ValueError, "got a view of this cache: append a copy", WAYS[:2])
+
+
+def check_refusals(
+    kv: Any, pair: Sequence[Any], error: type[Exception], text: str, ways: Sequence[str] = WAYS
+) -> None:
+    row = array_of(np.zeros(1, "int32"))
+    calls = {"append": (0, *pair), "append_all": pair, "append_at": (0, *pair, row)}
+    for way in ways:
+        with pytest.raises(error, match=text):
+            getattr(kv, way)(*calls[way])
+
+
 def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     twins.append(4)
     twins.do("crop", 3)
@@ -410,14 +413,11 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
     parts = (k[:, :, 1:2], v[:, :, :1])
     pairs = [(k, v), parts, (k[:, :, ::-1], v), (k, others[1]), (others[0], v)]
     for pair in pairs:
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append(0, *pair)
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append_at(0, *pair, array_of(np.zeros(1, "int32")))
+        check_refusals(twins.cuda, pair, *VIEW)
     if twins.batch == 1:
         other = array_of(numpy_of(v)[0, :, :LAYERS].swapaxes(0, 1))
-        with pytest.raises(ValueError, match="got a view of this cache: append a copy"):
-            twins.cuda.append_all(k[0, :, :LAYERS].swapaxes(0, 1), other)
+        pair = (k[0, :, :LAYERS].swapaxes(0, 1), other)
+        check_refusals(twins.cuda, pair, *VIEW[:2], ("append_all",))
     assert host_gpu.calls == []
     twins.check()
     del k, v, pair, pairs, parts
@@ -439,27 +439,14 @@ def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> No
         across = both[:: n // 32][:32].reshape(4, 1, 8)
         backwards = both[-32:][::-1].reshape(4, 1, 8)
         from_behind = both[:: -(n // 32)][:32].reshape(4, 1, 8)
-        row = array_of(np.zeros(1, "int32"))
         for k in (into, across, from_behind):
             for pair in ((k, after), (after, k)):
-                with pytest.raises(ValueError, match="got a view of this cache"):
-                    kv.append(0, *pair)
-                with pytest.raises(ValueError, match="got a view of this cache"):
-                    kv.append_at(0, *pair, row)
+                check_refusals(kv, pair, *VIEW)
         assert kv.is_empty
         for k in (in_front, after, backwards, into[:0], into[:1]):
             kv.append(0, k, k)
         del k, pair, front, behind, both, in_front, after, into, across, backwards
         del from_behind, memory_of_both
-
-
-def check_refusals(kv: Any, pair: Sequence[Any], error: type[Exception], text: str) -> None:
-    """No way to append takes these."""
-    row = array_of(np.zeros(1, "int32"))
-    calls = {"append": (0, *pair), "append_all": pair, "append_at": (0, *pair, row)}
-    for name, arguments in calls.items():
-        with pytest.raises(error, match=text):
-            getattr(kv, name)(*arguments)
 
 
 def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:
@@ -469,8 +456,7 @@ def test_tokens_of_another_device(cuda: Any, host_gpu: HostDriver) -> None:
         for pair in ((there, there), (here, there), (there, here)):
             check_refusals(kv, pair, ValueError, "array on cuda:0, got one on cuda:1")
         kv.append(0, empty, empty)
-        assert host_gpu.calls == []
-        assert len(kv) == 0
+        assert (host_gpu.calls, len(kv)) == ([], 0)
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -537,21 +523,14 @@ def test_snapshots_go_from_one_device_to_the_other(
 
 
 def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
-    with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
+    budget = 2 * 5 * HEADS * DIM * 2
+    with cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv:
         kv.save(tmp_path / "empty")
         with cuda.KVCache.restore(tmp_path / "empty") as restored, kv.copy() as copied:
             assert restored.is_empty
             assert copied.is_empty
-
-
-def test_a_copy_is_of_the_same_kind(cuda: Any) -> None:
-    budget = 2 * 5 * HEADS * DIM * 2
-    with (
-        cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv,
-        kv.copy() as copied,
-    ):
-        assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
-        assert copied.block.host is not None
+            assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
+            assert copied.block.host is not None  # of the same kind
 
 
 def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:

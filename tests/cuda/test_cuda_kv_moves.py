@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,9 +40,7 @@ def kernels(cuda: Any) -> Any:
 # ---- tokens that move ----
 
 
-def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(
-    cuda: Any, host_gpu: HostDriver
-) -> None:
+def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(host_gpu: HostDriver) -> None:
     with Twins(dtype="f32") as twins:
         twins.append(ROWS)
         twins.do("trim_to", ROWS - 5)
@@ -70,7 +69,7 @@ def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(
 
 
 @pytest.mark.parametrize(("dtype", "batch"), [("f16", 1), ("q8_0", 2)])
-def test_tokens_do_not_move_over_views(cuda: Any, dtype: str, batch: int) -> None:
+def test_tokens_do_not_move_over_views(dtype: str, batch: int) -> None:
     def views(layer: int, part: int) -> tuple[Any, Any]:
         return twins.host.layer(layer)[part], twins.cuda.layer(layer)[part]
 
@@ -96,7 +95,7 @@ def test_tokens_do_not_move_over_views(cuda: Any, dtype: str, batch: int) -> Non
 
 @pytest.mark.parametrize("use", ["trim_to", "append", "reserve"])
 def test_when_moving_fails_nothing_is_dropped(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     with Twins(dtype="f16") as twins:
         twins.append(ROWS)
@@ -108,12 +107,8 @@ def test_when_moving_fails_nothing_is_dropped(
             "reserve": lambda: twins.cuda.reserve(2),
         }
         error = RuntimeError("an illegal memory access was encountered")
-
-        def refuse(*_: Any) -> None:
-            raise error
-
         with monkeypatch.context() as patch:
-            patch.setattr(host_gpu, "copy", refuse)
+            patch.setattr(host_gpu, "copy", Mock(side_effect=error))
             with pytest.raises(RuntimeError) as caught:
                 uses[use]()
             assert caught.value is error
@@ -208,7 +203,7 @@ def check_tokens(twins: Twins) -> None:
 )
 @pytest.mark.parametrize(("batch", "use"), USES)
 def test_an_interrupt_loses_no_token(
-    cuda: Any, host_gpu: HostDriver, batch: int, use: str, when: str, kind: type[BaseException]
+    host_gpu: HostDriver, batch: int, use: str, when: str, kind: type[BaseException]
 ) -> None:
     n_moved = N_PIECES[use] * 2 * LAYERS * batch
     n_copies = n_moved + (2 if use == "append" and batch == 1 else 0)  # K and V of the tokens
@@ -238,7 +233,7 @@ def test_an_interrupt_loses_no_token(
 @pytest.mark.parametrize(("batch", "use"), USES)
 @pytest.mark.parametrize("nth", [2, 19])
 def test_a_device_that_fails_half_way_has_lost_tokens(
-    cuda: Any, host_gpu: HostDriver, tmp_path: Path, batch: int, use: str, nth: int
+    host_gpu: HostDriver, tmp_path: Path, batch: int, use: str, nth: int
 ) -> None:
     error = RuntimeError("an illegal memory access was encountered")
     with before_a_move(batch) as twins:
@@ -252,20 +247,11 @@ def test_a_device_that_fails_half_way_has_lost_tokens(
         one = array_of(np.ones((LAYERS, HEADS, DIM), "float16"))
         row = array_of(np.zeros(1, "int32"))
         uses: list[Callable[[], Any]] = [
-            lambda: kv.append(0, k, v),
-            lambda: kv.append_at(0, k, v, row),
-            lambda: kv.layer(0),
-            lambda: kv.layer(0, "float32"),
-            lambda: kv.seq_len,
-            lambda: kv.reserve(1),
-            lambda: kv.trim_to(1),
-            lambda: kv.crop(0),
-            lambda: kv.save(tmp_path / "session"),
-            lambda: kv.address(0, "k"),
-            kv.__enter__,
-            kv.copy,
-            kv.clear,
-            kv.rollback,
+            *(lambda: kv.append(0, k, v), lambda: kv.append_at(0, k, v, row)),
+            *(lambda: kv.layer(0), lambda: kv.layer(0, "float32"), lambda: kv.seq_len),
+            *(lambda: kv.reserve(1), lambda: kv.trim_to(1), lambda: kv.crop(0)),
+            *(lambda: kv.save(tmp_path / "session"), lambda: kv.address(0, "k"), kv.__enter__),
+            *(kv.copy, kv.clear, kv.rollback),
         ]
         if batch == 1:
             uses.append(lambda: kv.append_all(one, one))
@@ -328,9 +314,7 @@ def test_who_comes_while_rows_are_queued(
         assert (len(kv), n_refused) == (0, 7)
 
 
-def test_who_leaves_the_cache_while_tokens_move(
-    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = before_a_move(1)
     twins.host.close()
     copy = host_gpu.copy
@@ -376,10 +360,8 @@ def test_who_leaves_the_cache_while_something_is_queued(
     for owner, name in ((kernels, "append"), (kernels, "read"), (host_gpu, "copy")):
         monkeypatch.setattr(owner, name, leaving(getattr(owner, name)))
     uses: dict[str, Callable[[], Any]] = {
-        "append": lambda: kv.append(0, k, k),
-        "append_at": lambda: kv.append_at(0, k, k, row),
-        "layer": lambda: kv.layer(0, "float32"),
-        "copy": lambda: kv.copy().close(),
+        **{"append": lambda: kv.append(0, k, k), "append_at": lambda: kv.append_at(0, k, k, row)},
+        **{"layer": lambda: kv.layer(0, "float32"), "copy": lambda: kv.copy().close()},
     }
     with contextlib.suppress(um.ClosedError):
         uses[use]()
@@ -388,9 +370,7 @@ def test_who_leaves_the_cache_while_something_is_queued(
     assert address not in host_gpu.allocated
 
 
-def test_no_row_moves_while_another_thread_reads(
-    cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_row_moves_while_others_read(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Twins(dtype="f16") as twins:
         twins.append(ROWS)
         twins.do("trim_to", 3)

@@ -6,18 +6,17 @@ What they share with layouts of main memory is tested in test_layout.py.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+import interrupts
 import unimem as um
-from conformance import exit_status
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger
 
@@ -62,8 +61,7 @@ def test_a_model_arrives_with_room_for_all_that_it_needs(cuda: Any, model: Path)
         rows = {category: row["nbytes"] for (_, category), row in device_ledger().items()}
         assert rows["weights"] == layout.weights.total_bytes
         assert rows["history"] == storage
-        one = cuda.DecodeBuffers.bytes_needed(dims)
-        assert layout.scratch.total_bytes > one
+        assert layout.scratch.total_bytes > cuda.DecodeBuffers.bytes_needed(dims)
     assert told[-1] == (layout.weights.total_bytes, layout.weights.total_bytes)
 
 
@@ -93,9 +91,7 @@ def on_device(nbytes: int) -> int:
     return -(-nbytes // (2 * MIB)) * 2 * MIB
 
 
-def test_the_context_is_what_fits_beside_a_reserve(
-    cuda: Any, host_gpu: HostDriver, model: Path
-) -> None:
+def test_the_context_fits_beside_a_reserve(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
     host_gpu.page_bytes = 2 * MIB
     batch = 1024
     with um.open_weights(model) as weights, cuda.Layout.for_model(weights, batch=batch) as layout:
@@ -145,15 +141,10 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"ctx": 0}, ValueError),
-        ({"ctx": -5}, ValueError),
-        ({"ctx": 1.5}, ValueError),
-        ({"ctx": True}, ValueError),
-        ({"ctx": 2**31}, ValueError),
-        ({"ctx": 2**31 - 1}, um.CapacityError),
-        ({"batch": 0}, ValueError),
-        ({"kv_dtype": "q9"}, ValueError),
-        ({"device": 3}, ValueError),
+        *(({"ctx": 0}, ValueError), ({"ctx": -5}, ValueError), ({"ctx": 1.5}, ValueError)),
+        *(({"ctx": True}, ValueError), ({"ctx": 2**31}, ValueError)),
+        *(({"ctx": 2**31 - 1}, um.CapacityError), ({"batch": 0}, ValueError)),
+        *(({"kv_dtype": "q9"}, ValueError), ({"device": 3}, ValueError)),
     ],
 )
 def test_options_out_of_range(
@@ -173,11 +164,8 @@ def test_options_out_of_range(
 
 
 def test_an_upload_that_fails_leaves_nothing(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
-    def fail(*_figures: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        cuda.Layout.for_model(model, ctx=16, progress=fail)
+        cuda.Layout.for_model(model, ctx=16, progress=Mock(side_effect=KeyboardInterrupt))
     gc.collect()
     assert (host_gpu.allocated, host_gpu.registered) == ({}, {})
 
@@ -242,60 +230,15 @@ def test_tensors_are_only_looked_at(cuda: Any, model: Path) -> None:
         assert len(layout.tensors) == 0
 
 
-def test_an_interrupted_close_loses_no_tensor(
-    cuda: Any, host_gpu: HostDriver, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_close_loses_no_tensor(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
     layout = cuda.Layout.for_model(model, ctx=16)
     n = len(layout.tensors)
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        # Behind `clear`, before anything else.
-        if frame.f_code is not type(layout).close.__code__:
-            return None
-        if event == "line" and len(layout._tensors) == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            layout.close()
-    finally:
-        sys.settrace(before)
-    assert not layout.closed
-    assert len(layout.tensors) == n
-    layout.close()
+    for _ in interrupts.at_each_line(layout.close, "cuda/layout.py"):
+        assert (layout.closed, len(layout.tensors)) == (False, n)
+    assert layout.closed
     assert host_gpu.allocated == {}
 
 
 def test_opened_weights_are_in_main_memory(cuda: Any, model: Path) -> None:
     with um.open_weights(model) as weights, pytest.raises(TypeError, match="for_model"):
         cuda.Layout(weights, 100, 100)
-
-
-def test_pinned(cuda: Any, host_gpu: HostDriver) -> None:
-    with cuda.Layout(100, 200, 300, pinned=True, pages="4k") as layout:
-        assert host_gpu.allocated == {}
-        assert len(host_gpu.registered) == 3
-        assert layout.total_bytes == 600
-    assert host_gpu.registered == {}
-    with pytest.raises(NotImplementedError, match="pages"):
-        cuda.Layout(100, 200, 300, pages="4k")
-
-
-def test_a_forked_child_has_no_device_memory(cuda: Any, model: Path) -> None:
-    with cuda.Layout.for_model(model, ctx=16) as layout:
-
-        def child() -> bool:
-            for use in (layout.clear_pass, layout.clear_talk, layout.freeze, layout.stat):
-                with pytest.raises(um.ClosedError, match="is memory of a GPU"):
-                    use()
-            assert layout.closed
-            assert repr(layout) == "Layout(closed)"
-            layout.close()
-            return bool(layout.closed)
-
-        assert exit_status(child) == 0
-        assert layout.tensors
-        layout.clear_talk()

@@ -99,8 +99,7 @@ def test_a_file_without_data_takes_nothing(
     file.write_bytes(gf.with_data(gf.head(len(rows), 0), *rows, nbytes=0)[0])
     told: list[tuple[int, int]] = []
     with um.open_weights(file) as w, cuda.Tape(256) as tape:
-        arrays = w.to_device(tape, progress=lambda *figures: told.append(figures))
-        check(w, arrays)
+        check(w, w.to_device(tape, progress=lambda *figures: told.append(figures)))
         assert tape.used_bytes == 0
     assert told == [(0, 0)]
     assert not any(call[0] == "copy" for call in host_gpu.calls)
@@ -131,15 +130,12 @@ def test_tensors_lie_as_in_the_file(up: Upload) -> None:
         base = arrays["t0"].data.ptr
         assert base % 256 == 0
         for name, tensor in up.weights.tensors.items():
-            in_file = tensor.offset - up.weights.tensors["t0"].offset
-            assert arrays[name].data.ptr - base == in_file
+            assert arrays[name].data.ptr - base == tensor.offset - up.weights.tensors["t0"].offset
         check(up.weights, arrays)
     del first
 
 
-def test_arrays_keep_the_memory_and_not_the_file(
-    cuda: Any, host_gpu: HostDriver, path: Path
-) -> None:
+def test_arrays_keep_the_memory_not_the_file(cuda: Any, host_gpu: HostDriver, path: Path) -> None:
     with um.open_weights(path) as w, cuda.Tape(w.mapped_bytes) as tape:
         arrays = w.to_device(tape)
         expected = w.tensors["t0"].as_array().copy()
@@ -160,9 +156,7 @@ def parts(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(("load", "threads"), [("map", 7), ("copy", 1)])
-def test_several_files_arrive_one_behind_the_other(
-    cuda: Any, parts: list[Path], load: Any, threads: int
-) -> None:
+def test_many_files_arrive_in_turn(cuda: Any, parts: list[Path], load: Any, threads: int) -> None:
     told: list[tuple[int, int]] = []
     options = {"threads": threads, "staging_bytes": RING}
     with um.open_weights(parts[0], load=load) as w, cuda.Tape(2 * w.mapped_bytes) as tape:
@@ -199,9 +193,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("suffix", EVERYTHING)
-def test_scalars_empty_tensors_and_four_dimensions_arrive(
-    cuda: Any, tmp_path: Path, suffix: str
-) -> None:
+def test_tensors_of_any_number_of_dimensions_arrive(cuda: Any, tmp_path: Path, suffix: str) -> None:
     everything, dtypes = EVERYTHING[suffix]
     file = tmp_path / f"everything.{suffix}"
     file.write_bytes(everything())
@@ -228,8 +220,7 @@ def test_a_part_that_changed_is_named(cuda: Any, parts: list[Path], i: int) -> N
             change(parts[i])
             with pytest.raises(OSError, match="open it again") as caught:
                 w.to_device(tape)
-            assert caught.value.filename == str(parts[i])
-            assert tape.used_bytes == 0
+            assert (caught.value.filename, tape.used_bytes) == (str(parts[i]), 0)
 
 
 # ---- how it gets there ----
@@ -358,8 +349,7 @@ class Upload:
         check(self.weights, self.run(**options))
 
     def check_that_nothing_is_under_way(self, used_bytes: int = 0) -> None:
-        assert uploaders() == []
-        assert len(self.reads.begun) == self.reads.n_ended
+        assert (uploaders(), len(self.reads.begun)) == ([], self.reads.n_ended)
         assert (staging(), self.driver.registered) == (self._staging, {})
         assert self.tape.used_bytes == used_bytes
 
@@ -391,8 +381,7 @@ def test_copies_wait_for_the_stream_and_are_waited_for(up: Upload) -> None:
     streams = {calls[i][4] for i in copies}
     assert 77 not in streams
     for stream in streams:
-        last = max(i for i in copies if calls[i][4] == stream)
-        assert ("synchronize", stream) in calls[last:]
+        assert ("synchronize", stream) in calls[max(i for i in copies if calls[i][4] == stream) :]
 
 
 @pytest.mark.parametrize("threads", [1, 8])
@@ -458,10 +447,6 @@ def fails(error: BaseException, n_good: int = 0, then: Any = None) -> Callable[.
     return fail
 
 
-def file_of(fd: int) -> str:
-    return f"/proc/self/fd/{fd}"
-
-
 # Breaks something of an upload.
 Break = Callable[[pytest.MonkeyPatch, Upload], object]
 
@@ -489,8 +474,10 @@ def no_threads(patch: pytest.MonkeyPatch, _: Upload) -> None:
 FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
     "first read": read(fails(OSError(5, "x")), "Input/output error"),
     "read": read(fails(OSError(5, "x"), 20), "Input/output error"),
-    "truncated": read(lambda fd, _: os.truncate(file_of(fd), 9000), "has become shorter"),
-    "written": read(lambda fd, _: os.utime(file_of(fd), ns=(0, 0)), "after it was opened"),
+    "truncated": read(lambda fd, _: os.truncate(f"/proc/self/fd/{fd}", 9000), "has become shorter"),
+    "written": read(
+        lambda fd, _: os.utime(f"/proc/self/fd/{fd}", ns=(0, 0)), "after it was opened"
+    ),
     "no thread": (no_threads, RuntimeError, "new thread"),
     "first copy": device("copy"),
     "copy": device("copy", 20),
@@ -538,9 +525,7 @@ def test_one_failure_ends_all_threads(up: Upload) -> None:
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-def test_an_exception_of_progress_ends_it(
-    monkeypatch: pytest.MonkeyPatch, up: Upload, at_end: bool
-) -> None:
+def test_progress_may_end_it(monkeypatch: pytest.MonkeyPatch, up: Upload, at_end: bool) -> None:
     def progress(done: int, total: int) -> None:
         if (done == total) is at_end:
             raise LookupError("enough")
@@ -663,9 +648,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], type[OSError]]] = {
 }
 
 
-def test_a_relative_path_leads_where_it_did(
-    cuda: Any, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_stays_so(cuda: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     with um.open_weights(path.name) as w, cuda.Tape(w.mapped_bytes) as tape:
         monkeypatch.chdir("/")

@@ -19,7 +19,6 @@ from unimem.weights import dlpack
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights
 
-# Type, name in NumPy or ml_dtypes, and in torch if that is another.
 # Type, and the name in NumPy or ml_dtypes, and in torch.
 TYPES: dict[str, str] = {
     **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -91,8 +90,7 @@ def test_numpy_takes_it_without_a_copy(weights: Weights, kind: str) -> None:
     tensor = weights.tensors[kind]
     assert tensor.__dlpack_device__() == (1, 0)
     array = np.from_dlpack(tensor)
-    assert array.dtype == dtype_of(kind)
-    assert array.ctypes.data == tensor.address
+    assert (array.dtype, array.ctypes.data) == (dtype_of(kind), tensor.address)
     assert not array.flags.writeable
 
 
@@ -129,8 +127,7 @@ def test_arrays_of_ml_dtypes_go_as_integers(weights: Weights, torch: Any, kind: 
     array = tensor.as_array()
     with pytest.raises(BufferError, match="DLPack only supports"):
         torch.from_dlpack(array)
-    integers = torch.from_dlpack(array.view(f"u{array.itemsize}"))
-    theirs = integers.view(getattr(torch, TYPES[kind]))
+    theirs = torch.from_dlpack(array.view(f"u{array.itemsize}")).view(getattr(torch, TYPES[kind]))
     assert theirs.data_ptr() == tensor.address
     assert torch.equal(theirs.view(torch.uint8), torch.from_dlpack(tensor).view(torch.uint8))
 
@@ -174,9 +171,7 @@ def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
         assert theirs.data_ptr() == tensor.address
 
 
-def test_torch_writes_to_mapped_memory_at_its_peril(
-    path: Path, torch: Any, run_python: Any
-) -> None:
+def test_torch_writes_to_mapped_pages_at_its_peril(path: Path, torch: Any, run_python: Any) -> None:
     """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
     before = path.read_bytes()
     answer = run_python(
@@ -189,8 +184,7 @@ def test_torch_writes_to_mapped_memory_at_its_peril(
         """,
         MODEL=str(path),
     )
-    assert answer.returncode == -signal.SIGSEGV
-    assert path.read_bytes() == before
+    assert (answer.returncode, path.read_bytes()) == (-signal.SIGSEGV, before)
 
 
 # ---- there and back ----

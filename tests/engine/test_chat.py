@@ -14,10 +14,8 @@ from unimem.engine.chat import ChatTemplateError, chat_prompt, render_chat
 from unimem.engine.tokenizer import Tokenizer
 
 TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi! "},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "1+1?"},
+    *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi! "}),
+    *({"role": "assistant", "content": "Hello."}, {"role": "user", "content": "1+1?"}),
 ]
 
 CHATML = """\
@@ -91,8 +89,7 @@ def test_llama3() -> None:
 
 
 def test_mistral() -> None:
-    expected = "<s>[INST] Be brief.\n\nHi! [/INST] Hello.</s>[INST] 1+1?[/INST]"
-    assert render(MISTRAL) == expected
+    assert render(MISTRAL) == "<s>[INST] Be brief.\n\nHi! [/INST] Hello.</s>[INST] 1+1?[/INST]"
     with pytest.raises(ChatTemplateError, match=r"line 10: roles must alternate user/assistant"):
         render(MISTRAL, TALK[2:])
 
@@ -187,11 +184,9 @@ def spm() -> Vocab:
 def prompt_and_ids(vocab: Vocab, template: str) -> tuple[Tokenizer, str, list[int]]:
     """What a file with this template makes of the talk; the tokens begin a text once."""
     tokenizer = Tokenizer.from_metadata(vocab.metadata)
-    metadata = vocab.metadata | {"tokenizer.chat_template": template}
-    prompt = chat_prompt(metadata, tokenizer, TALK)
+    prompt = chat_prompt(vocab.metadata | {"tokenizer.chat_template": template}, tokenizer, TALK)
     tokens = tokenizer.encode(prompt, special=True)
-    assert tokens[0] == tokenizer.bos_id
-    assert tokens.count(tokens[0]) == 1
+    assert (tokens[0], tokens.count(tokens[0])) == (tokenizer.bos_id, 1)
     return tokenizer, prompt, tokens
 
 

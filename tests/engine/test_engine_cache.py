@@ -156,9 +156,7 @@ def pair(model: Path) -> Iterator[tuple[Decoder, Decoder]]:
     + [(step, n) for back in (1, 5, 30) for step, n in (("crop", back), ("prefill", 60))]
     + [("clear", 0), ("prefill", 300), ("trim", 10), *(("prefill", n) for n in (1, 1, 20, 1, 40))]
 )
-def test_whatever_is_done_to_a_ring(
-    pair: tuple[Decoder, Decoder], steps: list[tuple[str, int]]
-) -> None:
+def test_any_steps_of_a_ring(pair: tuple[Decoder, Decoder], steps: list[tuple[str, int]]) -> None:
     ring, full = pair
     for decoder in pair:
         decoder.reset()
@@ -278,15 +276,10 @@ def test_a_ring_with_views_is_not_closed(model: Path) -> None:
     assert k.shape == (1, SHAPE.kv_heads, WINDOW, SHAPE.head)
     with pytest.raises(BufferError):
         decoder.close()
-    expected = k.copy()
     assert decoder.generate_next_token() >= 0  # nothing was closed
     del k, v
     gc.collect()
     decoder.close()
-    with Decoder(model, ctx=CTX, window=WINDOW, threads=1) as decoder:
-        decoder.prefill(tokens(60))
-        k, _ = decoder.kv.layer(0)
-    np.testing.assert_array_equal(k, expected)
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.5, True, "many", CTX + 1])
@@ -297,9 +290,7 @@ def test_bad_windows(model: Path, window: Any) -> None:
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_a_failure_on_the_way_gives_the_ring_back(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_gives_the_ring_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.Layout.for_model(model, ctx=CTX, window=WINDOW, threads=1) as layout:
         monkeypatch.setattr("unimem.engine.decoder.Graph", None)
         with pytest.raises(AttributeError):

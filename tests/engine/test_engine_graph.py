@@ -51,9 +51,7 @@ def test_values_lie_where_they_are_planned_and_apart(arch: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sharing_memory_changes_no_result(
-    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharing_changes_no_bit(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path / "m.gguf", arch, TINY, "f32")
     needed = um.plan(path, ctx=200, threads=1)
 
@@ -119,8 +117,7 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
             n_layers = decoder.dims.num_layers
             headers = Headers.bytes_needed(len(decoder.weights.tensors), n_layers)
             assert headers + 2 * Graph.bytes_needed(n_layers) <= parts["headers"]
-            history = um.plan(path, ctx=ctx).history_bytes
-            assert decoder.layout.history.used_bytes == history
+            assert decoder.layout.history.used_bytes == um.plan(path, ctx=ctx).history_bytes
             if ctx == 600 and name in ("tiny", "ordinary"):
                 assert sum(parts.values()) <= 1.25 * decoder.layout.scratch.used_bytes
 
@@ -129,9 +126,7 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
     ("kv_dtype", "window"),
     [("f32", None), ("q8_0", None), ("f16", 5), ("bf16", 5), ("f16", 400), ("q8_0", 400)],
 )
-def test_the_plan_bounds_what_other_caches_take(
-    kv_dtype: str, window: int | None, tmp_path: Path
-) -> None:
+def test_the_plan_bounds_other_caches(kv_dtype: str, window: int | None, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", shape=SHAPES["wide heads"], kind="f32")
     for ctx, threads in ((400, 1), (3000, 3)):
         with Decoder(path, ctx=ctx, threads=threads, kv_dtype=kv_dtype, window=window) as decoder:

@@ -75,8 +75,7 @@ def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
 
 def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:
     source = write_model(tmp_path / "f16.gguf", kind="f16", gain=QUANTIZED)
-    path = llama_cpp.quantize(source, tmp_path / "q4_k_m.gguf")
-    assert_same(path, n_prompt=12, ctx=512)
+    assert_same(llama_cpp.quantize(source, tmp_path / "q4_k_m.gguf"), n_prompt=12, ctx=512)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "f32", "bf16", "q8_0"])

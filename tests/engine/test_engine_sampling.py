@@ -45,11 +45,8 @@ def test_frequencies(temperature: float, top_k: int, top_p: float) -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=50),
-    st.floats(1e-3, 50),
-    st.integers(0, 60),
-    st.floats(0.001, 1),
-    st.integers(0, 2**32),
+    *(st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=50), st.floats(1e-3, 50)),
+    *(st.integers(0, 60), st.floats(0.001, 1), st.integers(0, 2**32)),
 )
 def test_only_what_is_left_is_chosen(
     values: list[float], temperature: float, top_k: int, top_p: float, seed: int

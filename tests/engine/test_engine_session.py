@@ -54,11 +54,8 @@ def check_refused(decoder: Decoder, path: Path, reason: str) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "f16": {},
-    "f32": {"kv_dtype": "f32"},
-    "q8_0": {"kv_dtype": "q8_0"},
-    "window": {"window": 50},
-    "window q8_0": {"window": 50, "kv_dtype": "q8_0"},
+    **{"f16": {}, "f32": {"kv_dtype": "f32"}, "q8_0": {"kv_dtype": "q8_0"}},
+    **{"window": {"window": 50}, "window q8_0": {"window": 50, "kv_dtype": "q8_0"}},
     "window bf16": {"window": 300, "kv_dtype": "bf16"},
 }
 
@@ -96,8 +93,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(
             computed.clear()
             # The last step is taken again, bit for bit; nothing is prefilled.
             np.testing.assert_array_equal(second.resume(path), logits)
-            assert computed == [1]
-            assert second.kv.next_position == n + 9
+            assert (computed, second.kv.next_position) == ([1], n + 9)
             assert second.kv.seq_len == min(n + 9, second.kv.window or CTX)
             assert greedy(second, 20) == expected
             second.save_session(path)
@@ -140,9 +136,7 @@ def test_a_ring_s_session_needs_a_context_for_its_positions(model: Path, path: P
             just.generate_next_token()
 
 
-def test_the_cache_may_have_been_cropped_or_trimmed(
-    model: Path, decoder: Decoder, path: Path
-) -> None:
+def test_the_cache_may_be_cropped_or_trimmed(model: Path, decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(100))
     decoder.kv.crop(60)
     decoder.prefill(tokens(20, seed=1))
@@ -266,9 +260,7 @@ def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -
     assert greedy(decoder, 5) == followed
 
 
-def test_sessions_of_something_else_are_refused(
-    model: Path, decoder: Decoder, path: Path, tmp_path: Path
-) -> None:
+def test_sessions_of_others(model: Path, decoder: Decoder, path: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other.gguf", shape=SHAPE, kind="f16")
     with Decoder(other, ctx=CTX, threads=1) as foreign:
         foreign.prefill(tokens(10))

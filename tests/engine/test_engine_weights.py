@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,9 +157,7 @@ def test_llama_cpp_reads_the_same_split_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("is_split", [False, True], ids=["one file", "split"])
-def test_what_was_planned_is_what_is_there(
-    model: Path, parts: list[Path], load: Any, is_split: bool
-) -> None:
+def test_the_plan_is_exact(model: Path, parts: list[Path], load: Any, is_split: bool) -> None:
     path = parts[0] if is_split else model
     with Decoder(path, ctx=CTX, threads=1, load=load) as decoder:
         report, blocks = decoder.report(), decoder.weights.blocks
@@ -174,9 +173,7 @@ def test_what_was_planned_is_what_is_there(
         assert report.facts["load_reason"] == decoder.weights.load_reason
 
 
-def test_a_copy_that_is_there_already_need_not_fit_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_there_need_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A copy in pages of a pool would need no room in the cgroup.
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
     planned = um.plan(model, ctx=CTX, threads=1, load="copy")
@@ -205,31 +202,23 @@ def test_a_copy_that_is_there_already_need_not_fit_again(
 @pytest.mark.parametrize("load", LOADS)
 def test_progress(parts: list[Path], load: Any) -> None:
     told: list[tuple[int, int]] = []
-
-    def tell(done: int, total: int) -> None:
-        told.append((done, total))
-
-    with Decoder(parts[0], ctx=CTX, threads=1, load=load, progress=tell) as decoder:
+    options: dict[str, Any] = {"ctx": CTX, "threads": 1, "load": load}
+    with Decoder(parts[0], **options, progress=lambda *n: told.append(n)) as decoder:
         (total,) = {total for _, total in told}
         assert 0 < total - decoder.weights.nbytes < 64 * 1024
     assert told == sorted(told)
     assert told[-1] == (total, total)
     assert told.count((total, total)) == 1
 
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     # What it raises leaves nothing.
     with pytest.raises(KeyboardInterrupt):
-        Decoder(parts[0], ctx=CTX, threads=1, load=load, progress=stop)
+        Decoder(parts[0], **options, progress=Mock(side_effect=KeyboardInterrupt))
 
 
 def test_what_cannot_run_is_refused_before_it_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(*_: Any, **__: Any) -> None:
-        raise AssertionError("it was read")
-
+    read = Mock(side_effect=AssertionError("it was read"))
     monkeypatch.setattr("unimem.weights.loading.read_parts", read)
     other = write_model(tmp_path / "window.gguf", metadata={"attention.sliding_window": 64})
     none = tmp_path / "none.gguf"

@@ -150,8 +150,7 @@ def test_flags_of_the_file(spm: Vocab, flags: dict[str, bool], tmp_path: Path) -
 def test_real_vocabulary(tmp_path: Path) -> None:
     if not STORIES.exists():
         pytest.skip(f"the model {STORIES.name} is not beside the project")
-    gguf = pytest.importorskip("gguf")
-    fields = gguf.GGUFReader(STORIES).fields
+    fields = pytest.importorskip("gguf").GGUFReader(STORIES).fields
     tokenizer = Tokenizer.from_metadata({key: value.contents() for key, value in fields.items()})
     answers = ask_llama_cpp(STORIES, TEXTS)
     assert [tokenizer.encode(text) for text in TEXTS] == answers.plain
@@ -163,8 +162,7 @@ def test_text_comes_back(case: Case) -> None:
     for text in (*TEXTS, "nul\0nul"):
         if case.name == "llama" and ("\u2581" in text or any(t in text for t in USER_DEFINED)):
             continue  # SentencePiece writes spaces as U+2581, and adds one after a special token
-        tokens = case.tokenizer.encode(text, add_bos=False)
-        assert case.tokenizer.decode(tokens) == text
+        assert case.tokenizer.decode(case.tokenizer.encode(text, add_bos=False)) == text
 
 
 def test_stream_gives_the_same_text_and_whole_characters(case: Case) -> None:
@@ -239,10 +237,8 @@ def test_ids_and_texts_out_of_range(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": None}, "has none"),
-        ({"model": "rwkv"}, "'rwkv'"),
-        ({"model": ["gpt2"]}, r"\['gpt2'\]"),
-        ({"pre": "tekken"}, "'tekken'"),
+        *(({"model": None}, "has none"), ({"model": "rwkv"}, "'rwkv'")),
+        *(({"model": ["gpt2"]}, r"\['gpt2'\]"), ({"pre": "tekken"}, "'tekken'")),
         ({"pre": 3}, "pre 3"),
     ],
 )
@@ -295,13 +291,8 @@ def test_broken_metadata_is_named(spm: Vocab, bpe: Vocab) -> None:
 
 
 VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3000),
-    st.integers(),
-    st.floats(),
-    st.text(st.characters(exclude_categories=()), max_size=4),
-    st.binary(max_size=4),
+    *(st.none(), st.booleans(), st.integers(-3, 3000), st.integers(), st.floats()),
+    *(st.text(st.characters(exclude_categories=()), max_size=4), st.binary(max_size=4)),
     st.lists(st.one_of(st.text(max_size=2), st.integers(-1, 9), st.floats()), max_size=3),
 )
 

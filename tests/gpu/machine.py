@@ -52,8 +52,7 @@ MOST_CYCLES = 120_000_000_000  # 60 s at 2 GHz
 def _holding() -> tuple[Any, Any, Any]:
     """The kernel, and the flag as the GPU and as the CPU sees it."""
     memory = cupy.cuda.alloc_pinned_memory(4)
-    flag = np.frombuffer(memory, np.int32, 1)
-    return cupy.RawKernel(HOLD, "hold"), memory, flag
+    return cupy.RawKernel(HOLD, "hold"), memory, np.frombuffer(memory, np.int32, 1)
 
 
 @contextmanager
@@ -165,8 +164,7 @@ class DeviceBridge(CudaBridge):
         kind = runtime.memcpyHostToDevice
         runtime.memcpy(allocation.ptr, memory.ctypes.data, memory.nbytes, kind)
         runtime.deviceSynchronize()  # which a small copy does not wait for
-        pointer = cupy.cuda.MemoryPointer(allocation, first)
-        return cupy.ndarray(a.shape, a.dtype, pointer, a.strides)
+        return cupy.ndarray(a.shape, a.dtype, cupy.cuda.MemoryPointer(allocation, first), a.strides)
 
     def down(self, a: OnDevice) -> Array:
         runtime.deviceSynchronize()
@@ -176,8 +174,7 @@ class DeviceBridge(CudaBridge):
         low = sum(end for end in ends if end < 0)
         nbytes = sum(end for end in ends if end > 0) - low + a.itemsize
         memory = np.empty(nbytes, np.uint8)
-        kind = runtime.memcpyDeviceToHost
-        runtime.memcpy(memory.ctypes.data, a.data.ptr + low, nbytes, kind)
+        runtime.memcpy(memory.ctypes.data, a.data.ptr + low, nbytes, runtime.memcpyDeviceToHost)
         return np.ndarray(a.shape, a.dtype, memory.data, -low, a.strides).copy()
 
     def zero(self, a: OnDevice) -> None:

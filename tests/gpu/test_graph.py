@@ -18,6 +18,7 @@ runtime = cupy.cuda.runtime
 
 N_STEPS = 1000
 N_LAYERS = 2
+NAMES = ("residual", "k_rotated", "rope_k_temp", "batched_positions")
 DIMS = um.ModelDims(64, 176, 8, 4, 32, 512, N_LAYERS, N_STEPS + 8)
 
 # Stands for a model: a step is read from what the last one has left, and no two are the same.
@@ -64,7 +65,7 @@ class Decode:
     def restart(self) -> None:
         """Forget all tokens."""
         with self.stream:
-            for name in ("residual", "k_rotated", "rope_k_temp", "batched_positions"):
+            for name in NAMES:
                 getattr(self.buffers, name).fill(0)
         self.stream.synchronize()
         self.kv.clear()
@@ -118,8 +119,7 @@ class Decode:
     def result(self) -> list[bytes]:
         """All that the steps have left, bit for bit."""
         self.stream.synchronize()
-        names = ("residual", "k_rotated", "rope_k_temp", "batched_positions")
-        found = [bridge.down(getattr(self.buffers, name)).tobytes() for name in names]
+        found = [bridge.down(getattr(self.buffers, name)).tobytes() for name in NAMES]
         for layer in range(N_LAYERS):
             found += [bridge.down(part).tobytes() for part in self.kv.layer(layer)]
         return found
@@ -148,8 +148,7 @@ def test_a_graph_replayed_is_the_step(dtype: str, counted: Counted) -> None:
         runtime.deviceSynchronize()
         assert dict(counted.calls) == before
         assert runtime.memGetInfo()[0] >= free - DRIVERS_OWN
-        assert replayed.addresses() == addresses
-        assert len(eager.kv) == N_STEPS
+        assert (replayed.addresses(), len(eager.kv)) == (addresses, N_STEPS)
         assert len(replayed.kv) == 0  # rows that the host did not count
         replayed.kv.reserve(N_STEPS)
         replayed.kv.commit(N_STEPS)
@@ -172,8 +171,7 @@ def test_a_graph_goes_on_where_the_position_is() -> None:
             assert mixed.kv.reserve(1) == i
             graph.launch(stream=mixed.stream)
             mixed.kv.commit(1)
-        assert len(mixed.kv) == 30
-        assert mixed.result() == eager.result()
+        assert (len(mixed.kv), mixed.result()) == (30, eager.result())
 
 
 def test_an_eager_append_is_captured_with_its_row() -> None:
@@ -195,5 +193,4 @@ def test_an_eager_append_is_captured_with_its_row() -> None:
         for _ in range(3):
             graph.launch(stream=stream)
         stream.synchronize()
-        assert len(kv) == 1
-        assert bridge.down(kv.layer(0)[0])[0, 0, 0, 0] == 8
+        assert (len(kv), bridge.down(kv.layer(0)[0])[0, 0, 0, 0]) == (1, 8)

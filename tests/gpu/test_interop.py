@@ -36,16 +36,14 @@ def test_arrays_of_a_tape_are_tensors(torch: Any, dtype: str) -> None:
         torch.cuda.synchronize()
         assert bridge.down(array).astype(np.float64).tolist() == [[3.0] * 6] * 4
         back = cupy.from_dlpack(tensor)
-        assert back.data.ptr == array.data.ptr
-        assert back.dtype == array.dtype
+        assert (back.data.ptr, back.dtype) == (array.data.ptr, array.dtype)
         del tensor, back
 
 
 def test_a_tensor_keeps_the_memory_alive(torch: Any, counted: Any) -> None:
     with cuda.Block(MIB) as block:
         tensor = torch.from_dlpack(block)
-        assert tensor.data_ptr() == block.address
-        assert tensor.numel() == MIB
+        assert (tensor.data_ptr(), tensor.numel()) == (block.address, MIB)
         with pytest.raises(BufferError, match="live views"):
             block.close()
     tensor.fill_(9)
@@ -140,8 +138,7 @@ def test_the_stream_of_torch(torch: Any) -> None:
         tensor *= 1
         torch.cuda.synchronize()  # of another stream than the cache's
         kv.append(0, tensor, tensor, stream=stream)  # now the kernels are loaded
-        mine = cupy.cuda.Stream.from_external(CudaStream(stream.cuda_stream))
-        with held(mine):
+        with held(cupy.cuda.Stream.from_external(CudaStream(stream.cuda_stream))):
             with torch.cuda.stream(stream):
                 tensor *= 3
             kv.append(0, without_waiting(tensor), without_waiting(tensor), stream=stream)

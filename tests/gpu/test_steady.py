@@ -95,8 +95,7 @@ def steady(run: Callable[[], None], counted: Counted) -> None:
     before, own, free = dict(counted.calls), counters(), runtime.memGetInfo()[0]
     for _ in range(1000):
         run()
-    assert dict(counted.calls) == before
-    assert counters() == own
+    assert (dict(counted.calls), counters()) == (before, own)
     runtime.deviceSynchronize()
     assert runtime.memGetInfo()[0] >= free - DRIVERS_OWN
 

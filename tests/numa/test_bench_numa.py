@@ -79,9 +79,7 @@ def test_each_side_has_its_memory_where_it_says(
             assert list(there) == [name.removeprefix("bind:")]
 
 
-def test_the_cpus_of_one_node_read_all_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpus_of_one_node_read_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case.values[0] for case in cases_of("numa") if case.id == "numa/one-node")
     record = run_case(case, tmp_path, monkeypatch)
     home = record.facts["cpus of node"]

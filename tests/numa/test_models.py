@@ -38,8 +38,7 @@ def check_each_tensor(weights: Weights) -> None:
         expected: Counter[int] = Counter()
         for i, node in enumerate(nodes.tolist()):
             low, high = first + i * PAGE, first + (i + 1) * PAGE
-            inside = min(high, tensor.address + tensor.nbytes) - max(low, tensor.address)
-            expected[node] += inside
+            expected[node] += min(high, tensor.address + tensor.nbytes) - max(low, tensor.address)
         part = look.tensors[tensor.name]
         assert {node: nbytes for node, nbytes in part.nodes.items() if nbytes} == dict(expected)
         assert part.mapped_bytes == part.nbytes == tensor.nbytes
@@ -135,8 +134,7 @@ def test_a_plan_is_held_against_the_nodes_that_it_is_for() -> None:
     nodes = limits.nodes()
     plan = um.plan(DIMS, ctx=100, numa="bind:1", pages="4k", load="copy")
     (check,) = [check for check in plan.checks if check.name.startswith("node")]
-    assert check.name == "node 1"
-    assert check.limit_bytes == nodes[1].total_bytes
+    assert (check.name, check.limit_bytes) == ("node 1", nodes[1].total_bytes)
     assert check.fits
     too_much = um.ModelDims(4096, 14336, 32, 8, 128, 32000, 32, 8192)
     plan = um.plan(too_much, ctx=100, numa="interleave:0,2", pages="4k", load="copy")

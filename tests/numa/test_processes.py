@@ -147,8 +147,7 @@ assert libc.prctl(SECCOMP, 2, program) == 0
 
 
 def test_a_container_without_the_capability() -> None:
-    told = run(FORBID + MAKE, "bind:1")
-    refused, taken = told["found"][0]
+    refused, taken = run(FORBID + MAKE, "bind:1")["found"][0]
     for message in (refused["error"], *taken["warnings"]):
         assert "CAP_SYS_NICE" in message
     assert len(taken["warnings"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -34,16 +35,10 @@ needs_llama_cpp = pytest.mark.skipif(
 
 
 @pytest.fixture
-def demo() -> Any:
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules["demo"] = module
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(DEMO.parent)
+    return importlib.import_module("demo")
 
 
 @pytest.fixture
@@ -146,9 +141,7 @@ def test_the_demo_is_one_screen(model: Path) -> None:
 
 @needs_llama_cpp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing(
-    tmp_path: Path, model: Path, number: signal.Signals
-) -> None:
+def test_an_interrupt_leaves_nothing(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """Once both processes have the model, which one time is the demo's own."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -175,8 +168,7 @@ def test_an_interrupted_demo_leaves_nothing(
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # which it clears up after
-    assert process.returncode == 130
-    assert len(pids) == 2
+    assert (process.returncode, len(pids)) == (130, 2)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

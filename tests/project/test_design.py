@@ -37,6 +37,5 @@ def test_every_path_of_the_map_exists() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_path_of_a_document_exists(document: Path) -> None:
-    text = document.read_text()
-    paths = set(re.findall(rf"(?<![\w./])(?:{FOLDERS})/[\w./*-]*\w", text))
+    paths = set(re.findall(rf"(?<![\w./])(?:{FOLDERS})/[\w./*-]*\w", document.read_text()))
     assert sorted(path for path in paths if not list(ROOT.glob(path))) == []

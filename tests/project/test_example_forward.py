@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,12 +35,9 @@ PROMPT = "Sam went to the park"
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("numpy_forward", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE.parent)
+        return importlib.import_module(EXAMPLE.stem)
 
 
 @contextmanager
@@ -160,16 +156,12 @@ def test_every_address_stays(llama: Any) -> None:
     assert logits.ctypes.data == before["logits"]
 
     steps: list[Callable[[], Any]] = [
-        lambda: llama.prefill(prompt),
-        llama.generate_next_token,
-        lambda: llama.generate(prompt, 3),
-        llama.layout.clear_pass,
-        llama.generate_next_token,
+        *(lambda: llama.prefill(prompt), llama.generate_next_token),
+        *(lambda: llama.generate(prompt, 3), llama.layout.clear_pass, llama.generate_next_token),
     ]
     for step in steps:
         step()
-        assert addresses(llama) == before
-        assert llama.layout.scratch.used_bytes == used
+        assert (addresses(llama), llama.layout.scratch.used_bytes) == (before, used)
 
 
 def test_every_value_is_on_its_tape(llama: Any) -> None:
@@ -198,13 +190,9 @@ class _Handler(ctypes.Structure):
     _calloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
     _realloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _fields_ = (
-        ("name", ctypes.c_char * 127),
-        ("version", ctypes.c_uint8),
-        ("context", ctypes.c_void_p),
-        ("malloc", _malloc),
-        ("calloc", _calloc),
-        ("realloc", _realloc),
-        ("free", ctypes.c_void_p),
+        *(("name", ctypes.c_char * 127), ("version", ctypes.c_uint8)),
+        *(("context", ctypes.c_void_p), ("malloc", _malloc), ("calloc", _calloc)),
+        *(("realloc", _realloc), ("free", ctypes.c_void_p)),
     )
 
 

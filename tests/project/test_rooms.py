@@ -148,8 +148,6 @@ def test_no_circle_of_modules(package: str) -> None:
         ("a.pyx", ">>> import unimem", []),
     ],
 )  # fmt: skip
-def test_imports_are_found(
-    tmp_path: Path, name: str, line: str, expected: list[tuple[str, str]]
-) -> None:
+def test_imports(tmp_path: Path, name: str, line: str, expected: list[tuple[str, str]]) -> None:
     (tmp_path / name).write_text(line)
     assert list(imported(tmp_path / name)) == expected
