@@ -37,16 +37,8 @@ from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "Advised",
-    "Effort",
-    "Factor",
-    "Variant",
-    "advise",
-    "candidates",
-    "count",
-    "effort",
-    "flag",
-]
+    "Advised", "Effort", "Factor", "Variant", "advise", "candidates", "count", "effort", "flag",
+]  # fmt: skip
 
 SCHEMA = "unimem.advice/1"
 DEFAULT = "default"
@@ -519,10 +511,7 @@ class _Bench:
         del figures[name]
 
     def _leave_out_equals(
-        self,
-        decoders: Mapping[str, DecoderProcess],
-        group: Mapping[str, Wanted],
-        figures: Figures,
+        self, decoders: Mapping[str, DecoderProcess], group: Mapping[str, Wanted], figures: Figures
     ) -> None:
         """Leave out what the defaults come to here: its ratio would be noise."""
         default = _memory(decoders[DEFAULT])

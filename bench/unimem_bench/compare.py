@@ -13,16 +13,9 @@ from unimem_bench.tables import Table, TableRow, size_text
 from unimem_bench.texts import amount, factor, times
 
 __all__ = [
-    "ENOUGH",
-    "Change",
-    "Differences",
-    "Pair",
-    "change_table",
-    "compare",
-    "pair_table",
-    "suite_table",
-    "summary",
-]
+    "ENOUGH", "Change", "Differences", "Pair", "change_table", "compare", "pair_table",
+    "suite_table", "summary",
+]  # fmt: skip
 
 # The share of the ratios that has to agree for two runs to say the same.
 ENOUGH = 0.9

@@ -14,16 +14,9 @@ from unimem_bench.states import available_bytes
 from unimem_bench.suite import Measure, NotMeasured
 
 __all__ = [
-    "N_CTX",
-    "N_DECODE",
-    "PROMPT",
-    "QUICK_SHAPE",
-    "READ_BANDWIDTH",
-    "SHAPE",
-    "model",
-    "reading",
+    "N_CTX", "N_DECODE", "PROMPT", "QUICK_SHAPE", "READ_BANDWIDTH", "SHAPE", "model", "reading",
     "require_room",
-]
+]  # fmt: skip
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement

@@ -13,20 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
-    "ALIGNMENT",
-    "FLOAT16",
-    "FLOAT32",
-    "INT32",
-    "Q8_0",
-    "STRING",
-    "TensorEntry",
-    "array",
-    "gguf_header",
-    "made_once",
-    "number",
-    "string",
-    "text",
-]
+    "ALIGNMENT", "FLOAT16", "FLOAT32", "INT32", "Q8_0", "STRING", "TensorEntry", "array",
+    "gguf_header", "made_once", "number", "string", "text",
+]  # fmt: skip
 
 # Numbers of GGUF, for values and for tensors' types.
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9

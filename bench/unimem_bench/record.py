@@ -16,15 +16,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = [
-    "BEST",
-    "CaseRecord",
-    "Record",
-    "Role",
-    "SideRecord",
-    "SuiteRecord",
-    "Target",
-    "case_from_dict",
-]
+    "BEST", "CaseRecord", "Record", "Role", "SideRecord", "SuiteRecord", "Target", "case_from_dict",
+]  # fmt: skip
 
 SCHEMA = "unimem.bench/1"
 

@@ -24,16 +24,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from unimem.system import limits
 
 __all__ = [
-    "Rounds",
-    "Side",
-    "alternate",
-    "by_preference",
-    "milliseconds",
-    "pin",
-    "stopwatch",
-    "thread_counts",
-    "warm_stopwatch",
-]
+    "Rounds", "Side", "alternate", "by_preference", "milliseconds", "pin", "stopwatch",
+    "thread_counts", "warm_stopwatch",
+]  # fmt: skip
 
 Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)

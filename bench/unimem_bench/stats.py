@@ -27,21 +27,9 @@ from numpy.typing import NDArray
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, Target
 
 __all__ = [
-    "Comparison",
-    "Growth",
-    "Ratio",
-    "Spread",
-    "Verdict",
-    "comparisons",
-    "figures",
-    "growth",
-    "margin",
-    "ratio",
-    "sizes",
-    "spread",
-    "subject",
-    "verdicts",
-]
+    "Comparison", "Growth", "Ratio", "Spread", "Verdict", "comparisons", "figures", "growth",
+    "margin", "ratio", "sizes", "spread", "subject", "verdicts",
+]  # fmt: skip
 
 _N_DRAWS = 2000
 _TAIL = 0.025  # on each side of an interval
@@ -156,10 +144,7 @@ def sizes(case: CaseRecord) -> list[float]:
 
 
 def ratio(
-    case: CaseRecord,
-    side: SideRecord,
-    other: SideRecord,
-    kind: Literal["speed", "cost"] = "speed",
+    case: CaseRecord, side: SideRecord, other: SideRecord, kind: Literal["speed", "cost"] = "speed"
 ) -> Ratio:
     """Compare two sides by the ratios of their rounds.
 

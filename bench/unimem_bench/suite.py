@@ -29,17 +29,9 @@ from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.rounds import Side, alternate, pin
 
 __all__ = [
-    "Case",
-    "Measure",
-    "NotMeasured",
-    "Suite",
-    "at_least",
-    "at_most",
-    "costs",
-    "faster",
-    "faster_than_best",
-    "grows",
-]
+    "Case", "Measure", "NotMeasured", "Suite", "at_least", "at_most", "costs", "faster",
+    "faster_than_best", "grows",
+]  # fmt: skip
 
 OURS = "unimem"
 

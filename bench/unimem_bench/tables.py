@@ -39,19 +39,9 @@ from unimem_bench.texts import (
 )
 
 __all__ = [
-    "CaseTable",
-    "Table",
-    "TableRow",
-    "Targets",
-    "Tone",
-    "case_table",
-    "machine_facts",
-    "size_text",
-    "suite_table",
-    "suite_targets",
-    "suite_title",
-    "targets",
-]
+    "CaseTable", "Table", "TableRow", "Targets", "Tone", "case_table", "machine_facts", "size_text",
+    "suite_table", "suite_targets", "suite_title", "targets",
+]  # fmt: skip
 
 # How a row looks where there are colours: the side in question, what is bad, what is not there.
 Tone = Literal["plain", "subject", "bad", "missing"]

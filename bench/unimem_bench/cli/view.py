@@ -7,14 +7,7 @@ from functools import partial
 
 from unimem.cli import terminal
 from unimem.system.text import Surface, escape, fact_lines, table_lines, wrap
-from unimem_bench.compare import (
-    ENOUGH,
-    Differences,
-    change_table,
-    pair_table,
-    suite_table,
-    summary,
-)
+from unimem_bench.compare import ENOUGH, Differences, change_table, pair_table, suite_table, summary
 from unimem_bench.record import CaseRecord, Record
 from unimem_bench.suite import Suite
 from unimem_bench.tables import (

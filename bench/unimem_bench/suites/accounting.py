@@ -115,9 +115,7 @@ for each in CALLS:
 
 
 @SUITE.case(
-    "entries",
-    f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?",
-    unit="us",
+    "entries", f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?", unit="us"
 )
 def compare_entries(measure: Measure) -> None:
     """Ask for the entries of blocks, without and with a tape over each, and ask the kernel."""

@@ -158,7 +158,5 @@ SUITE.case(
 )(partial(append, n_tokens=256, rounds=ROUNDS))
 
 SUITE.case(
-    "append, 4096 tokens",
-    "What does one token cost where its row comes from memory?",
-    unit="ns",
+    "append, 4096 tokens", "What does one token cost where its row comes from memory?", unit="ns"
 )(partial(append, n_tokens=4096, rounds=31))

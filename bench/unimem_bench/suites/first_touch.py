@@ -77,10 +77,7 @@ def size(measure: Measure) -> int:
     return nbytes
 
 
-TARGETS = (
-    faster("C, a byte a huge page", 0.95, issue=3),
-    faster("unimem, 4k pages", 6.0, issue=3),
-)
+TARGETS = (faster("C, a byte a huge page", 0.95, issue=3), faster("unimem, 4k pages", 6.0, issue=3))
 
 
 def on_huge_pages(n_threads: int, measure: Measure) -> None:

@@ -99,9 +99,7 @@ def take(measure: Measure) -> None:
     with ExitStack() as stack:
         peers = {
             "cupy.empty": stopwatch(
-                f"empty({N_FLOATS}, dtype)",
-                n,
-                {"empty": cupy.empty, "dtype": np.dtype("float32")},
+                f"empty({N_FLOATS}, dtype)", n, {"empty": cupy.empty, "dtype": np.dtype("float32")}
             )
         }
         torch = torch_for(measure, "torch.empty")

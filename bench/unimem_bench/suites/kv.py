@@ -193,10 +193,7 @@ SUITE.case(
     "convert-batch",
     "What does it cost to append 256 tokens of float32 to a float16 cache, 1 MiB of K and of V?",
     unit="ns",
-    targets=[
-        faster("NumPy", 15.0, issue=4),
-        costs("C memcpy of the float32", 1.3, issue=4),
-    ],
+    targets=[faster("NumPy", 15.0, issue=4), costs("C memcpy of the float32", 1.3, issue=4)],
 )(partial(convert, n_tokens=256, n=4))
 
 

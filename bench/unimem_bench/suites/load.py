@@ -22,15 +22,7 @@ from unimem.system.process import read_process
 from unimem_bench import models, plain
 from unimem_bench.rounds import Side, milliseconds, thread_counts
 from unimem_bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
-from unimem_bench.suite import (
-    Measure,
-    NotMeasured,
-    Suite,
-    at_most,
-    costs,
-    faster,
-    faster_than_best,
-)
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster, faster_than_best
 from unimem_bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
 
 __all__ = ["SUITE"]
@@ -440,10 +432,7 @@ def staged(measure: Measure) -> None:
         measure.fact("file_bytes", model.stat().st_size)
         measure.fact(
             "mapped_by_huge_pages",
-            {
-                AS_WRITTEN: in_huge_pages(download),
-                "the file, in large folios": heat(model),
-            },
+            {AS_WRITTEN: in_huge_pages(download), "the file, in large folios": heat(model)},
         )
         chosen = stack.enter_context(um.stage(model))
         measure.fact("staged", f"{chosen.backing}: {chosen.granted}")

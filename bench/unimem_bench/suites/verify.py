@@ -118,11 +118,9 @@ SUITE.case(
     targets=[faster(EVERY_PAGE, 50.0, issue=3), costs(SMAPS, 1.0, issue=3)],
 )(partial(compare_ways, pages="thp", rounds=11, quick_rounds=11))
 
-SUITE.case(
-    "4k pages",
-    "What does looking at a block on 4k pages cost?",
-    unit="ms",
-)(partial(compare_ways, pages="4k", rounds=4, quick_rounds=4))
+SUITE.case("4k pages", "What does looking at a block on 4k pages cost?", unit="ms")(
+    partial(compare_ways, pages="4k", rounds=4, quick_rounds=4)
+)
 
 
 def possible(measure: Measure, ways: dict[str, Ask], nbytes: int) -> dict[str, Side]:
