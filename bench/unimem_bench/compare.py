@@ -31,26 +31,14 @@ _AGREES, _DIFFERS = "agree", "differ"
 
 
 class Pair(NamedTuple):
-    """The same ratio in two records.
+    """The same ratio in two records."""
 
-    Attributes
-    ----------
-    name : str
-        The case, and in one of scaling the size.
-    unit : str
-        Of the case.
-    side, other : str
-        The sides: how many times as fast the first is as the second.
-    a, b : Ratio
-        The ratio in each.
-    """
-
-    name: str
-    unit: str
-    side: str
-    other: str
-    a: Ratio
-    b: Ratio
+    name: str  # the case, and in one of scaling the size
+    unit: str  # of the case
+    side: str  # how many times as fast this one is
+    other: str  # as this one
+    a: Ratio  # in the one
+    b: Ratio  # in the other
 
     @property
     def agrees(self) -> bool:
@@ -81,25 +69,14 @@ class Change(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """What `compare` found.
+    """What `compare` found."""
 
-    Attributes
-    ----------
-    pairs : list of Pair
-        All ratios that both have, those that do not agree first, then by how far they are apart.
-    changes : list of Change
-        Figures of unimem's sides, in the order of the cases.
-    only_a, only_b : list of str
-        Cases with figures in one of them only.
-    warnings : list of str
-        What makes two records hard to compare.
-    """
-
+    # All ratios that both have, those that do not agree first, then by how far they are apart.
     pairs: list[Pair]
-    changes: list[Change]
-    only_a: list[str]
-    only_b: list[str]
-    warnings: list[str]
+    changes: list[Change]  # figures of unimem's sides, in the order of the cases
+    only_a: list[str]  # cases with figures in the first only
+    only_b: list[str]  # in the second only
+    warnings: list[str]  # what makes two records hard to compare
 
     @property
     def share(self) -> float:

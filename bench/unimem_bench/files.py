@@ -24,24 +24,12 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """What a GGUF header says of a tensor.
+    """What a GGUF header says of a tensor."""
 
-    Attributes
-    ----------
-    name : str
-        In ggml's words, as ``blk.0.attn_q.weight``.
-    ne : tuple of int
-        Its dimensions in the order of ggml, the row's first.
-    ggml_type : int
-        The number of its type.
-    nbytes : int
-        Of its data.
-    """
-
-    name: str
-    ne: tuple[int, ...]
-    ggml_type: int
-    nbytes: int
+    name: str  # in ggml's words, as ``blk.0.attn_q.weight``
+    ne: tuple[int, ...]  # its dimensions in the order of ggml, the row's first
+    ggml_type: int  # the number of its type
+    nbytes: int  # of its data
 
 
 def made_once(path: Path, write: Callable[[Path], object]) -> Path:

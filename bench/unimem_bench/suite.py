@@ -247,26 +247,16 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question, and the function that answers it.
+    """One question, and the function that answers it."""
 
-    Attributes
-    ----------
-    suite, name, question, unit, x, targets
-        As in `CaseRecord`.
-    run : callable
-        Is given a `Measure`. It raises `NotMeasured` where it cannot answer.
-    in_quick : bool
-        Whether a quick run asks it.
-    """
-
-    suite: str
+    suite: str  # this and what has no comment as in `CaseRecord`
     name: str
     question: str
     unit: str
-    run: Callable[[Measure], None]
+    run: Callable[[Measure], None]  # raises `NotMeasured` where it cannot answer
     x: str | None = None
     targets: tuple[Target, ...] = ()
-    in_quick: bool = True
+    in_quick: bool = True  # whether a quick run asks it
 
     def empty(self) -> CaseRecord:
         """Return a record without figures."""
@@ -277,26 +267,15 @@ class Case:
 
 @dataclass(slots=True)
 class Suite:
-    """Cases that belong together, and are measured in the same process.
+    """Cases that belong together, and are measured in the same process."""
 
-    Attributes
-    ----------
-    name : str
-        As on the command line.
-    question : str
-        What its cases are about, in a sentence.
-    passes, quick_passes : int
-        Processes that measure it, one after the other, since where memory comes to lie is another
-        in each: the interval of a ratio takes the spread between them.
-    cases : list of Case
-        In the order of their declaration.
-    """
-
-    name: str
-    question: str
+    name: str  # as on the command line
+    question: str  # what its cases are about, in a sentence
+    # Processes that measure it, one after the other, since where memory comes to lie is another in
+    # each: the interval of a ratio takes the spread between them.
     passes: int = 1
     quick_passes: int = 1
-    cases: list[Case] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)  # in the order of their declaration
 
     def case(
         self,

@@ -58,71 +58,33 @@ class TableRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Attributes
-    ----------
-    head : tuple of str
-        Names of the columns.
-    rows : tuple of TableRow
-        With as many cells.
-    align : str
-        ``<`` for a column to the left and ``>`` for one to the right.
-    """
-
-    head: tuple[str, ...]
-    rows: tuple[TableRow, ...]
-    align: str
+    head: tuple[str, ...]  # names of the columns
+    rows: tuple[TableRow, ...]  # with as many cells
+    align: str  # ``<`` for a column to the left and ``>`` for one to the right
 
 
 @dataclass(frozen=True, slots=True)
 class CaseTable:
-    """A case.
+    """A case."""
 
-    Attributes
-    ----------
-    name : str
-        As `unimem bench --case` takes it.
-    question : str
-        What it answers.
-    table : Table or None
-        None where nothing was measured.
-    notes : tuple of str
-        What the table cannot be read without, a line each.
-    problem : str or None
-        Why something was not measured.
-    is_error : bool
-        Whether that is an error.
-    """
-
-    name: str
-    question: str
-    table: Table | None
-    notes: tuple[str, ...]
-    problem: str | None
-    is_error: bool
+    name: str  # as `unimem bench --case` takes it
+    question: str  # what it answers
+    table: Table | None  # None where nothing was measured
+    notes: tuple[str, ...]  # what the table cannot be read without, a line each
+    problem: str | None  # why something was not measured
+    is_error: bool  # whether that is an error
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """All targets of a record.
+    """All targets of a record."""
 
-    Attributes
-    ----------
-    table : Table
-        A row each: issue, case, claim, what was measured, verdict.
-    notes : tuple of str
-        Why some were not measured.
-    summary : str
-        How many were met, in a sentence.
-    is_good : bool
-        Whether none was missed.
-    """
-
-    table: Table
-    notes: tuple[str, ...]
-    summary: str
-    is_good: bool
+    table: Table  # a row each: issue, case, claim, what was measured, verdict
+    notes: tuple[str, ...]  # why some were not measured
+    summary: str  # how many were met, in a sentence
+    is_good: bool  # whether none was missed
 
 
 # ---- cases --------------------------------------------------------------------------------------

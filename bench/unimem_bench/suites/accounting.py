@@ -37,24 +37,12 @@ N_TOKENS = 64
 
 
 class Call(NamedTuple):
-    """A call that is measured beside few and beside many others.
+    """A call that is measured beside few and beside many others."""
 
-    Attributes
-    ----------
-    title : str
-        Of its case.
-    statement : str
-        What is run.
-    n : int
-        How often in one measurement.
-    limit : float
-        What it may cost beside many, of its cost beside few.
-    """
-
-    title: str
-    statement: str
-    n: int
-    limit: float = 1.1
+    title: str  # of its case
+    statement: str  # what is run
+    n: int  # how often in one measurement
+    limit: float = 1.1  # what it may cost beside many, of its cost beside few
 
 
 CALLS = (

@@ -140,21 +140,11 @@ def takes(stack: ExitStack, n: int) -> dict[str, Side]:
 
 
 class Statement(NamedTuple):
-    """What a side runs `N_TOKENS` times.
+    """What a side runs `N_TOKENS` times."""
 
-    Attributes
-    ----------
-    source : str
-        Python; it sees the number of the run as ``i``.
-    names : mapping of str to object
-        What it uses.
-    clear : callable, optional
-        Empties what it fills, before.
-    """
-
-    source: str
-    names: Mapping[str, object]
-    clear: Callable[[], object] | None = None
+    source: str  # Python; it sees the number of the run as ``i``
+    names: Mapping[str, object]  # what it uses
+    clear: Callable[[], object] | None = None  # empties what it fills, before
 
 
 def call_time(statement: Statement) -> Side:
