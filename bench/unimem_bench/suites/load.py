@@ -22,7 +22,16 @@ from unimem.system.process import read_process
 from unimem_bench import models, plain
 from unimem_bench.rounds import Side, milliseconds, thread_counts
 from unimem_bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
-from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster, faster_than_best
+from unimem_bench.suite import (
+    Measure,
+    NotMeasured,
+    Suite,
+    asks,
+    at_most,
+    costs,
+    faster,
+    faster_than_best,
+)
 from unimem_bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
 
 __all__ = ["SUITE"]
@@ -228,12 +237,8 @@ def copying_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
     return run
 
 
-@SUITE.case(
-    "copy",
-    "How fast is a file in the page cache copied to huge pages?",
-    unit="ms",
-    targets=[faster_than_best(0.9, issue=6)],
-)
+@SUITE.case("copy", unit="ms", targets=[faster_than_best(0.9, issue=6)])
+@asks("How fast is a file in the page cache copied to huge pages?")
 def copied(measure: Measure) -> None:
     """Compare load="copy" with the ways of C."""
     cpus, file = measure.pin(2), hot_file(measure, "gguf")
@@ -257,13 +262,8 @@ def copied(measure: Measure) -> None:
     )
 
 
-@SUITE.case(
-    "copy-threads",
-    "How does copying a file in the page cache to huge pages scale with threads?",
-    unit="ms",
-    x="threads",
-    in_quick=False,
-)
+@SUITE.case("copy-threads", unit="ms", x="threads", in_quick=False)
+@asks("How does copying a file in the page cache to huge pages scale with threads?")
 def copy_threads(measure: Measure) -> None:
     """Copy with 1, 2, 4 and so on up to all cores."""
     cpus, file = measure.pin(None), hot_file(measure, "gguf")
@@ -311,12 +311,8 @@ def disk(path: Path, rooms: Sequence[memoryview]) -> None:
         raise AssertionError(f"{total} bytes of {nbytes} were read of {path.name}")
 
 
-@SUITE.case(
-    "cold",
-    "How fast does a file on the disk come into memory?",
-    unit="ms",
-    targets=[faster_than_best(0.95, issue=6)],
-)
+@SUITE.case("cold", unit="ms", targets=[faster_than_best(0.95, issue=6)])
+@asks("How fast does a file on the disk come into memory?")
 def cold(measure: Measure) -> None:
     """Compare load="direct" with the ways of C, past the page cache and through it."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -351,12 +347,8 @@ def cold(measure: Measure) -> None:
         )
 
 
-@SUITE.case(
-    "page-cache",
-    "How much of a file is in the page cache after it was read past it?",
-    unit="% of the file",
-    targets=[at_most(1, issue=6)],
-)
+@SUITE.case("page-cache", unit="% of the file", targets=[at_most(1, issue=6)])
+@asks("How much of a file is in the page cache after it was read past it?")
 def page_cache(measure: Measure) -> None:
     """Count what load="direct" leaves: the header, with what the kernel read ahead."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -412,12 +404,8 @@ def downloaded(model: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-@SUITE.case(
-    "staged",
-    "How fast does llama.cpp start from a staged model?",
-    unit="ms",
-    targets=[costs(AS_WRITTEN, 0.6, issue=6)],
-)
+@SUITE.case("staged", unit="ms", targets=[costs(AS_WRITTEN, 0.6, issue=6)])
+@asks("How fast does llama.cpp start from a staged model?")
 def staged(measure: Measure) -> None:
     """Start llama.cpp from a file in the page cache, and from what is staged of it."""
     if not measure.installed("cyllama", AS_WRITTEN):

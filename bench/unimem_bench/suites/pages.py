@@ -29,7 +29,7 @@ from unimem_bench.decoding import (
 from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
 from unimem_bench.rounds import Side
-from unimem_bench.suite import Measure, NotMeasured, Suite
+from unimem_bench.suite import Measure, NotMeasured, Suite, asks
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 
@@ -61,12 +61,8 @@ def decode(measure: Measure) -> None:
         )
 
 
-@SUITE.case(
-    "prefill",
-    "How fast is a prompt of 128 tokens computed on each kind of pages?",
-    unit="tokens/s",
-    in_quick=False,
-)
+@SUITE.case("prefill", unit="tokens/s", in_quick=False)
+@asks("How fast is a prompt of 128 tokens computed on each kind of pages?")
 def prefill(measure: Measure) -> None:
     """Compute the prompt, each time anew."""
     with ExitStack() as stack:
@@ -75,12 +71,8 @@ def prefill(measure: Measure) -> None:
         compare(measure, sides, measured, rounds=7)
 
 
-@SUITE.case(
-    "start",
-    "How long does the decoder take to start on each kind of pages?",
-    unit="ms",
-    in_quick=False,
-)
+@SUITE.case("start", unit="ms", in_quick=False)
+@asks("How long does the decoder take to start on each kind of pages?")
 def compare_starts(measure: Measure) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 
