@@ -119,11 +119,9 @@ def compare_entries(measure: Measure) -> None:
             for tape in tapes:
                 tape.close()
 
-    measure.compare(
-        {"of blocks": of_entries, "of blocks with tapes": with_tapes},
-        {"smaps, read whole": microseconds("read()", {"read": smaps.read_bytes})},
-        rounds=15,
-    )
+    ours = {"of blocks": of_entries, "of blocks with tapes": with_tapes}
+    peers = {"smaps, read whole": microseconds("read()", {"read": smaps.read_bytes})}
+    measure.compare(ours, peers, rounds=15)
     for block in blocks:
         block.close()
 
@@ -148,14 +146,12 @@ def plan(measure: Measure) -> None:
             return file.read(header_bytes)
 
     names = {"path": path, "open": um.open_weights, "plan": um.plan}
-    measure.compare(
-        {
-            "plan": microseconds("plan(path)", names),
-            "open": microseconds("open(path, load='map').close()", names),
-        },
-        limits={"reading the header": microseconds("read()", {"read": read})},
-        rounds=31,
-    )
+    ours = {
+        "plan": microseconds("plan(path)", names),
+        "open": microseconds("open(path, load='map').close()", names),
+    }
+    limits = {"reading the header": microseconds("read()", {"read": read})}
+    measure.compare(ours, limits=limits, rounds=31)
 
 
 def write_model(path: Path, n_layers: int = 44, size: int = 64, vocab: int = 320) -> None:

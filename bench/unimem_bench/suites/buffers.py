@@ -152,13 +152,9 @@ def graphs_of_engine() -> Mapping[str, Uses]:
 def compare_times(measure: Measure, uses: Uses) -> None:
     """Compare the time of a plan with that of the plainest one."""
     measure.fact("buffers", len(uses))
-    measure.compare(
-        {OURS: milliseconds_of_cpu(lambda: um.BufferPlan(uses))},
-        {"greedy by size": milliseconds_of_cpu(lambda: greedy_by_size(uses, 64))},
-        rounds=9,
-        quick_rounds=5,
-        warmup=1,
-    )
+    ours = {OURS: milliseconds_of_cpu(lambda: um.BufferPlan(uses))}
+    peers = {"greedy by size": milliseconds_of_cpu(lambda: greedy_by_size(uses, 64))}
+    measure.compare(ours, peers, rounds=9, quick_rounds=5, warmup=1)
 
 
 def milliseconds_of_cpu(plan: Callable[[], object]) -> Side:

@@ -53,12 +53,9 @@ def take(measure: Measure, dtype: Any) -> None:
         peers["torch.empty"] = stopwatch(f"empty({N_FLOATS}, dtype=dtype)", n, torch_names)
     with um.Tape(n * N_FLOATS * 4) as tape:
         names["take"] = tape.take
-        measure.compare(
-            {"unimem": stopwatch(f"take({N_FLOATS}, dtype)", n, names, tape.clear)},
-            peers,
-            {EMPTY_CALL: empty_call(n)},
-            rounds=ROUNDS,
-        )
+        ours = {"unimem": stopwatch(f"take({N_FLOATS}, dtype)", n, names, tape.clear)}
+        limits = {EMPTY_CALL: empty_call(n)}
+        measure.compare(ours, peers, limits, rounds=ROUNDS)
 
 
 for form, kind in DTYPES.items():
@@ -78,12 +75,10 @@ def take_address(measure: Measure) -> None:
     with um.Tape(n * 64) as tape:
         names = {"take_address": tape.take_address}
         theirs = "empty(64, 'u1').ctypes.data"
-        measure.compare(
-            {"unimem": stopwatch("take_address(64, 64)", n, names, tape.clear)},
-            {"np.empty().ctypes.data": stopwatch(theirs, n // 10, {"empty": np.empty})},
-            {EMPTY_CALL: empty_call(n)},
-            rounds=ROUNDS,
-        )
+        ours = {"unimem": stopwatch("take_address(64, 64)", n, names, tape.clear)}
+        peers = {"np.empty().ctypes.data": stopwatch(theirs, n // 10, {"empty": np.empty})}
+        limits = {EMPTY_CALL: empty_call(n)}
+        measure.compare(ours, peers, limits, rounds=ROUNDS)
 
 
 def empty_call(n: int) -> Side:

@@ -22,6 +22,7 @@ SUITE = Suite(
 )
 
 NBYTES, QUICK_NBYTES = 1 << 30, 128 << 20
+MEMSET = "C memset of memory that is there"
 STEPS = {"4k": 4096, "thp": HUGE_PAGE, "2m": HUGE_PAGE}
 
 
@@ -90,16 +91,12 @@ def on_huge_pages(n_threads: int, measure: Measure) -> None:
     }
     if n_threads == 1:
         peers["np.zeros, touched"] = partial(zeros, nbytes, cpus)
-    measure.compare(
-        ours={
-            "unimem": partial(warm, nbytes, "thp", cpus),
-            "unimem, 4k pages": partial(warm, nbytes, "4k", cpus),
-        },
-        peers=peers,
-        limits={"C memset of memory that is there": partial(memset, there, cpus)},
-        rounds=4,
-        quick_rounds=4,
-    )
+    ours = {
+        "unimem": partial(warm, nbytes, "thp", cpus),
+        "unimem, 4k pages": partial(warm, nbytes, "4k", cpus),
+    }
+    limits = {MEMSET: partial(memset, there, cpus)}
+    measure.compare(ours, peers, limits, rounds=4, quick_rounds=4)
 
 
 for n, word, does in ((1, "one thread", "does"), (2, "two threads", "do")):
@@ -119,13 +116,10 @@ def reserved(measure: Measure) -> None:
     nbytes = size(measure)
     there = np.ones(nbytes, np.uint8)
     with huge_pages.reserved(nbytes):
-        measure.compare(
-            ours={"unimem": partial(warm, nbytes, "2m", measure.cpus)},
-            peers={"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)},
-            limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
-            rounds=4,
-            quick_rounds=4,
-        )
+        ours = {"unimem": partial(warm, nbytes, "2m", measure.cpus)}
+        peers = {"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)}
+        limits = {MEMSET: partial(memset, there, measure.cpus)}
+        measure.compare(ours, peers, limits, rounds=4, quick_rounds=4)
 
 
 @SUITE.case("threads", unit="GB/s", x="threads")
@@ -135,16 +129,8 @@ def threads(measure: Measure) -> None:
     cpus, nbytes = measure.pin(None), size(measure)
     counts = thread_counts(len(cpus))
     there = np.ones(nbytes, np.uint8)
-    measure.scale(
-        ours={"unimem": {n: partial(warm, nbytes, "thp", cpus[:n]) for n in counts}},
-        peers={
-            "C, a byte a huge page": {n: partial(touch, nbytes, "thp", cpus[:n]) for n in counts}
-        },
-        limits={
-            "C memset of memory that is there": {
-                n: partial(memset, there, cpus[:n]) for n in counts
-            }
-        },
-        rounds=4,
-        quick_rounds=4,
-    )
+    ours: dict[float, Side] = {n: partial(warm, nbytes, "thp", cpus[:n]) for n in counts}
+    peers: dict[float, Side] = {n: partial(touch, nbytes, "thp", cpus[:n]) for n in counts}
+    limits: dict[float, Side] = {n: partial(memset, there, cpus[:n]) for n in counts}
+    sides = {"unimem": ours}, {"C, a byte a huge page": peers}, {MEMSET: limits}
+    measure.scale(*sides, rounds=4, quick_rounds=4)

@@ -56,16 +56,12 @@ def open_header(measure: Measure) -> None:
     peers = {}
     if measure.installed("ggml"):
         peers["ggml"] = open_with_ggml(path)
-    measure.compare(
-        {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)},
-        peers,
-        {
-            NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
-            "reading it to warm memory": timed(path.read_bytes, len),
-        },
-        rounds=21,
-        quick_rounds=6,
-    )
+    ours = {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)}
+    limits = {
+        NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
+        "reading it to warm memory": timed(path.read_bytes, len),
+    }
+    measure.compare(ours, peers, limits, rounds=21, quick_rounds=6)
 
 
 @SUITE.case("open, strings decoded", unit="ms", targets=[faster("gguf-py", 50.0, issue=2)])
@@ -94,14 +90,9 @@ def decoded(measure: Measure) -> None:
             return [fields[key].contents() for key in STRINGS]
 
         peers["gguf-py"] = timed(decode_with_gguf_py, check)
-    measure.compare(
-        {"unimem": timed(decode, lambda decoded: decoded[0].close())},
-        peers,
-        {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)},
-        rounds=1,
-        quick_rounds=1,
-        warmup=0,
-    )
+    ours = {"unimem": timed(decode, lambda decoded: decoded[0].close())}
+    limits = {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)}
+    measure.compare(ours, peers, limits, rounds=1, quick_rounds=1, warmup=0)
 
 
 def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side:

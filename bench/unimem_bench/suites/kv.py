@@ -79,12 +79,9 @@ def append(measure: Measure) -> None:
                 given["at"] = list(given["at"])
                 held[name] = arrays
                 peers[name] = warm_stopwatch(statement, n, given)
-        measure.compare(
-            ours={"unimem": appending(cache, kv, n)},
-            peers=peers,
-            limits={"C memcpy": memcpy_to(held["C memcpy"], (k, v))},
-            rounds=101,
-        )
+        ours = {"unimem": appending(cache, kv, n)}
+        limits = {"C memcpy": memcpy_to(held["C memcpy"], (k, v))}
+        measure.compare(ours, peers, limits, rounds=101)
         check_holds("unimem", stored(cache), kv)
     for name, arrays in held.items():
         check_holds(name, arrays, kv)
@@ -103,11 +100,9 @@ def scratchpad(measure: Measure) -> None:
             peers["torch"] = warm_stopwatch("rows[i] = row", n, given)
         else:
             del held["torch"]
-        measure.compare(
-            ours={"unimem": warm_stopwatch("append(row)", n, names, pad.clear)},
-            peers=peers,
-            limits={"C memcpy": memcpy_to(held["C memcpy"], [row])},
-        )
+        ours = {"unimem": warm_stopwatch("append(row)", n, names, pad.clear)}
+        limits = {"C memcpy": memcpy_to(held["C memcpy"], [row])}
+        measure.compare(ours, peers, limits)
         check_holds("unimem", [pad.as_array()], [row[None]])
     for name, arrays in held.items():
         check_holds(name, arrays, [row[None]])
@@ -164,13 +159,9 @@ def convert(measure: Measure, *, n_tokens: int, n: int) -> None:
                 peers[name] = warm_stopwatch(BY_INDEX, n, given)
             else:
                 del held[name]
-        measure.compare(
-            ours={"unimem": appending(cache, kv, n)},
-            peers=peers,
-            limits={"C memcpy of the float32": memcpy_to(zeros_in(room, kv), kv)},
-            rounds=101,
-            quick_rounds=15,
-        )
+        ours = {"unimem": appending(cache, kv, n)}
+        limits = {"C memcpy of the float32": memcpy_to(zeros_in(room, kv), kv)}
+        measure.compare(ours, peers, limits, rounds=101, quick_rounds=15)
         check_holds("C memcpy of the float32", zeros_in(room, kv), kv)
         check_holds("unimem", stored(cache), converted)
     for name, arrays in held.items():
@@ -225,16 +216,11 @@ def dtypes(measure: Measure) -> None:
             kind: stack.enter_context(um.KVCache(1, *SHAPE, n * n_tokens, dtype=kind))
             for kind in (*KINDS, "q8_0")
         }
-        measure.compare(
-            ours={
-                f"unimem, {kind}": in_speed(appending(cache, kv, n))
-                for kind, cache in caches.items()
-            },
-            peers=peers,
-            limits={"C memcpy of the float32": in_speed(memcpy_to(room, kv))},
-            rounds=51,
-            quick_rounds=7,
-        )
+        ours = {
+            f"unimem, {kind}": in_speed(appending(cache, kv, n)) for kind, cache in caches.items()
+        }
+        limits = {"C memcpy of the float32": in_speed(memcpy_to(room, kv))}
+        measure.compare(ours, peers, limits, rounds=51, quick_rounds=7)
         for kind in KINDS:
             check_holds(f"unimem, {kind}", stored(caches[kind]), want[f"NumPy, {kind}"])
         for have, part in zip(stored(caches["q8_0"], dtype="float32"), kv, strict=True):

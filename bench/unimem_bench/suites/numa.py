@@ -61,12 +61,9 @@ def asking(measure: Measure) -> None:
     bound = f"bind:{node}"
     with placed(nbytes, bound):
         pass  # it can be had
-    measure.compare(
-        ours={bound: partial(block, bound), "no policy": partial(block, None)},
-        limits={"C, a byte a huge page": touch},
-        rounds=21,
-        quick_rounds=5,
-    )
+    ours = {bound: partial(block, bound), "no policy": partial(block, None)}
+    limits = {"C, a byte a huge page": touch}
+    measure.compare(ours, limits=limits, rounds=21, quick_rounds=5)
 
 
 @SUITE.case("one-node", "How fast do a node's CPUs read memory of each node?", unit="GB/s")

@@ -129,21 +129,12 @@ def take(measure: Measure) -> None:
     n = 64
     found = sizes(measure, 64)
     with um.Tape(n * (found[-1] + 64)) as tape:
-        measure.scale(
-            ours={
-                "unimem": {
-                    size: stopwatch(f"take({size}, 'u1')", n, {"take": tape.take}, tape.clear)
-                    for size in found
-                }
-            },
-            peers={
-                "np.empty": {
-                    size: stopwatch(f"empty({size}, 'u1')", n, {"empty": np.empty})
-                    for size in found
-                }
-            },
-            rounds=61,
-        )
+        ours: Sides = {}
+        peers: Sides = {}
+        for size in found:
+            ours[size] = stopwatch(f"take({size}, 'u1')", n, {"take": tape.take}, tape.clear)
+            peers[size] = stopwatch(f"empty({size}, 'u1')", n, {"empty": np.empty})
+        measure.scale({"unimem": ours}, {"np.empty": peers}, rounds=61)
 
 
 @by_size("take-after", unit="ns", x="arrays taken before", targets=[CONSTANT], rounds=61)
@@ -400,35 +391,18 @@ def open_file(
     return sides
 
 
-for name, question, x, target, first, sides in (
-    (
-        "open-tensors",
-        "How does opening a file grow with its tensors?",
-        "tensors of the file",
-        LINEAR,
-        10,
-        partial(open_file, of="n_tensors", most_of_ggml=4000),  # which takes seconds for the last
-    ),
-    (
-        "open-vocabulary",
-        "How does opening a file grow with its vocabulary?",
-        "tokens of the vocabulary",
-        LINEAR,
-        10,
-        partial(open_file, of="n_tokens"),
-    ),
-    (
-        "open-data",
-        "Does opening a file cost more where it has more data?",
-        "bytes of data",
-        CONSTANT,
-        1_000_000,
-        partial(open_file, of="nbytes"),
-    ),
-):
-    by_size(
-        name, question, unit="ms", x=x, targets=[target], first=first, rounds=9, quick_rounds=3
-    )(sides)
+opening = partial(by_size, unit="ms", rounds=9, quick_rounds=3)
+grows_with = "How does opening a file grow with its"
+opening("open-tensors", f"{grows_with} tensors?", x="tensors of the file", targets=[LINEAR])(
+    partial(open_file, of="n_tensors", most_of_ggml=4000)  # which takes seconds for the last
+)
+opening(
+    "open-vocabulary", f"{grows_with} vocabulary?", x="tokens of the vocabulary", targets=[LINEAR]
+)(partial(open_file, of="n_tokens"))
+larger = "Does opening a file cost more where it has more data?"
+opening("open-data", larger, x="bytes of data", targets=[CONSTANT], first=1_000_000)(
+    partial(open_file, of="nbytes")
+)
 
 
 def model_file(

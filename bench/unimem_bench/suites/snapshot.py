@@ -103,14 +103,9 @@ def save(measure: Measure) -> None:
             limits["O_DIRECT"] = saving("direct", partial(write_direct, lanes=lanes))
         else:
             measure.leave_out("O_DIRECT", f"the file system of {measure.folder} does not take it")
-        measure.compare(
-            ours={"unimem": saving("snapshot", cache.save)},
-            peers={"write, fsync": saving("buffered", partial(write_buffered, lanes=lanes))},
-            limits=limits,
-            rounds=11,
-            quick_rounds=5,
-            warmup=1,
-        )
+        ours = {"unimem": saving("snapshot", cache.save)}
+        peers = {"write, fsync": saving("buffered", partial(write_buffered, lanes=lanes))}
+        measure.compare(ours, peers, limits, rounds=11, quick_rounds=5, warmup=1)
         check_file("write, fsync", folder / "buffered", lanes)
         if limits:
             check_file("O_DIRECT", folder / "direct", lanes)
