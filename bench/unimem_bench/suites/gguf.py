@@ -16,19 +16,8 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench.files import (
-    ALIGNMENT,
-    FLOAT32,
-    INT32,
-    Q8_0,
-    STRING,
-    TensorEntry,
-    array,
-    gguf_header,
-    made_once,
-    string,
-    text,
-)
+from unimem_bench import files
+from unimem_bench.files import TensorEntry
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, Suite, asks, costs, faster
 
@@ -135,7 +124,7 @@ def read_to_new_pages(path: Path) -> mmap.mmap:
 def vocabulary(measure: Measure, part: int) -> Path:
     """Return a file with such a part of the strings, made where it is not there."""
     path = measure.folder / f"vocabulary-of-{N_TOKENS // part}.gguf"
-    made_once(path, lambda unfinished: write_file(unfinished, part))
+    files.made_once(path, lambda unfinished: write_file(unfinished, part))
     measure.fact("tokens", N_TOKENS // part)
     measure.fact("bytes", path.stat().st_size)
     return path
@@ -151,20 +140,24 @@ def write_file(path: Path, part: int) -> None:
     scores = rng.random(n_tokens, dtype=np.float32)
     kinds = np.ones(n_tokens, np.int32)
     metadata = [
-        text("general.architecture", "llama"),
-        array("tokenizer.ggml.tokens", STRING, n_tokens, b"".join(map(string, tokens))),
-        array("tokenizer.ggml.scores", FLOAT32, n_tokens, scores.tobytes()),
-        array("tokenizer.ggml.token_type", INT32, n_tokens, kinds.tobytes()),
-        array("tokenizer.ggml.merges", STRING, n_merges, b"".join(map(string, merges))),
+        files.text("general.architecture", "llama"),
+        files.array(
+            "tokenizer.ggml.tokens", files.STRING, n_tokens, b"".join(map(files.string, tokens))
+        ),
+        files.array("tokenizer.ggml.scores", files.FLOAT32, n_tokens, scores.tobytes()),
+        files.array("tokenizer.ggml.token_type", files.INT32, n_tokens, kinds.tobytes()),
+        files.array(
+            "tokenizer.ggml.merges", files.STRING, n_merges, b"".join(map(files.string, merges))
+        ),
     ]
     tensors = [
-        TensorEntry(f"blk.{i}.ffn_down.weight", (BLOCK_VALUES, 1), Q8_0, BLOCK_BYTES)
+        TensorEntry(f"blk.{i}.ffn_down.weight", (BLOCK_VALUES, 1), files.Q8_0, BLOCK_BYTES)
         for i in range(N_TENSORS // part)
     ]
     with open(path, "wb") as file:
-        header = gguf_header(metadata, tensors)
+        header = files.gguf_header(metadata, tensors)
         file.write(header)
-        file.truncate(len(header) + len(tensors) * ALIGNMENT)
+        file.truncate(len(header) + len(tensors) * files.ALIGNMENT)
 
 
 def words(n: int, longest: int, seed: int) -> list[bytes]:

@@ -15,17 +15,8 @@ from pathlib import Path
 import unimem as um
 from unimem.system.placement import Pages
 from unimem.weights.loading import Load
-from unimem_bench import states
+from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
-from unimem_bench.decoding import (
-    N_CTX,
-    N_DECODE,
-    PROMPT,
-    READ_BANDWIDTH,
-    model,
-    reading,
-    require_room,
-)
 from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
 from unimem_bench.rounds import Side
@@ -49,13 +40,13 @@ def decode(measure: Measure) -> None:
     with ExitStack() as stack:
         sides, path = start(measure, stack)
         for side in sides.values():
-            side.prefill(PROMPT)
+            side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", pages="thp"))
         compare(
             measure,
             sides,
-            {name: partial(side.decode, N_DECODE) for name, side in sides.items()},
-            {READ_BANDWIDTH: reading(weights, measure.cpus)},
+            {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()},
+            {decoding.READ_BANDWIDTH: decoding.reading(weights, measure.cpus)},
             rounds=21,
             quick_rounds=5,
         )
@@ -67,7 +58,7 @@ def prefill(measure: Measure) -> None:
     """Compute the prompt, each time anew."""
     with ExitStack() as stack:
         sides, _ = start(measure, stack)
-        measured = {name: partial(side.prefill, PROMPT) for name, side in sides.items()}
+        measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
         compare(measure, sides, measured, rounds=7)
 
 
@@ -92,8 +83,8 @@ def compare_starts(measure: Measure) -> None:
             sides[name] = partial(once, name)
     with um.open_weights(path, load="map") as weights:
         weights.warm()
-        read = reading(weights, cpus)
-        limits = {READ_BANDWIDTH: lambda: 1e3 / read()}
+        read = decoding.reading(weights, cpus)
+        limits = {decoding.READ_BANDWIDTH: lambda: 1e3 / read()}
         measure.compare(ours=sides, limits=limits, rounds=5, warmup=0)
 
 
@@ -113,8 +104,8 @@ def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess]
 def prepared(measure: Measure) -> tuple[Path, list[int]]:
     """Return the model, in the page cache in a known state, and the CPUs that compute."""
     cpus = measure.pin(None)
-    path = model(measure, KIND)
-    require_room(len(SIDES) + 1, path)
+    path = decoding.model(measure, KIND)
+    decoding.require_room(len(SIDES) + 1, path)
     measure.fact("share_in_huge_pages", states.heat(path))
     return path, cpus
 
@@ -137,7 +128,7 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
     if pages != "2m":
         yield
         return
-    checks = um.plan(path, load=load, threads=threads, ctx=N_CTX, pages=pages).checks
+    checks = um.plan(path, load=load, threads=threads, ctx=decoding.N_CTX, pages=pages).checks
     with reserved(max(check.needed_bytes for check in checks if "hugetlb" in check.name)):
         yield
 
@@ -145,7 +136,7 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
 def start_side(name: str, path: Path, threads: int) -> DecoderProcess:
     """Start a side, and check that its memory lies in the pages that it is named after."""
     load, pages = SIDES[name]
-    process = DecoderProcess(path, threads=threads, ctx=N_CTX, load=load, pages=pages)
+    process = DecoderProcess(path, threads=threads, ctx=decoding.N_CTX, load=load, pages=pages)
     for part, found in process.facts["granted"].items():
         if load == "copy" and found["pages"] != pages:
             process.close()
