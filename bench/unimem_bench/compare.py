@@ -167,36 +167,23 @@ def _at(document: Any, place: str) -> Any:
 
 def pair_table(differences: Differences) -> Table:
     """Make a table of how many times as fast unimem is, where that does not agree first."""
-    rows = [
-        TableRow(
-            (
-                pair.name,
-                f"{pair.side} / {pair.other}" if pair.side != OURS else pair.other,
-                times(pair.a),
-                times(pair.b),
-                _AGREES if pair.agrees else _DIFFERS,
-            ),
-            "plain" if pair.agrees else "bad",
-        )
-        for pair in differences.pairs
-    ]
+    rows = []
+    for each in differences.pairs:
+        against = f"{each.side} / {each.other}" if each.side != OURS else each.other
+        verdict = _AGREES if each.agrees else _DIFFERS
+        cells = (each.name, against, times(each.a), times(each.b), verdict)
+        rows.append(TableRow(cells, "plain" if each.agrees else "bad"))
     return Table(("case", "against", "A", "B", ""), tuple(rows), "<<<<<")
 
 
 def change_table(differences: Differences) -> Table:
     """Make a table of the medians of unimem's sides."""
-    rows = [
-        TableRow(
-            (
-                each.name,
-                each.side,
-                amount(each.a.median, each.unit),
-                amount(each.b.median, each.unit),
-                factor(each.b.median / each.a.median) if each.a.median else "",
-            )
-        )
-        for each in differences.changes
-    ]
+    rows = []
+    for each in differences.changes:
+        a, b = each.a.median, each.b.median
+        quotient = factor(b / a) if a else ""
+        cells = (each.name, each.side, amount(a, each.unit), amount(b, each.unit), quotient)
+        rows.append(TableRow(cells))
     return Table(("case", "side", "A", "B", "B / A"), tuple(rows), "<<>>>")
 
 

@@ -93,17 +93,10 @@ def _sides(case: CaseRecord) -> Table:
         ratio = against.get(side.name)
         is_beaten = ratio is not None and ratio.is_difference and ratio.value < 1
         tone: Tone = "bad" if is_beaten and side.role == "peer" else "plain"
-        rows.append(
-            TableRow(
-                (
-                    side.name,
-                    "" if side.role == "unimem" else side.role,
-                    texts.middle(stats.spread(side), unit),
-                    "" if ratio is None else texts.comparison(ratio, case.unit),
-                ),
-                "subject" if side is ours else tone,
-            )
-        )
+        role = "" if side.role == "unimem" else side.role
+        than = "" if ratio is None else texts.comparison(ratio, case.unit)
+        cells = (side.name, role, texts.middle(stats.spread(side), unit), than)
+        rows.append(TableRow(cells, "subject" if side is ours else tone))
     head = ("", "", f"{'median' if unit else case.unit} (5 to 95 %)")
     return Table((*head, f"{ours.name} against it" if ours else ""), tuple(rows), "<<><")
 

@@ -44,7 +44,7 @@ def open_header(measure: Measure) -> None:
     path = vocabulary(measure, 1)
     peers = {}
     if measure.installed("ggml"):
-        peers["ggml"] = open_with_ggml(path)
+        peers["ggml"] = timed(*of_ggml(path))
     ours = {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)}
     limits = {
         NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
@@ -97,8 +97,8 @@ def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side
     return run
 
 
-def open_with_ggml(path: Path) -> Side:
-    """Measure ``gguf_init_from_file``."""
+def of_ggml(path: Path) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what opens a file with ``gguf_init_from_file``, and what closes it."""
     import ggml
 
     parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
@@ -109,7 +109,7 @@ def open_with_ggml(path: Path) -> Side:
             raise AssertionError(f"ggml does not open {path}")
         return context
 
-    return timed(open_it, ggml.gguf_free)
+    return open_it, ggml.gguf_free
 
 
 def read_to_new_pages(path: Path) -> mmap.mmap:

@@ -36,6 +36,7 @@ from unimem.system.text import format_bytes
 from unimem_bench import files, plain, states
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, asks, grows
+from unimem_bench.suites.gguf import of_ggml
 
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
 
@@ -377,17 +378,8 @@ def open_file(
     opening = partial(um.open_weights, path, load="map")
     sides = {"unimem": second_run(timed(opening, 1e-3, um.Weights.close))}
     if measure.installed("ggml") and size <= most_of_ggml:
-        import ggml
-
-        parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
-
-        def open_with_ggml() -> Any:
-            context = ggml.gguf_init_from_file(str(path).encode(), parameters)
-            if not context:
-                raise AssertionError(f"ggml does not open {path}")
-            return context
-
-        sides["ggml"] = second_run(timed(open_with_ggml, 1e-3, ggml.gguf_free))
+        open_it, close_it = of_ggml(path)
+        sides["ggml"] = second_run(timed(open_it, 1e-3, close_it))
     return sides
 
 

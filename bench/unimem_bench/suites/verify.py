@@ -89,16 +89,10 @@ def compare_ways(measure: Measure, pages: Pages, rounds: int, quick_rounds: int)
             "PAGEMAP_SCAN, huge pages too": scan_pagemap(block, fd, IS_PRESENT | IS_HUGE),
             "numa_maps, read whole": read_file("numa_maps", nbytes),
         }
-        # The cheapest walk over page tables.
-        walk = {"mincore": ask_mincore(block)}
-        measure.compare(
-            {"unimem": timed(partial(ask_unimem, block), nbytes)},
-            possible(measure, peers, nbytes),
-            possible(measure, walk, nbytes),
-            rounds=rounds,
-            quick_rounds=quick_rounds,
-            warmup=1,
-        )
+        walk = {"mincore": ask_mincore(block)}  # the cheapest one over page tables
+        ours = {"unimem": timed(partial(ask_unimem, block), nbytes)}
+        others = (possible(measure, ways, nbytes) for ways in (peers, walk))
+        measure.compare(ours, *others, rounds=rounds, quick_rounds=quick_rounds, warmup=1)
 
 
 SUITE.case(
