@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import unimem as um
-from unimem_bench import decoders, decoding, states
+from unimem_bench import decoders, decoding
 from unimem_bench.decoders import DecoderProcess, Kind, NoPeer, SideError
 from unimem_bench.models import Kind as ModelKind
 from unimem_bench.rounds import Side
@@ -30,6 +29,7 @@ SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
 
 PEERS: tuple[Kind, ...] = ("llama.cpp-mapped", "llama.cpp")
 N_GREEDY = 64
+N_COPIES = 2  # of the weights: the mapped file, and what llama.cpp copies
 # Of the logits' deviation: what two builds of the same code may differ by.
 MAX_DIFFERENCE = 0.01
 
@@ -63,7 +63,7 @@ def decode(measure: Measure, kind: ModelKind) -> None:
 
 def compare_python(measure: Measure, kind: ModelKind) -> None:
     """Measure what of a token's time is not spent in ggml's compute call."""
-    path, cpus = prepared(measure, kind)
+    path, cpus = decoding.prepared(measure, kind, N_COPIES)
     with DecoderProcess(path, threads=len(cpus), ctx=decoding.N_CTX) as ours:
         ours.prefill(decoding.PROMPT)
         side = {"unimem": lambda: 100 * ours.python_share(decoding.N_DECODE)}
@@ -72,7 +72,7 @@ def compare_python(measure: Measure, kind: ModelKind) -> None:
 
 def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, DecoderProcess]:
     """Start unimem's decoder, and those of llama.cpp that can be compared with it."""
-    path, cpus = prepared(measure, kind)
+    path, cpus = decoding.prepared(measure, kind, N_COPIES)
     options: dict[str, Any] = {"threads": len(cpus), "ctx": decoding.N_CTX}
     ours = stack.enter_context(DecoderProcess(path, **options))
     sides = {"unimem": ours}
@@ -93,34 +93,14 @@ def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, Deco
     return sides
 
 
-def prepared(measure: Measure, kind: ModelKind) -> tuple[Path, list[int]]:
-    """Return the model, in the page cache in a known state, and the CPUs that compute."""
-    cpus = measure.pin(None)
-    path = decoding.model(measure, kind)
-    decoding.require_room(2, path)  # the mapped file, and what llama.cpp copies
-    measure.fact("share_in_huge_pages", states.heat(path))
-    return path, cpus
-
-
 def compare(
-    measure: Measure,
-    sides: dict[str, DecoderProcess],
-    measured: Mapping[str, Side],
-    *,
-    rounds: int,
-    quick_rounds: int,
+    measure: Measure, sides: dict[str, DecoderProcess], measured: Mapping[str, Side], **rounds: int
 ) -> None:
-    """Measure, and check that each process slept while it was another one's turn."""
-    measure.compare(
-        ours={"unimem": measured["unimem"]},
-        peers={name: side for name, side in measured.items() if name in PEERS},
-        limits={name: side for name, side in measured.items() if name == decoding.READ_BANDWIDTH},
-        rounds=rounds,
-        quick_rounds=quick_rounds,
-        pids=[side.pid for side in sides.values()],
-    )
-    for side in sides.values():
-        side.require_idle()
+    """Measure, and tell our side, its peers and what memory would allow by their names."""
+    ours = {"unimem": measured["unimem"]}
+    peers: dict[str, Side] = {name: side for name, side in measured.items() if name in PEERS}
+    limits = {name: side for name, side in measured.items() if name == decoding.READ_BANDWIDTH}
+    decoding.compare(measure, sides, ours, peers, limits, **rounds)
 
 
 def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:

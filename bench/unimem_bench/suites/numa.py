@@ -108,15 +108,9 @@ def decode(measure: Measure) -> None:
         for side in sides.values():
             side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", numa=INTERLEAVE))
-        measure.compare(
-            ours={name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()},
-            limits={decoding.READ_BANDWIDTH: decoding.reading(weights, cpus)},
-            rounds=21,
-            quick_rounds=5,
-            pids=[side.pid for side in sides.values()],
-        )
-        for side in sides.values():
-            side.require_idle()
+        ours = {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()}
+        limits = {decoding.READ_BANDWIDTH: decoding.reading(weights, cpus)}
+        decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
 def read(measure: Measure, policies: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ process of its own, and take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
 from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
-from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite, asks
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
@@ -42,14 +41,9 @@ def decode(measure: Measure) -> None:
         for side in sides.values():
             side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", pages="thp"))
-        compare(
-            measure,
-            sides,
-            {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()},
-            {decoding.READ_BANDWIDTH: decoding.reading(weights, measure.cpus)},
-            rounds=21,
-            quick_rounds=5,
-        )
+        ours = {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()}
+        limits = {decoding.READ_BANDWIDTH: decoding.reading(weights, measure.cpus)}
+        decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
 @SUITE.case("prefill", unit="tokens/s", in_quick=False)
@@ -59,7 +53,7 @@ def prefill(measure: Measure) -> None:
     with ExitStack() as stack:
         sides, _ = start(measure, stack)
         measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
-        compare(measure, sides, measured, rounds=7)
+        decoding.compare(measure, sides, measured, rounds=7)
 
 
 @SUITE.case("start", unit="ms", in_quick=False)
@@ -69,7 +63,7 @@ def compare_starts(measure: Measure) -> None:
 
     The limit is reading the file's bytes once, where the page cache has them.
     """
-    path, cpus = prepared(measure)
+    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
 
     def once(name: str) -> float:
         states.ready(2 * path.stat().st_size, cpus)
@@ -90,7 +84,7 @@ def compare_starts(measure: Measure) -> None:
 
 def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess], Path]:
     """Start all sides that this machine has pages for."""
-    path, cpus = prepared(measure)
+    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
     sides = {}
     for name in SIDES:
         with left_out_without_room(measure, name):
@@ -99,15 +93,6 @@ def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess]
             sides[name] = stack.enter_context(start_side(name, path, len(cpus)))
             measure.fact(name, sides[name].facts)
     return sides, path
-
-
-def prepared(measure: Measure) -> tuple[Path, list[int]]:
-    """Return the model, in the page cache in a known state, and the CPUs that compute."""
-    cpus = measure.pin(None)
-    path = decoding.model(measure, KIND)
-    decoding.require_room(len(SIDES) + 1, path)
-    measure.fact("share_in_huge_pages", states.heat(path))
-    return path, cpus
 
 
 @contextmanager
@@ -143,21 +128,3 @@ def start_side(name: str, path: Path, threads: int) -> DecoderProcess:
             reasons = "; ".join(process.facts["warnings"]) or "without a warning"
             raise NotMeasured(f"wants {part} on {pages} pages, got {found['pages']}: {reasons}")
     return process
-
-
-def compare(
-    measure: Measure,
-    sides: dict[str, DecoderProcess],
-    measured: Mapping[str, Side],
-    limits: Mapping[str, Side] | None = None,
-    *,
-    rounds: int,
-    quick_rounds: int | None = None,
-) -> None:
-    """Measure, and check that each process slept while it was another one's turn."""
-    pids = [side.pid for side in sides.values()]
-    measure.compare(
-        ours=measured, limits=limits, pids=pids, rounds=rounds, quick_rounds=quick_rounds
-    )
-    for side in sides.values():
-        side.require_idle()
