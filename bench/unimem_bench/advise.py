@@ -37,16 +37,8 @@ from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "Advised",
-    "Effort",
-    "Factor",
-    "Variant",
-    "advise",
-    "candidates",
-    "count",
-    "effort",
-    "flag",
-]
+    "Advised", "Effort", "Factor", "Variant", "advise", "candidates", "count", "effort", "flag",
+]  # fmt: skip
 
 SCHEMA = "unimem.advice/1"
 DEFAULT = "default"
@@ -74,119 +66,59 @@ TRADE_OFFS = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Options, against the defaults.
+    """Options, against the defaults."""
 
-    Attributes
-    ----------
-    name : str
-        As on the command line; "default" for what ``unimem run`` does without any.
-    options : dict of str to str
-        As keyword arguments of `unimem.plan`.
-    medians : dict of str to float
-        "decode" and "prefill" in tokens a second, "start" in seconds: from the path to a decoder
-        that is ready, of a file that is in the page cache.
-    nbytes : int
-        What it takes of memory, a mapped file included.
-    ratios : dict of str to Ratio
-        Of the same three how many times as fast as the defaults, which have none. Where not all
-        values of an option fit into memory at once, those of the defaults that ran beside it.
-    """
-
-    name: str
-    options: dict[str, str]
+    name: str  # as on the command line; "default" for what ``unimem run`` does without any
+    options: dict[str, str]  # as keyword arguments of `unimem.plan`
+    # "decode" and "prefill" in tokens a second, "start" in seconds: from the path to a decoder that
+    # is ready, of a file that is in the page cache.
     medians: dict[Metric, float]
-    nbytes: int
+    nbytes: int  # what it takes of memory, a mapped file included
+    # Of the same three how many times as fast as the defaults, which have none. Where not all
+    # values of an option fit into memory at once, those of the defaults that ran beside it.
     ratios: dict[Metric, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """An option of ``unimem run``, and what its values gave.
+    """An option of ``unimem run``, and what its values gave."""
 
-    Attributes
-    ----------
-    name : {"pages", "load", "kv_dtype", "numa"}
-        The option.
-    variants : tuple of Variant
-        The defaults first; empty where there is nothing to compare them with.
-    winner : str or None
-        The value that won; None where the default stays.
-    by : {"decode", "start"} or None
-        What it won by.
-    """
-
-    name: str
+    name: str  # "pages", "load", "kv_dtype" or "numa"
+    # The defaults first; empty where there is nothing to compare them with.
     variants: tuple[Variant, ...]
-    winner: str | None = None
-    by: Metric | None = None
+    winner: str | None = None  # the value that won; None where the default stays
+    by: Metric | None = None  # what it won by
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured, by the speed of the model.
+    """How much is measured, by the speed of the model."""
 
-    Attributes
-    ----------
-    passes : int
-        Times that processes are started anew.
-    n_prompt : int
-        Tokens of the prompt, which fill the context.
-    n_decode, rounds : int
-        Tokens in one measurement of decoding, and how often it is taken in a pass.
-    seconds : float
-        What one process takes in one pass.
-    """
-
-    passes: int
-    n_prompt: int
-    n_decode: int
-    rounds: int
-    seconds: float
+    passes: int  # times that processes are started anew
+    n_prompt: int  # tokens of the prompt, which fill the context
+    n_decode: int  # tokens in one measurement of decoding
+    rounds: int  # how often that is taken in a pass
+    seconds: float  # what one process takes in one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """What `advise` has found.
+    """What `advise` has found."""
 
-    Attributes
-    ----------
-    model : str
-        The file.
-    quick : bool
-        Whether little was measured.
-    threads, ctx : int
-        That the decoders had.
-    effort : Effort
-        How much was measured.
-    factors : tuple of Factor
-        Each with its table.
-    flags : tuple of str
-        What to give to ``unimem run``; empty where nothing differs.
-    margin : Ratio or None
-        How many times as fast the flags are as the defaults, all of them together; None where there
-        are none.
-    by : {"decode", "start"} or None
-        What the margin is of.
-    trade_offs : tuple of str
-        What the flags cost.
-    left_out : dict of str to str
-        What was not measured, as ``--pages 2m``, and why.
-    seconds : float
-        What it took.
-    """
-
-    model: str
-    quick: bool
-    threads: int
-    ctx: int
-    effort: Effort
-    factors: tuple[Factor, ...]
-    flags: tuple[str, ...]
+    model: str  # the file
+    quick: bool  # whether little was measured
+    threads: int  # that the decoders had
+    ctx: int  # as well
+    effort: Effort  # how much was measured
+    factors: tuple[Factor, ...]  # each with its table
+    flags: tuple[str, ...]  # what to give to ``unimem run``; empty where nothing differs
+    # How many times as fast the flags are as the defaults, all of them together; None where there
+    # are none.
     margin: Ratio | None
-    by: Metric | None
-    trade_offs: tuple[str, ...]
-    left_out: dict[str, str]
-    seconds: float
+    by: Metric | None  # what the margin is of
+    trade_offs: tuple[str, ...]  # what the flags cost
+    left_out: dict[str, str]  # what was not measured, as ``--pages 2m``, and why
+    seconds: float  # what it took
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and texts, as docs/schemas/advice-1.json has them."""
@@ -519,10 +451,7 @@ class _Bench:
         del figures[name]
 
     def _leave_out_equals(
-        self,
-        decoders: Mapping[str, DecoderProcess],
-        group: Mapping[str, Wanted],
-        figures: Figures,
+        self, decoders: Mapping[str, DecoderProcess], group: Mapping[str, Wanted], figures: Figures
     ) -> None:
         """Leave out what the defaults come to here: its ratio would be noise."""
         default = _memory(decoders[DEFAULT])

@@ -19,15 +19,9 @@ import numpy as np
 import unimem as um
 
 __all__ = [
-    "FAMILIES",
-    "GREEDY",
-    "engine_graphs",
-    "graph_uses",
-    "greedy_by_order",
-    "greedy_by_size",
-    "instances",
-    "large_instance",
-]
+    "FAMILIES", "GREEDY", "engine_graphs", "graph_uses", "greedy_by_order", "greedy_by_size",
+    "instances", "large_instance",
+]  # fmt: skip
 
 CTX = 512  # tokens of context
 BATCH = 128  # tokens of the engine's larger graph

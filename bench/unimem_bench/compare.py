@@ -13,16 +13,9 @@ from unimem_bench.tables import Table, TableRow, size_text
 from unimem_bench.texts import amount, factor, times
 
 __all__ = [
-    "ENOUGH",
-    "Change",
-    "Differences",
-    "Pair",
-    "change_table",
-    "compare",
-    "pair_table",
-    "suite_table",
-    "summary",
-]
+    "ENOUGH", "Change", "Differences", "Pair", "change_table", "compare", "pair_table",
+    "suite_table", "summary",
+]  # fmt: skip
 
 # The share of the ratios that has to agree for two runs to say the same.
 ENOUGH = 0.9
@@ -38,26 +31,14 @@ _AGREES, _DIFFERS = "agree", "differ"
 
 
 class Pair(NamedTuple):
-    """The same ratio in two records.
+    """The same ratio in two records."""
 
-    Attributes
-    ----------
-    name : str
-        The case, and in one of scaling the size.
-    unit : str
-        Of the case.
-    side, other : str
-        The sides: how many times as fast the first is as the second.
-    a, b : Ratio
-        The ratio in each.
-    """
-
-    name: str
-    unit: str
-    side: str
-    other: str
-    a: Ratio
-    b: Ratio
+    name: str  # the case, and in one of scaling the size
+    unit: str  # of the case
+    side: str  # how many times as fast this one is
+    other: str  # as this one
+    a: Ratio  # in the one
+    b: Ratio  # in the other
 
     @property
     def agrees(self) -> bool:
@@ -88,25 +69,14 @@ class Change(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """What `compare` found.
+    """What `compare` found."""
 
-    Attributes
-    ----------
-    pairs : list of Pair
-        All ratios that both have, those that do not agree first, then by how far they are apart.
-    changes : list of Change
-        Figures of unimem's sides, in the order of the cases.
-    only_a, only_b : list of str
-        Cases with figures in one of them only.
-    warnings : list of str
-        What makes two records hard to compare.
-    """
-
+    # All ratios that both have, those that do not agree first, then by how far they are apart.
     pairs: list[Pair]
-    changes: list[Change]
-    only_a: list[str]
-    only_b: list[str]
-    warnings: list[str]
+    changes: list[Change]  # figures of unimem's sides, in the order of the cases
+    only_a: list[str]  # cases with figures in the first only
+    only_b: list[str]  # in the second only
+    warnings: list[str]  # what makes two records hard to compare
 
     @property
     def share(self) -> float:
@@ -197,36 +167,23 @@ def _at(document: Any, place: str) -> Any:
 
 def pair_table(differences: Differences) -> Table:
     """Make a table of how many times as fast unimem is, where that does not agree first."""
-    rows = [
-        TableRow(
-            (
-                pair.name,
-                f"{pair.side} / {pair.other}" if pair.side != OURS else pair.other,
-                times(pair.a),
-                times(pair.b),
-                _AGREES if pair.agrees else _DIFFERS,
-            ),
-            "plain" if pair.agrees else "bad",
-        )
-        for pair in differences.pairs
-    ]
+    rows = []
+    for each in differences.pairs:
+        against = f"{each.side} / {each.other}" if each.side != OURS else each.other
+        verdict = _AGREES if each.agrees else _DIFFERS
+        cells = (each.name, against, times(each.a), times(each.b), verdict)
+        rows.append(TableRow(cells, "plain" if each.agrees else "bad"))
     return Table(("case", "against", "A", "B", ""), tuple(rows), "<<<<<")
 
 
 def change_table(differences: Differences) -> Table:
     """Make a table of the medians of unimem's sides."""
-    rows = [
-        TableRow(
-            (
-                each.name,
-                each.side,
-                amount(each.a.median, each.unit),
-                amount(each.b.median, each.unit),
-                factor(each.b.median / each.a.median) if each.a.median else "",
-            )
-        )
-        for each in differences.changes
-    ]
+    rows = []
+    for each in differences.changes:
+        a, b = each.a.median, each.b.median
+        quotient = factor(b / a) if a else ""
+        cells = (each.name, each.side, amount(a, each.unit), amount(b, each.unit), quotient)
+        rows.append(TableRow(cells))
     return Table(("case", "side", "A", "B", "B / A"), tuple(rows), "<<>>>")
 
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import unimem as um
 from unimem_bench import models, plain
+from unimem_bench.decoders import DecoderProcess
 from unimem_bench.rounds import Side
-from unimem_bench.states import available_bytes
+from unimem_bench.states import available_bytes, heat
 from unimem_bench.suite import Measure, NotMeasured
 
 __all__ = [
-    "N_CTX",
-    "N_DECODE",
-    "PROMPT",
-    "QUICK_SHAPE",
-    "READ_BANDWIDTH",
-    "SHAPE",
-    "model",
-    "reading",
-    "require_room",
-]
+    "N_CTX", "N_DECODE", "PROMPT", "QUICK_SHAPE", "READ_BANDWIDTH", "SHAPE", "compare", "model",
+    "prepared", "reading", "require_room",
+]  # fmt: skip
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement
@@ -42,6 +36,29 @@ def model(measure: Measure, kind: models.Kind) -> Path:
     measure.fact("model", path.stem)
     measure.fact("file_bytes", path.stat().st_size)
     return path
+
+
+def prepared(measure: Measure, kind: models.Kind, n_copies: int) -> tuple[Path, list[int]]:
+    """Return the model, in the page cache in a known state, and the CPUs that compute."""
+    cpus = measure.pin(None)
+    path = model(measure, kind)
+    require_room(n_copies, path)
+    measure.fact("share_in_huge_pages", heat(path))
+    return path, cpus
+
+
+def compare(
+    measure: Measure,
+    sides: Mapping[str, DecoderProcess],
+    ours: Mapping[str, Side],
+    peers: Mapping[str, Side] | None = None,
+    limits: Mapping[str, Side] | None = None,
+    **rounds: int,
+) -> None:
+    """Measure, and check that each process slept while it was another one's turn."""
+    measure.compare(ours, peers, limits, pids=[side.pid for side in sides.values()], **rounds)
+    for side in sides.values():
+        side.require_idle()
 
 
 def require_room(n_copies: float, path: Path) -> None:

@@ -13,20 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
-    "ALIGNMENT",
-    "FLOAT16",
-    "FLOAT32",
-    "INT32",
-    "Q8_0",
-    "STRING",
-    "TensorEntry",
-    "array",
-    "gguf_header",
-    "made_once",
-    "number",
-    "string",
-    "text",
-]
+    "ALIGNMENT", "FLOAT16", "FLOAT32", "INT32", "Q8_0", "STRING", "TensorEntry", "array",
+    "gguf_header", "made_once", "number", "string", "text",
+]  # fmt: skip
 
 # Numbers of GGUF, for values and for tensors' types.
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
@@ -35,24 +24,12 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """What a GGUF header says of a tensor.
+    """What a GGUF header says of a tensor."""
 
-    Attributes
-    ----------
-    name : str
-        In ggml's words, as ``blk.0.attn_q.weight``.
-    ne : tuple of int
-        Its dimensions in the order of ggml, the row's first.
-    ggml_type : int
-        The number of its type.
-    nbytes : int
-        Of its data.
-    """
-
-    name: str
-    ne: tuple[int, ...]
-    ggml_type: int
-    nbytes: int
+    name: str  # in ggml's words, as ``blk.0.attn_q.weight``
+    ne: tuple[int, ...]  # its dimensions in the order of ggml, the row's first
+    ggml_type: int  # the number of its type
+    nbytes: int  # of its data
 
 
 def made_once(path: Path, write: Callable[[Path], object]) -> Path:

@@ -128,13 +128,10 @@ def trim(measure: Measure) -> None:
         for to in range(0, lane[:kept].nbytes, step)
     ]
     table = np.array(pieces, np.uint64)
-    measure.compare(
-        ours={RING: trim_ring},
-        peers={"NumPy": moving("NumPy", partial(milliseconds, move))},
-        limits={"C memcpy": moving("C memcpy", partial(milliseconds, partial(plain.copy, table)))},
-        rounds=11,
-        quick_rounds=5,
-    )
+    ours = {RING: trim_ring}
+    peers = {"NumPy": moving("NumPy", partial(milliseconds, move))}
+    limits = {"C memcpy": moving("C memcpy", partial(milliseconds, partial(plain.copy, table)))}
+    measure.compare(ours, peers, limits, rounds=11, quick_rounds=5)
 
 
 def count_moved(measure: Measure) -> None:

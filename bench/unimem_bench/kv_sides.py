@@ -15,22 +15,9 @@ from unimem_bench.rounds import Side, warm_stopwatch
 from unimem_bench.suite import Measure
 
 __all__ = [
-    "HEAD_DIM",
-    "N_HEADS",
-    "N_VALUES",
-    "SHAPE",
-    "Array",
-    "appending",
-    "check_holds",
-    "in_gb_s",
-    "memcpy",
-    "memcpy_to",
-    "stored",
-    "tokens",
-    "torch_names",
-    "zeros",
-    "zeros_in",
-]
+    "HEAD_DIM", "N_HEADS", "N_VALUES", "SHAPE", "Array", "appending", "check_holds", "in_gb_s",
+    "memcpy", "memcpy_to", "stored", "tokens", "torch_names", "zeros", "zeros_in",
+]  # fmt: skip
 
 Array = NDArray[Any]
 KV = Sequence[Array]  # K and V

@@ -10,13 +10,8 @@ from unimem_bench.record import CaseRecord, Record
 from unimem_bench.tables import Table, case_table, suite_title, targets
 
 __all__ = [
-    "case_lines",
-    "difference_lines",
-    "escape",
-    "record_lines",
-    "table_lines",
-    "target_lines",
-]
+    "case_lines", "difference_lines", "escape", "record_lines", "table_lines", "target_lines",
+]  # fmt: skip
 
 
 def escape(text: str) -> str:

@@ -31,29 +31,17 @@ KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_k_m": 15}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of a model.
+    """The dimensions of a model."""
 
-    Attributes
-    ----------
-    hidden, inner : int
-        Width of the residual stream, and of the feed-forward.
-    layers, heads, kv_heads, vocab, ctx : int
-        How many.
-    head_dim : int or None
-        By default `hidden` divided among the heads.
-    tied : bool
-        Whether the output is the embedding's matrix.
-    """
-
-    hidden: int
-    layers: int
+    hidden: int  # width of the residual stream
+    layers: int  # how many, as the next two
     heads: int
     kv_heads: int
-    inner: int
+    inner: int  # width of the feed-forward
     vocab: int
     ctx: int
-    head_dim: int | None = None
-    tied: bool = False
+    head_dim: int | None = None  # by default `hidden` divided among the heads
+    tied: bool = False  # whether the output is the embedding's matrix
 
     @property
     def head(self) -> int:

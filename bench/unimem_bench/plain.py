@@ -20,20 +20,9 @@ from numpy.typing import NDArray
 import unimem as um
 
 __all__ = [
-    "Pages",
-    "Ranges",
-    "Way",
-    "cached_bytes",
-    "copy",
-    "copy_by_threads",
-    "fill",
-    "fill_by_threads",
-    "load",
-    "map_and_scan",
-    "read",
-    "scan",
-    "touch",
-]
+    "Pages", "Ranges", "Way", "cached_bytes", "copy", "copy_by_threads", "fill", "fill_by_threads",
+    "load", "map_and_scan", "read", "scan", "touch",
+]  # fmt: skip
 
 Way = Literal["read", "pread", "memcpy", "stream", "touch", "io_uring"]
 Pages = Literal["4k", "thp", "2m"]

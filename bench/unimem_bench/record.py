@@ -16,15 +16,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = [
-    "BEST",
-    "CaseRecord",
-    "Record",
-    "Role",
-    "SideRecord",
-    "SuiteRecord",
-    "Target",
-    "case_from_dict",
-]
+    "BEST", "CaseRecord", "Record", "Role", "SideRecord", "SuiteRecord", "Target", "case_from_dict",
+]  # fmt: skip
 
 SCHEMA = "unimem.bench/1"
 
@@ -36,102 +29,56 @@ Role = Literal["unimem", "peer", "limit"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A claim about a case; `unimem_bench.suite` has a function for each kind.
+    """A claim about a case; `unimem_bench.suite` has a function for each kind."""
 
-    Attributes
-    ----------
-    kind : {"speed", "cost", "figure", "exponent"}
-        What is claimed: how many times as fast `side` is as `other`, how many times as much it
-        costs, the figure of `side` itself, or the exponent of its growth.
-    side : str
-        A side of the case.
-    other : str or None
-        The side that it is compared with; `BEST` stands for the fastest peer.
-    at_least : bool
-        Whether the limit is a lower one.
-    limit : float
-        What the median must keep.
-    issue : int
-        The issue of unimem that asks for it.
-    """
-
+    # What is claimed: how many times as fast `side` is as `other`, how many times as much it costs,
+    # the figure of `side` itself, or the exponent of its growth.
     kind: Literal["speed", "cost", "figure", "exponent"]
-    side: str
-    other: str | None
-    at_least: bool
-    limit: float
-    issue: int
+    side: str  # a side of the case
+    other: str | None  # the side that it is compared with; `BEST` stands for the fastest peer
+    at_least: bool  # whether the limit is a lower one
+    limit: float  # what the median must keep
+    issue: int  # the issue of unimem that asks for it
 
 
 @dataclass(frozen=True, slots=True)
 class SideRecord:
-    """The figures of one side, or in a case of scaling, of one side at one size.
+    """The figures of one side, or in a case of scaling, of one side at one size."""
 
-    Attributes
-    ----------
-    name : str
-        As tables and plots show it.
-    role : {"unimem", "peer", "limit"}
-        unimem's own way, what one would use instead, or what the machine can do at best.
-    passes : list of list of float
-        For each pass, which is a process of its own, the figure of each round, in the unit of the
-        case. Round i of a pass is the same round for all sides of the case. Empty where a pass has
-        not measured it.
-    at : float or None
-        In a case of scaling the size, number of threads or whatever else is on the x axis.
-    """
-
-    name: str
-    role: Role
+    name: str  # as tables and plots show it
+    role: Role  # unimem's own way, what one would use instead, or what the machine can do at best
+    # For each pass, which is a process of its own, the figure of each round, in the unit of the
+    # case. Round i of a pass is the same round for all sides of the case. Empty where a pass has
+    # not measured it.
     passes: list[list[float]]
+    # In a case of scaling the size, number of threads or whatever else is on the x axis.
     at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CaseRecord:
-    """What one case has measured.
-
-    Attributes
-    ----------
-    suite, name : str
-        The case is ``suite/name``.
-    question : str
-        What it answers, in a sentence.
-    unit : str
-        Of the figures. Of one that ends in ``/s`` more is better, of all others less.
-    x : str or None
-        In a case of scaling what `SideRecord.at` is, with its unit, as an axis is labelled.
-    sides : list of SideRecord
-        The first one of role "unimem" is what the others are compared with.
-    targets : list of Target
-        What is claimed, also where it could not be measured.
-    rounds_dropped : int
-        Rounds that were thrown away, since something else took CPU time from them.
-    rounds_disturbed : int
-        Rounds that are among the figures nevertheless, for want of quieter ones.
-    left_out : dict of str to str
-        Peers that were not measured, and why.
-    facts : dict
-        What the figures cannot be read without.
-    failed : str or None
-        Why nothing was measured, or not in all passes: what the machine lacks, or the error.
-    is_error : bool
-        Whether that is an error.
-    """
+    """What one case has measured."""
 
     suite: str
-    name: str
-    question: str
+    name: str  # the case is ``suite/name``
+    question: str  # what it answers, in a sentence
+    # Of the figures. Of one that ends in ``/s`` more is better, of all others less.
     unit: str
+    # In a case of scaling what `SideRecord.at` is, with its unit, as an axis is labelled.
     x: str | None = None
+    # The first one of role "unimem" is what the others are compared with.
     sides: list[SideRecord] = field(default_factory=list)
+    # What is claimed, also where it could not be measured.
     targets: list[Target] = field(default_factory=list)
+    # Rounds that were thrown away, since something else took CPU time from them.
     rounds_dropped: int = 0
+    # Rounds that are among the figures nevertheless, for want of quieter ones.
     rounds_disturbed: int = 0
-    left_out: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # peers that were not measured, and why
+    facts: dict[str, Any] = field(default_factory=dict)  # what the figures cannot be read without
+    # Why nothing was measured, or not in all passes: what the machine lacks, or the error.
     failed: str | None = None
-    is_error: bool = False
+    is_error: bool = False  # whether that is an error
 
     @property
     def higher_is_better(self) -> bool:
@@ -145,58 +92,27 @@ class CaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class SuiteRecord:
-    """What one suite has measured.
+    """What one suite has measured."""
 
-    Attributes
-    ----------
-    name : str
-        As on the command line.
-    question : str
-        What its cases are about, in a sentence.
-    n_passes : int
-        Processes that measured it, one after the other.
-    seconds : float
-        What all of them took.
-    cases : list of CaseRecord
-        In the order in which the suite declares them.
-    conditions : list of dict
-        Of each pass what pyperf says of the machine in that moment, as CPU frequencies and load.
-    """
-
-    name: str
-    question: str
-    n_passes: int
-    seconds: float
-    cases: list[CaseRecord]
+    name: str  # as on the command line
+    question: str  # what its cases are about, in a sentence
+    n_passes: int  # processes that measured it, one after the other
+    seconds: float  # what all of them took
+    cases: list[CaseRecord]  # in the order in which the suite declares them
+    # Of each pass what pyperf says of the machine in that moment, as CPU frequencies and load.
     conditions: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run of `unimem bench`.
+    """A run of `unimem bench`."""
 
-    Attributes
-    ----------
-    when : str
-        Its begin, in UTC.
-    quick : bool
-        Whether it was one of ``--quick``, with smaller sizes and fewer rounds.
-    seconds : float
-        What it took.
-    machine : dict
-        As `unimem.doctor` has it.
-    versions : dict of str to str
-        Of unimem, Python, and all packages that were measured.
-    suites : list of SuiteRecord
-        In the order in which they ran.
-    """
-
-    when: str
-    quick: bool
-    seconds: float
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    suites: list[SuiteRecord]
+    when: str  # its begin, in UTC
+    quick: bool  # whether it was one of ``--quick``, with smaller sizes and fewer rounds
+    seconds: float  # what it took
+    machine: dict[str, Any]  # as `unimem.doctor` has it
+    versions: dict[str, str]  # of unimem, Python, and all packages that were measured
+    suites: list[SuiteRecord]  # in the order in which they ran
 
     def cases(self) -> Iterator[CaseRecord]:
         """Give the cases of all suites."""

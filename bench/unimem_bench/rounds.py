@@ -24,16 +24,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from unimem.system import limits
 
 __all__ = [
-    "Rounds",
-    "Side",
-    "alternate",
-    "by_preference",
-    "milliseconds",
-    "pin",
-    "stopwatch",
-    "thread_counts",
-    "warm_stopwatch",
-]
+    "Rounds", "Side", "alternate", "by_preference", "milliseconds", "pin", "stopwatch",
+    "thread_counts", "warm_stopwatch",
+]  # fmt: skip
 
 Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
@@ -49,20 +42,11 @@ MOST_TRIES = 2  # as many rounds as were asked for, so many times
 
 @dataclass(frozen=True, slots=True)
 class Rounds(Generic[Key]):
-    """What `alternate` gives.
+    """What `alternate` gives."""
 
-    Attributes
-    ----------
-    figures : dict to list of float
-        Of each side, in the order of the rounds.
-    n_dropped : int
-        Rounds that were thrown away, since something else took CPU time from them.
-    n_disturbed : int
-        Rounds among the figures from which something was taken, for want of quieter ones.
-    """
-
-    figures: dict[Key, list[float]]
-    n_dropped: int
+    figures: dict[Key, list[float]]  # of each side, in the order of the rounds
+    n_dropped: int  # rounds that were thrown away, since something else took CPU time from them
+    # Rounds among the figures from which something was taken, for want of quieter ones.
     n_disturbed: int
 
 
@@ -112,27 +96,13 @@ def alternate(
 
 
 class Uses(NamedTuple):
-    """Clocks of a moment, in seconds.
+    """Clocks of a moment, in seconds."""
 
-    Attributes
-    ----------
-    wall : float
-        Time.
-    late : float
-        What this thread has waited for a CPU that another one had.
-    busy : float
-        CPU time of all processes on the CPUs that we use, with what a hypervisor took.
-    ours : float
-        CPU time of this process, of its children, and of those that work for it.
-    n_cpus : int
-        Of those that we use.
-    """
-
-    wall: float
-    late: float
-    busy: float
-    ours: float
-    n_cpus: int
+    wall: float  # time
+    late: float  # what this thread has waited for a CPU that another one had
+    busy: float  # CPU time of all processes on the CPUs that we use, with what a hypervisor took
+    ours: float  # CPU time of this process, of its children, and of those that work for it
+    n_cpus: int  # of those that we use
 
     @classmethod
     def now(cls, cpus: Sequence[int], pids: Sequence[int]) -> Uses:

@@ -188,14 +188,8 @@ class _Result:
         self._cases[record.name] = merge(self._cases[record.name], record, self._n_passes)
 
     def record(self) -> SuiteRecord:
-        return SuiteRecord(
-            self._suite.name,
-            self._suite.question,
-            self._n_passes,
-            self._seconds,
-            list(self._cases.values()),
-            self._conditions,
-        )
+        about, took = (self._suite.name, self._suite.question), (self._n_passes, self._seconds)
+        return SuiteRecord(*about, *took, list(self._cases.values()), self._conditions)
 
 
 def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:

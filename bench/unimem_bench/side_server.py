@@ -30,14 +30,9 @@ SETTLE_S = 0.05
 
 
 class Side(Protocol):
-    """One conversation of one library.
+    """One conversation of one library."""
 
-    Attributes
-    ----------
-    compute_s : float or None
-        Seconds within ggml's compute call so far; None where that is not known.
-    """
-
+    # Seconds within ggml's compute call so far; None where that is not known.
     compute_s: float | None
 
     def prefill(self, tokens: list[int]) -> Logits:

@@ -17,15 +17,9 @@ from unimem_bench import plain
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "HUGE_PAGE",
-    "available_bytes",
-    "drop",
-    "file_system",
-    "heat",
-    "in_huge_pages",
-    "read_through",
+    "HUGE_PAGE", "available_bytes", "drop", "file_system", "heat", "in_huge_pages", "read_through",
     "ready",
-]
+]  # fmt: skip
 
 HUGE_PAGE = 2 << 20
 READ_BYTES = 8 << 20  # at once

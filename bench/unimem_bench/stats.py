@@ -27,21 +27,9 @@ from numpy.typing import NDArray
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, Target
 
 __all__ = [
-    "Comparison",
-    "Growth",
-    "Ratio",
-    "Spread",
-    "Verdict",
-    "comparisons",
-    "figures",
-    "growth",
-    "margin",
-    "ratio",
-    "sizes",
-    "spread",
-    "subject",
-    "verdicts",
-]
+    "Comparison", "Growth", "Ratio", "Spread", "Verdict", "comparisons", "figures", "growth",
+    "margin", "ratio", "sizes", "spread", "subject", "verdicts",
+]  # fmt: skip
 
 _N_DRAWS = 2000
 _TAIL = 0.025  # on each side of an interval
@@ -57,19 +45,11 @@ class Spread(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A median with the interval in which a second run's median would lie.
+    """A median with the interval in which a second run's median would lie."""
 
-    Attributes
-    ----------
-    value : float
-        The median.
-    low, high : float
-        The interval.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # the median
+    low: float  # the begin of the interval
+    high: float  # its end
 
     @property
     def is_difference(self) -> bool:
@@ -93,31 +73,15 @@ class Comparison(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a target.
+    """What became of a target."""
 
-    Attributes
-    ----------
-    case : CaseRecord
-        That it is about.
-    target : Target
-        The claim.
-    other : str or None
-        The side that it was compared with; where the claim is about the best peer, which one that
-        was.
-    measured : Ratio, Growth or None
-        None where it was not measured.
-    met : bool or None
-        Whether the median keeps the limit; None where it was not measured.
-    certain : bool
-        Whether the whole interval is on that side of the limit.
-    """
-
-    case: CaseRecord
-    target: Target
+    case: CaseRecord  # that it is about
+    target: Target  # the claim
+    # That it was compared with; where the claim is about the best peer, which one that was.
     other: str | None
-    measured: Ratio | Growth | None
-    met: bool | None
-    certain: bool
+    measured: Ratio | Growth | None  # None where it was not measured
+    met: bool | None  # whether the median keeps the limit; None where it was not measured
+    certain: bool  # whether the whole interval is on that side of the limit
 
 
 def figures(side: SideRecord) -> list[float]:
@@ -156,10 +120,7 @@ def sizes(case: CaseRecord) -> list[float]:
 
 
 def ratio(
-    case: CaseRecord,
-    side: SideRecord,
-    other: SideRecord,
-    kind: Literal["speed", "cost"] = "speed",
+    case: CaseRecord, side: SideRecord, other: SideRecord, kind: Literal["speed", "cost"] = "speed"
 ) -> Ratio:
     """Compare two sides by the ratios of their rounds.
 

@@ -5,10 +5,8 @@ each case, which is one question::
 
     SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5)
 
-    @SUITE.case(
-        "take", "What does an uninitialised array of 16 KiB cost?", unit="ns",
-        targets=[faster("np.empty", 2.0, issue=2)],
-    )
+    @SUITE.case("take", unit="ns", targets=[faster("np.empty", 2.0, issue=2)])
+    @asks("What does an uninitialised array of 16 KiB cost?")
     def take(measure: Measure) -> None:
         with um.Tape(nbytes) as tape:
             measure.compare(
@@ -23,26 +21,19 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.rounds import Side, alternate, pin
 
 __all__ = [
-    "Case",
-    "Measure",
-    "NotMeasured",
-    "Suite",
-    "at_least",
-    "at_most",
-    "costs",
-    "faster",
-    "faster_than_best",
-    "grows",
-]
+    "Case", "Measure", "NotMeasured", "Suite", "asks", "at_least", "at_most", "costs", "faster",
+    "faster_than_best", "grows",
+]  # fmt: skip
 
 OURS = "unimem"
 
+Asking = TypeVar("Asking", bound=Callable[..., object])
 Place = tuple[str, float | None]  # name and size of a side
 
 
@@ -255,26 +246,16 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question, and the function that answers it.
+    """One question, and the function that answers it."""
 
-    Attributes
-    ----------
-    suite, name, question, unit, x, targets
-        As in `CaseRecord`.
-    run : callable
-        Is given a `Measure`. It raises `NotMeasured` where it cannot answer.
-    in_quick : bool
-        Whether a quick run asks it.
-    """
-
-    suite: str
+    suite: str  # this and what has no comment as in `CaseRecord`
     name: str
     question: str
     unit: str
-    run: Callable[[Measure], None]
+    run: Callable[[Measure], None]  # raises `NotMeasured` where it cannot answer
     x: str | None = None
     targets: tuple[Target, ...] = ()
-    in_quick: bool = True
+    in_quick: bool = True  # whether a quick run asks it
 
     def empty(self) -> CaseRecord:
         """Return a record without figures."""
@@ -283,47 +264,48 @@ class Case:
         )
 
 
+def asks(question: str) -> Callable[[Asking], Asking]:
+    """Say what a function answers; `Suite.case` stands above it."""
+
+    def declare(run: Asking) -> Asking:
+        vars(run)["question"] = question
+        return run
+
+    return declare
+
+
 @dataclass(slots=True)
 class Suite:
-    """Cases that belong together, and are measured in the same process.
+    """Cases that belong together, and are measured in the same process."""
 
-    Attributes
-    ----------
-    name : str
-        As on the command line.
-    question : str
-        What its cases are about, in a sentence.
-    passes, quick_passes : int
-        Processes that measure it, one after the other, since where memory comes to lie is another
-        in each: the interval of a ratio takes the spread between them.
-    cases : list of Case
-        In the order of their declaration.
-    """
-
-    name: str
-    question: str
+    name: str  # as on the command line
+    question: str  # what its cases are about, in a sentence
+    # Processes that measure it, one after the other, since where memory comes to lie is another in
+    # each: the interval of a ratio takes the spread between them.
     passes: int = 1
     quick_passes: int = 1
-    cases: list[Case] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)  # in the order of their declaration
 
     def case(
         self,
         name: str,
-        question: str,
+        question: str = "",
         *,
         unit: str,
         x: str | None = None,
         targets: Sequence[Target] = (),
         in_quick: bool = True,
     ) -> Callable[[Callable[[Measure], None]], Callable[[Measure], None]]:
-        """Declare a case; decorates its function, or takes a `functools.partial` of one."""
+        """Declare a case; decorates its function, or takes a `functools.partial` of one.
+
+        Its question stands here, or below in `asks`.
+        """
 
         def declare(run: Callable[[Measure], None]) -> Callable[[Measure], None]:
             if any(case.name == name for case in self.cases):
                 raise ValueError(f"the suite {self.name!r} has two cases {name!r}")
-            self.cases.append(
-                Case(self.name, name, question, unit, run, x, tuple(targets), in_quick)
-            )
+            asked = question or vars(run)["question"]
+            self.cases.append(Case(self.name, name, asked, unit, run, x, tuple(targets), in_quick))
             return run
 
         return declare

@@ -9,49 +9,14 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from unimem.system.text import format_bytes
+from unimem_bench import stats, texts
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, SuiteRecord
-from unimem_bench.stats import (
-    Growth,
-    Verdict,
-    comparisons,
-    figures,
-    growth,
-    sizes,
-    spread,
-    subject,
-    verdicts,
-)
-from unimem_bench.texts import (
-    amount,
-    claim,
-    comparison,
-    duration,
-    fact,
-    factor,
-    grown,
-    has_scale,
-    law,
-    measured,
-    middle,
-    number,
-    outcome,
-    size,
-)
+from unimem_bench.stats import Growth, Verdict
 
 __all__ = [
-    "CaseTable",
-    "Table",
-    "TableRow",
-    "Targets",
-    "Tone",
-    "case_table",
-    "machine_facts",
-    "size_text",
-    "suite_table",
-    "suite_targets",
-    "suite_title",
-    "targets",
-]
+    "CaseTable", "Table", "TableRow", "Targets", "Tone", "case_table", "machine_facts", "size_text",
+    "suite_table", "suite_targets", "suite_title", "targets",
+]  # fmt: skip
 
 # How a row looks where there are colours: the side in question, what is bad, what is not there.
 Tone = Literal["plain", "subject", "bad", "missing"]
@@ -68,71 +33,33 @@ class TableRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Attributes
-    ----------
-    head : tuple of str
-        Names of the columns.
-    rows : tuple of TableRow
-        With as many cells.
-    align : str
-        ``<`` for a column to the left and ``>`` for one to the right.
-    """
-
-    head: tuple[str, ...]
-    rows: tuple[TableRow, ...]
-    align: str
+    head: tuple[str, ...]  # names of the columns
+    rows: tuple[TableRow, ...]  # with as many cells
+    align: str  # ``<`` for a column to the left and ``>`` for one to the right
 
 
 @dataclass(frozen=True, slots=True)
 class CaseTable:
-    """A case.
+    """A case."""
 
-    Attributes
-    ----------
-    name : str
-        As `unimem bench --case` takes it.
-    question : str
-        What it answers.
-    table : Table or None
-        None where nothing was measured.
-    notes : tuple of str
-        What the table cannot be read without, a line each.
-    problem : str or None
-        Why something was not measured.
-    is_error : bool
-        Whether that is an error.
-    """
-
-    name: str
-    question: str
-    table: Table | None
-    notes: tuple[str, ...]
-    problem: str | None
-    is_error: bool
+    name: str  # as `unimem bench --case` takes it
+    question: str  # what it answers
+    table: Table | None  # None where nothing was measured
+    notes: tuple[str, ...]  # what the table cannot be read without, a line each
+    problem: str | None  # why something was not measured
+    is_error: bool  # whether that is an error
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """All targets of a record.
+    """All targets of a record."""
 
-    Attributes
-    ----------
-    table : Table
-        A row each: issue, case, claim, what was measured, verdict.
-    notes : tuple of str
-        Why some were not measured.
-    summary : str
-        How many were met, in a sentence.
-    is_good : bool
-        Whether none was missed.
-    """
-
-    table: Table
-    notes: tuple[str, ...]
-    summary: str
-    is_good: bool
+    table: Table  # a row each: issue, case, claim, what was measured, verdict
+    notes: tuple[str, ...]  # why some were not measured
+    summary: str  # how many were met, in a sentence
+    is_good: bool  # whether none was missed
 
 
 # ---- cases --------------------------------------------------------------------------------------
@@ -140,7 +67,7 @@ class Targets:
 
 def case_table(case: CaseRecord) -> CaseTable:
     """Make the table of a case: a row a side, or in a case of scaling a row a size."""
-    if not any(map(figures, case.sides)):
+    if not any(map(stats.figures, case.sides)):
         table = None
     elif case.x is not None:
         table = _scaling(case)
@@ -156,60 +83,55 @@ def case_table(case: CaseRecord) -> CaseTable:
 
 
 def _sides(case: CaseRecord) -> Table:
-    ours = subject(case)
-    against = {each.other.name: each.ratio for each in comparisons(case)}
-    unit = case.unit if has_scale(case.unit) else ""
+    ours = stats.subject(case)
+    against = {each.other.name: each.ratio for each in stats.comparisons(case)}
+    unit = case.unit if texts.has_scale(case.unit) else ""
     rows = []
     for side in case.sides:
-        if not figures(side):
+        if not stats.figures(side):
             continue
         ratio = against.get(side.name)
         is_beaten = ratio is not None and ratio.is_difference and ratio.value < 1
         tone: Tone = "bad" if is_beaten and side.role == "peer" else "plain"
-        rows.append(
-            TableRow(
-                (
-                    side.name,
-                    "" if side.role == "unimem" else side.role,
-                    middle(spread(side), unit),
-                    "" if ratio is None else comparison(ratio, case.unit),
-                ),
-                "subject" if side is ours else tone,
-            )
-        )
+        role = "" if side.role == "unimem" else side.role
+        than = "" if ratio is None else texts.comparison(ratio, case.unit)
+        cells = (side.name, role, texts.middle(stats.spread(side), unit), than)
+        rows.append(TableRow(cells, "subject" if side is ours else tone))
     head = ("", "", f"{'median' if unit else case.unit} (5 to 95 %)")
     return Table((*head, f"{ours.name} against it" if ours else ""), tuple(rows), "<<><")
 
 
 def _scaling(case: CaseRecord) -> Table:
-    names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
-    unit = case.unit if has_scale(case.unit) else ""
-    rows = [TableRow((size_text(case, at), *_row(case, at, names, unit))) for at in sizes(case)]
+    names = list(dict.fromkeys(side.name for side in case.sides if stats.figures(side)))
+    unit = case.unit if texts.has_scale(case.unit) else ""
+    rows = [
+        TableRow((size_text(case, at), *_row(case, at, names, unit))) for at in stats.sizes(case)
+    ]
     head = (case.x or "", *(name if unit else f"{name}, {case.unit}" for name in names))
     return Table(head, tuple(rows), ">" + "<" * len(names))
 
 
 def _row(case: CaseRecord, at: float, names: Iterable[str], unit: str) -> Iterator[str]:
-    ours = subject(case, at)
-    against = {each.other.name: each.ratio for each in comparisons(case, at)}
+    ours = stats.subject(case, at)
+    against = {each.other.name: each.ratio for each in stats.comparisons(case, at)}
     for name in names:
         side = case.side(name, at)
-        if side is None or not figures(side):
+        if side is None or not stats.figures(side):
             yield _NOT_THERE
         elif side is ours:
-            yield middle(spread(side), unit)
+            yield texts.middle(stats.spread(side), unit)
         else:
-            median = spread(side).median
-            text = amount(median, unit) if unit else number(median)
+            median = stats.spread(side).median
+            text = texts.amount(median, unit) if unit else texts.number(median)
             ratio = against.get(name)
             if ratio is not None:
-                text += f" ({factor(ratio.value) if ratio.is_difference else 'same'})"
+                text += f" ({texts.factor(ratio.value) if ratio.is_difference else 'same'})"
             yield text
 
 
 def size_text(case: CaseRecord, at: float) -> str:
     """Write a size of a case of scaling."""
-    return size(at) if (case.x or "").startswith("bytes") else number(at)
+    return texts.size(at) if (case.x or "").startswith("bytes") else texts.number(at)
 
 
 def _notes(case: CaseRecord) -> Iterator[str]:
@@ -217,37 +139,39 @@ def _notes(case: CaseRecord) -> Iterator[str]:
     for name, reason in case.left_out.items():
         yield f"{name} is left out: {reason}"
     for name, value in case.facts.items():
-        yield f"{name}: {fact(value)}"
+        yield f"{name}: {texts.fact(value)}"
     yield _rounds(case)
 
 
 def _growths(case: CaseRecord) -> Iterator[str]:
     if case.x is None:
         return
-    names = list(dict.fromkeys(side.name for side in case.sides if figures(side)))
-    ours = subject(case, sizes(case)[0])
+    names = list(dict.fromkeys(side.name for side in case.sides if stats.figures(side)))
+    ours = stats.subject(case, stats.sizes(case)[0])
     if ours is not None and len(names) > 1:
         yield f"In brackets: how many times as fast {ours.name} is; same: no difference."
     for name in names:
-        if sum(side.name == name and any(figures(side)) for side in case.sides) < 2:
+        if sum(side.name == name and any(stats.figures(side)) for side in case.sides) < 2:
             continue
         found = _shown_growth(case, name)
-        yield f"{name} grows as {grown(found)}: {law(found)}"
+        yield f"{name} grows as {texts.grown(found)}: {texts.law(found)}"
 
 
 def _shown_growth(case: CaseRecord, name: str) -> Growth:
     """Give the growth of a side's figure, which of a speed is not that of its cost."""
-    found = growth(case, name)
+    found = stats.growth(case, name)
     if case.higher_is_better:
         return Growth(-found.exponent, -found.high, -found.low)
     return found
 
 
 def _rounds(case: CaseRecord) -> str:
-    ours = next((each for at in [None, *sizes(case)] if (each := subject(case, at))), None)
-    side = ours or next(filter(figures, case.sides))
+    ours = next(
+        (each for at in [None, *stats.sizes(case)] if (each := stats.subject(case, at))), None
+    )
+    side = ours or next(filter(stats.figures, case.sides))
     n_passes = sum(map(bool, side.passes))
-    text = f"{_count(len(figures(side)), 'round')} in {_count(n_passes, 'pass', 'es')}"
+    text = f"{_count(len(stats.figures(side)), 'round')} in {_count(n_passes, 'pass', 'es')}"
     text += f" ({case.rounds_disturbed} of them disturbed)" if case.rounds_disturbed else ""
     text += f", {case.rounds_dropped} more dropped" if case.rounds_dropped else ""
     if case.rounds_dropped or case.rounds_disturbed:
@@ -262,7 +186,7 @@ def _count(n: int, what: str, plural: str = "s") -> str:
 def suite_title(suite: SuiteRecord) -> str:
     """Say what a suite is about, and what it took."""
     passes = _count(suite.n_passes, "pass", "es")
-    return f"{suite.question} ({passes}, {duration(suite.seconds)})"
+    return f"{suite.question} ({passes}, {texts.duration(suite.seconds)})"
 
 
 def suite_table(suite: SuiteRecord) -> Table:
@@ -272,8 +196,8 @@ def suite_table(suite: SuiteRecord) -> Table:
     """
     rows = []
     for case in suite.cases:
-        at = max(sizes(case), default=None)
-        ours = subject(case, at)
+        at = max(stats.sizes(case), default=None)
+        ours = stats.subject(case, at)
         if ours is not None:
             rows.append(
                 TableRow((case.name, case.question, _figure(case, ours), *_nearest(case, at)))
@@ -282,23 +206,23 @@ def suite_table(suite: SuiteRecord) -> Table:
 
 
 def _figure(case: CaseRecord, side: SideRecord) -> str:
-    text = middle(spread(side), case.unit)
+    text = texts.middle(stats.spread(side), case.unit)
     if side.at is None:
         return text
     name = "" if (case.x or "").startswith("bytes") else f" {case.x}"
     text = f"{text} at {size_text(case, side.at)}{name}"
     if any(each.kind == "exponent" for each in case.targets):
         with suppress(ValueError):  # an interrupted run may lack sizes
-            text += f", {grown(_shown_growth(case, side.name))}"
+            text += f", {texts.grown(_shown_growth(case, side.name))}"
     return text
 
 
 def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
     """Compare our figure with the peer and the limit that it does worst beside."""
     for role in ("peer", "limit"):
-        found = [each for each in comparisons(case, at) if each.other.role == role]
+        found = [each for each in stats.comparisons(case, at) if each.other.role == role]
         worst = min(found, key=lambda each: each.ratio.value, default=None)
-        text = f"{worst.other.name}: {comparison(worst.ratio, case.unit)}" if worst else ""
+        text = f"{worst.other.name}: {texts.comparison(worst.ratio, case.unit)}" if worst else ""
         yield text
 
 
@@ -307,16 +231,16 @@ def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
 
 def targets(record: Record) -> Targets:
     """Make the table of all targets, by issue."""
-    found = sorted(verdicts(record), key=lambda each: each.target.issue)
+    found = sorted(stats.verdicts(record), key=lambda each: each.target.issue)
     rows = []
     for each in found:
         tone: Tone = "missing" if each.met is None else "plain" if each.met else "bad"
         cells = (
             str(each.target.issue),
             f"{each.case.suite}/{each.case.name}",
-            claim(each.case, each.target, each.other),
-            measured(each) or _NOT_THERE,
-            outcome(each),
+            texts.claim(each.case, each.target, each.other),
+            texts.measured(each) or _NOT_THERE,
+            texts.outcome(each),
         )
         rows.append(TableRow(cells, tone))
     head = ("issue", "case", "claim", "measured", "verdict")
@@ -333,7 +257,7 @@ def suite_targets(record: Record) -> Table:
     """Make a table of what became of the targets, a row a suite."""
     rows = []
     for suite in record.suites:
-        found = [each.met for each in verdicts(record) if each.case.suite == suite.name]
+        found = [each.met for each in stats.verdicts(record) if each.case.suite == suite.name]
         if found:
             counts = [str(found.count(met) or "") for met in (True, None, False)]
             tone: Tone = "bad" if False in found else "plain"
@@ -358,7 +282,7 @@ def _reason(verdict: Verdict) -> str:
     case, target = verdict.case, verdict.target
     if case.failed is not None:
         return case.failed
-    if not any(map(figures, case.sides)):
+    if not any(map(stats.figures, case.sides)):
         return "the run was interrupted before"
     left_out = case.left_out
     if target.other == BEST and left_out:
@@ -393,7 +317,7 @@ def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "kernel", f"Linux {kernel.get('release')}, {kernel.get('architecture')}"
     yield "versions", ", ".join(f"{k} {v}" for k, v in record.versions.items() if k != "kernel")
     kind = "quick, with smaller sizes and fewer rounds" if record.quick else "whole"
-    yield "run", f"{record.when}, {kind}, {duration(record.seconds)}{_load(record)}"
+    yield "run", f"{record.when}, {kind}, {texts.duration(record.seconds)}{_load(record)}"
 
 
 def _load(record: Record) -> str:

@@ -10,23 +10,9 @@ from unimem_bench.stats import Growth, Ratio, Spread, Verdict
 from unimem_bench.suite import OURS
 
 __all__ = [
-    "amount",
-    "claim",
-    "comparison",
-    "duration",
-    "fact",
-    "factor",
-    "grown",
-    "has_scale",
-    "law",
-    "measured",
-    "middle",
-    "number",
-    "numbers",
-    "outcome",
-    "size",
-    "times",
-]
+    "amount", "claim", "comparison", "duration", "fact", "factor", "grown", "has_scale", "law",
+    "measured", "middle", "number", "numbers", "outcome", "size", "times",
+]  # fmt: skip
 
 # Units that are written in the one that suits a figure, from the smallest.
 _SCALES: tuple[dict[str, float], ...] = (

@@ -32,24 +32,12 @@ ROOM = 3
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file of tensors of 64 MiB, whose data is the same in both formats.
+    """A file of tensors of 64 MiB, whose data is the same in both formats."""
 
-    Attributes
-    ----------
-    path : Path
-        Of it.
-    nbytes : int
-        Of the whole file.
-    data_offset : int
-        Where the data of the tensors begins; there is nothing between them.
-    sum : int
-        Of all words of 8 bytes of the data, modulo 2 to the power of 64.
-    """
-
-    path: Path
-    nbytes: int
-    data_offset: int
-    sum: int
+    path: Path  # of it
+    nbytes: int  # of the whole file
+    data_offset: int  # where the data of the tensors begins; there is nothing between them
+    sum: int  # of all words of 8 bytes of the data, modulo 2 to the power of 64
 
     def check(self, total: int) -> None:
         """Raise AssertionError unless `total` is the sum of what is in the file."""

@@ -59,8 +59,7 @@ def bench(
         typer.Option("--from", metavar="FILE", help="Show this record, and measure nothing."),
     ] = None,
     compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Show how two records differ."),
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Show how two records differ.")
     ] = None,
     advise: Annotated[
         Path | None,

@@ -28,14 +28,8 @@ from unimem_bench.suites import load_suite
 from unimem_bench.texts import duration
 
 __all__ = [
-    "check_files",
-    "draw",
-    "measure",
-    "show",
-    "show_cases",
-    "show_differences",
-    "write_record",
-]
+    "check_files", "draw", "measure", "show", "show_cases", "show_differences", "write_record",
+]  # fmt: skip
 
 _INSTALL = "pip install 'unimem-llm[bench]'"
 

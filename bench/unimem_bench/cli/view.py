@@ -7,25 +7,11 @@ from functools import partial
 
 from unimem.cli import terminal
 from unimem.system.text import Surface, escape, fact_lines, table_lines, wrap
-from unimem_bench.compare import (
-    ENOUGH,
-    Differences,
-    change_table,
-    pair_table,
-    suite_table,
-    summary,
-)
+from unimem_bench import tables
+from unimem_bench.compare import ENOUGH, Differences, change_table, pair_table, suite_table, summary
 from unimem_bench.record import CaseRecord, Record
 from unimem_bench.suite import Suite
-from unimem_bench.tables import (
-    Table,
-    TableRow,
-    Tone,
-    case_table,
-    machine_facts,
-    suite_title,
-    targets,
-)
+from unimem_bench.tables import Table, TableRow, Tone
 from unimem_bench.texts import claim
 
 __all__ = ["difference_lines", "record_lines", "suite_lines"]
@@ -41,11 +27,11 @@ _STYLES: dict[Tone, Callable[[Surface, str], str]] = {
 def record_lines(record: Record) -> Iterator[str]:
     """Write all that a record says, the table of all targets last."""
     surface = terminal.surface()
-    yield from fact_lines(surface, machine_facts(record))
+    yield from fact_lines(surface, tables.machine_facts(record))
     for suite in record.suites:
         yield from [
             "",
-            *_wrapped(f"{suite.name}: {suite_title(suite)}", terminal.surface().heading),
+            *_wrapped(f"{suite.name}: {tables.suite_title(suite)}", terminal.surface().heading),
         ]
         for case in suite.cases:
             yield ""
@@ -55,7 +41,7 @@ def record_lines(record: Record) -> Iterator[str]:
 
 
 def _case(case: CaseRecord) -> Iterator[str]:
-    made = case_table(case)
+    made = tables.case_table(case)
     yield from _wrapped(f"{made.name}: {made.question}", terminal.surface().tint)
     if made.problem is not None:
         text = f"{'failed' if made.is_error else 'not measured'}: {made.problem}"
@@ -67,7 +53,7 @@ def _case(case: CaseRecord) -> Iterator[str]:
 
 
 def _targets(record: Record) -> Iterator[str]:
-    made = targets(record)
+    made = tables.targets(record)
     yield terminal.surface().heading("All targets")
     if made.table.rows:
         # Side by side, case and claim leave room for nothing else.

@@ -21,7 +21,7 @@ import unimem as um
 from unimem._core.ledger import entries
 from unimem_bench.files import FLOAT16, TensorEntry, gguf_header, made_once, number, text
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, costs
+from unimem_bench.suite import Measure, Suite, asks, costs
 
 SUITE = Suite("accounting", "What does the ledger cost those who are entered in it?", passes=2)
 
@@ -37,24 +37,12 @@ N_TOKENS = 64
 
 
 class Call(NamedTuple):
-    """A call that is measured beside few and beside many others.
+    """A call that is measured beside few and beside many others."""
 
-    Attributes
-    ----------
-    title : str
-        Of its case.
-    statement : str
-        What is run.
-    n : int
-        How often in one measurement.
-    limit : float
-        What it may cost beside many, of its cost beside few.
-    """
-
-    title: str
-    statement: str
-    n: int
-    limit: float = 1.1
+    title: str  # of its case
+    statement: str  # what is run
+    n: int  # how often in one measurement
+    limit: float = 1.1  # what it may cost beside many, of its cost beside few
 
 
 CALLS = (
@@ -115,9 +103,7 @@ for each in CALLS:
 
 
 @SUITE.case(
-    "entries",
-    f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?",
-    unit="us",
+    "entries", f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?", unit="us"
 )
 def compare_entries(measure: Measure) -> None:
     """Ask for the entries of blocks, without and with a tape over each, and ask the kernel."""
@@ -133,11 +119,9 @@ def compare_entries(measure: Measure) -> None:
             for tape in tapes:
                 tape.close()
 
-    measure.compare(
-        {"of blocks": of_entries, "of blocks with tapes": with_tapes},
-        {"smaps, read whole": microseconds("read()", {"read": smaps.read_bytes})},
-        rounds=15,
-    )
+    ours = {"of blocks": of_entries, "of blocks with tapes": with_tapes}
+    peers = {"smaps, read whole": microseconds("read()", {"read": smaps.read_bytes})}
+    measure.compare(ours, peers, rounds=15)
     for block in blocks:
         block.close()
 
@@ -148,12 +132,8 @@ def microseconds(statement: str, names: Mapping[str, object]) -> Side:
     return lambda: run() / 1e3
 
 
-@SUITE.case(
-    "plan",
-    "What does the plan of a model cost, beside opening its file?",
-    unit="us",
-    targets=[costs("open", 3.0, issue=7, side="plan")],
-)
+@SUITE.case("plan", unit="us", targets=[costs("open", 3.0, issue=7, side="plan")])
+@asks("What does the plan of a model cost, beside opening its file?")
 def plan(measure: Measure) -> None:
     """Plan a llama of 44 layers, and open the file, which both read the header of."""
     path = made_once(measure.folder / "llama-of-44-layers.gguf", write_model)
@@ -166,14 +146,12 @@ def plan(measure: Measure) -> None:
             return file.read(header_bytes)
 
     names = {"path": path, "open": um.open_weights, "plan": um.plan}
-    measure.compare(
-        {
-            "plan": microseconds("plan(path)", names),
-            "open": microseconds("open(path, load='map').close()", names),
-        },
-        limits={"reading the header": microseconds("read()", {"read": read})},
-        rounds=31,
-    )
+    ours = {
+        "plan": microseconds("plan(path)", names),
+        "open": microseconds("open(path, load='map').close()", names),
+    }
+    limits = {"reading the header": microseconds("read()", {"read": read})}
+    measure.compare(ours, limits=limits, rounds=31)
 
 
 def write_model(path: Path, n_layers: int = 44, size: int = 64, vocab: int = 320) -> None:

@@ -16,7 +16,7 @@ import unimem as um
 from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, costs, faster
+from unimem_bench.suite import Measure, Suite, asks, costs, faster
 
 SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5, quick_passes=4)
 
@@ -53,12 +53,9 @@ def take(measure: Measure, dtype: Any) -> None:
         peers["torch.empty"] = stopwatch(f"empty({N_FLOATS}, dtype=dtype)", n, torch_names)
     with um.Tape(n * N_FLOATS * 4) as tape:
         names["take"] = tape.take
-        measure.compare(
-            {"unimem": stopwatch(f"take({N_FLOATS}, dtype)", n, names, tape.clear)},
-            peers,
-            {EMPTY_CALL: empty_call(n)},
-            rounds=ROUNDS,
-        )
+        ours = {"unimem": stopwatch(f"take({N_FLOATS}, dtype)", n, names, tape.clear)}
+        limits = {EMPTY_CALL: empty_call(n)}
+        measure.compare(ours, peers, limits, rounds=ROUNDS)
 
 
 for form, kind in DTYPES.items():
@@ -70,24 +67,18 @@ for form, kind in DTYPES.items():
     )(partial(take, dtype=kind))
 
 
-@SUITE.case(
-    "take_address",
-    "What does a plain address cost, beside a Cython method that does nothing?",
-    unit="ns",
-    targets=[costs(EMPTY_CALL, 2.5, issue=2)],
-)
+@SUITE.case("take_address", unit="ns", targets=[costs(EMPTY_CALL, 2.5, issue=2)])
+@asks("What does a plain address cost, beside a Cython method that does nothing?")
 def take_address(measure: Measure) -> None:
     """Compare with an empty method of two integers, and with an address that NumPy gives."""
     n = 2000
     with um.Tape(n * 64) as tape:
         names = {"take_address": tape.take_address}
         theirs = "empty(64, 'u1').ctypes.data"
-        measure.compare(
-            {"unimem": stopwatch("take_address(64, 64)", n, names, tape.clear)},
-            {"np.empty().ctypes.data": stopwatch(theirs, n // 10, {"empty": np.empty})},
-            {EMPTY_CALL: empty_call(n)},
-            rounds=ROUNDS,
-        )
+        ours = {"unimem": stopwatch("take_address(64, 64)", n, names, tape.clear)}
+        peers = {"np.empty().ctypes.data": stopwatch(theirs, n // 10, {"empty": np.empty})}
+        limits = {EMPTY_CALL: empty_call(n)}
+        measure.compare(ours, peers, limits, rounds=ROUNDS)
 
 
 def empty_call(n: int) -> Side:
@@ -158,7 +149,5 @@ SUITE.case(
 )(partial(append, n_tokens=256, rounds=ROUNDS))
 
 SUITE.case(
-    "append, 4096 tokens",
-    "What does one token cost where its row comes from memory?",
-    unit="ns",
+    "append, 4096 tokens", "What does one token cost where its row comes from memory?", unit="ns"
 )(partial(append, n_tokens=4096, rounds=31))

@@ -14,30 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import unimem as um
-from unimem_bench import states
-from unimem_bench.decoders import (
-    DecoderProcess,
-    Kind,
-    NoPeer,
-    SideError,
-    different_builds,
-    peer_python,
-)
-from unimem_bench.decoding import (
-    N_CTX,
-    N_DECODE,
-    PROMPT,
-    READ_BANDWIDTH,
-    model,
-    reading,
-    require_room,
-)
+from unimem_bench import decoders, decoding
+from unimem_bench.decoders import DecoderProcess, Kind, NoPeer, SideError
 from unimem_bench.models import Kind as ModelKind
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, Suite, at_most, faster
@@ -46,6 +29,7 @@ SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
 
 PEERS: tuple[Kind, ...] = ("llama.cpp-mapped", "llama.cpp")
 N_GREEDY = 64
+N_COPIES = 2  # of the weights: the mapped file, and what llama.cpp copies
 # Of the logits' deviation: what two builds of the same code may differ by.
 MAX_DIFFERENCE = 0.01
 
@@ -57,7 +41,7 @@ def prefill(measure: Measure, kind: ModelKind) -> None:
     """
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
-        measured = {name: partial(side.prefill, PROMPT) for name, side in sides.items()}
+        measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
         compare(measure, sides, measured, rounds=9, quick_rounds=4)
 
 
@@ -67,39 +51,39 @@ def decode(measure: Measure, kind: ModelKind) -> None:
         sides = start(measure, stack, kind)
         measure.fact("agreement", agreement(sides))
         for side in sides.values():
-            side.prefill(PROMPT)
+            side.prefill(decoding.PROMPT)
         measured: dict[str, Side] = {
-            name: partial(side.decode, N_DECODE) for name, side in sides.items()
+            name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()
         }
-        weights = stack.enter_context(um.open_weights(model(measure, kind), load="map"))
+        weights = stack.enter_context(um.open_weights(decoding.model(measure, kind), load="map"))
         weights.warm()
-        measured[READ_BANDWIDTH] = reading(weights, measure.cpus)
+        measured[decoding.READ_BANDWIDTH] = decoding.reading(weights, measure.cpus)
         compare(measure, sides, measured, rounds=25, quick_rounds=6)
 
 
 def compare_python(measure: Measure, kind: ModelKind) -> None:
     """Measure what of a token's time is not spent in ggml's compute call."""
-    path, cpus = prepared(measure, kind)
-    with DecoderProcess(path, threads=len(cpus), ctx=N_CTX) as ours:
-        ours.prefill(PROMPT)
-        side = {"unimem": lambda: 100 * ours.python_share(N_DECODE)}
+    path, cpus = decoding.prepared(measure, kind, N_COPIES)
+    with DecoderProcess(path, threads=len(cpus), ctx=decoding.N_CTX) as ours:
+        ours.prefill(decoding.PROMPT)
+        side = {"unimem": lambda: 100 * ours.python_share(decoding.N_DECODE)}
         measure.compare(ours=side, rounds=15, pids=[ours.pid])
 
 
 def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, DecoderProcess]:
     """Start unimem's decoder, and those of llama.cpp that can be compared with it."""
-    path, cpus = prepared(measure, kind)
-    options: dict[str, Any] = {"threads": len(cpus), "ctx": N_CTX}
+    path, cpus = decoding.prepared(measure, kind, N_COPIES)
+    options: dict[str, Any] = {"threads": len(cpus), "ctx": decoding.N_CTX}
     ours = stack.enter_context(DecoderProcess(path, **options))
     sides = {"unimem": ours}
     for peer in PEERS:
         try:
-            process = DecoderProcess(path, kind=peer, python=peer_python(), **options)
+            process = DecoderProcess(path, kind=peer, python=decoders.peer_python(), **options)
         except (NoPeer, SideError) as error:
             measure.leave_out(peer, str(error))
             continue
         stack.enter_context(process)
-        different = different_builds(ours.facts, process.facts)
+        different = decoders.different_builds(ours.facts, process.facts)
         if different is None:
             sides[peer] = process
         else:
@@ -109,34 +93,14 @@ def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, Deco
     return sides
 
 
-def prepared(measure: Measure, kind: ModelKind) -> tuple[Path, list[int]]:
-    """Return the model, in the page cache in a known state, and the CPUs that compute."""
-    cpus = measure.pin(None)
-    path = model(measure, kind)
-    require_room(2, path)  # the mapped file, and what llama.cpp copies
-    measure.fact("share_in_huge_pages", states.heat(path))
-    return path, cpus
-
-
 def compare(
-    measure: Measure,
-    sides: dict[str, DecoderProcess],
-    measured: Mapping[str, Side],
-    *,
-    rounds: int,
-    quick_rounds: int,
+    measure: Measure, sides: dict[str, DecoderProcess], measured: Mapping[str, Side], **rounds: int
 ) -> None:
-    """Measure, and check that each process slept while it was another one's turn."""
-    measure.compare(
-        ours={"unimem": measured["unimem"]},
-        peers={name: side for name, side in measured.items() if name in PEERS},
-        limits={name: side for name, side in measured.items() if name == READ_BANDWIDTH},
-        rounds=rounds,
-        quick_rounds=quick_rounds,
-        pids=[side.pid for side in sides.values()],
-    )
-    for side in sides.values():
-        side.require_idle()
+    """Measure, and tell our side, its peers and what memory would allow by their names."""
+    ours = {"unimem": measured["unimem"]}
+    peers: dict[str, Side] = {name: side for name, side in measured.items() if name in PEERS}
+    limits = {name: side for name, side in measured.items() if name == decoding.READ_BANDWIDTH}
+    decoding.compare(measure, sides, ours, peers, limits, **rounds)
 
 
 def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
@@ -144,12 +108,12 @@ def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
 
     With weights in the same order they are computed by the same code, and are equal.
     """
-    logits, tokens = sides["unimem"].greedy(PROMPT, N_GREEDY)
+    logits, tokens = sides["unimem"].greedy(decoding.PROMPT, N_GREEDY)
     if not np.isfinite(logits).all():
         raise AssertionError("unimem's logits are not finite")
     found = {}
     for name in sides.keys() & set(PEERS):
-        other_logits, other_tokens = sides[name].greedy(PROMPT, N_GREEDY)
+        other_logits, other_tokens = sides[name].greedy(decoding.PROMPT, N_GREEDY)
         difference = float(np.abs(logits - other_logits).max() / other_logits.std())
         same = [a == b for a, b in zip(tokens, other_tokens, strict=True)]
         n_same = same.index(False) if False in same else len(same)

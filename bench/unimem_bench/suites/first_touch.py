@@ -13,7 +13,7 @@ from unimem.system.placement import Pages
 from unimem_bench import huge_pages, plain
 from unimem_bench.rounds import Side, thread_counts
 from unimem_bench.states import HUGE_PAGE, ready
-from unimem_bench.suite import Measure, NotMeasured, Suite, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, asks, faster
 
 __all__ = ["SUITE"]
 
@@ -22,6 +22,7 @@ SUITE = Suite(
 )
 
 NBYTES, QUICK_NBYTES = 1 << 30, 128 << 20
+MEMSET = "C memset of memory that is there"
 STEPS = {"4k": 4096, "thp": HUGE_PAGE, "2m": HUGE_PAGE}
 
 
@@ -77,10 +78,7 @@ def size(measure: Measure) -> int:
     return nbytes
 
 
-TARGETS = (
-    faster("C, a byte a huge page", 0.95, issue=3),
-    faster("unimem, 4k pages", 6.0, issue=3),
-)
+TARGETS = (faster("C, a byte a huge page", 0.95, issue=3), faster("unimem, 4k pages", 6.0, issue=3))
 
 
 def on_huge_pages(n_threads: int, measure: Measure) -> None:
@@ -93,16 +91,12 @@ def on_huge_pages(n_threads: int, measure: Measure) -> None:
     }
     if n_threads == 1:
         peers["np.zeros, touched"] = partial(zeros, nbytes, cpus)
-    measure.compare(
-        ours={
-            "unimem": partial(warm, nbytes, "thp", cpus),
-            "unimem, 4k pages": partial(warm, nbytes, "4k", cpus),
-        },
-        peers=peers,
-        limits={"C memset of memory that is there": partial(memset, there, cpus)},
-        rounds=4,
-        quick_rounds=4,
-    )
+    ours = {
+        "unimem": partial(warm, nbytes, "thp", cpus),
+        "unimem, 4k pages": partial(warm, nbytes, "4k", cpus),
+    }
+    limits = {MEMSET: partial(memset, there, cpus)}
+    measure.compare(ours, peers, limits, rounds=4, quick_rounds=4)
 
 
 for n, word, does in ((1, "one thread", "does"), (2, "two threads", "do")):
@@ -122,36 +116,21 @@ def reserved(measure: Measure) -> None:
     nbytes = size(measure)
     there = np.ones(nbytes, np.uint8)
     with huge_pages.reserved(nbytes):
-        measure.compare(
-            ours={"unimem": partial(warm, nbytes, "2m", measure.cpus)},
-            peers={"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)},
-            limits={"C memset of memory that is there": partial(memset, there, measure.cpus)},
-            rounds=4,
-            quick_rounds=4,
-        )
+        ours = {"unimem": partial(warm, nbytes, "2m", measure.cpus)}
+        peers = {"C, a byte a huge page": partial(touch, nbytes, "2m", measure.cpus)}
+        limits = {MEMSET: partial(memset, there, measure.cpus)}
+        measure.compare(ours, peers, limits, rounds=4, quick_rounds=4)
 
 
-@SUITE.case(
-    "threads",
-    "How does bringing in a block on transparent huge pages scale with threads?",
-    unit="GB/s",
-    x="threads",
-)
+@SUITE.case("threads", unit="GB/s", x="threads")
+@asks("How does bringing in a block on transparent huge pages scale with threads?")
 def threads(measure: Measure) -> None:
     """Warm with 1, 2, 4 and so on up to all CPUs."""
     cpus, nbytes = measure.pin(None), size(measure)
     counts = thread_counts(len(cpus))
     there = np.ones(nbytes, np.uint8)
-    measure.scale(
-        ours={"unimem": {n: partial(warm, nbytes, "thp", cpus[:n]) for n in counts}},
-        peers={
-            "C, a byte a huge page": {n: partial(touch, nbytes, "thp", cpus[:n]) for n in counts}
-        },
-        limits={
-            "C memset of memory that is there": {
-                n: partial(memset, there, cpus[:n]) for n in counts
-            }
-        },
-        rounds=4,
-        quick_rounds=4,
-    )
+    ours: dict[float, Side] = {n: partial(warm, nbytes, "thp", cpus[:n]) for n in counts}
+    peers: dict[float, Side] = {n: partial(touch, nbytes, "thp", cpus[:n]) for n in counts}
+    limits: dict[float, Side] = {n: partial(memset, there, cpus[:n]) for n in counts}
+    sides = {"unimem": ours}, {"C, a byte a huge page": peers}, {MEMSET: limits}
+    measure.scale(*sides, rounds=4, quick_rounds=4)

@@ -16,21 +16,10 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench.files import (
-    ALIGNMENT,
-    FLOAT32,
-    INT32,
-    Q8_0,
-    STRING,
-    TensorEntry,
-    array,
-    gguf_header,
-    made_once,
-    string,
-    text,
-)
+from unimem_bench import files
+from unimem_bench.files import TensorEntry
 from unimem_bench.rounds import Side
-from unimem_bench.suite import Measure, Suite, costs, faster
+from unimem_bench.suite import Measure, Suite, asks, costs, faster
 
 SUITE = Suite(
     "gguf", "How fast does a file with a large vocabulary open?", passes=3, quick_passes=3
@@ -43,11 +32,9 @@ NEW_MEMORY = "reading it to new memory"
 
 
 @SUITE.case(
-    "open",
-    "How fast does a header with 150 thousand tokens open, its strings not decoded?",
-    unit="ms",
-    targets=[faster("ggml", 5.0, issue=2), costs(NEW_MEMORY, 3.0, issue=6)],
+    "open", unit="ms", targets=[faster("ggml", 5.0, issue=2), costs(NEW_MEMORY, 3.0, issue=6)]
 )
+@asks("How fast does a header with 150 thousand tokens open, its strings not decoded?")
 def open_header(measure: Measure) -> None:
     """Compare with ggml, which decodes all strings, and with reading the bytes.
 
@@ -57,25 +44,17 @@ def open_header(measure: Measure) -> None:
     path = vocabulary(measure, 1)
     peers = {}
     if measure.installed("ggml"):
-        peers["ggml"] = open_with_ggml(path)
-    measure.compare(
-        {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)},
-        peers,
-        {
-            NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
-            "reading it to warm memory": timed(path.read_bytes, len),
-        },
-        rounds=21,
-        quick_rounds=6,
-    )
+        peers["ggml"] = timed(*of_ggml(path))
+    ours = {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)}
+    limits = {
+        NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
+        "reading it to warm memory": timed(path.read_bytes, len),
+    }
+    measure.compare(ours, peers, limits, rounds=21, quick_rounds=6)
 
 
-@SUITE.case(
-    "open, strings decoded",
-    "How fast does such a header open with all tokens and merges as Python strings?",
-    unit="ms",
-    targets=[faster("gguf-py", 50.0, issue=2)],
-)
+@SUITE.case("open, strings decoded", unit="ms", targets=[faster("gguf-py", 50.0, issue=2)])
+@asks("How fast does such a header open with all tokens and merges as Python strings?")
 def decoded(measure: Measure) -> None:
     """Compare with gguf-py, which has to find the same strings; it takes seconds."""
     path = vocabulary(measure, 10 if measure.quick else 1)
@@ -100,14 +79,9 @@ def decoded(measure: Measure) -> None:
             return [fields[key].contents() for key in STRINGS]
 
         peers["gguf-py"] = timed(decode_with_gguf_py, check)
-    measure.compare(
-        {"unimem": timed(decode, lambda decoded: decoded[0].close())},
-        peers,
-        {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)},
-        rounds=1,
-        quick_rounds=1,
-        warmup=0,
-    )
+    ours = {"unimem": timed(decode, lambda decoded: decoded[0].close())}
+    limits = {NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close)}
+    measure.compare(ours, peers, limits, rounds=1, quick_rounds=1, warmup=0)
 
 
 def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side:
@@ -123,8 +97,8 @@ def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side
     return run
 
 
-def open_with_ggml(path: Path) -> Side:
-    """Measure ``gguf_init_from_file``."""
+def of_ggml(path: Path) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what opens a file with ``gguf_init_from_file``, and what closes it."""
     import ggml
 
     parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
@@ -135,7 +109,7 @@ def open_with_ggml(path: Path) -> Side:
             raise AssertionError(f"ggml does not open {path}")
         return context
 
-    return timed(open_it, ggml.gguf_free)
+    return open_it, ggml.gguf_free
 
 
 def read_to_new_pages(path: Path) -> mmap.mmap:
@@ -150,7 +124,7 @@ def read_to_new_pages(path: Path) -> mmap.mmap:
 def vocabulary(measure: Measure, part: int) -> Path:
     """Return a file with such a part of the strings, made where it is not there."""
     path = measure.folder / f"vocabulary-of-{N_TOKENS // part}.gguf"
-    made_once(path, lambda unfinished: write_file(unfinished, part))
+    files.made_once(path, lambda unfinished: write_file(unfinished, part))
     measure.fact("tokens", N_TOKENS // part)
     measure.fact("bytes", path.stat().st_size)
     return path
@@ -166,20 +140,24 @@ def write_file(path: Path, part: int) -> None:
     scores = rng.random(n_tokens, dtype=np.float32)
     kinds = np.ones(n_tokens, np.int32)
     metadata = [
-        text("general.architecture", "llama"),
-        array("tokenizer.ggml.tokens", STRING, n_tokens, b"".join(map(string, tokens))),
-        array("tokenizer.ggml.scores", FLOAT32, n_tokens, scores.tobytes()),
-        array("tokenizer.ggml.token_type", INT32, n_tokens, kinds.tobytes()),
-        array("tokenizer.ggml.merges", STRING, n_merges, b"".join(map(string, merges))),
+        files.text("general.architecture", "llama"),
+        files.array(
+            "tokenizer.ggml.tokens", files.STRING, n_tokens, b"".join(map(files.string, tokens))
+        ),
+        files.array("tokenizer.ggml.scores", files.FLOAT32, n_tokens, scores.tobytes()),
+        files.array("tokenizer.ggml.token_type", files.INT32, n_tokens, kinds.tobytes()),
+        files.array(
+            "tokenizer.ggml.merges", files.STRING, n_merges, b"".join(map(files.string, merges))
+        ),
     ]
     tensors = [
-        TensorEntry(f"blk.{i}.ffn_down.weight", (BLOCK_VALUES, 1), Q8_0, BLOCK_BYTES)
+        TensorEntry(f"blk.{i}.ffn_down.weight", (BLOCK_VALUES, 1), files.Q8_0, BLOCK_BYTES)
         for i in range(N_TENSORS // part)
     ]
     with open(path, "wb") as file:
-        header = gguf_header(metadata, tensors)
+        header = files.gguf_header(metadata, tensors)
         file.write(header)
-        file.truncate(len(header) + len(tensors) * ALIGNMENT)
+        file.truncate(len(header) + len(tensors) * files.ALIGNMENT)
 
 
 def words(n: int, longest: int, seed: int) -> list[bytes]:

@@ -30,7 +30,7 @@ from unimem_bench.kv_sides import (
     zeros_in,
 )
 from unimem_bench.rounds import Side, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, at_most, costs, faster
+from unimem_bench.suite import Measure, Suite, asks, at_most, costs, faster
 
 SUITE = Suite(
     "kv",
@@ -55,11 +55,9 @@ def by_name(arrays: Sequence[Array]) -> dict[str, Array]:
 
 
 @SUITE.case(
-    "append",
-    "What does it cost to append one token, 2 KiB of K and 2 KiB of V?",
-    unit="ns",
-    targets=[faster("NumPy", 3.5, issue=4), faster("torch", 20.0, issue=4)],
+    "append", unit="ns", targets=[faster("NumPy", 3.5, issue=4), faster("torch", 20.0, issue=4)]
 )
+@asks("What does it cost to append one token, 2 KiB of K and 2 KiB of V?")
 def append(measure: Measure) -> None:
     """Compare with the ways in which code for NumPy and torch writes a token to a row."""
     n, kv = N_ROWS, tokens(1)
@@ -81,12 +79,9 @@ def append(measure: Measure) -> None:
                 given["at"] = list(given["at"])
                 held[name] = arrays
                 peers[name] = warm_stopwatch(statement, n, given)
-        measure.compare(
-            ours={"unimem": appending(cache, kv, n)},
-            peers=peers,
-            limits={"C memcpy": memcpy_to(held["C memcpy"], (k, v))},
-            rounds=101,
-        )
+        ours = {"unimem": appending(cache, kv, n)}
+        limits = {"C memcpy": memcpy_to(held["C memcpy"], (k, v))}
+        measure.compare(ours, peers, limits, rounds=101)
         check_holds("unimem", stored(cache), kv)
     for name, arrays in held.items():
         check_holds(name, arrays, kv)
@@ -105,21 +100,16 @@ def scratchpad(measure: Measure) -> None:
             peers["torch"] = warm_stopwatch("rows[i] = row", n, given)
         else:
             del held["torch"]
-        measure.compare(
-            ours={"unimem": warm_stopwatch("append(row)", n, names, pad.clear)},
-            peers=peers,
-            limits={"C memcpy": memcpy_to(held["C memcpy"], [row])},
-        )
+        ours = {"unimem": warm_stopwatch("append(row)", n, names, pad.clear)}
+        limits = {"C memcpy": memcpy_to(held["C memcpy"], [row])}
+        measure.compare(ours, peers, limits)
         check_holds("unimem", [pad.as_array()], [row[None]])
     for name, arrays in held.items():
         check_holds(name, arrays, [row[None]])
 
 
-@SUITE.case(
-    "paged-append",
-    "What does it cost to append one token to a sequence in blocks of 16?",
-    unit="ns",
-)
+@SUITE.case("paged-append", unit="ns")
+@asks("What does it cost to append one token to a sequence in blocks of 16?")
 def paged_append(measure: Measure) -> None:
     """Compare with a plain cache, and with NumPy that looks into a table of blocks."""
     n, kv = N_ROWS, tokens(1)
@@ -169,13 +159,9 @@ def convert(measure: Measure, *, n_tokens: int, n: int) -> None:
                 peers[name] = warm_stopwatch(BY_INDEX, n, given)
             else:
                 del held[name]
-        measure.compare(
-            ours={"unimem": appending(cache, kv, n)},
-            peers=peers,
-            limits={"C memcpy of the float32": memcpy_to(zeros_in(room, kv), kv)},
-            rounds=101,
-            quick_rounds=15,
-        )
+        ours = {"unimem": appending(cache, kv, n)}
+        limits = {"C memcpy of the float32": memcpy_to(zeros_in(room, kv), kv)}
+        measure.compare(ours, peers, limits, rounds=101, quick_rounds=15)
         check_holds("C memcpy of the float32", zeros_in(room, kv), kv)
         check_holds("unimem", stored(cache), converted)
     for name, arrays in held.items():
@@ -193,10 +179,7 @@ SUITE.case(
     "convert-batch",
     "What does it cost to append 256 tokens of float32 to a float16 cache, 1 MiB of K and of V?",
     unit="ns",
-    targets=[
-        faster("NumPy", 15.0, issue=4),
-        costs("C memcpy of the float32", 1.3, issue=4),
-    ],
+    targets=[faster("NumPy", 15.0, issue=4), costs("C memcpy of the float32", 1.3, issue=4)],
 )(partial(convert, n_tokens=256, n=4))
 
 
@@ -204,11 +187,8 @@ KINDS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 Q8_0_ERROR = 1 / 200  # of the largest value: half a step is 1/254, and its float16 scale is rounded
 
 
-@SUITE.case(
-    "dtypes",
-    "How fast does a cache of each type take float32, 1 MiB of K and of V at a time?",
-    unit="GB/s",
-)
+@SUITE.case("dtypes", unit="GB/s")
+@asks("How fast does a cache of each type take float32, 1 MiB of K and of V at a time?")
 def dtypes(measure: Measure) -> None:
     """Append the same float32 to caches of all types; what is counted are the bytes that go in."""
     n, n_tokens = 4, 256
@@ -236,16 +216,11 @@ def dtypes(measure: Measure) -> None:
             kind: stack.enter_context(um.KVCache(1, *SHAPE, n * n_tokens, dtype=kind))
             for kind in (*KINDS, "q8_0")
         }
-        measure.compare(
-            ours={
-                f"unimem, {kind}": in_speed(appending(cache, kv, n))
-                for kind, cache in caches.items()
-            },
-            peers=peers,
-            limits={"C memcpy of the float32": in_speed(memcpy_to(room, kv))},
-            rounds=51,
-            quick_rounds=7,
-        )
+        ours = {
+            f"unimem, {kind}": in_speed(appending(cache, kv, n)) for kind, cache in caches.items()
+        }
+        limits = {"C memcpy of the float32": in_speed(memcpy_to(room, kv))}
+        measure.compare(ours, peers, limits, rounds=51, quick_rounds=7)
         for kind in KINDS:
             check_holds(f"unimem, {kind}", stored(caches[kind]), want[f"NumPy, {kind}"])
         for have, part in zip(stored(caches["q8_0"], dtype="float32"), kv, strict=True):
@@ -342,12 +317,8 @@ def sequence_length(quick: bool) -> int:
     return 2048 if quick else 8192
 
 
-@SUITE.case(
-    "gather",
-    "How fast are 8192 tokens, 32 MiB (a quick run: 2048, 8 MiB), gathered from blocks of 16?",
-    unit="GB/s",
-    targets=[faster("C memcpy", 0.85, issue=4)],
-)
+@SUITE.case("gather", unit="GB/s", targets=[faster("C memcpy", 0.85, issue=4)])
+@asks("How fast are 8192 tokens, 32 MiB (a quick run: 2048, 8 MiB), gathered from blocks of 16?")
 def gather(measure: Measure) -> None:
     """Compare with NumPy and torch that take blocks of the same size, and with memcpy."""
     n = sequence_length(measure.quick)
@@ -393,10 +364,9 @@ def gather(measure: Measure) -> None:
         check_holds(name, arrays, blocks)
 
 
-@SUITE.case(
-    "fork",
-    "What does a fork of 8192 tokens (a quick run: 2048) cost for each block of 16 that it shares?",
-    unit="ns",
+@SUITE.case("fork", unit="ns")
+@asks(
+    "What does a fork of 8192 tokens (a quick run: 2048) cost for each block of 16 that it shares?"
 )
 def fork(measure: Measure) -> None:
     """Compare with copying the tokens, and with memcpy of the table of blocks."""

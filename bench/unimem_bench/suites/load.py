@@ -26,6 +26,7 @@ from unimem_bench.suite import (
     Measure,
     NotMeasured,
     Suite,
+    asks,
     at_most,
     costs,
     faster,
@@ -46,7 +47,8 @@ QUICK_MAP_TENSORS = 16
 BUFFER_BYTES = 256 * MB  # where the limit of a copy copies to, again and again
 PIECE_BYTES = 64 << 10  # of a file that is written as downloads are
 SAFETENSORS = "safetensors load_file"
-AS_WRITTEN = "the file, as it was written"
+MEMCPY = "C memcpy to memory that is there"
+AS_WRITTEN, IN_FOLIOS = "the file, as it was written", "the file, in large folios"
 
 
 def hot_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS) -> WeightFile:
@@ -132,16 +134,13 @@ def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
 def mapped(n_threads: int, measure: Measure) -> None:
     """Map a file that is in the page cache, and read all of it once."""
     cpus, file = measure.pin(n_threads), hot_file(measure, "gguf", QUICK_MAP_TENSORS)
-    measure.compare(
-        ours={"unimem": partial(open_and_scan, file, cpus)},
-        peers={
-            "C, mmap": in_c(file, plain.map_and_scan, populate=False, cpus=cpus),
-            "C, MAP_POPULATE": in_c(file, plain.map_and_scan, populate=True, cpus=cpus),
-        },
-        limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
-        rounds=15,
-        quick_rounds=5,
-    )
+    ours = {"unimem": partial(open_and_scan, file, cpus)}
+    peers = {
+        "C, mmap": in_c(file, plain.map_and_scan, populate=False, cpus=cpus),
+        "C, MAP_POPULATE": in_c(file, plain.map_and_scan, populate=True, cpus=cpus),
+    }
+    limits = {"C, reading what is mapped": reading_what_is_mapped(file, cpus)}
+    measure.compare(ours, peers, limits, rounds=15, quick_rounds=5)
 
 
 for n, word in ((1, "one thread"), (2, "two threads")):
@@ -175,13 +174,9 @@ def safetensors(n_threads: int, measure: Measure) -> None:
         load_file = importlib.import_module("safetensors.numpy").load_file
         theirs = partial(load_file_and_scan, load_file, file, cpus)
         peers[SAFETENSORS] = in_state(partial(ready, file.nbytes, cpus), theirs)
-    measure.compare(
-        ours={"unimem": partial(open_and_scan, file, cpus)},
-        peers=peers,
-        limits={"C, reading what is mapped": reading_what_is_mapped(file, cpus)},
-        rounds=5,
-        warmup=1,
-    )
+    ours = {"unimem": partial(open_and_scan, file, cpus)}
+    limits = {"C, reading what is mapped": reading_what_is_mapped(file, cpus)}
+    measure.compare(ours, peers, limits, rounds=5, warmup=1)
 
 
 for n, word in ((1, "one thread"), (2, "two threads")):
@@ -236,12 +231,8 @@ def copying_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
     return run
 
 
-@SUITE.case(
-    "copy",
-    "How fast is a file in the page cache copied to huge pages?",
-    unit="ms",
-    targets=[faster_than_best(0.9, issue=6)],
-)
+@SUITE.case("copy", unit="ms", targets=[faster_than_best(0.9, issue=6)])
+@asks("How fast is a file in the page cache copied to huge pages?")
 def copied(measure: Measure) -> None:
     """Compare load="copy" with the ways of C."""
     cpus, file = measure.pin(2), hot_file(measure, "gguf")
@@ -258,20 +249,15 @@ def copied(measure: Measure) -> None:
     measure.compare(
         ours={"unimem": in_state(prepare, partial(copy, file, "copy", cpus, None))},
         peers={name: in_state(prepare, side) for name, side in peers.items()},
-        limits={"C memcpy to memory that is there": copying_what_is_mapped(file, cpus)},
+        limits={MEMCPY: copying_what_is_mapped(file, cpus)},
         rounds=7,
         quick_rounds=4,
         warmup=1,
     )
 
 
-@SUITE.case(
-    "copy-threads",
-    "How does copying a file in the page cache to huge pages scale with threads?",
-    unit="ms",
-    x="threads",
-    in_quick=False,
-)
+@SUITE.case("copy-threads", unit="ms", x="threads", in_quick=False)
+@asks("How does copying a file in the page cache to huge pages scale with threads?")
 def copy_threads(measure: Measure) -> None:
     """Copy with 1, 2, 4 and so on up to all cores."""
     cpus, file = measure.pin(None), hot_file(measure, "gguf")
@@ -281,21 +267,11 @@ def copy_threads(measure: Measure) -> None:
     def by_threads(side: Callable[[int], Side]) -> dict[float, Side]:
         return {n: in_state(prepare, side(n)) for n in counts}
 
-    measure.scale(
-        ours={"unimem": by_threads(lambda n: partial(copy, file, "copy", cpus, n))},
-        peers={
-            "C, mmap, memcpy": by_threads(
-                lambda n: in_c(file, plain.load, "memcpy", 2 * MB, threads=n, cpus=cpus[:n])
-            )
-        },
-        limits={
-            "C memcpy to memory that is there": by_threads(
-                lambda n: copying_what_is_mapped(file, cpus[:n])
-            )
-        },
-        rounds=4,
-        warmup=1,
-    )
+    ours = {"unimem": by_threads(lambda n: partial(copy, file, "copy", cpus, n))}
+    load = partial(in_c, file, plain.load, "memcpy", 2 * MB)
+    peers = {"C, mmap, memcpy": by_threads(lambda n: load(threads=n, cpus=cpus[:n]))}
+    limits = {MEMCPY: by_threads(lambda n: copying_what_is_mapped(file, cpus[:n]))}
+    measure.scale(ours, peers, limits, rounds=4, warmup=1)
 
 
 # ---- from the disk ----
@@ -319,12 +295,8 @@ def disk(path: Path, rooms: Sequence[memoryview]) -> None:
         raise AssertionError(f"{total} bytes of {nbytes} were read of {path.name}")
 
 
-@SUITE.case(
-    "cold",
-    "How fast does a file on the disk come into memory?",
-    unit="ms",
-    targets=[faster_than_best(0.95, issue=6)],
-)
+@SUITE.case("cold", unit="ms", targets=[faster_than_best(0.95, issue=6)])
+@asks("How fast does a file on the disk come into memory?")
 def cold(measure: Measure) -> None:
     """Compare load="direct" with the ways of C, past the page cache and through it."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -359,12 +331,8 @@ def cold(measure: Measure) -> None:
         )
 
 
-@SUITE.case(
-    "page-cache",
-    "How much of a file is in the page cache after it was read past it?",
-    unit="% of the file",
-    targets=[at_most(1, issue=6)],
-)
+@SUITE.case("page-cache", unit="% of the file", targets=[at_most(1, issue=6)])
+@asks("How much of a file is in the page cache after it was read past it?")
 def page_cache(measure: Measure) -> None:
     """Count what load="direct" leaves: the header, with what the kernel read ahead."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -420,12 +388,8 @@ def downloaded(model: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-@SUITE.case(
-    "staged",
-    "How fast does llama.cpp start from a staged model?",
-    unit="ms",
-    targets=[costs(AS_WRITTEN, 0.6, issue=6)],
-)
+@SUITE.case("staged", unit="ms", targets=[costs(AS_WRITTEN, 0.6, issue=6)])
+@asks("How fast does llama.cpp start from a staged model?")
 def staged(measure: Measure) -> None:
     """Start llama.cpp from a file in the page cache, and from what is staged of it."""
     if not measure.installed("cyllama", AS_WRITTEN):
@@ -438,13 +402,8 @@ def staged(measure: Measure) -> None:
     with ExitStack() as stack:
         download = stack.enter_context(downloaded(model))
         measure.fact("file_bytes", model.stat().st_size)
-        measure.fact(
-            "mapped_by_huge_pages",
-            {
-                AS_WRITTEN: in_huge_pages(download),
-                "the file, in large folios": heat(model),
-            },
-        )
+        by_huge_pages = {AS_WRITTEN: in_huge_pages(download), IN_FOLIOS: heat(model)}
+        measure.fact("mapped_by_huge_pages", by_huge_pages)
         chosen = stack.enter_context(um.stage(model))
         measure.fact("staged", f"{chosen.backing}: {chosen.granted}")
         ours = {"unimem": partial(llama_start, chosen.path)}
@@ -458,13 +417,8 @@ def staged(measure: Measure) -> None:
                 measure.leave_out(name, str(error))
             else:
                 ours[name] = partial(llama_start, stage.path)
-        measure.compare(
-            ours=ours,
-            peers={
-                AS_WRITTEN: partial(llama_start, download),
-                "the file, in large folios": partial(llama_start, model),
-            },
-            rounds=7,
-            quick_rounds=3,
-            warmup=1,
-        )
+        peers = {
+            AS_WRITTEN: partial(llama_start, download),
+            IN_FOLIOS: partial(llama_start, model),
+        }
+        measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)

@@ -13,17 +13,8 @@ from functools import partial
 
 import unimem as um
 from unimem.system import limits
-from unimem_bench import models, plain, states
+from unimem_bench import decoding, models, plain, states
 from unimem_bench.decoders import DecoderProcess
-from unimem_bench.decoding import (
-    N_CTX,
-    N_DECODE,
-    PROMPT,
-    READ_BANDWIDTH,
-    model,
-    reading,
-    require_room,
-)
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite
 
@@ -61,12 +52,9 @@ def asking(measure: Measure) -> None:
     bound = f"bind:{node}"
     with placed(nbytes, bound):
         pass  # it can be had
-    measure.compare(
-        ours={bound: partial(block, bound), "no policy": partial(block, None)},
-        limits={"C, a byte a huge page": touch},
-        rounds=21,
-        quick_rounds=5,
-    )
+    ours = {bound: partial(block, bound), "no policy": partial(block, None)}
+    limits = {"C, a byte a huge page": touch}
+    measure.compare(ours, limits=limits, rounds=21, quick_rounds=5)
 
 
 @SUITE.case("one-node", "How fast do a node's CPUs read memory of each node?", unit="GB/s")
@@ -106,29 +94,23 @@ def decode(measure: Measure) -> None:
     """
     first = next(iter(memory_nodes(at_least=2)))
     cpus = measure.pin(None)
-    path = model(measure, KIND)
+    path = decoding.model(measure, KIND)
     policies = {INTERLEAVE: INTERLEAVE, f"bind:{first}": f"bind:{first}", "no policy": None}
-    require_room(len(policies) + 1, path)
+    decoding.require_room(len(policies) + 1, path)
     with ExitStack() as stack:
         sides = {
             name: stack.enter_context(
-                DecoderProcess(path, threads=len(cpus), ctx=N_CTX, load="copy", numa=numa)
+                DecoderProcess(path, threads=len(cpus), ctx=decoding.N_CTX, load="copy", numa=numa)
             )
             for name, numa in policies.items()
         }
         measure.fact("nodes", {name: nodes_of(side) for name, side in sides.items()})
         for side in sides.values():
-            side.prefill(PROMPT)
+            side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", numa=INTERLEAVE))
-        measure.compare(
-            ours={name: partial(side.decode, N_DECODE) for name, side in sides.items()},
-            limits={READ_BANDWIDTH: reading(weights, cpus)},
-            rounds=21,
-            quick_rounds=5,
-            pids=[side.pid for side in sides.values()],
-        )
-        for side in sides.values():
-            side.require_idle()
+        ours = {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()}
+        limits = {decoding.READ_BANDWIDTH: decoding.reading(weights, cpus)}
+        decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
 def read(measure: Measure, policies: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ process of its own, and take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,11 @@ from pathlib import Path
 import unimem as um
 from unimem.system.placement import Pages
 from unimem.weights.loading import Load
-from unimem_bench import states
+from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
-from unimem_bench.decoding import (
-    N_CTX,
-    N_DECODE,
-    PROMPT,
-    READ_BANDWIDTH,
-    model,
-    reading,
-    require_room,
-)
 from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
-from unimem_bench.rounds import Side
-from unimem_bench.suite import Measure, NotMeasured, Suite
+from unimem_bench.suite import Measure, NotMeasured, Suite, asks
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 
@@ -49,44 +39,31 @@ def decode(measure: Measure) -> None:
     with ExitStack() as stack:
         sides, path = start(measure, stack)
         for side in sides.values():
-            side.prefill(PROMPT)
+            side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", pages="thp"))
-        compare(
-            measure,
-            sides,
-            {name: partial(side.decode, N_DECODE) for name, side in sides.items()},
-            {READ_BANDWIDTH: reading(weights, measure.cpus)},
-            rounds=21,
-            quick_rounds=5,
-        )
+        ours = {name: partial(side.decode, decoding.N_DECODE) for name, side in sides.items()}
+        limits = {decoding.READ_BANDWIDTH: decoding.reading(weights, measure.cpus)}
+        decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
-@SUITE.case(
-    "prefill",
-    "How fast is a prompt of 128 tokens computed on each kind of pages?",
-    unit="tokens/s",
-    in_quick=False,
-)
+@SUITE.case("prefill", unit="tokens/s", in_quick=False)
+@asks("How fast is a prompt of 128 tokens computed on each kind of pages?")
 def prefill(measure: Measure) -> None:
     """Compute the prompt, each time anew."""
     with ExitStack() as stack:
         sides, _ = start(measure, stack)
-        measured = {name: partial(side.prefill, PROMPT) for name, side in sides.items()}
-        compare(measure, sides, measured, rounds=7)
+        measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
+        decoding.compare(measure, sides, measured, rounds=7)
 
 
-@SUITE.case(
-    "start",
-    "How long does the decoder take to start on each kind of pages?",
-    unit="ms",
-    in_quick=False,
-)
+@SUITE.case("start", unit="ms", in_quick=False)
+@asks("How long does the decoder take to start on each kind of pages?")
 def compare_starts(measure: Measure) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 
     The limit is reading the file's bytes once, where the page cache has them.
     """
-    path, cpus = prepared(measure)
+    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
 
     def once(name: str) -> float:
         states.ready(2 * path.stat().st_size, cpus)
@@ -100,14 +77,14 @@ def compare_starts(measure: Measure) -> None:
             sides[name] = partial(once, name)
     with um.open_weights(path, load="map") as weights:
         weights.warm()
-        read = reading(weights, cpus)
-        limits = {READ_BANDWIDTH: lambda: 1e3 / read()}
+        read = decoding.reading(weights, cpus)
+        limits = {decoding.READ_BANDWIDTH: lambda: 1e3 / read()}
         measure.compare(ours=sides, limits=limits, rounds=5, warmup=0)
 
 
 def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess], Path]:
     """Start all sides that this machine has pages for."""
-    path, cpus = prepared(measure)
+    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
     sides = {}
     for name in SIDES:
         with left_out_without_room(measure, name):
@@ -116,15 +93,6 @@ def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess]
             sides[name] = stack.enter_context(start_side(name, path, len(cpus)))
             measure.fact(name, sides[name].facts)
     return sides, path
-
-
-def prepared(measure: Measure) -> tuple[Path, list[int]]:
-    """Return the model, in the page cache in a known state, and the CPUs that compute."""
-    cpus = measure.pin(None)
-    path = model(measure, KIND)
-    require_room(len(SIDES) + 1, path)
-    measure.fact("share_in_huge_pages", states.heat(path))
-    return path, cpus
 
 
 @contextmanager
@@ -145,7 +113,7 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
     if pages != "2m":
         yield
         return
-    checks = um.plan(path, load=load, threads=threads, ctx=N_CTX, pages=pages).checks
+    checks = um.plan(path, load=load, threads=threads, ctx=decoding.N_CTX, pages=pages).checks
     with reserved(max(check.needed_bytes for check in checks if "hugetlb" in check.name)):
         yield
 
@@ -153,28 +121,10 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
 def start_side(name: str, path: Path, threads: int) -> DecoderProcess:
     """Start a side, and check that its memory lies in the pages that it is named after."""
     load, pages = SIDES[name]
-    process = DecoderProcess(path, threads=threads, ctx=N_CTX, load=load, pages=pages)
+    process = DecoderProcess(path, threads=threads, ctx=decoding.N_CTX, load=load, pages=pages)
     for part, found in process.facts["granted"].items():
         if load == "copy" and found["pages"] != pages:
             process.close()
             reasons = "; ".join(process.facts["warnings"]) or "without a warning"
             raise NotMeasured(f"wants {part} on {pages} pages, got {found['pages']}: {reasons}")
     return process
-
-
-def compare(
-    measure: Measure,
-    sides: dict[str, DecoderProcess],
-    measured: Mapping[str, Side],
-    limits: Mapping[str, Side] | None = None,
-    *,
-    rounds: int,
-    quick_rounds: int | None = None,
-) -> None:
-    """Measure, and check that each process slept while it was another one's turn."""
-    pids = [side.pid for side in sides.values()]
-    measure.compare(
-        ours=measured, limits=limits, pids=pids, rounds=rounds, quick_rounds=quick_rounds
-    )
-    for side in sides.values():
-        side.require_idle()

@@ -35,7 +35,8 @@ from unimem.system.placement import Pages
 from unimem.system.text import format_bytes
 from unimem_bench import files, plain, states
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, grows
+from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, asks, grows
+from unimem_bench.suites.gguf import of_ggml
 
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
 
@@ -93,7 +94,7 @@ def require_equal(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
 
 def by_size(
     name: str,
-    question: str,
+    question: str = "",
     *,
     first: int = 10,
     rounds: int,
@@ -113,7 +114,7 @@ def by_size(
                 ours = {OURS: found.pop(OURS)}
                 measure.scale(ours, found, rounds=rounds, quick_rounds=quick_rounds, warmup=warmup)
 
-        SUITE.case(name, question, **declared)(run)
+        SUITE.case(name, question or vars(sides)["question"], **declared)(run)
         return sides
 
     return declare
@@ -122,43 +123,23 @@ def by_size(
 # ---- tapes ----
 
 
-@SUITE.case(
-    "take",
-    "Does an uninitialised array cost more where it is larger?",
-    unit="ns",
-    x="bytes of the array",
-    targets=[CONSTANT],
-)
+@SUITE.case("take", unit="ns", x="bytes of the array", targets=[CONSTANT])
+@asks("Does an uninitialised array cost more where it is larger?")
 def take(measure: Measure) -> None:
     """Take arrays of one size, from a tape that is cleared before."""
     n = 64
     found = sizes(measure, 64)
     with um.Tape(n * (found[-1] + 64)) as tape:
-        measure.scale(
-            ours={
-                "unimem": {
-                    size: stopwatch(f"take({size}, 'u1')", n, {"take": tape.take}, tape.clear)
-                    for size in found
-                }
-            },
-            peers={
-                "np.empty": {
-                    size: stopwatch(f"empty({size}, 'u1')", n, {"empty": np.empty})
-                    for size in found
-                }
-            },
-            rounds=61,
-        )
+        ours: Sides = {}
+        peers: Sides = {}
+        for size in found:
+            ours[size] = stopwatch(f"take({size}, 'u1')", n, {"take": tape.take}, tape.clear)
+            peers[size] = stopwatch(f"empty({size}, 'u1')", n, {"empty": np.empty})
+        measure.scale({"unimem": ours}, {"np.empty": peers}, rounds=61)
 
 
-@by_size(
-    "take-after",
-    "Does an array of 16 values cost more after many others?",
-    unit="ns",
-    x="arrays taken before",
-    targets=[CONSTANT],
-    rounds=61,
-)
+@by_size("take-after", unit="ns", x="arrays taken before", targets=[CONSTANT], rounds=61)
+@asks("Does an array of 16 values cost more after many others?")
 def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Take from a tape that has given out so many arrays already, beside a heap that has."""
     n = 64
@@ -176,7 +157,6 @@ def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side
 
 @by_size(
     "clear",
-    "Does clearing a tape cost more after many arrays?",
     unit="ns",
     x="arrays taken before",
     targets=[CONSTANT],
@@ -184,6 +164,7 @@ def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side
     quick_rounds=3,
     warmup=1,
 )
+@asks("Does clearing a tape cost more after many arrays?")
 def clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Clear tapes that have given out so many arrays; giving them out is not measured."""
     n = 32
@@ -204,13 +185,8 @@ def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
 # ---- KV caches ----
 
 
-@SUITE.case(
-    "append",
-    "How does appending grow with the tokens that are appended at once?",
-    unit="us",
-    x="tokens appended at once, of 256 B",
-    targets=[LINEAR],
-)
+@SUITE.case("append", unit="us", x="tokens appended at once, of 256 B", targets=[LINEAR])
+@asks("How does appending grow with the tokens that are appended at once?")
 def append(measure: Measure) -> None:
     """Fill 25 MB, at every size, so that all write to rows that lie in the same kind of memory.
 
@@ -265,14 +241,8 @@ def _copy(table: NDArray[np.uint64], n: int = 1) -> float:
     return plain.copy(table) / n * 1e6
 
 
-@by_size(
-    "append-after",
-    "Does a token cost more where the cache holds more of them?",
-    unit="ns",
-    x="tokens in the cache",
-    targets=[CONSTANT],
-    rounds=31,
-)
+@by_size("append-after", unit="ns", x="tokens in the cache", targets=[CONSTANT], rounds=31)
+@asks("Does a token cost more where the cache holds more of them?")
 def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Append 64 tokens, one by one, behind so many; arrays that are joined stand beside it."""
     n = 64
@@ -288,14 +258,8 @@ def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Si
     }
 
 
-@by_size(
-    "kv-clear",
-    "Does clearing a KV cache cost more where it holds more tokens?",
-    unit="ns",
-    x="tokens in the cache",
-    targets=[CONSTANT],
-    rounds=61,
-)
+@by_size("kv-clear", unit="ns", x="tokens in the cache", targets=[CONSTANT], rounds=61)
+@asks("Does clearing a KV cache cost more where it holds more tokens?")
 def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Clear a cache whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
 
@@ -307,14 +271,8 @@ def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     return {"unimem": warm_stopwatch("reserve(n); commit(n); clear()", 64, names)}
 
 
-@by_size(
-    "trim",
-    "Does dropping the oldest token of a ring cost more where it holds more?",
-    unit="ns",
-    x="tokens in the ring",
-    targets=[CONSTANT],
-    rounds=31,
-)
+@by_size("trim", unit="ns", x="tokens in the ring", targets=[CONSTANT], rounds=31)
+@asks("Does dropping the oldest token of a ring cost more where it holds more?")
 def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Put a token behind those of a ring, as an engine that has written it, and drop the oldest.
 
@@ -337,14 +295,8 @@ def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
 # ---- paged caches ----
 
 
-@by_size(
-    "fork",
-    "How does forking a sequence grow with its blocks?",
-    unit="us",
-    x="blocks of the sequence",
-    targets=[LINEAR],
-    rounds=21,
-)
+@by_size("fork", unit="us", x="blocks of the sequence", targets=[LINEAR], rounds=21)
+@asks("How does forking a sequence grow with its blocks?")
 def fork(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Fork a sequence, which copies its table and counts each block, and none of its tokens.
 
@@ -377,13 +329,8 @@ def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     return rows.copy(), rows.copy()
 
 
-@SUITE.case(
-    "gather",
-    "How does gathering a sequence grow with its tokens?",
-    unit="us",
-    x="tokens of the sequence, of 256 B",
-    targets=[LINEAR],
-)
+@SUITE.case("gather", unit="us", x="tokens of the sequence, of 256 B", targets=[LINEAR])
+@asks("How does gathering a sequence grow with its tokens?")
 def gather(measure: Measure) -> None:
     """Gather into arrays that are there; C copies as many bytes in two pieces."""
     found = sizes(measure, 10)
@@ -411,15 +358,8 @@ def gather(measure: Measure) -> None:
 # ---- files and blocks ----
 
 
-@by_size(
-    "plan",
-    "How does planning a model grow with its tensors?",
-    unit="ms",
-    x="tensors of the file",
-    targets=[LINEAR],
-    rounds=9,
-    quick_rounds=3,
-)
+@by_size("plan", unit="ms", x="tensors of the file", targets=[LINEAR], rounds=9, quick_rounds=3)
+@asks("How does planning a model grow with its tensors?")
 def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
     """Plan a GGUF file of so many tensors of 64 bytes."""
     path = model_file(measure, n_tensors=size)
@@ -438,49 +378,23 @@ def open_file(
     opening = partial(um.open_weights, path, load="map")
     sides = {"unimem": second_run(timed(opening, 1e-3, um.Weights.close))}
     if measure.installed("ggml") and size <= most_of_ggml:
-        import ggml
-
-        parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
-
-        def open_with_ggml() -> Any:
-            context = ggml.gguf_init_from_file(str(path).encode(), parameters)
-            if not context:
-                raise AssertionError(f"ggml does not open {path}")
-            return context
-
-        sides["ggml"] = second_run(timed(open_with_ggml, 1e-3, ggml.gguf_free))
+        open_it, close_it = of_ggml(path)
+        sides["ggml"] = second_run(timed(open_it, 1e-3, close_it))
     return sides
 
 
-for name, question, x, target, first, sides in (
-    (
-        "open-tensors",
-        "How does opening a file grow with its tensors?",
-        "tensors of the file",
-        LINEAR,
-        10,
-        partial(open_file, of="n_tensors", most_of_ggml=4000),  # which takes seconds for the last
-    ),
-    (
-        "open-vocabulary",
-        "How does opening a file grow with its vocabulary?",
-        "tokens of the vocabulary",
-        LINEAR,
-        10,
-        partial(open_file, of="n_tokens"),
-    ),
-    (
-        "open-data",
-        "Does opening a file cost more where it has more data?",
-        "bytes of data",
-        CONSTANT,
-        1_000_000,
-        partial(open_file, of="nbytes"),
-    ),
-):
-    by_size(
-        name, question, unit="ms", x=x, targets=[target], first=first, rounds=9, quick_rounds=3
-    )(sides)
+opening = partial(by_size, unit="ms", rounds=9, quick_rounds=3)
+grows_with = "How does opening a file grow with its"
+opening("open-tensors", f"{grows_with} tensors?", x="tensors of the file", targets=[LINEAR])(
+    partial(open_file, of="n_tensors", most_of_ggml=4000)  # which takes seconds for the last
+)
+opening(
+    "open-vocabulary", f"{grows_with} vocabulary?", x="tokens of the vocabulary", targets=[LINEAR]
+)(partial(open_file, of="n_tokens"))
+larger = "Does opening a file cost more where it has more data?"
+opening("open-data", larger, x="bytes of data", targets=[CONSTANT], first=1_000_000)(
+    partial(open_file, of="nbytes")
+)
 
 
 def model_file(

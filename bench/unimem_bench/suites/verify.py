@@ -49,18 +49,8 @@ class ScanArguments(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in (
-            "size",
-            "flags",
-            "start",
-            "end",
-            "walk_end",
-            "vec",
-            "vec_len",
-            "max_pages",
-            "category_inverted",
-            "category_mask",
-            "category_anyof_mask",
-            "return_mask",
+            *("size", "flags", "start", "end", "walk_end", "vec", "vec_len", "max_pages"),
+            *("category_inverted", "category_mask", "category_anyof_mask", "return_mask"),
         )
     )
 
@@ -99,16 +89,10 @@ def compare_ways(measure: Measure, pages: Pages, rounds: int, quick_rounds: int)
             "PAGEMAP_SCAN, huge pages too": scan_pagemap(block, fd, IS_PRESENT | IS_HUGE),
             "numa_maps, read whole": read_file("numa_maps", nbytes),
         }
-        # The cheapest walk over page tables.
-        walk = {"mincore": ask_mincore(block)}
-        measure.compare(
-            {"unimem": timed(partial(ask_unimem, block), nbytes)},
-            possible(measure, peers, nbytes),
-            possible(measure, walk, nbytes),
-            rounds=rounds,
-            quick_rounds=quick_rounds,
-            warmup=1,
-        )
+        walk = {"mincore": ask_mincore(block)}  # the cheapest one over page tables
+        ours = {"unimem": timed(partial(ask_unimem, block), nbytes)}
+        others = (possible(measure, ways, nbytes) for ways in (peers, walk))
+        measure.compare(ours, *others, rounds=rounds, quick_rounds=quick_rounds, warmup=1)
 
 
 SUITE.case(
@@ -118,11 +102,9 @@ SUITE.case(
     targets=[faster(EVERY_PAGE, 50.0, issue=3), costs(SMAPS, 1.0, issue=3)],
 )(partial(compare_ways, pages="thp", rounds=11, quick_rounds=11))
 
-SUITE.case(
-    "4k pages",
-    "What does looking at a block on 4k pages cost?",
-    unit="ms",
-)(partial(compare_ways, pages="4k", rounds=4, quick_rounds=4))
+SUITE.case("4k pages", "What does looking at a block on 4k pages cost?", unit="ms")(
+    partial(compare_ways, pages="4k", rounds=4, quick_rounds=4)
+)
 
 
 def possible(measure: Measure, ways: dict[str, Ask], nbytes: int) -> dict[str, Side]:
