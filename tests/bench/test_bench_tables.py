@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench_records import (
-    MACHINE,
-    at_most,
-    costs,
-    faster,
-    grows,
-    record,
-    sample_record,
-    suite,
-)
+from bench_records import MACHINE, at_most, costs, faster, grows, record, sample_record, suite
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
