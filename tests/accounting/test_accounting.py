@@ -135,13 +135,10 @@ def test_planned_is_reported_is_mapped(
         assert decoder.ctx == plan.ctx
 
 
-@pytest.mark.parametrize(
-    ("load", "pages", "window"),
-    [
-        *(("map", "thp", None), ("map", "4k", 100), ("copy", "4k", 100)),
-        *(("copy", "thp", None), ("direct", "4k", None)),
-    ],
-)
+@pytest.mark.parametrize(("load", "pages", "window"), [
+    *(("map", "thp", None), ("map", "4k", 100), ("copy", "4k", 100)),
+    *(("copy", "thp", None), ("direct", "4k", None)),
+])  # fmt: skip
 def test_on_a_layout_of_other_pages(make_model: Any, load: Any, pages: Any, window: Any) -> None:
     path = make_model("llama", "q8_0", "small")
     options: dict[str, Any] = {"ctx": 640, "threads": 1, "window": window}
@@ -270,14 +267,11 @@ with (
 """
 
 
-@pytest.mark.parametrize(
-    ("load", "pages", "window"),
-    [
-        *(("map", "auto", 100), ("copy", "4k", None)),
-        pytest.param("map", "auto", None, marks=pytest.mark.slow),
-        pytest.param("direct", "thp", None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("load", "pages", "window"), [
+    *(("map", "auto", 100), ("copy", "4k", None)),
+    pytest.param("map", "auto", None, marks=pytest.mark.slow),
+    pytest.param("direct", "thp", None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_process_with_one_decoder_has_what_was_planned_and_no_more(
     make_model: Any, load: str, pages: str, window: int | None
 ) -> None:

@@ -323,17 +323,14 @@ def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
     assert Counted.n_read < 10 * n
 
 
-@pytest.mark.parametrize(
-    ("fields", "pages"),
-    [
-        ({}, ("4k", PAGE)),
-        ({"flags": frozenset({"hg"})}, ("thp", 512 * PAGE)),
-        ({"flags": frozenset({"hg"}), "rss_bytes": PAGE}, ("4k", PAGE)),
-        ({"rss_bytes": 512 * PAGE, "huge_bytes": 512 * PAGE}, ("thp", 512 * PAGE)),
-        ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
-        ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
-    ],
-)
+@pytest.mark.parametrize(("fields", "pages"), [
+    ({}, ("4k", PAGE)),
+    ({"flags": frozenset({"hg"})}, ("thp", 512 * PAGE)),
+    ({"flags": frozenset({"hg"}), "rss_bytes": PAGE}, ("4k", PAGE)),
+    ({"rss_bytes": 512 * PAGE, "huge_bytes": 512 * PAGE}, ("thp", 512 * PAGE)),
+    ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
+    ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
+])  # fmt: skip
 def test_the_pages_are_those_that_are_there(fields: Any, pages: tuple[str, int]) -> None:
     process = invented([area(0, 1024, **fields)])
     (mapping,), (row,) = attribute(process, [entry(("kv", 1 << 22))])

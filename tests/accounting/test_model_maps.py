@@ -144,14 +144,10 @@ def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps:
         assert in_bytes(one, area) == expected[area.offset : area.offset + area.nbytes]
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "known"),
-    [
-        ("x.safetensors", st.everything(), ("safetensors", None, "file")),
-        ("x.gguf", g.everything(), ("GGUF", "none", "file")),
-    ],
-    ids=["safetensors", "GGUF"],
-)
+@pytest.mark.parametrize(("name", "raw", "known"), [
+    ("x.safetensors", st.everything(), ("safetensors", None, "file")),
+    ("x.gguf", g.everything(), ("GGUF", "none", "file")),
+], ids=["safetensors", "GGUF"])  # fmt: skip
 def test_every_tensor_has_its_type_and_one_without_bytes_is_no_part(
     mapped: Mapped, name: str, raw: bytes, known: tuple[str, str | None, str]
 ) -> None:
@@ -230,33 +226,25 @@ def test_blobs_are_known_by_what_they_begin_with(mapped: Mapped, kind: str) -> N
     assert found(str(mapped("small", blob(kind, MIB // 2)))) == []
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"",
-        b"GGU",
-        struct.pack("<Q", 100) + b"[",
-        struct.pack("<Q", 3 * MIB) + b"{",
-        # A table with an object in it, as many files have.
-        struct.pack("<Q", 100) + b"{",
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("head", [
+    b"",
+    b"GGU",
+    struct.pack("<Q", 100) + b"[",
+    struct.pack("<Q", 3 * MIB) + b"{",
+    # A table with an object in it, as many files have.
+    struct.pack("<Q", 100) + b"{",
+], ids=repr)  # fmt: skip
 def test_other_files_are_no_models(mapped: Mapped, head: bytes) -> None:
     assert found(str(mapped("data", head + bytes(2 * MIB)))) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "problem"),
-    [
-        ("x.gguf", b"GGUF" + bytes(100), "version"),
-        ("x.gguf", b"hello" * 100, "does not begin with GGUF"),
-        ("x.safetensors", b"hello" * 100, "header"),
-        ("x.safetensors", st.file('{"a": 1}', 10), ""),
-        ("blob", b"GGUF" + bytes(2 * MIB), "version"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("name", "raw", "problem"), [
+    ("x.gguf", b"GGUF" + bytes(100), "version"),
+    ("x.gguf", b"hello" * 100, "does not begin with GGUF"),
+    ("x.safetensors", b"hello" * 100, "header"),
+    ("x.safetensors", st.file('{"a": 1}', 10), ""),
+    ("blob", b"GGUF" + bytes(2 * MIB), "version"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_broken_file_is_weights_of_no_known_type(
     mapped: Mapped, name: str, raw: bytes, problem: str
 ) -> None:

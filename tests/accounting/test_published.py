@@ -555,24 +555,20 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
         assert "mine" in names()
 
 
-@pytest.mark.parametrize(
-    ("head", "reason"),
-    [
-        ({"magic": b"unimem!!"}, "does not begin as one"),
-        ({"version": 2}, "version is 2, and this unimem reads version 1"),
-        ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
-        ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
-        ({"size": NBYTES}, "more than there is room for"),
-        ({"size": 10}, "checksum"),
-        ({"sum": 0}, "checksum"),
-        ({"n_columns": 3}, "expected a list of 3, got list"),
-        # That of a parent, and one that is only begun, are none.
-        ({"pid": 1}, None),
-        ({"started": 1}, None),
-        ({"magic": bytes(8)}, None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("head", "reason"), [
+    ({"magic": b"unimem!!"}, "does not begin as one"),
+    ({"version": 2}, "version is 2, and this unimem reads version 1"),
+    ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
+    ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
+    ({"size": NBYTES}, "more than there is room for"),
+    ({"size": 10}, "checksum"),
+    ({"sum": 0}, "checksum"),
+    ({"n_columns": 3}, "expected a list of 3, got list"),
+    # That of a parent, and one that is only begun, are none.
+    ({"pid": 1}, None),
+    ({"started": 1}, None),
+    ({"magic": bytes(8)}, None),
+], ids=str)  # fmt: skip
 def test_headers_that_are_broken_are_told(head: dict[str, Any], reason: str | None) -> None:
     with fake(image(**head)):
         said = told()

@@ -75,20 +75,16 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
     check(after)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pages": "4k"},
-        {"pages": "4k", "warm": True},
-        {"pages": "4k", "warm": True, "shared": True},
-        {"pages": "4k", "warm": True, "reserve": 8 << 20},
-        {"pages": "4k", "lock": True},
-        {"pages": "thp"},
-        {"pages": "thp", "warm": True},
-        {"pages": "2m", "strict": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"pages": "4k"},
+    {"pages": "4k", "warm": True},
+    {"pages": "4k", "warm": True, "shared": True},
+    {"pages": "4k", "warm": True, "reserve": 8 << 20},
+    {"pages": "4k", "lock": True},
+    {"pages": "thp"},
+    {"pages": "thp", "warm": True},
+    {"pages": "2m", "strict": True},
+], ids=str)  # fmt: skip
 def test_a_mapping_is_placed_as_its_block(
     options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

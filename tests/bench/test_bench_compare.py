@@ -76,20 +76,17 @@ def test_what_differs_most_comes_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "agree"),
-    [
-        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
-        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
-        (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
-        (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
-        # Medians between the other's percentiles.
-        (Spread(10, 8, 12), Spread(11, 9, 12), True),
-        (Spread(10, 8, 12), Spread(11, 10.5, 12), False),
-        (Spread(10, 8, 12), Spread(13, 9, 14), False),
-        (Spread(10, 8, 12), Spread(10, 10, 10), True),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "agree"), [
+    (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
+    (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
+    (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
+    (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
+    # Medians between the other's percentiles.
+    (Spread(10, 8, 12), Spread(11, 9, 12), True),
+    (Spread(10, 8, 12), Spread(11, 10.5, 12), False),
+    (Spread(10, 8, 12), Spread(13, 9, 14), False),
+    (Spread(10, 8, 12), Spread(10, 10, 10), True),
+])  # fmt: skip
 def test_two_agree_where_each_lies_in_the_others_interval(a: Any, b: Any, agree: bool) -> None:
     made: Any = pair if isinstance(a, Ratio) else change
     assert made("calls/one", a, b).agrees is made("calls/one", b, a).agrees is agree

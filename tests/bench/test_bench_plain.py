@@ -139,17 +139,14 @@ def test_touch_on_reserved_pages() -> None:
     assert info.value.errno == errno.ENOMEM
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("touch", lambda: plain.touch(4096, 4096, "4k", [NO_CPU])),
-        ("touch", lambda: plain.touch(4096, 0, "4k", CPUS)),
-        ("scan", lambda: plain.scan([], [])),
-        ("scan", lambda: plain.scan([], [-1, -1])),
-        ("copy_by_threads", lambda: plain.copy_by_threads(0, 0, 0, [1 << 20])),
-        ("fill_by_threads", lambda: plain.fill_by_threads(0, 0, 0, [NO_CPU] * 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "call"), [
+    ("touch", lambda: plain.touch(4096, 4096, "4k", [NO_CPU])),
+    ("touch", lambda: plain.touch(4096, 0, "4k", CPUS)),
+    ("scan", lambda: plain.scan([], [])),
+    ("scan", lambda: plain.scan([], [-1, -1])),
+    ("copy_by_threads", lambda: plain.copy_by_threads(0, 0, 0, [1 << 20])),
+    ("fill_by_threads", lambda: plain.fill_by_threads(0, 0, 0, [NO_CPU] * 2)),
+])  # fmt: skip
 def test_errors_name_the_function(name: str, call: Callable[[], object]) -> None:
     if NO_CPU in CPUS:
         pytest.skip(f"this process may use CPU {NO_CPU}")
@@ -245,15 +242,12 @@ def test_what_of_a_file_is_in_huge_pages(path: Path) -> None:
         assert (share > 0) == (staged.granted.huge_bytes > 0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "calls"),
-    [
-        ([1.0, 1.0, 9.0], 2),  # the first one is not known to be fast
-        ([9.0, 1.0, 9.0], 2),
-        ([1.0, 9.0, 1.0, 9.0], 3),
-        ([1.0, 9.0, 9.0, 9.0, 1.0], 4),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "calls"), [
+    ([1.0, 1.0, 9.0], 2),  # the first one is not known to be fast
+    ([9.0, 1.0, 9.0], 2),
+    ([1.0, 9.0, 1.0, 9.0], 3),
+    ([1.0, 9.0, 9.0, 9.0, 1.0], 4),
+])  # fmt: skip
 def test_memory_is_touched_until_that_is_fast(
     seconds: list[float], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,14 +44,10 @@ def test_sides_alternate_and_each_begins_in_turn() -> None:
     assert (measured.n_dropped, measured.n_disturbed) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("taken", "kept", "dropped", "disturbed"),
-    [
-        ([0.0, 0.5, 0.0, 0.3, 0.0], [1, 3, 5], 2, 0),
-        ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
-    ],
-    ids=["run again", "none is quiet: the quietest, in the order of the rounds"],
-)
+@pytest.mark.parametrize(("taken", "kept", "dropped", "disturbed"), [
+    ([0.0, 0.5, 0.0, 0.3, 0.0], [1, 3, 5], 2, 0),
+    ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
+], ids=["run again", "none is quiet: the quietest, in the order of the rounds"])  # fmt: skip
 def test_disturbed_rounds_are_dropped(
     taken: list[float],
     kept: list[float],
@@ -94,31 +90,25 @@ def test_another_process_on_our_cpu_is_found() -> None:
             other.kill()
 
 
-@pytest.mark.parametrize(
-    ("late", "others", "taken"),
-    [
-        (0.0, 0.0, 0.0),
-        (0.01, 0.08, 0.0),  # as always
-        (0.03, 0.0, 0.03),
-        (0.0, 0.2, 0.1),  # of two CPUs
-        (0.1, 0.5, 0.35),
-    ],
-)
+@pytest.mark.parametrize(("late", "others", "taken"), [
+    (0.0, 0.0, 0.0),
+    (0.01, 0.08, 0.0),  # as always
+    (0.03, 0.0, 0.03),
+    (0.0, 0.2, 0.1),  # of two CPUs
+    (0.1, 0.5, 0.35),
+])  # fmt: skip
 def test_what_was_taken(late: float, others: float, taken: float) -> None:
     before = Uses(10.0, 1.0, 100.0, 50.0, 2)
     after = Uses(11.0, 1.0 + late, 101.0 + others, 51.0, 2)
     assert before.taken_since(after) == pytest.approx(taken)
 
 
-@pytest.mark.parametrize(
-    ("cores", "expected"),
-    [
-        ("abcd", [3, 2, 1, 0]),
-        ("aabb", [3, 1, 2, 0]),  # siblings have numbers that follow each other
-        ("abab", [3, 2, 1, 0]),
-        ("aaab", [3, 2, 1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("cores", "expected"), [
+    ("abcd", [3, 2, 1, 0]),
+    ("aabb", [3, 1, 2, 0]),  # siblings have numbers that follow each other
+    ("abab", [3, 2, 1, 0]),
+    ("aaab", [3, 2, 1, 0]),
+])  # fmt: skip
 def test_a_cpu_of_each_core_comes_first(
     cores: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,13 +153,10 @@ def test_what_passes_say_is_added() -> None:
 # ---- a case in its process ----
 
 
-@pytest.mark.parametrize(
-    ("error", "failed", "is_error"),
-    [
-        (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
-        (AssertionError("sides differ"), "AssertionError: sides differ", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "failed", "is_error"), [
+    (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
+    (AssertionError("sides differ"), "AssertionError: sides differ", True),
+])  # fmt: skip
 def test_an_error_is_kept_and_so_is_what_was_measured_before(
     error: Exception, failed: str, is_error: bool
 ) -> None:
@@ -190,21 +187,18 @@ def test_a_record_is_the_same_after_json() -> None:
     assert "[ 1.0, 2.5, -3e-09 ]" in text  # a pass a line, not a figure
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("machine", None),
-        ("seconds", "3"),
-        ("versions", {"numpy": 2}),
-        ("suites 0 conditions", None),
-        ("suites 0 cases 0 unit", 5),
-        ("suites 0 cases 0 facts", []),
-        ("suites 0 cases 0 sides 0 role", "other"),
-        ("suites 0 cases 0 sides 0 passes", [["1"]]),
-        ("suites 0 cases 0 sides 0 passes", [[math.nan]]),
-        ("suites 0 cases 0 targets 0 kind", "other"),
-    ],
-)
+@pytest.mark.parametrize(("place", "value"), [
+    ("machine", None),
+    ("seconds", "3"),
+    ("versions", {"numpy": 2}),
+    ("suites 0 conditions", None),
+    ("suites 0 cases 0 unit", 5),
+    ("suites 0 cases 0 facts", []),
+    ("suites 0 cases 0 sides 0 role", "other"),
+    ("suites 0 cases 0 sides 0 passes", [["1"]]),
+    ("suites 0 cases 0 sides 0 passes", [[math.nan]]),
+    ("suites 0 cases 0 targets 0 kind", "other"),
+])  # fmt: skip
 def test_a_field_of_another_type_is_refused_by_name(place: str, value: Any) -> None:
     document = whole_record(record("one", 1.0, targets=[FASTER])).to_dict()
     *path, last = place.split()
@@ -216,19 +210,16 @@ def test_a_field_of_another_type_is_refused_by_name(place: str, value: Any) -> N
         Record.from_dict(document)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected the schema 'unimem.bench/1', found None"),
-        ('{"schema": "unimem.report/1"}', "found 'unimem.report/1'"),
-        ('{"schema": "unimem.bench/1"}', "damaged record"),
-        ('{"schema": "unimem.bench/1", "suites": [{"cases": [{}]}]}', "damaged record"),
-        ('{"schema": "unimem.bench/1", "suites": 1}', "damaged record"),
-        ("{", "Expecting property name"),
-        ("\x00", "expected a record in JSON: Expecting value"),
-        pytest.param("[" * 100_000, "expected a record in JSON: ", id="deep"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[]", "expected the schema 'unimem.bench/1', found None"),
+    ('{"schema": "unimem.report/1"}', "found 'unimem.report/1'"),
+    ('{"schema": "unimem.bench/1"}', "damaged record"),
+    ('{"schema": "unimem.bench/1", "suites": [{"cases": [{}]}]}', "damaged record"),
+    ('{"schema": "unimem.bench/1", "suites": 1}', "damaged record"),
+    ("{", "Expecting property name"),
+    ("\x00", "expected a record in JSON: Expecting value"),
+    pytest.param("[" * 100_000, "expected a record in JSON: ", id="deep"),
+])  # fmt: skip
 def test_a_file_that_is_no_record(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(text)

@@ -93,14 +93,11 @@ def test_a_ratio_has_its_interval() -> None:
     assert 1 < float(low[1:]) < float(value) < float(high[:-1])
 
 
-@pytest.mark.parametrize(
-    ("unit", "figures", "head", "cells"),
-    [
-        ("ms", (0.5, 7082.0), "median", ["500 us", "", "7.08 s", "14,164x faster"]),
-        ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
-        ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
-    ],
-)
+@pytest.mark.parametrize(("unit", "figures", "head", "cells"), [
+    ("ms", (0.5, 7082.0), "median", ["500 us", "", "7.08 s", "14,164x faster"]),
+    ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
+    ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
+])  # fmt: skip
 def test_units_suit_the_figures(
     unit: str, figures: tuple[float, float], head: str, cells: list[str]
 ) -> None:
@@ -137,15 +134,12 @@ def test_speeds_grow_with_threads() -> None:
     assert made.notes[0] == "unimem grows as n^0.50 (0.50 to 0.50): less than linear"
 
 
-@pytest.mark.parametrize(
-    ("made", "problem", "line"),
-    [
-        (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
-        (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
-        *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
-            for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("made", "problem", "line"), [
+    (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
+    (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
+    *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
+        for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
+])  # fmt: skip
 def test_what_was_not_measured(made: CaseRecord, problem: str, line: str) -> None:
     table = case_table(made)
     assert (table.table, table.notes) == (None, ())
@@ -253,19 +247,16 @@ def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
     assert made.summary == "0 of 2 targets met, 2 not measured"
 
 
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
-        (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
-        (
-            Target("cost", "unimem, copied", "read", False, 1.05, 2),
-            "unimem, copied: costs at most 1.05x as much as read",
-        ),
-        (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
-        (at_most(0, 2), "at most 0 ms"),
-        (grows(0.5), "grows no faster than n^0.5"),
-    ],
-)
+@pytest.mark.parametrize(("target", "text"), [
+    (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
+    (
+        Target("cost", "unimem, copied", "read", False, 1.05, 2),
+        "unimem, copied: costs at most 1.05x as much as read",
+    ),
+    (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
+    (at_most(0, 2), "at most 0 ms"),
+    (grows(0.5), "grows no faster than n^0.5"),
+])  # fmt: skip
 def test_claims_are_sentences(target: Target, text: str) -> None:
     assert claim(case(unit="ms"), target) == text
 

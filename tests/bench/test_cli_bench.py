@@ -87,22 +87,19 @@ def file(tmp_path: Path) -> Path:
 # ---- usage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("nonsense", "no suite 'nonsense': there are calls, "),
-        ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
-        ("calls --json --markdown", "expected one of --json and --markdown, got both"),
-        ("--from a --compare b c", "expected one of --list, --from, --compare, --advise"),
-        ("calls --from a", "SUITE is not for --from"),
-        ("--output a --from b", "--output is not for --from"),
-        ("--compare a b --json", "--json is not for --compare"),
-        ("--list --plots a", "--plots is not for --list"),
-        ("--advise a --case b", "--case is not for --advise"),
-        ("--compare a", "--compare"),
-        ("--quick --nonsense", "--nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("nonsense", "no suite 'nonsense': there are calls, "),
+    ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
+    ("calls --json --markdown", "expected one of --json and --markdown, got both"),
+    ("--from a --compare b c", "expected one of --list, --from, --compare, --advise"),
+    ("calls --from a", "SUITE is not for --from"),
+    ("--output a --from b", "--output is not for --from"),
+    ("--compare a b --json", "--json is not for --compare"),
+    ("--list --plots a", "--plots is not for --list"),
+    ("--advise a --case b", "--case is not for --advise"),
+    ("--compare a", "--compare"),
+    ("--quick --nonsense", "--nonsense"),
+])  # fmt: skip
 def test_wrong_usage_ends_with_2(words: str, text: str) -> None:
     screen = show("bench", *words.split())
     assert (screen.code, screen.out) == (2, "")
@@ -120,15 +117,12 @@ def test_help_is_short_and_all_that_it_names_is_in_the_document() -> None:
     assert all(f"`{name}`" in table for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "No such file or directory"),
-        ("{", "Expecting property name"),
-        ('{"schema": "unimem.plan/1"}', "expected the schema 'unimem.bench/1'"),
-        ("[]", "expected the schema 'unimem.bench/1'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    (None, "No such file or directory"),
+    ("{", "Expecting property name"),
+    ('{"schema": "unimem.plan/1"}', "expected the schema 'unimem.bench/1'"),
+    ("[]", "expected the schema 'unimem.bench/1'"),
+])  # fmt: skip
 def test_files_that_are_no_records(tmp_path: Path, text: str | None, sentence: str) -> None:
     path = tmp_path / "none.json"
     if text is not None:
@@ -287,16 +281,13 @@ def test_an_interrupt_keeps_what_was_measured(
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(
-    ("option", "place", "says"),
-    [
-        *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
-        *(
-            (opt, "file", "file: expected a folder, and it is a file\n")
-            for opt in ("--dir", "--plots")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("option", "place", "says"), [
+    *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
+    *(
+        (opt, "file", "file: expected a folder, and it is a file\n")
+        for opt in ("--dir", "--plots")
+    ),
+])  # fmt: skip
 def test_what_cannot_be_written_is_refused_before(
     option: str, place: str, says: str, measured: Measured, tmp_path: Path
 ) -> None:

@@ -181,17 +181,13 @@ def test_a_page_without_figures(planned: Planned) -> None:
     assert screen.lines[-1] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"batch": 4, "sessions": 2, "window": 512, "pages": "2m", "numa": "bind:0"},
-         ["KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads",
-          "pages 2m numa bind:0"]),
-        ({"spilled_bytes": GIB},
-         ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
-    ],
-    ids=["what was asked for", "what spills"],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"batch": 4, "sessions": 2, "window": 512, "pages": "2m", "numa": "bind:0"},
+     ["KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads",
+      "pages 2m numa bind:0"]),
+    ({"spilled_bytes": GIB},
+     ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
+], ids=["what was asked for", "what spills"])  # fmt: skip
 def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
     planned(replace(PLAN, **changes))
     text = " ".join(show("plan", "m.gguf").plain.split())
@@ -206,23 +202,20 @@ def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
     assert re.search(r"^total on cuda:0 +4\.0 GiB$", page, re.M)
 
 
-@pytest.mark.parametrize(
-    ("made", "line"),
-    [
-        (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
-        (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
-        (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
-        (
-            replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
-            "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k.",
-        ),
-        (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
-        (
-            replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
-            "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("made", "line"), [
+    (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
+    (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
+    (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+    (
+        replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
+        "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k.",
+    ),
+    (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
+    (
+        replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
+        "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300.",
+    ),
+])  # fmt: skip
 def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
     planned(made)
     screen = show("plan", "m.gguf")

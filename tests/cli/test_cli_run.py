@@ -369,46 +369,38 @@ def sessions(model: Path, chat_model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
-        (["--resume", "random.gguf"], 1, "random.gguf: "),
-        (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
-        (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
-        (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
-        (["--resume", "other.session"], 1, "other.session: expected a session of model"),
-        (["--resume", "damaged.session"], 1, "damaged.session: the data's checksum"),
-        (["--resume", "a.session", "--ctx", "20"], 3, "session of 25 tokens does not fit in the "
-         "context of 20"),
-        (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
-         "of 0 tokens and 6 more do not fit in the context of 30"),
-        (["--window", "601"], 1, "window: expected at most the context, 600"),
-        (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
+    (["--resume", "random.gguf"], 1, "random.gguf: "),
+    (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
+    (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
+    (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
+    (["--resume", "other.session"], 1, "other.session: expected a session of model"),
+    (["--resume", "damaged.session"], 1, "damaged.session: the data's checksum"),
+    (["--resume", "a.session", "--ctx", "20"], 3, "session of 25 tokens does not fit in the "
+     "context of 20"),
+    (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
+     "of 0 tokens and 6 more do not fit in the context of 30"),
+    (["--window", "601"], 1, "window: expected at most the context, 600"),
+    (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
 def test_a_session_that_does_not_fit_is_refused(
     sessions: Path, arguments: list[str], code: int, said: str
 ) -> None:
     assert_fails(sessions, code, said, "random.gguf", *arguments, "--json")
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("folder", "folder: Is a directory"),
-        ("new/", "new/: Is a directory"),
-        ("", ": Is a directory"),
-        ("pipe", "pipe: Is not a regular file"),
-        ("/dev/null", "/dev/null: Is not a regular file"),
-        ("/proc/unimem.session", "/proc/unimem.session: "),
-        ("n" * 300, "File name too long"),
-        ("loop", "loop: Too many levels of symbolic links"),
-        ("dangling", "nowhere/file: No such file or directory"),
-    ],
-    ids=lambda value: value[:30],
-)
+@pytest.mark.parametrize(("target", "said"), [
+    ("folder", "folder: Is a directory"),
+    ("new/", "new/: Is a directory"),
+    ("", ": Is a directory"),
+    ("pipe", "pipe: Is not a regular file"),
+    ("/dev/null", "/dev/null: Is not a regular file"),
+    ("/proc/unimem.session", "/proc/unimem.session: "),
+    ("n" * 300, "File name too long"),
+    ("loop", "loop: Too many levels of symbolic links"),
+    ("dangling", "nowhere/file: No such file or directory"),
+], ids=lambda value: value[:30])  # fmt: skip
 def test_a_session_that_could_not_be_saved_is_refused_at_once(
     tmp_path: Path, target: str, said: str
 ) -> None:
@@ -422,15 +414,11 @@ def test_a_session_that_could_not_be_saved_is_refused_at_once(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
-        (MemoryError("no room for it"), 3, "no room for it"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-    ids=["disk", "memory", "Ctrl-C"],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
+    (MemoryError("no room for it"), 3, "no room for it"),
+    (KeyboardInterrupt(), 130, ""),
+], ids=["disk", "memory", "Ctrl-C"])  # fmt: skip
 def test_when_saving_fails_what_was_made_is_shown(
     model: Path, session: Path, error: BaseException, code: int, said: str, monkeypatch: Patch
 ) -> None:
@@ -454,29 +442,25 @@ def test_when_saving_fails_what_was_made_is_shown(
 # ---- failures ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
-        (["."], 1, ".: A directory: give a model file in it"),
-        (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
-        (["none.gguf"], 1, "'none'"),
-        (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),
-        (["random.gguf", "--chat"], 2, "--chat needs a message"),
-        (["random.gguf", "-n", "0"], 2, "--tokens"),
-        (["random.gguf", "-n", "many"], 2, "--tokens"),
-        (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
-        (["random.gguf", "--temperature", "nan"], 2, "temperature"),
-        (["random.gguf", "--temperature", "inf"], 2, "temperature"),
-        (["random.gguf", "--top-p", "0"], 2, "top_p"),
-        (["random.gguf", "-p", os.fsdecode(b"\xff")], 2, "expected text in UTF-8"),
-        (["random.gguf", "more.gguf"], 2, "more.gguf"),
-        (["random.gguf", "--ctx", "8", "-n", "20"], 3, "do not fit in the context of 8"),
-        (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
-        (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
+    (["."], 1, ".: A directory: give a model file in it"),
+    (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
+    (["none.gguf"], 1, "'none'"),
+    (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),
+    (["random.gguf", "--chat"], 2, "--chat needs a message"),
+    (["random.gguf", "-n", "0"], 2, "--tokens"),
+    (["random.gguf", "-n", "many"], 2, "--tokens"),
+    (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
+    (["random.gguf", "--temperature", "nan"], 2, "temperature"),
+    (["random.gguf", "--temperature", "inf"], 2, "temperature"),
+    (["random.gguf", "--top-p", "0"], 2, "top_p"),
+    (["random.gguf", "-p", os.fsdecode(b"\xff")], 2, "expected text in UTF-8"),
+    (["random.gguf", "more.gguf"], 2, "more.gguf"),
+    (["random.gguf", "--ctx", "8", "-n", "20"], 3, "do not fit in the context of 8"),
+    (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
+    (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
 def test_a_failure_is_a_sentence_and_an_exit_code(
     model: Path, arguments: list[str], code: int, said: str
 ) -> None:
@@ -486,13 +470,10 @@ def test_a_failure_is_a_sentence_and_an_exit_code(
     assert_fails(model.parent, code, said, *arguments, *(["--json"] if code == 3 else []))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--ctx 0", f"--ctx {2**31}", "--threads 0", "--kv-dtype q9", "--load mmap", "--pages 3k"),
-        *("--temperature -1", "--top-k -1", "--seed -1", "--window 0", "--unknown"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    *("--ctx 0", f"--ctx {2**31}", "--threads 0", "--kv-dtype q9", "--load mmap", "--pages 3k"),
+    *("--temperature -1", "--top-k -1", "--seed -1", "--window 0", "--unknown"),
+])  # fmt: skip
 def test_an_option_that_is_wrong_is_named(model: Path, words: str) -> None:
     assert_fails(model.parent, 2, words.split(maxsplit=1)[0], model, *words.split())
 
@@ -697,18 +678,14 @@ def test_lines_on_a_terminal_end_between_words() -> None:
     assert " ".join(lines).split() == story.split()
 
 
-@pytest.mark.parametrize(
-    ("pieces", "lines"),
-    [
-        (["One day, ", "Maya wal", "ked"], ["One day,", "Maya", "walked"]),
-        (["1234567 9"], ["1234567", "9"]),
-        (["12345678 9"], ["12345678", "9"]),
-        (["a\n\n  b"], ["a", "", "  b"]),
-        (["ab abcdefghijkl"], ["ab", "abcdefgh", "ijkl"]),
-        (["日本語日本語"], ["日本語日", "本語"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("pieces", "lines"), [
+    (["One day, ", "Maya wal", "ked"], ["One day,", "Maya", "walked"]),
+    (["1234567 9"], ["1234567", "9"]),
+    (["12345678 9"], ["12345678", "9"]),
+    (["a\n\n  b"], ["a", "", "  b"]),
+    (["ab abcdefghijkl"], ["ab", "abcdefgh", "ijkl"]),
+    (["日本語日本語"], ["日本語日", "本語"]),
+], ids=str)  # fmt: skip
 def test_text_flows_in_lines_of_eight_columns(pieces: list[str], lines: list[str]) -> None:
     flow = terminal.Flow(8)
     shown = "".join(flow.push(piece) for piece in pieces) + flow.flush()

@@ -345,13 +345,10 @@ def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> 
 # ---- what goes wrong -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("raise SystemExit(1)", "its process has ended"),
-        ("import os, sys; os.write(int(sys.argv[2]), b'12 no memory'); sys.exit(1)", "no memory"),
-    ],
-)
+@pytest.mark.parametrize(("script", "said"), [
+    ("raise SystemExit(1)", "its process has ended"),
+    ("import os, sys; os.write(int(sys.argv[2]), b'12 no memory'); sys.exit(1)", "no memory"),
+])  # fmt: skip
 @pytest.mark.parametrize("backing", ["auto", "shm"])
 def test_a_holder_that_fails_at_its_start(
     script: str, said: str, backing: str, model: Path, tmp_path: Path, monkeypatch: Patch
@@ -420,14 +417,11 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     assert "does not fit" in err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
-        *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
-        *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
+    *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
+    *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
+])  # fmt: skip
 def test_wrong_usage(words: str) -> None:
     code, out, err = run(*words.split())
     assert (code, out) == (2, "")
@@ -462,17 +456,11 @@ def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterato
         process.communicate("\n")
 
 
-@pytest.mark.parametrize(
-    ("options", "listed"),
-    [
-        ({}, True),
-        ({"owner": 65534}, False),
-        ({"seals": fcntl.F_SEAL_GROW}, False),
-        ({"schema": "other"}, False),
-        ({"granted": []}, False),
-        ({"more": 1}, False),
-    ],
-)
+@pytest.mark.parametrize(("options", "listed"), [
+    ({}, True),                            ({"owner": 65534}, False),
+    ({"seals": fcntl.F_SEAL_GROW}, False), ({"schema": "other"}, False),
+    ({"granted": []}, False),              ({"more": 1}, False),
+])  # fmt: skip
 def test_only_a_sealed_note_of_this_user_is_believed(
     options: dict[str, Any], listed: bool, tmp_path: Path
 ) -> None:

@@ -114,15 +114,12 @@ def test_the_first_report_has_not_grown() -> None:
     assert {line[-2:] for line in state_of(BEFORE).lines()} == {(0, 0)}
 
 
-@pytest.mark.parametrize(
-    ("sort", "first"),
-    [
-        ("category", ["weights:q8_0", "weights:f32", "kv"]),
-        ("size", ["weights:q8_0", "staging", "libraries"]),
-        ("resident", ["weights:q8_0", "kv", "kv on cuda:0"]),
-        ("growth", ["kv", "staging", "weights:q8_0"]),
-    ],
-)
+@pytest.mark.parametrize(("sort", "first"), [
+    ("category", ["weights:q8_0", "weights:f32", "kv"]),
+    ("size", ["weights:q8_0", "staging", "libraries"]),
+    ("resident", ["weights:q8_0", "kv", "kv on cuda:0"]),
+    ("growth", ["kv", "staging", "weights:q8_0"]),
+])  # fmt: skip
 def test_orders(sort: str, first: list[str]) -> None:
     assert [line.category for line in state_of(sort=sort).lines()][:3] == first
 
@@ -240,15 +237,12 @@ def test_scrolling_ends_where_the_lines_do() -> None:
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [
-        ("80x24", {}),
-        ("80x24_mappings", {"shows_mappings": True, "late_seconds": 5.0}),
-        ("60x15_ascii", {"sort": "growth", "is_paused": True}),
-        ("120x24", {"sort": "size"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "chosen"), [
+    ("80x24", {}),
+    ("80x24_mappings", {"shows_mappings": True, "late_seconds": 5.0}),
+    ("60x15_ascii", {"sort": "growth", "is_paused": True}),
+    ("120x24", {"sort": "size"}),
+])  # fmt: skip
 def test_pictures(name: str, chosen: dict[str, object]) -> None:
     width, height = map(int, name.partition("_")[0].split("x"))
     shown = text_of(state_of(**chosen), width, height, blocks=not name.endswith("_ascii"))

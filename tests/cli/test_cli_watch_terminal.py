@@ -217,15 +217,11 @@ def test_the_process_ends(shell: Terminal) -> None:
     assert_sane(shell)
 
 
-@pytest.mark.parametrize(
-    ("broken", "code"),
-    [
-        # A process that holds the lock of its memory lets readers wait.
-        ("samples.report = lambda pid: time.sleep(1000)", 0),
-        ("watch.frame = lambda *_, **__: 1 / 0", 1),
-    ],
-    ids=["a read that never ends", "a picture that fails"],
-)
+@pytest.mark.parametrize(("broken", "code"), [
+    # A process that holds the lock of its memory lets readers wait.
+    ("samples.report = lambda pid: time.sleep(1000)", 0),
+    ("watch.frame = lambda *_, **__: 1 / 0", 1),
+], ids=["a read that never ends", "a picture that fails"])  # fmt: skip
 def test_whatever_happens(
     shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int
 ) -> None:
@@ -278,15 +274,10 @@ def test_lines_of_json_until_an_interrupt(decoder: int) -> None:
         assert each["decoders"]["kv_tokens"] >= 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ((2**22 + 1,), 1, "process"),
-        ((1, "--count", 0), 2, "--count"),
-        ((1, "--interval", 0), 2, "--interval"),
-    ],
-    ids=["no such process", "no count", "no interval"],
-)
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    ((2**22 + 1,), 1, "process"),            ((1, "--count", 0), 2, "--count"),
+    ((1, "--interval", 0), 2, "--interval"),
+], ids=["no such process", "no count", "no interval"])  # fmt: skip
 def test_what_cannot_be_watched(arguments: tuple[object, ...], code: int, says: str) -> None:
     screen = show("report", *arguments, "--watch")
     assert (screen.code, screen.out) == (code, "")
