@@ -635,15 +635,10 @@ CHANGES: dict[str, Change] = {
 # What the fields of an entry may not be, by number: category, name, address, size, reserved,
 # requested, path, parts.
 FIELDS: list[tuple[int, list[Any]]] = [
-    (0, [None, "x" * 65, ""]),
-    (1, [5]),
-    (2, [-1, 2**64 - 4096, 1e30, float("nan"), True]),
-    (3, [2 * MIB]),
-    (4, [-1, 2**64]),
-    (5, [[], {"pages": {"a": 1}}, {"nbytes": float("nan")}]),
-    (6, [1]),
-    (7, [None]),
-]
+    (0, [None, "x" * 65, ""]), (1, [5]), (2, [-1, 2**64 - 4096, 1e30, float("nan"), True]),
+    (3, [2 * MIB]), (4, [-1, 2**64]), (5, [[], {"pages": {"a": 1}}, {"nbytes": float("nan")}]),
+    (6, [1]), (7, [None]),
+]  # fmt: skip
 
 
 def field(number: int, value: Any) -> Change:

@@ -64,11 +64,9 @@ def test_what_differs_most_comes_first() -> None:
     b = run(case("one", 20, 40, 90), case("two", 11, 22, at=(1024, 4096)), case("three", 10, 10))
     found = compare(a, b)
     assert [(pair.name, pair.other, pair.a.value, pair.b.value) for pair in found.pairs] == [
-        ("calls/three", "peer 0", 4.0, 1.0),
-        ("calls/one", "peer 1", 3.0, 4.5),
-        ("calls/one", "peer 0", 2.0, 2.0),
-        ("calls/two 1 KiB", "peer 0", 2.0, 2.0),
-    ]
+        ("calls/three", "peer 0", 4.0, 1.0), ("calls/one", "peer 1", 3.0, 4.5),
+        ("calls/one", "peer 0", 2.0, 2.0), ("calls/two 1 KiB", "peer 0", 2.0, 2.0),
+    ]  # fmt: skip
     assert [pair.agrees for pair in found.pairs] == [False, False, True, True]
     assert found.share == 0.5
     assert [(each.name, each.a.median, each.b.median) for each in found.changes] == [

@@ -67,13 +67,10 @@ def strange_names() -> SuiteRecord:
         wide: ("limit", lambda n: 3 * n),
     }
     bars = case(
-        f"names/{'a-name-' * 20}",
-        SENTENCE,
-        f"pieces of {LONG}",
-        levels({ours: 5.0}, {LONG: 7e6}, {wide: 1.0}),
-        EXACTLY_ONE,
+        f"names/{'a-name-' * 20}", SENTENCE, f"pieces of {LONG}",
+        levels({ours: 5.0}, {LONG: 7e6}, {wide: 1.0}), EXACTLY_ONE,
         targets=[faster(LONG, 2.0, 3, side=ours)],
-    )
+    )  # fmt: skip
     units = "bytes/s", f"bytes of {'a very ' * 9}long thing"
     lines = scaling_case("names/lines", SENTENCE, units, [1024.0, 2048.0, 1e9], laws)
     return suite("names", SENTENCE, bars, lines, plain("names/$x$ and $y_1$", peer=6.0))

@@ -154,11 +154,9 @@ def test_measure_keeps_sides_with_their_roles(measure: Callable[[bool], Measure]
     given.fact("nbytes", 4096)
     record = given.record()
     assert [(side.name, side.role, side.passes) for side in record.sides] == [
-        ("a", "unimem", [[1.0] * 4]),
-        ("b", "peer", [[2.0] * 4]),
-        ("c", "limit", [[3.0] * 4]),
+        ("a", "unimem", [[1.0] * 4]), ("b", "peer", [[2.0] * 4]), ("c", "limit", [[3.0] * 4]),
         ("moved", "unimem", [[0.0]]),
-    ]
+    ]  # fmt: skip
     assert record.left_out == {"torch": "torch is not installed"}
     assert record.facts == {"nbytes": 4096}
     assert record.targets == [faster("b", 2, issue=2)]

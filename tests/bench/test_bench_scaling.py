@@ -99,11 +99,9 @@ def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: pytest.Monk
     roots(measure)
     record = measure.record()
     assert [(each.name, each.role, each.at, len(each.passes[0])) for each in record.sides] == [
-        ("unimem", "unimem", 10, 9),
-        ("unimem", "unimem", 1000, 9),
-        ("peer", "peer", 1000, 9),
+        ("unimem", "unimem", 10, 9), ("unimem", "unimem", 1000, 9), ("peer", "peer", 1000, 9),
         ("limit", "limit", 10, 9),
-    ]
+    ]  # fmt: skip
     assert set(calls[:4]) == {("unimem", 10), ("unimem", 1000), ("peer", 1000), ("limit", 10)}
     assert calls[0] != calls[4], "the one that begins changes"
     assert stats.growth(record, "unimem").exponent == pytest.approx(0.5, abs=0.06)

@@ -46,11 +46,9 @@ def tabled(*sides: SideRecord, **rest: Any) -> tuple[CaseTable, Table]:
 
 
 FOUR_SIDES = [
-    ours(50.0, 40.0, 60.0),
-    side("np.empty", 100.0, 80.0, 120.0),
-    side("a faster peer", 25.0, 20.0, 30.0),
-    side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
-]
+    ours(50.0, 40.0, 60.0), side("np.empty", 100.0, 80.0, 120.0),
+    side("a faster peer", 25.0, 20.0, 30.0), side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
+]  # fmt: skip
 
 
 # ---- cases --------------------------------------------------------------------------------------
@@ -58,13 +56,9 @@ FOUR_SIDES = [
 
 def test_a_row_a_side() -> None:
     made, table = tabled(
-        *FOUR_SIDES,
-        side("equal", 50.0, 40.0, 60.0),
-        left_out=NO_TORCH,
-        facts={"bytes": 16384, "huge": True},
-        rounds_dropped=3,
-        rounds_disturbed=1,
-    )
+        *FOUR_SIDES, side("equal", 50.0, 40.0, 60.0), left_out=NO_TORCH,
+        facts={"bytes": 16384, "huge": True}, rounds_dropped=3, rounds_disturbed=1,
+    )  # fmt: skip
     assert (made.name, made.question) == ("calls/take", "What does take cost?")
     assert (made.problem, made.is_error) == (None, False)
     assert table.head == ("", "", "median (5 to 95 %)", "unimem against it")

@@ -163,11 +163,9 @@ def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
 def test_the_example_of_the_document(tmp_path: Path) -> None:
     documented = case(
         *("calls/append", "What does one token of 2 KiB of K and 2 KiB of V cost?", "ns"),
-        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}),
-        Rounds(noise=0.06),
-        left_out={"torch": "torch is not installed"},
-        rounds_dropped=3,
-    )
+        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}), Rounds(noise=0.06),
+        left_out={"torch": "torch is not installed"}, rounds_dropped=3,
+    )  # fmt: skip
     path = written(tmp_path, record(suite("calls", "What do calls cost?", documented)))
     example = CLI.split("\n### What bench shows\n")[1].split("```text\n")[1].split("```")[0]
     assert example in show("bench", "--from", path).out

@@ -130,27 +130,15 @@ def test_the_page(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         fingerprint = weights.fingerprint
     assert_lines(
-        out,
-        r"model +A \\x1b\[2Jname",
-        r"architecture +none",
-        rf"parameters +{BIG // 4 + 65:,} in 3 tensors",
-        r"context +4,096 tokens",
-        r"format +GGUF",
-        rf"files +{re.escape(str(model))} \(3\.0 MiB\)",
-        rf"fingerprint +{fingerprint}",
-        r"type +tensors +size +share",
-        r"f32 +2  3\.0 MiB  100\.0%  █{47}",
-        r"q8_0 +1     68 B    0\.0%",
-        r"total +3  3\.0 MiB",
-        r'tokens +\[3 strings\] "<s>" "a\\nb" "ö"',
-        r"many +\[1,000 int32\] 0 1 2 .* \.\.\.",
-        r"nested +\[1 array\] \[2 int8\] 1 2",
-        r"template +first line\\nsecond x+ \.\.\.",
-        r"eps +1e-05",
-        r"infinite +inf",
-        r"flag +true",
-        r"evil\\x1b\]0;key +7",
-    )
+        out, r"model +A \\x1b\[2Jname", r"architecture +none",
+        rf"parameters +{BIG // 4 + 65:,} in 3 tensors", r"context +4,096 tokens", r"format +GGUF",
+        rf"files +{re.escape(str(model))} \(3\.0 MiB\)", rf"fingerprint +{fingerprint}",
+        r"type +tensors +size +share", r"f32 +2  3\.0 MiB  100\.0%  █{47}",
+        r"q8_0 +1     68 B    0\.0%", r"total +3  3\.0 MiB",
+        r'tokens +\[3 strings\] "<s>" "a\\nb" "ö"', r"many +\[1,000 int32\] 0 1 2 .* \.\.\.",
+        r"nested +\[1 array\] \[2 int8\] 1 2", r"template +first line\\nsecond x+ \.\.\.",
+        r"eps +1e-05", r"infinite +inf", r"flag +true", r"evil\\x1b\]0;key +7",
+    )  # fmt: skip
     assert "offset" not in out
     assert "in RAM" not in out
 

@@ -659,10 +659,8 @@ def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
     if subprocess.run([*unshare, "true"], check=False).returncode:
         pytest.skip("this process may not make a PID namespace")
     done = subprocess.run(
-        [*unshare, "sh", "-c", script, sys.executable, str(model)],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+        [*unshare, "sh", "-c", script, sys.executable, str(model)], capture_output=True,
+        check=False, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert kept(tmp_path) == []

@@ -35,16 +35,12 @@ GROWN = SIZES | {
     "staging": (512 * MIB, 4 * MIB, None),
 }
 NOW = sample(
-    12.0,
-    report(GROWN),
-    faults=(3000, 5),
-    read=3 * MIB,
-    cpu=3.0,
+    12.0, report(GROWN), faults=(3000, 5), read=3 * MIB, cpu=3.0,
     published=DECODER | {"n_generated_tokens": 701, "kv_tokens": 812, "kv_active_bytes": 139 * MIB},
     paged_in_bytes=10 * MIB,
     pressure=(Pressure("machine", 0.25, 0.0), Pressure("cgroup /a", 12.5, 3.0)),
     limits=(MACHINE, CGROUP),
-)
+)  # fmt: skip
 
 
 def state_of(*samples: object, **chosen: object) -> State:
