@@ -99,9 +99,6 @@ def assert_adds_up(process: Process, mappings: Sequence[Mapping], rows: Sequence
     assert list(mappings) == sorted(mappings, key=lambda mapping: mapping.address)
 
 
-# ---- any process --------------------------------------------------------------------------------
-
-
 @st.composite
 def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
     """Areas with holes between them, and entries that begin and end anywhere in areas."""
@@ -173,9 +170,6 @@ def assert_sums_are_the_kernel_s(process: Invented, entries: list[Entry]) -> Non
             assert mapping.nbytes <= min(one.nbytes, n_there)
             if n_there == one.reserved_bytes:
                 assert mapping.nbytes == one.nbytes
-
-
-# ---- one entry ----------------------------------------------------------------------------------
 
 
 def sizes(rows: Iterable[Row]) -> dict[str, int]:
@@ -339,9 +333,6 @@ def test_the_pages_are_those_that_are_there(fields: Any, pages: tuple[str, int])
         assert (thing.granted.pages, thing.granted.page_bytes) == pages
 
 
-# ---- what is not unimem's -----------------------------------------------------------------------
-
-
 # Access and category, and paths.
 KINDS = {
     ("rw-p", "allocator"): ["[heap]", "[anon: glibc: malloc arena]"],
@@ -388,8 +379,6 @@ def test_shares_sum_up_and_are_within_one_of_exact(total: int, weights: list[int
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share * sum(weights) - total * weight) < sum(weights)
 
-
-# ---- real processes -----------------------------------------------------------------------------
 
 CHILD = """
 import mmap, sys

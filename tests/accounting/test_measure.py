@@ -26,9 +26,6 @@ def take(n: int, category: str = "scratch") -> None:
     um.Block(n * MIB, pages="4k", category=category).close()
 
 
-# ---- memory ----
-
-
 def test_peaks_are_of_the_block_and_not_of_the_process() -> None:
     take(64)
     with um.measure() as m:
@@ -90,9 +87,6 @@ def test_threads_that_map_meanwhile_are_seen_by_all() -> None:
     assert seen == [all_of_it.peaks["diagnostics"]] * 4
 
 
-# ---- faults, calls, allocations ----
-
-
 def test_each_page_touched_is_a_fault() -> None:
     with um.Block(64 * PAGE, pages="4k") as block:
         array = block.as_array()
@@ -148,9 +142,6 @@ def test_time_goes_on_until_the_end() -> None:
     assert m.seconds == m.seconds > first
 
 
-# ---- its own cost ----
-
-
 def test_measuring_takes_nothing() -> None:
     """In a loop: no fault, no call, no memory, not even in the first rounds."""
     gc.collect()
@@ -170,9 +161,6 @@ def test_measuring_takes_nothing() -> None:
         assert m.n_os_calls == m.n_allocations == m.allocated_bytes == 0
         assert not any(m.growth.values())
     assert tries[-1].malloc_bytes in (0, None)
-
-
-# ---- use ----
 
 
 def taken(function: Any) -> int:

@@ -122,9 +122,6 @@ def blob(kind: str, nbytes: int = MIB) -> bytes:
     return st.write({"t": ("F16", (nbytes // 2,))})
 
 
-# ---- types --------------------------------------------------------------------------------------
-
-
 def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps: Maps) -> None:
     import gguf
 
@@ -215,9 +212,6 @@ def test_not_more_files_are_remembered_than_a_process_has(
     assert len(model_maps._headers) == 2
 
 
-# ---- which files --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["GGUF", "safetensors"])
 def test_blobs_are_known_by_what_they_begin_with(mapped: Mapped, kind: str) -> None:
     path = mapped("sha256-" + "0" * 64, blob(kind))
@@ -287,9 +281,6 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: pytest.Mo
     monkeypatch.setattr(model_maps, "_find_file", look)
     models(process)
     assert files.isdisjoint((call.args[1].device, call.args[1].inode) for call in look.mock_calls)
-
-
-# ---- where they are -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a b.gguf", "a\nb.gguf", "a\\012b.gguf", "x.gguf (deleted)"])

@@ -83,9 +83,6 @@ sys.stdin.read()
         assert process.communicate()[1] == ""
 
 
-# ---- a process and those who look at it ----
-
-
 def test_another_process_sees_entries_and_counters() -> None:
     script = """
         import atexit
@@ -185,9 +182,6 @@ def test_nothing_is_left_at_the_end(run_python: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- when it is written ----
-
-
 def test_entries_are_those_of_the_last_time_they_were_published() -> None:
     shown.publish()
     with um.Block(MIB, name="mine"):
@@ -275,9 +269,6 @@ def test_counting_costs_no_fault_and_no_call() -> None:
         assert m.n_os_calls == m.n_allocations == 0
         faults.append(m.thread_minor_faults)
     assert 0 in faults
-
-
-# ---- engines ----
 
 
 def test_engines_add_up_and_what_they_counted_stays() -> None:
@@ -375,9 +366,6 @@ def test_a_decoder_counts_its_tokens() -> None:
         scratch = decoder.layout.scratch.block.address
     assert counted() == [3 * len(prompt), 4, 0, 0]
     assert scratch not in {entry.address for entry in look().entries}
-
-
-# ---- forks and failures ----
 
 
 def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Run) -> None:
@@ -481,9 +469,6 @@ def test_descriptors_run_out(n_more: int) -> None:
     assert n_more > 1 or shown.failure() is not None
 
 
-# ---- more than there is room for ----
-
-
 def entry_of(i: int, nbytes: int, **fields: Any) -> Entry:
     return Entry("other", f"block {i} " + 80 * "x", (i + 1) << 40, nbytes, nbytes)._replace(
         **fields
@@ -513,8 +498,6 @@ def test_names_that_a_terminal_would_obey_are_shown_without_that(
     shown.publish()
     assert look().entries == (entry._replace(name="?[2Jname?", path="/a??/ü.gguf"),)
 
-
-# ---- what anybody may have written ----
 
 Change = Callable[[dict[str, Any]], object]
 

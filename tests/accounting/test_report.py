@@ -45,9 +45,6 @@ def mapped(category: str) -> int:
     return sum(row.nbytes for row in um.report().rows if row.category == category)
 
 
-# ---- this process -------------------------------------------------------------------------------
-
-
 def row_of(report: Report, category: str, device: str | None = None) -> Row:
     (row,) = (row for row in report.rows if (row.category, row.device) == (category, device))
     return row
@@ -185,8 +182,6 @@ def test_a_forked_child_reports_on_itself() -> None:
         os.waitpid(pid, 0)
 
 
-# ---- another process ----------------------------------------------------------------------------
-
 CHILD = """
 import sys
 import unimem as um
@@ -243,9 +238,6 @@ def test_processes_that_are_none() -> None:
         um.report(0)
     with pytest.raises(TypeError):
         um.report("1")  # type: ignore[arg-type]
-
-
-# ---- texts --------------------------------------------------------------------------------------
 
 
 def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:

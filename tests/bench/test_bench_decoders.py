@@ -42,9 +42,6 @@ def model(folder: Path) -> Path:
     return write_model(folder, "15m", "q8_0")
 
 
-# ---- models ----
-
-
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_a_model_is_the_same_to_unimem_and_llama_cpp(folder: Path, kind: models.Kind) -> None:
     pytest.importorskip("cyllama", reason="compares with llama.cpp: pip install cyllama")
@@ -95,9 +92,6 @@ def test_a_model_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(NotMeasured, match="pip install gguf"):
         write_model(tmp_path, "15m", "q8_0")
     assert os.listdir(tmp_path) == []
-
-
-# ---- processes ----
 
 
 def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
@@ -183,9 +177,6 @@ def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
     return str(script)
 
 
-# ---- reserved huge pages ----
-
-
 def reserved_pages() -> int:
     """Count the pages that stay; others in the pool go once nothing uses them."""
     if not huge_pages.POOL.exists():
@@ -266,9 +257,6 @@ def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Monke
         huge_pages.reserved(4 * HUGE_PAGE),
     ):
         pass
-
-
-# ---- cases ----
 
 
 @pytest.fixture

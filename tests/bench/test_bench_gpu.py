@@ -59,9 +59,6 @@ def test_without_a_gpu_nothing_is_measured(no_gpu: str, name: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- over host memory ---------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("cuda", "gives_memory_back")
 def test_arrays_of_a_tape_again_and_for_the_first_time() -> None:
     n = 5

@@ -67,9 +67,6 @@ def test_an_empty_call_converts_and_does_nothing() -> None:
         EmptyCall().call(-1, 64)
 
 
-# ---- memory ----
-
-
 def test_copy(words: NDArray[np.uint64]) -> None:
     to = np.zeros_like(words)
     half, source, target = words.nbytes // 16 * 8, words.ctypes.data, to.ctypes.data
@@ -154,8 +151,6 @@ def test_errors_name_the_function(name: str, call: Callable[[], object]) -> None
         call()
 
 
-# ---- files ----
-
 WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
     *(("read", {}), ("read", {"populate": True}), ("touch", {})),
     *(("pread", {"threads": 3}), ("pread", {"threads": 2, "populate": True})),
@@ -204,9 +199,6 @@ def test_errors_of_files_name_the_function(path: Path) -> None:
     for offset, request_bytes in ((0, 100), (0, 0), (1 << 30, PAGE)):
         with pytest.raises(OSError, match="load of libunimem-bench: Invalid argument"):
             plain.load(path, offset, "pread", request_bytes, cpus=CPUS)
-
-
-# ---- states ----
 
 
 def test_drop_and_heat(path: Path) -> None:

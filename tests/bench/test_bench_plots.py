@@ -136,9 +136,6 @@ def panel(found: CaseRecord) -> Any:
     return axes
 
 
-# ---- legible ------------------------------------------------------------------------------------
-
-
 class Box(NamedTuple):
     """Where a line of text is drawn, in pixels."""
 
@@ -228,9 +225,6 @@ def test_text_is_large_enough_and_paper_is_white() -> None:
             assert text.get_fontsize() >= 8
 
 
-# ---- bars ---------------------------------------------------------------------------------------
-
-
 def test_bars_are_as_long_as_the_medians_and_the_limit_goes_through_all() -> None:
     found = plain("calls/take", ours=40.0, peer=110.0, limit=30.0)
     axes = panel(found)
@@ -265,9 +259,6 @@ def test_what_differs_too_much_for_bars_is_drawn_as_points() -> None:
     assert [(line.get_xdata()[0], line.get_marker()) for line in points] == [
         (stats.spread(side).median, marker) for side, marker in zip(found.sides, "osD", strict=True)
     ]
-
-
-# ---- lines --------------------------------------------------------------------------------------
 
 
 def test_lines_are_over_logarithms_with_their_exponents() -> None:
@@ -312,9 +303,6 @@ def test_threads_are_held_against_the_ideal(unit: str, factors: list[float]) -> 
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["unimem"]
 
 
-# ---- targets ------------------------------------------------------------------------------------
-
-
 def marks(figure: Any) -> Iterator[tuple[float, Any]]:
     """Where the medians of the targets are drawn, from the top to the bottom."""
     (axes,) = figure.axes
@@ -357,9 +345,6 @@ def test_targets_of_nothing_and_beyond_the_axis() -> None:
     assert shown["o"] == 1  # 0 of 0
     assert shown[">"] > 1  # 0 of 0.5, and what is a million times as fast
     assert shown["<"] < 1  # 3 of 0
-
-
-# ---- sheets and files ---------------------------------------------------------------------------
 
 
 def test_a_panel_of_each_suite_in_the_overview() -> None:

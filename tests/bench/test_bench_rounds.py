@@ -134,9 +134,6 @@ def test_a_stopwatch_counts_its_runs_and_prepares_outside(
     assert found == runs
 
 
-# ---- declarations ----
-
-
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[[bool], Measure]:
     """Make what a case measures with, in a quick run or a whole one."""

@@ -126,9 +126,6 @@ def test_an_interrupt_ends_the_process_by_a_signal_that_it_can_handle(
     assert ended.exists()
 
 
-# ---- merging ----
-
-
 def test_a_side_that_a_pass_lacks_is_empty_there() -> None:
     both = [ours([1.0]), SideRecord("torch", "peer", [[2.0]])]
     case = record("one")
@@ -150,9 +147,6 @@ def test_what_passes_say_is_added() -> None:
     assert merged.facts == {"n": 1, "m": 2}
 
 
-# ---- a case in its process ----
-
-
 @pytest.mark.parametrize(("error", "failed", "is_error"), [
     (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
     (AssertionError("sides differ"), "AssertionError: sides differ", True),
@@ -169,9 +163,6 @@ def test_an_error_is_kept_and_so_is_what_was_measured_before(
     found = measure(suite.cases[0], quick=True, folder=Path())
     assert (found.failed, found.is_error) == (failed, is_error)
     assert found.side("unimem") == ours([1.0])
-
-
-# ---- records ----
 
 
 def whole_record(case: CaseRecord) -> Record:

@@ -40,9 +40,6 @@ def test_a_spread_is_over_all_passes() -> None:
         stats.spread(ours([], []))
 
 
-# ---- ratios ----
-
-
 @pytest.mark.parametrize(
     ("a", "b", "unit", "speed"),
     [
@@ -121,9 +118,6 @@ def test_student(freedom: float, expected: float) -> None:
     assert stats.student_t(freedom) == pytest.approx(expected, rel=0.04)
 
 
-# ---- growth ----
-
-
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
 def test_an_exponent_is_found(exponent: float) -> None:
     rng = np.random.default_rng(0)
@@ -156,8 +150,6 @@ def test_sizes_are_those_that_were_measured() -> None:
     assert found.at == 100
     assert stats.subject(of, 1.0) is None
 
-
-# ---- verdicts ----
 
 NOISE = list(np.exp(np.random.default_rng(1).permuted(np.linspace(-0.3, 0.3, 31))))
 

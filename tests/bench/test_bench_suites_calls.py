@@ -46,9 +46,6 @@ def test_every_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     check_case(case, run_case(case, folder, monkeypatch))
 
 
-# ---- calls --------------------------------------------------------------------------------------
-
-
 def test_peers_of_an_append(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "torch")
     record = run_case(case_of("calls/append"), folder, monkeypatch)
@@ -73,9 +70,6 @@ def test_c_copies_the_same_bytes_to_the_same_rows() -> None:
         with pytest.raises(AssertionError, match="did not write what it was given"):
             calls.copies(cache, v, k)
         del keys, values
-
-
-# ---- accounting ---------------------------------------------------------------------------------
 
 
 def test_the_others_are_alive_while_a_call_is_measured(
@@ -106,9 +100,6 @@ def test_the_model_that_is_planned(folder: Path) -> None:
     with um.open_weights(path) as weights:
         assert list(weights.tensors) == [tensor.name for tensor in reader.tensors]
         assert weights.nbytes == sum(int(tensor.n_bytes) for tensor in reader.tensors)
-
-
-# ---- files --------------------------------------------------------------------------------------
 
 
 def test_a_header_is_what_gguf_py_reads(tmp_path: Path) -> None:
@@ -142,9 +133,6 @@ def test_a_file_is_made_once_and_whole(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-# ---- gguf ---------------------------------------------------------------------------------------
-
-
 def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "ggml", "gguf")
     for name, peer, package in (
@@ -160,9 +148,6 @@ def test_different_strings_are_no_result(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gguf.ReaderField, "contents", lambda _field: ["another"])
     with pytest.raises(AssertionError, match="unimem and gguf-py read different strings"):
         run_case(case_of("gguf/open, strings decoded"), folder, monkeypatch)
-
-
-# ---- verify -------------------------------------------------------------------------------------
 
 
 def test_what_the_kernel_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +170,6 @@ def test_what_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(limits, "available_bytes", lambda: verify.ROOM_BYTES + MIB)
     with pytest.raises(NotMeasured, match=r"wants .* GiB of memory, .* there are 2\.0 GiB"):
         run_case(case_of("verify/4k pages"), folder, monkeypatch)
-
-
-# ---- buffers ------------------------------------------------------------------------------------
 
 
 def test_the_graphs_are_those_of_the_engine_and_of_every_architecture() -> None:

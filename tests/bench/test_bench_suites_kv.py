@@ -61,9 +61,6 @@ def test_tokens_in_other_rows_count_as_moved() -> None:
     assert after.tolist() == [[n - 2, n - 1, 0]] * 4
 
 
-# ---- who does something else ----
-
-
 class WithoutValues(um.KVCache):
     """A cache that appends K twice."""
 
@@ -124,9 +121,6 @@ def test_tokens_differ() -> None:
         assert len({token.tobytes() for token in part}) == 1000
 
 
-# ---- what is not there ----
-
-
 @pytest.mark.parametrize(("package", "name"), PEERS)
 def test_a_peer_that_is_not_installed_is_left_out(
     package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,9 +164,6 @@ def test_too_little_room_is_said(
         monkeypatch.setattr("unimem_bench.states.available_bytes", lambda: 1000)
     with pytest.raises(NotMeasured, match=rf"wants .* GB of {what}, 0.0 GB are free"):
         run_case(case_of(f"snapshot/{name}"), tmp_path, monkeypatch)
-
-
-# ---- snapshots that are not ----
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suite, "ready", lambda nbytes, cpus: None)
 
 
-# ---- files ----
-
-
 @pytest.mark.parametrize("kind", get_args(Format))
 def test_a_file_has_the_sum_that_it_says(folder: Path, kind: Format) -> None:
     file = weight_file(folder, kind, 2)
@@ -89,9 +86,6 @@ def test_a_file_is_as_large_as_fits(
     with open(tmp_path / "weights-3x64MiB.gguf", "wb") as there:
         there.truncate(TENSOR_BYTES)
     assert tensors_that_fit(tmp_path, 60) == 1
-
-
-# ---- cases ----
 
 
 @pytest.mark.parametrize("case", cases_of("first-touch", "load"))

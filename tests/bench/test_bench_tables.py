@@ -51,9 +51,6 @@ FOUR_SIDES = [
 ]  # fmt: skip
 
 
-# ---- cases --------------------------------------------------------------------------------------
-
-
 def test_a_row_a_side() -> None:
     made, table = tabled(
         *FOUR_SIDES, side("equal", 50.0, 40.0, 60.0), left_out=NO_TORCH,
@@ -149,9 +146,6 @@ def test_what_was_measured_in_part_has_a_table_and_a_problem() -> None:
 def test_a_suite_says_what_it_took() -> None:
     made = replace(suite("calls", "What do calls cost?", case(ours(50.0)), seconds=75), n_passes=5)
     assert suite_title(made) == "What do calls cost? (5 passes, 1:15)"
-
-
-# ---- targets ------------------------------------------------------------------------------------
 
 
 def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
@@ -253,9 +247,6 @@ def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
 ])  # fmt: skip
 def test_claims_are_sentences(target: Target, text: str) -> None:
     assert claim(case(unit="ms"), target) == text
-
-
-# ---- the machine, and Markdown ------------------------------------------------------------------
 
 
 def test_the_machine_is_named() -> None:

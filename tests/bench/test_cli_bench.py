@@ -84,9 +84,6 @@ def file(tmp_path: Path) -> Path:
     return written(tmp_path)
 
 
-# ---- usage --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("words", "text"), [
     ("nonsense", "no suite 'nonsense': there are calls, "),
     ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
@@ -133,9 +130,6 @@ def test_files_that_are_no_records(tmp_path: Path, text: str | None, sentence: s
         assert "none.json: " in screen.err
         assert sentence in screen.err
         assert screen.err.count("\n") == 1
-
-
-# ---- what is shown ------------------------------------------------------------------------------
 
 
 def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
@@ -218,9 +212,6 @@ def test_the_list_has_every_case_and_claim() -> None:
         assert line.endswith(".") == bool(each.targets)
     only = show("bench", "--list", "calls", "--case", "address", "--quick")
     assert len(only.lines) < len(wide.lines)
-
-
-# ---- measuring ----------------------------------------------------------------------------------
 
 
 def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
@@ -380,9 +371,6 @@ def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: pytest.MonkeyP
     assert asked == [(Path("m.gguf"), {"quick": bool(words), "as_json": bool(words)})]
 
 
-# ---- plots and the page -------------------------------------------------------------------------
-
-
 @needs_matplotlib
 def test_plots_are_written(measured: Measured, tmp_path: Path) -> None:
     measured(SMALL)
@@ -448,9 +436,6 @@ def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
         {path.name for path in page.with_suffix("").iterdir()} for page in (PAGE, made)
     )
     assert there == wanted
-
-
-# ---- real runs ----------------------------------------------------------------------------------
 
 
 def test_a_case_is_measured(tmp_path: Path) -> None:

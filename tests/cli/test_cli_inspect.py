@@ -120,9 +120,6 @@ def half_in_ram(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
-
 def test_the_page(model: Path) -> None:
     out = page_of(model)
     assert not CONTROL.search(out)
@@ -200,9 +197,6 @@ def test_a_model_without_tensors_and_metadata(tmp_path: Path) -> None:
     assert document_of(path, "--residency")["tensors"] == []
 
 
-# ---- the picture --------------------------------------------------------------------------------
-
-
 def picture_of(out: str) -> tuple[list[str], str]:
     """The lines of one file's picture, and the line below them."""
     *lines, key = out[out.index("\nin RAM\n") :].splitlines()[3:]
@@ -260,9 +254,6 @@ def test_looking_brings_nothing_in(half_in_ram: Path) -> None:
         assert weights.residency().resident_bytes == before
 
 
-# ---- the document -------------------------------------------------------------------------------
-
-
 def test_the_document(model: Path) -> None:
     document = document_of(model, "--residency", "--tensors")
     with um.open_weights(model, load="map") as weights:
@@ -305,9 +296,6 @@ def test_content_hash(model: Path) -> None:
     assert_lines(page_of(model, "--content-hash"), f"content +{digest}")
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
 def test_failures(tmp_path: Path, model: Path) -> None:
     none, broken = tmp_path / "none.gguf", tmp_path / "broken.gguf"
     assert run(none) == (1, "", f"unimem: {none}: No such file or directory\n")
@@ -329,9 +317,6 @@ def test_a_header_that_cannot_be_read_is_of_a_file(header: Any) -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "the path")
 
 
-# ---- what a terminal shows ----------------------------------------------------------------------
-
-
 def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "x\nfiles  good.gguf (1 GiB)\u202e"
     folder.mkdir()
@@ -343,9 +328,6 @@ def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
     err = run(folder).err
     assert err.count("\n") == 1
     assert "\u202e" not in err
-
-
-# ---- the bar ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -117,9 +117,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     return give
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
-
 def test_the_page(planned: Planned) -> None:
     planned(PLAN)
     assert show("plan", "some/mistral.gguf") == (0, PAGE, "")
@@ -249,9 +246,6 @@ def test_nothing_is_wider_than_the_line_nor_obeyed(
     assert screen.lines[-1].endswith("). No context fits.")
 
 
-# ---- which plan ---------------------------------------------------------------------------------
-
-
 def test_options_are_those_of_the_library(planned: Planned) -> None:
     asked = planned(PLAN)
     show("plan", "m.gguf")
@@ -299,9 +293,6 @@ def test_the_document_is_that_of_the_library(planned: Planned) -> None:
         screen = show("plan", "m.gguf", "--json", columns=80)
         assert (screen.code, screen.err) == (0 if made.fits else 3, "")
         assert screen.out == made.to_json() + "\n"
-
-
-# ---- real plans ---------------------------------------------------------------------------------
 
 
 def test_the_model_in_the_package() -> None:

@@ -144,9 +144,6 @@ def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path
         yield pid, path
 
 
-# ---- one process --------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("invented")
 def test_the_page() -> None:
     assert show("report", 1234) == (0, PAGE, "")
@@ -251,9 +248,6 @@ def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
     assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
 
 
-# ---- which process ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("invented")
 def test_the_list() -> None:
     assert show("report") == (0, LIST, "")
@@ -311,9 +305,6 @@ def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch
     assert processes.find() == Processes((), 1)
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
 def test_no_such_process() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
@@ -344,9 +335,6 @@ def test_wrong_usage_ends_with_2(words: str) -> None:
     assert (screen.code, screen.out) == (2, "")
 
 
-# ---- watching -----------------------------------------------------------------------------------
-
-
 def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(watch, "watch", lambda *options: asked.append(options))
@@ -359,9 +347,6 @@ def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (screen.code, screen.out) == (1, "")
     assert "2 processes have a model: name one" in screen.err
     assert show("report", 7, "--watch", "--mappings").code == 2
-
-
-# ---- a terminal ---------------------------------------------------------------------------------
 
 
 def test_on_a_terminal(holder: tuple[int, Path]) -> None:

@@ -79,9 +79,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_constant_model(folder / "chat.gguf", spm_vocab().metadata | added)
 
 
-# ---- what it prints ------------------------------------------------------------------------
-
-
 def test_without_a_terminal_text_and_tables_are_plain_lines(model: Path) -> None:
     out = page_of(model, "-p", "Hello", "-n", "20")
     assert out.startswith("Hello")
@@ -188,9 +185,6 @@ def test_what_a_terminal_would_obey_is_written_out(model: Path) -> None:
     assert out.startswith(f"Hi{visible}\n\nmemory")
 
 
-# ---- options -------------------------------------------------------------------------------
-
-
 def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(model: Path) -> None:
     chance = ("-p", "Hi", "-n", "40", "--temperature", "1.5", "--top-k", "0")
     first = run_json(model, *chance)
@@ -266,9 +260,6 @@ def assert_fails(folder: Path, code: int, said: str, *arguments: object) -> None
     assert (screen.code, screen.out) == (code, "")
     assert said in " ".join(screen.err.split())
     assert len(screen.err.splitlines()) <= (4 if code == 2 else 1)
-
-
-# ---- windows and sessions ------------------------------------------------------------------
 
 
 def test_a_window(model: Path) -> None:
@@ -439,9 +430,6 @@ def test_when_saving_fails_what_was_made_is_shown(
     assert len(screen.err.splitlines()) == (1 if said else 0)
 
 
-# ---- failures ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
     (["."], 1, ".: A directory: give a model file in it"),
@@ -515,9 +503,6 @@ def test_help_and_commands_that_there_are_not() -> None:
     code, out, err = show("walk")
     assert (code, out) == (2, "")
     assert "walk" in err
-
-
-# ---- the other end goes away ---------------------------------------------------------------
 
 
 # It makes twelve tokens, and waits for a line before it makes more.
@@ -648,9 +633,6 @@ def test_without_a_token_nothing_is_saved(model: Path, session: Path, monkeypatc
     code, out, _ = run(*arguments, "--json")
     assert (code, json.loads(out)["session"]["saved"]) == (130, None)
     assert not session.exists()
-
-
-# ---- on a terminal -------------------------------------------------------------------------
 
 
 def test_on_a_terminal(model: Path) -> None:

@@ -130,9 +130,6 @@ def kib(pid: int, name: str) -> int:
     return int(status(pid, name).split()[0])
 
 
-# ---- staging ---------------------------------------------------------------------------------
-
-
 def test_only_the_path_goes_to_standard_output(model: Path, tmp_path: Path) -> None:
     code, out, err = run(model)
     assert code == 0
@@ -241,9 +238,6 @@ def test_json(model: Path) -> None:
     assert json.loads(run(model, "--json").out) == document | {"reused": True}
 
 
-# ---- the lock --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
 def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     if limits.memlock() is not None:
@@ -272,9 +266,6 @@ def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
     assert kept(tmp_path) == []
     with cli_stage.open_weights(model, load="map") as weights:
         assert weights.residency().resident_bytes >= model.stat().st_size // 4096 * 4096
-
-
-# ---- what is staged, and its end -------------------------------------------------------------
 
 
 def test_the_list(model: Path, tmp_path: Path) -> None:
@@ -340,9 +331,6 @@ def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> 
         assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
     again = stage(model, "--backing", backing)
     assert read_elsewhere(again) == model.read_bytes()
-
-
-# ---- what goes wrong -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("script", "said"), [
@@ -501,9 +489,6 @@ def test_a_setuid_program_of_another_user_is_no_holder() -> None:
             process.kill()
 
 
-# ---- whatever happens, no good copy is lost and none is kept that nobody knows of -------------
-
-
 def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", "shm")
     shutil.rmtree(os.path.dirname(path))
@@ -581,9 +566,6 @@ def test_a_note_may_be_long(model: Path) -> None:
         drop(held)
 
 
-# ---- one at a time ---------------------------------------------------------------------------
-
-
 def name_of(model: Path) -> str:
     key = hashlib.sha256(os.fsencode(model)).hexdigest()[:32]
     return f"\0unimem-stage-{os.geteuid()}-{key}"
@@ -629,9 +611,6 @@ def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
         assert code == 0
         assert "waiting" not in err
         other.communicate("\n")
-
-
-# ---- the holder ------------------------------------------------------------------------------
 
 
 def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> None:

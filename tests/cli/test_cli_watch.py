@@ -64,9 +64,6 @@ def text_of(state: State, width: int = 80, height: int = 24, *, blocks: bool = T
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-# ---- rates ---------------------------------------------------------------------------------------
-
-
 def test_rates_are_differences_by_time() -> None:
     assert rates(BEFORE, NOW) == Rates(1500.0, 2.5, 1.5 * MIB, 5 * MIB, 1.5, 0.0, 100.5)
 
@@ -87,9 +84,6 @@ def test_another_process_with_the_number_is_not_this_one() -> None:
     assert "another process's" in state.ended
     assert (state.now, state.n_samples) == (NOW, 2)
     assert "another process's" in text_of(state, 120)
-
-
-# ---- lines ---------------------------------------------------------------------------------------
 
 
 def test_growth_is_since_the_last_report_and_since_the_first() -> None:
@@ -147,9 +141,6 @@ def test_lines_are_made_once_for_each_report() -> None:
     lines = state.lines()
     state.take(sample(13.0, report()))
     assert state.lines() is not lines
-
-
-# ---- keys ----------------------------------------------------------------------------------------
 
 
 def test_keys() -> None:
@@ -228,9 +219,6 @@ def test_scrolling_ends_where_the_lines_do() -> None:
     assert first_line("page down", "down").startswith("logits")
     assert first_line("up").startswith("scratch")
     assert first_line("home").startswith("weights:q8_0")
-
-
-# ---- pictures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "chosen"), [

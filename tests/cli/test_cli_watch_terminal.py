@@ -241,9 +241,6 @@ def test_whatever_happens(
     assert_sane(shell)
 
 
-# ---- without a terminal --------------------------------------------------------------------------
-
-
 def test_blocks_of_text_in_a_pipe(decoder: int) -> None:
     ended = run_command("report", decoder, "--watch", "--interval", 0.3, "--count", 2)
     assert (ended.code, ended.err) == (0, "")
