@@ -28,6 +28,7 @@ from unimem.accounting.rows import Mapping, Row
 from unimem.system.placement import Placement
 from unimem.system.process import Area, Process, read_process
 
+Patch = pytest.MonkeyPatch
 PAGE = mmap.PAGESIZE
 BASE = 0x7F00_0000_0000
 
@@ -295,8 +296,8 @@ def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
     assert mapping.nbytes == 3 * PAGE
 
 
-def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
-    monkeypatch: pytest.MonkeyPatch,
+def test_work_grows_with_what_there_is_and_not_with_its_square(
+    monkeypatch: Patch,
 ) -> None:
     class Counted(list[Any]):
         n_read = 0

@@ -33,6 +33,7 @@ from unimem.accounting.model_maps import MappedModel, library_files, models
 from unimem.system.process import Area, read_process
 from unimem.weights.staging import held as stage_held
 
+Patch = pytest.MonkeyPatch
 MIB = 1 << 20
 Maps = Callable[..., mmap.mmap]
 Mapped = Callable[[str, bytes], Path]
@@ -184,9 +185,7 @@ def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -
         um.open_weights(parts[1])
 
 
-def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
-    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypatch: Patch) -> None:
     n = 20_000
     tensors = [g.tensor(f"t{i}", (32,), g.F32, 128 * i) for i in range(n)]
     path = mapped("long.gguf", g.with_data(g.head(n, 0), *tensors, nbytes=128 * n)[0])
@@ -202,9 +201,7 @@ def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
     assert read.call_count == 2
 
 
-def test_not_more_files_are_remembered_than_a_process_has(
-    tmp_path: Path, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: Patch) -> None:
     monkeypatch.setattr(model_maps, "_HEADERS_MAX", 2)
     for i in range(5):
         mapped(f"{i}.gguf", g.everything())
@@ -239,9 +236,7 @@ def test_other_files_are_no_models(mapped: Mapped, head: bytes) -> None:
     ("x.safetensors", st.file('{"a": 1}', 10), ""),
     ("blob", b"GGUF" + bytes(2 * MIB), "version"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_a_broken_file_is_weights_of_no_known_type(
-    mapped: Mapped, name: str, raw: bytes, problem: str
-) -> None:
+def test_broken_files_have_no_type(mapped: Mapped, name: str, raw: bytes, problem: str) -> None:
     one = only(mapped(name, raw))
     assert (one.format, one.architecture, one.name) == (None, None, None)
     assert one.problem is not None
@@ -250,9 +245,7 @@ def test_a_broken_file_is_weights_of_no_known_type(
     assert one.parts(area) == [("weights", area.start, area.nbytes, None, None)]
 
 
-def test_a_file_that_cannot_be_read_is_tried_again(
-    model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_tried_again(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     maps(model)
     with monkeypatch.context() as patch:
         error = OSError(5, "Input/output error")
@@ -269,7 +262,7 @@ def test_areas_can_be_left_out(model: Path, maps: Maps) -> None:
     assert models(process, [area])[0].areas == (area,)
 
 
-def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) -> None:
     process = read_process()
     files = library_files(process.areas)
     program = os.stat("/proc/self/exe")
@@ -309,9 +302,7 @@ def test_a_model_that_was_replaced_by_what_must_not_be_opened(model: Path, maps:
     assert (one.path, one.state) == (str(model), "replaced")
 
 
-def test_a_model_that_nothing_leads_to_is_known_by_its_name(
-    model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     unnamed = model.with_name("blob")
     unnamed.write_bytes(blob("GGUF"))
     for path in (model, unnamed):
@@ -382,7 +373,7 @@ def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) 
         assert {each.path: each.source for each in found("/same.gguf")} == sources
 
 
-def test_files_in_layers(model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     """The device of a btrfs, and of an overlayfs, is another one in smaps than in stat."""
     maps(model)
     (area,) = only(model).areas

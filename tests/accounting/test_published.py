@@ -29,6 +29,7 @@ from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
 
+Patch = pytest.MonkeyPatch
 MIB = 1 << 20
 
 
@@ -192,9 +193,7 @@ def test_entries_are_those_of_the_last_time_they_were_published() -> None:
     assert "mine" not in names()
 
 
-def test_a_refresh_writes_only_where_memory_may_have_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refresh_writes_only_where_memory_may_have_changed(monkeypatch: Patch) -> None:
     shown.refresh()
     assert published(os.getpid()) is None  # nobody has asked for it to be shown
     shown.publish()
@@ -209,7 +208,7 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(
     assert written.call_count == 1
 
 
-def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: Patch) -> None:
     """As a collection does, which may come anywhere."""
     tallies, blocks = [shown.Tally()], []
 
@@ -227,9 +226,7 @@ def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.Mo
     blocks[0].close()
 
 
-def test_what_was_interrupted_is_written_by_the_next_refresh(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_interrupted_is_written_by_the_next_refresh(monkeypatch: Patch) -> None:
     def interrupted(text: bytes) -> int:
         raise KeyboardInterrupt
 
@@ -403,9 +400,7 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Ru
     assert done.stdout == "[2, 2, 0, 0]\n"
 
 
-def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(monkeypatch: Patch) -> None:
     def refuse(name: str, flags: int) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -426,7 +421,7 @@ def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
     assert counted() == [0, 0, 0, 0]
 
 
-def test_a_python_without_memfds_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_memfds_shows_nothing(monkeypatch: Patch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     shown.Tally().count(1, 1)
     assert "without memfd_create" in str(shown.failure())
@@ -437,9 +432,7 @@ def test_a_python_without_memfds_shows_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
-def test_kernels_that_do_not_say_it(
-    monkeypatch: pytest.MonkeyPatch, field: str, is_known: bool
-) -> None:
+def test_kernels_that_do_not_say_it(monkeypatch: Patch, field: str, is_known: bool) -> None:
     """Without containers a process has one number; what may be no memfd is not opened."""
     read = shown._lines
 
@@ -475,9 +468,7 @@ def entry_of(i: int, nbytes: int, **fields: Any) -> Entry:
     )
 
 
-def test_of_more_entries_than_have_room_the_largest_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_more_entries_than_have_room_the_largest_are_kept(monkeypatch: Patch) -> None:
     sizes = [4096 * (1 + i * 7919 % 5000) for i in range(5000)]
     entries = tuple(entry_of(i, nbytes) for i, nbytes in enumerate(sizes))
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: entries)
@@ -490,9 +481,7 @@ def test_of_more_entries_than_have_room_the_largest_are_kept(
     assert list(found.entries) == [entry for entry in entries if entry.nbytes >= kept[-1]]
 
 
-def test_names_that_a_terminal_would_obey_are_shown_without_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_names_that_a_terminal_would_obey_are_shown_without_that(monkeypatch: Patch) -> None:
     entry = entry_of(0, 4096, name="\x1b[2Jname\n", path="/a\udcff\r/ü.gguf")
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: (entry,))
     shown.publish()
@@ -649,7 +638,7 @@ def test_the_ledger_is_found_behind_fakes_and_other_files() -> None:
         assert NAME in names()
 
 
-def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: Patch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     torn = image(sum=1)
@@ -660,7 +649,7 @@ def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: pytest.M
     assert len(waited) <= shown._TRIES + shown._MOST_FOUND
 
 
-def test_what_is_half_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_half_written_is_waited_for(monkeypatch: Patch) -> None:
     whole, torn = image(), image(sum=1)
     with fake(torn) as fd:
         monkeypatch.setattr(time, "sleep", lambda _: os.pwrite(fd, whole, 0))

@@ -82,9 +82,7 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
     {"pages": "thp", "warm": True},
     {"pages": "2m", "strict": True},
 ], ids=str)  # fmt: skip
-def test_a_mapping_is_placed_as_its_block(
-    options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_a_mapping_is_as_its_block(options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if options["pages"] == "thp" and not huge_page_bytes():
         pytest.skip("this kernel gives no transparent huge pages")
     if options["pages"] == "2m":

@@ -20,12 +20,13 @@ from unimem_bench.suites import gpu as suite
 from unimem_bench.suites.gpu import Statement
 from unimem_bench.worker import measure
 
+Patch = pytest.MonkeyPatch
 CASES = {case.name: case for case in suites.load_suite("gpu").cases}
 TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suite.SHAPE)
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+def no_gpu(monkeypatch: Patch) -> str:
     """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
 
@@ -102,9 +103,7 @@ def test_a_rate_is_of_all_bytes_until_the_device_has_them(host_gpu: Any) -> None
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_what_is_uploaded_has_the_sum_that_was_written(
-    cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_have_the_sum(cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     from host_gpu import numpy_of
 
     monkeypatch.setattr(weight_files, "SHAPE", (16, 64))
@@ -121,9 +120,7 @@ def test_what_is_uploaded_has_the_sum_that_was_written(
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_torch_is_left_out_where_it_is_not_installed_or_sees_no_gpu(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_may_be_left_out(is_installed: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     reason = "torch is not installed"
     if is_installed:
         torch = pytest.importorskip("torch", reason=reason)

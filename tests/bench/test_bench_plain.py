@@ -23,6 +23,8 @@ from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain, states
 from unimem_bench.suite import NotMeasured
 
+Patch = pytest.MonkeyPatch
+Words = NDArray[np.uint64]
 PAGE = mmap.PAGESIZE
 CPUS = sorted(os.sched_getaffinity(0))
 NO_CPU = 1023  # which this process may not use
@@ -31,14 +33,14 @@ N_WORDS = 300_000  # more than a huge page, and no whole number of pages
 
 
 @pytest.fixture(scope="module")
-def words() -> NDArray[np.uint64]:
+def words() -> Words:
     found = np.random.default_rng(0).integers(0, 1 << 64, N_WORDS, np.uint64)
     found.flags.writeable = False
     return found
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, words: NDArray[np.uint64]) -> Path:
+def path(tmp_path_factory: pytest.TempPathFactory, words: Words) -> Path:
     """A file of 24 bytes and these words."""
     path = tmp_path_factory.mktemp("plain") / "words"
     path.write_bytes(bytes(24) + words.tobytes())
@@ -51,7 +53,7 @@ def nothing_stays_pinned() -> Iterator[None]:
     assert sorted(os.sched_getaffinity(0)) == CPUS
 
 
-def total(words: NDArray[np.uint64]) -> int:
+def total(words: Words) -> int:
     return int(words.sum(dtype=np.uint64))
 
 
@@ -67,7 +69,7 @@ def test_an_empty_call_converts_and_does_nothing() -> None:
         EmptyCall().call(-1, 64)
 
 
-def test_copy(words: NDArray[np.uint64]) -> None:
+def test_copy(words: Words) -> None:
     to = np.zeros_like(words)
     half, source, target = words.nbytes // 16 * 8, words.ctypes.data, to.ctypes.data
     parts = [(target + half, source + half, words.nbytes - half), (target, source, half - 8)]
@@ -95,7 +97,7 @@ def test_read_touches_every_page() -> None:
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: NDArray[np.uint64]) -> None:
+def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: Words) -> None:
     source = words.view(np.uint8)
     for nbytes in (0, 1, 63, 64, 1000, 8 * N_WORDS - 1):
         to = np.full(source.nbytes, 9, np.uint8)
@@ -108,7 +110,7 @@ def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: NDArray[np.uint
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-def test_scan_adds_up_every_word(cpus: list[int], words: NDArray[np.uint64]) -> None:
+def test_scan_adds_up_every_word(cpus: list[int], words: Words) -> None:
     start = words.ctypes.data
     for cuts in ((), (1,), (1, 2, 3, N_WORDS - 1), (N_WORDS // 2, N_WORDS // 2)):
         parts = itertools.pairwise([0, *cuts, N_WORDS])
@@ -161,9 +163,7 @@ WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("way", "how"), WAYS)
-def test_every_way_loads_all_of_a_file(
-    way: plain.Way, how: dict[str, Any], path: Path, words: NDArray[np.uint64]
-) -> None:
+def test_every_way_loads_all(way: plain.Way, how: dict[str, Any], path: Path, words: Words) -> None:
     for request_bytes in (PAGE, 1 << 20, 1 << 40):
         try:
             seconds, found = plain.load(path, 24, way, request_bytes, cpus=CPUS[:2], **how)
@@ -179,9 +179,7 @@ def test_every_way_loads_all_of_a_file(
 
 @pytest.mark.parametrize("cpus", TEAMS)
 @pytest.mark.parametrize("populate", [True, False])
-def test_map_and_scan(
-    cpus: list[int], populate: bool, path: Path, words: NDArray[np.uint64]
-) -> None:
+def test_map_and_scan(cpus: list[int], populate: bool, path: Path, words: Words) -> None:
     seconds, found = plain.map_and_scan(path, 24, populate=populate, cpus=cpus)
     assert seconds > 0
     assert found == total(words)
@@ -214,9 +212,7 @@ def test_drop_and_heat(path: Path) -> None:
     assert plain.cached_bytes(path) == pages
 
 
-def test_what_cannot_be_dropped_is_said(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_dropped_is_said(path: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(states, "DROP_CACHES", tmp_path / "asked")
     mapped = np.memmap(path, np.uint8, "r")
     assert mapped.sum(dtype=np.int64) > 0  # in the page tables, so that it stays
@@ -240,9 +236,7 @@ def test_what_of_a_file_is_in_huge_pages(path: Path) -> None:
     ([1.0, 9.0, 1.0, 9.0], 3),
     ([1.0, 9.0, 9.0, 9.0, 1.0], 4),
 ])  # fmt: skip
-def test_memory_is_touched_until_that_is_fast(
-    seconds: list[float], calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_touched_until_that_is_fast(seconds: list[float], calls: int, monkeypatch: Patch) -> None:
     left = iter(seconds)
     touched: list[int] = []
 

@@ -406,9 +406,7 @@ def test_names_in_a_file_do_not_depend_on_last_bits_of_the_layout(saved: tuple[P
         assert "<dc:date>" not in text
 
 
-def test_files_are_the_same_whatever_the_user_has_set(
-    saved: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_files_are_the_same_whatever_a_user_sets(saved: tuple[Path, Any], tmp_path: Path) -> None:
     with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "figure.facecolor": "black"}):
         before = dict(matplotlib.rcParams)
         plots.save(small_record(), tmp_path)

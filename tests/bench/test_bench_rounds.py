@@ -16,9 +16,11 @@ from unimem_bench import rounds
 from unimem_bench.rounds import Uses, alternate, pin, stopwatch, warm_stopwatch
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite, faster
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: Patch) -> None:
     """Nothing takes anything from a round."""
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: 0.0)
 
@@ -49,11 +51,7 @@ def test_sides_alternate_and_each_begins_in_turn() -> None:
     ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
 ], ids=["run again", "none is quiet: the quietest, in the order of the rounds"])  # fmt: skip
 def test_disturbed_rounds_are_dropped(
-    taken: list[float],
-    kept: list[float],
-    dropped: int,
-    disturbed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    taken: list[float], kept: list[float], dropped: int, disturbed: int, monkeypatch: Patch
 ) -> None:
     of_rounds, figures = iter(taken), iter(map(float, range(1, 7)))
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: next(of_rounds))
@@ -109,9 +107,7 @@ def test_what_was_taken(late: float, others: float, taken: float) -> None:
     ("abab", [3, 2, 1, 0]),
     ("aaab", [3, 2, 1, 0]),
 ])  # fmt: skip
-def test_a_cpu_of_each_core_comes_first(
-    cores: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_of_each_core_is_first(cores: str, expected: list[int], monkeypatch: Patch) -> None:
     monkeypatch.setattr(limits, "core_of", lambda cpu: ("0", cores[cpu]))
     assert rounds.by_preference(range(4)) == expected
 
@@ -126,9 +122,7 @@ def test_without_a_number_each_core_has_one_cpu() -> None:
 @pytest.mark.parametrize(
     ("made", "runs"), [(stopwatch, [-1, 0, 1, 2]), (warm_stopwatch, [-1, 0, 1, 2] * 2)]
 )
-def test_a_stopwatch_counts_its_runs_and_prepares_outside(
-    made: Callable[..., Callable[[], float]], runs: list[int]
-) -> None:
+def test_a_stopwatch_counts_runs(made: Callable[..., Callable[[], float]], runs: list[int]) -> None:
     found: list[int] = []
     assert made("runs.append(i)", 3, {"runs": found}, lambda: found.append(-1))() < 1e6
     assert found == runs

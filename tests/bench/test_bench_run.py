@@ -18,6 +18,7 @@ from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 from unimem_bench.worker import measure
 
+Patch = pytest.MonkeyPatch
 FASTER = faster("b", 2, issue=2)
 
 
@@ -34,7 +35,7 @@ Answer = Callable[..., Path]
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answer:
+def answer(monkeypatch: Patch, tmp_path: Path) -> Answer:
     """Make workers of a suite of two cases print records; their arguments go to a file.
 
     The suite has two passes, and stands in the place of every suite.
@@ -107,9 +108,7 @@ def test_an_interrupted_run_gives_what_it_has(answer: Answer, tmp_path: Path) ->
     assert [each.side("unimem") for each in got.cases] == [ours([1.0]), ours([2.0])]
 
 
-def test_an_interrupt_ends_the_process_by_a_signal_that_it_can_handle(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupt_is_a_mild_signal(answer: Answer, monkeypatch: Patch, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     answer(record("one", 1.0), after="while :; do sleep 0.01; done")
     script = Path(sys.executable)
@@ -151,9 +150,7 @@ def test_what_passes_say_is_added() -> None:
     (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
     (AssertionError("sides differ"), "AssertionError: sides differ", True),
 ])  # fmt: skip
-def test_an_error_is_kept_and_so_is_what_was_measured_before(
-    error: Exception, failed: str, is_error: bool
-) -> None:
+def test_an_error_keeps_what_was_measured(error: Exception, failed: str, is_error: bool) -> None:
     def broken(given: Measure) -> None:
         given.count("unimem", [1])
         raise error

@@ -14,6 +14,7 @@ import pytest
 
 from unimem_bench.run_folder import run_folder
 
+Patch = pytest.MonkeyPatch
 RUN = """
 import sys, time
 from unimem_bench.run_folder import run_folder
@@ -25,7 +26,7 @@ with run_folder() as folder:
 
 
 @pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def parent(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Where folders of runs lie in this test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -78,9 +79,7 @@ def test_what_is_no_folder_of_a_run_stays(parent: Path) -> None:
         assert set(parent.iterdir()) == {*before, folder}
 
 
-def test_a_folder_that_is_taken_before_it_is_locked_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_that_is_taken_before_it_is_locked_is_not_used(monkeypatch: Patch) -> None:
     made: list[Path] = []
     make = tempfile.mkdtemp
 

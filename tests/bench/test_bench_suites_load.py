@@ -17,6 +17,7 @@ from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import first_touch, load
 from unimem_bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, weight_file
 
+Patch = pytest.MonkeyPatch
 MB = 1 << 20
 
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(first_touch, "QUICK_NBYTES", 8 * MB)
     monkeypatch.setattr(load, "QUICK_TENSORS", 1)
     monkeypatch.setattr(load, "QUICK_MAP_TENSORS", 1)
@@ -73,9 +74,7 @@ def test_a_file_is_made_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fit", "tensors"), [(100, 60), (60, 60), (59, 32), (4, 4), (1, 1)])
-def test_a_file_is_as_large_as_fits(
-    fit: int, tensors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_takes_what_fits(fit: int, tensors: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(weight_files, "available_bytes", lambda: (3 * fit + 2) * TENSOR_BYTES)
     disk = type("Usage", (), {"free": 1 << 50})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
@@ -90,7 +89,7 @@ def test_a_file_is_as_large_as_fits(
 
 @pytest.mark.parametrize("case", cases_of("first-touch", "load"))
 @pytest.mark.usefixtures("small")
-def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     try:
         record = run_case(case, folder, monkeypatch)
     except NotMeasured as reason:
@@ -109,9 +108,7 @@ def test_pages_that_others_have_taken_are_not_measured() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_without_safetensors_the_rest_is_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_safetensors_the_rest_is_measured(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "safetensors")
     case = case_of("load/safetensors-one-thread")
     record = run_case(case, folder, monkeypatch)
@@ -119,13 +116,13 @@ def test_without_safetensors_the_rest_is_measured(
     assert record.left_out == {load.SAFETENSORS: "safetensors is not installed"}
 
 
-def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "cyllama")
     with pytest.raises(NotMeasured, match=r"wants llama\.cpp, which is not installed"):
         run_case(case_of("load/staged"), folder, monkeypatch)
 
 
-def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: Patch) -> None:
     refusal = "load of libunimem-bench: Function not implemented"
 
     def refuse(*_arguments: Any, **_options: Any) -> Any:

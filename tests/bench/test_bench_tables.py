@@ -89,9 +89,7 @@ def test_a_ratio_has_its_interval() -> None:
     ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
     ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
 ])  # fmt: skip
-def test_units_suit_the_figures(
-    unit: str, figures: tuple[float, float], head: str, cells: list[str]
-) -> None:
+def test_units_suit(unit: str, figures: tuple[float, float], head: str, cells: list[str]) -> None:
     _, table = tabled(ours(figures[0]), side("other", figures[1]), unit=unit)
     assert table.head[2] == f"{head} (5 to 95 %)"
     assert [cell for row in table.rows for cell in row.cells[2:]] == cells

@@ -29,6 +29,7 @@ from unimem_bench.run import Interrupted, run
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, machine_facts, targets
 
+Patch = pytest.MonkeyPatch
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
 )
@@ -49,7 +50,7 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+def measured(monkeypatch: Patch) -> Measured:
     """Make the run give this record, and return what it is asked for."""
 
     def give(made: Record) -> dict[str, Any]:
@@ -225,9 +226,7 @@ def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
-def test_all_suites_and_a_folder_that_does_not_stay(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_suites_in_a_new_folder(measured: Measured, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "schedule", lambda *_, **__: [])
     monkeypatch.setattr(tempfile, "tempdir", None)
     asked = measured(record())
@@ -255,9 +254,7 @@ def test_an_error_of_a_case_ends_with_1(measured: Measured, tmp_path: Path) -> N
     assert Record.read(tmp_path / "record.json") == SAMPLE
 
 
-def test_an_interrupt_keeps_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path) -> None:
     def run(*_: object, **__: object) -> Record:
         raise Interrupted(SAMPLE)
 
@@ -290,7 +287,7 @@ def test_what_cannot_be_written_is_refused_before(
 
 @pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
 def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
-    option: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, measured: Measured, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     measured(record())
 
@@ -303,9 +300,7 @@ def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
     assert json.loads(screen.out) == record().to_dict()
 
 
-def test_packages_that_are_missing_are_named(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named(measured: Measured, tmp_path: Path, monkeypatch: Patch) -> None:
     asked = measured(SAMPLE)
     absent = {"matplotlib", "gguf"}
     monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else object())
@@ -326,7 +321,7 @@ class _Clock:
         return self.now
 
 
-def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
+def _progress(monkeypatch: Patch, columns: int | None) -> Screen:
     """Two suites, of two passes and of one; each pass takes 10 seconds."""
     suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
     passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
@@ -343,9 +338,7 @@ def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
     return show("bench", "calls", columns=columns)
 
 
-def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(monkeypatch: Patch) -> None:
     assert _progress(monkeypatch, None).err.splitlines() == [
         "calls, pass 1 of 2 (1 of 3 passes), 0:00 so far",
         "other (2 of 3 passes), 0:10 so far",
@@ -360,7 +353,7 @@ def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(
 
 
 @pytest.mark.parametrize("words", [(), ("--quick", "--json")])
-def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: Patch) -> None:
     asked: list[Any] = []
 
     def show_advice(model: Path, **options: bool) -> None:
@@ -380,9 +373,7 @@ def test_plots_are_written(measured: Measured, tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_page_is_the_same_of_the_same_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_the_same_of_the_same_record(tmp_path: Path, monkeypatch: Patch) -> None:
     pictured = {"calls": (SMALL.suites[0].cases[0].name,), "gpu": ("take",)}
     monkeypatch.setattr("unimem_bench.page.PICTURES", pictured)
     file = written(tmp_path, SMALL)
@@ -454,9 +445,7 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
     assert made.stderr.startswith("calls, pass 1 of ")
 
 
-def test_a_run_does_not_import_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "json.py").write_text("raise SystemExit('nor this one')")
     monkeypatch.chdir(tmp_path)

@@ -221,9 +221,7 @@ def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_nothing_is_wider_than_the_line_nor_obeyed(
-    planned: Planned, columns: int | None, encoding: str
-) -> None:
+def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encoding: str) -> None:
     check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
     planned(
         replace(

@@ -24,6 +24,7 @@ from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
+Patch = pytest.MonkeyPatch
 jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
 )
@@ -131,7 +132,7 @@ unimem report PID shows where the memory of one is, with --watch as it changes.
 
 
 @pytest.fixture
-def invented(monkeypatch: pytest.MonkeyPatch) -> None:
+def invented(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
     monkeypatch.setattr(command, "find", lambda: FOUND)
 
@@ -173,7 +174,7 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert show("report", 1234, columns=80, TERM="dumb").out == PAGE
 
 
-def test_what_is_odd_about_a_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_odd_about_a_model_is_said(monkeypatch: Patch) -> None:
     models = [
         model("/a", nbytes=1 * GIB, rss_bytes=MIB, state="deleted"),
         model("/b", nbytes=2 * GIB, rss_bytes=0, state="replaced", problem="no header"),
@@ -195,7 +196,7 @@ def test_what_is_odd_about_a_model_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: Patch) -> None:
     made = replace(REPORT, rows=(*REPORT.rows, Row("kv", GIB, device="cuda:0")))
     monkeypatch.setattr(command, "make_report", lambda pid: made)
     page = show("report", 1234).plain
@@ -205,9 +206,7 @@ def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("columns", [None, 40, 64, 80, 120, 240])
-def test_nothing_is_wider_than_the_line_nor_obeyed(
-    monkeypatch: pytest.MonkeyPatch, columns: int | None, encoding: str
-) -> None:
+def test_no_line_is_wide_or_obeyed(monkeypatch: Patch, columns: int | None, encoding: str) -> None:
     odd = model(f"/{HOSTILE}", staged_from=HOSTILE, problem=HOSTILE)
     mapped = Mapping("weights", "", 2**64 - 4096, 1, placed(0), path=f"/{HOSTILE}/{HOSTILE}")
     made = Report(
@@ -271,7 +270,7 @@ def test_the_list() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_list_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_list_says_how_to_go_on(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "find", lambda: Processes((), 1))
     screen = show("report")
     assert (screen.code, screen.err) == (0, "")
@@ -294,7 +293,7 @@ def test_a_process_is_found_by_its_ledger() -> None:
     assert (found[pid].models, found[pid].has_ledger) == ((), True)
 
 
-def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_end_or_hide_are_left_out(monkeypatch: Patch) -> None:
     errors = {1: ProcessLookupError("gone"), 2: PermissionError("no"), 3: ValueError("a thread")}
 
     def read(pid: int, *, usage: bool = True) -> None:
@@ -312,7 +311,7 @@ def test_no_such_process() -> None:
     assert show("report", process.pid) == (1, "", said)
 
 
-def test_a_process_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
     def refuse(pid: int) -> Report:
         raise PermissionError(13, f"Process {pid} (x) is of user 'root': run this as root")
 
@@ -335,7 +334,7 @@ def test_wrong_usage_ends_with_2(words: str) -> None:
     assert (screen.code, screen.out) == (2, "")
 
 
-def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(watch, "watch", lambda *options: asked.append(options))
     monkeypatch.setattr(command, "find", lambda: Processes(FOUND.found[:1], 0))

@@ -287,9 +287,7 @@ def session(tmp_path: Path) -> Path:
     [(), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20")],
     ids=lambda value: " ".join(value) or "plain",
 )
-def test_a_session_goes_on_without_prefill(
-    model: Path, session: Path, options: tuple[str, ...]
-) -> None:
+def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[str, ...]) -> None:
     whole = run_json(model, "-p", "Hello", "-n", "60", *options)["output"]["tokens"]
     first = run_json(model, "-p", "Hello", "-n", "40", "--save-session", session, *options)
     n = len(first["prompt"]["tokens"]) + 40
@@ -375,9 +373,7 @@ def sessions(model: Path, chat_model: Path) -> Path:
     (["--window", "601"], 1, "window: expected at most the context, 600"),
     (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
-def test_a_session_that_does_not_fit_is_refused(
-    sessions: Path, arguments: list[str], code: int, said: str
-) -> None:
+def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, said: str) -> None:
     assert_fails(sessions, code, said, "random.gguf", *arguments, "--json")
 
 
@@ -392,9 +388,7 @@ def test_a_session_that_does_not_fit_is_refused(
     ("loop", "loop: Too many levels of symbolic links"),
     ("dangling", "nowhere/file: No such file or directory"),
 ], ids=lambda value: value[:30])  # fmt: skip
-def test_a_session_that_could_not_be_saved_is_refused_at_once(
-    tmp_path: Path, target: str, said: str
-) -> None:
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, target: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -449,9 +443,7 @@ def test_when_saving_fails_what_was_made_is_shown(
     (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
     (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
-def test_a_failure_is_a_sentence_and_an_exit_code(
-    model: Path, arguments: list[str], code: int, said: str
-) -> None:
+def test_failures_have_exit_codes(model: Path, arguments: list[str], code: int, said: str) -> None:
     (model.parent / "text.gguf").write_text("no model at all, only text of some length")
     (model.parent / "none.gguf").write_bytes(gf.everything())
     # The context that is too small is refused before anything is written, with --json or not.
@@ -581,9 +573,7 @@ def interrupted(monkeypatch: Patch) -> Patch:
     return monkeypatch
 
 
-def test_ctrl_c_leaves_one_whole_document_and_saves_what_is_there(
-    model: Path, session: Path, interrupted: Patch
-) -> None:
+def test_ctrl_c_leaves_document_and_session(model: Path, session: Path, interrupted: Patch) -> None:
     code, out, err = run(model, "-p", "Hello", "--json", "--save-session", session)
     assert (code, err) == (130, "")
     document = json.loads(out)
@@ -678,9 +668,7 @@ def test_a_long_word_is_shown_as_it_comes() -> None:
     assert terminal.Flow(8).push("abcdefghij") == "abcdefgh"
 
 
-def test_a_bar_is_shown_on_a_terminal_when_loading_takes_long(
-    model: Path, monkeypatch: Patch
-) -> None:
+def test_a_bar_is_on_a_terminal_when_loading_takes_long(model: Path, monkeypatch: Patch) -> None:
     arguments = (model, "-p", "Hello", "-n", "1", "--json")
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 600)
     assert run(*arguments, columns=80).err == ""  # loading small models is quick

@@ -308,9 +308,7 @@ def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     assert kept(tmp_path) == []
 
 
-def test_a_holder_that_does_not_answer_is_killed(
-    model: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
     path = stage(model, "--backing", "shm")
     held = only(tmp_path)
@@ -349,9 +347,7 @@ def test_a_holder_that_fails_at_its_start(
     assert kept(tmp_path) == []
 
 
-def test_a_holder_whose_command_was_interrupted_ends(
-    model: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_an_interrupt_ends_the_holder(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     seen = []
 
     def interrupted(path: str) -> None:
@@ -449,9 +445,7 @@ def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterato
     ({"seals": fcntl.F_SEAL_GROW}, False), ({"schema": "other"}, False),
     ({"granted": []}, False),              ({"more": 1}, False),
 ])  # fmt: skip
-def test_only_a_sealed_note_of_this_user_is_believed(
-    options: dict[str, Any], listed: bool, tmp_path: Path
-) -> None:
+def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool, tmp_path: Path) -> None:
     """A setuid program runs as root with descriptors and command line of whoever started it."""
     if "owner" in options and os.geteuid() != 0:
         pytest.skip("only root may give a file to another user")

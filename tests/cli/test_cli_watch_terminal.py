@@ -222,9 +222,7 @@ def test_the_process_ends(shell: Terminal) -> None:
     ("samples.report = lambda pid: time.sleep(1000)", 0),
     ("watch.frame = lambda *_, **__: 1 / 0", 1),
 ], ids=["a read that never ends", "a picture that fails"])  # fmt: skip
-def test_whatever_happens(
-    shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int
-) -> None:
+def test_always_sane(shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys, time\nfrom unimem.accounting import samples\n"
