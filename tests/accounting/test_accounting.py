@@ -89,7 +89,6 @@ def smaps_sizes(blocks: list[um.Block]) -> int:
 
 
 def in_smaps(blocks: list[um.Block]) -> int:
-    """The kernel's Pss of these blocks."""
     parts = [part for block in blocks for part in parts_of(block)]
     return sum(part.fields["Pss"] + proc_maps.hugetlb_bytes(part) for part in parts)
 
@@ -115,11 +114,9 @@ def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     assert sum(row.resident_bytes or 0 for row in rows) == in_smaps(blocks_of(decoder))
 
 
-@pytest.mark.parametrize(
-    ("arch", "kind", "shape", "options"),
-    [*DECODERS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
-    ids=str,
-)
+@pytest.mark.parametrize(("arch", "kind", "shape", "options"), [
+    *DECODERS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE),
+], ids=str)  # fmt: skip
 def test_planned_is_reported_is_mapped(
     make_model: Any, arch: str, kind: str, shape: str, options: dict[str, Any]
 ) -> None:

@@ -113,20 +113,16 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
         present += [first + i for i, is_there in enumerate(there) if is_there]
         rss = sum(there) * PAGE
         on_node = draw(st.integers(0, sum(there))) * PAGE
-        areas.append(
-            area(
-                page,
-                n,
-                sum(there),
-                path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
-                access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
-                pss_bytes=draw(st.integers(0, rss)),
-                huge_bytes=draw(st.integers(0, rss)),
-                locked_bytes=draw(st.sampled_from([0, rss])),
-                swapped_bytes=draw(st.integers(0, n - sum(there))) * PAGE,
-                nodes={0: on_node, 2: rss - on_node},
-            )
-        )
+        areas.append(area(
+            page, n, sum(there),
+            path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
+            access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
+            pss_bytes=draw(st.integers(0, rss)),
+            huge_bytes=draw(st.integers(0, rss)),
+            locked_bytes=draw(st.sampled_from([0, rss])),
+            swapped_bytes=draw(st.integers(0, n - sum(there))) * PAGE,
+            nodes={0: on_node, 2: rss - on_node},
+        ))  # fmt: skip
         page += n
     entries = []
     edges = sorted(draw(st.sets(st.integers(0, page * PAGE), max_size=6)))
@@ -187,9 +183,7 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
     nbytes = sum(size for _, size in parts)
     start = fields.get("address", BASE)
     starts = itertools.accumulate((size for _, size in parts), initial=start)
-    made = tuple(
-        Part(name, start, size) for (name, size), start in zip(parts, starts, strict=False)
-    )
+    made = tuple(Part(*of, start, n) for (*of, n), start in zip(parts, starts, strict=False))
     known |= {"nbytes": nbytes, "reserved_bytes": nbytes, "parts": made}
     return Entry(**(known | fields))
 
@@ -197,22 +191,14 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
 def test_parts_have_what_of_them_is_in_ram() -> None:
     # Of four pages, the first and the third are there.
     process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
+    # Of f32 all but 100 bytes are in the first page; of q8_0 100 bytes are in the third.
     known = entry(
-        ("weights:padding", 100),
-        ("weights:f32", PAGE),  # 3996 bytes in the first page, 100 in the second
-        ("weights:padding", PAGE - 150),
-        ("weights:q8_0", 150),  # 100 bytes in the third
-        ("weights:padding", 2 * PAGE - 100),
-        category="weights:padding",
-        name="w",
-        path="/m.gguf",
+        *(("weights:padding", 100), ("weights:f32", PAGE), ("weights:padding", PAGE - 150)),
+        *(("weights:q8_0", 150), ("weights:padding", 2 * PAGE - 100)),
+        **{"category": "weights:padding", "name": "w", "path": "/m.gguf"},
     )
     (mapping,), rows = attribute(process, [known])
-    assert in_ram(rows) == {
-        "weights:f32": PAGE - 100,
-        "weights:q8_0": 100,
-        "weights:padding": 100 + PAGE - 100,
-    }
+    assert in_ram(rows) == {"weights:f32": PAGE - 100, "weights:q8_0": 100, "weights:padding": PAGE}
     expected = {"weights:f32": PAGE, "weights:q8_0": 150, "weights:padding": 3 * PAGE - 150}
     assert sizes(rows) == mapping.parts == expected
     assert (mapping.name, mapping.path, mapping.category) == ("w", "/m.gguf", "weights:padding")

@@ -164,7 +164,6 @@ def test_measuring_takes_nothing() -> None:
 
 
 def taken(function: Any) -> int:
-    """What the last call took for scratch."""
     measured: um.Measured = function.measured
     return measured.taken["scratch"]
 
@@ -281,8 +280,7 @@ def test_more_than_64_at_once_are_refused_and_others_go_on() -> None:
 
 
 def test_a_forked_child_reads_what_had_ended_and_nothing_else(run_python: Run) -> None:
-    done = run_python(
-        """
+    done = run_python("""
         import os, sys
         import unimem as um
 
@@ -305,8 +303,7 @@ def test_a_forked_child_reads_what_had_ended_and_nothing_else(run_python: Run) -
                 os._exit(0 if own.taken["scratch"] == 1 << 21 else 2)
             assert os.waitpid(pid, 0)[1] == 0
         print(m.taken["scratch"], m.minor_faults >= 0)
-        """
-    )
+    """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
 

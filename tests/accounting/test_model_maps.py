@@ -74,8 +74,6 @@ def maps() -> Iterator[Maps]:
 
 @pytest.fixture
 def mapped(tmp_path: Path, maps: Maps) -> Mapped:
-    """Write a file and map it."""
-
     def act(name: str, raw: bytes) -> Path:
         path = tmp_path / name
         path.write_bytes(raw)
@@ -91,7 +89,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def found(text: str, pid: int | None = None) -> list[MappedModel]:
-    """The models with this in a path of theirs."""
     process = read_process(pid)
     return [each for each in models(process) if any(text in area.path for area in each.areas)]
 
@@ -102,7 +99,6 @@ def only(text: Path | str, pid: int | None = None) -> MappedModel:
 
 
 def in_bytes(one: MappedModel, area: Area) -> list[str]:
-    """The category of every byte of an area."""
     parts = one.parts(area)
     at = area.start
     for part in parts:
@@ -116,7 +112,6 @@ def in_bytes(one: MappedModel, area: Area) -> list[str]:
 
 
 def blob(kind: str, nbytes: int = MIB) -> bytes:
-    """A model of at least so many bytes."""
     if kind == "GGUF":
         one = [g.tensor("t", (nbytes // 4,), g.F32, 0)]
         return g.with_data(g.head(1, 0), *one, nbytes=nbytes)[0]

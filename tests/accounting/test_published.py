@@ -35,7 +35,6 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_shown() -> Iterator[None]:
-    """Each test begins and ends as a process that shows nothing."""
     shown._unpublish()
     yield
     shown._unpublish()
@@ -56,7 +55,6 @@ def counted() -> list[int]:
 
 
 def told() -> list[str]:
-    """What is said of a ledger that this process shows and that cannot be read."""
     said: list[str] = []
     assert published(os.getpid(), said) is None
     return said
@@ -366,8 +364,7 @@ def test_a_decoder_counts_its_tokens() -> None:
 
 
 def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Run) -> None:
-    done = run_python(
-        """
+    done = run_python("""
         import os
         import unimem as um
         from unimem.accounting import published as shown
@@ -394,8 +391,7 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Ru
         assert os.waitpid(pid, 0)[1] == 0
         tally.count(1, 1)
         print(list(published(os.getpid()).counters.values()))
-        """
-    )
+    """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2, 2, 0, 0]\n"
 
@@ -565,11 +561,9 @@ def test_no_more_is_read_than_there_can_be() -> None:
         assert os.fstat(fd).st_blocks * 512 <= NBYTES
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 200_000, b'{"counters":' + b"9" * 200_000 + b"}"],
-    ids=lambda text: repr(text[:12]),
-)
+@pytest.mark.parametrize("text", [
+    b"", b"null", b"[]", b"{}", b"\xff", b"[" * 200_000, b'{"counters":' + b"9" * 200_000 + b"}",
+], ids=lambda text: repr(text[:12]))  # fmt: skip
 def test_texts_that_are_none_of_ours_are_told(text: bytes) -> None:
     with fake(image(text=text)):
         (said,) = told()
@@ -577,13 +571,11 @@ def test_texts_that_are_none_of_ours_are_told(text: bytes) -> None:
 
 
 def mine(document: dict[str, Any]) -> list[Any]:
-    """The fields of an entry."""
     entries: list[list[Any]] = document["entries"]
     return next(entry for entry in entries if entry[1] == "mine")
 
 
 def part(offset: int, nbytes: int, active: int | None = None) -> Change:
-    """Add a part at an offset into the entry."""
     return lambda d: mine(d)[7].append(["kv", mine(d)[2] + offset, nbytes, active, None])
 
 

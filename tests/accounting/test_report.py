@@ -25,16 +25,13 @@ from unimem.accounting.report_text import report_lines
 from unimem.system.malloc import malloc_bytes
 from unimem.system.text import Surface
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 SCHEMA = json.loads((ROOT / "docs/schemas/report-1.json").read_text())
 NAMES = {"scratch": "scratch", "history": "kv", "staging": "staging", "diagnostics": "diagnostics"}
 
 
 def check(report: Report) -> dict[str, Any]:
-    """Validate a report's document against the schema that is documented."""
     document = json.loads(report.to_json())
     jsonschema.Draft202012Validator(SCHEMA).validate(document)
     assert document == report.to_dict()

@@ -148,14 +148,12 @@ def make(effects: Effects) -> Advised:
 
 @pytest.mark.usefixtures("machine")
 def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
-    advice = make(
-        {
-            **THP_DECODES_FASTER,
-            ("pages", "2m"): (1.1, 1.0, 1.0),
-            ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
-            ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
-        }
-    )
+    advice = make({
+        **THP_DECODES_FASTER,
+        ("pages", "2m"): (1.1, 1.0, 1.0),
+        ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
+        ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
+    })  # fmt: skip
     assert advice.flags == ("--pages", "thp", "--kv-dtype", "q8_0")
     assert advice.by == "decode"
     assert advice.margin is not None
@@ -342,7 +340,6 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: Patch) -> None:
 
 
 def test_real_decoders(monkeypatch: Patch) -> None:
-    """A few tokens of the model in the package, with one other type of the KV cache."""
     monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
     monkeypatch.setattr(module, "effort", lambda *_, **__: Effort(1, 8, 2, 3, 0.1))
     lines: list[str] = []

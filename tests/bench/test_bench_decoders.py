@@ -188,7 +188,6 @@ def reserved_pages() -> int:
 
 @pytest.fixture
 def free_bytes() -> int:
-    """How much of the pool is free."""
     if os.geteuid() != 0 or not huge_pages.POOL.exists():
         pytest.skip("needs root, and a kernel with huge pages of 2 MiB")
     return limits.huge_pools()["2m"].available_bytes

@@ -41,7 +41,6 @@ def words() -> Words:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, words: Words) -> Path:
-    """A file of 24 bytes and these words."""
     path = tmp_path_factory.mktemp("plain") / "words"
     path.write_bytes(bytes(24) + words.tobytes())
     return path

@@ -54,7 +54,6 @@ def scaled(
     law: Callable[[float], float],
     **rest: Any,
 ) -> CaseRecord:
-    """A case of unimem alone."""
     return scaling_case(name, "How?", units, sizes, {"unimem": ("unimem", law)}, **rest)
 
 
@@ -115,7 +114,6 @@ RECORDS: dict[str, Callable[[], Record]] = {
 
 @functools.cache
 def drawings(name: str) -> list[Any]:
-    """The sheets of one of the records."""
     return list(plots.draw(RECORDS[name]()))
 
 
@@ -126,19 +124,15 @@ def sheets(name: str) -> dict[str, tuple[Any, list[Box]]]:
 
 
 def drawn(found: Record) -> dict[str, Any]:
-    """The figures by name."""
     return {drawing.name: drawing.figure for drawing in plots.draw(found)}
 
 
 def panel(found: CaseRecord) -> Any:
-    """The axes of a case's panel."""
     (axes,) = drawn(record(suite(found.suite, "What?", found)))[found.suite].axes
     return axes
 
 
 class Box(NamedTuple):
-    """Where a line of text is drawn, in pixels."""
-
     text: str
     left: float
     top: float
@@ -209,7 +203,6 @@ def test_legends_cover_nothing_and_name_everything_and_axes_have_labels(name: st
 
 
 def legends_of(figure: Any) -> list[Any]:
-    """The legends of a figure and of its panels."""
     return [*figure.legends, *(each for part in figure.subfigs for each in legends_of(part))]
 
 
@@ -304,7 +297,6 @@ def test_threads_are_held_against_the_ideal(unit: str, factors: list[float]) -> 
 
 
 def marks(figure: Any) -> Iterator[tuple[float, Any]]:
-    """Where the medians of the targets are drawn, from the top to the bottom."""
     (axes,) = figure.axes
     for line in axes.lines:
         if line.get_marker() in {"o", "X", "<", ">"}:
@@ -368,14 +360,12 @@ def test_nothing_measured_is_nothing_drawn() -> None:
 
 
 def small_record() -> Record:
-    """Bars, lines and targets."""
     wanted = {"calls", "scaling", "gpu"}
     return record(*(each for each in sample_record().suites if each.name in wanted))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of the plots of that record, and what was returned."""
     folder = tmp_path_factory.mktemp("plots") / "new"
     return folder, plots.save(small_record(), folder)
 

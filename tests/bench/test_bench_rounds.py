@@ -21,13 +21,11 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def quiet(monkeypatch: Patch) -> None:
-    """Nothing takes anything from a round."""
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: 0.0)
 
 
 @pytest.fixture
 def pinned() -> Iterator[None]:
-    """A test may pin its process."""
     before = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, before)

@@ -27,7 +27,6 @@ with run_folder() as folder:
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Where folders of runs lie in this test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
@@ -35,7 +34,6 @@ def parent(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 @contextmanager
 def other_run() -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another run, and its folder."""
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None

@@ -19,8 +19,6 @@ SMALL = 40
 
 @pytest.fixture
 def few_sizes(monkeypatch: Patch) -> None:
-    """Let cases have sizes of one decade and a half."""
-
     def sizes(_measure: Measure, first: int, **_: int) -> list[int]:
         return [first, first * 4, first * SMALL]
 

@@ -103,11 +103,9 @@ def test_a_side_that_holds_something_else_is_found_out(
         run_case(case_of(f"kv/{name}"), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [np.zeros((0, 2)), np.ones((3, 2)), np.ones((4, 2), "float32"), np.array([[1, 1], [1, 2]] * 2)],
-    ids=["nothing", "half a time more", "another dtype", "another value"],
-)
+@pytest.mark.parametrize("found", [
+    np.zeros((0, 2)), np.ones((3, 2)), np.ones((4, 2), "float32"), np.array([[1, 1], [1, 2]] * 2),
+], ids=["nothing", "half a time more", "another dtype", "another value"])  # fmt: skip
 def test_what_a_side_holds_is_compared(found: Any) -> None:
     given = np.ones((2, 2))
     check_holds("it", [np.ones((4, 2))], [given])

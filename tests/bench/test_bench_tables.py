@@ -27,7 +27,6 @@ NO_TORCH = {"torch": "torch is not installed"}
 
 
 def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
-    """Two passes of these figures."""
     return SideRecord(name, role, [list(figures)] * 2, at)
 
 
@@ -235,10 +234,8 @@ def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
 
 @pytest.mark.parametrize(("target", "text"), [
     (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
-    (
-        Target("cost", "unimem, copied", "read", False, 1.05, 2),
-        "unimem, copied: costs at most 1.05x as much as read",
-    ),
+    (Target("cost", "unimem, copied", "read", False, 1.05, 2),
+     "unimem, copied: costs at most 1.05x as much as read"),
     (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
     (at_most(0, 2), "at most 0 ms"),
     (grows(0.5), "grows no faster than n^0.5"),

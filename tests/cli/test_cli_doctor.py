@@ -26,7 +26,6 @@ FINDINGS = (
 
 @pytest.fixture
 def amiss(monkeypatch: Patch) -> um.Machine:
-    """This machine, with two findings."""
     machine = replace(um.doctor(), findings=FINDINGS)
     monkeypatch.setattr(command, "look", lambda: machine)
     return machine

@@ -36,7 +36,6 @@ def run(*arguments: object, **options: Any) -> Screen:
 
 
 def page_of(*arguments: object, **options: Any) -> str:
-    """What it shows where all is well."""
     code, out, err = run(*arguments, **options)
     assert (code, err) == (0, "")
     return out
@@ -50,7 +49,6 @@ def document_of(*arguments: object) -> dict[str, Any]:
 
 
 def assert_lines(page: str, *lines: str) -> None:
-    """Each of these expressions is a whole line."""
     for line in lines:
         assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
 
@@ -105,7 +103,6 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def half_in_ram(tmp_path: Path) -> Iterator[Path]:
-    """A model whose first half is in the page cache."""
     path = write(tmp_path / "half.gguf", [])
     with um.open_weights(path, load="map") as weights:
         (block,) = weights.blocks
@@ -198,7 +195,6 @@ def test_a_model_without_tensors_and_metadata(tmp_path: Path) -> None:
 
 
 def picture_of(out: str) -> tuple[list[str], str]:
-    """The lines of one file's picture, and the line below them."""
     *lines, key = out[out.index("\nin RAM\n") :].splitlines()[3:]
     return lines, key
 
@@ -332,7 +328,6 @@ def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is done takes long enough for a bar."""
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", -1.0)
 
 

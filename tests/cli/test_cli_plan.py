@@ -23,9 +23,7 @@ from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.planning.result import Advice, Check, Plan
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.plan")
 
@@ -203,15 +201,11 @@ def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
     (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
     (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
     (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
-    (
-        replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
-        "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k.",
-    ),
+    (replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
+     "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k."),
     (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
-    (
-        replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
-        "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300.",
-    ),
+    (replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
+     "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300."),
 ])  # fmt: skip
 def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
     planned(made)
@@ -223,17 +217,12 @@ def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encoding: str) -> None:
     check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
-    planned(
-        replace(
-            TOO_LARGE,
-            rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
-            checks=(*TOO_LARGE.checks, check),
-            advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
-            unknown=(HOSTILE,),
-            facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
-            load_reason=HOSTILE,
-        )
-    )
+    planned(replace(
+        TOO_LARGE, rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
+        checks=(*TOO_LARGE.checks, check), unknown=(HOSTILE,), load_reason=HOSTILE,
+        advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
+        facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
+    ))  # fmt: skip
     screen = show("plan", HOSTILE, columns=columns, encoding=encoding)
     assert screen.code == 3
     options = "   --numa " + "z" * 100  # what is to be typed is whole
@@ -275,10 +264,9 @@ def test_options_mean_what_they_mean_for_run() -> None:
         assert plan[name].default == run[name].default
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0"],
-)
+@pytest.mark.parametrize("words", [
+    "--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0",
+])  # fmt: skip
 def test_wrong_usage_ends_with_2(words: str) -> None:
     screen = show("plan", *words.split())
     assert (screen.code, screen.out) == (2, "")

@@ -25,9 +25,7 @@ from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
 Patch = pytest.MonkeyPatch
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.report")
 
@@ -139,7 +137,6 @@ def invented(monkeypatch: Patch) -> None:
 
 @pytest.fixture(scope="module")
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A process that maps a model of its own, and the model."""
     path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
     with running(HOLD, path) as pid:
         yield pid, path

@@ -47,7 +47,6 @@ def run(*arguments: object, **options: Any) -> Screen:
 
 
 def page_of(*arguments: object, **options: Any) -> str:
-    """What it shows where all is well."""
     code, out, err = run(*arguments, **options)
     assert (code, err) == (0, "")
     return out
@@ -254,7 +253,6 @@ def test_the_continuation_is_llama_cpp_s() -> None:
 
 
 def assert_fails(folder: Path, code: int, said: str, *arguments: object) -> None:
-    """It writes nothing but a sentence, with what was wrong about its use."""
     with chdir(folder):
         screen = run(*arguments)
     assert (screen.code, screen.out) == (code, "")
@@ -282,11 +280,9 @@ def session(tmp_path: Path) -> Path:
     return tmp_path / "talk.session"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20")],
-    ids=lambda value: " ".join(value) or "plain",
-)
+@pytest.mark.parametrize("options", [
+    (), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20"),
+], ids=lambda value: " ".join(value) or "plain")  # fmt: skip
 def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[str, ...]) -> None:
     whole = run_json(model, "-p", "Hello", "-n", "60", *options)["output"]["tokens"]
     first = run_json(model, "-p", "Hello", "-n", "40", "--save-session", session, *options)
@@ -348,7 +344,6 @@ def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -
 
 @pytest.fixture(scope="module")
 def sessions(model: Path, chat_model: Path) -> Path:
-    """A folder of sessions of two models, and a damaged one."""
     folder = model.parent
     run_json(model, "-p", "1234", "-n", "17", "--save-session", folder / "a.session")
     run_json(chat_model, "-p", "12", "-n", "1", "--save-session", folder / "other.session")
@@ -514,7 +509,6 @@ Decoder.generate_next_token = gated
 
 
 def start_gated(*arguments: object) -> subprocess.Popen[str]:
-    """Start it, until it has written some of its text."""
     pipe = subprocess.PIPE
     process = start_command("run", *arguments, *ONE_THREAD, code=GATED, stdin=pipe)
     assert process.stdout is not None
@@ -559,7 +553,6 @@ def test_ctrl_c_shows_what_was_done(model: Path) -> None:
 
 @pytest.fixture
 def interrupted(monkeypatch: Patch) -> Patch:
-    """Ctrl-C comes after twelve tokens; the patch can be undone."""
     step, n = Decoder.generate_next_token, 0
 
     def interrupt(self: Decoder, **options: Any) -> int:

@@ -66,7 +66,6 @@ def run(*arguments: object) -> Screen:
 
 
 def stage(*arguments: object) -> str:
-    """Stage a model, and give the path that was printed."""
     code, out, err = run(*arguments)
     assert code == 0, err
     path, end = out.split("\n")
@@ -413,7 +412,6 @@ def test_wrong_usage(words: str) -> None:
 
 
 def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
-    """Make a note such as a holder has, of a model that is this test's own file."""
     keeps: dict[str, Any] = {
         "schema": SCHEMA, "path": __file__, "paths": [__file__], "source": f"{__file__}.gguf",
         "versions": [], "asked": {}, "backing": "memfd", "nbytes": 0, "warnings": [],
@@ -429,7 +427,6 @@ def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed
 
 @contextmanager
 def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterator[int]:
-    """A process with the command line of a holder."""
     script = folder / "holder.py"
     script.write_text("print('ready', flush=True); input()")
     words, pipe = [sys.executable, "-I", "-S", str(script), *arguments], subprocess.PIPE
@@ -579,10 +576,9 @@ def test_who_waits_says_for_whom(model: Path) -> None:
     assert read_elsewhere(out.strip()) == model.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "listens",
-    ["pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)"],
-)
+@pytest.mark.parametrize("listens", [
+    "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
+])  # fmt: skip
 def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
     """Neither with a lock of the model file, nor with the name that commands of this user take."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):

@@ -282,8 +282,6 @@ def test_memory_that_takes_long_to_read_is_read_less_often() -> None:
 
 
 def test_what_is_worth_a_look_has_a_colour_and_needs_none() -> None:
-    """All that colours say, words say."""
-
     def drawn(state: State) -> str:
         colors = {"color_system": "standard", "force_terminal": True, "no_color": False}
         return rendered(frame(state, 80, 24), 80, **colors)

@@ -38,7 +38,6 @@ with Decoder(embedded_model(), threads=1) as decoder:
 
 @contextmanager
 def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process, from when it has written a line."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as made:
         try:
             assert made.stdout is not None
@@ -84,7 +83,6 @@ def watch(window: Terminal, decoder: int, request: pytest.FixtureRequest) -> Ter
 
 
 def column(lines: list[str], name: str) -> list[str]:
-    """The words of the line that begins with a name."""
     return next(line.split() for line in lines if line.split()[:1] == [name])
 
 

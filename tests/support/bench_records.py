@@ -156,13 +156,11 @@ def grows(limit: float, issue: int = 8) -> Target:
 
 
 def record(*suites: SuiteRecord, quick: bool = False) -> Record:
-    """A record of these suites."""
     seconds = sum(suite.seconds for suite in suites)
     return Record("2026-11-22T05:00:00+00:00", quick, seconds, MACHINE, VERSIONS, list(suites))
 
 
 def suite(name: str, question: str, *cases: CaseRecord, seconds: float = 12.5) -> SuiteRecord:
-    """A suite of these cases."""
     n_passes = max((len(side.passes) for case in cases for side in case.sides), default=1)
     conditions = [{"load_avg_1min": 0.2, "cpu_freq": "1=2600 MHz"} for _ in range(n_passes)]
     return SuiteRecord(name, question, n_passes, seconds, list(cases), conditions)
