@@ -183,7 +183,7 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
     nbytes = sum(size for _, size in parts)
     start = fields.get("address", BASE)
     starts = itertools.accumulate((size for _, size in parts), initial=start)
-    made = tuple(Part(*of, start, n) for (*of, n), start in zip(parts, starts, strict=False))
+    made = tuple(Part(of, start, n) for (of, n), start in zip(parts, starts, strict=False))
     known |= {"nbytes": nbytes, "reserved_bytes": nbytes, "parts": made}
     return Entry(**(known | fields))
 

@@ -225,13 +225,10 @@ def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: Patch) ->
 
 
 def test_what_was_interrupted_is_written_by_the_next_refresh(monkeypatch: Patch) -> None:
-    def interrupted(text: bytes) -> int:
-        raise KeyboardInterrupt
-
     shown.publish()
     with um.Block(4096, name="mine"):
         with monkeypatch.context() as patch:
-            patch.setattr(zlib, "crc32", interrupted)
+            patch.setattr(zlib, "crc32", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 shown.publish()
         shown.refresh()
@@ -397,11 +394,9 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Ru
 
 
 def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(monkeypatch: Patch) -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", refuse)
+        refused = OSError(errno.EPERM, os.strerror(errno.EPERM))
+        patch.setattr(os, "memfd_create", Mock(side_effect=refused))
         tally = shown.Tally()
         tally.count(1, 1)
         tally.hold(1, 1)

@@ -301,16 +301,13 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
     report = Report(
         (Row("files", 2048, resident_bytes=1024), Row("anonymous", 4096, resident_bytes=512)),
         {
-            "pid": 7,
-            "command": "python " + "x" * 100 + " end",
-            "problem": "p" * 100,
+            **{"pid": 7, "command": "python " + "x" * 100 + " end", "problem": "p" * 100},
             "models": [
                 model,
                 model | {"nbytes": 2048, "problem": "unknown header", "path": "/a.gguf"},
                 model | {"nbytes": 1536, "problem": "x" * 500, "path": "/b.gguf"},
             ],
-            "cpu_features": ["feature"] * 20,
-            "cached_bytes": 1536,
+            **{"cpu_features": ["feature"] * 20, "cached_bytes": 1536},
             "sizes_bytes": {"a": 1024, "b": 0},
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -343,8 +343,7 @@ def test_real_decoders(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
     monkeypatch.setattr(module, "effort", lambda *_, **__: Effort(1, 8, 2, 3, 0.1))
     lines: list[str] = []
-    say: Callable[[str], None] = lines.append
-    advice = advise(MODEL, ctx=64, threads=1, progress=say)
+    advice = advise(MODEL, ctx=64, threads=1, progress=lines.append)
     (factor,) = advice.factors
     default, q8_0 = factor.variants
     assert (default.name, q8_0.options) == ("default", {"kv_dtype": "q8_0"})

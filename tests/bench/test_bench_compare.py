@@ -121,17 +121,15 @@ def test_another_machine_versions_and_kind_of_run_are_warned_of() -> None:
 
 
 DIFFERENCES = Differences(
-    pairs=[
+    [
         pair("a/b", Ratio(2.0, 1.5, 2.5), Ratio(3.1, 3.0, 3.2)),
         pair("a/c", Ratio(0.5, 0.5, 0.5), Ratio(0.5, 0.5, 0.5), "unimem, mapped"),
     ],
-    changes=[
+    [
         change("a/b", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
         change("a/c", Spread(0, 0, 0), Spread(1, 1, 1), "faults"),
     ],
-    only_a=["x/y"],
-    only_b=[],
-    warnings=["a|b"],
+    *(["x/y"], [], ["a|b"]),
 )
 
 

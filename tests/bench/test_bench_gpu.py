@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,11 +30,7 @@ TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suit
 def no_gpu(monkeypatch: Patch) -> str:
     """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
-
-    def require() -> None:
-        raise ImportError(said)
-
-    monkeypatch.setattr(gpu, "require", require)
+    monkeypatch.setattr(gpu, "require", Mock(side_effect=ImportError(said)))
     return said
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,11 +115,7 @@ def test_an_interrupt_is_a_mild_signal(answer: Answer, monkeypatch: Patch, tmp_p
     script = Path(sys.executable)
     trap = f"#!/bin/sh\ntrap 'touch {ended}; exit 0' TERM\n"
     script.write_text(script.read_text().replace("#!/bin/sh\n", trap))
-
-    def interrupt(*_: object) -> CaseRecord:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "merge", interrupt)
+    monkeypatch.setattr(runs, "merge", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(runs, "_END_S", 60.0)  # before it is killed
     with pytest.raises(Interrupted):
         run(["invented"], quick=False, folder=tmp_path)

@@ -19,10 +19,8 @@ SMALL = 40
 
 @pytest.fixture
 def few_sizes(monkeypatch: Patch) -> None:
-    def sizes(_measure: Measure, first: int, **_: int) -> list[int]:
-        return [first, first * 4, first * SMALL]
-
-    monkeypatch.setattr(scaling, "sizes", sizes)
+    steps = (1, 4, SMALL)
+    monkeypatch.setattr(scaling, "sizes", lambda _, first, **__: [first * step for step in steps])
 
 
 @pytest.mark.usefixtures("few_sizes")

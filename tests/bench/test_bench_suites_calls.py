@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -76,14 +76,11 @@ def test_c_copies_the_same_bytes_to_the_same_rows() -> None:
 def test_the_others_are_alive_while_a_call_is_measured(folder: Path, monkeypatch: Patch) -> None:
     alive = []
 
-    def counting(*_: Any) -> Any:
-        def run() -> float:
-            alive.append(len(entries()))
-            return 1.0
+    def run() -> float:
+        alive.append(len(entries()))
+        return 1.0
 
-        return run
-
-    monkeypatch.setattr(accounting, "warm_stopwatch", counting)
+    monkeypatch.setattr(accounting, "warm_stopwatch", lambda *_: run)
     before = len(entries())
     record = run_case(case_of("accounting/take"), folder, monkeypatch)
     assert alive == [before + 22] * accounting.N_REPEATED + [before + 2] * accounting.N_REPEATED
@@ -190,10 +187,7 @@ def test_large_instances_are_large_and_the_same() -> None:
 
 
 def test_without_the_engine_there_are_no_graphs(folder: Path, monkeypatch: Patch) -> None:
-    def missing() -> Any:
-        raise ImportError("no module named ggml")
-
-    monkeypatch.setattr(buffers, "engine_graphs", missing)
+    monkeypatch.setattr(buffers, "engine_graphs", Mock(side_effect=ImportError("no ggml")))
     buffers.graphs_of_engine.cache_clear()
     with pytest.raises(NotMeasured, match="wants the engine"):
         run_case(case_of("buffers/graphs"), folder, monkeypatch)

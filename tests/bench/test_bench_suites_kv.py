@@ -185,9 +185,6 @@ def test_a_file_that_is_not_read_is_found_out(tmp_path: Path, monkeypatch: Patch
 
 
 def test_a_session_that_goes_on_otherwise_is_found_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    def resume(decoder: Decoder, path: Path) -> None:
-        decoder.prefill([5, 6, 7])
-
-    monkeypatch.setattr(Decoder, "resume", resume)
+    monkeypatch.setattr(Decoder, "resume", lambda decoder, _: decoder.prefill([5, 6, 7]))
     with pytest.raises(AssertionError, match="unimem goes on with another token"):
         run_case(case_of("snapshot/first-token-small"), tmp_path, monkeypatch)

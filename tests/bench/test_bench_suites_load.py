@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -123,18 +124,14 @@ def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: Patch) -
 
 
 def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: Patch) -> None:
-    refusal = "load of libunimem-bench: Function not implemented"
-
-    def refuse(*_arguments: Any, **_options: Any) -> Any:
-        raise OSError(38, refusal)
-
+    refusal = OSError(38, "load of libunimem-bench: Function not implemented")
     measure = Measure(case_of("load/cold"), quick=True, folder=folder)
     measure.cpus = [min(os.sched_getaffinity(0))]
     assert load.can_load(measure, "C, read", "read")
-    monkeypatch.setattr(plain, "load", refuse)
+    monkeypatch.setattr(plain, "load", Mock(side_effect=refusal))
     assert not load.can_load(measure, "C, io_uring", "io_uring", 16)
     (left_out,) = measure.record().left_out.items()
-    assert left_out == ("C, io_uring", str(OSError(38, refusal)))
+    assert left_out == ("C, io_uring", str(refusal))
 
 
 def test_what_is_no_model_is_an_error_of_llama_cpp(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -253,10 +254,7 @@ def test_an_error_of_a_case_ends_with_1(measured: Measured, tmp_path: Path) -> N
 
 
 def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path) -> None:
-    def run(*_: object, **__: object) -> Record:
-        raise Interrupted(SAMPLE)
-
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "run", Mock(side_effect=Interrupted(SAMPLE)))
     out = tmp_path / "record.json"
     screen = show("bench", "calls", "--output", out, "--page", tmp_path / "page.md")
     assert screen.code == 130
@@ -285,10 +283,7 @@ def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
     option: str, measured: Measured, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     measured(record())
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "there")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "there"))
     monkeypatch.setattr(command, "write_record" if option == "--output" else "draw", fail)
     screen = show("bench", "calls", option, tmp_path / "x", "--json")
     assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
@@ -349,14 +344,10 @@ def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(monkeypatch: Patch
 
 @pytest.mark.parametrize("words", [(), ("--quick", "--json")])
 def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: Patch) -> None:
-    asked: list[Any] = []
-
-    def show_advice(model: Path, **options: bool) -> None:
-        asked.append((model, options))
-
+    show_advice = Mock()
     monkeypatch.setattr("unimem_bench.cli.advise.show_advice", show_advice)
     assert show("bench", "--advise", "m.gguf", *words) == (0, "", "")
-    assert asked == [(Path("m.gguf"), {"quick": bool(words), "as_json": bool(words)})]
+    show_advice.assert_called_once_with(Path("m.gguf"), quick=bool(words), as_json=bool(words))
 
 
 @needs_matplotlib

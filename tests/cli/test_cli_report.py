@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -291,13 +292,9 @@ def test_a_process_is_found_by_its_ledger() -> None:
 
 
 def test_processes_that_end_or_hide_are_left_out(monkeypatch: Patch) -> None:
-    errors = {1: ProcessLookupError("gone"), 2: PermissionError("no"), 3: ValueError("a thread")}
-
-    def read(pid: int, *, usage: bool = True) -> None:
-        raise errors[pid]
-
-    monkeypatch.setattr(processes, "_others", lambda: iter(errors))
-    monkeypatch.setattr(processes, "read_process", read)
+    errors = [ProcessLookupError("gone"), PermissionError("no"), ValueError("a thread")]
+    monkeypatch.setattr(processes, "_others", lambda: iter((1, 2, 3)))
+    monkeypatch.setattr(processes, "read_process", Mock(side_effect=errors))
     assert processes.find() == Processes((), 1)
 
 
@@ -309,12 +306,9 @@ def test_no_such_process() -> None:
 
 
 def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
-    def refuse(pid: int) -> Report:
-        raise PermissionError(13, f"Process {pid} (x) is of user 'root': run this as root")
-
-    monkeypatch.setattr(command, "make_report", refuse)
-    said = "unimem: Process 1 (x) is of user 'root': run this as root\n"
-    assert show("report", 1) == (1, "", said)
+    said = "Process 1 (x) is of user 'root': run this as root"
+    monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
+    assert show("report", 1) == (1, "", f"unimem: {said}\n")
 
 
 @pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])

@@ -13,6 +13,7 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -402,10 +403,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, target: str, sa
 def test_when_saving_fails_what_was_made_is_shown(
     model: Path, session: Path, error: BaseException, code: int, said: str, monkeypatch: Patch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Decoder, "save_session", fail)
+    monkeypatch.setattr(Decoder, "save_session", Mock(side_effect=error))
     arguments = (model, "-p", "Hello", "-n", "20")
     screen = run(*arguments, "--save-session", session, "--json")
     document = json.loads(screen.out)
@@ -605,10 +603,7 @@ def test_ctrl_c_while_it_is_loaded_leaves_nothing(model: Path) -> None:
 
 
 def test_without_a_token_nothing_is_saved(model: Path, session: Path, monkeypatch: Patch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Decoder, "prefill", interrupt)
+    monkeypatch.setattr(Decoder, "prefill", Mock(side_effect=KeyboardInterrupt))
     arguments = (model, "-p", "Hello", "--save-session", session)
     code, out, err = run(*arguments)
     assert (code, err) == (130, "")

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -390,11 +391,8 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     code, out, err = run(tmp_path / "none.gguf")
     assert (code, out) == (1, "")
     assert "none.gguf: No such file" in err
-
-    def require(nbytes: int, what: str) -> None:
-        raise CapacityError(f"{what} does not fit", 0, 0, nbytes)
-
-    monkeypatch.setattr(limits, "require", require)
+    does_not_fit = CapacityError("it does not fit", 0, 0, 0)
+    monkeypatch.setattr(limits, "require", Mock(side_effect=does_not_fit))
     code, out, err = run(model, "--backing", "memfd")
     assert (code, out) == (3, "")
     assert "does not fit" in err
@@ -627,9 +625,7 @@ def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
     unshare = ["unshare", "--pid", "--fork"]
     if subprocess.run([*unshare, "true"], check=False).returncode:
         pytest.skip("this process may not make a PID namespace")
-    done = subprocess.run(
-        [*unshare, "sh", "-c", script, sys.executable, str(model)], capture_output=True,
-        check=False, text=True,
-    )  # fmt: skip
+    words = [*unshare, "sh", "-c", script, sys.executable, str(model)]
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
     assert kept(tmp_path) == []

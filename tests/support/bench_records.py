@@ -209,16 +209,12 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
         scaled, targets=[grows(0.05)],
     )  # fmt: skip
     gather = scaling_case(
-        "scaling/gather",
-        "How does gathering grow with the sequence?",
-        ("us", "tokens"),
+        "scaling/gather", "How does gathering grow with the sequence?", ("us", "tokens"),
         [64.0 * 4**i for i in range(6)],
-        {
-            "unimem": ("unimem", lambda n: 1.1 + 0.033 * n),
-            "C memcpy": ("limit", lambda n: 0.2 + 0.031 * n),
-        },
+        {"unimem": ("unimem", lambda n: 1.1 + 0.033 * n),
+         "C memcpy": ("limit", lambda n: 0.2 + 0.031 * n)},
         targets=[grows(1.05)],
-    )
+    )  # fmt: skip
     verify = scaling_case(
         "scaling/verify", "How does looking at a block grow with its size?",
         ("ms", "bytes of the block"), sizes[2:], {"unimem": ("unimem", lambda n: 0.02 + n / 30e9)},
@@ -230,16 +226,12 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
         targets=[faster("C, a byte a page", 0.95, 2), faster("np.empty and fill", 1.3, 2)],
     )  # fmt: skip
     threads = scaling_case(
-        "first-touch/threads",
-        "How does warming scale with threads?",
-        ("GB/s", "threads"),
+        "first-touch/threads", "How does warming scale with threads?", ("GB/s", "threads"),
         [1.0, 2.0, 4.0, 8.0],
-        {
-            "unimem": ("unimem", lambda n: 24 * n**0.9),
-            "C, a byte a page": ("limit", lambda n: 24.6 * n**0.91),
-        },
+        {"unimem": ("unimem", lambda n: 24 * n**0.9),
+         "C, a byte a page": ("limit", lambda n: 24.6 * n**0.91)},
         scaled,
-    )
+    )  # fmt: skip
     hot = case(
         "load/hot", "How fast is a file of 4 GB in the page cache mapped and read once?", "GB/s",
         levels(38.1, {"np.memmap": 32.8, "safetensors load_file": 2.4}, {"C mmap": 38.4}),
@@ -256,27 +248,17 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
         targets=[faster("the file", 2.0, 6, side="unimem, staged")], is_error=True,
     )  # fmt: skip
     conversion = case(
-        "kv/float32-to-float16",
-        "What does appending 1 MB of float32 to a cache of float16 cost?",
-        "us",
-        levels(
-            *(31.2, {"keys[i] = k": 790, "torch": 30.6}),
-            {"C memcpy of the float32 to memory of its size": 26.0},
-        ),
-        rounds._replace(noise=0.08),
-        targets=[faster("keys[i] = k", 10.0, 4)],
-    )
+        "kv/float32-to-float16", "What does appending 1 MB of float32 to a cache of float16 cost?",
+        "us", levels(31.2, {"keys[i] = k": 790, "torch": 30.6},
+                     {"C memcpy of the float32 to memory of its size": 26.0}),
+        rounds._replace(noise=0.08), targets=[faster("keys[i] = k", 10.0, 4)],
+    )  # fmt: skip
     restore = case(
-        "kv/restore",
-        "How long until the first token of a session of 1 GiB is in hand?",
-        "ms",
-        levels(
-            {"unimem, mapped": 0.06, "unimem, copied": 130},
-            *({"np.fromfile": 240}, {"reading into warm memory": 124}),
-        ),
-        rounds,
-        targets=[at_most(1.0, 4, side="unimem, mapped")],
-    )
+        "kv/restore", "How long until the first token of a session of 1 GiB is in hand?", "ms",
+        levels({"unimem, mapped": 0.06, "unimem, copied": 130},
+               {"np.fromfile": 240}, {"reading into warm memory": 124}),
+        rounds, targets=[at_most(1.0, 4, side="unimem, mapped")],
+    )  # fmt: skip
     on_gpu = failed_case(
         *("gpu/take", "What does an array on the GPU cost?", "ns"),
         "unimem.cuda needs an NVIDIA GPU, and CUDA sees none",
@@ -287,11 +269,7 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
         suite("accounting", "What does the ledger cost?", ledger),
         suite("gguf", "How fast does a model file open?", header),
         suite("buffers", "How far are plans of buffers above the lower bound?", graphs),
-        suite(
-            *("scaling", "How does the cost of each operation grow with the work?"),
-            *(takes, gather, verify),
-            seconds=64,
-        ),
+        suite("scaling", "How do costs grow with the work?", takes, gather, verify, seconds=64),
         suite("first-touch", "How fast is new memory brought in?", thp, threads),
         suite("load", "How does a model come into memory?", hot, cold, staged),
         suite("kv", "What does KV memory cost?", conversion, restore),
