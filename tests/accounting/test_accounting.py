@@ -89,7 +89,6 @@ def smaps_sizes(blocks: list[um.Block]) -> int:
 
 
 def in_smaps(blocks: list[um.Block]) -> int:
-    """The kernel's Pss of these blocks."""
     parts = [part for block in blocks for part in parts_of(block)]
     return sum(part.fields["Pss"] + proc_maps.hugetlb_bytes(part) for part in parts)
 
@@ -115,11 +114,9 @@ def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     assert sum(row.resident_bytes or 0 for row in rows) == in_smaps(blocks_of(decoder))
 
 
-@pytest.mark.parametrize(
-    ("arch", "kind", "shape", "options"),
-    [*DECODERS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
-    ids=str,
-)
+@pytest.mark.parametrize(("arch", "kind", "shape", "options"), [
+    *DECODERS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE),
+], ids=str)  # fmt: skip
 def test_planned_is_reported_is_mapped(
     make_model: Any, arch: str, kind: str, shape: str, options: dict[str, Any]
 ) -> None:
@@ -135,13 +132,10 @@ def test_planned_is_reported_is_mapped(
         assert decoder.ctx == plan.ctx
 
 
-@pytest.mark.parametrize(
-    ("load", "pages", "window"),
-    [
-        *(("map", "thp", None), ("map", "4k", 100), ("copy", "4k", 100)),
-        *(("copy", "thp", None), ("direct", "4k", None)),
-    ],
-)
+@pytest.mark.parametrize(("load", "pages", "window"), [
+    *(("map", "thp", None), ("map", "4k", 100), ("copy", "4k", 100)),
+    *(("copy", "thp", None), ("direct", "4k", None)),
+])  # fmt: skip
 def test_on_a_layout_of_other_pages(make_model: Any, load: Any, pages: Any, window: Any) -> None:
     path = make_model("llama", "q8_0", "small")
     options: dict[str, Any] = {"ctx": 640, "threads": 1, "window": window}
@@ -270,14 +264,11 @@ with (
 """
 
 
-@pytest.mark.parametrize(
-    ("load", "pages", "window"),
-    [
-        *(("map", "auto", 100), ("copy", "4k", None)),
-        pytest.param("map", "auto", None, marks=pytest.mark.slow),
-        pytest.param("direct", "thp", None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("load", "pages", "window"), [
+    *(("map", "auto", 100), ("copy", "4k", None)),
+    pytest.param("map", "auto", None, marks=pytest.mark.slow),
+    pytest.param("direct", "thp", None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_process_with_one_decoder_has_what_was_planned_and_no_more(
     make_model: Any, load: str, pages: str, window: int | None
 ) -> None:

@@ -28,6 +28,7 @@ from unimem.accounting.rows import Mapping, Row
 from unimem.system.placement import Placement
 from unimem.system.process import Area, Process, read_process
 
+Patch = pytest.MonkeyPatch
 PAGE = mmap.PAGESIZE
 BASE = 0x7F00_0000_0000
 
@@ -99,9 +100,6 @@ def assert_adds_up(process: Process, mappings: Sequence[Mapping], rows: Sequence
     assert list(mappings) == sorted(mappings, key=lambda mapping: mapping.address)
 
 
-# ---- any process --------------------------------------------------------------------------------
-
-
 @st.composite
 def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
     """Areas with holes between them, and entries that begin and end anywhere in areas."""
@@ -115,20 +113,16 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
         present += [first + i for i, is_there in enumerate(there) if is_there]
         rss = sum(there) * PAGE
         on_node = draw(st.integers(0, sum(there))) * PAGE
-        areas.append(
-            area(
-                page,
-                n,
-                sum(there),
-                path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
-                access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
-                pss_bytes=draw(st.integers(0, rss)),
-                huge_bytes=draw(st.integers(0, rss)),
-                locked_bytes=draw(st.sampled_from([0, rss])),
-                swapped_bytes=draw(st.integers(0, n - sum(there))) * PAGE,
-                nodes={0: on_node, 2: rss - on_node},
-            )
-        )
+        areas.append(area(
+            page, n, sum(there),
+            path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
+            access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
+            pss_bytes=draw(st.integers(0, rss)),
+            huge_bytes=draw(st.integers(0, rss)),
+            locked_bytes=draw(st.sampled_from([0, rss])),
+            swapped_bytes=draw(st.integers(0, n - sum(there))) * PAGE,
+            nodes={0: on_node, 2: rss - on_node},
+        ))  # fmt: skip
         page += n
     entries = []
     edges = sorted(draw(st.sets(st.integers(0, page * PAGE), max_size=6)))
@@ -175,9 +169,6 @@ def assert_sums_are_the_kernel_s(process: Invented, entries: list[Entry]) -> Non
                 assert mapping.nbytes == one.nbytes
 
 
-# ---- one entry ----------------------------------------------------------------------------------
-
-
 def sizes(rows: Iterable[Row]) -> dict[str, int]:
     return {row.category: row.nbytes for row in rows}
 
@@ -192,9 +183,7 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
     nbytes = sum(size for _, size in parts)
     start = fields.get("address", BASE)
     starts = itertools.accumulate((size for _, size in parts), initial=start)
-    made = tuple(
-        Part(name, start, size) for (name, size), start in zip(parts, starts, strict=False)
-    )
+    made = tuple(Part(of, start, n) for (of, n), start in zip(parts, starts, strict=False))
     known |= {"nbytes": nbytes, "reserved_bytes": nbytes, "parts": made}
     return Entry(**(known | fields))
 
@@ -202,22 +191,14 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
 def test_parts_have_what_of_them_is_in_ram() -> None:
     # Of four pages, the first and the third are there.
     process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
+    # Of f32 all but 100 bytes are in the first page; of q8_0 100 bytes are in the third.
     known = entry(
-        ("weights:padding", 100),
-        ("weights:f32", PAGE),  # 3996 bytes in the first page, 100 in the second
-        ("weights:padding", PAGE - 150),
-        ("weights:q8_0", 150),  # 100 bytes in the third
-        ("weights:padding", 2 * PAGE - 100),
-        category="weights:padding",
-        name="w",
-        path="/m.gguf",
+        *(("weights:padding", 100), ("weights:f32", PAGE), ("weights:padding", PAGE - 150)),
+        *(("weights:q8_0", 150), ("weights:padding", 2 * PAGE - 100)),
+        **{"category": "weights:padding", "name": "w", "path": "/m.gguf"},
     )
     (mapping,), rows = attribute(process, [known])
-    assert in_ram(rows) == {
-        "weights:f32": PAGE - 100,
-        "weights:q8_0": 100,
-        "weights:padding": 100 + PAGE - 100,
-    }
+    assert in_ram(rows) == {"weights:f32": PAGE - 100, "weights:q8_0": 100, "weights:padding": PAGE}
     expected = {"weights:f32": PAGE, "weights:q8_0": 150, "weights:padding": 3 * PAGE - 150}
     assert sizes(rows) == mapping.parts == expected
     assert (mapping.name, mapping.path, mapping.category) == ("w", "/m.gguf", "weights:padding")
@@ -301,8 +282,8 @@ def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
     assert mapping.nbytes == 3 * PAGE
 
 
-def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
-    monkeypatch: pytest.MonkeyPatch,
+def test_work_grows_with_what_there_is_and_not_with_its_square(
+    monkeypatch: Patch,
 ) -> None:
     class Counted(list[Any]):
         n_read = 0
@@ -323,26 +304,20 @@ def test_what_is_looked_at_grows_with_what_there_is_and_not_with_its_square(
     assert Counted.n_read < 10 * n
 
 
-@pytest.mark.parametrize(
-    ("fields", "pages"),
-    [
-        ({}, ("4k", PAGE)),
-        ({"flags": frozenset({"hg"})}, ("thp", 512 * PAGE)),
-        ({"flags": frozenset({"hg"}), "rss_bytes": PAGE}, ("4k", PAGE)),
-        ({"rss_bytes": 512 * PAGE, "huge_bytes": 512 * PAGE}, ("thp", 512 * PAGE)),
-        ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
-        ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
-    ],
-)
+@pytest.mark.parametrize(("fields", "pages"), [
+    ({}, ("4k", PAGE)),
+    ({"flags": frozenset({"hg"})}, ("thp", 512 * PAGE)),
+    ({"flags": frozenset({"hg"}), "rss_bytes": PAGE}, ("4k", PAGE)),
+    ({"rss_bytes": 512 * PAGE, "huge_bytes": 512 * PAGE}, ("thp", 512 * PAGE)),
+    ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
+    ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
+])  # fmt: skip
 def test_the_pages_are_those_that_are_there(fields: Any, pages: tuple[str, int]) -> None:
     process = invented([area(0, 1024, **fields)])
     (mapping,), (row,) = attribute(process, [entry(("kv", 1 << 22))])
     for thing in (mapping, row):
         assert thing.granted is not None
         assert (thing.granted.pages, thing.granted.page_bytes) == pages
-
-
-# ---- what is not unimem's -----------------------------------------------------------------------
 
 
 # Access and category, and paths.
@@ -391,8 +366,6 @@ def test_shares_sum_up_and_are_within_one_of_exact(total: int, weights: list[int
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share * sum(weights) - total * weight) < sum(weights)
 
-
-# ---- real processes -----------------------------------------------------------------------------
 
 CHILD = """
 import mmap, sys

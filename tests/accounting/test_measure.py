@@ -26,9 +26,6 @@ def take(n: int, category: str = "scratch") -> None:
     um.Block(n * MIB, pages="4k", category=category).close()
 
 
-# ---- memory ----
-
-
 def test_peaks_are_of_the_block_and_not_of_the_process() -> None:
     take(64)
     with um.measure() as m:
@@ -90,9 +87,6 @@ def test_threads_that_map_meanwhile_are_seen_by_all() -> None:
     assert seen == [all_of_it.peaks["diagnostics"]] * 4
 
 
-# ---- faults, calls, allocations ----
-
-
 def test_each_page_touched_is_a_fault() -> None:
     with um.Block(64 * PAGE, pages="4k") as block:
         array = block.as_array()
@@ -148,9 +142,6 @@ def test_time_goes_on_until_the_end() -> None:
     assert m.seconds == m.seconds > first
 
 
-# ---- its own cost ----
-
-
 def test_measuring_takes_nothing() -> None:
     """In a loop: no fault, no call, no memory, not even in the first rounds."""
     gc.collect()
@@ -172,11 +163,7 @@ def test_measuring_takes_nothing() -> None:
     assert tries[-1].malloc_bytes in (0, None)
 
 
-# ---- use ----
-
-
 def taken(function: Any) -> int:
-    """What the last call took for scratch."""
     measured: um.Measured = function.measured
     return measured.taken["scratch"]
 
@@ -293,8 +280,7 @@ def test_more_than_64_at_once_are_refused_and_others_go_on() -> None:
 
 
 def test_a_forked_child_reads_what_had_ended_and_nothing_else(run_python: Run) -> None:
-    done = run_python(
-        """
+    done = run_python("""
         import os, sys
         import unimem as um
 
@@ -317,8 +303,7 @@ def test_a_forked_child_reads_what_had_ended_and_nothing_else(run_python: Run) -
                 os._exit(0 if own.taken["scratch"] == 1 << 21 else 2)
             assert os.waitpid(pid, 0)[1] == 0
         print(m.taken["scratch"], m.minor_faults >= 0)
-        """
-    )
+    """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
 

@@ -33,6 +33,7 @@ from unimem.accounting.model_maps import MappedModel, library_files, models
 from unimem.system.process import Area, read_process
 from unimem.weights.staging import held as stage_held
 
+Patch = pytest.MonkeyPatch
 MIB = 1 << 20
 Maps = Callable[..., mmap.mmap]
 Mapped = Callable[[str, bytes], Path]
@@ -73,8 +74,6 @@ def maps() -> Iterator[Maps]:
 
 @pytest.fixture
 def mapped(tmp_path: Path, maps: Maps) -> Mapped:
-    """Write a file and map it."""
-
     def act(name: str, raw: bytes) -> Path:
         path = tmp_path / name
         path.write_bytes(raw)
@@ -90,7 +89,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def found(text: str, pid: int | None = None) -> list[MappedModel]:
-    """The models with this in a path of theirs."""
     process = read_process(pid)
     return [each for each in models(process) if any(text in area.path for area in each.areas)]
 
@@ -101,7 +99,6 @@ def only(text: Path | str, pid: int | None = None) -> MappedModel:
 
 
 def in_bytes(one: MappedModel, area: Area) -> list[str]:
-    """The category of every byte of an area."""
     parts = one.parts(area)
     at = area.start
     for part in parts:
@@ -115,14 +112,10 @@ def in_bytes(one: MappedModel, area: Area) -> list[str]:
 
 
 def blob(kind: str, nbytes: int = MIB) -> bytes:
-    """A model of at least so many bytes."""
     if kind == "GGUF":
         one = [g.tensor("t", (nbytes // 4,), g.F32, 0)]
         return g.with_data(g.head(1, 0), *one, nbytes=nbytes)[0]
     return st.write({"t": ("F16", (nbytes // 2,))})
-
-
-# ---- types --------------------------------------------------------------------------------------
 
 
 def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps: Maps) -> None:
@@ -144,14 +137,10 @@ def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps:
         assert in_bytes(one, area) == expected[area.offset : area.offset + area.nbytes]
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "known"),
-    [
-        ("x.safetensors", st.everything(), ("safetensors", None, "file")),
-        ("x.gguf", g.everything(), ("GGUF", "none", "file")),
-    ],
-    ids=["safetensors", "GGUF"],
-)
+@pytest.mark.parametrize(("name", "raw", "known"), [
+    ("x.safetensors", st.everything(), ("safetensors", None, "file")),
+    ("x.gguf", g.everything(), ("GGUF", "none", "file")),
+], ids=["safetensors", "GGUF"])  # fmt: skip
 def test_every_tensor_has_its_type_and_one_without_bytes_is_no_part(
     mapped: Mapped, name: str, raw: bytes, known: tuple[str, str | None, str]
 ) -> None:
@@ -191,9 +180,7 @@ def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -
         um.open_weights(parts[1])
 
 
-def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
-    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypatch: Patch) -> None:
     n = 20_000
     tensors = [g.tensor(f"t{i}", (32,), g.F32, 128 * i) for i in range(n)]
     path = mapped("long.gguf", g.with_data(g.head(n, 0), *tensors, nbytes=128 * n)[0])
@@ -209,17 +196,12 @@ def test_a_long_table_is_read_once_for_as_long_as_the_file_stays(
     assert read.call_count == 2
 
 
-def test_not_more_files_are_remembered_than_a_process_has(
-    tmp_path: Path, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: Patch) -> None:
     monkeypatch.setattr(model_maps, "_HEADERS_MAX", 2)
     for i in range(5):
         mapped(f"{i}.gguf", g.everything())
     assert [each.format for each in found(str(tmp_path))] == ["GGUF"] * 5
     assert len(model_maps._headers) == 2
-
-
-# ---- which files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["GGUF", "safetensors"])
@@ -230,36 +212,26 @@ def test_blobs_are_known_by_what_they_begin_with(mapped: Mapped, kind: str) -> N
     assert found(str(mapped("small", blob(kind, MIB // 2)))) == []
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"",
-        b"GGU",
-        struct.pack("<Q", 100) + b"[",
-        struct.pack("<Q", 3 * MIB) + b"{",
-        # A table with an object in it, as many files have.
-        struct.pack("<Q", 100) + b"{",
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("head", [
+    b"",
+    b"GGU",
+    struct.pack("<Q", 100) + b"[",
+    struct.pack("<Q", 3 * MIB) + b"{",
+    # A table with an object in it, as many files have.
+    struct.pack("<Q", 100) + b"{",
+], ids=repr)  # fmt: skip
 def test_other_files_are_no_models(mapped: Mapped, head: bytes) -> None:
     assert found(str(mapped("data", head + bytes(2 * MIB)))) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "problem"),
-    [
-        ("x.gguf", b"GGUF" + bytes(100), "version"),
-        ("x.gguf", b"hello" * 100, "does not begin with GGUF"),
-        ("x.safetensors", b"hello" * 100, "header"),
-        ("x.safetensors", st.file('{"a": 1}', 10), ""),
-        ("blob", b"GGUF" + bytes(2 * MIB), "version"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_broken_file_is_weights_of_no_known_type(
-    mapped: Mapped, name: str, raw: bytes, problem: str
-) -> None:
+@pytest.mark.parametrize(("name", "raw", "problem"), [
+    ("x.gguf", b"GGUF" + bytes(100), "version"),
+    ("x.gguf", b"hello" * 100, "does not begin with GGUF"),
+    ("x.safetensors", b"hello" * 100, "header"),
+    ("x.safetensors", st.file('{"a": 1}', 10), ""),
+    ("blob", b"GGUF" + bytes(2 * MIB), "version"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_broken_files_have_no_type(mapped: Mapped, name: str, raw: bytes, problem: str) -> None:
     one = only(mapped(name, raw))
     assert (one.format, one.architecture, one.name) == (None, None, None)
     assert one.problem is not None
@@ -268,9 +240,7 @@ def test_a_broken_file_is_weights_of_no_known_type(
     assert one.parts(area) == [("weights", area.start, area.nbytes, None, None)]
 
 
-def test_a_file_that_cannot_be_read_is_tried_again(
-    model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_tried_again(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     maps(model)
     with monkeypatch.context() as patch:
         error = OSError(5, "Input/output error")
@@ -287,7 +257,7 @@ def test_areas_can_be_left_out(model: Path, maps: Maps) -> None:
     assert models(process, [area])[0].areas == (area,)
 
 
-def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) -> None:
     process = read_process()
     files = library_files(process.areas)
     program = os.stat("/proc/self/exe")
@@ -299,9 +269,6 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: pytest.Mo
     monkeypatch.setattr(model_maps, "_find_file", look)
     models(process)
     assert files.isdisjoint((call.args[1].device, call.args[1].inode) for call in look.mock_calls)
-
-
-# ---- where they are -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a b.gguf", "a\nb.gguf", "a\\012b.gguf", "x.gguf (deleted)"])
@@ -330,9 +297,7 @@ def test_a_model_that_was_replaced_by_what_must_not_be_opened(model: Path, maps:
     assert (one.path, one.state) == (str(model), "replaced")
 
 
-def test_a_model_that_nothing_leads_to_is_known_by_its_name(
-    model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     unnamed = model.with_name("blob")
     unnamed.write_bytes(blob("GGUF"))
     for path in (model, unnamed):
@@ -403,7 +368,7 @@ def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) 
         assert {each.path: each.source for each in found("/same.gguf")} == sources
 
 
-def test_files_in_layers(model: Path, maps: Maps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     """The device of a btrfs, and of an overlayfs, is another one in smaps than in stat."""
     maps(model)
     (area,) = only(model).areas

@@ -29,12 +29,12 @@ from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
 
+Patch = pytest.MonkeyPatch
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def nothing_shown() -> Iterator[None]:
-    """Each test begins and ends as a process that shows nothing."""
     shown._unpublish()
     yield
     shown._unpublish()
@@ -55,7 +55,6 @@ def counted() -> list[int]:
 
 
 def told() -> list[str]:
-    """What is said of a ledger that this process shows and that cannot be read."""
     said: list[str] = []
     assert published(os.getpid(), said) is None
     return said
@@ -81,9 +80,6 @@ sys.stdin.read()
         yield process
     finally:
         assert process.communicate()[1] == ""
-
-
-# ---- a process and those who look at it ----
 
 
 def test_another_process_sees_entries_and_counters() -> None:
@@ -185,9 +181,6 @@ def test_nothing_is_left_at_the_end(run_python: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- when it is written ----
-
-
 def test_entries_are_those_of_the_last_time_they_were_published() -> None:
     shown.publish()
     with um.Block(MIB, name="mine"):
@@ -198,9 +191,7 @@ def test_entries_are_those_of_the_last_time_they_were_published() -> None:
     assert "mine" not in names()
 
 
-def test_a_refresh_writes_only_where_memory_may_have_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refresh_writes_only_where_memory_may_have_changed(monkeypatch: Patch) -> None:
     shown.refresh()
     assert published(os.getpid()) is None  # nobody has asked for it to be shown
     shown.publish()
@@ -215,7 +206,7 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(
     assert written.call_count == 1
 
 
-def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: Patch) -> None:
     """As a collection does, which may come anywhere."""
     tallies, blocks = [shown.Tally()], []
 
@@ -233,16 +224,11 @@ def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: pytest.Mo
     blocks[0].close()
 
 
-def test_what_was_interrupted_is_written_by_the_next_refresh(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(text: bytes) -> int:
-        raise KeyboardInterrupt
-
+def test_what_was_interrupted_is_written_by_the_next_refresh(monkeypatch: Patch) -> None:
     shown.publish()
     with um.Block(4096, name="mine"):
         with monkeypatch.context() as patch:
-            patch.setattr(zlib, "crc32", interrupted)
+            patch.setattr(zlib, "crc32", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 shown.publish()
         shown.refresh()
@@ -275,9 +261,6 @@ def test_counting_costs_no_fault_and_no_call() -> None:
         assert m.n_os_calls == m.n_allocations == 0
         faults.append(m.thread_minor_faults)
     assert 0 in faults
-
-
-# ---- engines ----
 
 
 def test_engines_add_up_and_what_they_counted_stays() -> None:
@@ -377,12 +360,8 @@ def test_a_decoder_counts_its_tokens() -> None:
     assert scratch not in {entry.address for entry in look().entries}
 
 
-# ---- forks and failures ----
-
-
 def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Run) -> None:
-    done = run_python(
-        """
+    done = run_python("""
         import os
         import unimem as um
         from unimem.accounting import published as shown
@@ -409,20 +388,15 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Ru
         assert os.waitpid(pid, 0)[1] == 0
         tally.count(1, 1)
         print(list(published(os.getpid()).counters.values()))
-        """
-    )
+    """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2, 2, 0, 0]\n"
 
 
-def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
+def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", refuse)
+        refused = OSError(errno.EPERM, os.strerror(errno.EPERM))
+        patch.setattr(os, "memfd_create", Mock(side_effect=refused))
         tally = shown.Tally()
         tally.count(1, 1)
         tally.hold(1, 1)
@@ -438,7 +412,7 @@ def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(
     assert counted() == [0, 0, 0, 0]
 
 
-def test_a_python_without_memfds_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_memfds_shows_nothing(monkeypatch: Patch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     shown.Tally().count(1, 1)
     assert "without memfd_create" in str(shown.failure())
@@ -449,9 +423,7 @@ def test_a_python_without_memfds_shows_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
-def test_kernels_that_do_not_say_it(
-    monkeypatch: pytest.MonkeyPatch, field: str, is_known: bool
-) -> None:
+def test_kernels_that_do_not_say_it(monkeypatch: Patch, field: str, is_known: bool) -> None:
     """Without containers a process has one number; what may be no memfd is not opened."""
     read = shown._lines
 
@@ -481,18 +453,13 @@ def test_descriptors_run_out(n_more: int) -> None:
     assert n_more > 1 or shown.failure() is not None
 
 
-# ---- more than there is room for ----
-
-
 def entry_of(i: int, nbytes: int, **fields: Any) -> Entry:
     return Entry("other", f"block {i} " + 80 * "x", (i + 1) << 40, nbytes, nbytes)._replace(
         **fields
     )
 
 
-def test_of_more_entries_than_have_room_the_largest_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_more_entries_than_have_room_the_largest_are_kept(monkeypatch: Patch) -> None:
     sizes = [4096 * (1 + i * 7919 % 5000) for i in range(5000)]
     entries = tuple(entry_of(i, nbytes) for i, nbytes in enumerate(sizes))
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: entries)
@@ -505,16 +472,12 @@ def test_of_more_entries_than_have_room_the_largest_are_kept(
     assert list(found.entries) == [entry for entry in entries if entry.nbytes >= kept[-1]]
 
 
-def test_names_that_a_terminal_would_obey_are_shown_without_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_names_that_a_terminal_would_obey_are_shown_without_that(monkeypatch: Patch) -> None:
     entry = entry_of(0, 4096, name="\x1b[2Jname\n", path="/a\udcff\r/ü.gguf")
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: (entry,))
     shown.publish()
     assert look().entries == (entry._replace(name="?[2Jname?", path="/a??/ü.gguf"),)
 
-
-# ---- what anybody may have written ----
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -555,24 +518,20 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
         assert "mine" in names()
 
 
-@pytest.mark.parametrize(
-    ("head", "reason"),
-    [
-        ({"magic": b"unimem!!"}, "does not begin as one"),
-        ({"version": 2}, "version is 2, and this unimem reads version 1"),
-        ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
-        ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
-        ({"size": NBYTES}, "more than there is room for"),
-        ({"size": 10}, "checksum"),
-        ({"sum": 0}, "checksum"),
-        ({"n_columns": 3}, "expected a list of 3, got list"),
-        # That of a parent, and one that is only begun, are none.
-        ({"pid": 1}, None),
-        ({"started": 1}, None),
-        ({"magic": bytes(8)}, None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("head", "reason"), [
+    ({"magic": b"unimem!!"}, "does not begin as one"),
+    ({"version": 2}, "version is 2, and this unimem reads version 1"),
+    ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
+    ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
+    ({"size": NBYTES}, "more than there is room for"),
+    ({"size": 10}, "checksum"),
+    ({"sum": 0}, "checksum"),
+    ({"n_columns": 3}, "expected a list of 3, got list"),
+    # That of a parent, and one that is only begun, are none.
+    ({"pid": 1}, None),
+    ({"started": 1}, None),
+    ({"magic": bytes(8)}, None),
+], ids=str)  # fmt: skip
 def test_headers_that_are_broken_are_told(head: dict[str, Any], reason: str | None) -> None:
     with fake(image(**head)):
         said = told()
@@ -597,11 +556,9 @@ def test_no_more_is_read_than_there_can_be() -> None:
         assert os.fstat(fd).st_blocks * 512 <= NBYTES
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 200_000, b'{"counters":' + b"9" * 200_000 + b"}"],
-    ids=lambda text: repr(text[:12]),
-)
+@pytest.mark.parametrize("text", [
+    b"", b"null", b"[]", b"{}", b"\xff", b"[" * 200_000, b'{"counters":' + b"9" * 200_000 + b"}",
+], ids=lambda text: repr(text[:12]))  # fmt: skip
 def test_texts_that_are_none_of_ours_are_told(text: bytes) -> None:
     with fake(image(text=text)):
         (said,) = told()
@@ -609,13 +566,11 @@ def test_texts_that_are_none_of_ours_are_told(text: bytes) -> None:
 
 
 def mine(document: dict[str, Any]) -> list[Any]:
-    """The fields of an entry."""
     entries: list[list[Any]] = document["entries"]
     return next(entry for entry in entries if entry[1] == "mine")
 
 
 def part(offset: int, nbytes: int, active: int | None = None) -> Change:
-    """Add a part at an offset into the entry."""
     return lambda d: mine(d)[7].append(["kv", mine(d)[2] + offset, nbytes, active, None])
 
 
@@ -639,15 +594,10 @@ CHANGES: dict[str, Change] = {
 # What the fields of an entry may not be, by number: category, name, address, size, reserved,
 # requested, path, parts.
 FIELDS: list[tuple[int, list[Any]]] = [
-    (0, [None, "x" * 65, ""]),
-    (1, [5]),
-    (2, [-1, 2**64 - 4096, 1e30, float("nan"), True]),
-    (3, [2 * MIB]),
-    (4, [-1, 2**64]),
-    (5, [[], {"pages": {"a": 1}}, {"nbytes": float("nan")}]),
-    (6, [1]),
-    (7, [None]),
-]
+    (0, [None, "x" * 65, ""]), (1, [5]), (2, [-1, 2**64 - 4096, 1e30, float("nan"), True]),
+    (3, [2 * MIB]), (4, [-1, 2**64]), (5, [[], {"pages": {"a": 1}}, {"nbytes": float("nan")}]),
+    (6, [1]), (7, [None]),
+]  # fmt: skip
 
 
 def field(number: int, value: Any) -> Change:
@@ -675,7 +625,7 @@ def test_the_ledger_is_found_behind_fakes_and_other_files() -> None:
         assert NAME in names()
 
 
-def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: Patch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     torn = image(sum=1)
@@ -686,7 +636,7 @@ def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: pytest.M
     assert len(waited) <= shown._TRIES + shown._MOST_FOUND
 
 
-def test_what_is_half_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_half_written_is_waited_for(monkeypatch: Patch) -> None:
     whole, torn = image(), image(sum=1)
     with fake(torn) as fd:
         monkeypatch.setattr(time, "sleep", lambda _: os.pwrite(fd, whole, 0))

@@ -146,12 +146,9 @@ def run_pytest(folder: Path, *options: str, **environment: str) -> str:
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options, "."],
-        cwd=folder,
-        env=os.environ | {"COLUMNS": "200"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=folder, env=os.environ | {"COLUMNS": "200"} | environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     assert done.stderr == ""
     return done.stdout
 

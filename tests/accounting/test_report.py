@@ -25,16 +25,13 @@ from unimem.accounting.report_text import report_lines
 from unimem.system.malloc import malloc_bytes
 from unimem.system.text import Surface
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 SCHEMA = json.loads((ROOT / "docs/schemas/report-1.json").read_text())
 NAMES = {"scratch": "scratch", "history": "kv", "staging": "staging", "diagnostics": "diagnostics"}
 
 
 def check(report: Report) -> dict[str, Any]:
-    """Validate a report's document against the schema that is documented."""
     document = json.loads(report.to_json())
     jsonschema.Draft202012Validator(SCHEMA).validate(document)
     assert document == report.to_dict()
@@ -43,9 +40,6 @@ def check(report: Report) -> dict[str, Any]:
 
 def mapped(category: str) -> int:
     return sum(row.nbytes for row in um.report().rows if row.category == category)
-
-
-# ---- this process -------------------------------------------------------------------------------
 
 
 def row_of(report: Report, category: str, device: str | None = None) -> Row:
@@ -75,23 +69,17 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
     check(after)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pages": "4k"},
-        {"pages": "4k", "warm": True},
-        {"pages": "4k", "warm": True, "shared": True},
-        {"pages": "4k", "warm": True, "reserve": 8 << 20},
-        {"pages": "4k", "lock": True},
-        {"pages": "thp"},
-        {"pages": "thp", "warm": True},
-        {"pages": "2m", "strict": True},
-    ],
-    ids=str,
-)
-def test_a_mapping_is_placed_as_its_block(
-    options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("options", [
+    {"pages": "4k"},
+    {"pages": "4k", "warm": True},
+    {"pages": "4k", "warm": True, "shared": True},
+    {"pages": "4k", "warm": True, "reserve": 8 << 20},
+    {"pages": "4k", "lock": True},
+    {"pages": "thp"},
+    {"pages": "thp", "warm": True},
+    {"pages": "2m", "strict": True},
+], ids=str)  # fmt: skip
+def test_a_mapping_is_as_its_block(options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if options["pages"] == "thp" and not huge_page_bytes():
         pytest.skip("this kernel gives no transparent huge pages")
     if options["pages"] == "2m":
@@ -189,8 +177,6 @@ def test_a_forked_child_reports_on_itself() -> None:
         os.waitpid(pid, 0)
 
 
-# ---- another process ----------------------------------------------------------------------------
-
 CHILD = """
 import sys
 import unimem as um
@@ -247,9 +233,6 @@ def test_processes_that_are_none() -> None:
         um.report(0)
     with pytest.raises(TypeError):
         um.report("1")  # type: ignore[arg-type]
-
-
-# ---- texts --------------------------------------------------------------------------------------
 
 
 def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
@@ -318,16 +301,13 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
     report = Report(
         (Row("files", 2048, resident_bytes=1024), Row("anonymous", 4096, resident_bytes=512)),
         {
-            "pid": 7,
-            "command": "python " + "x" * 100 + " end",
-            "problem": "p" * 100,
+            **{"pid": 7, "command": "python " + "x" * 100 + " end", "problem": "p" * 100},
             "models": [
                 model,
                 model | {"nbytes": 2048, "problem": "unknown header", "path": "/a.gguf"},
                 model | {"nbytes": 1536, "problem": "x" * 500, "path": "/b.gguf"},
             ],
-            "cpu_features": ["feature"] * 20,
-            "cached_bytes": 1536,
+            **{"cpu_features": ["feature"] * 20, "cached_bytes": 1536},
             "sizes_bytes": {"a": 1024, "b": 0},
         },
     )

@@ -27,7 +27,6 @@ Sums = dict[tuple[str, int], dict[str, int]]
 
 
 def file_of(path: Path) -> tuple[str, int]:
-    """Device and inode, as smaps writes them."""
     info = path.stat()
     return f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}", info.st_ino
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from unimem_bench.decoders import SideError
 from unimem_bench.stats import Ratio
 from unimem_bench.suite import NotMeasured
 
+Patch = pytest.MonkeyPatch
 SCHEMA = json.loads((ROOT / "docs/schemas/advice-1.json").read_text())
 MODEL = embedded_model()
 
@@ -114,7 +115,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: Patch) -> Machine:
     """Decoders that are invented, and rounds that nothing disturbs."""
     invented = Machine()
     fresh: dict[str, Any] = {"effects": {}, "noise": 0.01, "refuses": "", "started": []}
@@ -147,14 +148,12 @@ def make(effects: Effects) -> Advised:
 
 @pytest.mark.usefixtures("machine")
 def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
-    advice = make(
-        {
-            **THP_DECODES_FASTER,
-            ("pages", "2m"): (1.1, 1.0, 1.0),
-            ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
-            ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
-        }
-    )
+    advice = make({
+        **THP_DECODES_FASTER,
+        ("pages", "2m"): (1.1, 1.0, 1.0),
+        ("kv_dtype", "q8_0"): (1.2, 0.9, 1.0),
+        ("kv_dtype", "f32"): (0.8, 1.0, 1.0),
+    })  # fmt: skip
     assert advice.flags == ("--pages", "thp", "--kv-dtype", "q8_0")
     assert advice.by == "decode"
     assert advice.margin is not None
@@ -186,7 +185,7 @@ def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> N
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_wins_by_luck_does_not_win_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wins_by_luck_does_not_win_twice(monkeypatch: Patch) -> None:
     measure = module._Bench._measure
 
     def lucky_once(bench: Any, group: Mapping[str, Any]) -> Any:
@@ -226,9 +225,7 @@ def test_what_cannot_be_had_or_does_not_start_is_left_out(machine: Machine) -> N
     assert advice.flags == ("--kv-dtype", "q8_0")
 
 
-def test_decoders_that_have_no_room_together_run_in_pairs(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoders_without_room_together_run_in_pairs(machine: Machine, monkeypatch: Patch) -> None:
     total = plan(MODEL).total_bytes
     monkeypatch.setattr(states, "available_bytes", lambda: 3 * total)
     most = 0
@@ -267,7 +264,7 @@ def test_an_interrupt_ends_all_processes_and_gives_the_pages_back(machine: Machi
 
 
 @pytest.mark.usefixtures("machine")
-def test_policies_are_tried_where_there_are_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_are_tried_where_there_are_nodes(monkeypatch: Patch) -> None:
     def plan_anywhere(*arguments: Any, numa: str | None = None, **options: Any) -> Any:
         return plan(*arguments, **options)
 
@@ -332,7 +329,7 @@ def test_a_bad_model_is_refused_as_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused(monkeypatch: Patch) -> None:
     made = plan(MODEL)
     checks = tuple(replace(each, available_bytes=1) for each in made.checks)
     monkeypatch.setattr(module, "plan", lambda *_, **__: replace(made, checks=checks))
@@ -342,13 +339,11 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert show("bench", "--advise", MODEL).code == 3
 
 
-def test_real_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few tokens of the model in the package, with one other type of the KV cache."""
+def test_real_decoders(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
     monkeypatch.setattr(module, "effort", lambda *_, **__: Effort(1, 8, 2, 3, 0.1))
     lines: list[str] = []
-    say: Callable[[str], None] = lines.append
-    advice = advise(MODEL, ctx=64, threads=1, progress=say)
+    advice = advise(MODEL, ctx=64, threads=1, progress=lines.append)
     (factor,) = advice.factors
     default, q8_0 = factor.variants
     assert (default.name, q8_0.options) == ("default", {"kv_dtype": "q8_0"})

@@ -64,11 +64,9 @@ def test_what_differs_most_comes_first() -> None:
     b = run(case("one", 20, 40, 90), case("two", 11, 22, at=(1024, 4096)), case("three", 10, 10))
     found = compare(a, b)
     assert [(pair.name, pair.other, pair.a.value, pair.b.value) for pair in found.pairs] == [
-        ("calls/three", "peer 0", 4.0, 1.0),
-        ("calls/one", "peer 1", 3.0, 4.5),
-        ("calls/one", "peer 0", 2.0, 2.0),
-        ("calls/two 1 KiB", "peer 0", 2.0, 2.0),
-    ]
+        ("calls/three", "peer 0", 4.0, 1.0), ("calls/one", "peer 1", 3.0, 4.5),
+        ("calls/one", "peer 0", 2.0, 2.0), ("calls/two 1 KiB", "peer 0", 2.0, 2.0),
+    ]  # fmt: skip
     assert [pair.agrees for pair in found.pairs] == [False, False, True, True]
     assert found.share == 0.5
     assert [(each.name, each.a.median, each.b.median) for each in found.changes] == [
@@ -76,20 +74,17 @@ def test_what_differs_most_comes_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "agree"),
-    [
-        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
-        (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
-        (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
-        (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
-        # Medians between the other's percentiles.
-        (Spread(10, 8, 12), Spread(11, 9, 12), True),
-        (Spread(10, 8, 12), Spread(11, 10.5, 12), False),
-        (Spread(10, 8, 12), Spread(13, 9, 14), False),
-        (Spread(10, 8, 12), Spread(10, 10, 10), True),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "agree"), [
+    (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 1.9, 2.4), True),
+    (Ratio(2.0, 1.5, 2.5), Ratio(2.2, 2.1, 2.4), False),
+    (Ratio(2.0, 1.9, 2.1), Ratio(2.2, 1.5, 2.5), False),
+    (Ratio(2.0, 2.0, 2.0), Ratio(2.0, 2.0, 2.0), True),
+    # Medians between the other's percentiles.
+    (Spread(10, 8, 12), Spread(11, 9, 12), True),
+    (Spread(10, 8, 12), Spread(11, 10.5, 12), False),
+    (Spread(10, 8, 12), Spread(13, 9, 14), False),
+    (Spread(10, 8, 12), Spread(10, 10, 10), True),
+])  # fmt: skip
 def test_two_agree_where_each_lies_in_the_others_interval(a: Any, b: Any, agree: bool) -> None:
     made: Any = pair if isinstance(a, Ratio) else change
     assert made("calls/one", a, b).agrees is made("calls/one", b, a).agrees is agree
@@ -126,17 +121,15 @@ def test_another_machine_versions_and_kind_of_run_are_warned_of() -> None:
 
 
 DIFFERENCES = Differences(
-    pairs=[
+    [
         pair("a/b", Ratio(2.0, 1.5, 2.5), Ratio(3.1, 3.0, 3.2)),
         pair("a/c", Ratio(0.5, 0.5, 0.5), Ratio(0.5, 0.5, 0.5), "unimem, mapped"),
     ],
-    changes=[
+    [
         change("a/b", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
         change("a/c", Spread(0, 0, 0), Spread(1, 1, 1), "faults"),
     ],
-    only_a=["x/y"],
-    only_b=[],
-    warnings=["a|b"],
+    *(["x/y"], [], ["a|b"]),
 )
 
 

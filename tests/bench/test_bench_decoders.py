@@ -26,6 +26,7 @@ from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_b
 from unimem_bench.models import ModelShape, write_model
 from unimem_bench.suite import Case, NotMeasured
 
+Patch = pytest.MonkeyPatch
 PROMPT = [1, *range(20, 50)]
 HUGE_PAGE = 2 << 20
 IDLE = {"wait_s": 1.0, "wait_cpu_s": 0.0}
@@ -40,9 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path) -> Path:
     return write_model(folder, "15m", "q8_0")
-
-
-# ---- models ----
 
 
 @pytest.mark.parametrize("kind", models.KINDS)
@@ -68,9 +66,7 @@ def test_a_model_is_written_once_and_always_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n_layers", "tied"), [(6, True), (22, False)])
-def test_the_mixture_is_the_one_of_llama_cpp(
-    n_layers: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_s_mixture(n_layers: int, tied: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
     shape = ModelShape(
         256, layers=n_layers, heads=4, kv_heads=4, inner=256, vocab=300, ctx=64, tied=tied
@@ -86,7 +82,7 @@ def types_of(path: Path) -> dict[str, str]:
         return {name: tensor.type for name, tensor in weights.tensors.items()}
 
 
-def test_a_model_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_written(tmp_path: Path, monkeypatch: Patch) -> None:
     with pytest.raises(ValueError, match="no model '70b': expected one of '15m', '110m'"):
         write_model(tmp_path, "70b", "q8_0")
     with pytest.raises(ValueError, match="no model 'q5': expected one of 'f16', 'q8_0'"):
@@ -95,9 +91,6 @@ def test_a_model_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(NotMeasured, match="pip install gguf"):
         write_model(tmp_path, "15m", "q8_0")
     assert os.listdir(tmp_path) == []
-
-
-# ---- processes ----
 
 
 def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
@@ -116,7 +109,7 @@ def test_what_a_decoder_is_asked_for_is_what_it_has(model: Path) -> None:
 
 
 def test_a_full_context_starts_anew_and_the_current_folder_is_not_imported(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
@@ -158,7 +151,7 @@ def test_builds_that_differ_are_told_apart() -> None:
     assert "AVX512 1 in unimem's and 0 in its, LLAMAFILE 1 in unimem's and 0 in its" in sentence
 
 
-def test_where_the_peer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_peer_is(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNIMEM_PEER_PYTHON", raising=False)
     with pytest.raises(NoPeer, match=r"build/peer/bin/python, which is not there: .*bench-peer"):
@@ -183,9 +176,6 @@ def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
     return str(script)
 
 
-# ---- reserved huge pages ----
-
-
 def reserved_pages() -> int:
     """Count the pages that stay; others in the pool go once nothing uses them."""
     if not huge_pages.POOL.exists():
@@ -198,7 +188,6 @@ def reserved_pages() -> int:
 
 @pytest.fixture
 def free_bytes() -> int:
-    """How much of the pool is free."""
     if os.geteuid() != 0 or not huge_pages.POOL.exists():
         pytest.skip("needs root, and a kernel with huge pages of 2 MiB")
     return limits.huge_pools()["2m"].available_bytes
@@ -246,7 +235,7 @@ def test_huge_pages_of_a_killed_process_are_given_back(free_bytes: int) -> None:
     assert reserved_pages() == before
 
 
-def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: Patch) -> None:
     pool = limits.HugePool(HUGE_PAGE, 5, 0, 0, 0, {})
     monkeypatch.setattr(huge_pages, "huge_pools", lambda: {"2m": pool})
     monkeypatch.setattr(huge_pages, "POOL", tmp_path)
@@ -268,11 +257,8 @@ def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Monke
         pass
 
 
-# ---- cases ----
-
-
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tiny(monkeypatch: Patch) -> Iterator[None]:
     monkeypatch.setattr(decoding, "QUICK_SHAPE", "15m")
     monkeypatch.setattr(states, "ready", lambda nbytes, cpus: None)  # which is for times
     before = reserved_pages()
@@ -291,7 +277,7 @@ CASES = [
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("case", CASES)
-def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     try:
         record = run_case(case, folder, monkeypatch)
     except NotMeasured as reason:
@@ -304,7 +290,7 @@ def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("case", cases_of("numa"))
-def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: Patch) -> None:
     if sum(bool(node.total_bytes) for node in limits.nodes().values()) > 1:
         pytest.skip("this machine has several memory nodes; make test-numa tests these cases")
     if case.name == "asking":
@@ -315,9 +301,7 @@ def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_peer_that_was_built_for_another_cpu_is_left_out(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_of_other_cpus_are_left_out(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     other = FACTS | {"features": {"NO_SUCH_FEATURE": "1"}}
     monkeypatch.setenv("UNIMEM_PEER_PYTHON", fake_python(tmp_path, other))
     case = next(case.values[0] for case in cases_of("decode"))

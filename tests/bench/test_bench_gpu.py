@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,19 +21,16 @@ from unimem_bench.suites import gpu as suite
 from unimem_bench.suites.gpu import Statement
 from unimem_bench.worker import measure
 
+Patch = pytest.MonkeyPatch
 CASES = {case.name: case for case in suites.load_suite("gpu").cases}
 TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suite.SHAPE)
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+def no_gpu(monkeypatch: Patch) -> str:
     """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
-
-    def require() -> None:
-        raise ImportError(said)
-
-    monkeypatch.setattr(gpu, "require", require)
+    monkeypatch.setattr(gpu, "require", Mock(side_effect=ImportError(said)))
     return said
 
 
@@ -57,9 +55,6 @@ def test_without_a_gpu_nothing_is_measured(no_gpu: str, name: str, tmp_path: Pat
     assert (record.sides, record.facts) == ([], {})
     assert record.targets == list(CASES[name].targets)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- over host memory ---------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("cuda", "gives_memory_back")
@@ -105,9 +100,7 @@ def test_a_rate_is_of_all_bytes_until_the_device_has_them(host_gpu: Any) -> None
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_what_is_uploaded_has_the_sum_that_was_written(
-    cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_have_the_sum(cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     from host_gpu import numpy_of
 
     monkeypatch.setattr(weight_files, "SHAPE", (16, 64))
@@ -124,9 +117,7 @@ def test_what_is_uploaded_has_the_sum_that_was_written(
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_torch_is_left_out_where_it_is_not_installed_or_sees_no_gpu(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_may_be_left_out(is_installed: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     reason = "torch is not installed"
     if is_installed:
         torch = pytest.importorskip("torch", reason=reason)

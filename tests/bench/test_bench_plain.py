@@ -23,6 +23,8 @@ from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain, states
 from unimem_bench.suite import NotMeasured
 
+Patch = pytest.MonkeyPatch
+Words = NDArray[np.uint64]
 PAGE = mmap.PAGESIZE
 CPUS = sorted(os.sched_getaffinity(0))
 NO_CPU = 1023  # which this process may not use
@@ -31,15 +33,14 @@ N_WORDS = 300_000  # more than a huge page, and no whole number of pages
 
 
 @pytest.fixture(scope="module")
-def words() -> NDArray[np.uint64]:
+def words() -> Words:
     found = np.random.default_rng(0).integers(0, 1 << 64, N_WORDS, np.uint64)
     found.flags.writeable = False
     return found
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, words: NDArray[np.uint64]) -> Path:
-    """A file of 24 bytes and these words."""
+def path(tmp_path_factory: pytest.TempPathFactory, words: Words) -> Path:
     path = tmp_path_factory.mktemp("plain") / "words"
     path.write_bytes(bytes(24) + words.tobytes())
     return path
@@ -51,7 +52,7 @@ def nothing_stays_pinned() -> Iterator[None]:
     assert sorted(os.sched_getaffinity(0)) == CPUS
 
 
-def total(words: NDArray[np.uint64]) -> int:
+def total(words: Words) -> int:
     return int(words.sum(dtype=np.uint64))
 
 
@@ -67,10 +68,7 @@ def test_an_empty_call_converts_and_does_nothing() -> None:
         EmptyCall().call(-1, 64)
 
 
-# ---- memory ----
-
-
-def test_copy(words: NDArray[np.uint64]) -> None:
+def test_copy(words: Words) -> None:
     to = np.zeros_like(words)
     half, source, target = words.nbytes // 16 * 8, words.ctypes.data, to.ctypes.data
     parts = [(target + half, source + half, words.nbytes - half), (target, source, half - 8)]
@@ -98,7 +96,7 @@ def test_read_touches_every_page() -> None:
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: NDArray[np.uint64]) -> None:
+def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: Words) -> None:
     source = words.view(np.uint8)
     for nbytes in (0, 1, 63, 64, 1000, 8 * N_WORDS - 1):
         to = np.full(source.nbytes, 9, np.uint8)
@@ -111,7 +109,7 @@ def test_threads_copy_and_fill_all_of_it(cpus: list[int], words: NDArray[np.uint
 
 
 @pytest.mark.parametrize("cpus", TEAMS)
-def test_scan_adds_up_every_word(cpus: list[int], words: NDArray[np.uint64]) -> None:
+def test_scan_adds_up_every_word(cpus: list[int], words: Words) -> None:
     start = words.ctypes.data
     for cuts in ((), (1,), (1, 2, 3, N_WORDS - 1), (N_WORDS // 2, N_WORDS // 2)):
         parts = itertools.pairwise([0, *cuts, N_WORDS])
@@ -139,25 +137,20 @@ def test_touch_on_reserved_pages() -> None:
     assert info.value.errno == errno.ENOMEM
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("touch", lambda: plain.touch(4096, 4096, "4k", [NO_CPU])),
-        ("touch", lambda: plain.touch(4096, 0, "4k", CPUS)),
-        ("scan", lambda: plain.scan([], [])),
-        ("scan", lambda: plain.scan([], [-1, -1])),
-        ("copy_by_threads", lambda: plain.copy_by_threads(0, 0, 0, [1 << 20])),
-        ("fill_by_threads", lambda: plain.fill_by_threads(0, 0, 0, [NO_CPU] * 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "call"), [
+    ("touch", lambda: plain.touch(4096, 4096, "4k", [NO_CPU])),
+    ("touch", lambda: plain.touch(4096, 0, "4k", CPUS)),
+    ("scan", lambda: plain.scan([], [])),
+    ("scan", lambda: plain.scan([], [-1, -1])),
+    ("copy_by_threads", lambda: plain.copy_by_threads(0, 0, 0, [1 << 20])),
+    ("fill_by_threads", lambda: plain.fill_by_threads(0, 0, 0, [NO_CPU] * 2)),
+])  # fmt: skip
 def test_errors_name_the_function(name: str, call: Callable[[], object]) -> None:
     if NO_CPU in CPUS:
         pytest.skip(f"this process may use CPU {NO_CPU}")
     with pytest.raises(OSError, match=f"{name} of libunimem-bench: Invalid argument"):
         call()
 
-
-# ---- files ----
 
 WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
     *(("read", {}), ("read", {"populate": True}), ("touch", {})),
@@ -169,9 +162,7 @@ WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("way", "how"), WAYS)
-def test_every_way_loads_all_of_a_file(
-    way: plain.Way, how: dict[str, Any], path: Path, words: NDArray[np.uint64]
-) -> None:
+def test_every_way_loads_all(way: plain.Way, how: dict[str, Any], path: Path, words: Words) -> None:
     for request_bytes in (PAGE, 1 << 20, 1 << 40):
         try:
             seconds, found = plain.load(path, 24, way, request_bytes, cpus=CPUS[:2], **how)
@@ -187,9 +178,7 @@ def test_every_way_loads_all_of_a_file(
 
 @pytest.mark.parametrize("cpus", TEAMS)
 @pytest.mark.parametrize("populate", [True, False])
-def test_map_and_scan(
-    cpus: list[int], populate: bool, path: Path, words: NDArray[np.uint64]
-) -> None:
+def test_map_and_scan(cpus: list[int], populate: bool, path: Path, words: Words) -> None:
     seconds, found = plain.map_and_scan(path, 24, populate=populate, cpus=cpus)
     assert seconds > 0
     assert found == total(words)
@@ -209,9 +198,6 @@ def test_errors_of_files_name_the_function(path: Path) -> None:
             plain.load(path, offset, "pread", request_bytes, cpus=CPUS)
 
 
-# ---- states ----
-
-
 def test_drop_and_heat(path: Path) -> None:
     pages = -(-path.stat().st_size // PAGE) * PAGE
     states.read_through(path)
@@ -225,9 +211,7 @@ def test_drop_and_heat(path: Path) -> None:
     assert plain.cached_bytes(path) == pages
 
 
-def test_what_cannot_be_dropped_is_said(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_dropped_is_said(path: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(states, "DROP_CACHES", tmp_path / "asked")
     mapped = np.memmap(path, np.uint8, "r")
     assert mapped.sum(dtype=np.int64) > 0  # in the page tables, so that it stays
@@ -245,18 +229,13 @@ def test_what_of_a_file_is_in_huge_pages(path: Path) -> None:
         assert (share > 0) == (staged.granted.huge_bytes > 0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "calls"),
-    [
-        ([1.0, 1.0, 9.0], 2),  # the first one is not known to be fast
-        ([9.0, 1.0, 9.0], 2),
-        ([1.0, 9.0, 1.0, 9.0], 3),
-        ([1.0, 9.0, 9.0, 9.0, 1.0], 4),
-    ],
-)
-def test_memory_is_touched_until_that_is_fast(
-    seconds: list[float], calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("seconds", "calls"), [
+    ([1.0, 1.0, 9.0], 2),  # the first one is not known to be fast
+    ([9.0, 1.0, 9.0], 2),
+    ([1.0, 9.0, 1.0, 9.0], 3),
+    ([1.0, 9.0, 9.0, 9.0, 1.0], 4),
+])  # fmt: skip
+def test_touched_until_that_is_fast(seconds: list[float], calls: int, monkeypatch: Patch) -> None:
     left = iter(seconds)
     touched: list[int] = []
 

@@ -54,7 +54,6 @@ def scaled(
     law: Callable[[float], float],
     **rest: Any,
 ) -> CaseRecord:
-    """A case of unimem alone."""
     return scaling_case(name, "How?", units, sizes, {"unimem": ("unimem", law)}, **rest)
 
 
@@ -67,13 +66,10 @@ def strange_names() -> SuiteRecord:
         wide: ("limit", lambda n: 3 * n),
     }
     bars = case(
-        f"names/{'a-name-' * 20}",
-        SENTENCE,
-        f"pieces of {LONG}",
-        levels({ours: 5.0}, {LONG: 7e6}, {wide: 1.0}),
-        EXACTLY_ONE,
+        f"names/{'a-name-' * 20}", SENTENCE, f"pieces of {LONG}",
+        levels({ours: 5.0}, {LONG: 7e6}, {wide: 1.0}), EXACTLY_ONE,
         targets=[faster(LONG, 2.0, 3, side=ours)],
-    )
+    )  # fmt: skip
     units = "bytes/s", f"bytes of {'a very ' * 9}long thing"
     lines = scaling_case("names/lines", SENTENCE, units, [1024.0, 2048.0, 1e9], laws)
     return suite("names", SENTENCE, bars, lines, plain("names/$x$ and $y_1$", peer=6.0))
@@ -118,7 +114,6 @@ RECORDS: dict[str, Callable[[], Record]] = {
 
 @functools.cache
 def drawings(name: str) -> list[Any]:
-    """The sheets of one of the records."""
     return list(plots.draw(RECORDS[name]()))
 
 
@@ -129,22 +124,15 @@ def sheets(name: str) -> dict[str, tuple[Any, list[Box]]]:
 
 
 def drawn(found: Record) -> dict[str, Any]:
-    """The figures by name."""
     return {drawing.name: drawing.figure for drawing in plots.draw(found)}
 
 
 def panel(found: CaseRecord) -> Any:
-    """The axes of a case's panel."""
     (axes,) = drawn(record(suite(found.suite, "What?", found)))[found.suite].axes
     return axes
 
 
-# ---- legible ------------------------------------------------------------------------------------
-
-
 class Box(NamedTuple):
-    """Where a line of text is drawn, in pixels."""
-
     text: str
     left: float
     top: float
@@ -215,7 +203,6 @@ def test_legends_cover_nothing_and_name_everything_and_axes_have_labels(name: st
 
 
 def legends_of(figure: Any) -> list[Any]:
-    """The legends of a figure and of its panels."""
     return [*figure.legends, *(each for part in figure.subfigs for each in legends_of(part))]
 
 
@@ -229,9 +216,6 @@ def test_text_is_large_enough_and_paper_is_white() -> None:
         assert figure.get_size_inches()[0] * 96 <= 830  # what GitHub shows without shrinking it
         for text in figure.findobj(matplotlib.text.Text):
             assert text.get_fontsize() >= 8
-
-
-# ---- bars ---------------------------------------------------------------------------------------
 
 
 def test_bars_are_as_long_as_the_medians_and_the_limit_goes_through_all() -> None:
@@ -268,9 +252,6 @@ def test_what_differs_too_much_for_bars_is_drawn_as_points() -> None:
     assert [(line.get_xdata()[0], line.get_marker()) for line in points] == [
         (stats.spread(side).median, marker) for side, marker in zip(found.sides, "osD", strict=True)
     ]
-
-
-# ---- lines --------------------------------------------------------------------------------------
 
 
 def test_lines_are_over_logarithms_with_their_exponents() -> None:
@@ -315,11 +296,7 @@ def test_threads_are_held_against_the_ideal(unit: str, factors: list[float]) -> 
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["unimem"]
 
 
-# ---- targets ------------------------------------------------------------------------------------
-
-
 def marks(figure: Any) -> Iterator[tuple[float, Any]]:
-    """Where the medians of the targets are drawn, from the top to the bottom."""
     (axes,) = figure.axes
     for line in axes.lines:
         if line.get_marker() in {"o", "X", "<", ">"}:
@@ -362,9 +339,6 @@ def test_targets_of_nothing_and_beyond_the_axis() -> None:
     assert shown["<"] < 1  # 3 of 0
 
 
-# ---- sheets and files ---------------------------------------------------------------------------
-
-
 def test_a_panel_of_each_suite_in_the_overview() -> None:
     found = sample_record()
     overview, *rest = drawings("sample")
@@ -386,14 +360,12 @@ def test_nothing_measured_is_nothing_drawn() -> None:
 
 
 def small_record() -> Record:
-    """Bars, lines and targets."""
     wanted = {"calls", "scaling", "gpu"}
     return record(*(each for each in sample_record().suites if each.name in wanted))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of the plots of that record, and what was returned."""
     folder = tmp_path_factory.mktemp("plots") / "new"
     return folder, plots.save(small_record(), folder)
 
@@ -424,9 +396,7 @@ def test_names_in_a_file_do_not_depend_on_last_bits_of_the_layout(saved: tuple[P
         assert "<dc:date>" not in text
 
 
-def test_files_are_the_same_whatever_the_user_has_set(
-    saved: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_files_are_the_same_whatever_a_user_sets(saved: tuple[Path, Any], tmp_path: Path) -> None:
     with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "figure.facecolor": "black"}):
         before = dict(matplotlib.rcParams)
         plots.save(small_record(), tmp_path)

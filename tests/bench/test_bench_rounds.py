@@ -16,16 +16,16 @@ from unimem_bench import rounds
 from unimem_bench.rounds import Uses, alternate, pin, stopwatch, warm_stopwatch
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite, faster
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing takes anything from a round."""
+def quiet(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: 0.0)
 
 
 @pytest.fixture
 def pinned() -> Iterator[None]:
-    """A test may pin its process."""
     before = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, before)
@@ -44,20 +44,12 @@ def test_sides_alternate_and_each_begins_in_turn() -> None:
     assert (measured.n_dropped, measured.n_disturbed) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("taken", "kept", "dropped", "disturbed"),
-    [
-        ([0.0, 0.5, 0.0, 0.3, 0.0], [1, 3, 5], 2, 0),
-        ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
-    ],
-    ids=["run again", "none is quiet: the quietest, in the order of the rounds"],
-)
+@pytest.mark.parametrize(("taken", "kept", "dropped", "disturbed"), [
+    ([0.0, 0.5, 0.0, 0.3, 0.0], [1, 3, 5], 2, 0),
+    ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
+], ids=["run again", "none is quiet: the quietest, in the order of the rounds"])  # fmt: skip
 def test_disturbed_rounds_are_dropped(
-    taken: list[float],
-    kept: list[float],
-    dropped: int,
-    disturbed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    taken: list[float], kept: list[float], dropped: int, disturbed: int, monkeypatch: Patch
 ) -> None:
     of_rounds, figures = iter(taken), iter(map(float, range(1, 7)))
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: next(of_rounds))
@@ -94,34 +86,26 @@ def test_another_process_on_our_cpu_is_found() -> None:
             other.kill()
 
 
-@pytest.mark.parametrize(
-    ("late", "others", "taken"),
-    [
-        (0.0, 0.0, 0.0),
-        (0.01, 0.08, 0.0),  # as always
-        (0.03, 0.0, 0.03),
-        (0.0, 0.2, 0.1),  # of two CPUs
-        (0.1, 0.5, 0.35),
-    ],
-)
+@pytest.mark.parametrize(("late", "others", "taken"), [
+    (0.0, 0.0, 0.0),
+    (0.01, 0.08, 0.0),  # as always
+    (0.03, 0.0, 0.03),
+    (0.0, 0.2, 0.1),  # of two CPUs
+    (0.1, 0.5, 0.35),
+])  # fmt: skip
 def test_what_was_taken(late: float, others: float, taken: float) -> None:
     before = Uses(10.0, 1.0, 100.0, 50.0, 2)
     after = Uses(11.0, 1.0 + late, 101.0 + others, 51.0, 2)
     assert before.taken_since(after) == pytest.approx(taken)
 
 
-@pytest.mark.parametrize(
-    ("cores", "expected"),
-    [
-        ("abcd", [3, 2, 1, 0]),
-        ("aabb", [3, 1, 2, 0]),  # siblings have numbers that follow each other
-        ("abab", [3, 2, 1, 0]),
-        ("aaab", [3, 2, 1, 0]),
-    ],
-)
-def test_a_cpu_of_each_core_comes_first(
-    cores: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("cores", "expected"), [
+    ("abcd", [3, 2, 1, 0]),
+    ("aabb", [3, 1, 2, 0]),  # siblings have numbers that follow each other
+    ("abab", [3, 2, 1, 0]),
+    ("aaab", [3, 2, 1, 0]),
+])  # fmt: skip
+def test_a_cpu_of_each_core_is_first(cores: str, expected: list[int], monkeypatch: Patch) -> None:
     monkeypatch.setattr(limits, "core_of", lambda cpu: ("0", cores[cpu]))
     assert rounds.by_preference(range(4)) == expected
 
@@ -136,15 +120,10 @@ def test_without_a_number_each_core_has_one_cpu() -> None:
 @pytest.mark.parametrize(
     ("made", "runs"), [(stopwatch, [-1, 0, 1, 2]), (warm_stopwatch, [-1, 0, 1, 2] * 2)]
 )
-def test_a_stopwatch_counts_its_runs_and_prepares_outside(
-    made: Callable[..., Callable[[], float]], runs: list[int]
-) -> None:
+def test_a_stopwatch_counts_runs(made: Callable[..., Callable[[], float]], runs: list[int]) -> None:
     found: list[int] = []
     assert made("runs.append(i)", 3, {"runs": found}, lambda: found.append(-1))() < 1e6
     assert found == runs
-
-
-# ---- declarations ----
 
 
 @pytest.fixture
@@ -164,11 +143,9 @@ def test_measure_keeps_sides_with_their_roles(measure: Callable[[bool], Measure]
     given.fact("nbytes", 4096)
     record = given.record()
     assert [(side.name, side.role, side.passes) for side in record.sides] == [
-        ("a", "unimem", [[1.0] * 4]),
-        ("b", "peer", [[2.0] * 4]),
-        ("c", "limit", [[3.0] * 4]),
+        ("a", "unimem", [[1.0] * 4]), ("b", "peer", [[2.0] * 4]), ("c", "limit", [[3.0] * 4]),
         ("moved", "unimem", [[0.0]]),
-    ]
+    ]  # fmt: skip
     assert record.left_out == {"torch": "torch is not installed"}
     assert record.facts == {"nbytes": 4096}
     assert record.targets == [faster("b", 2, issue=2)]

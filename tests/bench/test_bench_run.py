@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 from unimem_bench.worker import measure
 
+Patch = pytest.MonkeyPatch
 FASTER = faster("b", 2, issue=2)
 
 
@@ -34,7 +36,7 @@ Answer = Callable[..., Path]
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answer:
+def answer(monkeypatch: Patch, tmp_path: Path) -> Answer:
     """Make workers of a suite of two cases print records; their arguments go to a file.
 
     The suite has two passes, and stands in the place of every suite.
@@ -107,26 +109,17 @@ def test_an_interrupted_run_gives_what_it_has(answer: Answer, tmp_path: Path) ->
     assert [each.side("unimem") for each in got.cases] == [ours([1.0]), ours([2.0])]
 
 
-def test_an_interrupt_ends_the_process_by_a_signal_that_it_can_handle(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupt_is_a_mild_signal(answer: Answer, monkeypatch: Patch, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     answer(record("one", 1.0), after="while :; do sleep 0.01; done")
     script = Path(sys.executable)
     trap = f"#!/bin/sh\ntrap 'touch {ended}; exit 0' TERM\n"
     script.write_text(script.read_text().replace("#!/bin/sh\n", trap))
-
-    def interrupt(*_: object) -> CaseRecord:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "merge", interrupt)
+    monkeypatch.setattr(runs, "merge", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(runs, "_END_S", 60.0)  # before it is killed
     with pytest.raises(Interrupted):
         run(["invented"], quick=False, folder=tmp_path)
     assert ended.exists()
-
-
-# ---- merging ----
 
 
 def test_a_side_that_a_pass_lacks_is_empty_there() -> None:
@@ -150,19 +143,11 @@ def test_what_passes_say_is_added() -> None:
     assert merged.facts == {"n": 1, "m": 2}
 
 
-# ---- a case in its process ----
-
-
-@pytest.mark.parametrize(
-    ("error", "failed", "is_error"),
-    [
-        (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
-        (AssertionError("sides differ"), "AssertionError: sides differ", True),
-    ],
-)
-def test_an_error_is_kept_and_so_is_what_was_measured_before(
-    error: Exception, failed: str, is_error: bool
-) -> None:
+@pytest.mark.parametrize(("error", "failed", "is_error"), [
+    (NotMeasured("wants two nodes, there is one"), "wants two nodes, there is one", False),
+    (AssertionError("sides differ"), "AssertionError: sides differ", True),
+])  # fmt: skip
+def test_an_error_keeps_what_was_measured(error: Exception, failed: str, is_error: bool) -> None:
     def broken(given: Measure) -> None:
         given.count("unimem", [1])
         raise error
@@ -172,9 +157,6 @@ def test_an_error_is_kept_and_so_is_what_was_measured_before(
     found = measure(suite.cases[0], quick=True, folder=Path())
     assert (found.failed, found.is_error) == (failed, is_error)
     assert found.side("unimem") == ours([1.0])
-
-
-# ---- records ----
 
 
 def whole_record(case: CaseRecord) -> Record:
@@ -190,21 +172,18 @@ def test_a_record_is_the_same_after_json() -> None:
     assert "[ 1.0, 2.5, -3e-09 ]" in text  # a pass a line, not a figure
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("machine", None),
-        ("seconds", "3"),
-        ("versions", {"numpy": 2}),
-        ("suites 0 conditions", None),
-        ("suites 0 cases 0 unit", 5),
-        ("suites 0 cases 0 facts", []),
-        ("suites 0 cases 0 sides 0 role", "other"),
-        ("suites 0 cases 0 sides 0 passes", [["1"]]),
-        ("suites 0 cases 0 sides 0 passes", [[math.nan]]),
-        ("suites 0 cases 0 targets 0 kind", "other"),
-    ],
-)
+@pytest.mark.parametrize(("place", "value"), [
+    ("machine", None),
+    ("seconds", "3"),
+    ("versions", {"numpy": 2}),
+    ("suites 0 conditions", None),
+    ("suites 0 cases 0 unit", 5),
+    ("suites 0 cases 0 facts", []),
+    ("suites 0 cases 0 sides 0 role", "other"),
+    ("suites 0 cases 0 sides 0 passes", [["1"]]),
+    ("suites 0 cases 0 sides 0 passes", [[math.nan]]),
+    ("suites 0 cases 0 targets 0 kind", "other"),
+])  # fmt: skip
 def test_a_field_of_another_type_is_refused_by_name(place: str, value: Any) -> None:
     document = whole_record(record("one", 1.0, targets=[FASTER])).to_dict()
     *path, last = place.split()
@@ -216,19 +195,16 @@ def test_a_field_of_another_type_is_refused_by_name(place: str, value: Any) -> N
         Record.from_dict(document)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected the schema 'unimem.bench/1', found None"),
-        ('{"schema": "unimem.report/1"}', "found 'unimem.report/1'"),
-        ('{"schema": "unimem.bench/1"}', "damaged record"),
-        ('{"schema": "unimem.bench/1", "suites": [{"cases": [{}]}]}', "damaged record"),
-        ('{"schema": "unimem.bench/1", "suites": 1}', "damaged record"),
-        ("{", "Expecting property name"),
-        ("\x00", "expected a record in JSON: Expecting value"),
-        pytest.param("[" * 100_000, "expected a record in JSON: ", id="deep"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("[]", "expected the schema 'unimem.bench/1', found None"),
+    ('{"schema": "unimem.report/1"}', "found 'unimem.report/1'"),
+    ('{"schema": "unimem.bench/1"}', "damaged record"),
+    ('{"schema": "unimem.bench/1", "suites": [{"cases": [{}]}]}', "damaged record"),
+    ('{"schema": "unimem.bench/1", "suites": 1}', "damaged record"),
+    ("{", "Expecting property name"),
+    ("\x00", "expected a record in JSON: Expecting value"),
+    pytest.param("[" * 100_000, "expected a record in JSON: ", id="deep"),
+])  # fmt: skip
 def test_a_file_that_is_no_record(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(text)

@@ -14,6 +14,7 @@ import pytest
 
 from unimem_bench.run_folder import run_folder
 
+Patch = pytest.MonkeyPatch
 RUN = """
 import sys, time
 from unimem_bench.run_folder import run_folder
@@ -25,8 +26,7 @@ with run_folder() as folder:
 
 
 @pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders of runs lie in this test."""
+def parent(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
@@ -34,7 +34,6 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def other_run() -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another run, and its folder."""
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
@@ -78,9 +77,7 @@ def test_what_is_no_folder_of_a_run_stays(parent: Path) -> None:
         assert set(parent.iterdir()) == {*before, folder}
 
 
-def test_a_folder_that_is_taken_before_it_is_locked_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_that_is_taken_before_it_is_locked_is_not_used(monkeypatch: Patch) -> None:
     made: list[Path] = []
     make = tempfile.mkdtemp
 

@@ -12,25 +12,20 @@ from unimem_bench import rounds, states, stats, suites
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite
 from unimem_bench.suites import scaling
 
+Patch = pytest.MonkeyPatch
 # Too dear to be run at their full sizes in a test.
 SMALL = 40
 
 
 @pytest.fixture
-def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let cases have sizes of one decade and a half."""
-
-    def sizes(_measure: Measure, first: int, **_: int) -> list[int]:
-        return [first, first * 4, first * SMALL]
-
-    monkeypatch.setattr(scaling, "sizes", sizes)
+def few_sizes(monkeypatch: Patch) -> None:
+    steps = (1, 4, SMALL)
+    monkeypatch.setattr(scaling, "sizes", lambda _, first, **__: [first * step for step in steps])
 
 
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize("case", cases_of("scaling"))
-def test_a_case_measures_what_it_declares(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_measures_what_it_declares(case: Case, tmp_path: Path, monkeypatch: Patch) -> None:
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     ours = [side.at for side in record.sides if side.name == "unimem"]
@@ -48,9 +43,7 @@ def test_sizes_span_four_decades(quick: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_ggml_is_left_out_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ggml_is_left_out_where_it_is_not_installed(tmp_path: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "ggml")
     case = case_of("scaling/open-data")
     record = run_case(case, tmp_path, monkeypatch)
@@ -58,9 +51,7 @@ def test_ggml_is_left_out_where_it_is_not_installed(
     assert record.left_out == {"ggml": "ggml is not installed"}
 
 
-def test_what_does_not_fit_or_writes_nothing_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_or_write_is_found_out(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(states, "available_bytes", lambda: 1 << 20)
     with pytest.raises(NotMeasured, match=r"wants 125\.0 MiB of memory, there are 1\.0 MiB"):
         run_case(case_of("scaling/verify-4k"), tmp_path, monkeypatch)
@@ -70,7 +61,7 @@ def test_what_does_not_fit_or_writes_nothing_is_found_out(
         run_case(case_of("scaling/append"), tmp_path, monkeypatch)
 
 
-def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: Patch) -> None:
     """A machine that gets slower shows in no slope: each round has one of its own."""
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     slower = iter(range(1, 10_000))
@@ -99,11 +90,9 @@ def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: pytest.Monk
     roots(measure)
     record = measure.record()
     assert [(each.name, each.role, each.at, len(each.passes[0])) for each in record.sides] == [
-        ("unimem", "unimem", 10, 9),
-        ("unimem", "unimem", 1000, 9),
-        ("peer", "peer", 1000, 9),
+        ("unimem", "unimem", 10, 9), ("unimem", "unimem", 1000, 9), ("peer", "peer", 1000, 9),
         ("limit", "limit", 10, 9),
-    ]
+    ]  # fmt: skip
     assert set(calls[:4]) == {("unimem", 10), ("unimem", 1000), ("peer", 1000), ("limit", 10)}
     assert calls[0] != calls[4], "the one that begins changes"
     assert stats.growth(record, "unimem").exponent == pytest.approx(0.5, abs=0.06)

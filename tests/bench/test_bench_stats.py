@@ -40,9 +40,6 @@ def test_a_spread_is_over_all_passes() -> None:
         stats.spread(ours([], []))
 
 
-# ---- ratios ----
-
-
 @pytest.mark.parametrize(
     ("a", "b", "unit", "speed"),
     [
@@ -93,10 +90,9 @@ def test_passes_that_differ_make_the_interval_wider() -> None:
     assert apart.high / apart.low > (pooled.high / pooled.low) ** 2
 
 
-@pytest.mark.parametrize(
-    ("n_passes", "n_rounds", "between"),
-    [(1, 20, 0.0), (3, 10, 0.03), pytest.param(5, 15, 0.03, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("n_passes", "n_rounds", "between"), [
+    (1, 20, 0.0), (3, 10, 0.03), pytest.param(5, 15, 0.03, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between: float) -> None:
     """What the intervals are for, on 100 invented pairs of runs with heavy tails."""
     rng = np.random.default_rng(3)
@@ -119,9 +115,6 @@ def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between
 def test_student(freedom: float, expected: float) -> None:
     """Beside any table of t at 97.5 %: an expansion is short by 3 % for two passes or three."""
     assert stats.student_t(freedom) == pytest.approx(expected, rel=0.04)
-
-
-# ---- growth ----
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
@@ -157,34 +150,19 @@ def test_sizes_are_those_that_were_measured() -> None:
     assert stats.subject(of, 1.0) is None
 
 
-# ---- verdicts ----
-
 NOISE = list(np.exp(np.random.default_rng(1).permuted(np.linspace(-0.3, 0.3, 31))))
 
 
-@pytest.mark.parametrize(
-    ("target", "sides", "met", "certain"),
-    [
-        (
-            faster("np.empty", 2.0, issue=2),
-            [ours([1.0, 1.0]), side("np.empty", [3.0, 3.1])],
-            True,
-            True,
-        ),
-        (costs("C", 2.5, issue=2), [ours([5.0, 5.1]), side("C", [1.0, 1.0])], False, True),
-        (faster("C", 0.99, issue=3), [ours([1.0] * 31), side("C", NOISE)], True, False),
-        (faster("C", 1.01, issue=3), [ours([1.0] * 31), side("C", NOISE)], False, False),
-        (at_most(0, issue=4), [ours([0.0, 0.0])], True, True),
-        (at_least(1, issue=4), [ours([0.0, 0.0])], False, True),
-        # One round has no interval, and would say for certain whatever it says: two judge.
-        (
-            faster_than_best(0.9, issue=6),
-            [ours([1.0] * 3), side("A", [0.97, 1.0, 0.87])],
-            True,
-            False,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("target", "sides", "met", "certain"), [
+    (faster("np.empty", 2.0, issue=2), [ours([1.0, 1.0]), side("np.empty", [3.0] * 2)], True, True),
+    (costs("C", 2.5, issue=2), [ours([5.0, 5.1]), side("C", [1.0, 1.0])], False, True),
+    (faster("C", 0.99, issue=3), [ours([1.0] * 31), side("C", NOISE)], True, False),
+    (faster("C", 1.01, issue=3), [ours([1.0] * 31), side("C", NOISE)], False, False),
+    (at_most(0, issue=4), [ours([0.0, 0.0])], True, True),
+    (at_least(1, issue=4), [ours([0.0, 0.0])], False, True),
+    # One round has no interval, and would say for certain whatever it says: two judge.
+    (faster_than_best(0.9, issue=6), [ours([1.0] * 3), side("A", [0.97, 1.0, 0.87])], True, False),
+])  # fmt: skip
 def test_a_target_is_met_or_missed_for_certain_or_within_noise(
     target: Target, sides: list[SideRecord], met: bool, certain: bool
 ) -> None:
@@ -218,16 +196,10 @@ def test_of_speeds_the_best_peer_is_the_one_with_most() -> None:
     assert (found.other, found.measured) == ("B", (2, 2, 2))
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        faster("torch", 20, issue=4),
-        faster_than_best(0.9, issue=6),
-        at_most(1, issue=4),
-        grows(1, issue=8),
-    ],
-    ids=["peer", "best", "figure", "exponent"],
-)
+@pytest.mark.parametrize("target", [
+    faster("torch", 20, issue=4), faster_than_best(0.9, issue=6),
+    at_most(1, issue=4),          grows(1, issue=8),
+], ids=["peer", "best", "figure", "exponent"])  # fmt: skip
 def test_what_was_not_measured_has_no_verdict(target: Target) -> None:
     sides = [] if target.other is None else [ours([1.0])]
     found = verdict(target, *sides)

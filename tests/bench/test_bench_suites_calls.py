@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -23,6 +23,7 @@ from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import accounting, buffers, calls, verify
 from unimem_bench.suites import gguf as gguf_suite
 
+Patch = pytest.MonkeyPatch
 MIB = 1 << 20
 
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(accounting, "N_OTHERS_QUICK", 20)
     monkeypatch.setattr(accounting, "N_BLOCKS", 20)
     monkeypatch.setattr(gguf_suite, "N_TOKENS", 3000)
@@ -42,14 +43,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", cases_of("calls", "accounting", "gguf", "verify", "buffers"))
-def test_every_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case(case: Case, folder: Path, monkeypatch: Patch) -> None:
     check_case(case, run_case(case, folder, monkeypatch))
 
 
-# ---- calls --------------------------------------------------------------------------------------
-
-
-def test_peers_of_an_append(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_an_append(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "torch")
     record = run_case(case_of("calls/append"), folder, monkeypatch)
     assert roles(record) == {"unimem": ["unimem"], "peer": ["NumPy slices"], "limit": ["C memcpy"]}
@@ -75,22 +73,14 @@ def test_c_copies_the_same_bytes_to_the_same_rows() -> None:
         del keys, values
 
 
-# ---- accounting ---------------------------------------------------------------------------------
-
-
-def test_the_others_are_alive_while_a_call_is_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_others_are_alive_while_a_call_is_measured(folder: Path, monkeypatch: Patch) -> None:
     alive = []
 
-    def counting(*_: Any) -> Any:
-        def run() -> float:
-            alive.append(len(entries()))
-            return 1.0
+    def run() -> float:
+        alive.append(len(entries()))
+        return 1.0
 
-        return run
-
-    monkeypatch.setattr(accounting, "warm_stopwatch", counting)
+    monkeypatch.setattr(accounting, "warm_stopwatch", lambda *_: run)
     before = len(entries())
     record = run_case(case_of("accounting/take"), folder, monkeypatch)
     assert alive == [before + 22] * accounting.N_REPEATED + [before + 2] * accounting.N_REPEATED
@@ -106,9 +96,6 @@ def test_the_model_that_is_planned(folder: Path) -> None:
     with um.open_weights(path) as weights:
         assert list(weights.tensors) == [tensor.name for tensor in reader.tensors]
         assert weights.nbytes == sum(int(tensor.n_bytes) for tensor in reader.tensors)
-
-
-# ---- files --------------------------------------------------------------------------------------
 
 
 def test_a_header_is_what_gguf_py_reads(tmp_path: Path) -> None:
@@ -142,10 +129,7 @@ def test_a_file_is_made_once_and_whole(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-# ---- gguf ---------------------------------------------------------------------------------------
-
-
-def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "ggml", "gguf")
     for name, peer, package in (
         ("gguf/open", "ggml", "ggml"),
@@ -156,16 +140,13 @@ def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: pytest.Monk
         assert record.left_out == {peer: f"{package} is not installed"}
 
 
-def test_different_strings_are_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_strings_are_no_result(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(gguf.ReaderField, "contents", lambda _field: ["another"])
     with pytest.raises(AssertionError, match="unimem and gguf-py read different strings"):
         run_case(case_of("gguf/open, strings decoded"), folder, monkeypatch)
 
 
-# ---- verify -------------------------------------------------------------------------------------
-
-
-def test_what_the_kernel_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_refuses_is_left_out(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(verify, "PAGEMAP_SCAN", 0)
     monkeypatch.setattr(verify, "SYS_MOVE_PAGES", -1)
     record = run_case(case_of("verify/4k pages"), folder, monkeypatch)
@@ -175,7 +156,7 @@ def test_what_the_kernel_refuses_is_left_out(folder: Path, monkeypatch: pytest.M
     assert record.left_out[verify.EVERY_PAGE] == "the kernel refuses: Function not implemented"
 
 
-def test_what_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_result(folder: Path, monkeypatch: Patch) -> None:
     with pytest.raises(AssertionError, match="3 bytes were seen, the block has 4"):
         verify.timed(lambda: lambda: 3, 4)()
     assert verify.checked(7) == 7
@@ -185,9 +166,6 @@ def test_what_is_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(limits, "available_bytes", lambda: verify.ROOM_BYTES + MIB)
     with pytest.raises(NotMeasured, match=r"wants .* GiB of memory, .* there are 2\.0 GiB"):
         run_case(case_of("verify/4k pages"), folder, monkeypatch)
-
-
-# ---- buffers ------------------------------------------------------------------------------------
 
 
 def test_the_graphs_are_those_of_the_engine_and_of_every_architecture() -> None:
@@ -208,13 +186,8 @@ def test_large_instances_are_large_and_the_same() -> None:
         assert uses == buffer_instances.large_instance(family, 60)
 
 
-def test_without_the_engine_there_are_no_graphs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> Any:
-        raise ImportError("no module named ggml")
-
-    monkeypatch.setattr(buffers, "engine_graphs", missing)
+def test_without_the_engine_there_are_no_graphs(folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(buffers, "engine_graphs", Mock(side_effect=ImportError("no ggml")))
     buffers.graphs_of_engine.cache_clear()
     with pytest.raises(NotMeasured, match="wants the engine"):
         run_case(case_of("buffers/graphs"), folder, monkeypatch)

@@ -18,6 +18,7 @@ from unimem_bench.kv_sides import SHAPE, check_holds, tokens
 from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import snapshot
 
+Patch = pytest.MonkeyPatch
 # Peers by the package that they want, and by their case.
 PEERS = {
     ("torch", "append"): {"torch", "torch copy_", "torch index_copy_"},
@@ -27,23 +28,21 @@ PEERS = {
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: Patch) -> None:
     """Make what is saved, and the model, smaller than a quick run does."""
     monkeypatch.setattr(snapshot, "QUICK_SAVED_BYTES", 1 << 20)
     monkeypatch.setitem(models.SHAPES, "wide", replace(models.SHAPES["wide"], layers=2))
 
 
 @pytest.mark.parametrize("case", cases_of("kv", "snapshot"))
-def test_a_case_measures_what_it_declares(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_measures_what_it_declares(case: Case, tmp_path: Path, monkeypatch: Patch) -> None:
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     # Of the files only the model stays, which the next pass uses.
     assert {path.suffix for path in tmp_path.iterdir()} <= {".gguf"}
 
 
-def test_trimming_a_ring_moves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_a_ring_moves_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
     record = run_case(case_of("kv/trim-moved"), tmp_path, monkeypatch)
     assert [side.passes for side in record.sides] == [[[0.0]]]
 
@@ -59,9 +58,6 @@ def test_tokens_in_other_rows_count_as_moved() -> None:
         after = kv_rings.rows_of_last(ring, 3)
     assert before.tolist() == [[n - 3, n - 2, n - 1]] * 4
     assert after.tolist() == [[n - 2, n - 1, 0]] * 4
-
-
-# ---- who does something else ----
 
 
 class WithoutValues(um.KVCache):
@@ -100,18 +96,16 @@ IMPOSTORS: list[tuple[str, Any, str, str]] = [
     [(*row, name) for *row, names in IMPOSTORS for name in names.split()],
 )
 def test_a_side_that_holds_something_else_is_found_out(
-    what: str, impostor: Any, says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, impostor: Any, says: str, name: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(what, impostor)
     with pytest.raises(AssertionError, match=says):
         run_case(case_of(f"kv/{name}"), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [np.zeros((0, 2)), np.ones((3, 2)), np.ones((4, 2), "float32"), np.array([[1, 1], [1, 2]] * 2)],
-    ids=["nothing", "half a time more", "another dtype", "another value"],
-)
+@pytest.mark.parametrize("found", [
+    np.zeros((0, 2)), np.ones((3, 2)), np.ones((4, 2), "float32"), np.array([[1, 1], [1, 2]] * 2),
+], ids=["nothing", "half a time more", "another dtype", "another value"])  # fmt: skip
 def test_what_a_side_holds_is_compared(found: Any) -> None:
     given = np.ones((2, 2))
     check_holds("it", [np.ones((4, 2))], [given])
@@ -124,13 +118,8 @@ def test_tokens_differ() -> None:
         assert len({token.tobytes() for token in part}) == 1000
 
 
-# ---- what is not there ----
-
-
 @pytest.mark.parametrize(("package", "name"), PEERS)
-def test_a_peer_that_is_not_installed_is_left_out(
-    package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_may_be_left_out(package: str, name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, package)
     case = case_of(f"kv/{name}")
     record = run_case(case, tmp_path, monkeypatch)
@@ -138,14 +127,14 @@ def test_a_peer_that_is_not_installed_is_left_out(
     assert record.left_out == dict.fromkeys(PEERS[package, name], f"{package} is not installed")
 
 
-def test_sessions_want_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_want_the_engine(tmp_path: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "ggml")
     for name in ("first-token", "first-token-small"):
         with pytest.raises(NotMeasured, match="ggml-python is not installed"):
             run_case(case_of(f"snapshot/{name}"), tmp_path, monkeypatch)
 
 
-def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: Patch) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
@@ -160,9 +149,7 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("what", ["disk", "memory"])
 @pytest.mark.parametrize("name", ["save", "restore", "first-token"])
-def test_too_little_room_is_said(
-    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_said(name: str, what: str, tmp_path: Path, monkeypatch: Patch) -> None:
     if what == "disk":
         usage = type("Usage", (), {"free": 1000})
         monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
@@ -172,15 +159,12 @@ def test_too_little_room_is_said(
         run_case(case_of(f"snapshot/{name}"), tmp_path, monkeypatch)
 
 
-# ---- snapshots that are not ----
-
-
 @pytest.mark.parametrize(
     ("way", "side"), [("write_buffered", "write, fsync"), ("write_direct", "O_DIRECT")]
 )
 @pytest.mark.parametrize("wrong", ["shorter", "other bytes"])
 def test_a_file_that_is_something_else_is_found_out(
-    way: str, side: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, side: str, wrong: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     real = getattr(snapshot, way)
 
@@ -194,20 +178,13 @@ def test_a_file_that_is_something_else_is_found_out(
         run_case(case_of("snapshot/save"), tmp_path, monkeypatch)
 
 
-def test_a_file_that_is_not_read_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_read_is_found_out(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(snapshot, "read_into", lambda path, room: np.zeros_like(room))
     with pytest.raises(AssertionError, match=r"read\(\) does not hold"):
         run_case(case_of("snapshot/restore"), tmp_path, monkeypatch)
 
 
-def test_a_session_that_goes_on_otherwise_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def resume(decoder: Decoder, path: Path) -> None:
-        decoder.prefill([5, 6, 7])
-
-    monkeypatch.setattr(Decoder, "resume", resume)
+def test_a_session_that_goes_on_otherwise_is_found_out(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Decoder, "resume", lambda decoder, _: decoder.prefill([5, 6, 7]))
     with pytest.raises(AssertionError, match="unimem goes on with another token"):
         run_case(case_of("snapshot/first-token-small"), tmp_path, monkeypatch)

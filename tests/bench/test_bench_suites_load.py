@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import first_touch, load
 from unimem_bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, weight_file
 
+Patch = pytest.MonkeyPatch
 MB = 1 << 20
 
 
@@ -26,15 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(first_touch, "QUICK_NBYTES", 8 * MB)
     monkeypatch.setattr(load, "QUICK_TENSORS", 1)
     monkeypatch.setattr(load, "QUICK_MAP_TENSORS", 1)
     for suite in (first_touch, load):  # which is for times, and takes most of the test's
         monkeypatch.setattr(suite, "ready", lambda nbytes, cpus: None)
-
-
-# ---- files ----
 
 
 @pytest.mark.parametrize("kind", get_args(Format))
@@ -76,9 +75,7 @@ def test_a_file_is_made_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fit", "tensors"), [(100, 60), (60, 60), (59, 32), (4, 4), (1, 1)])
-def test_a_file_is_as_large_as_fits(
-    fit: int, tensors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_takes_what_fits(fit: int, tensors: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(weight_files, "available_bytes", lambda: (3 * fit + 2) * TENSOR_BYTES)
     disk = type("Usage", (), {"free": 1 << 50})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
@@ -91,12 +88,9 @@ def test_a_file_is_as_large_as_fits(
     assert tensors_that_fit(tmp_path, 60) == 1
 
 
-# ---- cases ----
-
-
 @pytest.mark.parametrize("case", cases_of("first-touch", "load"))
 @pytest.mark.usefixtures("small")
-def test_cases(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     try:
         record = run_case(case, folder, monkeypatch)
     except NotMeasured as reason:
@@ -115,9 +109,7 @@ def test_pages_that_others_have_taken_are_not_measured() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_without_safetensors_the_rest_is_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_safetensors_the_rest_is_measured(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "safetensors")
     case = case_of("load/safetensors-one-thread")
     record = run_case(case, folder, monkeypatch)
@@ -125,25 +117,21 @@ def test_without_safetensors_the_rest_is_measured(
     assert record.left_out == {load.SAFETENSORS: "safetensors is not installed"}
 
 
-def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "cyllama")
     with pytest.raises(NotMeasured, match=r"wants llama\.cpp, which is not installed"):
         run_case(case_of("load/staged"), folder, monkeypatch)
 
 
-def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = "load of libunimem-bench: Function not implemented"
-
-    def refuse(*_arguments: Any, **_options: Any) -> Any:
-        raise OSError(38, refusal)
-
+def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: Patch) -> None:
+    refusal = OSError(38, "load of libunimem-bench: Function not implemented")
     measure = Measure(case_of("load/cold"), quick=True, folder=folder)
     measure.cpus = [min(os.sched_getaffinity(0))]
     assert load.can_load(measure, "C, read", "read")
-    monkeypatch.setattr(plain, "load", refuse)
+    monkeypatch.setattr(plain, "load", Mock(side_effect=refusal))
     assert not load.can_load(measure, "C, io_uring", "io_uring", 16)
     (left_out,) = measure.record().left_out.items()
-    assert left_out == ("C, io_uring", str(OSError(38, refusal)))
+    assert left_out == ("C, io_uring", str(refusal))
 
 
 def test_what_is_no_model_is_an_error_of_llama_cpp(tmp_path: Path) -> None:

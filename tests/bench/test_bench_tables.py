@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench_records import (
-    MACHINE,
-    at_most,
-    costs,
-    faster,
-    grows,
-    record,
-    sample_record,
-    suite,
-)
+from bench_records import MACHINE, at_most, costs, faster, grows, record, sample_record, suite
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
@@ -36,7 +27,6 @@ NO_TORCH = {"torch": "torch is not installed"}
 
 
 def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
-    """Two passes of these figures."""
     return SideRecord(name, role, [list(figures)] * 2, at)
 
 
@@ -55,25 +45,16 @@ def tabled(*sides: SideRecord, **rest: Any) -> tuple[CaseTable, Table]:
 
 
 FOUR_SIDES = [
-    ours(50.0, 40.0, 60.0),
-    side("np.empty", 100.0, 80.0, 120.0),
-    side("a faster peer", 25.0, 20.0, 30.0),
-    side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
-]
-
-
-# ---- cases --------------------------------------------------------------------------------------
+    ours(50.0, 40.0, 60.0), side("np.empty", 100.0, 80.0, 120.0),
+    side("a faster peer", 25.0, 20.0, 30.0), side("C memcpy", 40.0, 32.0, 48.0, role="limit"),
+]  # fmt: skip
 
 
 def test_a_row_a_side() -> None:
     made, table = tabled(
-        *FOUR_SIDES,
-        side("equal", 50.0, 40.0, 60.0),
-        left_out=NO_TORCH,
-        facts={"bytes": 16384, "huge": True},
-        rounds_dropped=3,
-        rounds_disturbed=1,
-    )
+        *FOUR_SIDES, side("equal", 50.0, 40.0, 60.0), left_out=NO_TORCH,
+        facts={"bytes": 16384, "huge": True}, rounds_dropped=3, rounds_disturbed=1,
+    )  # fmt: skip
     assert (made.name, made.question) == ("calls/take", "What does take cost?")
     assert (made.problem, made.is_error) == (None, False)
     assert table.head == ("", "", "median (5 to 95 %)", "unimem against it")
@@ -102,17 +83,12 @@ def test_a_ratio_has_its_interval() -> None:
     assert 1 < float(low[1:]) < float(value) < float(high[:-1])
 
 
-@pytest.mark.parametrize(
-    ("unit", "figures", "head", "cells"),
-    [
-        ("ms", (0.5, 7082.0), "median", ["500 us", "", "7.08 s", "14,164x faster"]),
-        ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
-        ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
-    ],
-)
-def test_units_suit_the_figures(
-    unit: str, figures: tuple[float, float], head: str, cells: list[str]
-) -> None:
+@pytest.mark.parametrize(("unit", "figures", "head", "cells"), [
+    ("ms", (0.5, 7082.0), "median", ["500 us", "", "7.08 s", "14,164x faster"]),
+    ("GB/s", (20.0, 25.0), "median", ["20 GB/s", "", "25 GB/s", "1.25x slower"]),
+    ("x the bound", (1.0, 1.25), "x the bound", ["1", "", "1.25", "1.25x better"]),
+])  # fmt: skip
+def test_units_suit(unit: str, figures: tuple[float, float], head: str, cells: list[str]) -> None:
     _, table = tabled(ours(figures[0]), side("other", figures[1]), unit=unit)
     assert table.head[2] == f"{head} (5 to 95 %)"
     assert [cell for row in table.rows for cell in row.cells[2:]] == cells
@@ -146,15 +122,12 @@ def test_speeds_grow_with_threads() -> None:
     assert made.notes[0] == "unimem grows as n^0.50 (0.50 to 0.50): less than linear"
 
 
-@pytest.mark.parametrize(
-    ("made", "problem", "line"),
-    [
-        (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
-        (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
-        *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
-            for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("made", "problem", "line"), [
+    (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
+    (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
+    *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
+        for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
+])  # fmt: skip
 def test_what_was_not_measured(made: CaseRecord, problem: str, line: str) -> None:
     table = case_table(made)
     assert (table.table, table.notes) == (None, ())
@@ -170,9 +143,6 @@ def test_what_was_measured_in_part_has_a_table_and_a_problem() -> None:
 def test_a_suite_says_what_it_took() -> None:
     made = replace(suite("calls", "What do calls cost?", case(ours(50.0)), seconds=75), n_passes=5)
     assert suite_title(made) == "What do calls cost? (5 passes, 1:15)"
-
-
-# ---- targets ------------------------------------------------------------------------------------
 
 
 def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
@@ -262,24 +232,16 @@ def test_the_reason_of_a_best_peer_and_of_figures_that_are_not_there() -> None:
     assert made.summary == "0 of 2 targets met, 2 not measured"
 
 
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
-        (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
-        (
-            Target("cost", "unimem, copied", "read", False, 1.05, 2),
-            "unimem, copied: costs at most 1.05x as much as read",
-        ),
-        (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
-        (at_most(0, 2), "at most 0 ms"),
-        (grows(0.5), "grows no faster than n^0.5"),
-    ],
-)
+@pytest.mark.parametrize(("target", "text"), [
+    (faster(BEST, 2.5, 2), "at least 2.5x as fast as the best peer"),
+    (Target("cost", "unimem, copied", "read", False, 1.05, 2),
+     "unimem, copied: costs at most 1.05x as much as read"),
+    (Target("figure", "unimem", None, True, 0.95, 2), "at least 950 us"),
+    (at_most(0, 2), "at most 0 ms"),
+    (grows(0.5), "grows no faster than n^0.5"),
+])  # fmt: skip
 def test_claims_are_sentences(target: Target, text: str) -> None:
     assert claim(case(unit="ms"), target) == text
-
-
-# ---- the machine, and Markdown ------------------------------------------------------------------
 
 
 def test_the_machine_is_named() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,9 +30,8 @@ from unimem_bench.run import Interrupted, run
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, machine_facts, targets
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+Patch = pytest.MonkeyPatch
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem_bench.cli.run")
 
@@ -49,7 +49,7 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+def measured(monkeypatch: Patch) -> Measured:
     """Make the run give this record, and return what it is asked for."""
 
     def give(made: Record) -> dict[str, Any]:
@@ -84,25 +84,19 @@ def file(tmp_path: Path) -> Path:
     return written(tmp_path)
 
 
-# ---- usage --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("nonsense", "no suite 'nonsense': there are calls, "),
-        ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
-        ("calls --json --markdown", "expected one of --json and --markdown, got both"),
-        ("--from a --compare b c", "expected one of --list, --from, --compare, --advise"),
-        ("calls --from a", "SUITE is not for --from"),
-        ("--output a --from b", "--output is not for --from"),
-        ("--compare a b --json", "--json is not for --compare"),
-        ("--list --plots a", "--plots is not for --list"),
-        ("--advise a --case b", "--case is not for --advise"),
-        ("--compare a", "--compare"),
-        ("--quick --nonsense", "--nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("nonsense", "no suite 'nonsense': there are calls, "),
+    ("calls --case nonsense", "no case of calls has 'nonsense' in its name"),
+    ("calls --json --markdown", "expected one of --json and --markdown, got both"),
+    ("--from a --compare b c", "expected one of --list, --from, --compare, --advise"),
+    ("calls --from a", "SUITE is not for --from"),
+    ("--output a --from b", "--output is not for --from"),
+    ("--compare a b --json", "--json is not for --compare"),
+    ("--list --plots a", "--plots is not for --list"),
+    ("--advise a --case b", "--case is not for --advise"),
+    ("--compare a", "--compare"),
+    ("--quick --nonsense", "--nonsense"),
+])  # fmt: skip
 def test_wrong_usage_ends_with_2(words: str, text: str) -> None:
     screen = show("bench", *words.split())
     assert (screen.code, screen.out) == (2, "")
@@ -120,15 +114,12 @@ def test_help_is_short_and_all_that_it_names_is_in_the_document() -> None:
     assert all(f"`{name}`" in table for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "No such file or directory"),
-        ("{", "Expecting property name"),
-        ('{"schema": "unimem.plan/1"}', "expected the schema 'unimem.bench/1'"),
-        ("[]", "expected the schema 'unimem.bench/1'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    (None, "No such file or directory"),
+    ("{", "Expecting property name"),
+    ('{"schema": "unimem.plan/1"}', "expected the schema 'unimem.bench/1'"),
+    ("[]", "expected the schema 'unimem.bench/1'"),
+])  # fmt: skip
 def test_files_that_are_no_records(tmp_path: Path, text: str | None, sentence: str) -> None:
     path = tmp_path / "none.json"
     if text is not None:
@@ -139,9 +130,6 @@ def test_files_that_are_no_records(tmp_path: Path, text: str | None, sentence: s
         assert "none.json: " in screen.err
         assert sentence in screen.err
         assert screen.err.count("\n") == 1
-
-
-# ---- what is shown ------------------------------------------------------------------------------
 
 
 def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
@@ -169,11 +157,9 @@ def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
 def test_the_example_of_the_document(tmp_path: Path) -> None:
     documented = case(
         *("calls/append", "What does one token of 2 KiB of K and 2 KiB of V cost?", "ns"),
-        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}),
-        Rounds(noise=0.06),
-        left_out={"torch": "torch is not installed"},
-        rounds_dropped=3,
-    )
+        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}), Rounds(noise=0.06),
+        left_out={"torch": "torch is not installed"}, rounds_dropped=3,
+    )  # fmt: skip
     path = written(tmp_path, record(suite("calls", "What do calls cost?", documented)))
     example = CLI.split("\n### What bench shows\n")[1].split("```text\n")[1].split("```")[0]
     assert example in show("bench", "--from", path).out
@@ -228,9 +214,6 @@ def test_the_list_has_every_case_and_claim() -> None:
     assert len(only.lines) < len(wide.lines)
 
 
-# ---- measuring ----------------------------------------------------------------------------------
-
-
 def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
     asked = measured(record())
     folder = tmp_path / "a" / "b"
@@ -242,9 +225,7 @@ def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
-def test_all_suites_and_a_folder_that_does_not_stay(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_suites_in_a_new_folder(measured: Measured, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "schedule", lambda *_, **__: [])
     monkeypatch.setattr(tempfile, "tempdir", None)
     asked = measured(record())
@@ -272,13 +253,8 @@ def test_an_error_of_a_case_ends_with_1(measured: Measured, tmp_path: Path) -> N
     assert Record.read(tmp_path / "record.json") == SAMPLE
 
 
-def test_an_interrupt_keeps_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def run(*_: object, **__: object) -> Record:
-        raise Interrupted(SAMPLE)
-
-    monkeypatch.setattr(command, "run", run)
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "run", Mock(side_effect=Interrupted(SAMPLE)))
     out = tmp_path / "record.json"
     screen = show("bench", "calls", "--output", out, "--page", tmp_path / "page.md")
     assert screen.code == 130
@@ -287,16 +263,10 @@ def test_an_interrupt_keeps_what_was_measured(
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(
-    ("option", "place", "says"),
-    [
-        *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
-        *(
-            (opt, "file", "file: expected a folder, and it is a file\n")
-            for opt in ("--dir", "--plots")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("option", "place", "says"), [
+    *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
+    *((opt, "file", "file: expected a folder, and it is a file\n") for opt in ("--dir", "--plots")),
+])  # fmt: skip
 def test_what_cannot_be_written_is_refused_before(
     option: str, place: str, says: str, measured: Measured, tmp_path: Path
 ) -> None:
@@ -310,22 +280,17 @@ def test_what_cannot_be_written_is_refused_before(
 
 @pytest.mark.parametrize("option", ["--output", "--page", "--plots"])
 def test_what_cannot_be_written_in_the_end_is_shown_nevertheless(
-    option: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, measured: Measured, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     measured(record())
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "there")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "there"))
     monkeypatch.setattr(command, "write_record" if option == "--output" else "draw", fail)
     screen = show("bench", "calls", option, tmp_path / "x", "--json")
     assert (screen.code, screen.err) == (1, "unimem: there: No space left on device\n")
     assert json.loads(screen.out) == record().to_dict()
 
 
-def test_packages_that_are_missing_are_named(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named(measured: Measured, tmp_path: Path, monkeypatch: Patch) -> None:
     asked = measured(SAMPLE)
     absent = {"matplotlib", "gguf"}
     monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else object())
@@ -346,7 +311,7 @@ class _Clock:
         return self.now
 
 
-def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
+def _progress(monkeypatch: Patch, columns: int | None) -> Screen:
     """Two suites, of two passes and of one; each pass takes 10 seconds."""
     suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
     passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
@@ -363,9 +328,7 @@ def _progress(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> Screen:
     return show("bench", "calls", columns=columns)
 
 
-def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(monkeypatch: Patch) -> None:
     assert _progress(monkeypatch, None).err.splitlines() == [
         "calls, pass 1 of 2 (1 of 3 passes), 0:00 so far",
         "other (2 of 3 passes), 0:10 so far",
@@ -380,18 +343,11 @@ def test_progress_is_a_line_a_pass_and_on_a_terminal_one_line(
 
 
 @pytest.mark.parametrize("words", [(), ("--quick", "--json")])
-def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def show_advice(model: Path, **options: bool) -> None:
-        asked.append((model, options))
-
+def test_advice_is_asked_for(words: tuple[str, ...], monkeypatch: Patch) -> None:
+    show_advice = Mock()
     monkeypatch.setattr("unimem_bench.cli.advise.show_advice", show_advice)
     assert show("bench", "--advise", "m.gguf", *words) == (0, "", "")
-    assert asked == [(Path("m.gguf"), {"quick": bool(words), "as_json": bool(words)})]
-
-
-# ---- plots and the page -------------------------------------------------------------------------
+    show_advice.assert_called_once_with(Path("m.gguf"), quick=bool(words), as_json=bool(words))
 
 
 @needs_matplotlib
@@ -403,9 +359,7 @@ def test_plots_are_written(measured: Measured, tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_page_is_the_same_of_the_same_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_the_same_of_the_same_record(tmp_path: Path, monkeypatch: Patch) -> None:
     pictured = {"calls": (SMALL.suites[0].cases[0].name,), "gpu": ("take",)}
     monkeypatch.setattr("unimem_bench.page.PICTURES", pictured)
     file = written(tmp_path, SMALL)
@@ -455,13 +409,8 @@ def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
     assert show("bench", "--from", RECORDED, "--page", made).code == 0
     again = "unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md"
     assert made.read_text() == PAGE.read_text(), f"make it again: {again}"
-    there, wanted = (
-        {path.name for path in page.with_suffix("").iterdir()} for page in (PAGE, made)
-    )
+    there, wanted = (sorted(os.listdir(page.with_suffix(""))) for page in (PAGE, made))
     assert there == wanted
-
-
-# ---- real runs ----------------------------------------------------------------------------------
 
 
 def test_a_case_is_measured(tmp_path: Path) -> None:
@@ -480,9 +429,7 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
     assert made.stderr.startswith("calls, pass 1 of ")
 
 
-def test_a_run_does_not_import_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "json.py").write_text("raise SystemExit('nor this one')")
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ import unimem as um
 from screens import CONTROL, show, show_on_terminal
 from unimem.system.machine import Finding
 
+Patch = pytest.MonkeyPatch
 command = importlib.import_module("unimem.cli.doctor")
 
 # The machine that the tests run on may have nothing to change, or something.
@@ -24,8 +25,7 @@ FINDINGS = (
 
 
 @pytest.fixture
-def amiss(monkeypatch: pytest.MonkeyPatch) -> um.Machine:
-    """This machine, with two findings."""
+def amiss(monkeypatch: Patch) -> um.Machine:
     machine = replace(um.doctor(), findings=FINDINGS)
     monkeypatch.setattr(command, "look", lambda: machine)
     return machine
@@ -65,9 +65,7 @@ def test_findings_do_not_change_the_exit_code() -> None:
     assert "Optional:\n\n2. It is small\n" in out
 
 
-def test_colours_are_for_terminals_that_want_them(
-    amiss: um.Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colours_are_for_terminals_that_want_them(amiss: um.Machine, monkeypatch: Patch) -> None:
     screen = show("doctor", columns=80)
     assert "\x1b[2mkernel    \x1b[0mLinux" in screen.out
     assert "1. \x1b[33mIt is slow\x1b[0m" in screen.out

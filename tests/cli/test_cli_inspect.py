@@ -36,7 +36,6 @@ def run(*arguments: object, **options: Any) -> Screen:
 
 
 def page_of(*arguments: object, **options: Any) -> str:
-    """What it shows where all is well."""
     code, out, err = run(*arguments, **options)
     assert (code, err) == (0, "")
     return out
@@ -50,7 +49,6 @@ def document_of(*arguments: object) -> dict[str, Any]:
 
 
 def assert_lines(page: str, *lines: str) -> None:
-    """Each of these expressions is a whole line."""
     for line in lines:
         assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
 
@@ -105,7 +103,6 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def half_in_ram(tmp_path: Path) -> Iterator[Path]:
-    """A model whose first half is in the page cache."""
     path = write(tmp_path / "half.gguf", [])
     with um.open_weights(path, load="map") as weights:
         (block,) = weights.blocks
@@ -120,9 +117,6 @@ def half_in_ram(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
-
 def test_the_page(model: Path) -> None:
     out = page_of(model)
     assert not CONTROL.search(out)
@@ -130,27 +124,15 @@ def test_the_page(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         fingerprint = weights.fingerprint
     assert_lines(
-        out,
-        r"model +A \\x1b\[2Jname",
-        r"architecture +none",
-        rf"parameters +{BIG // 4 + 65:,} in 3 tensors",
-        r"context +4,096 tokens",
-        r"format +GGUF",
-        rf"files +{re.escape(str(model))} \(3\.0 MiB\)",
-        rf"fingerprint +{fingerprint}",
-        r"type +tensors +size +share",
-        r"f32 +2  3\.0 MiB  100\.0%  █{47}",
-        r"q8_0 +1     68 B    0\.0%",
-        r"total +3  3\.0 MiB",
-        r'tokens +\[3 strings\] "<s>" "a\\nb" "ö"',
-        r"many +\[1,000 int32\] 0 1 2 .* \.\.\.",
-        r"nested +\[1 array\] \[2 int8\] 1 2",
-        r"template +first line\\nsecond x+ \.\.\.",
-        r"eps +1e-05",
-        r"infinite +inf",
-        r"flag +true",
-        r"evil\\x1b\]0;key +7",
-    )
+        out, r"model +A \\x1b\[2Jname", r"architecture +none",
+        rf"parameters +{BIG // 4 + 65:,} in 3 tensors", r"context +4,096 tokens", r"format +GGUF",
+        rf"files +{re.escape(str(model))} \(3\.0 MiB\)", rf"fingerprint +{fingerprint}",
+        r"type +tensors +size +share", r"f32 +2  3\.0 MiB  100\.0%  █{47}",
+        r"q8_0 +1     68 B    0\.0%", r"total +3  3\.0 MiB",
+        r'tokens +\[3 strings\] "<s>" "a\\nb" "ö"', r"many +\[1,000 int32\] 0 1 2 .* \.\.\.",
+        r"nested +\[1 array\] \[2 int8\] 1 2", r"template +first line\\nsecond x+ \.\.\.",
+        r"eps +1e-05", r"infinite +inf", r"flag +true", r"evil\\x1b\]0;key +7",
+    )  # fmt: skip
     assert "offset" not in out
     assert "in RAM" not in out
 
@@ -212,11 +194,7 @@ def test_a_model_without_tensors_and_metadata(tmp_path: Path) -> None:
     assert document_of(path, "--residency")["tensors"] == []
 
 
-# ---- the picture --------------------------------------------------------------------------------
-
-
 def picture_of(out: str) -> tuple[list[str], str]:
-    """The lines of one file's picture, and the line below them."""
     *lines, key = out[out.index("\nin RAM\n") :].splitlines()[3:]
     return lines, key
 
@@ -272,9 +250,6 @@ def test_looking_brings_nothing_in(half_in_ram: Path) -> None:
         assert weights.residency().resident_bytes == before
 
 
-# ---- the document -------------------------------------------------------------------------------
-
-
 def test_the_document(model: Path) -> None:
     document = document_of(model, "--residency", "--tensors")
     with um.open_weights(model, load="map") as weights:
@@ -317,9 +292,6 @@ def test_content_hash(model: Path) -> None:
     assert_lines(page_of(model, "--content-hash"), f"content +{digest}")
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
 def test_failures(tmp_path: Path, model: Path) -> None:
     none, broken = tmp_path / "none.gguf", tmp_path / "broken.gguf"
     assert run(none) == (1, "", f"unimem: {none}: No such file or directory\n")
@@ -341,9 +313,6 @@ def test_a_header_that_cannot_be_read_is_of_a_file(header: Any) -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "the path")
 
 
-# ---- what a terminal shows ----------------------------------------------------------------------
-
-
 def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "x\nfiles  good.gguf (1 GiB)\u202e"
     folder.mkdir()
@@ -357,12 +326,8 @@ def test_paths_stay_on_one_line(model: Path, tmp_path: Path) -> None:
     assert "\u202e" not in err
 
 
-# ---- the bar ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is done takes long enough for a bar."""
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", -1.0)
 
 

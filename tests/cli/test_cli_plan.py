@@ -23,9 +23,7 @@ from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.planning.result import Advice, Check, Plan
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.plan")
 
@@ -117,9 +115,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     return give
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
-
 def test_the_page(planned: Planned) -> None:
     planned(PLAN)
     assert show("plan", "some/mistral.gguf") == (0, PAGE, "")
@@ -181,17 +176,13 @@ def test_a_page_without_figures(planned: Planned) -> None:
     assert screen.lines[-1] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"batch": 4, "sessions": 2, "window": 512, "pages": "2m", "numa": "bind:0"},
-         ["KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads",
-          "pages 2m numa bind:0"]),
-        ({"spilled_bytes": GIB},
-         ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
-    ],
-    ids=["what was asked for", "what spills"],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"batch": 4, "sessions": 2, "window": 512, "pages": "2m", "numa": "bind:0"},
+     ["KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads",
+      "pages 2m numa bind:0"]),
+    ({"spilled_bytes": GIB},
+     ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
+], ids=["what was asked for", "what spills"])  # fmt: skip
 def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
     planned(replace(PLAN, **changes))
     text = " ".join(show("plan", "m.gguf").plain.split())
@@ -206,23 +197,16 @@ def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
     assert re.search(r"^total on cuda:0 +4\.0 GiB$", page, re.M)
 
 
-@pytest.mark.parametrize(
-    ("made", "line"),
-    [
-        (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
-        (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
-        (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
-        (
-            replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
-            "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k.",
-        ),
-        (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
-        (
-            replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
-            "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("made", "line"), [
+    (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
+    (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
+    (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+    (replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
+     "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k."),
+    (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
+    (replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
+     "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300."),
+])  # fmt: skip
 def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
     planned(made)
     screen = show("plan", "m.gguf")
@@ -231,21 +215,14 @@ def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_nothing_is_wider_than_the_line_nor_obeyed(
-    planned: Planned, columns: int | None, encoding: str
-) -> None:
+def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encoding: str) -> None:
     check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
-    planned(
-        replace(
-            TOO_LARGE,
-            rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
-            checks=(*TOO_LARGE.checks, check),
-            advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
-            unknown=(HOSTILE,),
-            facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
-            load_reason=HOSTILE,
-        )
-    )
+    planned(replace(
+        TOO_LARGE, rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
+        checks=(*TOO_LARGE.checks, check), unknown=(HOSTILE,), load_reason=HOSTILE,
+        advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
+        facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
+    ))  # fmt: skip
     screen = show("plan", HOSTILE, columns=columns, encoding=encoding)
     assert screen.code == 3
     options = "   --numa " + "z" * 100  # what is to be typed is whole
@@ -254,9 +231,6 @@ def test_nothing_is_wider_than_the_line_nor_obeyed(
     assert not CONTROL.search(screen.plain)
     assert screen.lines[-1].startswith("Does not fit: 4.")
     assert screen.lines[-1].endswith("). No context fits.")
-
-
-# ---- which plan ---------------------------------------------------------------------------------
 
 
 def test_options_are_those_of_the_library(planned: Planned) -> None:
@@ -290,10 +264,9 @@ def test_options_mean_what_they_mean_for_run() -> None:
         assert plan[name].default == run[name].default
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0"],
-)
+@pytest.mark.parametrize("words", [
+    "--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0",
+])  # fmt: skip
 def test_wrong_usage_ends_with_2(words: str) -> None:
     screen = show("plan", *words.split())
     assert (screen.code, screen.out) == (2, "")
@@ -306,9 +279,6 @@ def test_the_document_is_that_of_the_library(planned: Planned) -> None:
         screen = show("plan", "m.gguf", "--json", columns=80)
         assert (screen.code, screen.err) == (0 if made.fits else 3, "")
         assert screen.out == made.to_json() + "\n"
-
-
-# ---- real plans ---------------------------------------------------------------------------------
 
 
 def test_the_model_in_the_package() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,9 +25,8 @@ from unimem.cli import processes, watch
 from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
-jsonschema = pytest.importorskip(
-    "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-)
+Patch = pytest.MonkeyPatch
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.report")
 
@@ -131,20 +131,16 @@ unimem report PID shows where the memory of one is, with --watch as it changes.
 
 
 @pytest.fixture
-def invented(monkeypatch: pytest.MonkeyPatch) -> None:
+def invented(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
     monkeypatch.setattr(command, "find", lambda: FOUND)
 
 
 @pytest.fixture(scope="module")
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A process that maps a model of its own, and the model."""
     path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
     with running(HOLD, path) as pid:
         yield pid, path
-
-
-# ---- one process --------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("invented")
@@ -176,7 +172,7 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert show("report", 1234, columns=80, TERM="dumb").out == PAGE
 
 
-def test_what_is_odd_about_a_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_odd_about_a_model_is_said(monkeypatch: Patch) -> None:
     models = [
         model("/a", nbytes=1 * GIB, rss_bytes=MIB, state="deleted"),
         model("/b", nbytes=2 * GIB, rss_bytes=0, state="replaced", problem="no header"),
@@ -198,7 +194,7 @@ def test_what_is_odd_about_a_model_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: Patch) -> None:
     made = replace(REPORT, rows=(*REPORT.rows, Row("kv", GIB, device="cuda:0")))
     monkeypatch.setattr(command, "make_report", lambda pid: made)
     page = show("report", 1234).plain
@@ -208,9 +204,7 @@ def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("columns", [None, 40, 64, 80, 120, 240])
-def test_nothing_is_wider_than_the_line_nor_obeyed(
-    monkeypatch: pytest.MonkeyPatch, columns: int | None, encoding: str
-) -> None:
+def test_no_line_is_wide_or_obeyed(monkeypatch: Patch, columns: int | None, encoding: str) -> None:
     odd = model(f"/{HOSTILE}", staged_from=HOSTILE, problem=HOSTILE)
     mapped = Mapping("weights", "", 2**64 - 4096, 1, placed(0), path=f"/{HOSTILE}/{HOSTILE}")
     made = Report(
@@ -251,9 +245,6 @@ def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
     assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
 
 
-# ---- which process ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("invented")
 def test_the_list() -> None:
     assert show("report") == (0, LIST, "")
@@ -277,7 +268,7 @@ def test_the_list() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_list_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_list_says_how_to_go_on(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "find", lambda: Processes((), 1))
     screen = show("report")
     assert (screen.code, screen.err) == (0, "")
@@ -300,18 +291,11 @@ def test_a_process_is_found_by_its_ledger() -> None:
     assert (found[pid].models, found[pid].has_ledger) == ((), True)
 
 
-def test_processes_that_end_or_hide_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {1: ProcessLookupError("gone"), 2: PermissionError("no"), 3: ValueError("a thread")}
-
-    def read(pid: int, *, usage: bool = True) -> None:
-        raise errors[pid]
-
-    monkeypatch.setattr(processes, "_others", lambda: iter(errors))
-    monkeypatch.setattr(processes, "read_process", read)
+def test_processes_that_end_or_hide_are_left_out(monkeypatch: Patch) -> None:
+    errors = [ProcessLookupError("gone"), PermissionError("no"), ValueError("a thread")]
+    monkeypatch.setattr(processes, "_others", lambda: iter((1, 2, 3)))
+    monkeypatch.setattr(processes, "read_process", Mock(side_effect=errors))
     assert processes.find() == Processes((), 1)
-
-
-# ---- failures -----------------------------------------------------------------------------------
 
 
 def test_no_such_process() -> None:
@@ -321,13 +305,10 @@ def test_no_such_process() -> None:
     assert show("report", process.pid) == (1, "", said)
 
 
-def test_a_process_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int) -> Report:
-        raise PermissionError(13, f"Process {pid} (x) is of user 'root': run this as root")
-
-    monkeypatch.setattr(command, "make_report", refuse)
-    said = "unimem: Process 1 (x) is of user 'root': run this as root\n"
-    assert show("report", 1) == (1, "", said)
+def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
+    said = "Process 1 (x) is of user 'root': run this as root"
+    monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
+    assert show("report", 1) == (1, "", f"unimem: {said}\n")
 
 
 @pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])
@@ -344,10 +325,7 @@ def test_wrong_usage_ends_with_2(words: str) -> None:
     assert (screen.code, screen.out) == (2, "")
 
 
-# ---- watching -----------------------------------------------------------------------------------
-
-
-def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(watch, "watch", lambda *options: asked.append(options))
     monkeypatch.setattr(command, "find", lambda: Processes(FOUND.found[:1], 0))
@@ -359,9 +337,6 @@ def test_a_watch_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (screen.code, screen.out) == (1, "")
     assert "2 processes have a model: name one" in screen.err
     assert show("report", 7, "--watch", "--mappings").code == 2
-
-
-# ---- a terminal ---------------------------------------------------------------------------------
 
 
 def test_on_a_terminal(holder: tuple[int, Path]) -> None:

@@ -13,6 +13,7 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,7 +48,6 @@ def run(*arguments: object, **options: Any) -> Screen:
 
 
 def page_of(*arguments: object, **options: Any) -> str:
-    """What it shows where all is well."""
     code, out, err = run(*arguments, **options)
     assert (code, err) == (0, "")
     return out
@@ -77,9 +77,6 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     added = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": template}
     folder = tmp_path_factory.mktemp("chat")
     return write_constant_model(folder / "chat.gguf", spm_vocab().metadata | added)
-
-
-# ---- what it prints ------------------------------------------------------------------------
 
 
 def test_without_a_terminal_text_and_tables_are_plain_lines(model: Path) -> None:
@@ -188,9 +185,6 @@ def test_what_a_terminal_would_obey_is_written_out(model: Path) -> None:
     assert out.startswith(f"Hi{visible}\n\nmemory")
 
 
-# ---- options -------------------------------------------------------------------------------
-
-
 def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(model: Path) -> None:
     chance = ("-p", "Hi", "-n", "40", "--temperature", "1.5", "--top-k", "0")
     first = run_json(model, *chance)
@@ -260,15 +254,11 @@ def test_the_continuation_is_llama_cpp_s() -> None:
 
 
 def assert_fails(folder: Path, code: int, said: str, *arguments: object) -> None:
-    """It writes nothing but a sentence, with what was wrong about its use."""
     with chdir(folder):
         screen = run(*arguments)
     assert (screen.code, screen.out) == (code, "")
     assert said in " ".join(screen.err.split())
     assert len(screen.err.splitlines()) <= (4 if code == 2 else 1)
-
-
-# ---- windows and sessions ------------------------------------------------------------------
 
 
 def test_a_window(model: Path) -> None:
@@ -291,14 +281,10 @@ def session(tmp_path: Path) -> Path:
     return tmp_path / "talk.session"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20")],
-    ids=lambda value: " ".join(value) or "plain",
-)
-def test_a_session_goes_on_without_prefill(
-    model: Path, session: Path, options: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("options", [
+    (), ("--kv-dtype", "f32"), ("--kv-dtype", "bf16"), ("--window", "20"),
+], ids=lambda value: " ".join(value) or "plain")  # fmt: skip
+def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[str, ...]) -> None:
     whole = run_json(model, "-p", "Hello", "-n", "60", *options)["output"]["tokens"]
     first = run_json(model, "-p", "Hello", "-n", "40", "--save-session", session, *options)
     n = len(first["prompt"]["tokens"]) + 40
@@ -359,7 +345,6 @@ def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -
 
 @pytest.fixture(scope="module")
 def sessions(model: Path, chat_model: Path) -> Path:
-    """A folder of sessions of two models, and a damaged one."""
     folder = model.parent
     run_json(model, "-p", "1234", "-n", "17", "--save-session", folder / "a.session")
     run_json(chat_model, "-p", "12", "-n", "1", "--save-session", folder / "other.session")
@@ -369,49 +354,37 @@ def sessions(model: Path, chat_model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
-        (["--resume", "random.gguf"], 1, "random.gguf: "),
-        (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
-        (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
-        (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
-        (["--resume", "other.session"], 1, "other.session: expected a session of model"),
-        (["--resume", "damaged.session"], 1, "damaged.session: the data's checksum"),
-        (["--resume", "a.session", "--ctx", "20"], 3, "session of 25 tokens does not fit in the "
-         "context of 20"),
-        (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
-         "of 0 tokens and 6 more do not fit in the context of 30"),
-        (["--window", "601"], 1, "window: expected at most the context, 600"),
-        (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)  # fmt: skip
-def test_a_session_that_does_not_fit_is_refused(
-    sessions: Path, arguments: list[str], code: int, said: str
-) -> None:
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
+    (["--resume", "random.gguf"], 1, "random.gguf: "),
+    (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
+    (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
+    (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
+    (["--resume", "other.session"], 1, "other.session: expected a session of model"),
+    (["--resume", "damaged.session"], 1, "damaged.session: the data's checksum"),
+    (["--resume", "a.session", "--ctx", "20"], 3, "session of 25 tokens does not fit in the "
+     "context of 20"),
+    (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
+     "of 0 tokens and 6 more do not fit in the context of 30"),
+    (["--window", "601"], 1, "window: expected at most the context, 600"),
+    (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
+def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, said: str) -> None:
     assert_fails(sessions, code, said, "random.gguf", *arguments, "--json")
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("folder", "folder: Is a directory"),
-        ("new/", "new/: Is a directory"),
-        ("", ": Is a directory"),
-        ("pipe", "pipe: Is not a regular file"),
-        ("/dev/null", "/dev/null: Is not a regular file"),
-        ("/proc/unimem.session", "/proc/unimem.session: "),
-        ("n" * 300, "File name too long"),
-        ("loop", "loop: Too many levels of symbolic links"),
-        ("dangling", "nowhere/file: No such file or directory"),
-    ],
-    ids=lambda value: value[:30],
-)
-def test_a_session_that_could_not_be_saved_is_refused_at_once(
-    tmp_path: Path, target: str, said: str
-) -> None:
+@pytest.mark.parametrize(("target", "said"), [
+    ("folder", "folder: Is a directory"),
+    ("new/", "new/: Is a directory"),
+    ("", ": Is a directory"),
+    ("pipe", "pipe: Is not a regular file"),
+    ("/dev/null", "/dev/null: Is not a regular file"),
+    ("/proc/unimem.session", "/proc/unimem.session: "),
+    ("n" * 300, "File name too long"),
+    ("loop", "loop: Too many levels of symbolic links"),
+    ("dangling", "nowhere/file: No such file or directory"),
+], ids=lambda value: value[:30])  # fmt: skip
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, target: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -422,22 +395,15 @@ def test_a_session_that_could_not_be_saved_is_refused_at_once(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
-        (MemoryError("no room for it"), 3, "no room for it"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-    ids=["disk", "memory", "Ctrl-C"],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
+    (MemoryError("no room for it"), 3, "no room for it"),
+    (KeyboardInterrupt(), 130, ""),
+], ids=["disk", "memory", "Ctrl-C"])  # fmt: skip
 def test_when_saving_fails_what_was_made_is_shown(
     model: Path, session: Path, error: BaseException, code: int, said: str, monkeypatch: Patch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Decoder, "save_session", fail)
+    monkeypatch.setattr(Decoder, "save_session", Mock(side_effect=error))
     arguments = (model, "-p", "Hello", "-n", "20")
     screen = run(*arguments, "--save-session", session, "--json")
     document = json.loads(screen.out)
@@ -451,48 +417,36 @@ def test_when_saving_fails_what_was_made_is_shown(
     assert len(screen.err.splitlines()) == (1 if said else 0)
 
 
-# ---- failures ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
-        (["."], 1, ".: A directory: give a model file in it"),
-        (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
-        (["none.gguf"], 1, "'none'"),
-        (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),
-        (["random.gguf", "--chat"], 2, "--chat needs a message"),
-        (["random.gguf", "-n", "0"], 2, "--tokens"),
-        (["random.gguf", "-n", "many"], 2, "--tokens"),
-        (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
-        (["random.gguf", "--temperature", "nan"], 2, "temperature"),
-        (["random.gguf", "--temperature", "inf"], 2, "temperature"),
-        (["random.gguf", "--top-p", "0"], 2, "top_p"),
-        (["random.gguf", "-p", os.fsdecode(b"\xff")], 2, "expected text in UTF-8"),
-        (["random.gguf", "more.gguf"], 2, "more.gguf"),
-        (["random.gguf", "--ctx", "8", "-n", "20"], 3, "do not fit in the context of 8"),
-        (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
-        (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)
-def test_a_failure_is_a_sentence_and_an_exit_code(
-    model: Path, arguments: list[str], code: int, said: str
-) -> None:
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
+    (["."], 1, ".: A directory: give a model file in it"),
+    (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
+    (["none.gguf"], 1, "'none'"),
+    (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),
+    (["random.gguf", "--chat"], 2, "--chat needs a message"),
+    (["random.gguf", "-n", "0"], 2, "--tokens"),
+    (["random.gguf", "-n", "many"], 2, "--tokens"),
+    (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
+    (["random.gguf", "--temperature", "nan"], 2, "temperature"),
+    (["random.gguf", "--temperature", "inf"], 2, "temperature"),
+    (["random.gguf", "--top-p", "0"], 2, "top_p"),
+    (["random.gguf", "-p", os.fsdecode(b"\xff")], 2, "expected text in UTF-8"),
+    (["random.gguf", "more.gguf"], 2, "more.gguf"),
+    (["random.gguf", "--ctx", "8", "-n", "20"], 3, "do not fit in the context of 8"),
+    (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
+    (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
+def test_failures_have_exit_codes(model: Path, arguments: list[str], code: int, said: str) -> None:
     (model.parent / "text.gguf").write_text("no model at all, only text of some length")
     (model.parent / "none.gguf").write_bytes(gf.everything())
     # The context that is too small is refused before anything is written, with --json or not.
     assert_fails(model.parent, code, said, *arguments, *(["--json"] if code == 3 else []))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--ctx 0", f"--ctx {2**31}", "--threads 0", "--kv-dtype q9", "--load mmap", "--pages 3k"),
-        *("--temperature -1", "--top-k -1", "--seed -1", "--window 0", "--unknown"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    *("--ctx 0", f"--ctx {2**31}", "--threads 0", "--kv-dtype q9", "--load mmap", "--pages 3k"),
+    *("--temperature -1", "--top-k -1", "--seed -1", "--window 0", "--unknown"),
+])  # fmt: skip
 def test_an_option_that_is_wrong_is_named(model: Path, words: str) -> None:
     assert_fails(model.parent, 2, words.split(maxsplit=1)[0], model, *words.split())
 
@@ -536,9 +490,6 @@ def test_help_and_commands_that_there_are_not() -> None:
     assert "walk" in err
 
 
-# ---- the other end goes away ---------------------------------------------------------------
-
-
 # It makes twelve tokens, and waits for a line before it makes more.
 GATED = f"""
 import sys
@@ -556,7 +507,6 @@ Decoder.generate_next_token = gated
 
 
 def start_gated(*arguments: object) -> subprocess.Popen[str]:
-    """Start it, until it has written some of its text."""
     pipe = subprocess.PIPE
     process = start_command("run", *arguments, *ONE_THREAD, code=GATED, stdin=pipe)
     assert process.stdout is not None
@@ -601,7 +551,6 @@ def test_ctrl_c_shows_what_was_done(model: Path) -> None:
 
 @pytest.fixture
 def interrupted(monkeypatch: Patch) -> Patch:
-    """Ctrl-C comes after twelve tokens; the patch can be undone."""
     step, n = Decoder.generate_next_token, 0
 
     def interrupt(self: Decoder, **options: Any) -> int:
@@ -615,9 +564,7 @@ def interrupted(monkeypatch: Patch) -> Patch:
     return monkeypatch
 
 
-def test_ctrl_c_leaves_one_whole_document_and_saves_what_is_there(
-    model: Path, session: Path, interrupted: Patch
-) -> None:
+def test_ctrl_c_leaves_document_and_session(model: Path, session: Path, interrupted: Patch) -> None:
     code, out, err = run(model, "-p", "Hello", "--json", "--save-session", session)
     assert (code, err) == (130, "")
     document = json.loads(out)
@@ -656,10 +603,7 @@ def test_ctrl_c_while_it_is_loaded_leaves_nothing(model: Path) -> None:
 
 
 def test_without_a_token_nothing_is_saved(model: Path, session: Path, monkeypatch: Patch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Decoder, "prefill", interrupt)
+    monkeypatch.setattr(Decoder, "prefill", Mock(side_effect=KeyboardInterrupt))
     arguments = (model, "-p", "Hello", "--save-session", session)
     code, out, err = run(*arguments)
     assert (code, err) == (130, "")
@@ -667,9 +611,6 @@ def test_without_a_token_nothing_is_saved(model: Path, session: Path, monkeypatc
     code, out, _ = run(*arguments, "--json")
     assert (code, json.loads(out)["session"]["saved"]) == (130, None)
     assert not session.exists()
-
-
-# ---- on a terminal -------------------------------------------------------------------------
 
 
 def test_on_a_terminal(model: Path) -> None:
@@ -697,18 +638,14 @@ def test_lines_on_a_terminal_end_between_words() -> None:
     assert " ".join(lines).split() == story.split()
 
 
-@pytest.mark.parametrize(
-    ("pieces", "lines"),
-    [
-        (["One day, ", "Maya wal", "ked"], ["One day,", "Maya", "walked"]),
-        (["1234567 9"], ["1234567", "9"]),
-        (["12345678 9"], ["12345678", "9"]),
-        (["a\n\n  b"], ["a", "", "  b"]),
-        (["ab abcdefghijkl"], ["ab", "abcdefgh", "ijkl"]),
-        (["日本語日本語"], ["日本語日", "本語"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("pieces", "lines"), [
+    (["One day, ", "Maya wal", "ked"], ["One day,", "Maya", "walked"]),
+    (["1234567 9"], ["1234567", "9"]),
+    (["12345678 9"], ["12345678", "9"]),
+    (["a\n\n  b"], ["a", "", "  b"]),
+    (["ab abcdefghijkl"], ["ab", "abcdefgh", "ijkl"]),
+    (["日本語日本語"], ["日本語日", "本語"]),
+], ids=str)  # fmt: skip
 def test_text_flows_in_lines_of_eight_columns(pieces: list[str], lines: list[str]) -> None:
     flow = terminal.Flow(8)
     shown = "".join(flow.push(piece) for piece in pieces) + flow.flush()
@@ -719,9 +656,7 @@ def test_a_long_word_is_shown_as_it_comes() -> None:
     assert terminal.Flow(8).push("abcdefghij") == "abcdefgh"
 
 
-def test_a_bar_is_shown_on_a_terminal_when_loading_takes_long(
-    model: Path, monkeypatch: Patch
-) -> None:
+def test_a_bar_is_on_a_terminal_when_loading_takes_long(model: Path, monkeypatch: Patch) -> None:
     arguments = (model, "-p", "Hello", "-n", "1", "--json")
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 600)
     assert run(*arguments, columns=80).err == ""  # loading small models is quick

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_interrupts_a_command_which_leaves_nothing(
-    number: signal.Signals, model: Path
-) -> None:
+def test_a_command_that_a_signal_ends_leaves_nothing(number: signal.Signals, model: Path) -> None:
     script = f"""
 import os, sys
 from contextlib import contextmanager

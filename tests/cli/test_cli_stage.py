@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,7 +67,6 @@ def run(*arguments: object) -> Screen:
 
 
 def stage(*arguments: object) -> str:
-    """Stage a model, and give the path that was printed."""
     code, out, err = run(*arguments)
     assert code == 0, err
     path, end = out.split("\n")
@@ -128,9 +128,6 @@ def open_sockets(pid: int) -> list[str]:
 
 def kib(pid: int, name: str) -> int:
     return int(status(pid, name).split()[0])
-
-
-# ---- staging ---------------------------------------------------------------------------------
 
 
 def test_only_the_path_goes_to_standard_output(model: Path, tmp_path: Path) -> None:
@@ -241,9 +238,6 @@ def test_json(model: Path) -> None:
     assert json.loads(run(model, "--json").out) == document | {"reused": True}
 
 
-# ---- the lock --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
 def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     if limits.memlock() is not None:
@@ -272,9 +266,6 @@ def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
     assert kept(tmp_path) == []
     with cli_stage.open_weights(model, load="map") as weights:
         assert weights.residency().resident_bytes >= model.stat().st_size // 4096 * 4096
-
-
-# ---- what is staged, and its end -------------------------------------------------------------
 
 
 def test_the_list(model: Path, tmp_path: Path) -> None:
@@ -317,9 +308,7 @@ def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     assert kept(tmp_path) == []
 
 
-def test_a_holder_that_does_not_answer_is_killed(
-    model: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
     path = stage(model, "--backing", "shm")
     held = only(tmp_path)
@@ -342,16 +331,10 @@ def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> 
     assert read_elsewhere(again) == model.read_bytes()
 
 
-# ---- what goes wrong -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("raise SystemExit(1)", "its process has ended"),
-        ("import os, sys; os.write(int(sys.argv[2]), b'12 no memory'); sys.exit(1)", "no memory"),
-    ],
-)
+@pytest.mark.parametrize(("script", "said"), [
+    ("raise SystemExit(1)", "its process has ended"),
+    ("import os, sys; os.write(int(sys.argv[2]), b'12 no memory'); sys.exit(1)", "no memory"),
+])  # fmt: skip
 @pytest.mark.parametrize("backing", ["auto", "shm"])
 def test_a_holder_that_fails_at_its_start(
     script: str, said: str, backing: str, model: Path, tmp_path: Path, monkeypatch: Patch
@@ -364,9 +347,7 @@ def test_a_holder_that_fails_at_its_start(
     assert kept(tmp_path) == []
 
 
-def test_a_holder_whose_command_was_interrupted_ends(
-    model: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_an_interrupt_ends_the_holder(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     seen = []
 
     def interrupted(path: str) -> None:
@@ -410,24 +391,18 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     code, out, err = run(tmp_path / "none.gguf")
     assert (code, out) == (1, "")
     assert "none.gguf: No such file" in err
-
-    def require(nbytes: int, what: str) -> None:
-        raise CapacityError(f"{what} does not fit", 0, 0, nbytes)
-
-    monkeypatch.setattr(limits, "require", require)
+    does_not_fit = CapacityError("it does not fit", 0, 0, 0)
+    monkeypatch.setattr(limits, "require", Mock(side_effect=does_not_fit))
     code, out, err = run(model, "--backing", "memfd")
     assert (code, out) == (3, "")
     assert "does not fit" in err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
-        *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
-        *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
+    *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
+    *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
+])  # fmt: skip
 def test_wrong_usage(words: str) -> None:
     code, out, err = run(*words.split())
     assert (code, out) == (2, "")
@@ -435,7 +410,6 @@ def test_wrong_usage(words: str) -> None:
 
 
 def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
-    """Make a note such as a holder has, of a model that is this test's own file."""
     keeps: dict[str, Any] = {
         "schema": SCHEMA, "path": __file__, "paths": [__file__], "source": f"{__file__}.gguf",
         "versions": [], "asked": {}, "backing": "memfd", "nbytes": 0, "warnings": [],
@@ -451,7 +425,6 @@ def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed
 
 @contextmanager
 def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterator[int]:
-    """A process with the command line of a holder."""
     script = folder / "holder.py"
     script.write_text("print('ready', flush=True); input()")
     words, pipe = [sys.executable, "-I", "-S", str(script), *arguments], subprocess.PIPE
@@ -462,20 +435,12 @@ def pretender(folder: Path, *arguments: str, fds: Sequence[int] = ()) -> Iterato
         process.communicate("\n")
 
 
-@pytest.mark.parametrize(
-    ("options", "listed"),
-    [
-        ({}, True),
-        ({"owner": 65534}, False),
-        ({"seals": fcntl.F_SEAL_GROW}, False),
-        ({"schema": "other"}, False),
-        ({"granted": []}, False),
-        ({"more": 1}, False),
-    ],
-)
-def test_only_a_sealed_note_of_this_user_is_believed(
-    options: dict[str, Any], listed: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("options", "listed"), [
+    ({}, True),                            ({"owner": 65534}, False),
+    ({"seals": fcntl.F_SEAL_GROW}, False), ({"schema": "other"}, False),
+    ({"granted": []}, False),              ({"more": 1}, False),
+])  # fmt: skip
+def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool, tmp_path: Path) -> None:
     """A setuid program runs as root with descriptors and command line of whoever started it."""
     if "owner" in options and os.geteuid() != 0:
         pytest.skip("only root may give a file to another user")
@@ -511,9 +476,6 @@ def test_a_setuid_program_of_another_user_is_no_holder() -> None:
             assert process.pid not in {held.pid for held in holders()}
         finally:
             process.kill()
-
-
-# ---- whatever happens, no good copy is lost and none is kept that nobody knows of -------------
 
 
 def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
@@ -593,9 +555,6 @@ def test_a_note_may_be_long(model: Path) -> None:
         drop(held)
 
 
-# ---- one at a time ---------------------------------------------------------------------------
-
-
 def name_of(model: Path) -> str:
     key = hashlib.sha256(os.fsencode(model)).hexdigest()[:32]
     return f"\0unimem-stage-{os.geteuid()}-{key}"
@@ -615,10 +574,9 @@ def test_who_waits_says_for_whom(model: Path) -> None:
     assert read_elsewhere(out.strip()) == model.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "listens",
-    ["pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)"],
-)
+@pytest.mark.parametrize("listens", [
+    "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
+])  # fmt: skip
 def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
     """Neither with a lock of the model file, nor with the name that commands of this user take."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
@@ -641,9 +599,6 @@ def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
         assert code == 0
         assert "waiting" not in err
         other.communicate("\n")
-
-
-# ---- the holder ------------------------------------------------------------------------------
 
 
 def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> None:
@@ -670,11 +625,7 @@ def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
     unshare = ["unshare", "--pid", "--fork"]
     if subprocess.run([*unshare, "true"], check=False).returncode:
         pytest.skip("this process may not make a PID namespace")
-    done = subprocess.run(
-        [*unshare, "sh", "-c", script, sys.executable, str(model)],
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+    words = [*unshare, "sh", "-c", script, sys.executable, str(model)]
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
     assert done.returncode == 0, done.stderr
     assert kept(tmp_path) == []

@@ -35,16 +35,12 @@ GROWN = SIZES | {
     "staging": (512 * MIB, 4 * MIB, None),
 }
 NOW = sample(
-    12.0,
-    report(GROWN),
-    faults=(3000, 5),
-    read=3 * MIB,
-    cpu=3.0,
+    12.0, report(GROWN), faults=(3000, 5), read=3 * MIB, cpu=3.0,
     published=DECODER | {"n_generated_tokens": 701, "kv_tokens": 812, "kv_active_bytes": 139 * MIB},
     paged_in_bytes=10 * MIB,
     pressure=(Pressure("machine", 0.25, 0.0), Pressure("cgroup /a", 12.5, 3.0)),
     limits=(MACHINE, CGROUP),
-)
+)  # fmt: skip
 
 
 def state_of(*samples: object, **chosen: object) -> State:
@@ -66,9 +62,6 @@ def rendered(parts: Sequence[RenderableType], width: int, **options: Any) -> str
 def text_of(state: State, width: int = 80, height: int = 24, *, blocks: bool = True) -> str:
     text = rendered(frame(state, width, height, blocks=blocks), width)
     return "\n".join(line.rstrip() for line in text.split("\n"))
-
-
-# ---- rates ---------------------------------------------------------------------------------------
 
 
 def test_rates_are_differences_by_time() -> None:
@@ -93,9 +86,6 @@ def test_another_process_with_the_number_is_not_this_one() -> None:
     assert "another process's" in text_of(state, 120)
 
 
-# ---- lines ---------------------------------------------------------------------------------------
-
-
 def test_growth_is_since_the_last_report_and_since_the_first() -> None:
     again = replace(NOW, seconds=13.0)  # the report was not read again
     state = state_of(BEFORE, sample(11.0, report(SIZES | {"kv": (256 * MIB, 0, 0)})), NOW, again)
@@ -114,15 +104,12 @@ def test_the_first_report_has_not_grown() -> None:
     assert {line[-2:] for line in state_of(BEFORE).lines()} == {(0, 0)}
 
 
-@pytest.mark.parametrize(
-    ("sort", "first"),
-    [
-        ("category", ["weights:q8_0", "weights:f32", "kv"]),
-        ("size", ["weights:q8_0", "staging", "libraries"]),
-        ("resident", ["weights:q8_0", "kv", "kv on cuda:0"]),
-        ("growth", ["kv", "staging", "weights:q8_0"]),
-    ],
-)
+@pytest.mark.parametrize(("sort", "first"), [
+    ("category", ["weights:q8_0", "weights:f32", "kv"]),
+    ("size", ["weights:q8_0", "staging", "libraries"]),
+    ("resident", ["weights:q8_0", "kv", "kv on cuda:0"]),
+    ("growth", ["kv", "staging", "weights:q8_0"]),
+])  # fmt: skip
 def test_orders(sort: str, first: list[str]) -> None:
     assert [line.category for line in state_of(sort=sort).lines()][:3] == first
 
@@ -154,9 +141,6 @@ def test_lines_are_made_once_for_each_report() -> None:
     lines = state.lines()
     state.take(sample(13.0, report()))
     assert state.lines() is not lines
-
-
-# ---- keys ----------------------------------------------------------------------------------------
 
 
 def test_keys() -> None:
@@ -237,18 +221,12 @@ def test_scrolling_ends_where_the_lines_do() -> None:
     assert first_line("home").startswith("weights:q8_0")
 
 
-# ---- pictures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [
-        ("80x24", {}),
-        ("80x24_mappings", {"shows_mappings": True, "late_seconds": 5.0}),
-        ("60x15_ascii", {"sort": "growth", "is_paused": True}),
-        ("120x24", {"sort": "size"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "chosen"), [
+    ("80x24", {}),
+    ("80x24_mappings", {"shows_mappings": True, "late_seconds": 5.0}),
+    ("60x15_ascii", {"sort": "growth", "is_paused": True}),
+    ("120x24", {"sort": "size"}),
+])  # fmt: skip
 def test_pictures(name: str, chosen: dict[str, object]) -> None:
     width, height = map(int, name.partition("_")[0].split("x"))
     shown = text_of(state_of(**chosen), width, height, blocks=not name.endswith("_ascii"))
@@ -304,8 +282,6 @@ def test_memory_that_takes_long_to_read_is_read_less_often() -> None:
 
 
 def test_what_is_worth_a_look_has_a_colour_and_needs_none() -> None:
-    """All that colours say, words say."""
-
     def drawn(state: State) -> str:
         colors = {"color_system": "standard", "force_terminal": True, "no_color": False}
         return rendered(frame(state, 80, 24), 80, **colors)

@@ -38,7 +38,6 @@ with Decoder(embedded_model(), threads=1) as decoder:
 
 @contextmanager
 def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process, from when it has written a line."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as made:
         try:
             assert made.stdout is not None
@@ -84,7 +83,6 @@ def watch(window: Terminal, decoder: int, request: pytest.FixtureRequest) -> Ter
 
 
 def column(lines: list[str], name: str) -> list[str]:
-    """The words of the line that begins with a name."""
     return next(line.split() for line in lines if line.split()[:1] == [name])
 
 
@@ -217,18 +215,12 @@ def test_the_process_ends(shell: Terminal) -> None:
     assert_sane(shell)
 
 
-@pytest.mark.parametrize(
-    ("broken", "code"),
-    [
-        # A process that holds the lock of its memory lets readers wait.
-        ("samples.report = lambda pid: time.sleep(1000)", 0),
-        ("watch.frame = lambda *_, **__: 1 / 0", 1),
-    ],
-    ids=["a read that never ends", "a picture that fails"],
-)
-def test_whatever_happens(
-    shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int
-) -> None:
+@pytest.mark.parametrize(("broken", "code"), [
+    # A process that holds the lock of its memory lets readers wait.
+    ("samples.report = lambda pid: time.sleep(1000)", 0),
+    ("watch.frame = lambda *_, **__: 1 / 0", 1),
+], ids=["a read that never ends", "a picture that fails"])  # fmt: skip
+def test_always_sane(shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys, time\nfrom unimem.accounting import samples\n"
@@ -243,9 +235,6 @@ def test_whatever_happens(
     lines = shell.until_shows(f"ended with {code}")
     assert any("unimem: division by zero" in line for line in lines) == (code == 1)
     assert_sane(shell)
-
-
-# ---- without a terminal --------------------------------------------------------------------------
 
 
 def test_blocks_of_text_in_a_pipe(decoder: int) -> None:
@@ -278,15 +267,10 @@ def test_lines_of_json_until_an_interrupt(decoder: int) -> None:
         assert each["decoders"]["kv_tokens"] >= 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ((2**22 + 1,), 1, "process"),
-        ((1, "--count", 0), 2, "--count"),
-        ((1, "--interval", 0), 2, "--interval"),
-    ],
-    ids=["no such process", "no count", "no interval"],
-)
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    ((2**22 + 1,), 1, "process"),            ((1, "--count", 0), 2, "--count"),
+    ((1, "--interval", 0), 2, "--interval"),
+], ids=["no such process", "no count", "no interval"])  # fmt: skip
 def test_what_cannot_be_watched(arguments: tuple[object, ...], code: int, says: str) -> None:
     screen = show("report", *arguments, "--watch")
     assert (screen.code, screen.out) == (code, "")

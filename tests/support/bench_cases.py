@@ -24,14 +24,12 @@ def cases_of(*names: str) -> list[Any]:
 
 
 def case_of(name: str) -> Case:
-    """Return a case by its ``suite/name``."""
     suite, _, own = name.partition("/")
     (case,) = (case for case in suites.load_suite(suite).cases if case.name == own)
     return case
 
 
 def roles(record: CaseRecord) -> dict[str, list[str]]:
-    """Return the names of the sides of each role."""
     names: dict[str, list[str]] = {"unimem": [], "peer": [], "limit": []}
     for side in record.sides:
         names[side.role].append(side.name)

@@ -156,13 +156,11 @@ def grows(limit: float, issue: int = 8) -> Target:
 
 
 def record(*suites: SuiteRecord, quick: bool = False) -> Record:
-    """A record of these suites."""
     seconds = sum(suite.seconds for suite in suites)
     return Record("2026-11-22T05:00:00+00:00", quick, seconds, MACHINE, VERSIONS, list(suites))
 
 
 def suite(name: str, question: str, *cases: CaseRecord, seconds: float = 12.5) -> SuiteRecord:
-    """A suite of these cases."""
     n_passes = max((len(side.passes) for case in cases for side in case.sides), default=1)
     conditions = [{"load_avg_1min": 0.2, "cpu_freq": "1=2600 MHz"} for _ in range(n_passes)]
     return SuiteRecord(name, question, n_passes, seconds, list(cases), conditions)
@@ -179,140 +177,88 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
     scaled = USUAL_OF_SCALING._replace(seed=seed)
     sizes = [float(16 * KIB * 8**i) for i in range(7)]
     take = case(
-        "calls/take",
-        "What does an uninitialised array of 16 KiB cost?",
-        "ns",
+        "calls/take", "What does an uninitialised array of 16 KiB cost?", "ns",
         levels(46, {"np.empty": 111, "np.zeros": 250, "torch.empty": 637}, {"an empty call": 17.5}),
-        rounds,
-        targets=[faster("np.empty", 2.0, 2), faster("torch.empty", 10.0, 2)],
-        rounds_dropped=3,
-        facts={"bytes": 16 * KIB},
-    )
+        rounds, targets=[faster("np.empty", 2.0, 2), faster("torch.empty", 10.0, 2)],
+        rounds_dropped=3, facts={"bytes": 16 * KIB},
+    )  # fmt: skip
     append = case(
-        "calls/append",
-        "What does one token of 2 KiB of K and 2 KiB of V cost?",
-        "ns",
-        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}),
-        rounds._replace(noise=0.06),
+        "calls/append", "What does one token of 2 KiB of K and 2 KiB of V cost?", "ns",
+        levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}), rounds._replace(noise=0.06),
         targets=[faster("keys[i] = k", 2.0, 4), costs("C memcpy", 2.0, 4)],
         left_out={"torch": "torch is not installed"},
-    )
+    )  # fmt: skip
     ledger = case(
-        "accounting/take",
-        "What does the ledger add to a take?",
-        "ns",
-        levels(46.1, {"without the ledger": 45.9}),
-        rounds,
-        targets=[costs("without the ledger", 1.0, 7)],
-        rounds_disturbed=2,
-    )
+        "accounting/take", "What does the ledger add to a take?", "ns",
+        levels(46.1, {"without the ledger": 45.9}), rounds,
+        targets=[costs("without the ledger", 1.0, 7)], rounds_disturbed=2,
+    )  # fmt: skip
     header = case(
-        "gguf/open",
-        "How long until 400 tensors and 150 thousand tokens are known?",
-        "ms",
-        levels(2.4, {"gguf-py": 7082, "ggml": 29.6}, {"reading the bytes": 1.3}),
-        rounds,
+        "gguf/open", "How long until 400 tensors and 150 thousand tokens are known?", "ms",
+        levels(2.4, {"gguf-py": 7082, "ggml": 29.6}, {"reading the bytes": 1.3}), rounds,
         targets=[faster("ggml", 5.0, 3), costs("reading the bytes", 2.0, 3)],
-    )
+    )  # fmt: skip
     graphs = counted_case(
-        "buffers/graphs",
-        "How large are the engine's own graphs?",
-        "x the lower bound",
+        "buffers/graphs", "How large are the engine's own graphs?", "x the lower bound",
         {"unimem": [1, 1, 1, 1.01], "largest first": [1, 1, 1.13, 1.13]},
         targets=[at_most(1.02, 5)],
-    )
+    )  # fmt: skip
     takes = scaling_case(
-        "scaling/take",
-        "Does a take cost more in a larger tape?",
-        ("ns", "bytes of the tape"),
-        sizes,
-        {"unimem": ("unimem", lambda _: 46), "np.empty": ("peer", lambda n: 90 + n**0.25)},
-        scaled,
-        targets=[grows(0.05)],
-    )
+        "scaling/take", "Does a take cost more in a larger tape?", ("ns", "bytes of the tape"),
+        sizes, {"unimem": ("unimem", lambda _: 46), "np.empty": ("peer", lambda n: 90 + n**0.25)},
+        scaled, targets=[grows(0.05)],
+    )  # fmt: skip
     gather = scaling_case(
-        "scaling/gather",
-        "How does gathering grow with the sequence?",
-        ("us", "tokens"),
+        "scaling/gather", "How does gathering grow with the sequence?", ("us", "tokens"),
         [64.0 * 4**i for i in range(6)],
-        {
-            "unimem": ("unimem", lambda n: 1.1 + 0.033 * n),
-            "C memcpy": ("limit", lambda n: 0.2 + 0.031 * n),
-        },
+        {"unimem": ("unimem", lambda n: 1.1 + 0.033 * n),
+         "C memcpy": ("limit", lambda n: 0.2 + 0.031 * n)},
         targets=[grows(1.05)],
-    )
+    )  # fmt: skip
     verify = scaling_case(
-        "scaling/verify",
-        "How does looking at a block grow with its size?",
-        ("ms", "bytes of the block"),
-        sizes[2:],
-        {"unimem": ("unimem", lambda n: 0.02 + n / 30e9)},
+        "scaling/verify", "How does looking at a block grow with its size?",
+        ("ms", "bytes of the block"), sizes[2:], {"unimem": ("unimem", lambda n: 0.02 + n / 30e9)},
         targets=[grows(0.5)],
-    )
+    )  # fmt: skip
     thp = case(
-        "first-touch/thp",
-        "How fast is a block of 2 GiB in huge pages warmed by one thread?",
-        "GB/s",
-        levels(24.1, {"np.empty and fill": 15.4}, {"C, a byte a page": 24.6}),
-        rounds,
+        "first-touch/thp", "How fast is a block of 2 GiB in huge pages warmed by one thread?",
+        "GB/s", levels(24.1, {"np.empty and fill": 15.4}, {"C, a byte a page": 24.6}), rounds,
         targets=[faster("C, a byte a page", 0.95, 2), faster("np.empty and fill", 1.3, 2)],
-    )
+    )  # fmt: skip
     threads = scaling_case(
-        "first-touch/threads",
-        "How does warming scale with threads?",
-        ("GB/s", "threads"),
+        "first-touch/threads", "How does warming scale with threads?", ("GB/s", "threads"),
         [1.0, 2.0, 4.0, 8.0],
-        {
-            "unimem": ("unimem", lambda n: 24 * n**0.9),
-            "C, a byte a page": ("limit", lambda n: 24.6 * n**0.91),
-        },
+        {"unimem": ("unimem", lambda n: 24 * n**0.9),
+         "C, a byte a page": ("limit", lambda n: 24.6 * n**0.91)},
         scaled,
-    )
+    )  # fmt: skip
     hot = case(
-        "load/hot",
-        "How fast is a file of 4 GB in the page cache mapped and read once?",
-        "GB/s",
+        "load/hot", "How fast is a file of 4 GB in the page cache mapped and read once?", "GB/s",
         levels(38.1, {"np.memmap": 32.8, "safetensors load_file": 2.4}, {"C mmap": 38.4}),
-        rounds._replace(noise=0.07),
-        targets=[faster("C mmap", 0.97, 6), faster(BEST, 1.0, 6)],
-    )
+        rounds._replace(noise=0.07), targets=[faster("C mmap", 0.97, 6), faster(BEST, 1.0, 6)],
+    )  # fmt: skip
     cold = failed_case(
-        "load/cold",
-        "How fast does a file come from the disk?",
-        "GB/s",
+        "load/cold", "How fast does a file come from the disk?", "GB/s",
         "wants to drop files from the page cache, and /proc/sys/vm/drop_caches is read-only",
         targets=[faster("C O_DIRECT", 0.95, 6)],
-    )
+    )  # fmt: skip
     staged = failed_case(
-        "load/staged",
-        "How fast does llama.cpp start from staged memory?",
-        "ms",
+        "load/staged", "How fast does llama.cpp start from staged memory?", "ms",
         "RuntimeError: llama.cpp ended with status 1: unable to load the model",
-        targets=[faster("the file", 2.0, 6, side="unimem, staged")],
-        is_error=True,
-    )
+        targets=[faster("the file", 2.0, 6, side="unimem, staged")], is_error=True,
+    )  # fmt: skip
     conversion = case(
-        "kv/float32-to-float16",
-        "What does appending 1 MB of float32 to a cache of float16 cost?",
-        "us",
-        levels(
-            *(31.2, {"keys[i] = k": 790, "torch": 30.6}),
-            {"C memcpy of the float32 to memory of its size": 26.0},
-        ),
-        rounds._replace(noise=0.08),
-        targets=[faster("keys[i] = k", 10.0, 4)],
-    )
+        "kv/float32-to-float16", "What does appending 1 MB of float32 to a cache of float16 cost?",
+        "us", levels(31.2, {"keys[i] = k": 790, "torch": 30.6},
+                     {"C memcpy of the float32 to memory of its size": 26.0}),
+        rounds._replace(noise=0.08), targets=[faster("keys[i] = k", 10.0, 4)],
+    )  # fmt: skip
     restore = case(
-        "kv/restore",
-        "How long until the first token of a session of 1 GiB is in hand?",
-        "ms",
-        levels(
-            {"unimem, mapped": 0.06, "unimem, copied": 130},
-            *({"np.fromfile": 240}, {"reading into warm memory": 124}),
-        ),
-        rounds,
-        targets=[at_most(1.0, 4, side="unimem, mapped")],
-    )
+        "kv/restore", "How long until the first token of a session of 1 GiB is in hand?", "ms",
+        levels({"unimem, mapped": 0.06, "unimem, copied": 130},
+               {"np.fromfile": 240}, {"reading into warm memory": 124}),
+        rounds, targets=[at_most(1.0, 4, side="unimem, mapped")],
+    )  # fmt: skip
     on_gpu = failed_case(
         *("gpu/take", "What does an array on the GPU cost?", "ns"),
         "unimem.cuda needs an NVIDIA GPU, and CUDA sees none",
@@ -323,11 +269,7 @@ def sample_record(seed: int = 0, quick: bool = False) -> Record:
         suite("accounting", "What does the ledger cost?", ledger),
         suite("gguf", "How fast does a model file open?", header),
         suite("buffers", "How far are plans of buffers above the lower bound?", graphs),
-        suite(
-            *("scaling", "How does the cost of each operation grow with the work?"),
-            *(takes, gather, verify),
-            seconds=64,
-        ),
+        suite("scaling", "How do costs grow with the work?", takes, gather, verify, seconds=64),
         suite("first-touch", "How fast is new memory brought in?", thp, threads),
         suite("load", "How does a model come into memory?", hot, cold, staged),
         suite("kv", "What does KV memory cost?", conversion, restore),
