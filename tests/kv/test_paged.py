@@ -14,17 +14,7 @@ import pytest
 
 import unimem as um
 from kv_model import GIVEN_DTYPES, KV_DTYPES, NUMPY_DTYPES, as_float32, given, same_bits, stored
-from paged_tokens import (
-    append,
-    fed,
-    feed,
-    heads_first,
-    holds_tokens,
-    n_cached,
-    rows,
-    state,
-    table,
-)
+from paged_tokens import append, fed, feed, heads_first, holds_tokens, n_cached, rows, state, table
 from unimem.kv import prefix
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
