@@ -320,7 +320,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if self.attempt(lambda: self.kv.crop(n), must=must, fault=fault):
             self.model.crop(n)
 
-    @rule(percent=PERCENT, keep_first=st.sampled_from([0, 0, 0, 1, 3]), fault=FAULTS, whole=WHOLE)
+    @rule(percent=PERCENT, keep_first=st.sampled_from([0, 0, 1, 3, 12]), fault=FAULTS, whole=WHOLE)
     def trim_to(self, percent: int, keep_first: int, fault: Any, whole: bool) -> None:
         self.make_whole(whole)
         model, n = self.model, self.part(percent)

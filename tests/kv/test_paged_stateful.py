@@ -226,7 +226,8 @@ class PagedAgainstModel(RuleBasedStateMachine):
     def check_full(self, s: um.Sequence, asked: int, layer: int | None, k: Array, v: Array) -> None:
         used = self.pg.n_blocks_in_use
         append = s.append_all if layer is None else partial(s.append, layer)
-        with pytest.raises(um.CacheFull) as caught:
+        said = rf"asked for {asked} blocks?, but {used} of {self.pg.n_blocks} "
+        with pytest.raises(um.CacheFull, match=said) as caught:
             append(k, v)
         figures = caught.value.limit, caught.value.used, caught.value.asked
         assert figures == (self.pg.n_blocks, used, asked)
