@@ -158,6 +158,27 @@ def test_wrong_appends_are_refused(pg: um.PagedKVCache) -> None:
 # ---- sharing ----
 
 
+def test_a_full_pool_refuses_and_changes_nothing(pg: um.PagedKVCache) -> None:
+    with pg.sequence() as a, pg.sequence() as b:
+        append(a, 18)
+        before = state(pg, a, b)
+        with pytest.raises(um.CacheFull, match="asked for 2 blocks, but 5 of 6 are used") as caught:
+            b.append(0, *rows(5))
+        assert (caught.value.limit, caught.value.used, caught.value.asked) == (6, 5, 2)
+        assert state(pg, a, b) == before
+        append(b, 4)
+        with a.fork() as c:
+            before = state(pg, a, b, c)
+            # There is room in the tail, but not for a copy of it.
+            for call, n in ((partial(c.append, 1), 1), (a.append_all, 2)):
+                with pytest.raises(um.CacheFull) as caught:
+                    call(*rows(n))
+                assert (caught.value.limit, caught.value.used, caught.value.asked) == (6, 6, 1)
+            assert state(pg, a, b, c) == before
+        append(a, 2)
+        assert len(a) == 20
+
+
 def test_the_pool_can_be_written_through_its_views(pg: um.PagedKVCache) -> None:
     with pg.sequence() as s:
         append(s, 6)

@@ -81,15 +81,8 @@ class PagedAgainstModel(RuleBasedStateMachine):
         if weak:
             prefix.digest = weak_digest
         self.dim = 32 if dtype == "q8_0" else 3
-        self.pg = um.PagedKVCache(
-            N_LAYERS,
-            N_HEADS,
-            self.dim,
-            n_blocks=n_blocks,
-            block_tokens=block_tokens,
-            dtype=dtype,
-            prefix_cache=prefix_cache,
-        )
+        options: Any = {"n_blocks": n_blocks, "block_tokens": block_tokens, "dtype": dtype}
+        self.pg = um.PagedKVCache(N_LAYERS, N_HEADS, self.dim, prefix_cache=prefix_cache, **options)
         self.live: list[tuple[um.Sequence, Model]] = []
         self.values: dict[bytes, Array] = {}
 

@@ -16,20 +16,12 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 from numpy.typing import NDArray
 
+import pad_model as pm
 import proc_maps
 import unimem as um
 from conftest import Run
 from kv_caches import check_that_making_it_may_fail
-from pad_model import (
-    DTYPES,
-    TAKEN,
-    PadAgainstModel,
-    awkward,
-    check_that_it_is_closed,
-    converted,
-    dtype_of,
-    same_bits,
-)
+from pad_model import DTYPES, converted, dtype_of, same_bits
 from tiers import examples
 from unimem._core.status import counters, ledger
 
@@ -63,9 +55,9 @@ def mapped() -> int:
 def test_rows_are_converted_as_numpy_converts(
     make: type[Any], dtype: str, given: str, n_values: int
 ) -> None:
-    values = awkward(given, (2, n_values))
+    values = pm.awkward(given, (2, n_values))
     with make(5, n_values, dtype) as pad:
-        if given not in TAKEN[dtype]:
+        if given not in pm.TAKEN[dtype]:
             for call, argument in ((pad.append, values[0]), (pad.append_batch, values)):
                 with pytest.raises(TypeError, match=rf"of {dtype}: expected.*got {given}"):
                     call(argument)
@@ -327,11 +319,11 @@ def test_a_pad_that_was_never_made_is_closed() -> None:
         pad = um.Scratchpad.__new__(um.Scratchpad)
         with pytest.raises(um.TapeFull):
             pad.__init__(64, 8, tape=tape)  # type: ignore[misc]
-        check_that_it_is_closed(pad, np.ones(8, "float32"))
+        pm.check_that_it_is_closed(pad, np.ones(8, "float32"))
     paged = um.PagedScratchpad.__new__(um.PagedScratchpad)
     with pytest.raises(ValueError, match="block_tokens"):
         paged.__init__(64, 8, block_tokens=0)  # type: ignore[misc]
-    check_that_it_is_closed(paged, np.ones(8, "float32"))
+    pm.check_that_it_is_closed(paged, np.ones(8, "float32"))
 
 
 # ---- threads ----
@@ -382,7 +374,7 @@ def test_large_appends_make_no_system_call_and_no_allocation(make: type[Any], gi
         assert counters() == before
 
 
-class ScratchpadAgainstModel(PadAgainstModel):
+class ScratchpadAgainstModel(pm.PadAgainstModel):
     def new_pad(self, dtype: str) -> um.Scratchpad:
         self.pad = um.Scratchpad(self.CAPACITY, self.DIM, dtype)
         self.address = proc_maps.address_of(self.pad.as_array())
