@@ -127,11 +127,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         *(um.CacheFull, "tokens"),
         lambda p: p.append_batch(np.broadcast_to(GOOD[0], (2**44, 4))),
     ),
-    "crop above": (ValueError, "0 to 3, got 4", lambda p: p.crop(4)),
-    "crop below": (ValueError, "0 to 3, got -1", lambda p: p.crop(-1)),
-    "crop far": (ValueError, "0 to 3", lambda p: p.crop(2**70)),
+    "crop": (ValueError, "0 to 3, got 4", lambda p: p.crop(4)),
     "crop a half": (TypeError, "integer", lambda p: p.crop(0.5)),
-    "crop None": (TypeError, "integer", lambda p: p.crop(None)),
 }
 
 
@@ -196,17 +193,13 @@ def test_without_memory_for_a_copy_of_the_argument_nothing_is_appended(run_pytho
 
 REFUSED: dict[type[Any], list[tuple[tuple[Any, ...], type[Exception], str]]] = {
     um.Scratchpad: [
-        ((0, 4), ValueError, "max_seq_len"),
-        ((-1, 4), ValueError, "max_seq_len"),
-        ((2**63, 4), ValueError, "max_seq_len"),
+        *(((n, 4), ValueError, "max_seq_len") for n in (0, -1, 2**63)),
+        *(((n, 4), TypeError, "integer") for n in (1.5, "8")),
         ((8, 0), ValueError, "dim"),
-        ((1.5, 4), TypeError, "integer"),
-        (("8", 4), TypeError, "integer"),
         ((2**31, 2**31), ValueError, "too large"),
         ((2**40, 2**7), MemoryError, "asked for|does not fit"),
         ((8, 4, "int8"), ValueError, "float32, float16, bfloat16, float64, got 'int8'"),
-        ((8, 4, "q8_0"), ValueError, "dtype"),
-        ((8, 4, np.int32), ValueError, "dtype"),
+        *(((8, 4, dtype), ValueError, "dtype") for dtype in ("q8_0", np.int32)),
         ((8, 4, None), ValueError, "got None"),
         ((8, 4, 5), TypeError, "data type"),
     ],
@@ -215,9 +208,7 @@ REFUSED: dict[type[Any], list[tuple[tuple[Any, ...], type[Exception], str]]] = {
         ((8, 0), ValueError, "dim"),
         ((8, 1.5), TypeError, "integer"),
         ((8, 4, "int8"), ValueError, "got 'int8'"),
-        ((8, 4, {"block_tokens": 0}), ValueError, "block_tokens"),
-        ((8, 4, {"block_tokens": -1}), ValueError, "block_tokens"),
-        ((8, 4, {"block_tokens": 2**62}), ValueError, "block_tokens"),
+        *(((8, 4, {"block_tokens": n}), ValueError, "block_tokens") for n in (0, -1, 2**62)),
         ((2**32, 4, {"block_tokens": 1}), ValueError, "too many"),
         ((2**31 - 1, 2**32, {"block_tokens": 1}), ValueError, "too large"),
         ((2**40, 2**7, {"block_tokens": 2**20}), MemoryError, "does not fit"),
