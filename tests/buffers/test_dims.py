@@ -156,7 +156,6 @@ def test_what_counts_as_quantized(name: str, kind: int, tmp_path: Path) -> None:
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_exps.weight", "ffn_down_exps.weight")
 
 
-# The figures of published models.
 def keys_of(
     dense: int | None = None,
     expert: int | None = None,
@@ -207,11 +206,7 @@ def test_dense_layers_count(tmp_path: Path) -> None:
 ABOVE_1 = "intermediate_size must be from 1"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no count": ("qwen3moe", {"expert_used_count": 2}, r"no 'qwen3moe\.expert_count'"),
-    "no experts": (
-        "qwen2moe",
-        {"expert_count": 0},
-        "'qwen2moe.expert_count' must be an integer ab",
-    ),
+    "no experts": ("qwen2moe", {"expert_count": 0}, "'qwen2moe.expert_count' must be an int"),
     "none used": ("llama", {"expert_count": 8}, r"no 'llama\.expert_used_count'"),
     "too many used": ("llama", keys_of(n=(8, 9)), "is 9, more than .*expert_count', 8"),
     "no width": ("qwen3moe", keys_of(), "no 'qwen3moe.feed_forward"),
