@@ -148,7 +148,8 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("clip", {"has_vision_encoder": True}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
     # What no model has.
-    *(("gemma9", BASE | {"block_count": n}) for n in (2**31, -4, 2**40, "four")),
+    *(("gemma9", BASE | {"block_count": n}) for n in (2**31, -4, 2**40)),
+    ("gemma9", BASE | {"block_count": "four"}),
     *(
         ("gemma9", BASE | {"attention.head_count_kv": heads})
         for heads in ([2, 2], ["2", "2", "2", "2"], "2", list(range(100_000)))
