@@ -240,8 +240,4 @@ def test_a_copy_is_independent(kind: str, dtype: str) -> None:
                 del part
             kv.clear()
             assert [part.tobytes() for part in copy.layer(1)] == before
-            talk.trim_to(20)
-            talk.append(8)
-            talk.crop(12)
-            talk.check()
         assert kv.is_empty
