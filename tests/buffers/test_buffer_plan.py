@@ -167,8 +167,7 @@ def test_plans_are_immutable_and_can_be_sent() -> None:
     [
         ({"name": 3}, "name: expected a string, got 3"),
         ({"nbytes": -1}, "nbytes of 'a': expected at least 0, got -1"),
-        ({"nbytes": 1.0}, "nbytes of 'a': expected an integer, got 1.0"),
-        ({"nbytes": True}, "nbytes of 'a': expected an integer, got True"),
+        *(({"nbytes": n}, f"nbytes of 'a': expected an integer, got {n!r}") for n in (1.0, True)),
         ({"nbytes": np.True_}, "nbytes of 'a': expected an integer, got"),
         ({"first": -1}, "first of 'a': expected at least 0, got -1"),
         ({"first": None}, "first of 'a': expected an integer, got None"),

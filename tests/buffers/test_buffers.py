@@ -14,21 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import buffer_sets as bs
 import proc_maps
 import unimem as um
-from buffer_sets import (
-    COUNTS,
-    DIMS,
-    NAMES,
-    POINTERS,
-    UNSCALED,
-    check_buffers,
-    check_interrupts_of_swaps,
-    check_interrupts_of_the_end,
-    power_of_two,
-    random_dims,
-    values_of,
-)
+from buffer_sets import DIMS, NAMES, random_dims
 from conftest import Run
 from unimem._core.status import counters, ledger
 from unimem.buffers.buffer_set import pack, total_bytes
@@ -45,13 +34,13 @@ def test_200_dims() -> None:
     with um.Tape(64 << 20, pages="4k") as tape:
         for i, (d, dtype) in enumerate(random_dims(200)):
             with um.DecodeBuffers(d, dtype=dtype) as db:
-                check_buffers(db, d, dtype)
+                bs.check_buffers(db, d, dtype)
                 assert db.memory_bytes == db.tape.used_bytes == db.tape.total_bytes
             tape.clear()
             tape.take_bytes(i)
             before = -(-i // 256) * 256
             with um.DecodeBuffers(d, dtype=dtype, tape=tape) as db:
-                check_buffers(db, d, dtype)
+                bs.check_buffers(db, d, dtype)
                 assert tape.used_bytes == before + db.memory_bytes
                 assert min(db.addresses().values()) == tape.block.address + before
 
@@ -74,7 +63,7 @@ def test_a_real_models_buffers_are_aligned() -> None:
     d = um.ModelDims(4096, 14336, 32, 8, 128, 32000, 32, 32768, max_batch_size=8)
     with um.DecodeBuffers(d) as db:
         odd = {name for name, address in db.addresses().items() if address % 256}
-        assert odd <= {*POINTERS, *COUNTS}
+        assert odd <= {*bs.POINTERS, *bs.COUNTS}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 1 << 20), max_size=30))
@@ -83,7 +72,7 @@ def test_packing(sizes: dict[str, int]) -> None:
     assert list(offsets) == list(sizes)
     end = 0
     # Among those of one power of two, of which 256 is the largest, the order is the given one.
-    for name in sorted(sizes, key=lambda name: -power_of_two(sizes[name])):
+    for name in sorted(sizes, key=lambda name: -bs.power_of_two(sizes[name])):
         assert offsets[name] == end
         end += sizes[name]
 
@@ -104,7 +93,7 @@ def test_the_figure_of_the_origin() -> None:
 
 
 def test_batches() -> None:
-    widths = {name: n // 4 for name, n in values_of(DIMS).items() if name not in UNSCALED}
+    widths = {name: n // 4 for name, n in bs.values_of(DIMS).items() if name not in bs.UNSCALED}
     shapes = {
         "temp_dequant": (64, 352),
         "scratch_attn": (64,),
@@ -119,7 +108,7 @@ def test_batches() -> None:
             assert (batch.m, type(batch.m)) == (m, int)
             for name in NAMES:
                 view, flat = getattr(batch, name), getattr(db, name)
-                shape = (m,) if name in POINTERS + COUNTS else (m, widths.get(name))
+                shape = (m,) if name in bs.POINTERS + bs.COUNTS else (m, widths.get(name))
                 assert (name, view.shape) == (name, shapes.get(name, shape))
                 assert view.dtype == flat.dtype
                 assert proc_maps.address_of(view) == addresses[name]
@@ -290,7 +279,7 @@ def test_buffers_are_made_once() -> None:
 
 def test_an_interrupted_swap() -> None:
     with um.DecodeBuffers(DIMS) as db:
-        check_interrupts_of_swaps(db, proc_maps.address_of)
+        bs.check_interrupts_of_swaps(db, proc_maps.address_of)
 
 
 @pytest.mark.parametrize("end", ["close", "__exit__"])
@@ -305,7 +294,7 @@ def test_an_interrupted_end(owns_tape: bool, end: str) -> None:
             tape.clear()
             return um.DecodeBuffers(DIMS, **options)
 
-        check_interrupts_of_the_end(make, end)
+        bs.check_interrupts_of_the_end(make, end)
         assert ledger()["scratch"]["mapped_bytes"] == held
     assert ledger()["scratch"]["mapped_bytes"] == before
 

@@ -10,22 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gguf_files as gf
 import unimem as um
-from gguf_files import (
-    ARRAY,
-    F32,
-    STRING,
-    UINT32,
-    Part,
-    array,
-    head,
-    kv,
-    string,
-    tensor,
-    u32,
-    values,
-    with_data,
-)
 
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
 
@@ -119,7 +105,7 @@ def test_from_weights(arch: str, tmp_path: Path) -> None:
         assert dims == replace(expected, quantized=kind == "q8_0")
 
 
-def gguf(arch: str, *layers: str, kind: int = F32, **keys: int | list[int]) -> bytes:
+def gguf(arch: str, *layers: str, kind: int = gf.F32, **keys: int | list[int]) -> bytes:
     """A model with a token embedding and, in each layer, small tensors of these names.
 
     Keys are metadata, with "__" for a dot; a list is written as an array. The tensors of layers are
@@ -130,18 +116,19 @@ def gguf(arch: str, *layers: str, kind: int = F32, **keys: int | list[int]) -> b
         **{"attention__head_count": 4, "attention__head_count_kv": 2},
         **keys,
     }
-    entries: list[Part] = [kv("general.architecture", STRING, string(arch))]
+    entries: list[gf.Part] = [gf.kv("general.architecture", gf.STRING, gf.string(arch))]
     for name, n in counts.items():
         key = f"{arch}.{name.replace('__', '.')}"
         if isinstance(n, list):
-            entries.append(kv(key, ARRAY, array(UINT32, len(n), values(UINT32, n))))
+            numbers = gf.values(gf.UINT32, n)
+            entries.append(gf.kv(key, gf.ARRAY, gf.array(gf.UINT32, len(n), numbers)))
         else:
-            entries.append(kv(key, UINT32, u32(n)))
+            entries.append(gf.kv(key, gf.UINT32, gf.u32(n)))
     names = [f"blk.{i}.{name}" for i in range(2) for name in layers]
-    tensors: list[Part] = [tensor("token_embd.weight", (32, 2), F32, 0)]
-    tensors += [tensor(name, (64,), kind, 256 + 512 * i) for i, name in enumerate(names)]
+    tensors: list[gf.Part] = [gf.tensor("token_embd.weight", (32, 2), gf.F32, 0)]
+    tensors += [gf.tensor(name, (64,), kind, 256 + 512 * i) for i, name in enumerate(names)]
     nbytes = 256 + 512 * len(names)
-    return with_data(head(len(tensors), len(entries)), *entries, *tensors, nbytes=nbytes)[0]
+    return gf.with_data(gf.head(len(tensors), len(entries)), *entries, *tensors, nbytes=nbytes)[0]
 
 
 def dims_of(path: Path, raw: bytes) -> um.ModelDims:
@@ -169,7 +156,6 @@ def test_what_counts_as_quantized(name: str, kind: int, tmp_path: Path) -> None:
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_exps.weight", "ffn_down_exps.weight")
 
 
-# The figures of published models.
 def keys_of(
     dense: int | None = None,
     expert: int | None = None,
@@ -220,11 +206,7 @@ def test_dense_layers_count(tmp_path: Path) -> None:
 ABOVE_1 = "intermediate_size must be from 1"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no count": ("qwen3moe", {"expert_used_count": 2}, r"no 'qwen3moe\.expert_count'"),
-    "no experts": (
-        "qwen2moe",
-        {"expert_count": 0},
-        "'qwen2moe.expert_count' must be an integer ab",
-    ),
+    "no experts": ("qwen2moe", {"expert_count": 0}, "'qwen2moe.expert_count' must be an int"),
     "none used": ("llama", {"expert_count": 8}, r"no 'llama\.expert_used_count'"),
     "too many used": ("llama", keys_of(n=(8, 9)), "is 9, more than .*expert_count', 8"),
     "no width": ("qwen3moe", keys_of(), "no 'qwen3moe.feed_forward"),

@@ -25,16 +25,11 @@ NAMES = {
 }
 # A transformer block: what each step reads, and what it writes.
 BLOCK: tuple[tuple[set[str], set[str]], ...] = (
-    ({"residual"}, {"normalized"}),
-    ({"normalized"}, {"q", "k", "v"}),
-    ({"q", "k", "v"}, {"scores", "attention"}),
-    ({"attention"}, {"projected"}),
-    ({"residual", "projected"}, {"residual"}),
-    ({"residual"}, {"ffn_normalized"}),
-    ({"ffn_normalized"}, {"gate", "up"}),
-    ({"gate", "up"}, {"gated"}),
-    ({"gated"}, {"ffn_out"}),
-    ({"residual", "ffn_out"}, {"residual"}),
+    *(({"residual"}, {"normalized"}), ({"normalized"}, {"q", "k", "v"})),
+    *(({"q", "k", "v"}, {"scores", "attention"}), ({"attention"}, {"projected"})),
+    *(({"residual", "projected"}, {"residual"}), ({"residual"}, {"ffn_normalized"})),
+    *(({"ffn_normalized"}, {"gate", "up"}), ({"gate", "up"}, {"gated"})),
+    *(({"gated"}, {"ffn_out"}), ({"residual", "ffn_out"}, {"residual"})),
 )
 
 

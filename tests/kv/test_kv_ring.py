@@ -90,29 +90,6 @@ def test_memory_counts_once_though_it_is_mapped_twice() -> None:
 # ---- going back ----
 
 
-def test_crop_brings_back_what_is_still_there() -> None:
-    with ring(4, spare_rows=3) as kv:
-        talk = Talk(kv)
-        n_rows = kv.n_rows
-        assert n_rows == 16
-        talk.append(2 * n_rows + 5)
-        end = kv.next_position
-        # Rows of [end - 16, end) are there. With 4 shown, the first can be cropped.
-        talk.crop(0)
-        talk.check()
-        assert (kv.seq_len, kv.next_position) == (4, end - 4)
-        talk.crop(0)
-        talk.crop(0)
-        talk.check()
-        assert kv.next_position == end - 12  # shows what is from end - 16 on
-        with pytest.raises(ValueError, match=r"overwritten.*\b4\b"):
-            kv.crop(3)
-        talk.crop(4)
-        talk.append(1)
-        talk.check()
-        assert kv.seq_len == 4
-
-
 @pytest.mark.parametrize("spare", [0, 3, 9])
 def test_so_far_back_for_sure_and_the_error_names_the_rest(spare: int) -> None:
     with ring(16, spare_rows=spare) as kv:
@@ -150,25 +127,6 @@ def test_trimming_moves_no_byte_and_is_not_undone() -> None:
         talk.append(9)
         talk.check()
         assert kv.seq_len == 8
-
-
-def test_a_layer_that_went_on_alone() -> None:
-    """What one layer has overwritten is lost for all, and what comes then is seen."""
-    for ahead in (3, 15, 16, 17, 40):
-        with ring(10, spare_rows=2) as kv:
-            talk = Talk(kv)
-            assert kv.n_rows == 16
-            talk.append(20)
-            talk.append(ahead, layers=[0])
-            talk.check()
-            kv.rollback()
-            talk.model.rollback()
-            talk.check()
-            assert kv.next_position == 20
-            assert kv.seq_len == min(10, max(0, 16 - ahead))
-            talk.append(2)
-            talk.check()
-            assert kv.seq_len >= 2
 
 
 # ---- engines ----

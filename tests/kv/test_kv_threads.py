@@ -21,11 +21,7 @@ from os_faults import os_faults
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 N_TOKENS = 40_000  # of 1 KiB, in f32: copying them takes milliseconds
-KINDS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "growing": {"grow": True},
-    "ring": {"window": N_TOKENS},
-}
+KINDS: dict[str, Any] = {"fixed": {}, "growing": {"grow": True}, "ring": {"window": N_TOKENS}}
 
 
 @contextmanager

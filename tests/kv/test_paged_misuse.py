@@ -117,11 +117,8 @@ ONE_TOKEN = np.ones((2, 1, 1, 1), "f2")
 WRITERS: dict[str, Callable[[um.Sequence], Any]] = {
     "append": lambda s: s.append(0, *ONE_TOKEN),
     "append_all": lambda s: s.append_all(*ONE_TOKEN),
-    "fork": lambda s: s.fork(),
-    "crop": lambda s: s.crop(0),
-    "rollback": lambda s: s.rollback(),
-    "close": lambda s: s.close(),
-    "leave": leave,
+    **{"fork": um.Sequence.fork, "crop": lambda s: s.crop(0), "rollback": um.Sequence.rollback},
+    **{"close": um.Sequence.close, "leave": leave},
 }
 
 

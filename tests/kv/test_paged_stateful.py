@@ -81,15 +81,8 @@ class PagedAgainstModel(RuleBasedStateMachine):
         if weak:
             prefix.digest = weak_digest
         self.dim = 32 if dtype == "q8_0" else 3
-        self.pg = um.PagedKVCache(
-            N_LAYERS,
-            N_HEADS,
-            self.dim,
-            n_blocks=n_blocks,
-            block_tokens=block_tokens,
-            dtype=dtype,
-            prefix_cache=prefix_cache,
-        )
+        options: Any = {"n_blocks": n_blocks, "block_tokens": block_tokens, "dtype": dtype}
+        self.pg = um.PagedKVCache(N_LAYERS, N_HEADS, self.dim, prefix_cache=prefix_cache, **options)
         self.live: list[tuple[um.Sequence, Model]] = []
         self.values: dict[bytes, Array] = {}
 
@@ -226,7 +219,8 @@ class PagedAgainstModel(RuleBasedStateMachine):
     def check_full(self, s: um.Sequence, asked: int, layer: int | None, k: Array, v: Array) -> None:
         used = self.pg.n_blocks_in_use
         append = s.append_all if layer is None else partial(s.append, layer)
-        with pytest.raises(um.CacheFull) as caught:
+        said = rf"asked for {asked} blocks?, but {used} of {self.pg.n_blocks} "
+        with pytest.raises(um.CacheFull, match=said) as caught:
             append(k, v)
         figures = caught.value.limit, caught.value.used, caught.value.asked
         assert figures == (self.pg.n_blocks, used, asked)

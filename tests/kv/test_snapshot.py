@@ -22,26 +22,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import snapshot_bytes as sb
 import unimem as um
 from conftest import Run
 from kv_model import rows_of_pages
 from project import ROOT
-from snapshot_bytes import (
-    FIELDS,
-    HEADER_BYTES,
-    KINDS,
-    MODES,
-    Mode,
-    by_kind,
-    by_mode,
-    file,
-    flipped,
-    header,
-    path,
-    refused,
-    with_fields,
-    with_tables,
-)
+from snapshot_bytes import Mode, by_kind, by_mode, file, header, path, refused
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
@@ -69,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_what_is_saved_comes_back(
     kind: str, batch: int, dtype: str, mode: Mode, path: Path
 ) -> None:
-    with cache(50, batch=batch, dtype=dtype, **KINDS[kind]) as kv:
+    with cache(50, batch=batch, dtype=dtype, **sb.KINDS[kind]) as kv:
         for n in (64, 13):  # trimmed tokens are not saved, and positions stay
             kv.trim_to(n)
             kv.save(path, tokens=range(50), model="tiny")
@@ -98,7 +84,7 @@ def test_what_is_saved_comes_back(
 @by_kind
 @pytest.mark.parametrize("position", [0, 50])
 def test_an_empty_cache_comes_back(position: int, kind: str, mode: Mode, path: Path) -> None:
-    with cache(position, **KINDS[kind]) as kv:
+    with cache(position, **sb.KINDS[kind]) as kv:
         kv.trim_to(0)
         kv.save(path, tokens=range(position))
         with um.KVCache.restore(path, mode=mode, tokens=range(position), verify=True) as restored:
@@ -168,7 +154,7 @@ def test_other_options_of_restore(file: Path) -> None:
     with pytest.raises(ValueError, match="mode: expected 'map' or 'copy', got 'read'"):
         um.KVCache.restore(file, mode="read")  # type: ignore[arg-type]
     accepted = "mode, tokens, model, verify, pages, numa, lock, warm, strict"
-    for mode, name in itertools.product(MODES, ("foo", "budget_bytes", "grow")):
+    for mode, name in itertools.product(sb.MODES, ("foo", "budget_bytes", "grow")):
         with pytest.raises(TypeError, match=rf"expected {accepted}; got {name}$"):
             um.KVCache.restore(file, mode=mode, **{name: 1})  # type: ignore[arg-type]
 
@@ -186,10 +172,10 @@ def test_the_file_is_as_documented(path: Path, monkeypatch: pytest.MonkeyPatch) 
         lane_bytes = 700 * 128
         stride = -(-lane_bytes // page) * page
         chunks = -(-stride // (1 << 16))
-        tables_end = HEADER_BYTES + 8 * 12 * chunks + 4 * 900 + len("größer".encode())
+        tables_end = sb.HEADER_BYTES + 8 * 12 * chunks + 4 * 900 + len("größer".encode())
         data = -(-tables_end // page) * page
         assert header(raw) | {"tables_checksum": 0, "header_checksum": 0} == {
-            **{"magic": b"UNIMEMKV", "version": 1, "header_bytes": HEADER_BYTES},
+            **{"magic": b"UNIMEMKV", "version": 1, "header_bytes": sb.HEADER_BYTES},
             **{"file_bytes": data + 12 * stride, "data_offset": data, "lane_stride": stride},
             **{"row_bytes": 128, "chunk_bytes": 1 << 16, "alignment": page, "model_bytes": 8},
             **{"seq_len": 700, "next_position": 900, "max_seq_len": 1000},
@@ -198,9 +184,9 @@ def test_the_file_is_as_documented(path: Path, monkeypatch: pytest.MonkeyPatch) 
             **{"tables_checksum": 0, "header_checksum": 0},
         }
         assert len(raw) == data + 12 * stride
-        assert with_tables(raw) == raw
-        sums = np.frombuffer(raw, "<u8", 12 * chunks, HEADER_BYTES)
-        tokens = np.frombuffer(raw, "<i4", 900, HEADER_BYTES + sums.nbytes)
+        assert sb.with_tables(raw) == raw
+        sums = np.frombuffer(raw, "<u8", 12 * chunks, sb.HEADER_BYTES)
+        tokens = np.frombuffer(raw, "<i4", 900, sb.HEADER_BYTES + sums.nbytes)
         assert tokens.tolist() == list(range(100, 1000))
         assert raw[tables_end - 8 : tables_end].decode() == "größer"
         assert not any(raw[tables_end:data])
@@ -282,12 +268,12 @@ def test_the_document_has_an_example_that_runs(run_python: Run, tmp_path: Path) 
 def test_check_reads_all_and_says_what_describe_says(file: Path) -> None:
     assert str(snapshot.check(file)) == str(snapshot.describe(file))
     raw = file.read_bytes()
-    file.write_bytes(flipped(raw, len(raw) - 1))
+    file.write_bytes(sb.flipped(raw, len(raw) - 1))
     assert snapshot.describe(file).seq_len == 40
     with pytest.raises(SnapshotError, match="checksum does not match in v of layer 1") as caught:
         snapshot.check(file)
     assert caught.value.path == str(file)
-    file.write_bytes(flipped(raw, 50))
+    file.write_bytes(sb.flipped(raw, 50))
     with pytest.raises(SnapshotError, match="the header's checksum"):
         snapshot.check(file)
     with cache(0) as kv:
@@ -384,7 +370,7 @@ def test_a_flipped_bit_of_the_data_is_found_where_data_is_checked(
     raw = path.read_bytes()
     data, stride = header(raw)["data_offset"], header(raw)["lane_stride"]
     for at in range(data, len(raw), 1021):
-        path.write_bytes(flipped(raw, at, at % 8))
+        path.write_bytes(sb.flipped(raw, at, at % 8))
         lane, chunk = (at - data) // stride, (at - data) // 4096 * 4096 + data
         where = f"checksum does not match in {'kv'[lane % 2]} of layer {lane // 2}; "
         assert refused(path, where, verify=True).offset == chunk
@@ -396,17 +382,17 @@ def test_a_flipped_bit_of_the_data_is_found_where_data_is_checked(
         assert unchecked.seq_len == 40
     with cache(40, window=16) as kv:  # a ring is checked when it is read
         kv.save(path)
-    path.write_bytes(flipped(path.read_bytes(), data))
+    path.write_bytes(sb.flipped(path.read_bytes(), data))
     refused(path, "checksum does not match in k of layer 0")
 
 
 def test_a_file_of_another_length_is_refused(file: Path) -> None:
     raw = file.read_bytes()
     data, whole = header(raw)["data_offset"], len(raw)
-    for n in (1, 7, 8, 9, 100, HEADER_BYTES - 1):
+    for n in (1, 7, 8, 9, 100, sb.HEADER_BYTES - 1):
         file.write_bytes(raw[:n])
         assert refused(file, rf"cut off inside its header: it has {n} bytes").offset == n
-    for n in (HEADER_BYTES, data - 1, data, data + 5000, whole - 1):
+    for n in (sb.HEADER_BYTES, data - 1, data, data + 5000, whole - 1):
         file.write_bytes(raw[:n])
         assert refused(file, f"is cut off: it has {n} of {whole} bytes").offset == n
     file.write_bytes(raw + b"\0")
@@ -443,7 +429,6 @@ def test_a_newer_version_is_refused_whatever_follows(file: Path) -> None:
         assert refused(file, rule).offset == 8
 
 
-# Fields that make no sense, in a header whose checksum is right, and the field that is named.
 # Fields that make no sense, in a header whose checksum is right, by the field that is named.
 MOST = 2**32 - 1
 NONSENSE: dict[str, list[dict[str, int]]] = {
@@ -485,16 +470,16 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
 def test_a_header_that_makes_no_sense_is_refused(named: str, file: Path) -> None:
     raw = file.read_bytes()
     for values in NONSENSE[named]:
-        file.write_bytes(with_fields(raw, **values))
+        file.write_bytes(sb.with_fields(raw, **values))
         with pytest.raises(SnapshotError) as caught:
             snapshot.describe(file)
         assert caught.value.rule.startswith(f"{named}: expected "), values
-        assert caught.value.offset == FIELDS[named][0]
+        assert caught.value.offset == sb.FIELDS[named][0]
 
 
 @given(
     fields=st.dictionaries(
-        st.sampled_from(sorted(set(FIELDS) - {"magic", "header_checksum"})),
+        st.sampled_from(sorted(set(sb.FIELDS) - {"magic", "header_checksum"})),
         st.sampled_from([0, 1, 2, 3, 31, 4096, 2**16, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]),
         min_size=1,
         max_size=4,
@@ -508,10 +493,10 @@ def test_whatever_a_header_says_little_memory_is_taken(
     """Also where the header's checksum is right, as in a file that was made to do harm."""
     values = {}
     for name, value in fields.items():
-        bits = 8 * struct.calcsize(FIELDS[name][1])
+        bits = 8 * struct.calcsize(sb.FIELDS[name][1])
         values[name] = (value + change * (value > 1)) % (1 << bits)
     with tempfile.NamedTemporaryFile() as file:
-        file.write(with_fields(whole, **values))
+        file.write(sb.with_fields(whole, **values))
         file.flush()
         tracemalloc.start()
         try:
@@ -525,13 +510,13 @@ def test_whatever_a_header_says_little_memory_is_taken(
 
 def test_tables_that_make_no_sense_are_refused(file: Path) -> None:
     raw = bytearray(file.read_bytes())
-    tokens = HEADER_BYTES + 8 * 4
+    tokens = sb.HEADER_BYTES + 8 * 4
     name = tokens + 4 * 40
     assert raw[name : name + 4] == b"tiny"
-    file.write_bytes(with_tables(bytes(raw[: name + 2] + b"\xff" + raw[name + 3 :])))
+    file.write_bytes(sb.with_tables(bytes(raw[: name + 2] + b"\xff" + raw[name + 3 :])))
     assert refused(file, "the model's name is not valid UTF-8").offset == name + 2
     raw[tokens + 4 * 7 : tokens + 4 * 8] = struct.pack("<i", -5)
-    file.write_bytes(with_tables(bytes(raw)))
+    file.write_bytes(sb.with_tables(bytes(raw)))
     assert refused(file, "the id of a token is negative").offset == tokens + 4 * 7
 
 
@@ -573,12 +558,12 @@ def test_descriptors_are_closed(file: Path) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = n_open()
-    for mode in MODES:
+    for mode in sb.MODES:
         with um.KVCache.restore(file, mode=mode, verify=True) as kv:
             kv.save(file)
     refused(file, "no model", model="tiny")
     snapshot.describe(file)
-    file.write_bytes(flipped(file.read_bytes(), -1 + file.stat().st_size))
+    file.write_bytes(sb.flipped(file.read_bytes(), -1 + file.stat().st_size))
     refused(file, "checksum", verify=True)
     del kv
     assert n_open() == before

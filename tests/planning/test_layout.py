@@ -142,10 +142,8 @@ def test_frozen_means_no_new_memory(device: Device, layout: Any) -> None:
     layout.freeze()
     assert layout.frozen
     takes: list[Callable[[], Any]] = [
-        lambda: layout.weights.take(1),
-        lambda: layout.history.take(1),
-        lambda: layout.history.take(0),
-        lambda: layout.scratch.take_bytes(1001),
+        *(lambda: layout.weights.take(1), lambda: layout.history.take(1)),
+        *(lambda: layout.history.take(0), lambda: layout.scratch.take_bytes(1001)),
     ]
     before, costs = device.held(), device.costs()
     for _ in range(16):

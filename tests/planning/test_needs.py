@@ -148,16 +148,13 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("clip", {"has_vision_encoder": True}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
     # What no model has.
-    ("gemma9", BASE | {"block_count": 2**31}),
-    ("gemma9", BASE | {"block_count": -4}),
-    ("gemma9", BASE | {"block_count": 2**40}),
+    *(("gemma9", BASE | {"block_count": n}) for n in (2**31, -4, 2**40)),
     ("gemma9", BASE | {"block_count": "four"}),
-    ("gemma9", BASE | {"attention.head_count_kv": [2, 2]}),
-    ("gemma9", BASE | {"attention.head_count_kv": ["2", "2", "2", "2"]}),
-    ("gemma9", BASE | {"attention.head_count_kv": "2"}),
-    ("gemma9", BASE | {"attention.key_length": 0}),
-    ("gemma9", BASE | {"attention.key_length": 1.5}),
-    ("gemma9", BASE | {"attention.head_count_kv": list(range(100_000))}),
+    *(
+        ("gemma9", BASE | {"attention.head_count_kv": heads})
+        for heads in ([2, 2], ["2", "2", "2", "2"], "2", list(range(100_000)))
+    ),
+    *(("gemma9", BASE | {"attention.key_length": n}) for n in (0, 1.5)),
     ("llama", BASE | {"block_count": 100_000_000}),
     ("llama", {}),
 ]
@@ -237,27 +234,26 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
     assert plan.facts["architecture"] == "llama"
 
 
+UNKNOWN_CONFIGS: list[dict[str, Any]] = [
+    *({"kv_lora_rank": 512}, {"is_encoder_decoder": True}, {"hidden_size": 2}),
+    *({"num_hidden_layers": -3}, {"num_hidden_layers": "3"}, {"num_attention_heads": 10**30}),
+    {"layer_types": ["linear_attention", "full_attention"]},
+    # Fields of their own, no cache, or what is left out since it is the default.
+    {"model_type": "falcon", "multi_query": True},
+    {"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}},
+    {"model_type": "qwen3_next", "full_attention_interval": 4},
+    *({"model_type": name} for name in ("bert", None, "gemma3_text")),
+    {"model_type": "llava", "text_config": WITHOUT_KV_HEADS},
+]
+
+
 @pytest.mark.parametrize(
     ("config", "cache"),
     [
         ({"model_type": "gemma3_text", "head_dim": 32}, (3, 2, 32, 32)),
         ({"text_config": CONFIG, "model_type": "llava"}, (3, 2, 16, 16)),
         ({"num_local_experts": 8, "model_type": "mixtral"}, (3, 2, 16, 16)),
-        ({"kv_lora_rank": 512}, None),
-        ({"is_encoder_decoder": True}, None),
-        ({"layer_types": ["linear_attention", "full_attention"]}, None),
-        ({"num_hidden_layers": -3}, None),
-        ({"num_hidden_layers": "3"}, None),
-        ({"num_attention_heads": 10**30}, None),
-        ({"hidden_size": 2}, None),
-        # Fields of their own, no cache, or what is left out since it is the default.
-        ({"model_type": "falcon", "multi_query": True}, None),
-        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, None),
-        ({"model_type": "bert"}, None),
-        ({"model_type": "qwen3_next", "full_attention_interval": 4}, None),
-        ({"model_type": None}, None),
-        ({"model_type": "gemma3_text"}, None),
-        ({"model_type": "llava", "text_config": WITHOUT_KV_HEADS}, None),
+        *((config, None) for config in UNKNOWN_CONFIGS),
     ],
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:

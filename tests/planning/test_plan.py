@@ -103,11 +103,8 @@ def test_types_of_the_cache() -> None:
 @pytest.mark.parametrize(
     ("kv_dtype", "window", "ctx"),
     [
-        ("f32", 1, 100),
-        ("f16", 77, 100),
-        ("bf16", 1000, 5000),
-        ("q8_0", 77, 100),
-        ("q8_0", 1000, 5000),
+        *(("f32", 1, 100), ("f16", 77, 100), ("q8_0", 77, 100)),
+        *(("bf16", 1000, 5000), ("q8_0", 1000, 5000)),
     ],
 )
 def test_a_window_is_planned_as_its_ring_will_be(kv_dtype: str, window: int, ctx: int) -> None:
@@ -334,12 +331,8 @@ def test_a_layout_is_what_was_planned(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("ctx", [0, -5, 2**31, 1.5]),
-        ("batch", [0]),
-        ("threads", [0, True]),
-        ("load", ["mmap"]),
-        ("kv_dtype", ["q9"]),
-        ("window", [0, True, "all", 2**31]),
+        *(("ctx", [0, -5, 2**31, 1.5]), ("window", [0, True, "all", 2**31])),
+        *(("batch", [0]), ("threads", [0, True]), ("load", ["mmap"]), ("kv_dtype", ["q9"])),
     ],
 )
 def test_options_out_of_range(name: str, values: list[Any]) -> None:

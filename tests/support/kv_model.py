@@ -254,15 +254,9 @@ class Talk:
 
     def __init__(self, kv: um.KVCache) -> None:
         self.kv = kv
-        self.model = Model(
-            kv.n_layers,
-            kv.n_kv_heads,
-            kv.head_dim,
-            batch=kv.batch,
-            dtype=kv.dtype,
-            n_rows=kv.n_rows,
-            window=kv.window,
-        )
+        dims = kv.n_layers, kv.n_kv_heads, kv.head_dim
+        options = {name: getattr(kv, name) for name in ("batch", "dtype", "n_rows", "window")}
+        self.model = Model(*dims, **options)
         self.rng = np.random.default_rng(0)
 
     def append(self, n: int, layers: Iterable[int] | None = None) -> None:

@@ -175,13 +175,8 @@ def check_that_it_is_closed(pad: Any, row: Any) -> None:
     assert pad.closed
     assert repr(pad) == f"{type(pad).__name__}(closed)"
     for call in (
-        lambda: pad.append(row),
-        lambda: pad.append_batch(row.reshape(1, 8)),
-        lambda: pad.crop(0),
-        lambda: len(pad),
-        pad.as_array,
-        pad.clear,
-        pad.__enter__,
+        *(lambda: pad.append(row), lambda: pad.append_batch(row.reshape(1, 8))),
+        *(lambda: pad.crop(0), lambda: len(pad), pad.as_array, pad.clear, pad.__enter__),
     ):
         with pytest.raises(um.ClosedError, match="is closed"):
             call()

@@ -139,19 +139,8 @@ def append(
     addresses = [*map(place.address, there), 0][:2]
     part = layers * streams * lane
     place.rows(stored).append(
-        *addresses,
-        given,
-        k.shape,
-        k.strides,
-        place.address(out),
-        place.address(out) + part,
-        streams * lane,
-        lane,
-        row_bytes,
-        row,
-        n_rows,
-        row_address,
-        0,
+        *(*addresses, given, k.shape, k.strides, place.address(out), place.address(out) + part),
+        *(streams * lane, lane, row_bytes, row, n_rows, row_address, 0),
     )
     lanes = place.down(out)
     return lanes[0], lanes[1]
