@@ -155,8 +155,7 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
 def test_a_name_is_there_while_the_block_is_open() -> None:
     path = Path("/dev/shm", NAME)
     with um.Block(2 * MIB, shared=NAME) as block:
-        assert block.path == str(path)
-        assert block.requested["shared"] == NAME
+        assert (block.path, block.requested["shared"]) == (str(path), NAME)
         assert path.stat().st_mode & 0o777 == 0o600
         view = block.as_array()
         view[:] = 4

@@ -15,15 +15,7 @@ import pytest
 
 import gguf_files as gf
 import tiers
-from every_type import (
-    METADATA,
-    SCALARS,
-    TENSOR_TYPES,
-    M,
-    gguf,
-    tensors,
-    write_every_type,
-)
+from every_type import METADATA, SCALARS, TENSOR_TYPES, M, gguf, tensors, write_every_type
 from project import ROOT
 from unimem._core.gguf import tensor_type
 from unimem._core.status import counters, ledger
@@ -84,8 +76,7 @@ def check_tensors(path: Path) -> int:
             ours = w.tensors[theirs.name]
             assert ours.type.upper() == theirs.tensor_type.name
             assert ours.ggml_type == theirs.tensor_type
-            assert ours.ne == tuple(theirs.shape.tolist())
-            assert ours.shape == ours.ne[::-1]
+            assert (ours.ne, ours.shape) == (tuple(theirs.shape.tolist()), ours.ne[::-1])
             assert (ours.offset, ours.nbytes) == (theirs.data_offset, theirs.n_bytes)
             array = ours.as_array()
             assert array.tobytes() == theirs.data.tobytes()

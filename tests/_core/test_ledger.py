@@ -219,8 +219,7 @@ def test_a_snapshot_that_is_mapped(tmp_path: Path) -> None:
         kv.save(tmp_path / "saved")
     with um.KVCache.restore(tmp_path / "saved", mode="map") as kv:
         entry = of(kv.block)
-        assert entry.path == str(tmp_path / "saved")
-        assert entry.nbytes == kv.capacity_bytes
+        assert (entry.path, entry.nbytes) == (str(tmp_path / "saved"), kv.capacity_bytes)
         assert in_use(kv.block, "kv")[0] == kv.memory_usage_bytes
         kv.append(0, TOKENS, TOKENS)
         check()

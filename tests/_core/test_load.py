@@ -413,11 +413,7 @@ def test_no_memory_where_it_is_read_to(file: Path) -> None:
 def test_ranges_are_checked(file: Path) -> None:
     with um.Block(PAGE, shared=True) as source:
         sealed = source.sealed_copy()
-    with (
-        descriptor(file) as fd,
-        um.Block(4 * PAGE, pages="4k", reserve=20 * PAGE) as block,
-        sealed,
-    ):
+    with descriptor(file) as fd, um.Block(4 * PAGE, pages="4k", reserve=20 * PAGE) as block, sealed:
         good = (fd, 0, block, 0, PAGE, "good")
         for offset, nbytes in ((0, 4 * PAGE + 1), (4 * PAGE, 1), (30 * PAGE, 0), (2**62, 2**62)):
             with pytest.raises(ValueError, match=r"name: bytes .* are not committed"):

@@ -117,9 +117,7 @@ def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, "\udcff", ".hidden", "a b"])
-def test_any_name_that_a_file_can_have(
-    name: str, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_name(name: str, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / name, Path(name)):
         write(path, page)
@@ -157,9 +155,7 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_writer_begins_anew_when_its_file_is_taken_for_a_stale_one(
-    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_begins_anew(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one comes between open and flock, and once it is still at it."""
     true = fcntl.flock
     held: list[int] = []
@@ -201,9 +197,7 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks(
-    number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_locks(number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(number))
     stale = tmp_path / ".file.01234567.unimem-tmp"
     stale.write_bytes(b"perhaps of a living one")
@@ -226,9 +220,7 @@ def flags_at_each_write(patch: pytest.MonkeyPatch) -> list[int]:
     return flags
 
 
-def test_the_page_cache_is_passed_where_the_file_system_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system has no O_DIRECT")
     flags = flags_at_each_write(monkeypatch)
@@ -240,9 +232,7 @@ def test_the_page_cache_is_passed_where_the_file_system_allows(
     assert all(flag & os.O_DIRECT for flag in flags)
 
 
-def test_without_o_direct_writes_are_buffered(
-    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_o_direct(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     true = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: int = 0) -> Any:
@@ -257,9 +247,7 @@ def test_without_o_direct_writes_are_buffered(
     assert (tmp_path / "file").read_bytes() == page.tobytes()
 
 
-def test_where_a_direct_write_is_refused_the_rest_is_buffered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true, refused = os.pwrite, []
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
@@ -273,18 +261,14 @@ def test_where_a_direct_write_is_refused_the_rest_is_buffered(
     assert len(refused) >= takes_direct(tmp_path)
 
 
-def test_short_writes_go_on_where_they_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
     check_save(tmp_path / "session")
 
 
-def test_a_write_of_nothing_is_an_error(
-    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_of_nothing(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "file", page)
@@ -430,9 +414,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_room_is_taken_beforehand_where_it_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_room_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     with NewFile(str(tmp_path / "there")) as file:
         file.allocate(3 * 4096)
         if file._direct:
@@ -444,9 +426,7 @@ def test_room_is_taken_beforehand_where_it_can_be(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     path = tmp_path / "old"
     path.write_bytes(OLD)

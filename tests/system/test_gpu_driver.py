@@ -145,9 +145,7 @@ class WithInterfaces(Unasked):
         (2, 0, [("record", 2), ("delay", 0)]),
     ],
 )
-def test_a_stream_waits_for_an_arrays_maker_and_no_thread_does(
-    maker: int | None, current: int, calls: list[tuple[str, int]]
-) -> None:
+def test_a_stream_waits_for_the_maker(maker: int | None, current: int, calls: Any) -> None:
     driver = WithInterfaces(current=current)
     array = driver.to_array(Interface(stream=maker))
     assert (array.data.ptr, array.shape, array.strides) == (1 << 20, (3, 4), (16, 4))

@@ -204,8 +204,7 @@ def test_huge_pools(tree: Write) -> None:
     tree("sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages", 10)
     pools = limits.huge_pools()
     assert list(pools) == ["64k", "2m", "1g"]
-    assert pools["2m"].nodes == {0: (10, 0)}
-    assert pools["2m"].available_bytes == 7 * (2 << 20)
+    assert (pools["2m"].nodes, pools["2m"].available_bytes) == ({0: (10, 0)}, 7 * (2 << 20))
     limit = pools["2m"].limit(8 * (2 << 20))
     assert limit.remedy == "echo 11 > /proc/sys/vm/nr_hugepages"
     assert limit.room_bytes == pools["2m"].available_bytes

@@ -156,9 +156,7 @@ def test_names_that_no_file_can_have(name: str) -> None:
         (GIB, POOLS, {"refused": {"1g": "full", "2m": "full"}}, "auto"),
     ],
 )
-def test_auto_takes_the_largest_pages_that_are_there(
-    nbytes: int, pools: Any, options: dict[str, Any], pages: str
-) -> None:
+def test_auto_takes_the_largest_pages(nbytes: int, pools: Any, options: Any, pages: str) -> None:
     choice = decide(Machine(pools), nbytes, **options)
     assert (choice.pages, choice.shortfalls) == (pages, ())  # auto has none
 
@@ -249,13 +247,7 @@ SHORT: list[tuple[Machine, int, dict[str, Any], tuple[object, ...], tuple[str, .
 @pytest.mark.parametrize(
     ("machine", "nbytes", "options", "chosen", "told"), [*((*row, ()) for row in GRANTED), *SHORT]
 )
-def test_what_is_short_is_told(
-    machine: Machine,
-    nbytes: int,
-    options: dict[str, Any],
-    chosen: tuple[object, ...],
-    told: tuple[str, ...],
-) -> None:
+def test_what_is_short(machine: Machine, nbytes: int, options: Any, chosen: Any, told: Any) -> None:
     choice = decide(machine, nbytes, **options)
     assert (choice.pages, choice.numa and str(choice.numa), choice.lock) == chosen
     assert len(choice.shortfalls) == bool(told)
@@ -336,9 +328,7 @@ ONFAULT = asked("auto", lock="onfault")
         (asked("auto", numa=BIND), granted("4k", 8, nodes={1: 8}), True, None),
     ],
 )
-def test_comparison(
-    wanted: tuple[Request, PlacementChoice], found: Placement, warm: bool, word: str | None
-) -> None:
+def test_comparison(wanted: Any, found: Placement, warm: bool, word: str | None) -> None:
     texts = policy.find_mismatches(*wanted, found, 8, warm=warm)
     assert len(texts) == (word is not None)
     assert all(str(word) in text for text in texts)

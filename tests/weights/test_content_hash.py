@@ -223,9 +223,7 @@ def test_memory_of_our_own_does_not_need_the_file(small: Path, mode: Load) -> No
         assert w.content_hash() == expected
 
 
-def test_an_intact_mapping_is_hashed_wherever_its_file_is(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_intact_mapping_is_hashed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small.parent)
     with open_weights(small.name, load="map") as w:
         assert w.files == (small.name,)
@@ -316,9 +314,7 @@ def test_interrupt_stops(large: Path, told: threading.Event) -> None:
         assert caught.traceback
 
 
-def test_an_interrupt_at_any_moment_leaves_no_thread(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content_hash, "_PIECE_BYTES", 8 * MIB)
     hold(monkeypatch, lambda: time.sleep(0.002))  # so that there are threads to be left
     with open_weights(large) as w:

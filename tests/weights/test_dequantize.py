@@ -123,9 +123,7 @@ def test_blocks_are_as_ggml_and_gguf_py_read_them(files: Path, kind: Any) -> Non
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", BY_GGUF_PY, ids=lambda kind: kind.name)
-def test_gguf_py_does_it_where_there_is_no_ggml(
-    files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_py_without_ggml(files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_by_ggml", lambda number: "ggml is not here")
     with open_weights(files) as w:
         for part in ("values", "bytes"):

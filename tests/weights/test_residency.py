@@ -102,8 +102,7 @@ def check_against_the_kernel(weights: Weights, look: Residency) -> None:
         size = Path(path).stat().st_size
         cache, tables = in_cache(Path(path)), in_tables(block.address, size)
         whole = look.by_file[path]
-        assert whole.nbytes == size
-        assert whole.resident_bytes == covered(cache, 0, size)
+        assert (whole.nbytes, whole.resident_bytes) == (size, covered(cache, 0, size))
         assert whole.mapped_bytes == covered(tables, 0, size) == sum(whole.nodes.values())
         for tensor in weights.tensors.values():
             if tensor.file == path:
@@ -351,8 +350,7 @@ def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.Monkey
         memory = part.memory._replace(block=Refused())  # type: ignore[arg-type]
         monkeypatch.setattr(weights, "_parts", (part._replace(memory=memory),))
         look = weights.residency()
-        assert look.mapped_bytes == look.nbytes
-        assert look.nodes == {}
+        assert (look.mapped_bytes, look.nodes) == (look.nbytes, {})
         assert look.tensors["t2"].nodes == {}
 
 
@@ -372,9 +370,7 @@ def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
 # ---- warm ---------------------------------------------------------------------------------------
 
 
-def test_warm_brings_all_files_in_and_tells_how_far_it_is(
-    split: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_tells_how_far_it_is(split: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 100_000)
     monkeypatch.setattr(residency, "_TICK_SECONDS", 0.0)
     calls: list[tuple[int, int]] = []
@@ -401,9 +397,7 @@ def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> Non
         assert told == [(total, total)]
 
 
-def test_what_progress_raises_ends_the_warming(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_progress_raises_ends_warming(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 16 * PAGE)
     with open_cold(model) as weights:
         weights.blocks[0].advise("random")

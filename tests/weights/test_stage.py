@@ -78,13 +78,11 @@ def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
 def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> None:
     model.chmod(0o644)  # which may lie in a private folder
     with um.stage(model, backing=backing) as staged:
-        assert staged.backing == backing
-        assert staged.reason == "it was asked for"
+        assert (staged.backing, staged.reason) == (backing, "it was asked for")
         assert staged.nbytes == os.path.getsize(staged.path) == model.stat().st_size
         assert read_elsewhere(staged.path) == model.read_bytes()
         assert staged.granted.resident_bytes >= staged.nbytes
-        assert staged.paths == (staged.path,)
-        assert staged.source == str(model)
+        assert (staged.paths, staged.source) == ((staged.path,), str(model))
         assert os.stat(staged.path).st_mode & 0o777 == 0o400
         if backing == "shm":
             assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
@@ -158,8 +156,7 @@ def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_hugetlb_pages(model: Path) -> None:
     with um.stage(model, pages="2m", strict=True) as staged:
-        assert staged.backing == "hugetlb"
-        assert staged.granted.pages == "2m"
+        assert (staged.backing, staged.granted.pages) == ("hugetlb", "2m")
         assert staged.granted.huge_bytes == os.path.getsize(staged.path) == 8 * MIB
         # hugetlb files cannot be read by programs whose buffer is less than a page: mapped then.
         fields = plain_reader(staged.path)
@@ -391,9 +388,7 @@ def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("no_huge_pages", "no_mount")
-def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
-    model: Path, split: list[Path]
-) -> None:
+def test_where_nothing_is_mounted_the_next_kind_is_taken(model: Path, split: list[Path]) -> None:
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
         assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
@@ -406,9 +401,7 @@ def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
         um.stage(model, backing="tmpfs")
 
 
-def test_a_child_that_dies_is_no_mount(
-    monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path
-) -> None:
+def test_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path) -> None:
     no_mount.write_text("raise SystemExit(1)")
     with pytest.raises(PlacementError, match="child"):
         um.stage(model, backing="tmpfs")
@@ -417,9 +410,7 @@ def test_a_child_that_dies_is_no_mount(
         um.stage(model, backing="tmpfs")
 
 
-def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup, tmp_path: Path
-) -> None:
+def test_no_room_is_told_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
     model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
     os.truncate(model, 600 * MIB)
     said = cgroup_512mb.run(f"""
@@ -467,9 +458,7 @@ def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_a_pool_has_room_where_other_memory_has_none(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
+def test_a_pool_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setattr(limits, "require", full)
     with um.stage(model) as staged:
         assert staged.backing == "hugetlb"
@@ -629,9 +618,7 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
     assert os.listdir(own_shm) == ["of somebody else"]
 
 
-def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(
-    model: Path, run_python: Run, own_shm: Path
-) -> None:
+def test_the_next_call_removes_what_was_left(model: Path, run_python: Run, own_shm: Path) -> None:
     ended = run_python(f"""{in_shm(own_shm)}
 def kill(*now):
     os.kill(os.getpid(), signal.SIGTERM)

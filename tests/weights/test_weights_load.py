@@ -73,9 +73,7 @@ def interrupt(*_: Any) -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("threads", [None, 1, 5])
-def test_what_is_read_is_what_is_in_the_files(
-    path: Path, parts: list[Path], load: Any, threads: int | None
-) -> None:
+def test_what_is_read_is_the_files(path: Path, parts: list[Path], load: Any, threads: Any) -> None:
     for file in (path, parts[0]):
         with open_weights(file, load=load, threads=threads) as weights:
             assert (weights.load, weights.load_reason) == (load, "it was asked for")
@@ -219,9 +217,7 @@ DISKS = ("fuseblk", "ext4", "xfs", "tmpfs", "overlay", "")
 
 
 @pytest.mark.parametrize("kind", [*NETWORKS, *DISKS])
-def test_auto_maps_nothing_over_a_network(
-    path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_auto_over_a_network(path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
     monkeypatch.setattr(loading, "_file_system", lambda file: kind)
     with open_weights(path) as weights:
@@ -232,9 +228,7 @@ def test_auto_maps_nothing_over_a_network(
         assert weights.load == "map"
 
 
-def test_one_file_of_a_network_is_enough(
-    parts: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_file_of_a_network_decides(parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         loading, "_file_system", lambda file: "nfs4" if file.path == str(parts[-1]) else "ext4"
     )
@@ -268,9 +262,7 @@ def no_room(patch: pytest.MonkeyPatch, free: int = 0) -> None:
 
 
 @pytest.mark.parametrize("pages", ["thp", "2m"])
-def test_auto_maps_what_does_not_fit(
-    path: Path, monkeypatch: pytest.MonkeyPatch, pages: Any
-) -> None:
+def test_auto_maps_what_cannot_fit(path: Path, monkeypatch: pytest.MonkeyPatch, pages: Any) -> None:
     if pages == "thp":
         with_huge_pages()
     no_room(monkeypatch)
@@ -283,9 +275,7 @@ def test_auto_maps_what_does_not_fit(
         check(weights)
 
 
-def test_over_a_network_the_reason_alone_tells_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_a_network_only_the_reason_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_room(monkeypatch)
     monkeypatch.setattr(loading, "_file_system", lambda file: "nfs4")
     with open_weights(path) as weights:
@@ -301,9 +291,7 @@ def test_what_a_pool_holds_needs_no_other_room(path: Path, monkeypatch: pytest.M
             assert choice.mode in READS
 
 
-def test_auto_believes_nothing_of_a_page_cache_that_is_hidden(
-    path: Path, open_folder: Path, run_python: Run
-) -> None:
+def test_auto_and_a_hidden_page_cache(path: Path, open_folder: Path, run_python: Run) -> None:
     if os.geteuid() != 0:
         pytest.skip("a file of another user needs root")
     copy = Path(shutil.copy(path, open_folder))
@@ -586,9 +574,7 @@ def test_an_error_of_the_callback_is_not_the_file_systems(path: Path, load: Any)
 
 
 @pytest.mark.parametrize("load", [*LOADS, "tape"])
-def test_an_interrupt_behind_the_last_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch, load: Any
-) -> None:
+def test_an_interrupt_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
     for name in ("unimem.weights.opened.Weights.__init__", "unimem.weights.loading.Loaded"):
         with um.Tape(16 * MIB) as tape, monkeypatch.context() as patch:
             tape.take_bytes(100)
@@ -724,8 +710,6 @@ with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as
 @pytest.mark.parametrize(
     ("script", "nbytes"), [(IN_512_MB, 640 * MIB), (ON_A_TAPE, 280 * MIB)], ids=["alone", "tape"]
 )
-def test_what_a_cgroup_has_no_room_for_is_refused_before_anything_is_taken(
-    tmp_path: Path, cgroup_512mb: SmallCgroup, script: str, nbytes: int
-) -> None:
+def test_in_a_cgroup(tmp_path: Path, cgroup_512mb: SmallCgroup, script: str, nbytes: int) -> None:
     file = write_hole(tmp_path / "large.gguf", nbytes)
     cgroup_512mb.run(f"{REFUSAL}\npath = {str(file)!r}\n{script}")
