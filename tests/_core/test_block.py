@@ -162,13 +162,7 @@ def test_warming_changes_neither_contents_nor_affinity() -> None:
 
 
 DTYPES: list[Any] = [
-    "uint8",
-    "float16",
-    np.float32,
-    np.dtype("i8"),
-    "complex128",
-    "bfloat16",
-    ">i4",
+    *("uint8", "float16", np.float32, np.dtype("i8"), "complex128", "bfloat16", ">i4")
 ]
 
 

@@ -37,9 +37,7 @@ def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> st
     """Run a script in a new interpreter, and give what it prints."""
     done = subprocess.run(
         [
-            sys.executable,
-            "-c",
-            "import os, socket, sys\nimport unimem as um\n" + script,
+            *(sys.executable, "-c", "import os, socket, sys\nimport unimem as um\n" + script),
             *arguments,
         ],
         pass_fds=fds,

@@ -29,14 +29,10 @@ TOKENS = [
 EDGES = [0, 1, 7, 99_999_999, 100_000_000, 100_000_001, 2**32, 2**63, 2**64 - 8, 2**64 - 1]
 # Where this is stricter: see docs/safetensors.md.
 STRICTER = {
-    "the header does not begin with {",
-    "__metadata__ is not an object",
-    "a key of __metadata__ occurs twice",
-    "a tensor's name occurs twice",
-    "a tensor is not an object",
-    "a tensor has a field that the format does not know",
-    "a tensor's dtype is not a string",
-    "a tensor has more than 64 dimensions",
+    *("the header does not begin with {", "__metadata__ is not an object"),
+    *("a key of __metadata__ occurs twice", "a tensor's name occurs twice"),
+    *("a tensor is not an object", "a tensor has a field that the format does not know"),
+    *("a tensor's dtype is not a string", "a tensor has more than 64 dimensions"),
     "a tensor's dimensions overflow",
 }
 

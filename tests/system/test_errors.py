@@ -49,12 +49,9 @@ def test_fields_and_message_survive(case: Any, passed_on: Callable[[Any], Any]) 
     [
         (um.CapacityError, MemoryError),
         *((error, um.CapacityError) for error in (um.TapeFull, um.GridFull, um.CacheFull)),
-        (um.PlacementError, OSError),
-        (um.FormatError, ValueError),
-        (um.GGUFError, um.FormatError),
-        (um.ClosedError, RuntimeError),
-        (um.FrozenError, RuntimeError),
-        (um.PlacementWarning, UserWarning),
+        *((um.PlacementError, OSError), (um.FormatError, ValueError)),
+        *((um.GGUFError, um.FormatError), (um.ClosedError, RuntimeError)),
+        *((um.FrozenError, RuntimeError), (um.PlacementWarning, UserWarning)),
     ],
 )
 def test_errors_are_caught_as_what_they_are(error: Any, base: Any) -> None:

@@ -260,9 +260,7 @@ def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
 def test_an_area_that_was_joined_between_two_reads_counts_once() -> None:
     joined = TEXT + b"30000-80000000 rw-p 00000000 00:00 0 \nRss:  4 kB\n"
     assert [(area.start, area.rss_bytes) for area in process._areas(joined)] == [
-        (0x10000, 8192),
-        (0x20000, 12288),
-        (0x30000, 4096),
+        *((0x10000, 8192), (0x20000, 12288), (0x30000, 4096))
     ]
 
 

@@ -221,9 +221,7 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "n", "nbytes", "why"),
     [
-        ("C64", 1, 8, "complex"),
-        ("F4", 2, 1, "packed"),
-        ("F6_E2M3", 4, 3, "packed"),
+        *(("C64", 1, 8, "complex"), ("F4", 2, 1, "packed"), ("F6_E2M3", 4, 3, "packed")),
         ("F6_E3M2", 4, 3, "packed"),
     ],
 )

@@ -250,10 +250,8 @@ def test_nobody_can_write_to_a_memfd(model: Path) -> None:
 def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
     with um.stage(model, backing="tmpfs") as staged:
         for attempt in (
-            lambda: os.open(staged.path, os.O_RDWR),
-            lambda: os.unlink(staged.path),
-            lambda: os.truncate(staged.path, 0),
-            lambda: os.chmod(staged.path, 0o666),
+            *(lambda: os.open(staged.path, os.O_RDWR), lambda: os.unlink(staged.path)),
+            *(lambda: os.truncate(staged.path, 0), lambda: os.chmod(staged.path, 0o666)),
             lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
         ):
             with pytest.raises(OSError, match="Read-only") as caught:
@@ -522,10 +520,8 @@ def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backing": "disk"}, "backing: expected"),
-        ({"pages": "8k"}, "pages: expected"),
-        ({"numa": "everywhere"}, "numa: expected"),
-        ({"lock": "maybe"}, "lock: expected"),
+        *(({"backing": "disk"}, "backing: expected"), ({"pages": "8k"}, "pages: expected")),
+        *(({"numa": "everywhere"}, "numa: expected"), ({"lock": "maybe"}, "lock: expected")),
         ({"backing": "shm", "pages": "2m"}, "come from a pool"),
         ({"backing": "hugetlb", "pages": "4k"}, "come from no pool"),
     ],
