@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,13 +342,12 @@ def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.Monkey
     with um.open_weights(model, load="map", warm=True) as weights:
         (part,) = weights._parts
 
-        class Refused:
-            def _pages(self, offset: int, nbytes: int, nodes: bool = False) -> Any:
-                if nodes:
-                    raise um.PlacementError(errno.EPERM, "move_pages")
-                return part.memory.block._pages(offset, nbytes)
+        def pages(offset: int, nbytes: int, nodes: bool = False) -> Any:
+            if nodes:
+                raise um.PlacementError(errno.EPERM, "move_pages")
+            return part.memory.block._pages(offset, nbytes)
 
-        memory = part.memory._replace(block=Refused())  # type: ignore[arg-type]
+        memory = part.memory._replace(block=SimpleNamespace(_pages=pages))  # type: ignore[arg-type]
         monkeypatch.setattr(weights, "_parts", (part._replace(memory=memory),))
         look = weights.residency()
         assert (look.mapped_bytes, look.nodes) == (look.nbytes, {})

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import pytest
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from conftest import Run
+from forks import in_child
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
 from staging import (
@@ -61,7 +61,7 @@ def backing(request: pytest.FixtureRequest) -> Any:
 
 
 @contextmanager
-def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
+def process(script: str, *wrapper: str, status: int = 0) -> Iterator[Callable[[], str]]:
     """A script in a process of its own, to read its lines of; it may wait for the end of input."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
@@ -69,7 +69,7 @@ def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
         assert lines is not None
         yield lambda: lines.readline().rstrip("\n")
         started.communicate("")
-        assert started.returncode == 0
+        assert started.returncode == status
 
 
 # ---- what others get ----
@@ -484,13 +484,12 @@ def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
     drop_from_cache(model)
     seen = []
 
-    def fail_once(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         seen.append(done)
-        if len(seen) == 1:
-            raise OSError(errno.EINVAL, "mine")
+        raise OSError(errno.EINVAL, "mine")
 
     with pytest.raises(OSError, match="mine"):
-        um.stage(model, progress=fail_once)
+        um.stage(model, progress=fail)
     assert len(seen) == 1
 
 
@@ -589,13 +588,9 @@ print(staged.path, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script], **pipes) as holder:
-        assert holder.stdout is not None
-        path = holder.stdout.readline().strip()
+    with process(script, status=-signal.SIGKILL) as line:
+        path = line()
         reader = start_reader(path)
-        holder.communicate("")
-    assert holder.returncode == -signal.SIGKILL
     assert look(reader)["Rss"] >= model.stat().st_size
     stop(reader)
     assert os.path.exists(path) == (backing == "shm")
@@ -638,17 +633,13 @@ def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run)
 def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:
     with um.stage(model, backing=backing) as staged:
         path = staged.path
-        with warnings.catch_warnings():  # of forks in processes that have threads
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            ok = False
-            try:
-                ok = staged.path == path and Path(path).read_bytes() == model.read_bytes()
-                staged.close()
-            finally:
-                os._exit(not (ok and staged.closed))
-        assert os.waitpid(child, 0)[1] == 0
+
+        def reads_and_closes() -> bool:
+            same = staged.path == path and Path(path).read_bytes() == model.read_bytes()
+            staged.close()
+            return same and staged.closed
+
+        assert in_child(reads_and_closes)
         assert read_elsewhere(path) == model.read_bytes()
 
 

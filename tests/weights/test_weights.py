@@ -543,16 +543,6 @@ def test_an_interrupt_anywhere_leaves_no_descriptor(model: Path, index: Path, ki
         assert n_descriptors() == held
 
 
-def test_failing_to_open_leaves_nothing(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(gf.everything()[:-250])
-    before = n_mappings(), n_descriptors()
-    for _ in range(10):
-        with pytest.raises(GGUFError):
-            open_weights(bad)
-    assert (n_mappings(), n_descriptors()) == before
-
-
 # ---- what is no model --------------------------------------------------------------------------
 
 NO_MODELS: dict[str, tuple[Callable[[Path], object], type[OSError], str]] = {

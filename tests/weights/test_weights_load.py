@@ -346,18 +346,15 @@ def test_advice_is_for_mapped_files(path: Path, advice: Any) -> None:
     ("options", "kind", "text"),
     [
         ({"page": "thp"}, TypeError, "page: no such option; placement is pages, numa"),
-        ({"fd": 3}, TypeError, "fd: no such option"),
-        ({"name": "x"}, TypeError, "name: no such option"),
-        ({"category": "other"}, TypeError, "category: no such option"),
-        ({"pages": "7m"}, ValueError, "pages: expected one of"),
+        *(({name: 3}, TypeError, f"{name}: no such option") for name in ("fd", "name", "category")),
+        *(
+            ({"pages": "7m"}, ValueError, "pages: expected one of"),
+            ({"numa": 0}, TypeError, "numa"),
+        ),
         ({"numa": "zzz"}, ValueError, "numa: expected 'bind:NODES'"),
-        ({"numa": 0}, TypeError, "numa"),
-        ({"lock": "x"}, ValueError, "lock: expected"),
-        ({"warm": "zzz"}, ValueError, "warm: expected"),
+        *(({name: "x"}, ValueError, f"{name}: expected") for name in ("lock", "strict", "warm")),
         ({"warm": -3}, ValueError, "warm: expected"),
-        ({"strict": "x"}, ValueError, "strict: expected"),
-        ({"threads": 0}, ValueError, "threads: expected 1 or more"),
-        ({"threads": "a"}, ValueError, "threads: expected 1 or more"),
+        *(({"threads": n}, ValueError, "threads: expected 1 or more") for n in (0, "a")),
         ({"progress": 3}, TypeError, "progress: expected a function"),
         ({"advice": "soon"}, ValueError, "advice: expected one of"),
     ],
@@ -408,25 +405,11 @@ def test_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
     assert np.array_equal(array, expected)
 
 
-def test_a_tape_that_goes_closes_the_weights(path: Path) -> None:
-    tape = um.Tape(16 * MIB)
-    weights = open_weights(path, tape=tape)
-    tape.__exit__()
-    assert weights.closed
-    with pytest.raises(um.ClosedError):
-        _ = weights.tensors
-    weights.close()
-
-
-def clear_and_take(tape: um.Tape, mark: int) -> None:
-    tape.clear()
-    tape.take_bytes(15 * MIB)
-
-
 TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
     "clear": lambda tape, mark: tape.clear(),
     "rewind": lambda tape, mark: tape.rewind(mark + 1),
-    "clear, and others take it": clear_and_take,
+    "clear, and others take it": lambda tape, mark: (tape.clear(), tape.take_bytes(15 * MIB)),
+    "exit": lambda tape, mark: tape.__exit__(),
 }
 
 
@@ -442,11 +425,7 @@ def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: 
         check(weights)
         TAKEN_BACK[name](tape, mark)
         assert weights.closed
-        uses: list[Callable[[], object]] = [
-            *(lambda: weights.tensors, weights.content_hash, weights.residency),
-            *uses_of(tensor),
-        ]
-        for use in uses:
+        for use in (lambda: weights.tensors, weights.residency, *uses_of(tensor)):
             with pytest.raises(um.ClosedError, match="Tape 'tape', which took the memory back"):
                 use()
         weights.close()
@@ -526,24 +505,12 @@ def test_a_mapping_tells_of_warming_alone(parts: list[Path]) -> None:
         assert told[-1] == (w.mapped_bytes, w.mapped_bytes)
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_what_progress_raises_stops_it_and_nothing_is_left(path: Path, load: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        open_weights(path, load=load, warm=True, progress=interrupt)
+def test_what_others_took_behind_it_stays_theirs(path: Path) -> None:
+    def take(done: int, total: int) -> None:
+        tape.take_bytes(1)
+        raise KeyboardInterrupt
 
-
-def test_a_tape_is_as_it_was(path: Path) -> None:
     with um.Tape(16 * MIB) as tape:
-        tape.take_bytes(100)
-        with pytest.raises(KeyboardInterrupt):
-            open_weights(path, tape=tape, progress=interrupt)
-        assert tape.used_bytes == 100
-
-        def take(done: int, total: int) -> None:
-            tape.take_bytes(1)
-            raise KeyboardInterrupt
-
-        # Others' memory lies behind it: it stays taken, and theirs is theirs.
         with pytest.raises(KeyboardInterrupt):
             open_weights(path, tape=tape, progress=take)
         assert tape.used_bytes > 5 * MIB
@@ -559,17 +526,18 @@ def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
             open_weights(path, tape=tape, progress=lambda *n: tape.__exit__())
 
 
-@pytest.mark.parametrize("load", READS)
-def test_an_error_of_the_callback_is_not_the_file_systems(path: Path, load: Any) -> None:
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "mine"), KeyboardInterrupt("mine")])
+def test_what_progress_raises_stops_it(path: Path, load: Any, error: BaseException) -> None:
+    """An error of the file system's kind, too, which is not taken for one of the file."""
     told = []
 
     def progress(done: int, total: int) -> None:
         told.append(done)
-        if len(told) == 1:
-            raise OSError(errno.EINVAL, "mine")
+        raise error
 
-    with pytest.raises(OSError, match="mine"):
-        open_weights(path, load=load, progress=progress)
+    with pytest.raises(type(error), match="mine"):
+        open_weights(path, load=load, warm=True, progress=progress)
     assert len(told) == 1
 
 
