@@ -318,14 +318,14 @@ def test_a_file_over_reserved_memory(path: Path) -> None:
 def test_files_that_do_not_fit_or_shrink(path: Path) -> None:
     with um.Block(PAGE, pages="4k", reserve=16 * PAGE) as block, path.open("r+b") as file:
         fd = file.fileno()
-        for offset, start, nbytes, match in [
+        for offset, start, nbytes, match in (
             *((0, 0, PAGE, "committed"), (PAGE, 0, 9 * PAGE, "end of the file")),
             *(
                 (PAGE, 0, 100, "step"),
                 (PAGE, 100, PAGE, "page size"),
-                (16 * PAGE, 0, PAGE, "reserved"),
+                (1 << 16, 0, PAGE, "reserved"),
             ),
-        ]:
+        ):
             with pytest.raises(ValueError, match=match):
                 block._overlay(offset, fd, start, nbytes)
         assert block.committed_bytes == PAGE

@@ -152,16 +152,13 @@ def test_every_class_warns_its_caller_or_is_strict(kind: str) -> None:
 
 
 def test_a_warning_that_is_an_error_leaves_nothing(run_python: Run) -> None:
-    done = run_python(
-        CHECKS
-        + """
+    done = run_python(f"""{CHECKS}
 um.Block(4096, shared=True).close()  # what the first one opens stays open
 warnings.simplefilter("error")
-for shared in (False, True, f"unimem-test-{os.getpid()}"):
+for shared in (False, True, f"unimem-test-{{os.getpid()}}"):
     make = lambda: um.Block(4096, numa="bind:1023", shared=shared)
     refused(um.PlacementWarning, make, "node 1023")
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
 
 

@@ -35,17 +35,9 @@ IMPORTS = "import os, socket, sys; import unimem as um\n"
 
 def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
     """Run a script in a new interpreter, and give what it prints."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", "import os, socket, sys\nimport unimem as um\n" + script),
-            *arguments,
-        ],
-        pass_fds=fds,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"{IMPORTS}{script}", *arguments]
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, pass_fds=fds, check=False, **pipes)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -28,9 +28,7 @@ def make(device: Device, kind: str, **options: Any) -> Any:
 
 
 def block_of(thing: Any, kind: str) -> Any:
-    return {"Block": lambda: thing, "Tape": lambda: thing.block, "Grid": lambda: thing.tape.block}[
-        kind
-    ]()
+    return thing if kind == "Block" else thing.block if kind == "Tape" else thing.tape.block
 
 
 TAKE: dict[str, Callable[[Any], Any]] = {

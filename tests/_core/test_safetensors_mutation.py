@@ -60,9 +60,8 @@ def open_and_read_all(raw: bytes) -> dict[str, Any]:
                 data = tensor.as_array().tobytes()
                 assert len(data) == tensor.nbytes
                 assert data == raw[tensor.offset : tensor.offset + tensor.nbytes]
-                found[name] = {
-                    **{"dtype": tensor.type.upper(), "shape": list(tensor.shape), "data": data}
-                }
+                kind = tensor.type.upper()
+                found[name] = {"dtype": kind, "shape": list(tensor.shape), "data": data}
         return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import gc
 import os
 import signal
@@ -87,7 +86,7 @@ def append_all(kv: um.KVCache) -> None:
 TOUCHING: dict[str, Callable[[um.KVCache, Path], object]] = {
     "append": lambda kv, _: kv.append(1, ones(1, 2, 32), ones(1, 2, 32)),
     "append, converted from nothing": lambda kv, _: kv.append(
-        1, ones(1, 2, 32).astype("f2"), ones(1, 2, 32).astype("f2")
+        1, *[ones(1, 2, 32).astype("f2")] * 2
     ),
     "append, heads first": lambda kv, _: kv.append(1, ones(1, 2, 3, 32), ones(1, 2, 3, 32)),
     "append, to V that is lost": lambda kv, _: kv.append(0, ones(2, 2, 32), ones(2, 2, 32)),
@@ -437,18 +436,6 @@ def test_faulthandler_still_works(body: str, times: Any, run_python: Run, tmp_pa
     assert done.returncode == DIES_OF_IT, done.stderr
     assert done.stdout == "comes here\n"
     assert done.stderr.count("Fatal Python error: Bus error") in times
-
-
-def test_faulthandler_is_on_here_and_stays_so(file: Path) -> None:
-    before = faulthandler.is_enabled()
-    faulthandler.enable()  # as pytest has, unless it was told not to
-    with um.KVCache.restore(file) as kv:
-        keep_one_lane(file)
-        with lost(file):
-            kv.copy()
-    assert faulthandler.is_enabled()
-    if not before:
-        faulthandler.disable()
 
 
 def test_a_python_handler_hears_what_was_sent_and_no_more(run_python: Run, tmp_path: Path) -> None:

@@ -58,25 +58,8 @@ def test_errors_are_caught_as_what_they_are(error: Any, base: Any) -> None:
     assert issubclass(error, base)
 
 
-def test_errors_as_they_are_raised_pickle() -> None:
-    with um.Tape(100) as tape:
-        with pytest.raises(um.TapeFull) as full:
-            tape.take_bytes(200)
-        tape.freeze()
-        with pytest.raises(um.FrozenError) as frozen:
-            tape.take_bytes(1)
-    with pytest.raises(um.ClosedError) as closed:
-        tape.take_bytes(1)
-    for caught in (full, frozen, closed):
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert type(again) is type(caught.value)
-        assert str(again) == str(caught.value)
-        assert vars(again) == vars(caught.value)
-
-
 def test_a_model_that_does_not_fit_says_what_to_do() -> None:
-    dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 2**31 - 1)
-    plan = um.plan(dims, ctx=2**31 - 1)
+    plan = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 2**31 - 1), ctx=2**31 - 1)
     assert not plan.fits
     with pytest.raises(um.CapacityError) as caught:
         plan.require_fits()

@@ -116,12 +116,9 @@ def test_version_1(tree: Write) -> None:
 
 def test_the_quota_of_version_2(tree: Write) -> None:
     tree("self", "0::/a/b")
-    tree("cgroup/a/b/cpu.max", "max 100000")
-    assert limits.thread_count() == 8
-    tree("cgroup/a/cpu.max", "350000 100000")
-    assert limits.thread_count() == 3
-    tree("cgroup/a/b/cpu.max", "10000 100000")
-    assert limits.thread_count() == 1
+    for cgroup, quota, n in (("a/b", "max", 8), ("a", "350000", 3), ("a/b", "10000", 1)):
+        tree(f"cgroup/{cgroup}/cpu.max", f"{quota} 100000")
+        assert limits.thread_count() == n
 
 
 def test_threads_of_one_core_count_once(tree: Write) -> None:
@@ -218,7 +215,8 @@ def test_huge_pools(tree: Write) -> None:
         ("0::/a", "a/hugetlb.2MB.rsvd.max", "a/hugetlb.2MB.rsvd.current"),
         (
             "5:hugetlb:/a",
-            *(f"huge/a/hugetlb.2MB.rsvd.{name}_in_bytes" for name in ("limit", "usage")),
+            "huge/a/hugetlb.2MB.rsvd.limit_in_bytes",
+            "huge/a/hugetlb.2MB.rsvd.usage_in_bytes",
         ),
     ],
 )
@@ -268,8 +266,7 @@ def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
 
 
 def test_this_machine() -> None:
-    machine = limits.memory_limits()[0]
-    assert 0 < limits.available_bytes() <= machine.limit_bytes
+    assert 0 < limits.available_bytes() <= limits.memory_limits()[0].limit_bytes
     assert 1 <= limits.thread_count() <= len(os.sched_getaffinity(0))
     assert any(node.allowed for node in limits.nodes().values())
 
@@ -328,10 +325,6 @@ def test_the_own_cgroups_are_found_from_the_own_one_up(version: int) -> None:
     assert not found or Path(found[-1].folder, "cgroup.procs").exists()
 
 
-def test_a_process_that_has_ended_has_none() -> None:
-    assert list(cgroups_above("memory", 1 << 30)) == []
-
-
 # ---- memory pressure ----
 
 
@@ -342,24 +335,23 @@ def psi(some: str, full: str) -> str:
     )
 
 
-def test_pressure_of_the_machine_and_of_the_own_cgroup(tree: Write) -> None:
+@pytest.mark.parametrize(
+    ("own", "folder", "name"),
+    [
+        ("4:memory:/elsewhere\n0::/a/b\n", "cgroup/a/b", "cgroup /a/b"),
+        ("0::/\n", "cgroup", "cgroup /"),  # of a container, whose root is a cgroup
+    ],
+)
+def test_pressure_of_the_machine_and_of_the_own_cgroup(
+    tree: Write, own: str, folder: str, name: str
+) -> None:
     tree("proc/pressure/memory", psi("1.50", "0.25"))
-    tree("proc/7/cgroup", "4:memory:/elsewhere\n0::/a/b\n")
+    tree("proc/7/cgroup", own)
     tree("cgroup/a/memory.pressure", psi("9.00", "9.00"))
-    tree("cgroup/a/b/cgroup.type", "domain\n")
-    tree("cgroup/a/b/memory.pressure", psi("99.10", "40.00"))
-    assert pressure.memory_pressure(7) == (
-        Pressure("machine", 1.5, 0.25),
-        Pressure("cgroup /a/b", 99.1, 40.0),
-    )
-
-
-def test_pressure_of_a_container_whose_cgroup_is_its_root(tree: Write) -> None:
-    tree("proc/pressure/memory", psi("1.50", "0.25"))
-    tree("proc/self/cgroup", "0::/\n")
-    tree("cgroup/cgroup.type", "domain threaded\n")
-    tree("cgroup/memory.pressure", psi("99.10", "40.00"))
-    assert pressure.memory_pressure()[1:] == (Pressure("cgroup /", 99.1, 40.0),)
+    tree(f"{folder}/cgroup.type", "domain threaded\n")
+    tree(f"{folder}/memory.pressure", psi("99.10", "40.00"))
+    found = pressure.memory_pressure(7)
+    assert found == (Pressure("machine", 1.5, 0.25), Pressure(name, 99.1, 40.0))
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])
@@ -371,12 +363,9 @@ def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
     assert pressure.memory_pressure() == (Pressure("machine", 0.0, 0.0),)
 
 
-def test_a_kernel_that_counts_none(tree: Write) -> None:
+def test_pages_read_are_bytes_where_the_kernel_counts_them(tree: Write) -> None:
     assert pressure.memory_pressure() == ()
     assert pressure.paged_in_bytes() is None
-
-
-def test_pages_read_are_bytes(tree: Write) -> None:
     tree("proc/vmstat", "nr_free_pages 5\npgpgin 12\npgpgout 9\n")
     assert pressure.paged_in_bytes() == 12 << 10
 
@@ -426,7 +415,7 @@ def test_a_script_that_fails_in_the_cgroup_is_seen(cgroup_512mb: SmallCgroup) ->
 
 
 def test_what_is_read_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
-    script = """
+    cgroup_512mb.run("""
 import os, tempfile
 from unimem.system import limits
 with tempfile.TemporaryFile(dir="/var/tmp") as file:
@@ -435,8 +424,7 @@ with tempfile.TemporaryFile(dir="/var/tmp") as file:
     file.flush()
     os.fsync(file.fileno())
     limits.require(400 << 20, "block 'kv'")
-"""
-    cgroup_512mb.run(script)
+    """)
 
 
 def test_shm_that_is_too_small_is_named() -> None:

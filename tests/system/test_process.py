@@ -259,9 +259,8 @@ def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
 
 def test_an_area_that_was_joined_between_two_reads_counts_once() -> None:
     joined = TEXT + b"30000-80000000 rw-p 00000000 00:00 0 \nRss:  4 kB\n"
-    assert [(area.start, area.rss_bytes) for area in process._areas(joined)] == [
-        *((0x10000, 8192), (0x20000, 12288), (0x30000, 4096))
-    ]
+    found = [(area.start, area.rss_bytes) for area in process._areas(joined)]
+    assert found == [(0x10000, 8192), (0x20000, 12288), (0x30000, 4096)]
 
 
 def test_smaps_longer_than_the_first_buffer(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,9 +424,7 @@ def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python:
     [
         (0, ValueError, "expected the number of a process, from 1 on, got 0"),
         (-3, ValueError, "got -3"),
-        (True, TypeError, "pid: expected an integer, got True"),
-        ("1", TypeError, "pid: expected an integer, got '1'"),
-        (1.0, TypeError, "pid: expected an integer, got 1.0"),
+        *((n, TypeError, f"pid: expected an integer, got {n!r}") for n in (True, "1", 1.0)),
         (1 << 30, ProcessLookupError, "There is no process 1073741824 here: 'ps -e' lists"),
         (1 << 90, ProcessLookupError, "There is no process"),
     ],

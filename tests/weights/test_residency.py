@@ -420,8 +420,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
             for call in (weights.warm, weights.lock):
                 with pytest.raises(um.CapacityError, match="memory of the machine has room for"):
                     call()
-            look = weights.residency()
-            assert (look.resident_bytes, locked_bytes()) == (before, locked)
+            assert (weights.residency().resident_bytes, locked_bytes()) == (before, locked)
         weights.warm()
         with monkeypatch.context() as patch:
             # What is there already needs no room.
@@ -434,8 +433,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_was_truncated(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         os.truncate(model, 100_000)
-        look = weights.residency()
-        assert look.mapped_bytes == 0
+        assert weights.residency().mapped_bytes == 0
         for call in (weights.warm, weights.lock):
             with pytest.raises(OSError, match="shorter") as raised:
                 call()

@@ -308,8 +308,7 @@ def test_a_relative_path_and_links(model: Path, monkeypatch: pytest.MonkeyPatch)
     folder = model.parent / "snapshot"
     folder.mkdir()
     for i, part in enumerate(parts):
-        blob = part.rename(model.parent / f"blob{i}")
-        (folder / part.name).symlink_to(blob)
+        (folder / part.name).symlink_to(part.rename(model.parent / f"blob{i}"))
     with open_weights(folder / parts[0].name) as weights:
         assert weights.files == tuple(str(folder / part.name) for part in parts)
 

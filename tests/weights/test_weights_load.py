@@ -425,8 +425,9 @@ def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: 
         check(weights)
         TAKEN_BACK[name](tape, mark)
         assert weights.closed
+        text = "are closed" if name == "exit" else "Tape 'tape', which took the memory back"
         for use in (lambda: weights.tensors, weights.residency, *uses_of(tensor)):
-            with pytest.raises(um.ClosedError, match="Tape 'tape', which took the memory back"):
+            with pytest.raises(um.ClosedError, match=text):
                 use()
         weights.close()
 
@@ -527,16 +528,16 @@ def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "mine"), KeyboardInterrupt("mine")])
-def test_what_progress_raises_stops_it(path: Path, load: Any, error: BaseException) -> None:
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_progress_raises_stops_it(path: Path, load: Any, error: Any) -> None:
     """An error of the file system's kind, too, which is not taken for one of the file."""
     told = []
 
     def progress(done: int, total: int) -> None:
         told.append(done)
-        raise error
+        raise error(errno.EINVAL, "mine")
 
-    with pytest.raises(type(error), match="mine"):
+    with pytest.raises(error, match="mine"):
         open_weights(path, load=load, warm=True, progress=progress)
     assert len(told) == 1
 
