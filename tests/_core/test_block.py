@@ -386,14 +386,6 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         um.Block.map(tmp_path / "fifo")
 
 
-def test_warming_a_file_that_shrank_raises(file: Path) -> None:
-    with um.Block.map(file) as block:
-        os.truncate(file, PAGE)
-        with pytest.raises(OSError, match=r"data\.bin.*shorter"):
-            block.warm()
-        assert block.as_array()[PAGE - 1] == 255  # what is left can be read
-
-
 def test_a_mapping_needs_no_open_file(file: Path) -> None:
     n_open = len(os.listdir("/proc/self/fd"))
     with um.Block.map(os.fsencode(file)) as block:  # type: ignore[arg-type]

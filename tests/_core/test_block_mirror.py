@@ -75,13 +75,10 @@ def test_each_piece_is_there_twice() -> None:
 def test_memory_in_use_is_counted_as_it_is() -> None:
     piece = 8 * PAGE
     with mirrored(3, piece) as block:
-        all_images = images(block, piece)
-        all_images[1][: 3 * PAGE] = 1
-        all_images[4][0] = 1
-        all_images[5][PAGE] = 1
+        for image, at in ((1, slice(3 * PAGE)), (4, 0), (5, PAGE)):
+            images(block, piece)[image][at] = 1
         granted = block.verify()
         assert granted.resident_bytes == granted.pss_bytes == 5 * PAGE
-        del all_images
     for pages in ("auto", "4k"):
         with mirrored(4, MIB, pages=pages, warm=2, strict=True) as block:
             granted = block.granted

@@ -39,7 +39,7 @@ def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> st
     pipes: Any = {"capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run(command, pass_fds=fds, check=False, **pipes)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 # ---- by descriptor ----

@@ -137,15 +137,11 @@ def test_parts_of_files(file: Path, tmp_path: Path) -> None:
             del memory
 
 
-class _Range(ctypes.Structure):
-    _fields_ = [("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64)]
-
-
 def cached_pages(fd: int) -> int:
     """Pages of a file in the page cache: cachestat of Linux 6.5, which has no wrapper."""
     found = (ctypes.c_uint64 * 5)()
     libc = ctypes.CDLL(None, use_errno=True)
-    every = _Range(0, 0)
+    every = (ctypes.c_uint64 * 2)()  # offset and length: the whole file
     if libc.syscall(451, fd, ctypes.byref(every), found, 0) != 0:
         pytest.skip(f"cachestat: {os.strerror(ctypes.get_errno())}")
     return found[0]

@@ -316,7 +316,7 @@ ONFAULT = asked("auto", lock="onfault")
     ],
 )
 def test_comparison(wanted: Any, found: Placement, warm: bool, word: str | None) -> None:
-    texts = policy.find_mismatches(*wanted, found, 8, warm=warm)
+    texts = policy.find_mismatches(wanted[0], wanted[1], found, 8, warm=warm)
     assert len(texts) == (word is not None)
     assert all(str(word) in text for text in texts)
 

@@ -106,8 +106,8 @@ def area_at(pid: int, address: int) -> Area:
 
 def test_every_area_is_what_smaps_says(idle: Running) -> None:
     # Pss of a library changes with every process that starts or ends.
-    before: list[Any] = []
-    after = None
+    before: Any = None
+    after: Any = []
     while before != after:
         before = mappings(0, EVERYTHING, idle.pid)
         found = read_process(idle.pid)
@@ -124,9 +124,9 @@ def test_every_area_is_what_smaps_says(idle: Running) -> None:
         assert area.locked_bytes == (figures["Rss"] if "lo" in entry.flags else 0)
         assert sum(area.nodes.values()) == area.resident_bytes
         assert area.is_accessible == (entry.access != "---p")
-    assert found.rss_bytes == sum(entry.fields["Rss"] for entry in before) > found.pss_bytes
-    assert found.pss_bytes == sum(entry.fields["Pss"] for entry in before)
-    assert found.swapped_bytes == 0
+    rss, pss = (sum(entry.fields[name] for entry in before) for name in ("Rss", "Pss"))
+    assert (found.rss_bytes, found.pss_bytes, found.swapped_bytes) == (rss, pss, 0)
+    assert rss > pss
 
 
 def test_the_own_process_is_the_default() -> None:

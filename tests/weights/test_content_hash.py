@@ -133,11 +133,12 @@ def test_every_mode_and_number_of_threads_gives_the_same(large: Path) -> None:
 
 def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
     def split(no: int, count: int) -> list[gf.Part]:
-        return [
-            gf.kv("split.no", gf.UINT16, struct.pack("<H", no)),
-            gf.kv("split.count", gf.UINT16, struct.pack("<H", count)),
-            gf.kv("split.tensors.count", gf.INT32, struct.pack("<i", 2)),
-        ]
+        numbers = {
+            "no": (gf.UINT16, no),
+            "count": (gf.UINT16, count),
+            "tensors.count": (gf.INT32, 2),
+        }
+        return [gf.kv(f"split.{k}", t, gf.values(t, [n])) for k, (t, n) in numbers.items()]
 
     key = gf.kv("general.name", gf.STRING, gf.string("n"))
     a, b = gf.tensor("a", (8,), gf.F32, 0), gf.tensor("b", (8,), gf.F32, 0)

@@ -197,8 +197,7 @@ def test_what_has_no_names_takes_one_file(split: list[Path], backing: Any) -> No
 
 def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
     with um.stage(indexed) as staged:
-        assert os.path.basename(staged.path) == indexed.name
-        assert len(staged.paths) == 3
+        assert (os.path.basename(staged.path), len(staged.paths)) == (indexed.name, 3)
         assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
         with um.open_weights(staged.path) as w:
             assert (w.tensors["t1"].as_array() == np.arange(1000, dtype=np.float32) + 1).all()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
 import shutil
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,15 +225,6 @@ def test_collected_while_open_warns_and_gives_the_memory_back(path: Path) -> Non
     with pytest.warns(ResourceWarning, match="unclosed"):
         del w  # at once: there is no cycle that would wait for the collector
     assert n_mappings() == before
-
-
-def test_closed_weights_are_collected_silently(path: Path) -> None:
-    w = open_weights(path)
-    gone = weakref.ref(w)
-    w.close()
-    del w
-    gc.collect()
-    assert gone() is None
 
 
 def test_no_file_stays_open(path: Path) -> None:

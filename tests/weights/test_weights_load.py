@@ -92,13 +92,6 @@ def test_a_copy_is_a_block_of_its_own(path: Path, parts: list[Path], load: Any) 
             assert block.category == "weights"
             for tensor in weights.tensors.values():
                 assert tensor.address % 4096 == tensor.offset % 4096
-    with open_weights(path, load=load) as weights:
-        kept = path.rename(path.with_name("kept"))
-        path.touch()  # the file is not needed any more
-        raw = kept.read_bytes()
-        for tensor in weights.tensors.values():
-            data = raw[tensor.offset : tensor.offset + tensor.nbytes]
-            assert tensor.as_array().tobytes() == data
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -405,10 +398,15 @@ def test_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
     assert np.array_equal(array, expected)
 
 
+def clear_and_take(tape: um.Tape, mark: int) -> None:
+    tape.clear()
+    tape.take_bytes(15 * MIB)
+
+
 TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
     "clear": lambda tape, mark: tape.clear(),
     "rewind": lambda tape, mark: tape.rewind(mark + 1),
-    "clear, and others take it": lambda tape, mark: (tape.clear(), tape.take_bytes(15 * MIB)),
+    "clear, and others take it": clear_and_take,
     "exit": lambda tape, mark: tape.__exit__(),
 }
 
@@ -425,7 +423,7 @@ def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: 
         check(weights)
         TAKEN_BACK[name](tape, mark)
         assert weights.closed
-        text = "are closed" if name == "exit" else "Tape 'tape', which took the memory back"
+        text = "closed" if name == "exit" else "Tape 'tape', which took the memory back"
         for use in (lambda: weights.tensors, weights.residency, *uses_of(tensor)):
             with pytest.raises(um.ClosedError, match=text):
                 use()
