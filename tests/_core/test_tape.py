@@ -166,8 +166,8 @@ def test_a_full_tape_names_the_figures(device: Device, tape: Any) -> None:
             assert part in str(error)
     with pytest.raises(um.TapeFull) as caught:
         tape.take((2**40, 2**40))
-    assert (caught.value.limit, caught.value.used) == (64 * KIB, 60 * KIB)
-    assert caught.value.asked == 4 * 2**80
+    error = caught.value
+    assert (error.limit, error.used, error.asked) == (64 * KIB, 60 * KIB, 4 * 2**80)
     tape.take_bytes(4 * KIB)  # the last byte
     assert tape.available_bytes == 0
     tape.take_bytes(0, align=1)

@@ -297,10 +297,9 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
         assert {"open", "pwrite", "fsync", "replace", "flock", "close"} <= set(calls)
         n_raised, n_open = 0, len(os.listdir("/proc/self/fd"))
         for which in range(len(calls)):
-            if there:
-                path.write_bytes(old)
-            else:
-                path.unlink(missing_ok=True)
+            path.write_bytes(old)
+            if not there:
+                path.unlink()
             places = itertools.count()
 
             def fail(name: str, *_: Any, at: int = which, places: Any = places) -> None:

@@ -56,8 +56,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def test_without_cgroups(tree: Write) -> None:
-    assert limits.available_bytes() == 10 << 10
-    assert limits.thread_count() == 8
+    assert (limits.available_bytes(), limits.thread_count()) == (10 << 10, 8)
     (machine,) = limits.memory_limits()
     assert (machine.name, machine.limit_bytes) == ("memory of the machine", 20 << 10)
 
@@ -108,8 +107,7 @@ def test_version_1(tree: Write) -> None:
     tree("cgroup/memory/a/memory.stat", "total_inactive_file 500")
     tree("cgroup/cpu/c/cpu.cfs_quota_us", 250_000)
     tree("cgroup/cpu/c/cpu.cfs_period_us", 100_000)
-    assert limits.available_bytes() == 3000
-    assert limits.thread_count() == 2
+    assert (limits.available_bytes(), limits.thread_count()) == (3000, 2)
     tree("cgroup/cpu/c/cpu.cfs_quota_us", -1)
     assert limits.thread_count() == 8
 
@@ -227,8 +225,7 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     tree(f"cgroup/{most}", 5 << 20)
     tree(f"cgroup/{used}", 1 << 20)
     pool = limits.huge_pools()["2m"]
-    assert pool.available_bytes == 4 << 20
-    assert pool.limit(10 << 20).name == "hugetlb cgroup /a"
+    assert (pool.available_bytes, pool.limit(10 << 20).name) == (4 << 20, "hugetlb cgroup /a")
 
 
 def test_nodes(tree: Write) -> None:
