@@ -95,9 +95,7 @@ PR_SET_THP_DISABLE = 41
 def test_what_cannot_be_granted_warns_or_raises(run_python: Run) -> None:
     # For one process only, huge pages are switched off by prctl: the machine's own switch
     # (/sys/kernel/mm/transparent_hugepage/enabled) belongs to everybody on it.
-    done = run_python(
-        CHECKS
-        + f"""
+    done = run_python(f"""{CHECKS}
 import ctypes
 assert ctypes.CDLL(None).prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0) == 0
 for warm in (False, True):
@@ -115,8 +113,7 @@ for warm in (False, True):
         warnings.simplefilter("error")
         with make("auto", strict=True) as block:
             assert block.granted.pages == "4k"
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
 
 
@@ -161,18 +158,9 @@ def test_warming_changes_neither_contents_nor_affinity() -> None:
 # ---- arrays ----
 
 
-DTYPES: list[Any] = [
-    "uint8",
-    "float16",
-    np.float32,
-    np.dtype("i8"),
-    "complex128",
-    "bfloat16",
-    ">i4",
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "float16", np.float32, np.dtype("i8"), "complex128", "bfloat16", ">i4"]
+)
 def test_arrays_are_views(dtype: Any) -> None:
     with um.Block(PAGE) as block:
         array = block.as_array(dtype, (2, 3), offset=64)
@@ -267,8 +255,7 @@ def test_open_objects_at_exit_end_well(run_python: Run) -> None:
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     told = run_python(script, "-W", "always::ResourceWarning")
     assert told.returncode == 0
-    messages = [line for line in told.stderr.splitlines() if "Warning" in line]
-    assert len(messages) >= 4
+    assert len([line for line in told.stderr.splitlines() if "Warning" in line]) >= 4
     for line in told.stderr.splitlines():
         assert "ResourceWarning: unclosed " in line, told.stderr
 
@@ -397,14 +384,6 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ValueError, match="fifo"):  # and does not wait for somebody who writes
         um.Block.map(tmp_path / "fifo")
-
-
-def test_warming_a_file_that_shrank_raises(file: Path) -> None:
-    with um.Block.map(file) as block:
-        os.truncate(file, PAGE)
-        with pytest.raises(OSError, match=r"data\.bin.*shorter"):
-            block.warm()
-        assert block.as_array()[PAGE - 1] == 255  # what is left can be read
 
 
 def test_a_mapping_needs_no_open_file(file: Path) -> None:

@@ -211,13 +211,6 @@ def test_users_of_all_of_it_refuse(make: Views) -> None:
         assert block.release(9 * PAGE) == PAGE
 
 
-def test_the_own_block_of_a_tape_is_the_tapes() -> None:
-    with um.Tape(10 * PAGE, pages="4k") as tape:
-        tape.take(4)
-        with pytest.raises(BufferError):
-            tape.block.release()
-
-
 def test_wrong_ranges_and_reserves(tmp_path: Path) -> None:
     with um.Block(10 * PAGE, pages="4k") as block:
         for offset, nbytes in (

@@ -58,8 +58,7 @@ def test_each_piece_is_there_twice() -> None:
     piece = 3 * PAGE
     with mirrored(4, piece) as block:
         assert block.nbytes == block.reserved_bytes == block.committed_bytes == 8 * piece
-        assert block.category == "history"
-        assert block.requested["nbytes"] == 4 * piece
+        assert (block.category, block.requested["nbytes"]) == ("history", 4 * piece)
         assert ledger()["history"]["mapped_bytes"] == 4 * piece
         for i, image in enumerate(images(block, piece)):
             assert (image == (i if i % 2 else 0)).all()
@@ -76,13 +75,10 @@ def test_each_piece_is_there_twice() -> None:
 def test_memory_in_use_is_counted_as_it_is() -> None:
     piece = 8 * PAGE
     with mirrored(3, piece) as block:
-        all_images = images(block, piece)
-        all_images[1][: 3 * PAGE] = 1
-        all_images[4][0] = 1
-        all_images[5][PAGE] = 1
+        for image, at in ((1, slice(3 * PAGE)), (4, 0), (5, PAGE)):
+            images(block, piece)[image][at] = 1
         granted = block.verify()
         assert granted.resident_bytes == granted.pss_bytes == 5 * PAGE
-        del all_images
     for pages in ("auto", "4k"):
         with mirrored(4, MIB, pages=pages, warm=2, strict=True) as block:
             granted = block.granted
@@ -319,14 +315,14 @@ def test_a_file_over_reserved_memory(path: Path) -> None:
 def test_files_that_do_not_fit_or_shrink(path: Path) -> None:
     with um.Block(PAGE, pages="4k", reserve=16 * PAGE) as block, path.open("r+b") as file:
         fd = file.fileno()
-        for offset, start, nbytes, match in [
+        for offset, start, nbytes, match in (
             *((0, 0, PAGE, "committed"), (PAGE, 0, 9 * PAGE, "end of the file")),
             *(
                 (PAGE, 0, 100, "step"),
                 (PAGE, 100, PAGE, "page size"),
-                (16 * PAGE, 0, PAGE, "reserved"),
+                (1 << 16, 0, PAGE, "reserved"),
             ),
-        ]:
+        ):
             with pytest.raises(ValueError, match=match):
                 block._overlay(offset, fd, start, nbytes)
         assert block.committed_bytes == PAGE

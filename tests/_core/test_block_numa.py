@@ -27,8 +27,7 @@ NODE = min(n for n, node in limits.nodes().items() if node.allowed and node.tota
 @pytest.mark.parametrize("numa", [f"bind:{NODE}", f"preferred:{NODE}", f"interleave:{NODE}"])
 def test_policies_reach_the_kernel(numa: str, pages: Any, shared: bool) -> None:
     with um.Block(5 * MIB, pages=pages, numa=numa, warm=2, shared=shared, strict=True) as block:
-        assert block.requested["numa"] == numa
-        assert block.granted.nodes == {NODE: block.nbytes}
+        assert (block.requested["numa"], block.granted.nodes) == (numa, {NODE: block.nbytes})
         proc_maps.assert_granted(block)
         assert proc_maps.policies(block.address, block.nbytes) == {
             numa.replace("preferred:", "prefer:")
@@ -51,8 +50,7 @@ def test_without_nodes_it_is_all_that_can_be_used(numa: str) -> None:
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_bound_hugetlb_pages_are_there_at_once() -> None:
     with um.Block(4 * MIB, pages="2m", numa=f"bind:{NODE}", strict=True) as block:
-        assert block.granted.pages == "2m"
-        assert block.granted.nodes == {NODE: 4 * MIB}
+        assert (block.granted.pages, block.granted.nodes) == ("2m", {NODE: 4 * MIB})
         proc_maps.assert_granted(block)
     with um.Block(4 * MIB, pages="2m", numa=f"interleave:{NODE}", strict=True) as block:
         assert block.granted.resident_bytes == 0
@@ -86,8 +84,7 @@ def test_every_class_takes_a_policy() -> None:
         assert isinstance(layout.weights, um.Tape)
         for tape in (layout.weights, layout.scratch, layout.history):
             assert tape.block.requested["numa"] == numa
-            assert tape.block.requested["lock"] == "onfault"
-            assert tape.total_bytes == 4096
+            assert (tape.block.requested["lock"], tape.total_bytes) == ("onfault", 4096)
     with um.Grid(64, 4, numa=numa) as grid:
         assert grid.tape.block.requested["numa"] == numa
     with um.KVCache(1, 1, 8, 4, numa=numa, lock=True) as kv:

@@ -59,9 +59,7 @@ def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
 @pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
 @pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
-def test_granted_is_what_the_kernel_says(
-    request: pytest.FixtureRequest, pool: str, pages: Any
-) -> None:
+def test_granted_as_the_kernel_says(request: pytest.FixtureRequest, pool: str, pages: Any) -> None:
     request.getfixturevalue(pool)
     sharings = (False, True, f"unimem-test-pages-{os.getpid()}")
     for lock, shared, warm in itertools.product(
@@ -154,16 +152,13 @@ def test_every_class_warns_its_caller_or_is_strict(kind: str) -> None:
 
 
 def test_a_warning_that_is_an_error_leaves_nothing(run_python: Run) -> None:
-    done = run_python(
-        CHECKS
-        + """
+    done = run_python(f"""{CHECKS}
 um.Block(4096, shared=True).close()  # what the first one opens stays open
 warnings.simplefilter("error")
-for shared in (False, True, f"unimem-test-{os.getpid()}"):
+for shared in (False, True, f"unimem-test-{{os.getpid()}}"):
     make = lambda: um.Block(4096, numa="bind:1023", shared=shared)
     refused(um.PlacementWarning, make, "node 1023")
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
 
 

@@ -35,21 +35,11 @@ IMPORTS = "import os, socket, sys; import unimem as um\n"
 
 def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
     """Run a script in a new interpreter, and give what it prints."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import os, socket, sys\nimport unimem as um\n" + script,
-            *arguments,
-        ],
-        pass_fds=fds,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"{IMPORTS}{script}", *arguments]
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, pass_fds=fds, check=False, **pipes)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 # ---- by descriptor ----
@@ -155,8 +145,7 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
 def test_a_name_is_there_while_the_block_is_open() -> None:
     path = Path("/dev/shm", NAME)
     with um.Block(2 * MIB, shared=NAME) as block:
-        assert block.path == str(path)
-        assert block.requested["shared"] == NAME
+        assert (block.path, block.requested["shared"]) == (str(path), NAME)
         assert path.stat().st_mode & 0o777 == 0o600
         view = block.as_array()
         view[:] = 4

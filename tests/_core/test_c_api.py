@@ -106,9 +106,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     ("compiler", "suffix", "options"),
     [("cc", "c", ["-std=c17", "-Wstrict-prototypes"]), ("c++", "cpp", ["-std=c++17"])],
 )
-def test_a_program_is_built_and_runs(
-    tmp_path: Path, compiler: str, suffix: str, options: list[str]
-) -> None:
+def test_a_program_runs(tmp_path: Path, compiler: str, suffix: str, options: list[str]) -> None:
     source, program, library = tmp_path / f"user.{suffix}", tmp_path / "user", um.get_library()
     source.write_text(PROGRAM)
     link = [library, f"-Wl,-rpath,{Path(library).parent}"]

@@ -195,8 +195,7 @@ def check_quantized(codes: list[Code], ggml: ctypes.CDLL) -> Check:
 
 
 def blocks(elements: st.SearchStrategy[Any], dtype: Any) -> st.SearchStrategy[NDArray[Any]]:
-    shape = st.integers(1, 3).map(lambda n: n * BLOCK)
-    return hnp.arrays(dtype, shape, elements=elements)
+    return hnp.arrays(dtype, st.integers(1, 3).map(lambda n: n * BLOCK), elements=elements)
 
 
 # Where no scale is denormal, nor its reciprocal infinite.

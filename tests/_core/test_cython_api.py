@@ -51,8 +51,7 @@ def test_taking_without_python(user: ModuleType) -> None:
         assert floats == tape.block.address
         assert doubles % 4096 == 0
         assert tape.owns(doubles + 799)
-        assert tape.used_bytes == doubles + 800 - tape.block.address
-        assert tape.n_takes == 2
+        assert (tape.used_bytes, tape.n_takes) == (doubles + 800 - tape.block.address, 2)
     with um.Block(4096) as block, um.Grid(100, 3) as grid:
         assert user.base_of(block) == block.address
         cell = grid.take()
@@ -113,9 +112,7 @@ def test_ranges_are_committed_together(user: ModuleType, *, shared: bool) -> Non
             block.as_array(shape=nbytes, offset=offset)[:] = 2
 
 
-def test_the_room_for_all_ranges_is_asked_for_once(
-    user: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_ranges_is_asked_once(user: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def require(nbytes: int, what: str) -> None:

@@ -74,9 +74,8 @@ def sizes(block: um.Block | None) -> dict[str, int]:
 def in_use(block: um.Block | None, category: str) -> tuple[int, int]:
     """Bytes of a category in a block that are in use, and that were at most."""
     parts = [part for part in of(block).parts if part.category == category]
-    return sum(part.active_bytes or 0 for part in parts), sum(
-        part.high_water_bytes or 0 for part in parts
-    )
+    active = sum(part.active_bytes or 0 for part in parts)
+    return active, sum(part.high_water_bytes or 0 for part in parts)
 
 
 # ---- everything that holds memory ----------------------------------------------------------------
@@ -174,15 +173,10 @@ def test_memory_that_is_closed_is_there_while_it_is_viewed(view: Callable[[Any],
 
 def test_what_an_entry_says() -> None:
     with um.Block(MIB + 1, pages="4k", name="mine", category="staging") as block:
+        size = MIB + PAGE
         assert of(block) == Entry(
-            category="staging",
-            name="mine",
-            address=block.address,
-            nbytes=MIB + PAGE,
-            reserved_bytes=MIB + PAGE,
-            requested=dict(block.requested),
-            path=None,
-            parts=(Part("staging", block.address, MIB + PAGE),),
+            *("staging", "mine", block.address, size, size, dict(block.requested), None),
+            parts=(Part("staging", block.address, size),),
         )
     with um.Block.map(TINY) as block:
         entry = of(block)
@@ -219,8 +213,7 @@ def test_a_snapshot_that_is_mapped(tmp_path: Path) -> None:
         kv.save(tmp_path / "saved")
     with um.KVCache.restore(tmp_path / "saved", mode="map") as kv:
         entry = of(kv.block)
-        assert entry.path == str(tmp_path / "saved")
-        assert entry.nbytes == kv.capacity_bytes
+        assert (entry.path, entry.nbytes) == (str(tmp_path / "saved"), kv.capacity_bytes)
         assert in_use(kv.block, "kv")[0] == kv.memory_usage_bytes
         kv.append(0, TOKENS, TOKENS)
         check()
@@ -622,8 +615,7 @@ def test_parts_that_lie_in_each_other(drawn: list[tuple[int, int, int]]) -> None
         size = min((p.nbytes for p in over), default=0)
         owners.append(next((p.category for p in reversed(over) if p.nbytes == size), "rest"))
     tiles = resolve("rest", 1000, SIZE, parts)
-    told = [tile.category for tile in tiles for _ in range(tile.nbytes)]
-    assert told == owners
+    assert [tile.category for tile in tiles for _ in range(tile.nbytes)] == owners
     ends = [1000, *(tile.address + tile.nbytes for tile in tiles)]
     assert [tile.address for tile in tiles] == ends[:-1]
     for part in parts:
@@ -635,11 +627,8 @@ def test_parts_that_lie_in_each_other(drawn: list[tuple[int, int, int]]) -> None
 
 def test_what_of_a_part_is_outside_does_not_count() -> None:
     parts = [Part("before", 90, 20), Part("behind", 140, 20), Part("elsewhere", 500, 1)]
-    assert resolve("rest", 100, 50, parts) == (
-        Part("before", 100, 10),
-        Part("rest", 110, 30),
-        Part("behind", 140, 10),
-    )
+    inside = (Part("before", 100, 10), Part("rest", 110, 30), Part("behind", 140, 10))
+    assert resolve("rest", 100, 50, parts) == inside
     assert resolve("rest", 100, 0, parts) == ()
     # Memory that was given back just now is not in use.
     assert resolve("rest", 0, 10, [Part("kv", 0, 20, 15, 18)]) == (Part("kv", 0, 10, 10, 18),)

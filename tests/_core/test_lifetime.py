@@ -28,9 +28,7 @@ def make(device: Device, kind: str, **options: Any) -> Any:
 
 
 def block_of(thing: Any, kind: str) -> Any:
-    return {"Block": lambda: thing, "Tape": lambda: thing.block, "Grid": lambda: thing.tape.block}[
-        kind
-    ]()
+    return thing if kind == "Block" else thing.block if kind == "Tape" else thing.tape.block
 
 
 TAKE: dict[str, Callable[[Any], Any]] = {
@@ -110,9 +108,7 @@ def test_cells_of_a_closed_grid_say_so(device: Device) -> None:
 
 
 @of_every_kind
-def test_what_is_dropped_open_warns_once_and_gives_the_memory_back(
-    device: Device, kind: str
-) -> None:
+def test_what_is_dropped_open_warns_and_gives_the_memory_back(device: Device, kind: str) -> None:
     thing = make(device, kind, name="forgotten")
     address = block_of(thing, kind).address
     with pytest.warns(ResourceWarning) as caught:
@@ -171,9 +167,7 @@ SIZES: dict[type[Exception], list[tuple[str, tuple[Any, ...]]]] = {
     ],
     indirect=["device"],
 )
-def test_refused_sizes_leave_nothing(
-    device: Device, kind: str, sizes: tuple[Any, ...], error: type[Exception]
-) -> None:
+def test_refused_sizes_leave_nothing(device: Device, kind: str, sizes: Any, error: Any) -> None:
     before = device.held()
     with pytest.raises(error):
         getattr(device.package, kind)(*sizes)

@@ -115,10 +115,11 @@ def test_parts_of_files(file: Path, tmp_path: Path) -> None:
         with um.Block(4 * MIB) as block, um.Block(PAGE) as small:
             load(
                 [
-                    (other_fd, 255, block, 1, 3, "other"),
-                    (fd, 77, block, MIB + 3, MIB, "file"),
-                    (fd, 0, small, 0, 0, "file"),
-                    (other_fd, 256, small, PAGE - 256, 256, "other"),
+                    *((other_fd, 255, block, 1, 3, "other"), (fd, 77, block, MIB + 3, MIB, "file")),
+                    *(
+                        (fd, 0, small, 0, 0, "file"),
+                        (other_fd, 256, small, PAGE - 256, 256, "other"),
+                    ),
                 ]
             )
             assert bytes(block.as_array()[:5]) == b"\0\xff\0\1\0"
@@ -136,15 +137,11 @@ def test_parts_of_files(file: Path, tmp_path: Path) -> None:
             del memory
 
 
-class _Range(ctypes.Structure):
-    _fields_ = [("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64)]
-
-
 def cached_pages(fd: int) -> int:
     """Pages of a file in the page cache: cachestat of Linux 6.5, which has no wrapper."""
     found = (ctypes.c_uint64 * 5)()
     libc = ctypes.CDLL(None, use_errno=True)
-    every = _Range(0, 0)
+    every = (ctypes.c_uint64 * 2)()  # offset and length: the whole file
     if libc.syscall(451, fd, ctypes.byref(every), found, 0) != 0:
         pytest.skip(f"cachestat: {os.strerror(ctypes.get_errno())}")
     return found[0]
@@ -413,11 +410,7 @@ def test_no_memory_where_it_is_read_to(file: Path) -> None:
 def test_ranges_are_checked(file: Path) -> None:
     with um.Block(PAGE, shared=True) as source:
         sealed = source.sealed_copy()
-    with (
-        descriptor(file) as fd,
-        um.Block(4 * PAGE, pages="4k", reserve=20 * PAGE) as block,
-        sealed,
-    ):
+    with descriptor(file) as fd, um.Block(4 * PAGE, pages="4k", reserve=20 * PAGE) as block, sealed:
         good = (fd, 0, block, 0, PAGE, "good")
         for offset, nbytes in ((0, 4 * PAGE + 1), (4 * PAGE, 1), (30 * PAGE, 0), (2**62, 2**62)):
             with pytest.raises(ValueError, match=r"name: bytes .* are not committed"):

@@ -405,10 +405,9 @@ def test_rule(case: Case) -> None:
     with pytest.raises(SafetensorsError) as caught:
         header_of(case.raw, "some/path")
     error = caught.value
-    assert (error.rule, error.offset, error.path) == (case.rule, case.mark, "some/path")
     assert str(error) == f"some/path: {case.rule} (at byte {case.mark})"
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.rule, again.offset, again.path) == (case.rule, case.mark, "some/path")
+    for told in (error, pickle.loads(pickle.dumps(error))):
+        assert (told.rule, told.offset, told.path) == (case.rule, case.mark, "some/path")
 
 
 @ALL

@@ -29,14 +29,10 @@ TOKENS = [
 EDGES = [0, 1, 7, 99_999_999, 100_000_000, 100_000_001, 2**32, 2**63, 2**64 - 8, 2**64 - 1]
 # Where this is stricter: see docs/safetensors.md.
 STRICTER = {
-    "the header does not begin with {",
-    "__metadata__ is not an object",
-    "a key of __metadata__ occurs twice",
-    "a tensor's name occurs twice",
-    "a tensor is not an object",
-    "a tensor has a field that the format does not know",
-    "a tensor's dtype is not a string",
-    "a tensor has more than 64 dimensions",
+    *("the header does not begin with {", "__metadata__ is not an object"),
+    *("a key of __metadata__ occurs twice", "a tensor's name occurs twice"),
+    *("a tensor is not an object", "a tensor has a field that the format does not know"),
+    *("a tensor's dtype is not a string", "a tensor has more than 64 dimensions"),
     "a tensor's dimensions overflow",
 }
 
@@ -64,9 +60,8 @@ def open_and_read_all(raw: bytes) -> dict[str, Any]:
                 data = tensor.as_array().tobytes()
                 assert len(data) == tensor.nbytes
                 assert data == raw[tensor.offset : tensor.offset + tensor.nbytes]
-                found[name] = {
-                    **{"dtype": tensor.type.upper(), "shape": list(tensor.shape), "data": data}
-                }
+                kind = tensor.type.upper()
+                found[name] = {"dtype": kind, "shape": list(tensor.shape), "data": data}
         return found
 
 
@@ -97,9 +92,7 @@ def test_unchanged_files_are_read() -> None:
 @given(st.sampled_from(VALID), MUTATIONS, st.booleans())
 @example(SMALL, [cut(0)], False)
 @example(SMALL, [put_length(0)], False)
-def test_mutated_files_are_read_as_by_the_library_or_refused(
-    raw: bytes, changes: list[Mutation], in_header: bool
-) -> None:
+def test_mutated_files_are_read_alike(raw: bytes, changes: list[Mutation], in_header: bool) -> None:
     for change in changes:
         raw = change(raw)
     if in_header:  # it ends where its last brace is: what was changed in it is looked at

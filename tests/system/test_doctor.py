@@ -99,30 +99,18 @@ FILES = {
     "/proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
     "31 1 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
     "32 1 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset",
-    "/proc/sys/kernel/numa_balancing": "0",
-    "/proc/sys/vm/zone_reclaim_mode": "0",
-    "/proc/sys/vm/swappiness": "60",
-    "/proc/sys/vm/max_map_count": "65530",
-    f"{THP}/hpage_pmd_size": "2097152",
-    f"{THP}/khugepaged/defrag": "1",
-    f"{WEIGHTS}/node0": "3",
-    f"{WEIGHTS}/node1": "1",
-    f"{WEIGHTS}/auto": "true",
+    **{"/proc/sys/kernel/numa_balancing": "0", "/proc/sys/vm/zone_reclaim_mode": "0"},
+    **{"/proc/sys/vm/swappiness": "60", "/proc/sys/vm/max_map_count": "65530"},
+    **{f"{THP}/hpage_pmd_size": "2097152", f"{THP}/khugepaged/defrag": "1"},
+    **{f"{WEIGHTS}/node0": "3", f"{WEIGHTS}/node1": "1", f"{WEIGHTS}/auto": "true"},
     "/sys/devices/system/cpu/online": "0-7",
 }
 
 
 def node(i: int, **changes: Any) -> limits.Node:
-    facts: dict[str, Any] = {
-        "id": i,
-        "total_bytes": 128 * GIB,
-        "free_bytes": 90 * GIB,
-        "available_bytes": 100 * GIB,
-        "cpus": tuple(range(4 * i, 4 * i + 4)),
-        "distances": (10, 21) if i == 0 else (21, 10),
-        "allowed": True,
-    }
-    return limits.Node(**facts | changes)
+    sizes, cpus = (128 * GIB, 90 * GIB, 100 * GIB), tuple(range(4 * i, 4 * i + 4))
+    whole = limits.Node(i, *sizes, cpus, (10, 21) if i == 0 else (21, 10), True)
+    return dataclasses.replace(whole, **changes)
 
 
 def pool(page_bytes: int, total: int, surplus_most: int = 0, **more: Any) -> limits.HugePool:
@@ -205,17 +193,12 @@ PATHS = {
     "meminfo": "/proc/meminfo",
     "balancing": "/proc/sys/kernel/numa_balancing",
     "zone_reclaim": "/proc/sys/vm/zone_reclaim_mode",
-    "swappiness": "/proc/sys/vm/swappiness",
-    "maps": "/proc/sys/vm/max_map_count",
+    **{"swappiness": "/proc/sys/vm/swappiness", "maps": "/proc/sys/vm/max_map_count"},
     "governor": f"{CPUFREQ}/policy2/scaling_governor",
-    "cpu_ab": f"{CG}/a/b/cpu.max",
-    "cpu_a": f"{CG}/a/cpu.max",
-    "quota_c": f"{CG}/cpu/c/cpu.cfs_quota_us",
-    "period_c": f"{CG}/cpu/c/cpu.cfs_period_us",
-    "mems_ab": f"{CG}/a/b/cpuset.mems",
-    "mems_a": f"{CG}/a/cpuset.mems",
-    "mems": f"{CG}/cpuset.mems",
-    "mems_c": f"{CG}/cpuset/c/cpuset.mems",
+    **{"cpu_ab": f"{CG}/a/b/cpu.max", "cpu_a": f"{CG}/a/cpu.max"},
+    **{f"{name}_c": f"{CG}/cpu/c/cpu.cfs_{name}_us" for name in ("quota", "period")},
+    **{"mems_ab": f"{CG}/a/b/cpuset.mems", "mems_a": f"{CG}/a/cpuset.mems"},
+    **{"mems": f"{CG}/cpuset.mems", "mems_c": f"{CG}/cpuset/c/cpuset.mems"},
     "mems_v1": f"{CG}/cpuset/cpuset.mems",
 }
 ONE_NODE = all_of(facts(nodes={0: node(0, distances=(10,))}), without(WEIGHTS))
@@ -395,13 +378,11 @@ def test_it_describes_the_machine(machine: Invented) -> None:
     for line in (
         r"kernel    Linux 6\.12\.43-amd64, ",
         r"cpu       A CPU: 2 sockets, 4 cores, 8 threads; 4 cores for this process",
-        r"limits    locking without limit",
-        r"          mTHP 64\.0 KiB madvise",
+        *(r"limits    locking without limit", r"          mTHP 64\.0 KiB madvise"),
         r"hugetlb   2m: 100 pages, 100 free; 1g: 0 pages, 0 free",
         r"numa      2 nodes; automatic balancing off; vm\.zone_reclaim_mode 0",
         r"node  CPUs +memory +available +2m free +1g free +weight",
-        r"0      0-3  128\.0 GiB  100\.0 GiB +50 +0 +3",
-        r"distance   0   1",
+        *(r"0      0-3  128\.0 GiB  100\.0 GiB +50 +0 +3", r"distance   0   1"),
         r"1         21  10",
     ):
         assert re.search(f"^{line}", shown, re.M), line
@@ -448,8 +429,7 @@ def test_the_document_is_plain_and_whole(machine: Invented) -> None:
     found = um.doctor()
     document = json.loads(found.to_json())
     assert document == found.to_dict()
-    fields = [field.name for field in dataclasses.fields(found)]
-    assert list(document) == ["schema", *fields]
+    assert list(document) == ["schema", *[field.name for field in dataclasses.fields(found)]]
     assert document["schema"] == "unimem.doctor/1"
     pages = {"total_pages": 100, "free_pages": 100, "reserved_pages": 0, "surplus_most_pages": 0}
     assert document["pools"]["2m"] == pages | {
@@ -468,8 +448,7 @@ def test_every_key_is_documented(machine: Invented) -> None:
     facts(memlock=MEMLOCK)(machine)
     QUOTA(machine)
     text = (ROOT / "docs" / "doctor.md").read_text()
-    documented = set(re.findall(r"`(\w+)`", text))
-    assert sorted(keys(um.doctor().to_dict()) - documented) == []
+    assert sorted(keys(um.doctor().to_dict()) - set(re.findall(r"`(\w+)`", text))) == []
 
 
 def keys(value: Any) -> set[str]:

@@ -139,15 +139,11 @@ class WithInterfaces(Unasked):
     [
         (None, 0, []),
         (1, 0, []),  # the default stream, which has two names
-        (77, 77, []),
-        (77, 0, [("record", 77), ("delay", 0)]),
-        (1, 77, [("record", 1), ("delay", 77)]),
-        (2, 0, [("record", 2), ("delay", 0)]),
+        *((77, 77, []), (77, 0, [("record", 77), ("delay", 0)])),
+        *((1, 77, [("record", 1), ("delay", 77)]), (2, 0, [("record", 2), ("delay", 0)])),
     ],
 )
-def test_a_stream_waits_for_an_arrays_maker_and_no_thread_does(
-    maker: int | None, current: int, calls: list[tuple[str, int]]
-) -> None:
+def test_a_stream_waits_for_the_maker(maker: int | None, current: int, calls: Any) -> None:
     driver = WithInterfaces(current=current)
     array = driver.to_array(Interface(stream=maker))
     assert (array.data.ptr, array.shape, array.strides) == (1 << 20, (3, 4), (16, 4))

@@ -17,8 +17,11 @@ def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert kernel_files.read_number(absent) is None
     assert kernel_files.read_fields(absent) == {}
     assert kernel_files.list_names(absent) == []
-    with pytest.raises(FileNotFoundError):
-        kernel_files.read_bytes(absent)
+    n_open = len(os.listdir("/proc/self/fd"))
+    for path, error in ((absent, FileNotFoundError), (str(tmp_path), IsADirectoryError)):
+        with pytest.raises(error):
+            kernel_files.read_bytes(path)
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 16, (1 << 16) + 1, 200_000])
@@ -30,13 +33,6 @@ def test_a_file_is_read_to_its_end(tmp_path: Path, nbytes: int) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     assert kernel_files.read_bytes("file", folder) == data
     os.close(folder)
-    assert len(os.listdir("/proc/self/fd")) == n_open
-
-
-def test_a_descriptor_is_closed_when_reading_fails(tmp_path: Path) -> None:
-    n_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(IsADirectoryError):
-        kernel_files.read_bytes(str(tmp_path))
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 

@@ -56,8 +56,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def test_without_cgroups(tree: Write) -> None:
-    assert limits.available_bytes() == 10 << 10
-    assert limits.thread_count() == 8
+    assert (limits.available_bytes(), limits.thread_count()) == (10 << 10, 8)
     (machine,) = limits.memory_limits()
     assert (machine.name, machine.limit_bytes) == ("memory of the machine", 20 << 10)
 
@@ -108,20 +107,16 @@ def test_version_1(tree: Write) -> None:
     tree("cgroup/memory/a/memory.stat", "total_inactive_file 500")
     tree("cgroup/cpu/c/cpu.cfs_quota_us", 250_000)
     tree("cgroup/cpu/c/cpu.cfs_period_us", 100_000)
-    assert limits.available_bytes() == 3000
-    assert limits.thread_count() == 2
+    assert (limits.available_bytes(), limits.thread_count()) == (3000, 2)
     tree("cgroup/cpu/c/cpu.cfs_quota_us", -1)
     assert limits.thread_count() == 8
 
 
 def test_the_quota_of_version_2(tree: Write) -> None:
     tree("self", "0::/a/b")
-    tree("cgroup/a/b/cpu.max", "max 100000")
-    assert limits.thread_count() == 8
-    tree("cgroup/a/cpu.max", "350000 100000")
-    assert limits.thread_count() == 3
-    tree("cgroup/a/b/cpu.max", "10000 100000")
-    assert limits.thread_count() == 1
+    for cgroup, quota, n in (("a/b", "max", 8), ("a", "350000", 3), ("a/b", "10000", 1)):
+        tree(f"cgroup/{cgroup}/cpu.max", f"{quota} 100000")
+        assert limits.thread_count() == n
 
 
 def test_threads_of_one_core_count_once(tree: Write) -> None:
@@ -204,8 +199,7 @@ def test_huge_pools(tree: Write) -> None:
     tree("sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages", 10)
     pools = limits.huge_pools()
     assert list(pools) == ["64k", "2m", "1g"]
-    assert pools["2m"].nodes == {0: (10, 0)}
-    assert pools["2m"].available_bytes == 7 * (2 << 20)
+    assert (pools["2m"].nodes, pools["2m"].available_bytes) == ({0: (10, 0)}, 7 * (2 << 20))
     limit = pools["2m"].limit(8 * (2 << 20))
     assert limit.remedy == "echo 11 > /proc/sys/vm/nr_hugepages"
     assert limit.room_bytes == pools["2m"].available_bytes
@@ -219,7 +213,8 @@ def test_huge_pools(tree: Write) -> None:
         ("0::/a", "a/hugetlb.2MB.rsvd.max", "a/hugetlb.2MB.rsvd.current"),
         (
             "5:hugetlb:/a",
-            *(f"huge/a/hugetlb.2MB.rsvd.{name}_in_bytes" for name in ("limit", "usage")),
+            "huge/a/hugetlb.2MB.rsvd.limit_in_bytes",
+            "huge/a/hugetlb.2MB.rsvd.usage_in_bytes",
         ),
     ],
 )
@@ -230,8 +225,7 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     tree(f"cgroup/{most}", 5 << 20)
     tree(f"cgroup/{used}", 1 << 20)
     pool = limits.huge_pools()["2m"]
-    assert pool.available_bytes == 4 << 20
-    assert pool.limit(10 << 20).name == "hugetlb cgroup /a"
+    assert (pool.available_bytes, pool.limit(10 << 20).name) == (4 << 20, "hugetlb cgroup /a")
 
 
 def test_nodes(tree: Write) -> None:
@@ -257,10 +251,9 @@ def test_the_only_node_with_memory_has_the_machine_s(tree: Write) -> None:
         tree(f"{folder}/meminfo", f"Node {node} MemTotal: {total} kB\nNode {node} MemFree: 1 kB")
         tree(f"{folder}/cpulist", "0-1")
         tree(f"{folder}/distance", "10 20" if node == 0 else "20 10")
-    only = limits.nodes()[1]
-    assert (only.total_bytes, only.free_bytes) == (20 << 10, 5 << 10)
-    assert only.available_bytes == 10 << 10
-    assert limits.nodes()[0].total_bytes == 0
+    empty, only = limits.nodes().values()
+    figures = (empty.total_bytes, only.total_bytes, only.free_bytes, only.available_bytes)
+    assert figures == (0, 20 << 10, 5 << 10, 10 << 10)
 
 
 def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
@@ -269,8 +262,7 @@ def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
 
 
 def test_this_machine() -> None:
-    machine = limits.memory_limits()[0]
-    assert 0 < limits.available_bytes() <= machine.limit_bytes
+    assert 0 < limits.available_bytes() <= limits.memory_limits()[0].limit_bytes
     assert 1 <= limits.thread_count() <= len(os.sched_getaffinity(0))
     assert any(node.allowed for node in limits.nodes().values())
 
@@ -329,10 +321,6 @@ def test_the_own_cgroups_are_found_from_the_own_one_up(version: int) -> None:
     assert not found or Path(found[-1].folder, "cgroup.procs").exists()
 
 
-def test_a_process_that_has_ended_has_none() -> None:
-    assert list(cgroups_above("memory", 1 << 30)) == []
-
-
 # ---- memory pressure ----
 
 
@@ -343,24 +331,23 @@ def psi(some: str, full: str) -> str:
     )
 
 
-def test_pressure_of_the_machine_and_of_the_own_cgroup(tree: Write) -> None:
+@pytest.mark.parametrize(
+    ("own", "folder", "name"),
+    [
+        ("4:memory:/elsewhere\n0::/a/b\n", "cgroup/a/b", "cgroup /a/b"),
+        ("0::/\n", "cgroup", "cgroup /"),  # of a container, whose root is a cgroup
+    ],
+)
+def test_pressure_of_the_machine_and_of_the_own_cgroup(
+    tree: Write, own: str, folder: str, name: str
+) -> None:
     tree("proc/pressure/memory", psi("1.50", "0.25"))
-    tree("proc/7/cgroup", "4:memory:/elsewhere\n0::/a/b\n")
+    tree("proc/7/cgroup", own)
     tree("cgroup/a/memory.pressure", psi("9.00", "9.00"))
-    tree("cgroup/a/b/cgroup.type", "domain\n")
-    tree("cgroup/a/b/memory.pressure", psi("99.10", "40.00"))
-    assert pressure.memory_pressure(7) == (
-        Pressure("machine", 1.5, 0.25),
-        Pressure("cgroup /a/b", 99.1, 40.0),
-    )
-
-
-def test_pressure_of_a_container_whose_cgroup_is_its_root(tree: Write) -> None:
-    tree("proc/pressure/memory", psi("1.50", "0.25"))
-    tree("proc/self/cgroup", "0::/\n")
-    tree("cgroup/cgroup.type", "domain threaded\n")
-    tree("cgroup/memory.pressure", psi("99.10", "40.00"))
-    assert pressure.memory_pressure()[1:] == (Pressure("cgroup /", 99.1, 40.0),)
+    tree(f"{folder}/cgroup.type", "domain threaded\n")
+    tree(f"{folder}/memory.pressure", psi("99.10", "40.00"))
+    found = pressure.memory_pressure(7)
+    assert found == (Pressure("machine", 1.5, 0.25), Pressure(name, 99.1, 40.0))
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])
@@ -372,12 +359,9 @@ def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
     assert pressure.memory_pressure() == (Pressure("machine", 0.0, 0.0),)
 
 
-def test_a_kernel_that_counts_none(tree: Write) -> None:
+def test_pages_read_are_bytes_where_the_kernel_counts_them(tree: Write) -> None:
     assert pressure.memory_pressure() == ()
     assert pressure.paged_in_bytes() is None
-
-
-def test_pages_read_are_bytes(tree: Write) -> None:
     tree("proc/vmstat", "nr_free_pages 5\npgpgin 12\npgpgout 9\n")
     assert pressure.paged_in_bytes() == 12 << 10
 
@@ -427,7 +411,7 @@ def test_a_script_that_fails_in_the_cgroup_is_seen(cgroup_512mb: SmallCgroup) ->
 
 
 def test_what_is_read_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
-    script = """
+    cgroup_512mb.run("""
 import os, tempfile
 from unimem.system import limits
 with tempfile.TemporaryFile(dir="/var/tmp") as file:
@@ -436,8 +420,7 @@ with tempfile.TemporaryFile(dir="/var/tmp") as file:
     file.flush()
     os.fsync(file.fileno())
     limits.require(400 << 20, "block 'kv'")
-"""
-    cgroup_512mb.run(script)
+    """)
 
 
 def test_shm_that_is_too_small_is_named() -> None:

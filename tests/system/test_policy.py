@@ -78,14 +78,10 @@ def tells(text: str, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "nodes"),
     [
-        ("bind:0", "bind", (0,)),
-        ("bind:0,2-3", "bind", (0, 2, 3)),
-        ("bind:3,0,3-4", "bind", (0, 3, 4)),
-        ("interleave", "interleave", ()),
-        ("interleave:0,1", "interleave", (0, 1)),
-        ("weighted", "weighted", ()),
-        ("weighted:1023", "weighted", (1023,)),
-        ("preferred:1", "preferred", (1,)),
+        *(("bind:0", "bind", (0,)), ("bind:0,2-3", "bind", (0, 2, 3))),
+        *(("bind:3,0,3-4", "bind", (0, 3, 4)), ("interleave", "interleave", ())),
+        *(("interleave:0,1", "interleave", (0, 1)), ("weighted", "weighted", ())),
+        *(("weighted:1023", "weighted", (1023,)), ("preferred:1", "preferred", (1,))),
         ("bind:0-1023", "bind", tuple(range(1024))),
     ],
 )
@@ -117,12 +113,9 @@ def test_numa_is_text_or_none() -> None:
         policy.parse_numa(wrong)
 
 
-def test_a_name_is_a_path() -> None:
-    assert policy.shared_path("kv") == "/dev/shm/kv"
-
-
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0b", "x" * 256])
-def test_names_that_no_file_can_have(name: str) -> None:
+def test_a_name_is_a_path(name: str) -> None:
+    assert policy.shared_path("kv") == "/dev/shm/kv"
     with pytest.raises(ValueError, match="/dev/shm"):
         policy.shared_path(name)
 
@@ -134,21 +127,15 @@ def test_names_that_no_file_can_have(name: str) -> None:
     ("nbytes", "pools", "options", "pages"),
     [
         (MIB, None, {}, "auto"),  # too small: the pools are not even asked
-        (2 * MIB - 1, None, {}, "auto"),
-        (2 * MIB, POOLS, {}, "2m"),
-        (2 * MIB, EMPTY, {}, "auto"),
-        (2 * MIB, {}, {}, "auto"),
-        (2 * MIB, {"2m": pool(2 * MIB, 4, reserved=4)}, {}, "auto"),
-        (GIB - 1, POOLS, {}, "2m"),
-        (GIB, POOLS, {}, "1g"),
-        (4 * GIB, POOLS, {}, "1g"),
+        *((2 * MIB - 1, None, {}, "auto"), (2 * MIB, POOLS, {}, "2m")),
+        *((2 * MIB, EMPTY, {}, "auto"), (2 * MIB, {}, {}, "auto")),
+        *((2 * MIB, {"2m": pool(2 * MIB, 4, reserved=4)}, {}, "auto"), (GIB - 1, POOLS, {}, "2m")),
+        *((GIB, POOLS, {}, "1g"), (4 * GIB, POOLS, {}, "1g")),
         (4 * GIB + 1, POOLS, {}, "auto"),  # too much for either pool
         (GIB + 1, POOLS, {}, "2m"),  # half of the second page would be wasted
         (16 * GIB // 9, POOLS, {}, "2m"),  # a little more than an eighth of it would be wasted
-        (16 * GIB // 9 + 1, POOLS, {}, "1g"),
-        (2 * GIB - GIB // 8, POOLS, {}, "1g"),
-        (GIB, {"2m": pool(2 * MIB, 512)}, {}, "2m"),
-        (GIB, POOLS, {"shared": True}, "1g"),
+        *((16 * GIB // 9 + 1, POOLS, {}, "1g"), (2 * GIB - GIB // 8, POOLS, {}, "1g")),
+        *((GIB, {"2m": pool(2 * MIB, 512)}, {}, "2m"), (GIB, POOLS, {"shared": True}, "1g")),
         (GIB, POOLS, {"shared": "name"}, "auto"),
         (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB}, "2m"),
         (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB + 1}, "auto"),
@@ -156,9 +143,7 @@ def test_names_that_no_file_can_have(name: str) -> None:
         (GIB, POOLS, {"refused": {"1g": "full", "2m": "full"}}, "auto"),
     ],
 )
-def test_auto_takes_the_largest_pages_that_are_there(
-    nbytes: int, pools: Any, options: dict[str, Any], pages: str
-) -> None:
+def test_auto_takes_the_largest_pages(nbytes: int, pools: Any, options: Any, pages: str) -> None:
     choice = decide(Machine(pools), nbytes, **options)
     assert (choice.pages, choice.shortfalls) == (pages, ())  # auto has none
 
@@ -249,13 +234,7 @@ SHORT: list[tuple[Machine, int, dict[str, Any], tuple[object, ...], tuple[str, .
 @pytest.mark.parametrize(
     ("machine", "nbytes", "options", "chosen", "told"), [*((*row, ()) for row in GRANTED), *SHORT]
 )
-def test_what_is_short_is_told(
-    machine: Machine,
-    nbytes: int,
-    options: dict[str, Any],
-    chosen: tuple[object, ...],
-    told: tuple[str, ...],
-) -> None:
+def test_what_is_short(machine: Machine, nbytes: int, options: Any, chosen: Any, told: Any) -> None:
     choice = decide(machine, nbytes, **options)
     assert (choice.pages, choice.numa and str(choice.numa), choice.lock) == chosen
     assert len(choice.shortfalls) == bool(told)
@@ -336,10 +315,8 @@ ONFAULT = asked("auto", lock="onfault")
         (asked("auto", numa=BIND), granted("4k", 8, nodes={1: 8}), True, None),
     ],
 )
-def test_comparison(
-    wanted: tuple[Request, PlacementChoice], found: Placement, warm: bool, word: str | None
-) -> None:
-    texts = policy.find_mismatches(*wanted, found, 8, warm=warm)
+def test_comparison(wanted: Any, found: Placement, warm: bool, word: str | None) -> None:
+    texts = policy.find_mismatches(wanted[0], wanted[1], found, 8, warm=warm)
     assert len(texts) == (word is not None)
     assert all(str(word) in text for text in texts)
 

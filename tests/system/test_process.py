@@ -31,7 +31,8 @@ MIB = 1 << 20
 EVERYTHING = 1 << 64
 HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
-Child = Callable[..., "subprocess.Popen[str]"]
+Running = subprocess.Popen[str]
+Child = Callable[..., Running]
 Python = Callable[..., tuple[int, Any]]
 
 
@@ -40,7 +41,7 @@ def child() -> Iterator[Child]:
     """Start a program, which is killed at the end."""
     with ExitStack() as ends:
 
-        def start(*command: str) -> subprocess.Popen[str]:
+        def start(*command: str) -> Running:
             pipe = subprocess.PIPE
             one = ends.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
             ends.callback(one.kill)
@@ -50,7 +51,7 @@ def child() -> Iterator[Child]:
 
 
 @pytest.fixture
-def idle(child: Child) -> subprocess.Popen[str]:
+def idle(child: Child) -> Running:
     """A small process that waits."""
     one = child("cat")
     assert answer(one, "ready") == "ready"
@@ -79,7 +80,7 @@ def say(*values):
 """
 
 
-def answer(one: subprocess.Popen[str], *lines: str) -> str:
+def answer(one: Running, *lines: str) -> str:
     """Write lines to a process, and return the line that it writes then."""
     assert one.stdin is not None
     assert one.stdout is not None
@@ -88,7 +89,7 @@ def answer(one: subprocess.Popen[str], *lines: str) -> str:
     return one.stdout.readline().rstrip("\n")
 
 
-def end(one: subprocess.Popen[str], *, reaped: bool = False) -> None:
+def end(one: Running, *, reaped: bool = False) -> None:
     one.kill()
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
     if reaped:
@@ -103,10 +104,10 @@ def area_at(pid: int, address: int) -> Area:
 # ---- smaps --------------------------------------------------------------------------------------
 
 
-def test_every_area_is_what_smaps_says(idle: subprocess.Popen[str]) -> None:
+def test_every_area_is_what_smaps_says(idle: Running) -> None:
     # Pss of a library changes with every process that starts or ends.
-    before: list[Any] = []
-    after = None
+    before: Any = None
+    after: Any = []
     while before != after:
         before = mappings(0, EVERYTHING, idle.pid)
         found = read_process(idle.pid)
@@ -115,20 +116,17 @@ def test_every_area_is_what_smaps_says(idle: subprocess.Popen[str]) -> None:
     for area, entry in zip(found.areas, before, strict=True):
         figures = entry.fields
         assert (area.start, area.end, area.access) == (entry.start, entry.end, entry.access)
-        assert area.nbytes == figures["Size"]
-        assert area.rss_bytes == figures["Rss"]
-        assert area.pss_bytes == figures["Pss"]
-        assert area.hugetlb_bytes == hugetlb_bytes(entry)
+        assert (area.nbytes, area.rss_bytes) == (figures["Size"], figures["Rss"])
+        assert (area.pss_bytes, area.hugetlb_bytes) == (figures["Pss"], hugetlb_bytes(entry))
         assert area.huge_bytes == sum(figures[name] for name in HUGE)
         assert area.swapped_bytes == figures["Swap"]
-        assert area.page_bytes == figures["KernelPageSize"]
-        assert area.flags == entry.flags
+        assert (area.page_bytes, area.flags) == (figures["KernelPageSize"], entry.flags)
         assert area.locked_bytes == (figures["Rss"] if "lo" in entry.flags else 0)
         assert sum(area.nodes.values()) == area.resident_bytes
         assert area.is_accessible == (entry.access != "---p")
-    assert found.rss_bytes == sum(entry.fields["Rss"] for entry in before) > found.pss_bytes
-    assert found.pss_bytes == sum(entry.fields["Pss"] for entry in before)
-    assert found.swapped_bytes == 0
+    rss, pss = (sum(entry.fields[name] for entry in before) for name in ("Rss", "Pss"))
+    assert (found.rss_bytes, found.pss_bytes, found.swapped_bytes) == (rss, pss, 0)
+    assert rss > pss
 
 
 def test_the_own_process_is_the_default() -> None:
@@ -143,7 +141,7 @@ def test_the_own_process_is_the_default() -> None:
         assert before.end <= after.start
 
 
-def test_areas_without_their_usage(idle: subprocess.Popen[str]) -> None:
+def test_areas_without_their_usage(idle: Running) -> None:
     whole, maps = read_process(idle.pid), read_process(idle.pid, usage=False)
     assert len(maps.areas) == len(whole.areas)
     for bare, area in zip(maps.areas, whole.areas, strict=True):
@@ -175,8 +173,7 @@ def test_what_children_map_is_found(python: Python, tmp_path: Path) -> None:
     )
     file, memory, locked, gap = (area_at(pid, address) for address in addresses)
     info = path.stat()
-    assert file.path == str(path).replace("\n", "\\012")
-    assert file.inode == info.st_ino
+    assert (file.path, file.inode) == (str(path).replace("\n", "\\012"), info.st_ino)
     assert file.device == (os.major(info.st_dev), os.minor(info.st_dev))
     assert (file.offset, file.nbytes, file.access) == (0, 16 * PAGE, "rw-s")
     assert memory.path == "/memfd:of a child (deleted)"
@@ -262,24 +259,17 @@ def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
 
 def test_an_area_that_was_joined_between_two_reads_counts_once() -> None:
     joined = TEXT + b"30000-80000000 rw-p 00000000 00:00 0 \nRss:  4 kB\n"
-    assert [(area.start, area.rss_bytes) for area in process._areas(joined)] == [
-        (0x10000, 8192),
-        (0x20000, 12288),
-        (0x30000, 4096),
-    ]
+    found = [(area.start, area.rss_bytes) for area in process._areas(joined)]
+    assert found == [(0x10000, 8192), (0x20000, 12288), (0x30000, 4096)]
 
 
-def test_smaps_may_be_longer_than_the_first_buffer(
-    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaps_longer_than_the_first_buffer(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_process(idle.pid)
     monkeypatch.setattr(process, "_SMAPS_BYTES", 100)
     assert [area.end for area in read_process(idle.pid).areas] == [a.end for a in whole.areas]
 
 
-def test_nodes_are_those_of_numa_maps_where_there_are_several(
-    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_those_of_numa_maps(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel knows no nodes (CONFIG_NUMA)")
     (first, *_) = limits.nodes().values()
@@ -342,7 +332,7 @@ def test_a_range_has_to_be_one(start: int, end: int) -> None:
         read_process().in_ram(start, end)
 
 
-def test_pages_of_a_process_that_ended(idle: subprocess.Popen[str]) -> None:
+def test_pages_of_a_process_that_ended(idle: Running) -> None:
     found = read_process(idle.pid)
     area = found.areas[0]
     # Another process that has come to the number is not asked.
@@ -377,7 +367,7 @@ def test_counters_count_faults() -> None:
     assert found.started == after.started
 
 
-def test_counters_are_as_the_kernel_names_them(idle: subprocess.Popen[str]) -> None:
+def test_counters_are_as_the_kernel_names_them(idle: Running) -> None:
     found = counters(idle.pid)
     lines = Path(f"/proc/{idle.pid}/io").read_text().splitlines()
     assert f"read_bytes: {found.read_bytes}" in lines
@@ -388,9 +378,7 @@ def test_counters_are_as_the_kernel_names_them(idle: subprocess.Popen[str]) -> N
     assert found.cpu_seconds == ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_counters_without_the_right_to_read_io(
-    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counters_without_right_to_read_io(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kernel_files.read_bytes
 
     def refuse(name: str, folder: int | None = None) -> bytes:
@@ -436,21 +424,17 @@ def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python:
     [
         (0, ValueError, "expected the number of a process, from 1 on, got 0"),
         (-3, ValueError, "got -3"),
-        (True, TypeError, "pid: expected an integer, got True"),
-        ("1", TypeError, "pid: expected an integer, got '1'"),
-        (1.0, TypeError, "pid: expected an integer, got 1.0"),
+        *((n, TypeError, f"pid: expected an integer, got {n!r}") for n in (True, "1", 1.0)),
         (1 << 30, ProcessLookupError, "There is no process 1073741824 here: 'ps -e' lists"),
         (1 << 90, ProcessLookupError, "There is no process"),
     ],
 )
-def test_numbers_of_no_process(
-    read: Callable[[Any], Any], pid: Any, kind: type[Exception], text: str
-) -> None:
+def test_numbers_of_no_process(read: Any, pid: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind, match=text):
         read(pid)
 
 
-def test_a_zombie_has_no_memory(idle: subprocess.Popen[str]) -> None:
+def test_a_zombie_has_no_memory(idle: Running) -> None:
     end(idle)
     with pytest.raises(ValueError, match=rf"{idle.pid} \(cat\) has ended and waits for its par"):
         read_process(idle.pid)
@@ -466,7 +450,7 @@ def test_a_thread_of_the_kernel_has_no_memory() -> None:
     assert counters(2).n_threads == 1
 
 
-def test_a_process_of_another_user(run_python: Run, idle: subprocess.Popen[str]) -> None:
+def test_a_process_of_another_user(run_python: Run, idle: Running) -> None:
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     ended = run_python(f"""
@@ -497,9 +481,7 @@ def test_a_process_of_another_user(run_python: Run, idle: subprocess.Popen[str])
         (errno.ENOENT, r"This kernel does not tell .*: it has no smaps"),
     ],
 )
-def test_smaps_that_root_cannot_read(
-    idle: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, code: int, text: str
-) -> None:
+def test_no_smaps(idle: Running, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
     def fail(*_: Any) -> Any:
         raise OSError(code, "no", "smaps")
 
@@ -522,11 +504,7 @@ def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("when", ["_stat", "read_bytes", "_read_smaps", "_with_nodes"])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_process_that_ends_while_it_is_read(
-    idle: subprocess.Popen[str],
-    monkeypatch: pytest.MonkeyPatch,
-    when: str,
-    first: bool,
-    reaped: bool,
+    idle: Running, monkeypatch: pytest.MonkeyPatch, when: str, first: bool, reaped: bool
 ) -> None:
     module = kernel_files if when == "read_bytes" else process
     plain = getattr(module, when)
@@ -546,9 +524,7 @@ def test_a_process_that_ends_while_it_is_read(
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
-def test_a_process_that_becomes_another_program_while_it_is_read(
-    child: Child, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_becomes_another_program(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     one = child("sh", "-c", "echo ready; read x; exec cat")
     assert answer(one) == "ready"
     plain = process._read_smaps

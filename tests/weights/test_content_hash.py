@@ -133,11 +133,12 @@ def test_every_mode_and_number_of_threads_gives_the_same(large: Path) -> None:
 
 def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
     def split(no: int, count: int) -> list[gf.Part]:
-        return [
-            gf.kv("split.no", gf.UINT16, struct.pack("<H", no)),
-            gf.kv("split.count", gf.UINT16, struct.pack("<H", count)),
-            gf.kv("split.tensors.count", gf.INT32, struct.pack("<i", 2)),
-        ]
+        numbers = {
+            "no": (gf.UINT16, no),
+            "count": (gf.UINT16, count),
+            "tensors.count": (gf.INT32, 2),
+        }
+        return [gf.kv(f"split.{k}", t, gf.values(t, [n])) for k, (t, n) in numbers.items()]
 
     key = gf.kv("general.name", gf.STRING, gf.string("n"))
     a, b = gf.tensor("a", (8,), gf.F32, 0), gf.tensor("b", (8,), gf.F32, 0)
@@ -157,10 +158,8 @@ def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
 def test_any_change_shows(tmp_path: Path, small: Path) -> None:
     path = tmp_path / "other.gguf"
     hashes = [
-        hash_of(small),
-        hash_of(model(path, SMALL[:-1] + b"\0")),
-        hash_of(model(path, SMALL, key=b"\x08")),
-        hash_of(model(path, SMALL, name="c")),
+        *(hash_of(small), hash_of(model(path, SMALL[:-1] + b"\0"))),
+        *(hash_of(model(path, SMALL, key=b"\x08")), hash_of(model(path, SMALL, name="c"))),
         hash_of(model(path, SMALL[:-4])),
     ]
     assert len(set(hashes)) == len(hashes)
@@ -223,9 +222,7 @@ def test_memory_of_our_own_does_not_need_the_file(small: Path, mode: Load) -> No
         assert w.content_hash() == expected
 
 
-def test_an_intact_mapping_is_hashed_wherever_its_file_is(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_intact_mapping_is_hashed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small.parent)
     with open_weights(small.name, load="map") as w:
         assert w.files == (small.name,)
@@ -292,15 +289,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_what_progress_raises_stops(large: Path, told: threading.Event) -> None:
-    class EnoughError(Exception):
-        pass
-
     def progress(done: int, total: int) -> None:
         assert done < total
         told.set()
-        raise EnoughError
+        raise ZeroDivisionError
 
-    with open_weights(large) as w, pytest.raises(EnoughError):
+    with open_weights(large) as w, pytest.raises(ZeroDivisionError):
         w.content_hash(threads=2, progress=progress)
 
 
@@ -316,9 +310,7 @@ def test_interrupt_stops(large: Path, told: threading.Event) -> None:
         assert caught.traceback
 
 
-def test_an_interrupt_at_any_moment_leaves_no_thread(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content_hash, "_PIECE_BYTES", 8 * MIB)
     hold(monkeypatch, lambda: time.sleep(0.002))  # so that there are threads to be left
     with open_weights(large) as w:

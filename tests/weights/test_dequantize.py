@@ -123,9 +123,7 @@ def test_blocks_are_as_ggml_and_gguf_py_read_them(files: Path, kind: Any) -> Non
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", BY_GGUF_PY, ids=lambda kind: kind.name)
-def test_gguf_py_does_it_where_there_is_no_ggml(
-    files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_py_without_ggml(files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_by_ggml", lambda number: "ggml is not here")
     with open_weights(files) as w:
         for part in ("values", "bytes"):
@@ -175,10 +173,8 @@ SAFETENSORS: dict[str, Any] = {
     **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
     **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
     "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2},
+    **{"F8_E8M0": ml_dtypes.float8_e8m0fnu, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz},
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
 
@@ -211,8 +207,7 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
     path = tmp_path / "file.safetensors"
     with open_weights(write_safetensors(path, dtype, values.shape, data.tobytes(), before)) as w:
         array = w.tensors["t"].as_array()
-        assert array.dtype == values.dtype
-        assert array.tobytes() == data.tobytes()
+        assert (array.dtype, array.tobytes()) == (values.dtype, data.tobytes())
         found = w.tensors["t"].dequantize()
     with np.errstate(all="ignore"):
         expected = values.astype(np.float32)
@@ -223,9 +218,7 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "n", "nbytes", "why"),
     [
-        ("C64", 1, 8, "complex"),
-        ("F4", 2, 1, "packed"),
-        ("F6_E2M3", 4, 3, "packed"),
+        *(("C64", 1, 8, "complex"), ("F4", 2, 1, "packed"), ("F6_E2M3", 4, 3, "packed")),
         ("F6_E3M2", 4, 3, "packed"),
     ],
 )
@@ -239,9 +232,8 @@ def test_what_nothing_converts(tmp_path: Path, dtype: str, n: int, nbytes: int, 
 def test_shapes_without_rows(tmp_path: Path) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.everything())
     with open_weights(tmp_path / "file.gguf") as w:
-        assert w.tensors["scalar"].dequantize().shape == ()
-        assert w.tensors["empty"].dequantize().shape == (0, 4)
-        assert w.tensors["four"].dequantize().shape == (2, 1, 3, 2)
+        for name, shape in (("scalar", ()), ("empty", (0, 4)), ("four", (2, 1, 3, 2))):
+            assert w.tensors[name].dequantize().shape == shape
 
 
 # ---- modes, and files that change ----

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,8 +103,7 @@ def check_against_the_kernel(weights: Weights, look: Residency) -> None:
         size = Path(path).stat().st_size
         cache, tables = in_cache(Path(path)), in_tables(block.address, size)
         whole = look.by_file[path]
-        assert whole.nbytes == size
-        assert whole.resident_bytes == covered(cache, 0, size)
+        assert (whole.nbytes, whole.resident_bytes) == (size, covered(cache, 0, size))
         assert whole.mapped_bytes == covered(tables, 0, size) == sum(whole.nodes.values())
         for tensor in weights.tensors.values():
             if tensor.file == path:
@@ -342,17 +342,15 @@ def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.Monkey
     with um.open_weights(model, load="map", warm=True) as weights:
         (part,) = weights._parts
 
-        class Refused:
-            def _pages(self, offset: int, nbytes: int, nodes: bool = False) -> Any:
-                if nodes:
-                    raise um.PlacementError(errno.EPERM, "move_pages")
-                return part.memory.block._pages(offset, nbytes)
+        def pages(offset: int, nbytes: int, nodes: bool = False) -> Any:
+            if nodes:
+                raise um.PlacementError(errno.EPERM, "move_pages")
+            return part.memory.block._pages(offset, nbytes)
 
-        memory = part.memory._replace(block=Refused())  # type: ignore[arg-type]
+        memory = part.memory._replace(block=SimpleNamespace(_pages=pages))  # type: ignore[arg-type]
         monkeypatch.setattr(weights, "_parts", (part._replace(memory=memory),))
         look = weights.residency()
-        assert look.mapped_bytes == look.nbytes
-        assert look.nodes == {}
+        assert (look.mapped_bytes, look.nodes) == (look.nbytes, {})
         assert look.tensors["t2"].nodes == {}
 
 
@@ -372,9 +370,7 @@ def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
 # ---- warm ---------------------------------------------------------------------------------------
 
 
-def test_warm_brings_all_files_in_and_tells_how_far_it_is(
-    split: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_tells_how_far_it_is(split: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 100_000)
     monkeypatch.setattr(residency, "_TICK_SECONDS", 0.0)
     calls: list[tuple[int, int]] = []
@@ -401,9 +397,7 @@ def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> Non
         assert told == [(total, total)]
 
 
-def test_what_progress_raises_ends_the_warming(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_progress_raises_ends_warming(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 16 * PAGE)
     with open_cold(model) as weights:
         weights.blocks[0].advise("random")
@@ -426,8 +420,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
             for call in (weights.warm, weights.lock):
                 with pytest.raises(um.CapacityError, match="memory of the machine has room for"):
                     call()
-            look = weights.residency()
-            assert (look.resident_bytes, locked_bytes()) == (before, locked)
+            assert (weights.residency().resident_bytes, locked_bytes()) == (before, locked)
         weights.warm()
         with monkeypatch.context() as patch:
             # What is there already needs no room.
@@ -440,8 +433,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_was_truncated(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         os.truncate(model, 100_000)
-        look = weights.residency()
-        assert look.mapped_bytes == 0
+        assert weights.residency().mapped_bytes == 0
         for call in (weights.warm, weights.lock):
             with pytest.raises(OSError, match="shorter") as raised:
                 call()

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import pytest
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from conftest import Run
+from forks import in_child
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import huge_page_bytes
 from staging import (
@@ -61,7 +61,7 @@ def backing(request: pytest.FixtureRequest) -> Any:
 
 
 @contextmanager
-def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
+def process(script: str, *wrapper: str, status: int = 0) -> Iterator[Callable[[], str]]:
     """A script in a process of its own, to read its lines of; it may wait for the end of input."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
@@ -69,7 +69,7 @@ def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
         assert lines is not None
         yield lambda: lines.readline().rstrip("\n")
         started.communicate("")
-        assert started.returncode == 0
+        assert started.returncode == status
 
 
 # ---- what others get ----
@@ -78,13 +78,11 @@ def process(script: str, *wrapper: str) -> Iterator[Callable[[], str]]:
 def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> None:
     model.chmod(0o644)  # which may lie in a private folder
     with um.stage(model, backing=backing) as staged:
-        assert staged.backing == backing
-        assert staged.reason == "it was asked for"
+        assert (staged.backing, staged.reason) == (backing, "it was asked for")
         assert staged.nbytes == os.path.getsize(staged.path) == model.stat().st_size
         assert read_elsewhere(staged.path) == model.read_bytes()
         assert staged.granted.resident_bytes >= staged.nbytes
-        assert staged.paths == (staged.path,)
-        assert staged.source == str(model)
+        assert (staged.paths, staged.source) == ((staged.path,), str(model))
         assert os.stat(staged.path).st_mode & 0o777 == 0o400
         if backing == "shm":
             assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
@@ -158,8 +156,7 @@ def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_hugetlb_pages(model: Path) -> None:
     with um.stage(model, pages="2m", strict=True) as staged:
-        assert staged.backing == "hugetlb"
-        assert staged.granted.pages == "2m"
+        assert (staged.backing, staged.granted.pages) == ("hugetlb", "2m")
         assert staged.granted.huge_bytes == os.path.getsize(staged.path) == 8 * MIB
         # hugetlb files cannot be read by programs whose buffer is less than a page: mapped then.
         fields = plain_reader(staged.path)
@@ -200,8 +197,7 @@ def test_what_has_no_names_takes_one_file(split: list[Path], backing: Any) -> No
 
 def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
     with um.stage(indexed) as staged:
-        assert os.path.basename(staged.path) == indexed.name
-        assert len(staged.paths) == 3
+        assert (os.path.basename(staged.path), len(staged.paths)) == (indexed.name, 3)
         assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
         with um.open_weights(staged.path) as w:
             assert (w.tensors["t1"].as_array() == np.arange(1000, dtype=np.float32) + 1).all()
@@ -253,10 +249,8 @@ def test_nobody_can_write_to_a_memfd(model: Path) -> None:
 def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
     with um.stage(model, backing="tmpfs") as staged:
         for attempt in (
-            lambda: os.open(staged.path, os.O_RDWR),
-            lambda: os.unlink(staged.path),
-            lambda: os.truncate(staged.path, 0),
-            lambda: os.chmod(staged.path, 0o666),
+            *(lambda: os.open(staged.path, os.O_RDWR), lambda: os.unlink(staged.path)),
+            *(lambda: os.truncate(staged.path, 0), lambda: os.chmod(staged.path, 0o666)),
             lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
         ):
             with pytest.raises(OSError, match="Read-only") as caught:
@@ -391,9 +385,7 @@ def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("no_huge_pages", "no_mount")
-def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
-    model: Path, split: list[Path]
-) -> None:
+def test_where_nothing_is_mounted_the_next_kind_is_taken(model: Path, split: list[Path]) -> None:
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
         assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
@@ -406,9 +398,7 @@ def test_where_nothing_can_be_mounted_the_next_kind_is_taken(
         um.stage(model, backing="tmpfs")
 
 
-def test_a_child_that_dies_is_no_mount(
-    monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path
-) -> None:
+def test_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path) -> None:
     no_mount.write_text("raise SystemExit(1)")
     with pytest.raises(PlacementError, match="child"):
         um.stage(model, backing="tmpfs")
@@ -417,9 +407,7 @@ def test_a_child_that_dies_is_no_mount(
         um.stage(model, backing="tmpfs")
 
 
-def test_no_room_is_told_before_anything_is_taken(
-    cgroup_512mb: SmallCgroup, tmp_path: Path
-) -> None:
+def test_no_room_is_told_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
     model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
     os.truncate(model, 600 * MIB)
     said = cgroup_512mb.run(f"""
@@ -467,9 +455,7 @@ def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_a_pool_has_room_where_other_memory_has_none(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
+def test_a_pool_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setattr(limits, "require", full)
     with um.stage(model) as staged:
         assert staged.backing == "hugetlb"
@@ -497,13 +483,12 @@ def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
     drop_from_cache(model)
     seen = []
 
-    def fail_once(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         seen.append(done)
-        if len(seen) == 1:
-            raise OSError(errno.EINVAL, "mine")
+        raise OSError(errno.EINVAL, "mine")
 
     with pytest.raises(OSError, match="mine"):
-        um.stage(model, progress=fail_once)
+        um.stage(model, progress=fail)
     assert len(seen) == 1
 
 
@@ -533,10 +518,8 @@ def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backing": "disk"}, "backing: expected"),
-        ({"pages": "8k"}, "pages: expected"),
-        ({"numa": "everywhere"}, "numa: expected"),
-        ({"lock": "maybe"}, "lock: expected"),
+        *(({"backing": "disk"}, "backing: expected"), ({"pages": "8k"}, "pages: expected")),
+        *(({"numa": "everywhere"}, "numa: expected"), ({"lock": "maybe"}, "lock: expected")),
         ({"backing": "shm", "pages": "2m"}, "come from a pool"),
         ({"backing": "hugetlb", "pages": "4k"}, "come from no pool"),
     ],
@@ -604,13 +587,9 @@ print(staged.path, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script], **pipes) as holder:
-        assert holder.stdout is not None
-        path = holder.stdout.readline().strip()
+    with process(script, status=-signal.SIGKILL) as line:
+        path = line()
         reader = start_reader(path)
-        holder.communicate("")
-    assert holder.returncode == -signal.SIGKILL
     assert look(reader)["Rss"] >= model.stat().st_size
     stop(reader)
     assert os.path.exists(path) == (backing == "shm")
@@ -629,9 +608,7 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
     assert os.listdir(own_shm) == ["of somebody else"]
 
 
-def test_a_signal_that_ends_the_process_leaves_what_the_next_call_removes(
-    model: Path, run_python: Run, own_shm: Path
-) -> None:
+def test_the_next_call_removes_what_was_left(model: Path, run_python: Run, own_shm: Path) -> None:
     ended = run_python(f"""{in_shm(own_shm)}
 def kill(*now):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -655,17 +632,13 @@ def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run)
 def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:
     with um.stage(model, backing=backing) as staged:
         path = staged.path
-        with warnings.catch_warnings():  # of forks in processes that have threads
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            ok = False
-            try:
-                ok = staged.path == path and Path(path).read_bytes() == model.read_bytes()
-                staged.close()
-            finally:
-                os._exit(not (ok and staged.closed))
-        assert os.waitpid(child, 0)[1] == 0
+
+        def reads_and_closes() -> bool:
+            same = staged.path == path and Path(path).read_bytes() == model.read_bytes()
+            staged.close()
+            return same and staged.closed
+
+        assert in_child(reads_and_closes)
         assert read_elsewhere(path) == model.read_bytes()
 
 

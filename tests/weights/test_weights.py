@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
 import shutil
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,8 +122,7 @@ def test_arrays_are_views_of_one_mapping(weights: Weights) -> None:
 
 def test_figures(weights: Weights, path: Path) -> None:
     assert weights.by_type() == {"f32": 4, "q8_0": 68, "f16": 24}
-    assert weights.nbytes == 96
-    assert weights.mapped_bytes == path.stat().st_size
+    assert (weights.nbytes, weights.mapped_bytes) == (96, path.stat().st_size)
     assert weights.files == (str(path),)
     for text in (str(path), "4 tensors", "q8_0"):
         assert text in repr(weights)
@@ -230,15 +227,6 @@ def test_collected_while_open_warns_and_gives_the_memory_back(path: Path) -> Non
     assert n_mappings() == before
 
 
-def test_closed_weights_are_collected_silently(path: Path) -> None:
-    w = open_weights(path)
-    gone = weakref.ref(w)
-    w.close()
-    del w
-    gc.collect()
-    assert gone() is None
-
-
 def test_no_file_stays_open(path: Path) -> None:
     before = n_descriptors()
     with open_weights(path):
@@ -309,8 +297,7 @@ def test_a_relative_path_and_links(model: Path, monkeypatch: pytest.MonkeyPatch)
     folder = model.parent / "snapshot"
     folder.mkdir()
     for i, part in enumerate(parts):
-        blob = part.rename(model.parent / f"blob{i}")
-        (folder / part.name).symlink_to(blob)
+        (folder / part.name).symlink_to(part.rename(model.parent / f"blob{i}"))
     with open_weights(folder / parts[0].name) as weights:
         assert weights.files == tuple(str(folder / part.name) for part in parts)
 
@@ -354,9 +341,7 @@ def with_the_same_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "change", [of_another_model, with_other_numbers, with_fewer_tensors, with_the_same_tensors]
 )
-def test_parts_that_do_not_belong_together(
-    model: Path, tmp_path: Path, change: Callable[[list[Path], Path], tuple[Path, str]]
-) -> None:
+def test_parts_that_do_not_belong_together(model: Path, tmp_path: Path, change: Any) -> None:
     parts = gf.split(model, 7)
     (tmp_path / "other").mkdir()
     other = write_model(tmp_path / "other" / "o.gguf", "qwen3", shape=TINY, kind="q8_0")
@@ -532,9 +517,7 @@ def test_too_few_descriptors_for_all_files(model: Path, run_python: Run) -> None
 
 
 @pytest.mark.parametrize("kind", ["split", "index"])
-def test_an_interrupt_at_any_moment_leaves_no_descriptor(
-    model: Path, index: Path, kind: str
-) -> None:
+def test_an_interrupt_anywhere_leaves_no_descriptor(model: Path, index: Path, kind: str) -> None:
     path = gf.split(model, 20)[0] if kind == "split" else index
     held = n_descriptors()
 
@@ -546,16 +529,6 @@ def test_an_interrupt_at_any_moment_leaves_no_descriptor(
 
     for _ in interrupts.at_each_line(call, "unimem/weights/files.py"):
         assert n_descriptors() == held
-
-
-def test_failing_to_open_leaves_nothing(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(gf.everything()[:-250])
-    before = n_mappings(), n_descriptors()
-    for _ in range(10):
-        with pytest.raises(GGUFError):
-            open_weights(bad)
-    assert (n_mappings(), n_descriptors()) == before
 
 
 # ---- what is no model --------------------------------------------------------------------------
@@ -635,9 +608,7 @@ def test_file_in_memory(raw: bytes, name: str, load: Any) -> None:
     [(GGUFHeader, gf.everything()), (SafetensorsHeader, sf.everything())],
     ids=["gguf", "safetensors"],
 )
-def test_file_that_shrinks_while_its_header_is_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, raw: bytes
-) -> None:
+def test_shrinking_file(path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, raw: bytes) -> None:
     path.write_bytes(raw)
     with path.open("rb") as file, pytest.raises(OSError, match="shorter") as caught:
         kind(file.fileno(), len(raw) + (1 << 20), str(path))
