@@ -84,11 +84,12 @@ format: $(VENV)/.checkers
 
 install: $(VENV)/.installed
 
-# What builds stands in build/tools; what runs, in .venv. pip compiles nothing there: Python does it
-# for the few modules that are imported.
+# What builds stands in build/tools; what runs, in .venv. pip compiles no modules for `make run`:
+# Python does it for the few that are imported.
 TOOLS := $(abspath $(BUILD)/tools)
-WITH_TOOLS := PYTHONPATH=$(TOOLS) PATH=$(TOOLS)/bin:$$PATH
 PIP := $(BIN)/python -m pip install --quiet
+WITH_TOOLS := PYTHONPATH=$(TOOLS) PATH=$(TOOLS)/bin:$$PATH $(PIP) --no-deps --no-build-isolation
+NEEDS = $(BIN)/python tools/requirements.py
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -103,22 +104,22 @@ $(TOOLS)/.done: $(VENV)/.python
 # ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
 # cached wheel.
 $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
-	$(WITH_TOOLS) CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(PIP) --no-compile --no-cache-dir \
-	    --no-build-isolation --no-binary ggml-python \
-	    "$$(sed -n 's/.*"\(ggml-python==[^"]*\)".*/\1/p' pyproject.toml)"
-	$(WITH_TOOLS) $(PIP) --no-compile --no-build-isolation -e ".[run]"
+	CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(WITH_TOOLS) --no-compile --no-cache-dir \
+	    --no-binary ggml-python "$$($(NEEDS) run | grep ggml-python)"
+	$(NEEDS) run | $(PIP) --no-compile -r /dev/stdin
+	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.run
-	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[test]"
-	touch $@
-
-$(VENV)/.worth: $(VENV)/.installed
-	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[worth]"
+	$(NEEDS) test | $(PIP) -r /dev/stdin
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
-	$(WITH_TOOLS) $(PIP) --no-build-isolation -e ".[check]"
+	$(NEEDS) check | $(PIP) -r /dev/stdin
+	touch $@
+
+$(VENV)/.worth: $(VENV)/.installed
+	$(NEEDS) worth | $(PIP) -r /dev/stdin
 	touch $@
 
 # The C tests, and the tests of the bindings, with AddressSanitizer and UBSan.
