@@ -188,7 +188,7 @@ def _function_name(node: tree_sitter.Node) -> str:
         assert inner is not None
         declarator = inner
     assert declarator.text is not None
-    return declarator.text.decode()
+    return str(declarator.text.decode())
 
 
 def _one_line(text: str) -> str:
