@@ -454,7 +454,14 @@ Break = Callable[[pytest.MonkeyPatch, Upload], object]
 def device(name: str, n_good: int = 0) -> tuple[Break, type[BaseException], str]:
     def break_it(patch: pytest.MonkeyPatch, up: Upload) -> None:
         error = RuntimeError("cudaErrorIllegalAddress")
-        patch.setattr(up.driver, name, fails(error, n_good, getattr(up.driver, name)))
+        true = getattr(up.driver, name)
+        fail = fails(error, n_good, true)
+
+        def late(stream: int) -> None:
+            true(stream)  # a device that reports an error copies no more
+            fail(stream)
+
+        patch.setattr(up.driver, name, late if name == "synchronize" else fail)
 
     return break_it, RuntimeError, "IllegalAddress"
 
