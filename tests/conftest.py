@@ -20,6 +20,7 @@ from huge_pages import sharing_the_pool
 from project import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
+from unimem.system import limits
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -48,6 +49,9 @@ MACHINE_MODULES = {
     *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
 }
 
+# What tests lock at most that are marked `locks`; the usual limit of a user.
+LOCKED_BYTES = 8 << 20
+
 # Modules whose tests reserve huge pages by themselves.
 POOL_MODULES = {
     *("test_bench_advise", "test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
@@ -65,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     known_state.begin()
     # Where pytest-xdist is not installed, as on a machine that is lent for its GPU.
     config.addinivalue_line("markers", "xdist_group(name): in one worker, one after the other")
+    config.addinivalue_line("markers", "locks: locks some MiB of memory")
     config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
     tiers.everything = config.getoption("--all") or config.getoption("--explore")
     random = config.getoption("--explore")
@@ -86,6 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.n_left_out = len(slow)
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = limits.memlock()
+    if item.get_closest_marker("locks") and limit and limit.limit_bytes < LOCKED_BYTES:
+        pytest.skip(f"this user may lock {limit.limit_bytes >> 10} KiB of memory: ulimit -l")
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ LIMITED = DROP_LOCK + CHECKS + "limit_memlock(64 << 10)\n"
 
 
 @pytest.mark.parametrize("pages", ["4k", "thp"])
+@pytest.mark.locks
 def test_lock_now_brings_all_of_it_in(pages: Any) -> None:
     if pages == "thp" and proc_maps.huge_page_bytes() == 0:
         pytest.skip("this kernel gives no transparent huge pages")
@@ -30,6 +31,7 @@ def test_lock_now_brings_all_of_it_in(pages: Any) -> None:
         assert "4.0 MiB locked" in repr(block)
 
 
+@pytest.mark.locks
 def test_lock_on_fault_locks_what_is_touched() -> None:
     with um.Block(64 * PAGE, pages="4k", lock="onfault", strict=True) as block:
         assert (block.granted.locked_bytes, block.granted.resident_bytes) == (0, 0)

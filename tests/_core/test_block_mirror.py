@@ -173,6 +173,7 @@ def test_room_is_asked_for_once_and_not_for_what_is_there(monkeypatch: pytest.Mo
         assert block.verify().resident_bytes == 2 * MIB
 
 
+@pytest.mark.locks
 def test_it_does_not_grow_or_shrink() -> None:
     with mirrored(2, PAGE) as block:
         block.commit(4 * PAGE)  # which it has

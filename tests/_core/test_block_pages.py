@@ -59,6 +59,7 @@ def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
 @pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
 @pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
+@pytest.mark.locks
 def test_granted_as_the_kernel_says(request: pytest.FixtureRequest, pool: str, pages: Any) -> None:
     request.getfixturevalue(pool)
     sharings = (False, True, f"unimem-test-pages-{os.getpid()}")

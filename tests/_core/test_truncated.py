@@ -497,7 +497,13 @@ OF_WEIGHTS: dict[str, Callable[[Weights], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_WEIGHTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.locks] if name == "lock" else [])
+        for name in OF_WEIGHTS
+    ],
+)
 def test_what_touches_lost_tensors_raises(name: str, model: Path) -> None:
     with um.open_weights(model, load="map") as w:
         before = bus_handler()

@@ -74,7 +74,7 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
     {"pages": "4k", "warm": True},
     {"pages": "4k", "warm": True, "shared": True},
     {"pages": "4k", "warm": True, "reserve": 8 << 20},
-    {"pages": "4k", "lock": True},
+    pytest.param({"pages": "4k", "lock": True}, marks=pytest.mark.locks),
     {"pages": "thp"},
     {"pages": "thp", "warm": True},
     {"pages": "2m", "strict": True},

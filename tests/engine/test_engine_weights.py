@@ -104,7 +104,9 @@ WAYS: dict[str, Opens] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.locks] if way == "locked" else []) for way in WAYS]
+)
 def test_however_they_are_placed_the_logits_are_identical(
     model: Path, parts: list[Path], expected: NDArray[Any], way: str
 ) -> None:

@@ -160,6 +160,7 @@ def test_crop_and_clear_keep_what_was_taken_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "grow", "ring"])
+@pytest.mark.locks
 def test_locked_memory(kind: str) -> None:
     with ExitStack() as stack:
         try:

@@ -252,7 +252,9 @@ def check_planned(path: Path, load: Any, pages: Any) -> None:
         assert again.rows == planned.rows
 
 
-@pytest.mark.parametrize("options", [{"load": "copy"}, {"lock": True}])
+@pytest.mark.parametrize(
+    "options", [{"load": "copy"}, pytest.param({"lock": True}, marks=pytest.mark.locks)]
+)
 def test_what_is_in_memory_for_good_need_not_fit_once_more(
     model: Path, available: Any, options: Any
 ) -> None:

@@ -190,6 +190,7 @@ def test_it_says_itself_in_a_line(model: Path) -> None:
         assert "tensors" not in repr(look)
 
 
+@pytest.mark.locks
 def test_a_copy_in_huge_pages(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", MIB, 100, 3 * MIB, 4)
     with um.open_weights(path, load="copy", pages="thp") as weights:
@@ -410,6 +411,7 @@ def test_what_progress_raises_ends_warming(model: Path, monkeypatch: pytest.Monk
         assert weights.residency().mapped_bytes == 16 * PAGE
 
 
+@pytest.mark.locks
 def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = limits.Limit("memory of the machine", 10 * MIB, 9 * MIB, "take less")
     locked = locked_bytes()
@@ -430,6 +432,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
             weights.lock(False)
 
 
+@pytest.mark.locks
 def test_a_file_that_was_truncated(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         os.truncate(model, 100_000)
@@ -447,6 +450,7 @@ def test_a_file_that_was_truncated(model: Path) -> None:
 # ---- lock ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.locks
 def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
     before = locked_bytes()
     with open_cold(split[0]) as weights:
@@ -476,6 +480,7 @@ def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
         assert locked_bytes() == before
 
 
+@pytest.mark.locks
 def test_all_files_are_locked_or_none(split: list[Path], run_python: Run) -> None:
     run = run_python(
         f"""{DROP_LOCK}

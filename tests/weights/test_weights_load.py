@@ -170,7 +170,10 @@ def with_huge_pages() -> None:
     [
         ({}, 0, "map", "a mapping shares the page cache"),
         ({"pages": "4k"}, 0, "map", "shares the page cache"),
-        ({"lock": "onfault", "warm": True}, 0, "map", "shares the page cache"),
+        pytest.param(
+            *({"lock": "onfault", "warm": True}, 0, "map", "shares the page cache"),
+            marks=pytest.mark.locks,
+        ),
         ({"pages": "thp"}, 0, "direct", "pages='thp'.*0% of the file"),
         ({"pages": "thp"}, 0.49, "direct", "49% of the file"),
         ({"pages": "thp"}, 0.51, "copy", "51% of the file are in the page cache"),
@@ -315,6 +318,7 @@ def test_a_mapping_tells_what_it_lacks(path: Path) -> None:
     open_weights(path, load="map", pages="4k", strict=True).close()
 
 
+@pytest.mark.locks
 def test_a_mapping_is_warmed_and_locked(parts: list[Path]) -> None:
     with open_weights(parts[0], load="map", warm=2, lock="onfault") as weights:
         resident = weights.residency()
