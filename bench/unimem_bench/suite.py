@@ -5,8 +5,10 @@ each case, which is one question::
 
     SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5)
 
-    @SUITE.case("take", unit="ns", targets=[faster("np.empty", 2.0, issue=2)])
-    @asks("What does an uninitialised array of 16 KiB cost?")
+    @SUITE.case(
+        "take", "What does an uninitialised array of 16 KiB cost?", unit="ns",
+        targets=[faster("np.empty", 2.0, issue=2)],
+    )
     def take(measure: Measure) -> None:
         with um.Tape(nbytes) as tape:
             measure.compare(
@@ -21,19 +23,18 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.rounds import Side, alternate, pin
 
 __all__ = [
-    "Case", "Measure", "NotMeasured", "Suite", "asks", "at_least", "at_most", "costs", "faster",
+    "Case", "Measure", "NotMeasured", "Suite", "at_least", "at_most", "costs", "faster",
     "faster_than_best", "grows",
 ]  # fmt: skip
 
 OURS = "unimem"
 
-Asking = TypeVar("Asking", bound=Callable[..., object])
 Place = tuple[str, float | None]  # name and size of a side
 
 
@@ -264,16 +265,6 @@ class Case:
         )
 
 
-def asks(question: str) -> Callable[[Asking], Asking]:
-    """Say what a function answers; `Suite.case` stands above it."""
-
-    def declare(run: Asking) -> Asking:
-        vars(run)["question"] = question
-        return run
-
-    return declare
-
-
 @dataclass(slots=True)
 class Suite:
     """Cases that belong together, and are measured in the same process."""
@@ -289,23 +280,21 @@ class Suite:
     def case(
         self,
         name: str,
-        question: str = "",
+        question: str,
         *,
         unit: str,
         x: str | None = None,
         targets: Sequence[Target] = (),
         in_quick: bool = True,
     ) -> Callable[[Callable[[Measure], None]], Callable[[Measure], None]]:
-        """Declare a case; decorates its function, or takes a `functools.partial` of one.
-
-        Its question stands here, or below in `asks`.
-        """
+        """Declare a case; decorates its function, or takes a `functools.partial` of one."""
 
         def declare(run: Callable[[Measure], None]) -> Callable[[Measure], None]:
             if any(case.name == name for case in self.cases):
                 raise ValueError(f"the suite {self.name!r} has two cases {name!r}")
-            asked = question or vars(run)["question"]
-            self.cases.append(Case(self.name, name, asked, unit, run, x, tuple(targets), in_quick))
+            self.cases.append(
+                Case(self.name, name, question, unit, run, x, tuple(targets), in_quick)
+            )
             return run
 
         return declare

@@ -21,7 +21,7 @@ import unimem as um
 from unimem._core.ledger import entries
 from unimem_bench.files import FLOAT16, TensorEntry, gguf_header, made_once, number, text
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, asks, costs
+from unimem_bench.suite import Measure, Suite, costs
 
 SUITE = Suite("accounting", "What does the ledger cost those who are entered in it?", passes=2)
 
@@ -132,8 +132,12 @@ def microseconds(statement: str, names: Mapping[str, object]) -> Side:
     return lambda: run() / 1e3
 
 
-@SUITE.case("plan", unit="us", targets=[costs("open", 3.0, issue=7, side="plan")])
-@asks("What does the plan of a model cost, beside opening its file?")
+@SUITE.case(
+    "plan",
+    "What does the plan of a model cost, beside opening its file?",
+    unit="us",
+    targets=[costs("open", 3.0, issue=7, side="plan")],
+)
 def plan(measure: Measure) -> None:
     """Plan a llama of 44 layers, and open the file, which both read the header of."""
     path = made_once(measure.folder / "llama-of-44-layers.gguf", write_model)

@@ -23,7 +23,7 @@ from unimem_bench.buffer_instances import (
     large_instance,
 )
 from unimem_bench.rounds import Side
-from unimem_bench.suite import Measure, NotMeasured, Suite, asks, at_most
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most
 
 SUITE = Suite("buffers", "How tight are plans of buffers, and what do they cost?")
 
@@ -36,8 +36,12 @@ OF_BOUND = "of the lower bound"
 Parts = dict[str, list[float]]  # of the lower bound, by planner
 
 
-@SUITE.case("graphs", unit=OF_BOUND, targets=[at_most(1.02, issue=5, side=WORST)])
-@asks("How far are plans of the engine's graphs above the lower bound?")
+@SUITE.case(
+    "graphs",
+    "How far are plans of the engine's graphs above the lower bound?",
+    unit=OF_BOUND,
+    targets=[at_most(1.02, issue=5, side=WORST)],
+)
 def graphs(measure: Measure) -> None:
     """Plan the graphs of 14 shapes of models, for one token and for 128."""
     found = graphs_of_engine()
@@ -63,8 +67,12 @@ for kind in ("random", *FAMILIES):
     )(partial(random_instances, family=kind))
 
 
-@SUITE.case("greedy", unit="of the best greedy plan", targets=[at_most(1.0, issue=5, side=WORST)])
-@asks("Is a plan ever larger than the best greedy one?")
+@SUITE.case(
+    "greedy",
+    "Is a plan ever larger than the best greedy one?",
+    unit="of the best greedy plan",
+    targets=[at_most(1.0, issue=5, side=WORST)],
+)
 def greedy(measure: Measure) -> None:
     """Compare each plan of the random instances with the best of the greedy ones."""
     found = parts_of_random(*size(measure))["random"]
@@ -74,8 +82,12 @@ def greedy(measure: Measure) -> None:
     measure.count(WORST, [max(ratios)])
 
 
-@SUITE.case("time, largest graph", unit="ms", targets=[at_most(25.0, issue=5)])
-@asks("What does a plan of the values of Llama 3 70B take?")
+@SUITE.case(
+    "time, largest graph",
+    "What does a plan of the values of Llama 3 70B take?",
+    unit="ms",
+    targets=[at_most(25.0, issue=5)],
+)
 def largest_graph(measure: Measure) -> None:
     """Plan the graph with the most values."""
     found = graphs_of_engine()

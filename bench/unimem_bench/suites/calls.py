@@ -16,7 +16,7 @@ import unimem as um
 from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, asks, costs, faster
+from unimem_bench.suite import Measure, Suite, costs, faster
 
 SUITE = Suite("calls", "What do the hot calls cost from Python?", passes=5, quick_passes=4)
 
@@ -67,8 +67,12 @@ for form, kind in DTYPES.items():
     )(partial(take, dtype=kind))
 
 
-@SUITE.case("take_address", unit="ns", targets=[costs(EMPTY_CALL, 2.5, issue=2)])
-@asks("What does a plain address cost, beside a Cython method that does nothing?")
+@SUITE.case(
+    "take_address",
+    "What does a plain address cost, beside a Cython method that does nothing?",
+    unit="ns",
+    targets=[costs(EMPTY_CALL, 2.5, issue=2)],
+)
 def take_address(measure: Measure) -> None:
     """Compare with an empty method of two integers, and with an address that NumPy gives."""
     n = 2000

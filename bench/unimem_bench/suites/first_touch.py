@@ -13,7 +13,7 @@ from unimem.system.placement import Pages
 from unimem_bench import huge_pages, plain
 from unimem_bench.rounds import Side, thread_counts
 from unimem_bench.states import HUGE_PAGE, ready
-from unimem_bench.suite import Measure, NotMeasured, Suite, asks, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 
 __all__ = ["SUITE"]
 
@@ -122,8 +122,12 @@ def reserved(measure: Measure) -> None:
         measure.compare(ours, peers, limits, rounds=4, quick_rounds=4)
 
 
-@SUITE.case("threads", unit="GB/s", x="threads")
-@asks("How does bringing in a block on transparent huge pages scale with threads?")
+@SUITE.case(
+    "threads",
+    "How does bringing in a block on transparent huge pages scale with threads?",
+    unit="GB/s",
+    x="threads",
+)
 def threads(measure: Measure) -> None:
     """Warm with 1, 2, 4 and so on up to all CPUs."""
     cpus, nbytes = measure.pin(None), size(measure)

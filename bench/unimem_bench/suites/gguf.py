@@ -19,7 +19,7 @@ import unimem as um
 from unimem_bench import files
 from unimem_bench.files import TensorEntry
 from unimem_bench.rounds import Side
-from unimem_bench.suite import Measure, Suite, asks, costs, faster
+from unimem_bench.suite import Measure, Suite, costs, faster
 
 SUITE = Suite(
     "gguf", "How fast does a file with a large vocabulary open?", passes=3, quick_passes=3
@@ -32,9 +32,11 @@ NEW_MEMORY = "reading it to new memory"
 
 
 @SUITE.case(
-    "open", unit="ms", targets=[faster("ggml", 5.0, issue=2), costs(NEW_MEMORY, 3.0, issue=6)]
+    "open",
+    "How fast does a header with 150 thousand tokens open, its strings not decoded?",
+    unit="ms",
+    targets=[faster("ggml", 5.0, issue=2), costs(NEW_MEMORY, 3.0, issue=6)],
 )
-@asks("How fast does a header with 150 thousand tokens open, its strings not decoded?")
 def open_header(measure: Measure) -> None:
     """Compare with ggml, which decodes all strings, and with reading the bytes.
 
@@ -53,8 +55,12 @@ def open_header(measure: Measure) -> None:
     measure.compare(ours, peers, limits, rounds=21, quick_rounds=6)
 
 
-@SUITE.case("open, strings decoded", unit="ms", targets=[faster("gguf-py", 50.0, issue=2)])
-@asks("How fast does such a header open with all tokens and merges as Python strings?")
+@SUITE.case(
+    "open, strings decoded",
+    "How fast does such a header open with all tokens and merges as Python strings?",
+    unit="ms",
+    targets=[faster("gguf-py", 50.0, issue=2)],
+)
 def decoded(measure: Measure) -> None:
     """Compare with gguf-py, which has to find the same strings; it takes seconds."""
     path = vocabulary(measure, 10 if measure.quick else 1)

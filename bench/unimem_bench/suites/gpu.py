@@ -20,7 +20,7 @@ from unimem._core.empty_call import EmptyCall
 from unimem.system import gpu
 from unimem_bench.rounds import Side, stopwatch
 from unimem_bench.states import read_through
-from unimem_bench.suite import Measure, NotMeasured, Suite, asks, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 from unimem_bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_file
 
 SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
@@ -84,8 +84,12 @@ def torch_for(measure: Measure, peer: str) -> Any:
 # ---- taking -------------------------------------------------------------------------------------
 
 
-@SUITE.case("take", unit="ns", targets=[faster("cupy.empty", 3.0, issue=5)])
-@asks("What does an array of 16 KiB on the device cost?")
+@SUITE.case(
+    "take",
+    "What does an array of 16 KiB on the device cost?",
+    unit="ns",
+    targets=[faster("cupy.empty", 3.0, issue=5)],
+)
 def take(measure: Measure) -> None:
     """Compare ``Tape.take`` with ``cupy.empty``, which takes the same chunk of its pool anew."""
     require_gpu(measure)
@@ -326,8 +330,11 @@ def rate(run: Callable[[], object], nbytes: int, clear: Callable[[], object] | N
 # ---- a decode step ------------------------------------------------------------------------------
 
 
-@SUITE.case("graph", unit="us")
-@asks("What does a decode step of 22 layers cost without its products, captured or launched anew?")
+@SUITE.case(
+    "graph",
+    "What does a decode step of 22 layers cost without its products, captured or launched anew?",
+    unit="us",
+)
 def graph(measure: Measure) -> None:
     """Compare a captured step with the same step launched anew.
 
@@ -392,10 +399,10 @@ def graph(measure: Measure) -> None:
 
 @SUITE.case(
     "upload",
+    "How fast does a model file in the page cache come to the device?",
     unit="GB/s",
     targets=[faster(PINNED, 0.9, issue=5), faster(TORCH_UPLOAD, 1.0, issue=5)],
 )
-@asks("How fast does a model file in the page cache come to the device?")
 def upload(measure: Measure) -> None:
     """Compare with torch's way, and with copying pinned memory, which is the speed of the bus.
 

@@ -30,7 +30,7 @@ from unimem_bench.kv_sides import (
     zeros_in,
 )
 from unimem_bench.rounds import Side, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, asks, at_most, costs, faster
+from unimem_bench.suite import Measure, Suite, at_most, costs, faster
 
 SUITE = Suite(
     "kv",
@@ -55,9 +55,11 @@ def by_name(arrays: Sequence[Array]) -> dict[str, Array]:
 
 
 @SUITE.case(
-    "append", unit="ns", targets=[faster("NumPy", 3.5, issue=4), faster("torch", 20.0, issue=4)]
+    "append",
+    "What does it cost to append one token, 2 KiB of K and 2 KiB of V?",
+    unit="ns",
+    targets=[faster("NumPy", 3.5, issue=4), faster("torch", 20.0, issue=4)],
 )
-@asks("What does it cost to append one token, 2 KiB of K and 2 KiB of V?")
 def append(measure: Measure) -> None:
     """Compare with the ways in which code for NumPy and torch writes a token to a row."""
     n, kv = N_ROWS, tokens(1)
@@ -108,8 +110,11 @@ def scratchpad(measure: Measure) -> None:
         check_holds(name, arrays, [row[None]])
 
 
-@SUITE.case("paged-append", unit="ns")
-@asks("What does it cost to append one token to a sequence in blocks of 16?")
+@SUITE.case(
+    "paged-append",
+    "What does it cost to append one token to a sequence in blocks of 16?",
+    unit="ns",
+)
 def paged_append(measure: Measure) -> None:
     """Compare with a plain cache, and with NumPy that looks into a table of blocks."""
     n, kv = N_ROWS, tokens(1)
@@ -187,8 +192,11 @@ KINDS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 Q8_0_ERROR = 1 / 200  # of the largest value: half a step is 1/254, and its float16 scale is rounded
 
 
-@SUITE.case("dtypes", unit="GB/s")
-@asks("How fast does a cache of each type take float32, 1 MiB of K and of V at a time?")
+@SUITE.case(
+    "dtypes",
+    "How fast does a cache of each type take float32, 1 MiB of K and of V at a time?",
+    unit="GB/s",
+)
 def dtypes(measure: Measure) -> None:
     """Append the same float32 to caches of all types; what is counted are the bytes that go in."""
     n, n_tokens = 4, 256
@@ -317,8 +325,12 @@ def sequence_length(quick: bool) -> int:
     return 2048 if quick else 8192
 
 
-@SUITE.case("gather", unit="GB/s", targets=[faster("C memcpy", 0.85, issue=4)])
-@asks("How fast are 8192 tokens, 32 MiB (a quick run: 2048, 8 MiB), gathered from blocks of 16?")
+@SUITE.case(
+    "gather",
+    "How fast are 8192 tokens, 32 MiB (a quick run: 2048, 8 MiB), gathered from blocks of 16?",
+    unit="GB/s",
+    targets=[faster("C memcpy", 0.85, issue=4)],
+)
 def gather(measure: Measure) -> None:
     """Compare with NumPy and torch that take blocks of the same size, and with memcpy."""
     n = sequence_length(measure.quick)
@@ -364,9 +376,10 @@ def gather(measure: Measure) -> None:
         check_holds(name, arrays, blocks)
 
 
-@SUITE.case("fork", unit="ns")
-@asks(
-    "What does a fork of 8192 tokens (a quick run: 2048) cost for each block of 16 that it shares?"
+@SUITE.case(
+    "fork",
+    "What does a fork of 8192 tokens (a quick run: 2048) cost for each block of 16 that it shares?",
+    unit="ns",
 )
 def fork(measure: Measure) -> None:
     """Compare with copying the tokens, and with memcpy of the table of blocks."""

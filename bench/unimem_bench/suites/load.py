@@ -26,7 +26,6 @@ from unimem_bench.suite import (
     Measure,
     NotMeasured,
     Suite,
-    asks,
     at_most,
     costs,
     faster,
@@ -231,8 +230,12 @@ def copying_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
     return run
 
 
-@SUITE.case("copy", unit="ms", targets=[faster_than_best(0.9, issue=6)])
-@asks("How fast is a file in the page cache copied to huge pages?")
+@SUITE.case(
+    "copy",
+    "How fast is a file in the page cache copied to huge pages?",
+    unit="ms",
+    targets=[faster_than_best(0.9, issue=6)],
+)
 def copied(measure: Measure) -> None:
     """Compare load="copy" with the ways of C."""
     cpus, file = measure.pin(2), hot_file(measure, "gguf")
@@ -256,8 +259,13 @@ def copied(measure: Measure) -> None:
     )
 
 
-@SUITE.case("copy-threads", unit="ms", x="threads", in_quick=False)
-@asks("How does copying a file in the page cache to huge pages scale with threads?")
+@SUITE.case(
+    "copy-threads",
+    "How does copying a file in the page cache to huge pages scale with threads?",
+    unit="ms",
+    x="threads",
+    in_quick=False,
+)
 def copy_threads(measure: Measure) -> None:
     """Copy with 1, 2, 4 and so on up to all cores."""
     cpus, file = measure.pin(None), hot_file(measure, "gguf")
@@ -295,8 +303,12 @@ def disk(path: Path, rooms: Sequence[memoryview]) -> None:
         raise AssertionError(f"{total} bytes of {nbytes} were read of {path.name}")
 
 
-@SUITE.case("cold", unit="ms", targets=[faster_than_best(0.95, issue=6)])
-@asks("How fast does a file on the disk come into memory?")
+@SUITE.case(
+    "cold",
+    "How fast does a file on the disk come into memory?",
+    unit="ms",
+    targets=[faster_than_best(0.95, issue=6)],
+)
 def cold(measure: Measure) -> None:
     """Compare load="direct" with the ways of C, past the page cache and through it."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -331,8 +343,12 @@ def cold(measure: Measure) -> None:
         )
 
 
-@SUITE.case("page-cache", unit="% of the file", targets=[at_most(1, issue=6)])
-@asks("How much of a file is in the page cache after it was read past it?")
+@SUITE.case(
+    "page-cache",
+    "How much of a file is in the page cache after it was read past it?",
+    unit="% of the file",
+    targets=[at_most(1, issue=6)],
+)
 def page_cache(measure: Measure) -> None:
     """Count what load="direct" leaves: the header, with what the kernel read ahead."""
     cpus, file = measure.pin(2), cold_file(measure, "gguf")
@@ -388,8 +404,12 @@ def downloaded(model: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-@SUITE.case("staged", unit="ms", targets=[costs(AS_WRITTEN, 0.6, issue=6)])
-@asks("How fast does llama.cpp start from a staged model?")
+@SUITE.case(
+    "staged",
+    "How fast does llama.cpp start from a staged model?",
+    unit="ms",
+    targets=[costs(AS_WRITTEN, 0.6, issue=6)],
+)
 def staged(measure: Measure) -> None:
     """Start llama.cpp from a file in the page cache, and from what is staged of it."""
     if not measure.installed("cyllama", AS_WRITTEN):

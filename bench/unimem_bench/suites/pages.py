@@ -19,7 +19,7 @@ from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
 from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
-from unimem_bench.suite import Measure, NotMeasured, Suite, asks
+from unimem_bench.suite import Measure, NotMeasured, Suite
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 
@@ -46,8 +46,12 @@ def decode(measure: Measure) -> None:
         decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
-@SUITE.case("prefill", unit="tokens/s", in_quick=False)
-@asks("How fast is a prompt of 128 tokens computed on each kind of pages?")
+@SUITE.case(
+    "prefill",
+    "How fast is a prompt of 128 tokens computed on each kind of pages?",
+    unit="tokens/s",
+    in_quick=False,
+)
 def prefill(measure: Measure) -> None:
     """Compute the prompt, each time anew."""
     with ExitStack() as stack:
@@ -56,8 +60,12 @@ def prefill(measure: Measure) -> None:
         decoding.compare(measure, sides, measured, rounds=7)
 
 
-@SUITE.case("start", unit="ms", in_quick=False)
-@asks("How long does the decoder take to start on each kind of pages?")
+@SUITE.case(
+    "start",
+    "How long does the decoder take to start on each kind of pages?",
+    unit="ms",
+    in_quick=False,
+)
 def compare_starts(measure: Measure) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 

@@ -35,7 +35,7 @@ from unimem.system.placement import Pages
 from unimem.system.text import format_bytes
 from unimem_bench import files, plain, states
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, asks, grows
+from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, grows
 from unimem_bench.suites.gguf import of_ggml
 
 SUITE = Suite("scaling", "How does cost grow with the work?", passes=3, quick_passes=3)
@@ -94,7 +94,7 @@ def require_equal(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
 
 def by_size(
     name: str,
-    question: str = "",
+    question: str,
     *,
     first: int = 10,
     rounds: int,
@@ -114,7 +114,7 @@ def by_size(
                 ours = {OURS: found.pop(OURS)}
                 measure.scale(ours, found, rounds=rounds, quick_rounds=quick_rounds, warmup=warmup)
 
-        SUITE.case(name, question or vars(sides)["question"], **declared)(run)
+        SUITE.case(name, question, **declared)(run)
         return sides
 
     return declare
@@ -123,8 +123,13 @@ def by_size(
 # ---- tapes ----
 
 
-@SUITE.case("take", unit="ns", x="bytes of the array", targets=[CONSTANT])
-@asks("Does an uninitialised array cost more where it is larger?")
+@SUITE.case(
+    "take",
+    "Does an uninitialised array cost more where it is larger?",
+    unit="ns",
+    x="bytes of the array",
+    targets=[CONSTANT],
+)
 def take(measure: Measure) -> None:
     """Take arrays of one size, from a tape that is cleared before."""
     n = 64
@@ -138,8 +143,14 @@ def take(measure: Measure) -> None:
         measure.scale({"unimem": ours}, {"np.empty": peers}, rounds=61)
 
 
-@by_size("take-after", unit="ns", x="arrays taken before", targets=[CONSTANT], rounds=61)
-@asks("Does an array of 16 values cost more after many others?")
+@by_size(
+    "take-after",
+    "Does an array of 16 values cost more after many others?",
+    unit="ns",
+    x="arrays taken before",
+    targets=[CONSTANT],
+    rounds=61,
+)
 def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Take from a tape that has given out so many arrays already, beside a heap that has."""
     n = 64
@@ -157,6 +168,7 @@ def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side
 
 @by_size(
     "clear",
+    "Does clearing a tape cost more after many arrays?",
     unit="ns",
     x="arrays taken before",
     targets=[CONSTANT],
@@ -164,7 +176,6 @@ def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side
     quick_rounds=3,
     warmup=1,
 )
-@asks("Does clearing a tape cost more after many arrays?")
 def clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Clear tapes that have given out so many arrays; giving them out is not measured."""
     n = 32
@@ -185,8 +196,13 @@ def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
 # ---- KV caches ----
 
 
-@SUITE.case("append", unit="us", x="tokens appended at once, of 256 B", targets=[LINEAR])
-@asks("How does appending grow with the tokens that are appended at once?")
+@SUITE.case(
+    "append",
+    "How does appending grow with the tokens that are appended at once?",
+    unit="us",
+    x="tokens appended at once, of 256 B",
+    targets=[LINEAR],
+)
 def append(measure: Measure) -> None:
     """Fill 25 MB, at every size, so that all write to rows that lie in the same kind of memory.
 
@@ -241,8 +257,14 @@ def _copy(table: NDArray[np.uint64], n: int = 1) -> float:
     return plain.copy(table) / n * 1e6
 
 
-@by_size("append-after", unit="ns", x="tokens in the cache", targets=[CONSTANT], rounds=31)
-@asks("Does a token cost more where the cache holds more of them?")
+@by_size(
+    "append-after",
+    "Does a token cost more where the cache holds more of them?",
+    unit="ns",
+    x="tokens in the cache",
+    targets=[CONSTANT],
+    rounds=31,
+)
 def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Append 64 tokens, one by one, behind so many; arrays that are joined stand beside it."""
     n = 64
@@ -258,8 +280,14 @@ def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Si
     }
 
 
-@by_size("kv-clear", unit="ns", x="tokens in the cache", targets=[CONSTANT], rounds=61)
-@asks("Does clearing a KV cache cost more where it holds more tokens?")
+@by_size(
+    "kv-clear",
+    "Does clearing a KV cache cost more where it holds more tokens?",
+    unit="ns",
+    x="tokens in the cache",
+    targets=[CONSTANT],
+    rounds=61,
+)
 def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Clear a cache whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
 
@@ -271,8 +299,14 @@ def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     return {"unimem": warm_stopwatch("reserve(n); commit(n); clear()", 64, names)}
 
 
-@by_size("trim", unit="ns", x="tokens in the ring", targets=[CONSTANT], rounds=31)
-@asks("Does dropping the oldest token of a ring cost more where it holds more?")
+@by_size(
+    "trim",
+    "Does dropping the oldest token of a ring cost more where it holds more?",
+    unit="ns",
+    x="tokens in the ring",
+    targets=[CONSTANT],
+    rounds=31,
+)
 def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Put a token behind those of a ring, as an engine that has written it, and drop the oldest.
 
@@ -295,8 +329,14 @@ def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
 # ---- paged caches ----
 
 
-@by_size("fork", unit="us", x="blocks of the sequence", targets=[LINEAR], rounds=21)
-@asks("How does forking a sequence grow with its blocks?")
+@by_size(
+    "fork",
+    "How does forking a sequence grow with its blocks?",
+    unit="us",
+    x="blocks of the sequence",
+    targets=[LINEAR],
+    rounds=21,
+)
 def fork(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Fork a sequence, which copies its table and counts each block, and none of its tokens.
 
@@ -329,8 +369,13 @@ def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     return rows.copy(), rows.copy()
 
 
-@SUITE.case("gather", unit="us", x="tokens of the sequence, of 256 B", targets=[LINEAR])
-@asks("How does gathering a sequence grow with its tokens?")
+@SUITE.case(
+    "gather",
+    "How does gathering a sequence grow with its tokens?",
+    unit="us",
+    x="tokens of the sequence, of 256 B",
+    targets=[LINEAR],
+)
 def gather(measure: Measure) -> None:
     """Gather into arrays that are there; C copies as many bytes in two pieces."""
     found = sizes(measure, 10)
@@ -358,8 +403,15 @@ def gather(measure: Measure) -> None:
 # ---- files and blocks ----
 
 
-@by_size("plan", unit="ms", x="tensors of the file", targets=[LINEAR], rounds=9, quick_rounds=3)
-@asks("How does planning a model grow with its tensors?")
+@by_size(
+    "plan",
+    "How does planning a model grow with its tensors?",
+    unit="ms",
+    x="tensors of the file",
+    targets=[LINEAR],
+    rounds=9,
+    quick_rounds=3,
+)
 def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
     """Plan a GGUF file of so many tensors of 64 bytes."""
     path = model_file(measure, n_tensors=size)

@@ -22,7 +22,7 @@ from unimem.kv import snapshot
 from unimem_bench import models, states
 from unimem_bench.kv_sides import SHAPE, Array, check_holds, stored, tokens
 from unimem_bench.rounds import Side, milliseconds
-from unimem_bench.suite import Measure, NotMeasured, Suite, asks, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 
 SUITE = Suite(
     "snapshot",
@@ -74,8 +74,12 @@ def filled(n: int) -> um.KVCache:
 # ---- saving ----
 
 
-@SUITE.case("save", unit="GB/s", targets=[faster("write, fsync", 1.7, issue=4)])
-@asks("How fast is 1 GiB (a quick run: 64 MiB) brought to the disk?")
+@SUITE.case(
+    "save",
+    "How fast is 1 GiB (a quick run: 64 MiB) brought to the disk?",
+    unit="GB/s",
+    targets=[faster("write, fsync", 1.7, issue=4)],
+)
 def save(measure: Measure) -> None:
     """Compare with write() into the page cache, and with writing past it, without checksums."""
     measure.pin(None)
@@ -182,8 +186,11 @@ def check_file(side: str, path: Path, lanes: Sequence[Array]) -> None:
 # ---- restoring ----
 
 
-@SUITE.case("restore", unit="ms")
-@asks("How soon is the first token of 1 GiB (a quick run: 64 MiB) in the page cache in hand?")
+@SUITE.case(
+    "restore",
+    "How soon is the first token of 1 GiB (a quick run: 64 MiB) in the page cache in hand?",
+    unit="ms",
+)
 def restore(measure: Measure) -> None:
     """Compare with reading the file, into new memory and into memory that is there."""
     measure.pin(None)
@@ -316,10 +323,12 @@ def require_engine() -> None:
         )
 
 
-@SUITE.case("first-token", unit="ms", targets=[faster("prefill", 1.0, issue=4)])
-@asks(
+@SUITE.case(
+    "first-token",
     "How soon is the first token of a session of 2048 tokens, 1 GiB "
-    "(a quick run: 64 tokens, 32 MiB)?"
+    "(a quick run: 64 tokens, 32 MiB)?",
+    unit="ms",
+    targets=[faster("prefill", 1.0, issue=4)],
 )
 def first_token_wide(measure: Measure) -> None:
     """Take a small model with the KV cache of a large one."""
@@ -331,8 +340,12 @@ def first_token_wide(measure: Measure) -> None:
     first_token(measure, models.write_model(measure.folder, "wide", "q8_0"), n, rounds=3)
 
 
-@SUITE.case("first-token-small", unit="ms", targets=[faster("prefill", 1.0, issue=4)])
-@asks("How soon is the first token of a session of 500 tokens, 1 KiB each?")
+@SUITE.case(
+    "first-token-small",
+    "How soon is the first token of a session of 500 tokens, 1 KiB each?",
+    unit="ms",
+    targets=[faster("prefill", 1.0, issue=4)],
+)
 def first_token_small(measure: Measure) -> None:
     """Take the model in the package."""
     require_engine()
