@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # Tools of the environment call each other by name: cython-lint pycodestyle, CMake ninja.
 export PATH := $(abspath $(BIN)):$(PATH)
 BUILD := build
+# A pipe fails where any part of it does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 # Sources whose change needs a new build; Python files are used in place.
 NATIVE := $(wildcard native/include/*.h native/src/*.[ch] bench/native/*.[ch]) \
           $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
@@ -45,8 +48,8 @@ explore: $(VENV)/.installed
 	$(BIN)/python tools/explore.py --seconds $(EXPLORE_SECONDS)
 
 # The fast tier in each state that a machine may be in. The table goes to docs/testing.md.
-test-anywhere: $(VENV)/.installed
-	$(BIN)/python tools/anywhere.py $(RUNS)
+test-anywhere:
+	$(PYTHON) tools/anywhere.py $(RUNS)
 
 # Which lines and branches the tests run; with TIER=--all, those of both tiers.
 coverage: $(VENV)/.worth

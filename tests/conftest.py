@@ -94,8 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("locks") is None:
+        return
     limit = limits.memlock()
-    if item.get_closest_marker("locks") and limit and limit.limit_bytes < LOCKED_BYTES:
+    if limit is not None and limit.limit_bytes < LOCKED_BYTES:
         pytest.skip(f"this user may lock {limit.limit_bytes >> 10} KiB of memory: ulimit -l")
 
 

@@ -34,10 +34,10 @@ END
 
 status=0
 ctest --test-dir "$out/c" --output-on-failure -Q || status=$?
-PYTHONPATH=$site:$PWD/tools/no_editable COVERAGE_RCFILE=$out/coverage.toml COVERAGE_PROCESS_START=$out/coverage.toml \
-    python -m coverage run -m pytest -q -n "$(nproc)" --dist loadgroup -p no:cacheprovider ${TIER:-} "$@" || status=$?
-
 export COVERAGE_RCFILE=$out/coverage.toml
+PYTHONPATH=$site:$PWD/tools/no_editable python -m coverage run -m pytest -q -n "$(nproc)" \
+    --dist loadgroup -p no:cacheprovider ${TIER:-} "$@" || status=$?
+
 python -m coverage combine --quiet
 python -m coverage report --skip-covered >"$out/python.txt" || true
 python -m coverage json -q -o "$out/python.json"

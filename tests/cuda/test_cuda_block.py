@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from conformance import exit_status
+from forks import in_child
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger, ledger
 from unimem.system import gpu
@@ -449,7 +449,7 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver, owner: str, pi
             # Nothing was told the driver.
             return (len(host_gpu.allocated), len(host_gpu.registered)) == there
 
-        assert exit_status(child) == 0
+        assert in_child(child)
         assert not thing.closed
         for use in uses:
             use()

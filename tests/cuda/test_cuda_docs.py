@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-import inspect
 from typing import Any
 
 import pytest
+
+from doc_examples import check_docs
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -29,9 +29,4 @@ def test_the_names_are_those_of_main_memory(cuda: Any) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(cuda: Any, name: str) -> None:
-    text = inspect.getdoc(getattr(cuda, name)) or ""
-    example = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
-    assert result.attempted > 1
-    assert result.failed == 0, "".join(said)
+    check_docs(getattr(cuda, name), name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
 
 import pytest
 
 from cache_kinds import Array, OnDevice, all_kinds
 from conformance import suites
+from doc_examples import check_docs
 from gpu.machine import bridge, cuda, gpu
 from row_contract import Place, RowContract
 
@@ -46,9 +46,4 @@ class TestRows(RowContract):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_example(name: str) -> None:
-    text = inspect.getdoc(getattr(cuda, name)) or ""
-    example = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
-    assert result.attempted > 1
-    assert result.failed == 0, "".join(said)
+    check_docs(getattr(cuda, name), name)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import unimem
+from doc_examples import check_example
 
 MISSING: dict[str, str] = {}
 
@@ -73,7 +74,4 @@ def test_every_module_was_looked_at() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_example(example: doctest.DocTest) -> None:
-    said: list[str] = []
-    result = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST).run(example, out=said.append)
-    assert result.attempted > 0
-    assert result.failed == 0, "".join(said)
+    check_example(example)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
 import warnings
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import unimem as um
+from forks import in_child
 from tiers import examples
 
 Array = NDArray[Any]
@@ -195,19 +195,6 @@ def unchanged(kind: Kind, cache: Any, tokens: Array) -> Iterator[None]:
     yield
     check(kind, cache, tokens)
     assert not cache.closed
-
-
-def exit_status(run: Callable[[], bool]) -> int:
-    """Run something in a forked child; 0 where it is true there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads, of NumPy
-        child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if run() else 1)
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 SHAPES: dict[str, Callable[[Array], Array]] = {
@@ -500,7 +487,7 @@ class CacheContract(Contract):
             cache.close()
             return bool(cache.closed)
 
-        assert exit_status(child) == 0
+        assert in_child(child)
         with unchanged(kind, cache, tokens):
             pass
         fill(kind, cache, others)
