@@ -18,7 +18,8 @@ C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] n
            $(wildcard src/unimem/cuda/*.cu)
 
 WORKERS ?= $(shell nproc)
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+# A test that hangs fails after so many seconds, and says where it was.
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu \
         gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import unimem as um
+
+# Where another thread held a lock of the C library's, or of a sanitizer's, a child waits for ever.
+CHILD_SECONDS = 100
 
 
 def in_child(use: Callable[[], Any]) -> bool:
@@ -17,6 +21,8 @@ def in_child(use: Callable[[], Any]) -> bool:
         child = os.fork()
     if child == 0:
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(CHILD_SECONDS)
             os._exit(0 if use() else 1)
         finally:
             os._exit(2)
