@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
 import gguf_files as gf
+import unimem as um
 from models.make import TINY, write_model
 from proc_maps import huge_page_bytes
 from project import STORIES
@@ -28,8 +29,9 @@ from tokenizer_models import spm_vocab
 from tokenizer_models import write_model as write_constant_model
 from unimem import CapacityError
 from unimem.cli import main, terminal
-from unimem.engine import Decoder
+from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
+from unimem.system.limits import Limit
 from unimem.weights import residency
 
 # What llama.cpp writes, greedily, after "Once upon a time".
@@ -355,6 +357,23 @@ def test_a_fallback_is_one_line_and_cuts_nothing(monkeypatch: Patch, words: str,
     assert verbose.code == 0
     assert "--verbose" not in verbose.err
     assert len(verbose.err) > len(screen.err)
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+def test_what_a_run_reads_from_disk_is_what_its_plan_says(monkeypatch: Patch) -> None:
+    plan = um.plan(embedded_model(), ctx=100, threads=1)
+    room = plan.total_bytes - plan["other"].nbytes - (256 << 10)  # the header is copied by then
+    limit = Limit("memory of the machine", 2 * room, room, "take less")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    screen = run("--ctx", "100", "-n", "1", "--json")
+    again = "256.0 KiB of the model are read from disk with every token"
+    assert screen.err == f"unimem: warning: {again} (--verbose says more)\n"
+    assert screen.code == 0
+    told = json.loads(screen.out)["plan"]
+    assert (told["verdict"], told["spilled_bytes"]) == ("reads from disk", 256 << 10)
+    planned = show("plan", "--ctx", "100", "--threads", "1", "--json")
+    assert planned.code == 4
+    assert json.loads(planned.out)["spilled_bytes"] == 256 << 10
 
 
 def test_a_context_beyond_the_model_s_own_is_said() -> None:

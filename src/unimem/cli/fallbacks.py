@@ -48,9 +48,9 @@ class Fallbacks:
             self._show(message, category, *where, **more)
 
     def tell(self, plan: Plan) -> None:
-        """Say what was held back, and hold nothing from now on."""
+        """Say what was held back, and what the plan foresees; hold nothing from now on."""
         self.__exit__()
-        if self._held:
+        if self._held or (plan.verdict == "reads from disk" and not self._verbose):
             warnings.showwarning(PlacementWarning(_line(plan, self._held)), PlacementWarning, "", 0)
 
 
