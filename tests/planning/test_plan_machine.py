@@ -41,6 +41,7 @@ def test_every_limit_is_the_other_machine_s(model: Any) -> None:
     machine: dict[str, Any] = {"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}
     plan = um.plan(model, machine=machine, pages="2m", numa="bind:1", lock=True, load="copy")
     assert (plan.threads, plan.verdict) == (8, "fits")
+    assert "machine   another one: 16.0 GiB, 8 cores, 2 nodes, pool 2m=4096\n" in str(plan)
     assert checks_of(plan) == {
         # Reserved pages are not free, and half of them lie on a node.
         "memory of the machine": (8 * GIB, 16 * GIB),
@@ -132,6 +133,8 @@ def test_a_cgroup_of_this_machine(cgroup_512mb: SmallCgroup) -> None:  # noqa: F
         assert limit == 512 * MIB
         assert available <= limit
         assert plan.verdict == "reads from disk"
+        assert plan.facts["machine"] == f"this one, in cgroup {folder}"
+    assert "machine" not in um.plan(DIMS).facts
     assert cgroup_512mb.name not in checks_of(um.plan(DIMS, ctx=4096))
 
 

@@ -213,6 +213,7 @@ class _Planner:
     def __init__(self, source: ModelSource, host: Host) -> None:
         self._source = source
         self._machine = MachineBudget(host)
+        self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
         # Nothing of the model is in the memory of another machine.
         self._is_elsewhere = isinstance(host, DescribedHost)
         self._cached: int | None = 0 if self._is_elsewhere else None
@@ -262,7 +263,7 @@ class _Planner:
         has_cache = bool(session.shape.cache)
         return self._new_plan(
             options,
-            facts=dict(self._source.facts) | self._numa_facts(storage.numa, found),
+            facts=self._facts | self._numa_facts(storage.numa, found),
             rows=_rows(found),
             checks=checks,
             ctx=ctx,
@@ -457,7 +458,7 @@ class _Planner:
         remedy = "free what others hold there, or take a smaller ctx, batch or model"
         return self._new_plan(
             options,
-            facts=dict(self._source.facts),
+            facts=dict(self._facts),
             rows=(
                 *(Row(kind, size, device=name) for kind, size in rows.items() if size),
                 *_rows([staging]),

@@ -114,7 +114,8 @@ class Plan:
     facts : dict
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
         "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
-        where not all will lie on the nodes that are preferred.
+        where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
+        another one or a cgroup.
     ctx : int or None
         Tokens of context; None where none is given and the memory of a token is not known.
     batch : int
@@ -355,6 +356,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "file": path,
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
         "load": f"{plan.load}: {plan.load_reason}",
+        "machine": known.get("machine") or "",
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
         "ggml": known.get("ggml") or "",

@@ -17,7 +17,7 @@ from unimem.system.kernel_files import parse_list
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.machine import MachineFacts
 from unimem.system.policy import HUGETLB, MAX_NODES
-from unimem.system.text import format_bytes, parse_bytes
+from unimem.system.text import format_bytes, format_count, parse_bytes
 
 __all__ = ["CgroupHost", "DescribedHost", "Host", "find_host"]
 
@@ -157,6 +157,17 @@ class DescribedHost:
         limit = Limit("memory of the machine", memory, used, "take less, or a larger machine")
         return cls((limit,), pools, nodes, cpus)
 
+    def __str__(self) -> str:
+        pools = [f"{size}={pool.total}" for size, pool in self.pools.items() if pool.total]
+        return ", ".join(
+            [
+                f"another one: {format_bytes(self.memory[0].limit_bytes)}",
+                format_count(self.threads, "core"),
+                format_count(len(self.numa_nodes), "node"),
+                *([f"pool {', '.join(pools)}"] if pools else []),
+            ]
+        )
+
     def memory_limits(self) -> tuple[Limit, ...]:
         """Return every limit on memory."""
         return self.memory
@@ -201,6 +212,9 @@ class CgroupHost:
     def __init__(self, folder: str) -> None:
         cgroups.locate(folder)
         self._folder = folder
+
+    def __str__(self) -> str:
+        return f"this one, in cgroup {self._folder}"
 
     def memory_limits(self) -> tuple[Limit, ...]:
         """Return every limit on memory."""
