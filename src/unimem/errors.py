@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "CacheFull",
     "CapacityError",
+    "CategoryError",
     "ClosedError",
     "FormatError",
     "FrozenError",
@@ -94,6 +95,27 @@ class SafetensorsError(FormatError):
 
 class SnapshotError(FormatError):
     """A file is not a snapshot that can be restored here."""
+
+
+class CategoryError(KeyError):
+    """A plan or report has no row of a category.
+
+    Attributes
+    ----------
+    category : object
+        What was asked for.
+    categories : tuple of str
+        Those that there are.
+    """
+
+    def __init__(self, category: object, categories: tuple[str, ...]) -> None:
+        super().__init__(category, categories)
+        self.category = category
+        self.categories = categories
+
+    def __str__(self) -> str:
+        there = ", ".join(self.categories) or "none"
+        return f"expected a category of its rows ({there}), got {self.category!r:.60}"
 
 
 class ClosedError(RuntimeError):

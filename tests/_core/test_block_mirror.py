@@ -58,7 +58,7 @@ def test_each_piece_is_there_twice() -> None:
     piece = 3 * PAGE
     with mirrored(4, piece) as block:
         assert block.nbytes == block.reserved_bytes == block.committed_bytes == 8 * piece
-        assert (block.category, block.requested["nbytes"]) == ("history", 4 * piece)
+        assert (block.category, block.requested["nbytes"]) == ("kv", 4 * piece)
         assert ledger()["history"]["mapped_bytes"] == 4 * piece
         for i, image in enumerate(images(block, piece)):
             assert (image == (i if i % 2 else 0)).all()

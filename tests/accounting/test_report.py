@@ -28,7 +28,10 @@ from unimem.system.text import Surface
 jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 SCHEMA = json.loads((ROOT / "docs/schemas/report-1.json").read_text())
-NAMES = {"scratch": "scratch", "history": "kv", "staging": "staging", "diagnostics": "diagnostics"}
+NAMES = {
+    **{"scratch": "scratch", "kv": "kv", "history": "kv", "staging": "staging"},
+    "diagnostics": "diagnostics",
+}
 
 
 def check(report: Report) -> dict[str, Any]:
@@ -54,6 +57,8 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
         block.as_array()[: 1 << 19] = 1
         report = um.report()
         row = row_of(report, name)
+        assert block.category == name
+        assert row is report[name]
         assert row.nbytes == before + (1 << 20)
         assert (row.requested_bytes or 0) <= row.nbytes - 5
         assert (row.high_water_bytes or 0) >= row.nbytes

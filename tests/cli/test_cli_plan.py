@@ -45,7 +45,7 @@ PLAN = Plan(
     ctx=4096, batch=1, kv_dtype="f16", window=None, threads=4, sessions=1, load="map",
     load_reason="a mapping shares the page cache", pages="auto", numa=None, max_ctx=22 * 1024,
     required_bytes=640 * MIB, spilled_bytes=0, available_bytes=15 * GIB,
-    scratch_bytes=128 * MIB, history_bytes=512 * MIB,
+    scratch_bytes=128 * MIB, history_bytes=512 * MIB, model_ctx=32 * 1024,
 )  # fmt: skip
 TOO_LARGE = replace(
     PLAN,
@@ -64,16 +64,20 @@ TOO_LARGE = replace(
     max_ctx=0,
     available_bytes=GIB,
 )
+SPILLS = replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB)
+FALLS_BACK = replace(PLAN, checks=(*PLAN.checks, TOO_LARGE.checks[2]))
 ON_GPU = replace(
     PLAN,
     rows=tuple(replace(row, device="cuda:0") for row in PLAN.rows[:4]) + PLAN.rows[4:],
     checks=(PLAN.checks[0], Check("cuda:0", 4 * GIB, 8 * GIB, 8 * GIB, "another GPU")),
 )
 
+CODES = {"fits": 0, "reads from disk": 4, "does not fit": 3}
+
 PAGE = """\
 model     Mistral 7B: llama, GGUF
 file      some/mistral.gguf
-context   4,096 tokens (the longest that fits: 22,528), KV f16, 4 threads
+context   4,096 tokens (model's own: 32,768, fits: 22,528), KV f16, 4 threads
 load      map: a mapping shares the page cache
 ggml      3 MiB more
 
@@ -142,7 +146,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
     assert (screen.code, screen.err) == (3, "")
     page = screen.plain
     for line in (
-        r"context   4,096 tokens \(none fits\), KV f16, 4 threads",
+        r"context   4,096 tokens \(model's own: 32,768, none fits\), KV f16, 4 threads",
         r"cgroup /llm +4\.1 GiB    1\.0 GiB    no  █+",
         r"-  the KV cache: 'mamba' has none that unimem knows",
         r"1\. Map the file instead of copying it \(saves 3\.0 GiB, then it fits\):\n   --load map",
@@ -167,7 +171,11 @@ def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
 
 def test_a_page_without_figures(planned: Planned) -> None:
     facts = {"name": None, "architecture": None, "format": "safetensors"}
-    planned(replace(PLAN, ctx=None, max_ctx=None, facts=facts, rows=(Row("weights", 0),)))
+    planned(
+        replace(
+            PLAN, ctx=None, max_ctx=None, model_ctx=None, facts=facts, rows=(Row("weights", 0),)
+        )
+    )
     screen = show("plan", "folder/model.safetensors")
     assert screen.code == 0
     assert screen.lines[0] == "model     model: architecture unknown, safetensors"
@@ -182,7 +190,10 @@ def test_a_page_without_figures(planned: Planned) -> None:
       "pages 2m numa bind:0"]),
     ({"spilled_bytes": GIB},
      ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
-], ids=["what was asked for", "what spills"])  # fmt: skip
+    ({"checks": FALLS_BACK.checks},
+     ["Not as asked for: locked memory (memlock). Memory falls back to what there is."]),
+    ({"ctx": 40_000}, ["40,000 tokens (beyond the model's own: 32,768, fits: 22,528)"]),
+], ids=["asked", "spills", "falls back", "beyond the model"])  # fmt: skip
 def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
     planned(replace(PLAN, **changes))
     text = " ".join(show("plan", "m.gguf").plain.split())
@@ -201,16 +212,17 @@ def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
     (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
     (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
     (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
-    (replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB),
-     "Fits: 640.0 MiB of 3.0 GiB. Largest context 22k."),
+    (SPILLS, "Reads from disk: 1.0 GiB with every token. Largest context 22k."),
     (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
-    (replace(TOO_LARGE, checks=TOO_LARGE.checks[2:], max_ctx=300),
-     "Does not fit: 5.0 GiB of 8.0 MiB (locked memory (memlock)). Largest context 300."),
+    (FALLS_BACK, "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+    (replace(TOO_LARGE, checks=TOO_LARGE.checks[1:2], max_ctx=300),
+     "Does not fit: 4.1 of 1.0 GiB (cgroup /llm). Largest context 300."),
 ])  # fmt: skip
 def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
     planned(made)
     screen = show("plan", "m.gguf")
-    assert (screen.code, screen.lines[-1]) == (0 if made.fits else 3, line)
+    assert (screen.code, screen.lines[-1]) == (CODES[made.verdict], line)
+    assert made.verdict == line.partition(":")[0].lower()
 
 
 @pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
@@ -238,8 +250,8 @@ def test_options_are_those_of_the_library(planned: Planned) -> None:
     show("plan", "m.gguf")
     assert asked == {
         "model": Path("m.gguf"), "ctx": None, "batch": 1, "kv_dtype": "f16", "window": None,
-        "threads": None, "sessions": 1, "load": "auto", "device": None, "pages": "auto",
-        "numa": None, "lock": False,
+        "threads": None, "sessions": 1, "load": "auto", "device": None, "machine": None,
+        "pages": "auto", "numa": None, "lock": False,
     }  # fmt: skip
     words = (
         "--ctx 8 --batch 2 --kv-dtype q8_0 --window 4 --threads 3 --sessions 5 --load copy "
@@ -248,9 +260,30 @@ def test_options_are_those_of_the_library(planned: Planned) -> None:
     show("plan", *words.split())
     assert asked == {
         "model": embedded_model(), "ctx": 8, "batch": 2, "kv_dtype": "q8_0", "window": 4,
-        "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "pages": "2m",
-        "numa": "bind:0", "lock": True,
+        "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "machine": None,
+        "pages": "2m", "numa": "bind:0", "lock": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "machine"), [
+    ("--memory 16G", {"memory": "16G"}),
+    ("--memory 16G --cpus 8 --pool 2m=4096 --pool 1g=0 --nodes 2",
+     {"memory": "16G", "cpus": 8, "pools": {"2m": 4096, "1g": 0}, "nodes": 2}),
+])  # fmt: skip
+def test_another_machine(planned: Planned, words: str, machine: dict[str, Any]) -> None:
+    asked = planned(PLAN)
+    assert show("plan", *words.split()).code == 0
+    assert asked["machine"] == machine
+
+
+def test_the_answer_is_about_the_other_machine() -> None:
+    large = show("plan", "--memory", "4G", "--cpus", "3")
+    assert (large.code, large.err) == (0, "")
+    assert "3 threads" in large.plain
+    assert re.search(r"^memory of the machine +\S+ MiB +4\.0 GiB", large.plain, re.M)
+    for memory, code, verdict in (("1M", 4, "Reads from disk"), ("100K", 3, "Does not fit")):
+        small = show("plan", "--memory", memory)
+        assert (small.code, small.lines[-1].partition(":")[0]) == (code, verdict)
 
 
 def test_options_mean_what_they_mean_for_run() -> None:
@@ -266,6 +299,10 @@ def test_options_mean_what_they_mean_for_run() -> None:
 
 @pytest.mark.parametrize("words", [
     "--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0",
+    "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m", "--nodes 2",
+    "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G", "--pool 2m=513 --memory 1G",
+    "--nodes 0 --memory 1G", "--cgroup /nowhere", "--cgroup / --memory 1G",
+    "--device cuda:0 --memory 1G",
 ])  # fmt: skip
 def test_wrong_usage_ends_with_2(words: str) -> None:
     screen = show("plan", *words.split())
@@ -274,11 +311,12 @@ def test_wrong_usage_ends_with_2(words: str) -> None:
 
 
 def test_the_document_is_that_of_the_library(planned: Planned) -> None:
-    for made in (PLAN, TOO_LARGE):
+    for made in (PLAN, SPILLS, FALLS_BACK, TOO_LARGE):
         planned(made)
         screen = show("plan", "m.gguf", "--json", columns=80)
-        assert (screen.code, screen.err) == (0 if made.fits else 3, "")
+        assert (screen.code, screen.err) == (CODES[made.verdict], "")
         assert screen.out == made.to_json() + "\n"
+        assert json.loads(screen.out)["verdict"] == made.verdict
 
 
 def test_the_model_in_the_package() -> None:

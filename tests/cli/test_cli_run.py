@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
 import gguf_files as gf
+import unimem as um
 from models.make import TINY, write_model
 from proc_maps import huge_page_bytes
 from project import STORIES
@@ -28,7 +29,9 @@ from tokenizer_models import spm_vocab
 from tokenizer_models import write_model as write_constant_model
 from unimem import CapacityError
 from unimem.cli import main, terminal
-from unimem.engine import Decoder
+from unimem.engine import Decoder, embedded_model
+from unimem.system import limits
+from unimem.system.limits import Limit
 from unimem.weights import residency
 
 # What llama.cpp writes, greedily, after "Once upon a time".
@@ -332,6 +335,55 @@ def test_a_chat_goes_on_without_beginning_anew(tmp_path: Path, session: Path) ->
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+@pytest.mark.parametrize(("words", "said"), [
+    ("--pages 2m", "hugetlb pool of 2m pages has 0 B of"),
+    ("--numa bind:99", "node 99 has 0 B of"),
+    ("--pages 2m --numa bind:99 --window 100", "not as asked for: hugetlb pool"),
+    ("--pages thp --load map", "pages='thp'"),
+])  # fmt: skip
+def test_a_fallback_is_one_line_and_cuts_nothing(monkeypatch: Patch, words: str, said: str) -> None:
+    monkeypatch.setattr(limits, "huge_pools", dict)
+    screen = run(*words.split(), "-n", "1", "--json")
+    (line,) = screen.err.splitlines()
+    assert line.startswith("unimem: warning: ")
+    assert line.endswith(" (--verbose says more)")
+    assert len(line) <= 120
+    assert said in line
+    document = json.loads(screen.out)
+    assert (screen.code, document["options"]["ctx"], document["plan"]["verdict"]) == (
+        0, 512, "fits",
+    )  # fmt: skip
+    verbose = run(*words.split(), "-n", "1", "--json", "--verbose")
+    assert verbose.code == 0
+    assert "--verbose" not in verbose.err
+    assert len(verbose.err) > len(screen.err)
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+def test_what_a_run_reads_from_disk_is_what_its_plan_says(monkeypatch: Patch) -> None:
+    plan = um.plan(embedded_model(), ctx=100, threads=1)
+    room = plan.total_bytes - plan["other"].nbytes - (256 << 10)  # the header is copied by then
+    limit = Limit("memory of the machine", 2 * room, room, "take less")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    screen = run("--ctx", "100", "-n", "1", "--json")
+    again = "256.0 KiB of the model are read from disk with every token"
+    assert screen.err == f"unimem: warning: {again} (--verbose says more)\n"
+    assert screen.code == 0
+    told = json.loads(screen.out)["plan"]
+    assert (told["verdict"], told["spilled_bytes"]) == ("reads from disk", 256 << 10)
+    planned = show("plan", "--ctx", "100", "--threads", "1", "--json")
+    assert planned.code == 4
+    assert json.loads(planned.out)["spilled_bytes"] == 256 << 10
+
+
+def test_a_context_beyond_the_model_s_own_is_said() -> None:
+    page = page_of("--ctx", "600", "-n", "1")
+    assert "600 tokens (as asked for, beyond what it was made for; the model's is 512)" in " ".join(
+        page.split()
+    )
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
 def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -> None:
     def refuse(*_: object) -> None:
         raise CapacityError("warming it does not fit", 1, 1, 2)
@@ -340,7 +392,8 @@ def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -
     code, out, err = run(model, "--json", "--load", "map", "-n", "2", "-p", "a")
     assert code == 0, err
     assert json.loads(out)["output"]["tokens"]
-    assert "is read from the disk for every token" in " ".join(err.split())
+    assert "is read from the disk for every token" in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,10 @@ def held(category: str = "other") -> int:
     return row["nbytes"] if row else 0
 
 
-def test_a_block_is_one_allocation(cuda: Any, host_gpu: HostDriver) -> None:
-    with cuda.Block(MIB, category="history") as block:
+@pytest.mark.parametrize("category", ["kv", "history"])
+def test_a_block_is_one_allocation(cuda: Any, host_gpu: HostDriver, category: str) -> None:
+    with cuda.Block(MIB, category=category) as block:
+        assert block.category == "kv"
         assert host_gpu.allocated == {block.address: MIB}
         assert (block.nbytes, block.device, held("history")) == (MIB, 0, MIB)
         assert block.address % 256 == 0

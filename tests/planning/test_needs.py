@@ -55,7 +55,7 @@ def test_an_extent_is_what_a_block_maps(
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_blocks_of_a_plan_share_one_pool() -> None:
     sizes = [5 * MIB, 7 * MIB, 9 * MIB, MIB, 3 * MIB]
-    budget = Budget(MachineBudget())
+    budget = Budget(MachineBudget(limits))
     planned = [Storage().block(nbytes, "scratch", budget) for nbytes in sizes]
     blocks = [um.Block(nbytes) for nbytes in sizes]
     for need, block in zip(planned, blocks, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from unimem._core.status import ledger
+from unimem.accounting.rows import Row
+from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
 
@@ -72,6 +75,22 @@ def test_dims() -> None:
     assert rows(plan)["weights:f16"] == pytest.approx(2 * 1.1e9, rel=0.02)
     quantized = um.plan(replace(DIMS, quantized=True), threads=4)
     assert rows(quantized)["weights:q8_0"] == pytest.approx(1.1e9 * 34 / 32, rel=0.02)
+
+
+def test_a_row_by_its_category() -> None:
+    for rows in (
+        um.plan(DIMS),
+        um.Report((Row("kv", 1), Row("other", 2), Row("kv", 3, device="d"))),
+    ):
+        assert rows["kv"] is next(row for row in rows.rows if row.category == "kv")
+        for name in ("history", 3):
+            with pytest.raises(
+                CategoryError, match=rf"its rows \(.*kv.*\), got {name!r}"
+            ) as caught:
+                rows[name]  # type: ignore[index]
+            assert isinstance(caught.value, KeyError)
+            assert "kv" in caught.value.categories
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.usefixtures("available")
@@ -181,6 +200,8 @@ def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
     available(whole.total_bytes - 4096)
     spills = um.plan(DIMS, ctx=3000, pages="4k")
     assert spills.fits
+    assert spills.verdict == "reads from disk"
+    assert "Reads from disk: 4.0 KiB with every token." in str(spills)
     assert spills.spilled_bytes == 4096
     assert spills.max_ctx is not None
     assert 2990 < spills.max_ctx < 3000
@@ -199,8 +220,12 @@ def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
 @pytest.mark.usefixtures("available")
 def test_a_short_model_bounds_the_context() -> None:
     assert um.plan(replace(DIMS, max_seq_len=300)).ctx == 300
-    # More than the model was made for may be asked for.
-    assert um.plan(replace(DIMS, max_seq_len=300), ctx=400).ctx == 400
+    # More than the model was made for may be asked for, and is said.
+    plan = um.plan(replace(DIMS, max_seq_len=300), ctx=400)
+    assert (plan.ctx, plan.max_ctx, plan.model_ctx) == (400, 400, 300)
+    assert "400 tokens (beyond the model's own: 300, fits: 400)" in str(plan)
+    # Where it does not fit, the model's own is what one looks for.
+    assert um.plan(replace(DIMS, max_seq_len=300), ctx=2**31 - 1, load="copy").max_ctx == 300
 
 
 @pytest.mark.usefixtures("available")
@@ -349,7 +374,7 @@ def test_str() -> None:
     facts, memory, checks, unknown, verdict = str(plan).split("\n\n")
     assert [line.split()[0] for line in facts.splitlines()] == ["model", "context", "load"]
     assert facts.startswith("model     architecture unknown, dimensions\n")
-    assert f"100 tokens (the longest that fits: {plan.max_ctx:,}), KV f16" in facts
+    assert "100 tokens (model's own: 8,192, fits: 8,192), KV f16" in facts
     first = [line.split()[0] for line in memory.splitlines()]
     assert first == ["memory", *(row.category for row in plan.rows), "total", "must"]
     head, *rows = checks.splitlines()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_1gb  # noqa: F401 - a fixture
 from project import ROOT
 from unimem.accounting import published
+from unimem.planning.result import is_as_asked
 from unimem.system import limits
 from unimem.system.limits import HugePool, Limit, Node
 
@@ -65,7 +69,7 @@ def assert_true(plan: um.Plan, model: Any, **options: Any) -> None:
             continue
         other = um.plan(model, **(options | {"ctx": plan.ctx} | advice.options))
         assert advice.saves_bytes == plan.required_bytes - other.required_bytes, advice
-        assert advice.fits == (other.fits and other.spilled_bytes == 0), advice
+        assert advice.fits == is_as_asked(other), advice
 
 
 # ---- a cgroup of 1 GB, and a model of 2 GB ------------------------------------------------------
@@ -206,6 +210,40 @@ def test_a_cgroup_holds_files_that_others_have_read(
         assert um.plan(DIMS, ctx=100, pages="4k").spilled_bytes == spilled
 
 
+def test_a_plan_and_the_load_ask_the_same(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = um.plan(DIMS, load="copy", ctx=100)
+    needed = plan.required_bytes
+    mapped = um.plan(DIMS, load="map", ctx=100)
+    for missing in (0, 1):
+        for room in (
+            (Limit("memory of the machine", 9 * GIB, 9 * GIB - needed + missing, ""),),
+            (
+                Limit("memory of the machine", 64 * GIB, 0, ""),
+                Limit("cgroup /a", 9 * GIB, 9 * GIB - needed + missing, "", 4096, 4096),
+            ),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(limits, "memory_limits", lambda room=room: room)
+                found = [(one.room_bytes, partial(replace, one)) for one in room]
+                patch.setattr(limits, "_memory", lambda *_, found=found: found)
+                assert um.plan(DIMS, load="copy", ctx=100).fits == fits(limits.require, needed)
+                file = mapped.total_bytes - mapped.required_bytes
+                for ctx in (100, 200):
+                    other = um.plan(DIMS, load="map", ctx=ctx)
+                    rest = other.required_bytes
+                    assert (other.verdict == "fits") == fits(
+                        limits.require_cached, file + rest, 0
+                    ), (ctx, room)
+
+
+def fits(require: Callable[..., None], *nbytes: int) -> bool:
+    try:
+        require(*nbytes, "it")
+    except um.CapacityError:
+        return False
+    return True
+
+
 def test_every_limit_is_checked(memory: Any) -> None:
     memory(64 * GIB, Limit("cgroup /a", 8 * GIB, 7 * GIB, "raise a"))
     plan = um.plan(DIMS, load="copy", ctx=100)
@@ -300,6 +338,58 @@ def test_a_node_that_is_not_there_is_not_preferred_instead(
     plan = um.plan(DIMS, ctx=100, pages="4k", numa="bind:99", load="copy")
     advised = [advice.options["numa"] for advice in plan.advice if "numa" in advice.options]
     assert advised == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "missed"),
+    [
+        ({"pages": "2m"}, "hugetlb pool of 2m pages"),
+        ({"pages": "1g"}, "hugetlb pool of 1g pages"),
+        ({"numa": "bind:99"}, "node 99"),
+        ({"numa": "interleave:0,99"}, "node 99"),
+        ({"lock": True}, "locked memory (memlock)"),
+    ],
+)
+def test_a_fallback_does_not_cut_the_context(
+    room: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], missed: str
+) -> None:
+    nodes = {0: Node(0, 99 * GIB, 99 * GIB, 99 * GIB, (0,), (10,), True)}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    limit = Limit("locked memory (memlock)", MIB, 0, "ulimit -l unlimited")
+    monkeypatch.setattr(limits, "memlock", lambda: limit)
+    for load in ("map", "copy"):
+        plan = um.plan(DIMS, load=load, **options)
+        assert (plan.ctx, plan.max_ctx) == (4096, DIMS.max_seq_len)
+        assert (plan.verdict, plan.fits) == ("fits", True)
+        assert [check.name for check in plan.checks if not check.fits] == [missed]
+        assert f"Not as asked for: {missed}." in " ".join(str(plan).split())
+        # What helps is what the limit wants; the plan fits as it is.
+        assert {len(advice.options) for advice in plan.advice} <= {0, 1}
+        assert not {"ctx", "kv_dtype", "window"} & {k for a in plan.advice for k in a.options}
+        validated(plan)
+        refused = um.plan(DIMS, load=load, strict=True, **options)
+        assert (refused.ctx, refused.max_ctx, refused.verdict) == (1, 0, "does not fit")
+        with pytest.raises(um.CapacityError, match=re.escape(missed)):
+            refused.require_fits(strict=False)
+
+
+@pytest.mark.parametrize("options", [{"pages": "2m"}, {"numa": "bind:99"}])
+def test_a_layout_falls_back_with_all_of_the_context(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    from unimem.engine import Decoder, embedded_model
+
+    monkeypatch.setattr(limits, "huge_pools", dict)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with um.Layout.for_model(embedded_model(), **options) as layout:
+            assert layout.plan is not None
+            assert (layout.plan.ctx, layout.plan.verdict) == (512, "fits")
+            assert isinstance(layout.weights, um.Weights)
+            with Decoder(layout.weights, layout=layout) as decoder:
+                assert decoder.ctx == 512
+    assert {each.category for each in told} == {um.PlacementWarning}
 
 
 # ---- advice -------------------------------------------------------------------------------------

@@ -40,3 +40,9 @@ def test_it_asks_once_where_the_most_is_good_and_seldom_else() -> None:
     limit = 4097
     assert find_largest(most, fits) == limit
     assert len(asked) <= 33
+
+
+def test_what_is_asked_for_may_lie_above_the_most() -> None:
+    for asked, found in ((50, 20), (15, 20), (70, 20), (30, 30)):
+        assert find_largest(20, lambda n: n <= 40, asked=asked) == found
+    assert find_largest(20, lambda n: n <= 10, asked=30) == 10

@@ -45,7 +45,7 @@ class Block:
         warm: bool | int = False,
         strict: bool = False,
         name: str | None = None,
-        category: str = "history",
+        category: str = "kv",
     ) -> Block: ...
     @staticmethod
     def _filled(

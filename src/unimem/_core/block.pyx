@@ -27,6 +27,7 @@ from unimem._core.mapping cimport (
 )
 from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
+from unimem._core.status import row_name
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject *o) nogil
@@ -38,13 +39,15 @@ cdef dict _ADVICES = {
     "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
     "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
 cdef dict _CATEGORIES = {
-    (<bytes>um.um_category_name(<um.um_category>i)).decode(): i for i in range(um.UM_CAT_COUNT)}
+    row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
+    for i in range(um.UM_CAT_COUNT)}
 
 
 cdef um.um_category _category_of(object category) except *:
-    if category not in _CATEGORIES:
+    name = row_name(category) if isinstance(category, str) else category
+    if name not in _CATEGORIES:
         raise ValueError(f"category: expected one of {', '.join(_CATEGORIES)}, got {category!r}")
-    return <um.um_category><int>_CATEGORIES[category]
+    return <um.um_category><int>_CATEGORIES[name]
 
 
 cdef class Block:
@@ -69,8 +72,8 @@ cdef class Block:
     name : str, optional
         Stands in messages.
     category : str, default "other"
-        The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
-        ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
+        The row of reports: ``"weights"``, ``"scratch"``, ``"kv"`` (or ``"history"``),
+        ``"staging"``, ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
 
     Attributes
     ----------
@@ -123,7 +126,7 @@ cdef class Block:
                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
                                  mirror=mirror, of_file=fd >= 0)
         self.name = name or "block"
-        self.category = category
+        self.category = row_name(category)
         self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
                            "shared": shared, "reserve": kept}
         try:
@@ -139,7 +142,7 @@ cdef class Block:
 
     @staticmethod
     def _mirrored(nbytes, piece_bytes, *, pages="auto", numa=None, lock=False, warm=False,
-                  strict=False, name=None, category="history"):
+                  strict=False, name=None, category="kv"):
         """Make shared memory of which each piece is mapped twice, back to back.
 
         What `nbytes`, offsets and arrays of the block count is its address space, twice the memory:
@@ -780,7 +783,7 @@ cdef Block _new_block(Region region, name, category, bint shared):
     region.writable = region.block.access != um.UM_ACCESS_READ
     if region.block.access == um.UM_ACCESS_SHARED:
         leave_out_of_child(region)
-    block.category = category
+    block.category = row_name(category)
     block._region = region
     block._requested = region.requested = _requested_of(
         region, shared or region.block.sharing != um.UM_SHARING_NONE)

@@ -169,11 +169,12 @@ cdef class DeviceEntry:
     cdef long long _nbytes
 
     def __cinit__(self, str device not None, str category not None, long long nbytes):
+        category = "history" if category == "kv" else category
         cdef _DeviceRow row = _device_rows.get((device, category))
         if row is None:
-            names = [um.um_category_name(<um.um_category>i).decode()
+            names = [row_name(um.um_category_name(<um.um_category>i).decode())
                      for i in range(um.UM_CAT_COUNT)]
-            if category not in names:
+            if row_name(category) not in names:
                 raise ValueError(f"category: expected one of {', '.join(names)}, got {category!r}")
             row = _device_rows.setdefault((device, category), _DeviceRow())
         self._row, self._nbytes = row, nbytes

@@ -14,7 +14,7 @@ from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute
 from unimem.accounting.model_maps import MappedModel, models
 from unimem.accounting.published import failure, published
-from unimem.accounting.rows import Mapping, Row, in_order, plain
+from unimem.accounting.rows import Mapping, Row, find_row, in_order, plain
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process
 from unimem.system.text import Surface
@@ -45,6 +45,16 @@ class Report:
     rows: tuple[Row, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     mappings: tuple[Mapping, ...] = ()
+
+    def __getitem__(self, category: str) -> Row:
+        """Return the row of a category: of main memory, else of the first device that has one.
+
+        Raises
+        ------
+        CategoryError
+            There is no such row; it is a `KeyError`, and names those that there are.
+        """
+        return find_row(self.rows, category)
 
     @property
     def total_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unimem.errors import CategoryError
 from unimem.system.placement import Placement
 
-__all__ = ["Mapping", "Row", "in_order", "plain"]
+__all__ = ["Mapping", "Row", "find_row", "in_order", "plain"]
 
 # What a runtime needs of it comes first, then what else there is.
 _ORDER = (
@@ -95,6 +97,29 @@ def in_order(row: Row) -> tuple[Any, ...]:
     kind = row.category.partition(":")[0]
     place = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
     return row.device or "", place, row.category == "weights:padding", -row.nbytes, row.category
+
+
+def find_row(rows: Iterable[Row], category: str) -> Row:
+    """Return the first row of a category.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        In their order, those of main memory first.
+    category : str
+        Such as ``"kv"``.
+
+    Raises
+    ------
+    CategoryError
+        There is none.
+    """
+    categories = []
+    for row in rows:
+        if row.category == category:
+            return row
+        categories.append(row.category)
+    raise CategoryError(category, tuple(dict.fromkeys(categories)))
 
 
 def plain(thing: Row | Mapping) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from unimem.cli import terminal
-from unimem.cli.exits import DOES_NOT_FIT
+from unimem.cli.exits import DOES_NOT_FIT, OK, READS_FROM_DISK
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -24,8 +24,11 @@ from unimem.cli.options import (
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import plan_lines
+from unimem.system.hosts import find_host
 
 __all__ = ["plan"]
+
+_EXITS = {"fits": OK, "reads from disk": READS_FROM_DISK, "does not fit": DOES_NOT_FIT}
 
 
 def plan(
@@ -68,10 +71,45 @@ def plan(
     lock: Annotated[
         bool, typer.Option("--lock", help="All of it is locked in RAM, a mapped file, too.")
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Plan for another machine with so much memory, as in 16G. [default: this one]",
+            show_default=False,
+        ),
+    ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Its physical cores. [default: 1]", show_default=False),
+    ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="2m=PAGES",
+            help="Its pools of hugetlb pages: 2m=PAGES, 1g=PAGES. [default: none]",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Its NUMA nodes. [default: 1]", show_default=False),
+    ] = None,
+    cgroup: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Plan for a process in this cgroup, as in /sys/fs/cgroup/system.slice.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a model will need, and whether it fits."""
     check_numa(numa)
+    machine = _machine(memory, cpus, pool or [], nodes, cgroup)
+    if machine is not None and device is not None:
+        raise typer.BadParameter("--device: a GPU is one of this machine's: leave out the other")
     if device is not None and not re.fullmatch(r"cuda:\d+", device):
         raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r}")
     if model is None:
@@ -88,6 +126,7 @@ def plan(
         sessions=sessions,
         load=load,
         device=device,
+        machine=machine,
         pages=pages,
         numa=numa,
         lock=lock,
@@ -96,5 +135,33 @@ def plan(
         made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, str(model)))
     )
     terminal.show(text + "\n")
-    if not made.fits:
-        raise typer.Exit(DOES_NOT_FIT)
+    if made.verdict != "fits":
+        raise typer.Exit(_EXITS[made.verdict])
+
+
+def _machine(
+    memory: str | None, cpus: int | None, pool: list[str], nodes: int | None, cgroup: Path | None
+) -> dict[str, Any] | str | None:
+    """Return the `machine` of `unimem.plan` that options describe; else wrong usage is refused."""
+    figures: dict[str, Any] = {"memory": memory, "cpus": cpus, "nodes": nodes}
+    if pool:
+        figures["pools"] = dict(map(_pool, pool))
+    figures = {name: value for name, value in figures.items() if value is not None}
+    if cgroup is not None and figures:
+        raise typer.BadParameter("--cgroup: it is one of this machine: leave out the other one")
+    if figures and memory is None:
+        raise typer.BadParameter("--cpus, --pool and --nodes need --memory, as in --memory 16G")
+    machine = figures or (None if cgroup is None else str(cgroup))
+    try:
+        find_host(machine)
+    except ValueError as error:
+        text = str(error).replace("machine:", "cgroup:", 1).replace("pools:", "pool:", 1)
+        raise typer.BadParameter(f"--{text}") from None
+    return machine
+
+
+def _pool(text: str) -> tuple[str, int]:
+    size, _, pages = text.partition("=")
+    if not re.fullmatch(r"[0-9]{1,18}", pages):
+        raise typer.BadParameter(f"--pool: expected SIZE=PAGES, as in 2m=4096, got {text!r}")
+    return size, int(pages)

@@ -19,6 +19,7 @@ from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
+from unimem.cli.fallbacks import Fallbacks
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -198,6 +199,9 @@ def run(
     load: LoadMode = "auto",
     pages: PageSize = "auto",
     numa: NumaNodes = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say all of what is not as it was asked for.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make text, and show what every byte is for and what a token costs."""
@@ -220,7 +224,10 @@ def run(
     path = embedded_model() if model is None else model
     started = time.perf_counter()
     not_saved: BaseException | None = None
-    with _load(path, options, kv_dtype=kv_dtype, window=window, threads=threads) as layout:
+    with (
+        Fallbacks(verbose=verbose) as fallbacks,
+        _load(path, options, kv_dtype=kv_dtype, window=window, threads=threads) as layout,
+    ):
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
@@ -234,6 +241,7 @@ def run(
         ) as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)
             _warm(weights, plan.threads)  # last: what is refused is refused at once
+            fallbacks.tell(plan)
             talk.load_seconds = time.perf_counter() - started
             if resume is not None:
                 start = time.perf_counter()
@@ -423,7 +431,8 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
     n_prompt, longest, kv = len(talk.prompt_tokens), decoder.dims.max_seq_len, decoder.kv
     used = kv.next_position if kv.window else kv.seq_len
     if options.ctx is not None:
-        why = f"as asked for; the model's is {longest}"
+        is_beyond = decoder.ctx > longest
+        why = f"as asked for{', beyond what it was made for' * is_beyond}; the model's is {longest}"
     elif decoder.ctx == longest:
         why = "the model's"
     else:
@@ -515,6 +524,9 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "total_bytes": plan.total_bytes,
             "available_bytes": plan.available_bytes,
             "max_ctx": plan.max_ctx,
+            "model_ctx": plan.model_ctx,
+            "verdict": plan.verdict,
+            "spilled_bytes": plan.spilled_bytes,
             "rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows],
         },
         "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},

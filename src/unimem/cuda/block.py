@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from unimem._core.arrays import array_within, checked_size
 from unimem._core.block import Block as HostBlock
-from unimem._core.status import DeviceEntry
+from unimem._core.status import DeviceEntry, row_name
 from unimem.errors import ClosedError
 from unimem.system import gpu
 from unimem.system.placement import Placement, PlacementOptions
@@ -180,15 +180,17 @@ class Block:
     name : str, optional
         Stands in messages.
     category : str, default "other"
-        The row of the ledger: ``"weights"``, ``"scratch"``, ``"history"``, ``"staging"``,
-        ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
+        The row of reports: ``"weights"``, ``"scratch"``, ``"kv"`` (or ``"history"``),
+        ``"staging"``, ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
     **placement
         See `PlacementOptions`; only of pinned blocks.
 
     Attributes
     ----------
-    name, category : str
+    name : str
         As given.
+    category : str
+        As reports call it.
     device : int
         The GPU's number.
     host : unimem.Block or None
@@ -229,7 +231,6 @@ class Block:
         # Part of another object, which warns for both when it is left open.
         self._is_part = False
         self.name = name or "block"
-        self.category = category
         size = checked_size(nbytes, "nbytes", 1)
         check_placement("Block", placement)
         if placement and not pinned:
@@ -242,6 +243,7 @@ class Block:
         self.device = self._driver.id
         memory = _Memory(self._driver, size, self.name, category, pinned, placement)
         self._nbytes = memory.nbytes
+        self.category = row_name(category)
         self.host, self._host_users = memory.host, memory.users
         self._requested = {"nbytes": size, "device": self.device, "pinned": pinned, **placement}
         self._memory = self._driver.memory(memory.address, memory.nbytes, memory)

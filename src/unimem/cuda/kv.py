@@ -133,7 +133,7 @@ class KVCache(KVDevice):
             own = Tape(
                 nbytes,
                 name=self.name,
-                category="history",
+                category="kv",
                 device=device,
                 pinned=pinned,
                 **placement,

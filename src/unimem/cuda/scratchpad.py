@@ -80,7 +80,7 @@ class Scratchpad(DeviceScratchpad):
             own = Tape(
                 nbytes,
                 name=self.name,
-                category="history",
+                category="kv",
                 device=device,
                 pinned=pinned,
                 **placement,

@@ -63,7 +63,7 @@ cdef class KVMemory(KVRows):
         cdef size_t total = self.plan_fixed(spec, &storage)
         cdef void *base
         if tape is None:
-            self.block = Block(total, name=self.name, category="history", **placement)
+            self.block = Block(total, name=self.name, category="kv", **placement)
             self.block._is_part = True
             self._region = self.block.region()
             base = self._region.block.base
@@ -95,7 +95,7 @@ cdef class KVMemory(KVRows):
                              "max_seq_len")
         placement = placement | {"pages": pages}
         # The first step comes with the block. It goes back: all lanes grow alike.
-        self.block = Block(1, name=self.name, category="history", reserve=lane * self._n_lanes,
+        self.block = Block(1, name=self.name, category="kv", reserve=lane * self._n_lanes,
                            **placement)
         self.block._is_part = True
         self._region = self.block.region()

@@ -130,7 +130,7 @@ cdef class PagedKVCache:
         if um.um_paged_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             self.fail(&err)
         self._dtype = numpy_type(spec.type)
-        cdef Block block = Block(nbytes, name=self.name, category="history", **placement)
+        cdef Block block = Block(nbytes, name=self.name, category="kv", **placement)
         block._is_part = True
         cdef Region region = block.region()
         index = PrefixIndex() if prefix_cache else None

@@ -365,7 +365,7 @@ cdef class Scratchpad(_HostRows):
         cdef size_t nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
                                           name or "scratchpad")
         if tape is None:
-            place = Tape(nbytes, name=self.name, category="history", **placement)
+            place = Tape(nbytes, name=self.name, category="kv", **placement)
         else:
             if placement:
                 raise ValueError("a tape is placed already: "
@@ -611,7 +611,7 @@ cdef class PagedScratchpad(_HostRows):
         if um.um_grid_bytes(block_bytes, n_blocks, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, f"PagedScratchpad '{self.name}'")
         table_bytes = n_blocks * sizeof(int32_t)
-        cdef Tape place = Tape(<object>nbytes + table_bytes, name=self.name, category="history",
+        cdef Tape place = Tape(<object>nbytes + table_bytes, name=self.name, category="kv",
                                **placement)
         if um.um_grid_init(&self.grid, &place.tape, block_bytes, n_blocks, &err) != um.UM_OK:
             place.fail(&err)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from unimem._core.gguf import tensor_type
-from unimem.planning.result import Advice, Plan, find_worst_check
+from unimem.planning.result import Advice, Plan, find_worst_check, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.system.text import format_bytes
 
@@ -63,19 +63,18 @@ def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice
         with suppress(ValueError):
             other = replan(options)
             if _helps(plan, other):
-                found.append(Advice(text, saved_bytes(plan, other), options, _is_good(other)))
+                found.append(Advice(text, saved_bytes(plan, other), options, is_as_asked(other)))
                 together |= options
     if not any(item.fits and not _SHORTER & item.options.keys() for item in found):
         found += _combine(plan, replan, together)
-    return (*found, *_advise_files(plan, types), *_advise_limits(plan))
-
-
-def _is_good(plan: Plan) -> bool:
-    return plan.fits and plan.spilled_bytes == 0
+    if plan.verdict != "fits":
+        found += _advise_files(plan, types)
+    return (*found, *_advise_limits(plan))
 
 
 def _helps(plan: Plan, other: Plan) -> bool:
-    if _is_good(other) or saved_bytes(plan, other) > 0:
+    # Where only the placement is not as it was asked for, less memory is no help in itself.
+    if is_as_asked(other) or (plan.verdict != "fits" and saved_bytes(plan, other) > 0):
         return True
     return len([c for c in other.checks if not c.fits]) < len(
         [c for c in plan.checks if not c.fits]
@@ -102,11 +101,11 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
     if any("memlock" in name for name in failing):
         yield "do not lock it: the kernel may swap it out then", {"lock": False}
     if plan.sessions > 1:
-        n = find_largest(plan.sessions - 1, lambda n: _is_good(replan({"sessions": n})), least=1)
+        n = find_largest(plan.sessions - 1, lambda n: is_as_asked(replan({"sessions": n})), least=1)
         text = f"{n} conversation{'s' * (n > 1)} at a time instead of {plan.sessions}"
         yield text, {"sessions": n}
     if plan.batch > 1:
-        n = find_largest(plan.batch - 1, lambda n: _is_good(replan({"batch": n})), least=1)
+        n = find_largest(plan.batch - 1, lambda n: is_as_asked(replan({"batch": n})), least=1)
         yield f"{n} stream{'s' * (n > 1)} instead of {plan.batch}", {"batch": n}
     for kind in _KV_TYPES[1 + _KV_TYPES.index(plan.kv_dtype) :]:
         if kind != "bf16" and (plan.kv_dtype, kind) != ("bf16", "f16"):
@@ -125,7 +124,7 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
 def _choose_window(ctx: int, replan: Replan) -> int:
     """Return the largest of a half, a quarter, ... of the context that fits; else the smallest."""
     window = ctx // 2
-    while window >= 2 * _LEAST_WINDOW and not _is_good(replan({"window": window})):
+    while window >= 2 * _LEAST_WINDOW and not is_as_asked(replan({"window": window})):
         window //= 2
     return window if window >= _LEAST_WINDOW else 0
 
@@ -149,7 +148,7 @@ def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice
             if "ctx" in changes and plan.ctx and other.max_ctx:
                 changes["ctx"] = min(plan.ctx, other.max_ctx)
                 other = replan(changes)
-            if len(changes) > 1 and _is_good(other):
+            if len(changes) > 1 and is_as_asked(other):
                 text = "together: " + ", ".join(f"{k} {v}" for k, v in changes.items())
                 return [Advice(text, saved_bytes(plan, other), changes, True)]
     return []

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.cache import KVCache
-from unimem.system import limits, policy
+from unimem.system import policy
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims
     from unimem.buffers.shapes import Shape
+    from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
 
 __all__ = [
@@ -51,10 +52,11 @@ _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 
 
 class MachineBudget:
-    """The memory that this process may have, each figure read once. For one thread."""
+    """The memory that a process may have on a host, each figure read once. For one thread."""
 
-    def __init__(self) -> None:
-        self.memory = limits.memory_limits()
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.memory = host.memory_limits()
         self._pools: Mapping[str, HugePool] | None = None
         self._nodes: Mapping[int, Node] | None = None
         self._memlock: tuple[Limit | None] | None = None
@@ -63,22 +65,35 @@ class MachineBudget:
     def pools(self) -> Mapping[str, HugePool]:
         """The pools of hugetlb pages."""
         if self._pools is None:
-            self._pools = limits.huge_pools()
+            self._pools = self._host.huge_pools()
         return self._pools
 
     @property
     def nodes(self) -> Mapping[int, Node]:
         """The NUMA nodes."""
         if self._nodes is None:
-            self._nodes = limits.nodes()
+            self._nodes = self._host.nodes()
         return self._nodes
 
     @property
     def memlock(self) -> Limit | None:
         """The limit on locked memory."""
         if self._memlock is None:
-            self._memlock = (limits.memlock(),)
+            self._memlock = (self._host.memlock(),)
         return self._memlock[0]
+
+    def node_shares(self, numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
+        """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
+
+        The kernel fills bound nodes one after the other: each is counted with an equal share.
+        """
+        if numa is None or numa.mode == "preferred" or not numa.nodes:
+            return {}
+        weights: Mapping[int, int] = dict.fromkeys(numa.nodes, 1)
+        if numa.mode == "weighted":
+            weights = self._host.node_weights(numa.nodes)
+        total = sum(weights.values())
+        return {node: -(-nbytes * weight // total) for node, weight in weights.items()}
 
 
 class Budget:
@@ -128,6 +143,10 @@ class Budget:
             return None
         return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
 
+    def available_bytes(self) -> int:
+        """Return the least room in any limit on memory, before anything was promised."""
+        return min(limit.room_bytes for limit in self._machine.memory)
+
     def require(self, nbytes: int, what: str) -> None:
         """Refuse nothing: the plan's checks say what does not fit."""
 
@@ -144,7 +163,7 @@ class Budget:
             self._pages[choice.pages] = self._pages.get(choice.pages, 0) + n_pages
         else:
             self.lock(locked_bytes(found.nbytes, choice.lock, request))
-            for node, share in node_shares(choice.numa, found.nbytes).items():
+            for node, share in self._machine.node_shares(choice.numa, found.nbytes).items():
                 self._on_nodes[node] = self._on_nodes.get(node, 0) + share
         return found
 
@@ -152,20 +171,6 @@ class Budget:
 def locked_bytes(nbytes: int, lock: Lock, request: Request) -> int:
     """Return how much a block takes of the memlock limit: memory mapped twice counts twice."""
     return nbytes * (2 if request.mirror else 1) if lock else 0
-
-
-def node_shares(numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
-    """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
-
-    The kernel fills bound nodes one after the other: each is counted with an equal share.
-    """
-    if numa is None or numa.mode == "preferred" or not numa.nodes:
-        return {}
-    weights = dict.fromkeys(numa.nodes, 1)
-    if numa.mode == "weighted":
-        weights = limits.node_weights(numa.nodes)
-    total = sum(weights.values())
-    return {node: -(-nbytes * weight // total) for node, weight in weights.items()}
 
 
 # ---- what will be made --------------------------------------------------------------------------

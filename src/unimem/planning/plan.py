@@ -20,12 +20,13 @@ from unimem.planning.needs import (
     Session,
     Storage,
     diagnostics_need,
-    node_shares,
 )
-from unimem.planning.result import Check, Plan
+from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
+from unimem.system.hosts import DescribedHost, Host, find_host
+from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.system.text import format_bytes, format_ranges
@@ -53,6 +54,7 @@ def plan(
     load: Load = "auto",
     sessions: int = 1,
     device: str | None = None,
+    machine: MachineFacts | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
     """Plan the memory of a model. Only the header of a file is read, and nothing is taken.
@@ -73,7 +75,7 @@ def plan(
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
-        Threads that compute; by default the physical cores that this process may use.
+        Threads that compute; by default the physical cores that the process may use.
     load : {"auto", "map", "copy", "direct"}
         How a file's data will come into memory, as for `open_weights`.
     sessions : int, default 1
@@ -81,6 +83,12 @@ def plan(
         scratch of its own.
     device : str, optional
         ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model` takes it.
+    machine : Machine, mapping, str or path-like, optional
+        Another machine, of which all limits are asked then: what `doctor` returned there; or its
+        figures, as in ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, of which
+        all but the memory may be left out (one core, no pool, one node; nothing else runs there and
+        nothing limits locking). Or the folder of a cgroup of this machine, for a process in it. By
+        default this process.
     **placement
         See `PlacementOptions`. Without `strict`, the rows are of what a block falls back to where
         it cannot have what it is asked to be, and the checks say what is missing.
@@ -95,7 +103,7 @@ def plan(
         The file cannot be used.
     TypeError, ValueError
         An option is unknown or out of range, or weights that are opened have come into memory
-        otherwise.
+        otherwise; or a GPU or opened weights, which are here, are planned for another `machine`.
     ImportError
         `device` is given, and there is no CuPy or no GPU.
 
@@ -114,7 +122,16 @@ def plan(
     >>> p.ctx, [row.category for row in p.rows][2:]
     (512, ['kv', 'scratch', 'logits', 'tokens', 'diagnostics'])
     """
+    host = find_host(machine)
+    if machine is not None and device is not None:
+        raise ValueError(f"device={device!r}: a GPU of this machine: leave out machine")
+    if machine is not None and isinstance(path_or_dims, Weights):
+        raise ValueError(
+            "machine: opened weights are in memory here: plan their file, "
+            f"{path_or_dims.files[0]!r}, for another machine"
+        )
     options = PlanOptions.from_arguments(
+        host,
         ctx=ctx,
         batch=batch,
         kv_dtype=kv_dtype,
@@ -126,11 +143,11 @@ def plan(
         placement=placement,
     )
     if isinstance(path_or_dims, ModelDims):
-        return _Planner(DimsSource(path_or_dims)).plan(options)
+        return _Planner(DimsSource(path_or_dims), host).plan(options)
     if isinstance(path_or_dims, Weights):
-        return _Planner(WeightsSource(path_or_dims)).plan(options)
+        return _Planner(WeightsSource(path_or_dims), host).plan(options)
     with open_model(path_or_dims) as model:
-        return _Planner(FileSource(model)).plan(options)
+        return _Planner(FileSource(model), host).plan(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +165,8 @@ class PlanOptions:
     placement: PlacementOptions
 
     @classmethod
-    def from_arguments(cls, **given: Any) -> PlanOptions:
-        """Check arguments; an error names the option."""
+    def from_arguments(cls, host: Host, **given: Any) -> PlanOptions:
+        """Check arguments, and ask the host for what is left out; an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
         KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
@@ -167,7 +184,7 @@ class PlanOptions:
             _count("batch", given["batch"], 2**20),
             _KV_NAMES.get(given["kv_dtype"], given["kv_dtype"]),
             None if window is None else _count("window", window, _MOST),
-            limits.thread_count() if threads is None else _count("threads", threads, 512),
+            host.thread_count() if threads is None else _count("threads", threads, 512),
             given["load"],
             _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
@@ -191,17 +208,20 @@ def _count(name: str, value: int, most: int) -> int:
 
 
 class _Planner:
-    """Makes plans of one model; the machine's figures are read once. For one thread."""
+    """Makes plans of one model; the host's figures are read once. For one thread."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, host: Host) -> None:
         self._source = source
-        self._machine = MachineBudget()
-        self._cached: int | None = None
+        self._machine = MachineBudget(host)
+        self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
+        # Nothing of the model is in the memory of another machine.
+        self._is_elsewhere = isinstance(host, DescribedHost)
+        self._cached: int | None = 0 if self._is_elsewhere else None
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice where it does not fit."""
         made = self._make(options)
-        if made.fits and not made.spilled_bytes:
+        if is_as_asked(made):
             return made
 
         def replan(changes: Mapping[str, Any]) -> Plan:
@@ -215,11 +235,13 @@ class _Planner:
     def _make(self, options: PlanOptions) -> Plan:
         if options.device is not None:
             return self._make_for_device(options, options.device)
-        mode, reason = self._source.mode(options.load, options.placement)
         storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
+        mode, reason = self._source.mode(options.load, options.placement, budget)
         fixed = self._source.weights(mode, storage, budget)
+        if self._is_elsewhere:
+            fixed = [replace(need, taken_bytes=0) for need in fixed]
         if self._source.shape.dims is not None:
             fixed.append(diagnostics_need())
 
@@ -228,9 +250,8 @@ class _Planner:
 
         max_ctx = None
         if session.is_known:
-            max_ctx = self._find_longest(
-                needs, storage, self._source.shape.longest_ctx(options.window)
-            )
+            most = self._source.shape.longest_ctx(options.window)
+            max_ctx = self._find_longest(needs, storage, most, options.ctx or 0)
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # Where nothing fits, the plan is for one token, and says so.
@@ -242,7 +263,7 @@ class _Planner:
         has_cache = bool(session.shape.cache)
         return self._new_plan(
             options,
-            facts=dict(self._source.facts) | self._numa_facts(storage.numa, found),
+            facts=self._facts | self._numa_facts(storage.numa, found),
             rows=_rows(found),
             checks=checks,
             ctx=ctx,
@@ -279,23 +300,30 @@ class _Planner:
             pages=options.placement.get("pages", "auto"),
             numa=numa,
             available_bytes=min(one.available_bytes for one in checks if one.is_hard),
+            model_ctx=self._source.shape.max_ctx,
             **figures,
         )
 
-    def _find_longest(self, needs: Callable[[int], list[Need]], storage: Storage, most: int) -> int:
-        """Find the longest context that fits, and that makes nothing spill that need not."""
+    def _find_longest(
+        self, needs: Callable[[int], list[Need]], storage: Storage, most: int, asked: int
+    ) -> int:
+        """Find the longest context that fits, and that makes nothing spill that need not.
+
+        Limits at which a block falls back to what it can have do not shorten it.
+        """
 
         def fits(found: list[Need]) -> bool:
-            return all(check.fits for check in self._checks(found, storage))
+            return all(check.fits for check in self._checks(found, storage) if check.is_hard)
 
         def is_good(ctx: int) -> bool:
             found = needs(ctx)
             return fits(found) and self._spilled(found) == 0
 
-        if is_good(most):  # as it mostly is: nothing else is computed then
-            return most
+        longer = max(most, asked)
+        if is_good(longer):  # as it mostly is: nothing else is computed then
+            return longer
         if self._spilled(needs(1)):
-            return find_largest(most, lambda ctx: fits(needs(ctx)))
+            return find_largest(most, lambda ctx: fits(needs(ctx)), asked=asked)
         return find_largest(most, is_good)
 
     def _spilled(self, needs: list[Need]) -> int:
@@ -375,7 +403,7 @@ class _Planner:
 
         if numa.mode == "bind":
             return [check(wanted, nbytes)]
-        shares = node_shares(replace(numa, nodes=wanted), nbytes)
+        shares = self._machine.node_shares(replace(numa, nodes=wanted), nbytes)
         return [check((node,), share) for node, share in shares.items()]
 
     def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
@@ -418,7 +446,8 @@ class _Planner:
         if session.is_known:
             kept = RESERVE_BYTES if ctx is None else 0
             room = free - kept
-            max_ctx = find_largest(shape.longest_ctx(None), lambda tokens: needed(tokens) <= room)
+            most = shape.longest_ctx(None)
+            max_ctx = find_largest(most, lambda tokens: needed(tokens) <= room, asked=ctx or 0)
             ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
         rows = types | {"weights:padding": weights - sum(types.values())}
         if ctx is not None:
@@ -429,7 +458,7 @@ class _Planner:
         remedy = "free what others hold there, or take a smaller ctx, batch or model"
         return self._new_plan(
             options,
-            facts=dict(self._source.facts),
+            facts=dict(self._facts),
             rows=(
                 *(Row(kind, size, device=name) for kind, size in rows.items() if size),
                 *_rows([staging]),

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
-from unimem.accounting.rows import Row
+from unimem.accounting.rows import Row, find_row
 from unimem.errors import CapacityError
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
@@ -25,7 +25,18 @@ from unimem.system.text import (
     wrap,
 )
 
-__all__ = ["Advice", "Check", "Plan", "find_worst_check", "plan_lines"]
+__all__ = [
+    "Advice",
+    "Check",
+    "Plan",
+    "Verdict",
+    "find_worst_check",
+    "is_as_asked",
+    "plan_lines",
+]
+
+Verdict = Literal["fits", "reads from disk", "does not fit"]
+"""What a plan comes to."""
 
 _SCHEMA = "unimem.plan/1"
 
@@ -77,7 +88,7 @@ class Advice:
     options : dict
         Keyword arguments of `plan` to change; empty where another file or limit is advised.
     fits : bool
-        Whether the plan fits with this alone, and nothing spills.
+        Whether the plan fits with this alone, as it was asked for, and nothing spills.
     """
 
     text: str
@@ -97,13 +108,14 @@ class Plan:
     checks : tuple of Check
         One for each limit that applies.
     advice : tuple of Advice
-        What to do, the cheapest first; empty where all fits and nothing spills.
+        What to do, the cheapest first; empty where every limit has room and nothing spills.
     unknown : tuple of str
         Sentences that say what could not be planned, and why.
     facts : dict
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
         "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
-        where not all will lie on the nodes that are preferred.
+        where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
+        another one or a cgroup.
     ctx : int or None
         Tokens of context; None where none is given and the memory of a token is not known.
     batch : int
@@ -123,18 +135,22 @@ class Plan:
     numa : str or None
         The NUMA policy that was asked for.
     max_ctx : int or None
-        The longest context, up to the model's own, with which nothing spills; where a file spills
-        anyway, the longest that fits. 0 where none fits, None where it is not known.
+        The longest context, up to the model's own, or a longer one that was asked for and fits,
+        with which nothing spills; where a file spills anyway, the longest that fits. 0 where none
+        fits, None where it is not known.
     required_bytes : int
         Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked.
     spilled_bytes : int
-        Bytes of a mapped file that cannot stay in main memory beside the rest.
+        Bytes of a mapped file that cannot stay in main memory beside the rest: each token reads
+        them from the disk again.
     available_bytes : int
         Main memory that this process may take now, including what of the weights it has taken
         already: the least of the checks.
     scratch_bytes, history_bytes : int
         Sizes of the two tapes of one session. With a window the KV cache lies in memory of its own,
         and the history tape is one page.
+    model_ctx : int or None
+        The context that the model was made for, as its header says; None where it does not.
     """
 
     rows: tuple[Row, ...]
@@ -158,6 +174,17 @@ class Plan:
     available_bytes: int
     scratch_bytes: int
     history_bytes: int
+    model_ctx: int | None = None
+
+    def __getitem__(self, category: str) -> Row:
+        """Return the row of a category: of main memory, else of the first device that has one.
+
+        Raises
+        ------
+        CategoryError
+            There is no such row; it is a `KeyError`, and names those that there are.
+        """
+        return find_row(self.rows, category)
 
     @property
     def total_bytes(self) -> int:
@@ -166,8 +193,23 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every limit has room; pages of a mapped file can be dropped (`spilled_bytes`)."""
-        return all(check.fits for check in self.checks)
+        """Whether it runs: every limit that is hard has room, and a mapped file's pages need none.
+
+        See `verdict`.
+        """
+        return all(check.fits for check in self.checks if check.is_hard)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the plan comes to.
+
+        ``"fits"``: all of it stays in memory; where a limit has no room that is not hard, memory
+        is placed otherwise than it was asked for. ``"reads from disk"``: it runs, and each token
+        reads `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
+        """
+        if not self.fits:
+            return "does not fit"
+        return "reads from disk" if self.spilled_bytes else "fits"
 
     def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
         """Raise when it does not fit.
@@ -202,6 +244,7 @@ class Plan:
         """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""
         return {
             "schema": _SCHEMA,
+            "verdict": self.verdict,
             "fits": self.fits,
             "total_bytes": self.total_bytes,
             **{
@@ -240,6 +283,11 @@ def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
     return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
 
 
+def is_as_asked(plan: Plan) -> bool:
+    """Whether every limit has room, also those that are not hard, and nothing spills."""
+    return all(check.fits for check in plan.checks) and not plan.spilled_bytes
+
+
 # ---- what people read ---------------------------------------------------------------------------
 
 _INDENT = 3  # of what is to be typed
@@ -271,23 +319,33 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
             surface.width,
         )
         yield ""
+    missed = [check.name for check in plan.checks if not (check.fits or check.is_hard)]
+    if missed:
+        yield from wrap(
+            f"Not as asked for: {escape(', '.join(missed))}. Memory falls back to what there is.",
+            surface.width,
+        )
+        yield ""
     if plan.unknown:
         yield surface.heading("Not known:")
         for sentence in plan.unknown:
             yield from item_lines(surface, "-", sentence)
         yield ""
     yield from _advice_lines(surface, plan)
-    yield (surface.good if plan.fits else surface.bad)(_verdict(surface, plan))
+    yield (surface.good if plan.verdict == "fits" else surface.bad)(_verdict(surface, plan))
 
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
     known = plan.facts
     what = (known.get("architecture") or "architecture unknown", known.get("format"))
     tokens = "unknown" if plan.ctx is None else format_count(plan.ctx, "token")
-    if plan.max_ctx:
-        tokens += f" (the longest that fits: {plan.max_ctx:,})"
-    elif plan.max_ctx == 0:
-        tokens += " (none fits)"
+    notes = []
+    if plan.model_ctx:
+        is_beyond = plan.ctx is not None and plan.ctx > plan.model_ctx
+        notes.append(f"{'beyond the ' * is_beyond}model's own: {plan.model_ctx:,}")
+    if plan.max_ctx is not None:
+        notes.append(f"fits: {plan.max_ctx:,}" if plan.max_ctx else "none fits")
+    tokens += f" ({', '.join(notes)})" if notes else ""
     cache = [tokens, f"KV {plan.kv_dtype}"]
     cache += [f"attention sees the last {plan.window:,}"] if plan.window else []
     cache += [format_count(plan.batch, "stream")] if plan.batch > 1 else []
@@ -298,6 +356,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "file": path,
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
         "load": f"{plan.load}: {plan.load_reason}",
+        "machine": known.get("machine") or "",
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
         "ggml": known.get("ggml") or "",
@@ -347,7 +406,7 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     for number, advice in enumerate(plan.advice, 1):
         text = advice.text[:1].upper() + advice.text[1:]
         remedy = next((one for one in remedies if text.endswith(f": {one}")), "")
-        text = text.removesuffix(f": {remedy}") + _worth(advice)
+        text = text.removesuffix(f": {remedy}") + _worth(plan, advice)
         typed = remedy or _as_options(advice.options)
         yield from item_lines(surface, f"{number}.", f"{text}:" if typed else text)
         if typed:  # in a line of its own, however long: to be copied
@@ -355,10 +414,11 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def _worth(advice: Advice) -> str:
+def _worth(plan: Plan, advice: Advice) -> str:
     """Say what it is worth in figures."""
     worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
-    worth += ["then it fits"] if advice.fits else []
+    if advice.fits:
+        worth.append("nothing falls back then" if plan.verdict == "fits" else "then it fits")
     return f" ({', '.join(worth)})" if worth else ""
 
 
@@ -373,15 +433,15 @@ def _as_options(options: dict[str, Any]) -> str:
 
 def _verdict(surface: Surface, plan: Plan) -> str:
     """Say in one line whether it fits."""
-    if not plan.fits:
-        lacking = [check for check in plan.checks if not check.fits]
-        worst = max(lacking, key=lambda c: (c.is_hard, c.needed_bytes - c.available_bytes))
+    worst = find_worst_check(plan, strict=False)
+    if worst is not None:
         start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
         name = shorten(escape(worst.name), surface.width - len(start) - len(end))
         return start + name + end
-    # What can be dropped is counted as long as there is room for it.
-    nbytes = plan.required_bytes if plan.spilled_bytes else plan.total_bytes
-    fits = [_of(nbytes, plan.available_bytes)]
+    if plan.spilled_bytes:
+        again = format_bytes(plan.spilled_bytes)
+        return f"Reads from disk: {again} with every token. {_largest(plan)}"
+    fits = [_of(plan.total_bytes, plan.available_bytes)]
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"

@@ -7,7 +7,9 @@ from collections.abc import Callable
 __all__ = ["find_largest"]
 
 
-def find_largest(most: int, is_good: Callable[[int], bool], *, least: int = 0) -> int:
+def find_largest(
+    most: int, is_good: Callable[[int], bool], *, least: int = 0, asked: int = 0
+) -> int:
     """Find the largest good number, by bisection.
 
     Parameters
@@ -18,6 +20,8 @@ def find_largest(most: int, is_good: Callable[[int], bool], *, least: int = 0) -
         Says whether a number is good. All numbers below a good one are good, too.
     least : int, default 0
         What is returned where no number above it is good. It is not asked for.
+    asked : int, default 0
+        A number that may lie above `most`, and is the answer where it does and is good.
 
     Returns
     -------
@@ -28,6 +32,8 @@ def find_largest(most: int, is_good: Callable[[int], bool], *, least: int = 0) -
     >>> find_largest(4096, lambda n: n * n <= 1000)
     31
     """
+    if asked > most and is_good(asked):
+        return asked
     if most > least and is_good(most):
         return most
     low, high = least, most - 1

@@ -45,7 +45,7 @@ class ModelSource(Protocol):
     shape: Shape
     facts: dict[str, Any]
 
-    def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
+    def mode(self, load: Load, placement: PlacementOptions, budget: Budget) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
@@ -88,7 +88,7 @@ class DimsSource:
         """Return the bytes of all tensors of each type."""
         return self._types
 
-    def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
+    def mode(self, load: Load, _placement: PlacementOptions, _budget: Budget) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
         if load == "auto":
             return "map", "a file would be mapped"
@@ -132,9 +132,9 @@ class FileSource:
         """Return the bytes of all tensors of each type."""
         return self._contents.by_type()
 
-    def mode(self, load: Load, placement: PlacementOptions) -> tuple[Mode, str]:
+    def mode(self, load: Load, placement: PlacementOptions, budget: Budget) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
-        choice = loading.choose(self._model, load, None, placement)
+        choice = loading.choose(self._model, load, None, placement, budget)
         return choice.mode, choice.reason
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
@@ -183,7 +183,7 @@ class WeightsSource:
         """Return the bytes of all tensors of each type."""
         return self._weights.by_type()
 
-    def mode(self, load: Load, _placement: PlacementOptions) -> tuple[Mode, str]:
+    def mode(self, load: Load, _placement: PlacementOptions, _budget: Budget) -> tuple[Mode, str]:
         """Return how they came into memory, and why.
 
         Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Literal
 
 from unimem.system import kernel_files
 
-__all__ = ["Cgroup", "cgroups_above"]
+__all__ = ["Cgroup", "cgroups_above", "locate"]
 
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 
@@ -61,7 +62,9 @@ class Cgroup:
         return min((each for each in found if each[0] < _NO_LIMIT), default=None)
 
 
-def cgroups_above(controller: str, pid: int | None = None) -> Iterator[Cgroup]:
+def cgroups_above(
+    controller: str, pid: int | None = None, folder: str | None = None
+) -> Iterator[Cgroup]:
     """Walk up the cgroups above a process.
 
     Parameters
@@ -70,12 +73,25 @@ def cgroups_above(controller: str, pid: int | None = None) -> Iterator[Cgroup]:
         What they control, as "memory"; "" for those of version 2 only.
     pid : int, optional
         The process; by default this one.
+    folder : str, optional
+        Of a cgroup: those above a process that would be in it.
 
     Yields
     ------
     Cgroup
         The process's own first.
+
+    Raises
+    ------
+    ValueError
+        As `locate` says.
     """
+    if folder is not None:
+        version, path = locate(folder)
+        mount = _mounts().get("" if version == 2 else controller)
+        if mount is not None:
+            yield from _walk_up(*mount, [part for part in path.split("/") if part], version)
+        return
     for line in (kernel_files.read_text(f"/proc/{pid or 'self'}/cgroup") or "").splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
@@ -83,17 +99,54 @@ def cgroups_above(controller: str, pid: int | None = None) -> Iterator[Cgroup]:
         mount = _mounts().get(controller if names else "")
         if mount is None:
             continue
-        folder, root = mount
+        where, root = mount
         # A container may see only a part of the tree: what it mounts begins at `root`. Its path
         # may also be the host's, or lead out of its namespace: what exists is ours.
         inside = root in ("/", path) or path.startswith(f"{root}/")
         above = "" if root == "/" or not inside else root
         parts = [part for part in path[len(above) :].split("/") if part]
-        if ".." in parts:
-            parts = []
-        for depth in range(len(parts), -1, -1):
-            below = "".join(f"/{part}" for part in parts[:depth])
-            yield Cgroup(folder + below, above + below or "/", 1 if names else 2)
+        yield from _walk_up(where, above, [] if ".." in parts else parts, 1 if names else 2)
+
+
+def _walk_up(mount: str, root: str, parts: list[str], version: Literal[1, 2]) -> Iterator[Cgroup]:
+    above = "" if root == "/" else root
+    for depth in range(len(parts), -1, -1):
+        below = "".join(f"/{part}" for part in parts[:depth])
+        yield Cgroup(mount + below, above + below or "/", version)
+
+
+def locate(folder: str) -> tuple[Literal[1, 2], str]:
+    """Find the tree that a cgroup is in.
+
+    Parameters
+    ----------
+    folder : str
+        Where its files are; of version 1, in the tree of any controller.
+
+    Returns
+    -------
+    tuple of int and str
+        The version of the tree, and the path below its mount point, which is the same in the tree
+        of each controller.
+
+    Raises
+    ------
+    ValueError
+        There is no such folder, or it is in no tree that is mounted.
+    """
+    real = os.path.realpath(folder)
+    inside = [
+        (len(mount), controller, real[len(mount) :])
+        for controller, (mount, _) in _mounts().items()
+        if real == mount or real.startswith(f"{mount}/")
+    ]
+    if not inside or not kernel_files.is_folder(real):
+        trees = ", ".join(sorted({mount for mount, _ in _mounts().values()})) or "none"
+        raise ValueError(
+            f"expected the folder of a cgroup (trees are mounted at: {trees}), got {folder!r}"
+        )
+    _, controller, path = max(inside)
+    return 1 if controller else 2, path
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 import re
 
 __all__ = [
+    "is_folder",
     "list_names",
     "parse_fields",
     "parse_kib",
@@ -67,6 +68,11 @@ def read_number(path: str) -> int | None:
 def read_fields(path: str, separator: str = ":", prefix: str = "") -> dict[str, str]:
     """Read a file whose lines are names and values, as `parse_fields`; empty where it cannot be."""
     return parse_fields(read_text(path) or "", separator, prefix)
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is such a folder, and it may be looked at."""
+    return os.path.isdir(path)
 
 
 def list_names(path: str) -> list[str]:

@@ -190,13 +190,15 @@ class CpuQuota:
     path: str
 
 
-def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
+def memory_limits(pid: int | None = None, cgroup: str | None = None) -> tuple[Limit, ...]:
     """Return every limit on the memory of a process.
 
     Parameters
     ----------
     pid : int, optional
         Its number; by default this process.
+    cgroup : str, optional
+        The folder of a cgroup: of a process that would be in it.
 
     Returns
     -------
@@ -209,7 +211,7 @@ def memory_limits(pid: int | None = None) -> tuple[Limit, ...]:
     `memory.high` counts as a limit like `memory.max`: passing it does not kill, but the kernel
     then puts the process to sleep at each new page, and memory of a block cannot be reclaimed.
     """
-    return tuple(limit() for _, limit in _memory(pid))
+    return tuple(limit() for _, limit in _memory(pid, cgroup))
 
 
 def tightest() -> Limit:
@@ -369,8 +371,13 @@ def memlock() -> Limit | None:
     )
 
 
-def huge_pools() -> dict[str, HugePool]:
+def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
     """Return the pools of hugetlb pages.
+
+    Parameters
+    ----------
+    cgroup : str, optional
+        The folder of a cgroup: as a process in it would have them.
 
     Returns
     -------
@@ -402,7 +409,7 @@ def huge_pools() -> dict[str, HugePool]:
             reserved=(kernel_files.read_number(f"{folder}/resv_hugepages") or 0) if pages else 0,
             surplus_most=kernel_files.read_number(f"{folder}/nr_overcommit_hugepages") or 0,
             nodes=per_node,
-            cgroups=tuple(_hugetlb(kib << 10)) if pages else (),
+            cgroups=tuple(_hugetlb(kib << 10, cgroup)) if pages else (),
         )
     return pools
 
@@ -490,22 +497,34 @@ def overcommit() -> int:
     return kernel_files.read_number("/proc/sys/vm/overcommit_memory") or 0
 
 
-def thread_count() -> int:
+def thread_count(cpus: Iterable[int] | None = None, cgroup: str | None = None) -> int:
     """Threads that can compute at the same time.
+
+    Parameters
+    ----------
+    cpus : iterable of int, optional
+        CPUs that may be used; by default those that the process's affinity allows.
+    cgroup : str, optional
+        The folder of a cgroup, whose quota holds instead of this process's.
 
     Returns
     -------
     int
-        Physical cores that the process's CPU affinity allows, and not more than the CPU quota of
-        any cgroup above it; at least 1.
+        Physical cores, and not more than the quota; at least 1.
     """
-    count = float(len({core_of(cpu) for cpu in os.sched_getaffinity(0)}))
-    quota = cpu_quota()
+    allowed = os.sched_getaffinity(0) if cpus is None else cpus
+    count = float(len({core_of(cpu) for cpu in allowed}))
+    quota = cpu_quota(cgroup)
     return max(1, int(count if quota is None else min(count, quota.cpus)))
 
 
-def cpu_quota() -> CpuQuota | None:
+def cpu_quota(cgroup: str | None = None) -> CpuQuota | None:
     """Return the tightest CPU quota of the cgroups above this process.
+
+    Parameters
+    ----------
+    cgroup : str, optional
+        The folder of a cgroup: of this one, and of those above it.
 
     Returns
     -------
@@ -513,11 +532,11 @@ def cpu_quota() -> CpuQuota | None:
         None where there is none.
     """
     quotas = []
-    for cgroup in cgroups_above("cpu"):
-        path = cgroup.path("cpu.cfs_quota_us", "cpu.max")
+    for each in cgroups_above("cpu", folder=cgroup):
+        path = each.path("cpu.cfs_quota_us", "cpu.max")
         quota, _, period = (kernel_files.read_text(path) or "").partition(" ")
-        if cgroup.version == 1:
-            period = kernel_files.read_text(f"{cgroup.folder}/cpu.cfs_period_us") or ""
+        if each.version == 1:
+            period = kernel_files.read_text(f"{each.folder}/cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(CpuQuota(int(quota) / int(period), path))
     return min(quotas, key=lambda quota: quota.cpus, default=None)
@@ -540,7 +559,9 @@ def core_of(cpu: int) -> tuple[str, str]:
     return (package or "", core) if core else ("cpu", str(cpu))
 
 
-def _memory(pid: int | None = None) -> Iterator[tuple[int, Callable[[], Limit]]]:
+def _memory(
+    pid: int | None = None, folder: str | None = None
+) -> Iterator[tuple[int, Callable[[], Limit]]]:
     """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
     # Not by psutil, which has no commit limit, and is slower: this runs before each block is made.
     memory = kernel_files.read_fields("/proc/meminfo")
@@ -552,7 +573,7 @@ def _memory(pid: int | None = None) -> Iterator[tuple[int, Callable[[], Limit]]]
     remedy = "end other processes, or take less"
     machine = Limit("memory of the machine", total, total - available, remedy)
     yield machine.room_bytes, lambda: machine
-    for cgroup in cgroups_above("memory", pid):
+    for cgroup in cgroups_above("memory", pid, folder):
         yield from _memory_cgroup(cgroup)
     if overcommit() == 2:
         commit = Limit(
@@ -584,10 +605,10 @@ def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
     yield limit - used, whole
 
 
-def _hugetlb(page_bytes: int) -> Iterator[Limit]:
+def _hugetlb(page_bytes: int, folder: str | None = None) -> Iterator[Limit]:
     """Limits of hugetlb cgroups on one size of page, on pages used and on pages promised."""
     size = _size_name(page_bytes).upper() + "B"
-    for cgroup in cgroups_above("hugetlb"):
+    for cgroup in cgroups_above("hugetlb", folder=folder):
         for kind in ("", "rsvd."):
             start = f"hugetlb.{size}.{kind}"
             found = cgroup.read_limit(f"{start}limit_in_bytes", f"{start}max")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ __all__ = [
     "format_count",
     "format_ranges",
     "item_lines",
+    "parse_bytes",
     "shorten",
     "shorten_path",
     "table_lines",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _KIB = 1024
+_SIZE = re.compile(r"([0-9]{1,20})(\.[0-9]{1,9})? ?(?:([kmgt])(?:i?b)?|b)?", re.I)
 _GAP = "  "
 _CUT = "..."
 _LABEL = 10  # columns of the names of facts
@@ -107,6 +110,26 @@ def format_bytes(nbytes: float) -> str:
         if nbytes < _KIB:
             return f"{nbytes:.1f} {unit}"
     return f"{nbytes / _KIB:.1f} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size as people write it; K, M, G and T are powers of 1024, as `format_bytes` has them.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+
+    Examples
+    --------
+    >>> parse_bytes("16G") == parse_bytes("16 GiB") == 16 << 30, parse_bytes("1.5k")
+    (True, 1536)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"expected a size such as '16G' or '512M', got {text!r:.60}")
+    scale = _KIB ** ("kmgt".index(found[3].lower()) + 1) if found[3] else 1
+    return int(found[1]) * scale + int(float(found[2] or 0) * scale)
 
 
 def format_change(nbytes: int) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
@@ -28,6 +28,7 @@ __all__ = [
     "Loaded",
     "NoDirectReadsError",
     "Progress",
+    "RoomFacts",
     "cached_bytes",
     "check_load",
     "check_request",
@@ -149,6 +150,13 @@ class Loaded:
     mapped_bytes: int
 
 
+class RoomFacts(policy.Facts, Protocol):
+    """What a system has and allows, of which the module `limits` is one, and a plan's budget."""
+
+    def available_bytes(self) -> int:
+        """Return the bytes that can be taken."""
+
+
 class NoDirectReadsError(Exception):
     """A file system has no reads past the page cache."""
 
@@ -248,9 +256,16 @@ def check_load(load: object) -> None:
 
 
 def choose(
-    model: ModelFiles, load: Load, tape: Tape | None, placement: PlacementOptions
+    model: ModelFiles,
+    load: Load,
+    tape: Tape | None,
+    placement: PlacementOptions,
+    facts: RoomFacts = limits,
 ) -> LoadChoice:
-    """Choose how a model is brought into memory; nothing of it is read."""
+    """Choose how a model is brought into memory; nothing of it is read.
+
+    A plan gives its own `facts`: it asks as the load will, of the machine that it is for.
+    """
     if load != "auto":
         return LoadChoice(load, "it was asked for")
     network = next(
@@ -269,13 +284,13 @@ def choose(
     else:
         return LoadChoice("map", "a mapping shares the page cache, and reads nothing twice")
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
-    needed, room = _layout_of(model)[1], limits.available_bytes()
-    if tape is None and needed > room and not _fits_pool(needed, placement):
+    needed, room = _layout_of(model)[1], facts.available_bytes()
+    if tape is None and needed > room and not _fits_pool(needed, placement, facts):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
-        if placement.get("strict"):
-            limits.require(needed, f"a copy of {model.files[0].path}")
-        warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
-        return LoadChoice("map", why, warning)
+        if not placement.get("strict"):
+            warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
+            return LoadChoice("map", why, warning)
+        facts.require(needed, f"a copy of {model.files[0].path}")  # a plan goes on, and says so
     cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
     why += f"; {cached / total:.0%} of the file are in the page cache"
     if cached < total and _is_cache_hidden(model):
@@ -283,12 +298,12 @@ def choose(
     return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why)
 
 
-def _fits_pool(nbytes: int, placement: PlacementOptions) -> bool:
+def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bool:
     """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
     request = policy.Request(
         nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
     )
-    return policy.decide(request, limits).pages in policy.HUGETLB
+    return policy.decide(request, facts).pages in policy.HUGETLB
 
 
 def _choose_buffered(

@@ -504,4 +504,4 @@ def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None
     try:
         weights.warm(threads, progress)
     except CapacityError as error:
-        policy.warn(f"{error}. What cannot stay in RAM is read from the disk for every token")
+        policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")

@@ -1,0 +1,146 @@
+"""Plans for other machines: figures, what `doctor` found, cgroups; nothing of this one counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import unimem as um
+from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from unimem.engine import embedded_model
+from unimem.system import limits
+from unimem.system.cgroups import cgroups_above
+from unimem.system.hosts import CgroupHost
+from unimem.system.limits import Limit
+from unimem.system.text import parse_bytes
+
+DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
+GIB, MIB = 1 << 30, 1 << 20
+ASKED = ("memory_limits", "huge_pools", "nodes", "memlock", "node_weights", "thread_count")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail what asks this machine."""
+    for name in (*ASKED, "available_bytes", "require"):
+        asked = Mock(side_effect=AssertionError(f"{name} of this machine"))
+        monkeypatch.setattr(limits, name, asked)
+
+
+def checks_of(plan: um.Plan) -> dict[str, tuple[int, int]]:
+    return {check.name: (check.available_bytes, check.limit_bytes) for check in plan.checks}
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("model", [DIMS, embedded_model()], ids=["dims", "file"])
+def test_every_limit_is_the_other_machine_s(model: Any) -> None:
+    machine: dict[str, Any] = {"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}
+    plan = um.plan(model, machine=machine, pages="2m", numa="bind:1", lock=True, load="copy")
+    assert (plan.threads, plan.verdict) == (8, "fits")
+    assert "machine   another one: 16.0 GiB, 8 cores, 2 nodes, pool 2m=4096\n" in str(plan)
+    assert checks_of(plan) == {
+        # Reserved pages are not free, and half of them lie on a node.
+        "memory of the machine": (8 * GIB, 16 * GIB),
+        "hugetlb pool of 2m pages": (4 * GIB, 8 * GIB),
+        "node 1": (4 * GIB, 8 * GIB),
+    }
+    um.plan(model, machine=machine, numa="weighted", load="auto")
+    alone = um.plan(model, machine={"memory": 16 * GIB}, pages="2m")
+    assert alone.threads == 1
+    assert checks_of(alone)["hugetlb pool of 2m pages"] == (0, 0)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [("8G", "fits"), ("2G", "reads from disk"), ("64M", "does not fit")]
+)
+def test_the_verdict_is_about_the_other_machine(memory: str, verdict: str) -> None:
+    plan = um.plan(DIMS, machine={"memory": memory}, ctx=4096)
+    assert plan.verdict == verdict
+    assert plan.available_bytes == parse_bytes(memory)
+
+
+def test_a_machine_that_was_looked_at() -> None:
+    here = um.doctor()
+    limit = Limit("memory of the machine", 8 * GIB, 5 * GIB, "less")
+    locks = Limit("locked memory (memlock)", MIB, 0, "ulimit")
+    there = replace(
+        here,
+        memory=replace(here.memory, limits=(limit,), memlock=locks),
+        cpu=replace(here.cpu, usable_cores=77),
+        pools={},
+    )
+    plan = um.plan(DIMS, machine=there, lock=True, pages="1g", ctx=100)
+    assert plan.threads == 77
+    found = checks_of(plan)
+    assert found["memory of the machine"] == (3 * GIB, 8 * GIB)
+    assert found["locked memory (memlock)"] == (MIB, MIB)
+    assert found["hugetlb pool of 1g pages"] == (0, 0)
+
+
+def test_what_a_file_has_in_memory_here_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = um.plan(embedded_model(), machine={"memory": "1G"})
+    needed = plan["other"].nbytes  # the copy of the header, which is read here
+    assert plan.checks[0].available_bytes == GIB
+    assert plan.checks[0].needed_bytes > needed > 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({}, "expected its 'memory', as in {'memory': '16G'"),
+        ({"memory": "16G", "cpu": 8}, "expected 'memory', 'cpus', 'pools', 'nodes'.* got 'cpu'"),
+        *(({"memory": wrong}, "memory: expected bytes, or a size such as '16G'")
+          for wrong in ("much", "", "16X", "-1G", 0, -1, 1.5, True, None, "9" * 19 + "T")),
+        *(({"memory": "1G", "cpus": wrong}, "cpus: expected an integer from 1 to 8192")
+          for wrong in (0, "8", 1.5, True, 8193)),
+        *(({"memory": "1G", "nodes": wrong}, "nodes: expected an integer from 1 to 1024")
+          for wrong in (0, "2", 1025)),
+        ({"memory": "1G", "pools": {"3m": 1}}, "pools: expected pages of '2m' or '1g', got '3m'"),
+        ({"memory": "1G", "pools": {"2m": -1}}, "pools: 2m: expected an integer from 0"),
+        ({"memory": "1G", "pools": {"2m": 513}}, "pools: expected at most the memory, 1.0 GiB"),
+        ({"memory": "1G", "pools": 4}, "pools: expected pages by size"),
+        ("/nowhere/at/all", "machine: expected the folder of a cgroup"),
+        ("", "machine: expected the folder of a cgroup"),
+    ],
+)  # fmt: skip
+def test_what_is_no_machine(machine: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        um.plan(DIMS, machine=machine)
+
+
+def test_what_is_only_here_is_not_planned_for_another_machine() -> None:
+    for wrong in (16, object(), ["16G"]):
+        with pytest.raises(TypeError, match=r"machine: expected what unimem\.doctor"):
+            um.plan(DIMS, machine=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device='cuda:0': a GPU of this machine"):
+        um.plan(DIMS, machine={"memory": "1G"}, device="cuda:0")
+    with (
+        um.open_weights(embedded_model()) as weights,
+        pytest.raises(ValueError, match="opened weights are in memory here: plan their file"),
+    ):
+        um.plan(weights, machine={"memory": "1G"})
+
+
+def test_a_cgroup_of_this_machine(cgroup_512mb: SmallCgroup) -> None:  # noqa: F811
+    for folder in (cgroup_512mb.folder, str(cgroup_512mb.folder)):
+        plan = um.plan(DIMS, machine=folder, ctx=4096)
+        available, limit = checks_of(plan)[cgroup_512mb.name]
+        assert limit == 512 * MIB
+        assert available <= limit
+        assert plan.verdict == "reads from disk"
+        assert plan.facts["machine"] == f"this one, in cgroup {folder}"
+    assert "machine" not in um.plan(DIMS).facts
+    assert cgroup_512mb.name not in checks_of(um.plan(DIMS, ctx=4096))
+
+
+def test_the_own_cgroup_is_what_a_plan_asks_without() -> None:
+    own = next(cgroups_above("memory"), None)
+    if own is None or not Path(own.folder).is_dir():
+        pytest.skip("no memory controller is mounted")
+    names = [limit.name for limit in CgroupHost(own.folder).memory_limits()]
+    assert names == [limit.name for limit in limits.memory_limits()]
