@@ -62,7 +62,7 @@ class Decoder:
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
         then, and as long as this, not as `ctx`. By default attention sees all.
     threads : int, optional
-        Threads that compute; by default the physical cores that this process may use.
+        Threads that compute; by default as `plan` says, so that a small model has one.
     layout : Layout, optional
         Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
         the decoder makes its own.

@@ -19,6 +19,7 @@ from unimem.planning.needs import (
     Need,
     Session,
     Storage,
+    default_threads,
     diagnostics_need,
     node_shares,
 )
@@ -73,7 +74,8 @@ def plan(
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
-        Threads that compute; by default the physical cores that this process may use.
+        Threads that compute; by default one for each 32 MiB of weights, which a token reads, and
+        no more than the physical cores that this process may use.
     load : {"auto", "map", "copy", "direct"}
         How a file's data will come into memory, as for `open_weights`.
     sessions : int, default 1
@@ -141,7 +143,7 @@ class PlanOptions:
     batch: int
     kv_dtype: str
     window: int | None
-    threads: int
+    threads: int | None
     load: Load
     sessions: int
     device: int | None
@@ -167,7 +169,7 @@ class PlanOptions:
             _count("batch", given["batch"], 2**20),
             _KV_NAMES.get(given["kv_dtype"], given["kv_dtype"]),
             None if window is None else _count("window", window, _MOST),
-            limits.thread_count() if threads is None else _count("threads", threads, 512),
+            None if threads is None else _count("threads", threads, 512),
             given["load"],
             _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
@@ -200,6 +202,10 @@ class _Planner:
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice where it does not fit."""
+        if options.threads is None:
+            weight_bytes = sum(self._source.by_type().values())
+            n_threads = default_threads(weight_bytes, limits.thread_count())
+            options = replace(options, threads=n_threads)
         made = self._make(options)
         if made.fits and not made.spilled_bytes:
             return made
@@ -256,6 +262,7 @@ class _Planner:
         )
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session:
+        assert options.threads is not None  # since `plan`
         return Session(
             self._source.shape,
             options.batch,
@@ -268,6 +275,7 @@ class _Planner:
     def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
         numa = options.placement.get("numa")
         checks = figures["checks"]
+        assert options.threads is not None  # since `plan`
         return Plan(
             advice=(),
             unknown=self._source.shape.unknown,
