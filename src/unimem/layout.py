@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -14,6 +14,7 @@ from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.system import limits, policy
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights
 
@@ -32,7 +33,7 @@ class _Cache(Protocol):
     """What a layout asks of an attached cache."""
 
     @property
-    def tape(self) -> object: ...
+    def tape(self) -> Any: ...
 
     @property
     def closed(self) -> bool: ...
@@ -123,12 +124,18 @@ class Lifetimes(Generic[TapeT]):
         cache : KVCache
             With memory of its own, or on `history`: all of that tape so far is kept from now on, so
             that clearing forgets the tokens and leaves the memory.
+
+        Raises
+        ------
+        CapacityError, MemoryError
+            The layout is frozen, and the cache cannot be warmed. It is not attached.
         """
         self._check_open()
+        if self.frozen:
+            self._warm([cache])
+            cache._freeze(True)
         if cache.tape is self.history:
             self.history.keep()
-        if self.frozen:
-            cache._freeze(True)
         self._caches.append(cache)
 
     def clear_pass(self) -> None:
@@ -146,13 +153,25 @@ class Lifetimes(Generic[TapeT]):
         self.scratch.clear()
 
     def freeze(self) -> None:
-        """Declare start-up finished.
+        """Declare start-up finished: what may be used from now on is warmed, and nothing faults.
 
         From now on `weights` and `history` refuse every take, `scratch` every take beyond the most
         it has ever held, and attached caches every token for which they would have to commit
-        memory, with `FrozenError`. Clearing, and appending to what is committed, go on.
+        memory, with `FrozenError`. Clearing, and appending to what is committed, go on. Attached
+        caches keep what trimming would give back.
+
+        Raises
+        ------
+        CapacityError
+            What is not in RAM yet does not fit into a limit, which is named. Nothing was touched,
+            and nothing is frozen.
+        MemoryError, PlacementError
+            There is not enough memory, or not where it is bound to be. Nothing is frozen.
+        OSError
+            The file of mapped weights has become shorter. Nothing is frozen.
         """
         self._check_open()
+        self._warm([cache for cache in self._caches if not cache.closed])
         if isinstance(self.weights, Bump):
             self.weights.freeze()
         self.history.freeze()
@@ -166,6 +185,9 @@ class Lifetimes(Generic[TapeT]):
             if isinstance(tape, Bump):
                 tape.thaw()
         self._freeze_caches(False)
+
+    def _warm(self, caches: Sequence[_Cache]) -> None:
+        """Bring into RAM what may be used while frozen; a device's memory is always there."""
 
     def _freeze_caches(self, frozen: bool) -> None:
         for cache in self._caches:
@@ -255,7 +277,8 @@ class Layout(Lifetimes[Tape]):
     ============  ==================================  ============================
 
     The tapes may be taken from in several threads; clearing, freezing and closing are for one.
-    After a fork the child has its own copy.
+    After a fork the child has its own copy. Memory faults at its first touch; `freeze` touches all
+    that is used, and after it nothing faults.
 
     Parameters
     ----------
@@ -300,6 +323,32 @@ class Layout(Lifetimes[Tape]):
         super().__init__(weights, scratch, history, new_tape)
         self.plan: Plan | None = None
 
+    def _warm(self, caches: Sequence[_Cache]) -> None:
+        tapes = {self.scratch: self.scratch.high_water_bytes}
+        used = [self.history, *(cache.tape for cache in caches if cache.tape is not None)]
+        if isinstance(self.weights, Tape):
+            used.append(self.weights)
+        tapes |= {tape: tape.used_bytes for tape in used}
+        alone: list[Any] = [cache for cache in caches if cache.tape is None]
+        cold_bytes = sum(
+            _cold_bytes(tape.block, nbytes, tape.block._resident_range(0, nbytes))
+            for tape, nbytes in tapes.items()
+        ) + sum(
+            _cold_bytes(cache.block, cache.capacity_bytes, cache.resident_bytes) for cache in alone
+        )
+        # First all limits, of everything together: what is refused has touched nothing.
+        what = "Layout.freeze: warming memory"
+        if isinstance(self.weights, Weights):
+            self.weights._require_room(what, cold_bytes)
+            self.weights.warm()
+        else:
+            limits.require(cold_bytes, what)
+        n_threads = limits.thread_count()
+        for tape, nbytes in tapes.items():
+            tape.block._warm_range(0, nbytes, n_threads)
+        for cache in alone:
+            cache.warm(n_threads)
+
     @classmethod
     def for_model(
         cls,
@@ -316,7 +365,8 @@ class Layout(Lifetimes[Tape]):
     ) -> Layout:
         """Make the layout that a model needs, as `plan` says.
 
-        What does not fit is refused before anything of the model is read.
+        What does not fit is refused before anything of the model is read. Memory and mapped weights
+        fault at their first touch: `freeze` touches them, and ``warm=True`` does so here.
 
         Parameters
         ----------
@@ -373,3 +423,8 @@ class Layout(Lifetimes[Tape]):
         layout._owns_weights = not given
         layout.plan = needed
         return layout
+
+
+def _cold_bytes(block: Block, nbytes: int, resident_bytes: int) -> int:
+    """Bytes that warming takes of free memory; hugetlb pages come from their pool."""
+    return 0 if block.granted.pages in policy.HUGETLB else max(0, nbytes - resident_bytes)

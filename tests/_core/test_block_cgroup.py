@@ -44,6 +44,13 @@ with um.Block(300 * MIB, name="a") as a, um.Block(300 * MIB, name="b") as b:
     b.as_array()[: 80 * MIB] = 1  # with sanitizers the interpreter itself takes 100 and more
     no_room(b.warm, "warming block 'b' of 220.0 MiB")
 """,
+    "freezing": """
+with um.Layout(4096, 300 * MIB, 300 * MIB) as layout:
+    for tape in (layout.scratch, layout.history):
+        tape.take_bytes(300 * MIB)
+    no_room(layout.freeze, "Layout.freeze: warming memory of 600.0 MiB")
+    assert not layout.frozen and layout.history.block.verify().resident_bytes == 0
+""",
     "growing": """
 with um.Block(200 * MIB, reserve=4096 * MIB, warm=True, name="kv") as block:
     address = block.address
@@ -64,4 +71,5 @@ with um.Block(200 * MIB, reserve=4096 * MIB, warm=True, name="kv") as block:
 @pytest.mark.parametrize("what", SCRIPTS)
 def test_what_has_no_room(what: str, cgroup_512mb: SmallCgroup) -> None:
     said = cgroup_512mb.run(BEGIN + SCRIPTS[what])
-    assert said.count(cgroup_512mb.name) == {"making": 6, "warming": 2, "growing": 2}[what]
+    expected = {"making": 6, "warming": 2, "freezing": 1, "growing": 2}
+    assert said.count(cgroup_512mb.name) == expected[what]

@@ -27,6 +27,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (6, "gguf"): {"cost": [3]},
     (7, "accounting"): {"cost": [1.1] * 4 + [1.25, 3]},
     (8, "scaling"): {"exponent": [0.1] * 7 + [1.1] * 8},
+    (11, "decode"): {"speed": [0.97]},
 }
 
 

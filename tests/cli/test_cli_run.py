@@ -385,10 +385,10 @@ def test_a_context_beyond_the_model_s_own_is_said() -> None:
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
 def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **_options: object) -> None:
         raise CapacityError("warming it does not fit", 1, 1, 2)
 
-    monkeypatch.setattr(residency, "_require_room", refuse)
+    monkeypatch.setattr(residency, "require_room", refuse)
     code, out, err = run(model, "--json", "--load", "map", "-n", "2", "-p", "a")
     assert code == 0, err
     assert json.loads(out)["output"]["tokens"]

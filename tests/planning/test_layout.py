@@ -17,8 +17,10 @@ import gguf_files as gf
 import proc_maps
 import unimem as um
 from devices import Device
+from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from unimem._core.status import counters, ledger
 from unimem.layout import Stat
+from unimem.system import limits
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -214,6 +216,111 @@ def test_frozen_caches_do_not_grow(host_layout: um.Layout) -> None:
         assert kv.capacity_bytes > committed
         late.close()
         host_layout.freeze()  # the closed one is not asked
+
+
+KINDS: dict[str, Callable[[um.Layout], Any]] = {
+    "on history": lambda layout: um.KVCache(8, 2, 64, 128, dtype="f32", tape=layout.history),
+    "on another tape": lambda _: um.KVCache(8, 2, 64, 128, dtype="f32", tape=um.Tape(2 << 20)),
+    "fixed": lambda _: um.KVCache(8, 2, 64, 128, dtype="f32"),
+    "growing": lambda _: um.KVCache(8, 2, 64, 128, dtype="f32", grow=True, pages="4k"),
+    "ring": lambda _: um.KVCache(8, 2, 64, 128, dtype="f32", window=32),
+    "pad": lambda _: um.Scratchpad(128, 512),
+    "paged pad": lambda _: um.PagedScratchpad(128, 512),
+}
+
+
+def faults_of_a_frozen_layout(kind: str, pages: Any) -> int:
+    """Two conversations, with tokens that are dropped, in memory that nobody has touched."""
+    token, row = np.ones((8, 2, 64), "float32"), np.ones(512, "float32")
+    with um.Layout(1 << 20, 1 << 20, 2 << 20, pages=pages) as layout, KINDS[kind](layout) as cache:
+
+        def talk(n: int) -> None:
+            for _ in range(n):
+                hidden = layout.scratch.take(60_000)
+                hidden[::1024] = weight[::1024] = 1
+                if isinstance(cache, um.KVCache):
+                    cache.append_all(token, token)
+                else:
+                    cache.append(row)
+                layout.clear_pass()
+
+        assert isinstance(layout.weights, um.Tape)
+        weight = layout.weights.take(200_000)
+        layout.scratch.take(60_000)
+        layout.clear_pass()
+        layout.attach(cache)
+        if kind == "growing":
+            talk(120)
+        layout.freeze()
+        with um.measure() as m:
+            for _ in range(2):
+                layout.clear_talk()
+                talk(100)
+                if isinstance(cache, um.KVCache):
+                    cache.trim_to(10)  # whose memory stays, for what comes next
+                talk(20 if kind in ("growing", "pad", "paged pad") else 60)
+    if cache.tape is not None:
+        cache.tape.close()
+    assert m.thread_minor_faults is not None
+    return m.thread_minor_faults
+
+
+@pytest.mark.parametrize("pages", ["auto", "4k"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_faults_in_a_frozen_layout(kind: str, pages: str) -> None:
+    # The kernel may take a page for a moment, to move it, and its return counts as a fault: seldom.
+    assert 0 in (faults_of_a_frozen_layout(kind, pages) for _ in range(5))
+
+
+def test_a_cache_that_comes_to_a_frozen_layout_is_warmed(host_layout: um.Layout) -> None:
+    host_layout.freeze()
+    with um.KVCache(2, 2, 64, 512, pages="4k") as kv:
+        host_layout.attach(kv)
+        assert kv.resident_bytes == kv.capacity_bytes
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_cannot_be_warmed_is_not_frozen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mapped: bool
+) -> None:
+    """Each part would fit, and all together do not: nothing is touched."""
+    weights = um.open_weights(model(tmp_path), load="map") if mapped else 4 << 20
+    with (
+        um.Layout(weights, 4 << 20, 4 << 20, pages="4k") as layout,
+        um.KVCache(1, 2, 64, 64, window=64) as ring,
+    ):
+        if not isinstance(layout.weights, um.Weights):
+            layout.weights.take_bytes(3 << 20)
+        layout.history.take_bytes(3 << 20)
+        layout.scratch.take_bytes(3 << 20)
+        layout.attach(ring)
+        layout.clear_pass()
+        full = limits.Limit("cgroup /full", 16 << 20, 12 << 20, "more")
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "_memory", lambda: iter([(full.room_bytes, lambda: full)]))
+            patch.setattr(limits, "memory_limits", lambda: (full,))
+            with pytest.raises(um.CapacityError, match=r"Layout\.freeze: .* cgroup /full has room"):
+                layout.freeze()
+        assert not layout.frozen
+        assert not layout.scratch.frozen
+        assert layout.history.block.verify().resident_bytes == 0
+        assert ring.resident_bytes == 0
+        layout.history.take_bytes(1)
+        layout.freeze()
+        assert ring.resident_bytes == ring.capacity_bytes
+    if isinstance(weights, um.Weights):
+        weights.close()
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_hugetlb_pages_need_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = limits.Limit("cgroup /full", 16 << 20, 16 << 20, "more")
+    with um.Layout(*[2 << 20] * 3, pages="2m") as layout:
+        layout.history.take_bytes(1 << 20)
+        monkeypatch.setattr(limits, "_memory", lambda: iter([(0, lambda: full)]))
+        monkeypatch.setattr(limits, "memory_limits", lambda: (full,))
+        layout.freeze()
+        assert layout.frozen
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,19 @@ def test_a_layout_is_what_was_planned(model: Path) -> None:
         assert layout.plan.rows == plan.rows
 
 
+@pytest.mark.usefixtures("available")
+def test_small_models_take_few_threads(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr("unimem.system.limits.thread_count", lambda: 16)
+    wide = um.ModelDims(1024, 2816, 16, 16, 64, 2000, 2, 512)  # 57 MiB
+    for dims, expected in ((wide, 1), (replace(wide, num_layers=3), 2), (DIMS, 16)):
+        assert um.plan(dims).threads == expected
+    assert um.plan(wide, threads=7).threads == 7
+    # The same rule wherever a model comes from.
+    with um.open_weights(model) as weights, um.Layout.for_model(model) as layout:
+        assert layout.plan is not None
+        assert um.plan(model).threads == um.plan(weights).threads == layout.plan.threads == 1
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [

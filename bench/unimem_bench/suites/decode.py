@@ -11,8 +11,11 @@ same work on the same memory as unimem's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,7 @@ SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
 
 PEERS: tuple[Kind, ...] = ("llama.cpp-mapped", "llama.cpp")
 N_GREEDY = 64
+N_BUSY_DECODE = 32  # tokens in one measurement of a small model
 N_COPIES = 2  # of the weights: the mapped file, and what llama.cpp copies
 # Of the logits' deviation: what two builds of the same code may differ by.
 MAX_DIFFERENCE = 0.01
@@ -152,3 +156,43 @@ def declare(kind: ModelKind, label: str, *, in_quick: bool) -> None:
 
 declare("q8_0", "Q8_0", in_quick=True)
 declare("q4_k_m", "Q4_K_M", in_quick=False)
+
+
+@SUITE.case(
+    "busy-core",
+    "Does the model in the package lose by its default threads, where a process has one of 2 CPUs?",
+    unit="tokens/s",
+    targets=[faster("one thread", 0.97, issue=11)],
+)
+def busy_core(measure: Measure) -> None:
+    """Make 32 tokens at a time with the threads that `plan` chooses, with one, and with two."""
+    from unimem.engine import embedded_model
+
+    path, cpus = embedded_model(), measure.pin(2)
+    counts = {"unimem": um.plan(path, ctx=decoding.N_CTX).threads, "one thread": 1, "2 threads": 2}
+    measure.fact("default_threads", counts["unimem"])
+    with ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(DecoderProcess(path, threads=n, ctx=decoding.N_CTX))
+            for name, n in counts.items()
+        }
+        for side in sides.values():
+            side.prefill(decoding.PROMPT)
+        measured: dict[str, Side] = {
+            name: partial(side.decode, N_BUSY_DECODE) for name, side in sides.items()
+        }
+        ours = {"unimem": measured.pop("unimem")}
+        busy = stack.enter_context(_busy(cpus[-1]))
+        pids = [busy, *(side.pid for side in sides.values())]
+        measure.compare(ours, measured, rounds=25, quick_rounds=6, pids=pids)
+
+
+@contextmanager
+def _busy(cpu: int) -> Iterator[int]:
+    """Keep a CPU busy with a process that never sleeps; gives its number."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            os.sched_setaffinity(process.pid, {cpu})
+            yield process.pid
+        finally:
+            process.kill()

@@ -40,7 +40,7 @@ Threads = Annotated[
         min=1,
         max=512,
         metavar="N",
-        help="Threads that compute. [default: the physical cores that it may use]",
+        help="Threads that compute. [default: one for each 32 MiB of weights, at most one a core]",
         show_default=False,
     ),
 ]

@@ -32,7 +32,8 @@ class Layout(Lifetimes[Tape]):
     `history` by `clear_talk` at a new talk.
 
     The tapes may be taken from in several threads; clearing, freezing and closing are for one. A
-    forked child has none of the memory, and ClosedError says so there.
+    forked child has none of the memory, and ClosedError says so there. A device's memory never
+    faults, and `freeze` has nothing to warm.
 
     Parameters
     ----------

@@ -17,6 +17,7 @@ from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.system import ggml
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
 
@@ -49,6 +50,7 @@ def check_model(
         pages="auto" if layout is None else layout.history.block.requested["pages"],
     )
     assert needed.ctx is not None  # of a model that the engine runs
+    ggml.require_threads(needed.threads)
     model.check_window(min(needed.ctx, window or needed.ctx))
     # Past the limit of a cgroup, warming would end the process instead of failing.
     tapes = () if layout is None else (layout.scratch, layout.history)

@@ -21,6 +21,7 @@ from unimem.engine.attention import Attention
 from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.sampling import Sampling, sample
+from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
@@ -46,7 +47,7 @@ class Decoder:
     cache lies on the layout's history tape, or with a window in a ring of its own, placed like that
     tape; graphs, values, inputs and logits lie on the scratch tape, kept. A step afterwards takes
     nothing. ggml computes with threads of its own; a decoder itself is for one thread at a time,
-    and not for use after a fork.
+    and not for use after a fork. What ends it waits for the token that another thread computes.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class Decoder:
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
         then, and as long as this, not as `ctx`. By default attention sees all.
     threads : int, optional
-        Threads that compute; by default the physical cores that this process may use.
+        Threads that compute; by default as `plan` says, so that a small model has one.
     layout : Layout, optional
         Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
         the decoder makes its own.
@@ -82,6 +83,8 @@ class Decoder:
         An option is out of range, or `load` is not how opened weights were loaded.
     CapacityError
         The model does not fit into available memory; `TapeFull` where `layout` is too small.
+    ClosedError
+        In a forked child, with several threads, after its parent has computed with several.
 
     Attributes
     ----------
@@ -119,6 +122,7 @@ class Decoder:
         progress: Progress | None = None,
     ) -> None:
         self._closed = True
+        self._turn = Turn()
         self._owns_weights = not isinstance(path_or_weights, Weights)
         self._owns_layout = layout is None
         cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
@@ -324,8 +328,7 @@ class Decoder:
             ``tokens``, which sum up to the memory of weights, scratch, history and of a ring;
             ``diagnostics``, what the process shows others of itself, and ``other``, the copies of
             the files' headers. Decoders over the same weights have the rows of these in common, and
-            all decoders of a process ``diagnostics``. Facts of the model, of how it came into
-            memory, and of ggml and what is its own.
+            all decoders of a process ``diagnostics``. Facts of the model, its loading, and of ggml.
         """
         self._check_open()
         return make_report(self)
@@ -336,24 +339,26 @@ class Decoder:
         Raises
         ------
         BufferError
-            Views of the logits or of a ring, or others on the decoder's own layout, are alive;
-            nothing is closed then.
+            Views of the logits or of a ring, or others on the decoder's own layout, are alive, or
+            another thread computes; nothing is closed then.
         """
         if self._closed:
             return
-        self._held = []
-        try:
+        with self._turn.alone():
+            self._held = []
+            try:
+                if self._owns_layout:
+                    self.layout._check_unused()
+                self.kv.close()
+            except BufferError:
+                self._hold_blocks()
+                raise
             if self._owns_layout:
-                self.layout._check_unused()
-            self.kv.close()
-        except BufferError:
-            self._hold_blocks()
-            raise
-        if self._owns_layout:
-            self.layout.close()
-        self._end()
+                self.layout.close()
+            self._end()
 
     def _end(self) -> None:
+        self._turn.end()
         self._closed = True
         self._free()
         self._held = []
@@ -382,10 +387,8 @@ class Decoder:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            files = ", ".join(self.weights.files)
-            warnings.warn(
-                f"unclosed Decoder of {files}", ResourceWarning, stacklevel=1, source=self
-            )
+            text = f"unclosed Decoder of {', '.join(self.weights.files)}"
+            warnings.warn(text, ResourceWarning, stacklevel=1, source=self)
             self.__exit__()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -714,6 +717,7 @@ class Decoder:
                 n,
             )
 
+    @in_turn
     def _choose(self, options: Sampling) -> int:
         kv = self.kv
         if not self._logits_end == kv.next_position == kv._lowest_end or kv.is_empty:
@@ -722,6 +726,7 @@ class Decoder:
             self._rng, self._seed = np.random.default_rng(options.seed), options.seed
         return sample(self._logits, options, self._rng)
 
+    @in_turn
     def _compute(self, tokens: NDArray[Any]) -> None:
         """Compute checked tokens: all of them count, or none; in a ring, whole batches do."""
         if len(tokens) == 1:
@@ -759,6 +764,7 @@ class Decoder:
         self._last[0] = n - 1
         graph.compute()
 
+    @in_turn
     def _step(self, token: int) -> None:
         """Compute one token; nothing is taken, and nothing moves."""
         kv = self.kv

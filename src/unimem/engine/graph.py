@@ -201,7 +201,10 @@ class Graph:
         ------
         RuntimeError
             ggml says that it failed.
+        ClosedError
+            In a forked child, which has none of ggml's threads.
         """
+        ggml.use_threads(self._n_threads)
         status = ggml.graph_compute(self._graph_pointer, self._plan_pointer)
         if status != 0:
             raise RuntimeError(f"ggml could not compute the graph (status {status})")

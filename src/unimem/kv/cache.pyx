@@ -125,7 +125,8 @@ cdef class KVCache(KVMemory):
 
     One thread writes; others may read views of tokens that are there. A view stays valid while its
     rows are not written anew; memory under a view is not given back. After a fork the child has
-    its own copy, but for a ring, which is left out of it.
+    its own copy, but for a ring, which is left out of it. A page faults when its first token comes,
+    unless ``warm=True``, `warm` or `Layout.freeze` has touched it; growing touches what it commits.
 
     Parameters
     ----------

@@ -339,6 +339,10 @@ cdef class KVMemory(KVRows):
         if self._n_busy:
             self._postponed = True
             return 0
+        if self._frozen and not exactly:
+            # What is in RAM stays there: tokens to come must not fault, and cannot commit.
+            self._stay_inside()
+            return 0
         if not self.grow and not exactly and self._dropped < region.block.step_nbytes:
             return 0
         ranges = self.spare_ranges(exactly) if self.grow else self.dead_ranges()
@@ -515,7 +519,7 @@ cdef class KVMemory(KVRows):
                 self.end_busy()
 
     def _freeze(self, bint frozen):
-        """Refuse, or allow again, to commit memory."""
+        """Refuse, or allow again, to commit memory and to give it back unasked."""
         self._frozen = frozen
 
     cdef Py_ssize_t n_users(self):

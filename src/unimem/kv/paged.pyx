@@ -59,7 +59,8 @@ cdef class PagedKVCache:
 
     One thread writes (makes sequences, appends, forks, crops, closes); others may gather from a
     sequence meanwhile, unless it is cropped or closed. Any thread may drop a sequence. After a fork
-    of the process the child has its own copy.
+    of the process the child has its own copy. A page faults when its first token comes, unless
+    ``warm=True`` or `warm` has touched it.
 
     Parameters
     ----------

@@ -27,6 +27,7 @@ __all__ = [
     "Need",
     "Session",
     "Storage",
+    "default_threads",
     "diagnostics_need",
     "nodes_bound",
     "scratch_parts",
@@ -38,6 +39,13 @@ Mode = Literal["map", "copy", "direct"]
 
 PREFILL_BATCH = 128
 """Tokens that the engine computes at once while it reads a prompt."""
+
+BYTES_A_THREAD = 32 << 20
+"""What a token has to read of the weights before one more thread computes by default.
+
+All threads meet behind each node of a graph. That costs microseconds where all have a core, and
+milliseconds where another process is on one of them: of a small model more than a thread saves.
+"""
 
 # What ggml needs for one tensor's header, and for a node of a graph: two pointers in lists, and up
 # to four slots of a hash table with a pointer, a count and a bit each.
@@ -397,6 +405,29 @@ def nodes_bound(n_layers: int) -> int:
     A layer has 28, and up to three more for biases and four for norms of queries and keys.
     """
     return 36 * n_layers + 16
+
+
+def default_threads(weight_bytes: int, most: int) -> int:
+    """Choose how many threads compute, where nobody says it.
+
+    Parameters
+    ----------
+    weight_bytes : int
+        Of all tensors, as the header says: what a token reads.
+    most : int
+        `limits.thread_count()`.
+
+    Returns
+    -------
+    int
+        One for each whole `BYTES_A_THREAD`; at least 1, and no more than `most`.
+
+    Examples
+    --------
+    >>> [default_threads(mib << 20, 16) for mib in (1, 63, 64, 4096)]
+    [1, 1, 2, 16]
+    """
+    return max(1, min(most, weight_bytes // BYTES_A_THREAD))
 
 
 def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ from unimem.planning.needs import (
     Need,
     Session,
     Storage,
+    default_threads,
     diagnostics_need,
 )
 from unimem.planning.result import Check, Plan, is_as_asked
@@ -75,7 +76,8 @@ def plan(
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
-        Threads that compute; by default the physical cores that the process may use.
+        Threads that compute; by default one for each 32 MiB of weights, which a token reads, and
+        no more than the physical cores that the process may use.
     load : {"auto", "map", "copy", "direct"}
         How a file's data will come into memory, as for `open_weights`.
     sessions : int, default 1
@@ -131,7 +133,6 @@ def plan(
             f"{path_or_dims.files[0]!r}, for another machine"
         )
     options = PlanOptions.from_arguments(
-        host,
         ctx=ctx,
         batch=batch,
         kv_dtype=kv_dtype,
@@ -158,15 +159,15 @@ class PlanOptions:
     batch: int
     kv_dtype: str
     window: int | None
-    threads: int
+    threads: int | None
     load: Load
     sessions: int
     device: int | None
     placement: PlacementOptions
 
     @classmethod
-    def from_arguments(cls, host: Host, **given: Any) -> PlanOptions:
-        """Check arguments, and ask the host for what is left out; an error names the option."""
+    def from_arguments(cls, **given: Any) -> PlanOptions:
+        """Check arguments; an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
         KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
@@ -184,7 +185,7 @@ class PlanOptions:
             _count("batch", given["batch"], 2**20),
             _KV_NAMES.get(given["kv_dtype"], given["kv_dtype"]),
             None if window is None else _count("window", window, _MOST),
-            host.thread_count() if threads is None else _count("threads", threads, 512),
+            None if threads is None else _count("threads", threads, 512),
             given["load"],
             _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
@@ -211,7 +212,7 @@ class _Planner:
     """Makes plans of one model; the host's figures are read once. For one thread."""
 
     def __init__(self, source: ModelSource, host: Host) -> None:
-        self._source = source
+        self._source, self._host = source, host
         self._machine = MachineBudget(host)
         self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
         # Nothing of the model is in the memory of another machine.
@@ -220,6 +221,10 @@ class _Planner:
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice where it does not fit."""
+        if options.threads is None:
+            weight_bytes = sum(self._source.by_type().values())
+            n_threads = default_threads(weight_bytes, self._host.thread_count())
+            options = replace(options, threads=n_threads)
         made = self._make(options)
         if is_as_asked(made):
             return made
@@ -277,6 +282,7 @@ class _Planner:
         )
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session:
+        assert options.threads is not None  # since `plan`
         return Session(
             self._source.shape,
             options.batch,
@@ -289,6 +295,7 @@ class _Planner:
     def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
         numa = options.placement.get("numa")
         checks = figures["checks"]
+        assert options.threads is not None  # since `plan`
         return Plan(
             advice=(),
             unknown=self._source.shape.unknown,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 from collections.abc import Callable
 from ctypes import (
@@ -28,6 +29,8 @@ from ctypes import (
 )
 from pathlib import Path
 from typing import Any
+
+from unimem.errors import ClosedError
 
 PACKAGE_VERSION = "0.0.45"
 INSTALL = "pip install 'unimem-llm[run]'"
@@ -219,6 +222,48 @@ def new_tensor(context: int, kind: int, *ne: int) -> int:
 def new_context(address: int, nbytes: int) -> int:
     """Make a context whose headers and graphs lie in [address, address + nbytes)."""
     return int(init(InitParams(mem_size=nbytes, mem_buffer=address, no_alloc=True)))
+
+
+class _Team:
+    """The threads that libgomp keeps for the next graph.
+
+    The child of a fork has none of them, and would wait for them for ever. Other builds of OpenMP
+    know of forks, and ggml's own threads belong to a decoder.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = hasattr(_CPU, "GOMP_parallel")
+        self.is_made = self.is_lost = False
+        os.register_at_fork(after_in_child=self._lose)
+
+    def _lose(self) -> None:
+        self.is_lost = self.is_lost or self.is_made
+
+
+_team = _Team()
+
+
+def require_threads(n_threads: int) -> None:
+    """Refuse to compute with threads that a fork has left out.
+
+    Raises
+    ------
+    ClosedError
+        This is a forked child, and the parent had computed with several threads.
+    """
+    if _team.is_lost and n_threads > 1:
+        raise ClosedError(
+            f"threads={n_threads}: this is a forked child of a process that has computed, and has "
+            "none of ggml's threads: start it by spawn "
+            "(multiprocessing.set_start_method('spawn')), or take threads=1"
+        )
+
+
+def use_threads(n_threads: int) -> None:
+    """Say that a graph will be computed with so many threads; otherwise as `require_threads`."""
+    if n_threads > 1:
+        require_threads(n_threads)
+        _team.is_made = _team.is_kept
 
 
 def new_threadpool(n_threads: int) -> int:

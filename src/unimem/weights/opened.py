@@ -177,6 +177,14 @@ class Weights(Contents):
 
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
+    def _require_room(self, what: str, beside_bytes: int) -> None:
+        """Refuse to warm it, with other memory beside it, where both do not fit."""
+        self._opened()
+        from unimem.weights import residency
+
+        mapped = self.load == "map"
+        residency.require_room(self, mapped=mapped, what=what, beside_bytes=beside_bytes)
+
     def lock(self, how: Lock = True) -> None:
         """Keep the model in RAM.
 

@@ -168,7 +168,7 @@ def warm(
     progress: Progress | None = None,
 ) -> None:
     """Bring a model into RAM and into the page tables: see `Weights.warm`."""
-    _require_room(contents, mapped)
+    require_room(contents, mapped=mapped)
     n_threads = limits.thread_count() if threads is None else threads
     total = sum(part.memory.nbytes for part in contents._parts)
     done, told = 0, 0.0
@@ -336,19 +336,32 @@ class _TensorResidencies(Mapping[str, Residency]):
 # ---- warming ------------------------------------------------------------------------------------
 
 
-def _require_room(contents: Contents, mapped: bool) -> None:
-    """Refuse to bring in what does not fit, before anything is read."""
-    what = f"warming '{contents.files[0]}'"
-    if not mapped:
-        missing = sum(part.memory.nbytes - _resident_bytes(part) for part in contents._parts)
-        if missing:  # was swapped out
-            limits.require(missing, what)
-        return
+def require_room(
+    contents: Contents, *, mapped: bool, what: str | None = None, beside_bytes: int = 0
+) -> None:
+    """Refuse to bring in what does not fit, before anything is read.
+
+    Parameters
+    ----------
+    contents : Contents
+        The model.
+    mapped : bool
+        Whether it lies in the page cache, and not in memory of its own.
+    what : str, optional
+        As for `limits.require`; by default the warming of its first file.
+    beside_bytes : int
+        Memory that will be taken beside it.
+    """
+    what = what or f"warming '{contents.files[0]}'"
     # Files that lie in memory take none of what is free.
-    parts = [part for part in contents._parts if not part.file.in_memory]
-    total, cached = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
-    if cached < total:
-        limits.require_cached(total, cached, what)
+    parts = [part for part in contents._parts if not (mapped and part.file.in_memory)]
+    total, there = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
+    if total + beside_bytes <= there:
+        return
+    if mapped:
+        limits.require_cached(total + beside_bytes, there, what)
+    else:  # something was swapped out
+        limits.require(total + beside_bytes - there, what)
 
 
 def _resident_bytes(part: ModelPart) -> int:
