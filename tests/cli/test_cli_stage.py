@@ -255,7 +255,8 @@ def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
     stage(model, "--backing", "hugetlb")
     held = only(tmp_path)
     assert held.granted.locked_bytes >= model.stat().st_size
-    assert not any(area.hugetlb_bytes for area in read_process(held.pid).areas)
+    assert sum(area.hugetlb_bytes for area in read_process(held.pid).areas) == 8 * MIB
+    assert kib(held.pid, "VmLck") == 0
 
 
 def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
