@@ -8,6 +8,7 @@ import fcntl
 import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import select
@@ -309,6 +310,51 @@ def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     assert kept(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "answer", "code", "dropped"),
+    [
+        ((), "y\n", 0, True),
+        ((), "Yes\n", 0, True),
+        ((), "\n", 1, False),
+        ((), "no\n", 1, False),
+        ((), "", 1, False),  # the end of the input
+        (("--yes",), None, 0, True),
+        (("--dry-run",), None, 0, False),
+    ],
+)
+def test_drop_all_asks_on_a_terminal(
+    options: tuple[str, ...],
+    answer: str | None,
+    code: int,
+    dropped: bool,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    path = stage(model)
+    monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
+    monkeypatch.setattr(cli_stage, "_is_asked", lambda: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer or ""))
+    found, out, err = run("--drop", "all", *options)
+    assert (found, out) == (code, "")
+    assert ("Drop 1 model? [y/N] " in err) == (answer is not None)
+    assert ("nothing was dropped" in err) == (code == 1)
+    assert (f"would drop {path}, of {model}" in err) == (options == ("--dry-run",))
+    assert bool(kept(tmp_path)) != dropped
+
+
+def test_only_a_terminal_is_asked(monkeypatch: Patch) -> None:
+    answers = {name: Mock(isatty=Mock(return_value=True)) for name in ("stdin", "stderr")}
+    for name, stream in answers.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert cli_stage._is_asked()
+    for name, stream in answers.items():
+        for other in (None, Mock(isatty=Mock(return_value=False))):
+            monkeypatch.setattr(sys, name, other)
+            assert not cli_stage._is_asked()
+        monkeypatch.setattr(sys, name, stream)
+
+
 def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
     path = stage(model, "--backing", "shm")
@@ -403,6 +449,7 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
     *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
     *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
+    *("m.gguf --yes", "--list --dry-run"),
 ])  # fmt: skip
 def test_wrong_usage(words: str) -> None:
     code, out, err = run(*words.split())
