@@ -19,6 +19,7 @@ from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
 from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
 from unimem.weights.staging.places import sweep
+from unimem.weights.staging.repacked import cpu_features, find_repacked
 from unimem.weights.staging.stage import stage as make_stage
 
 __all__ = ["stage"]
@@ -112,6 +113,8 @@ def _fill_standard_streams() -> None:
 
 def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     source = os.path.abspath(model)
+    with open_model(source) as opened:
+        repacked = find_repacked(opened, cpu_features())
     with ExitStack() as stack:
         waits = f"{source}: waiting for a process that stages it, "
         stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
@@ -131,6 +134,13 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             _tell(f"warning: {warning}")
         again = "was staged already" if found is not None else "is staged"
         _tell(f"{source} {again}: {_describe(held)}")
+        if repacked.nbytes:
+            share = repacked.nbytes / repacked.total_bytes
+            _tell(
+                f"each llama.cpp on this CPU makes a copy of its own of up to "
+                f"{format_bytes(repacked.nbytes)} of it ({share:.0%} of the tensors), in another "
+                "order: --no-repack keeps all of it shared"
+            )
         if held.pid:
             _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
 
