@@ -48,6 +48,7 @@ class Facts:
 
     plan: um.Plan | None = None
     staged: Held | None = None
+    keeper: um.Report | None = None
     reports: list[um.Report] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -56,21 +57,23 @@ class Facts:
     @property
     def models(self) -> list[list[dict[str, Any]]]:
         """The files of the staged model in each report."""
+        return [self.files(report) for report in self.reports]
+
+    def files(self, report: um.Report) -> list[dict[str, Any]]:
+        """Return the files of the staged model in one report."""
         assert self.staged is not None
-        return [
-            [model for model in report.facts["models"] if model["path"] in self.staged.paths]
-            for report in self.reports
-        ]
+        return [model for model in report.facts["models"] if model["path"] in self.staged.paths]
 
     @property
     def placements(self) -> list[um.Placement]:
         """How they are placed, by process."""
+        return [self.placement(report) for report in self.reports]
+
+    def placement(self, report: um.Report) -> um.Placement:
+        """Return how they are placed in the process of one report."""
         assert self.staged is not None
         paths = self.staged.paths
-        return [
-            sum_placements([each.granted for each in report.mappings if each.path in paths])
-            for report in self.reports
-        ]
+        return sum_placements([each.granted for each in report.mappings if each.path in paths])
 
     @property
     def tells_shares(self) -> bool:
@@ -80,10 +83,12 @@ class Facts:
 
     @property
     def ram_bytes(self) -> int:
-        """What the model takes of the RAM, in all processes sum_placements."""
+        """What the model takes of the RAM in all processes."""
         assert self.staged is not None
+        assert self.keeper is not None
         if self.tells_shares:
-            return sum(file["pss_bytes"] for files in self.models for file in files)
+            everybody = [self.keeper, *self.reports]
+            return sum(file["pss_bytes"] for report in everybody for file in self.files(report))
         # What the one file has that all of them map.
         return sum(_BLOCK_BYTES * os.stat(path).st_blocks for path in self.staged.paths)
 
@@ -205,10 +210,15 @@ def _start_two(path: str, say: Callable[[str], None], stack: ExitStack) -> list[
 
 def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
     say(f"4. Where is it?  unimem report {pids[0]}; unimem report {pids[1]}")
+    assert facts.staged is not None
+    facts.keeper = keeper = um.report(facts.staged.pid)
     facts.reports = [um.report(pid) for pid in pids]
     lines = []
-    for report, files, granted in zip(facts.reports, facts.models, facts.placements, strict=True):
+    for report in (keeper, *facts.reports):
+        files, granted = facts.files(report), facts.placement(report)
         kind = f"{files[0]['format']} {files[0]['architecture'] or ''}".strip()
+        if report is keeper:
+            kind = "what keeps it"
         mapped, in_ram, share = (
             format_bytes(sum(file[name] for file in files))
             for name in ("nbytes", "rss_bytes", "pss_bytes")
@@ -216,7 +226,7 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
         share = share if facts.tells_shares else "not told"
         huge = format_bytes(granted.huge_bytes)
         lines.append((str(report.facts["pid"]), kind, mapped, in_ram, share, huge))
-    lines.append(("both", "", "", "", format_bytes(facts.ram_bytes), ""))
+    lines.append(("all", "", "", "", format_bytes(facts.ram_bytes), ""))
     head = ("process", "model", "mapped", "in RAM", "its share", "in huge pages")
     for line in table_lines(Surface(), head, lines):
         say(f"   {line}")
@@ -246,7 +256,8 @@ def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str],
 
 def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
     granted = min(facts.placements, key=lambda each: each.huge_bytes)
-    n_copies = facts.ram_bytes / granted.resident_bytes
+    assert facts.keeper is not None
+    n_copies = facts.ram_bytes / facts.placement(facts.keeper).resident_bytes
     huge = " of ".join(map(format_bytes, (granted.huge_bytes, granted.resident_bytes)))
     pages = f"{huge} in pages of {format_bytes(granted.page_bytes)}, in each"
     hot, staged = (1000 * statistics.median(times) for times in facts.seconds.values())

@@ -351,6 +351,30 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
         (one,) = (each for each in models(read_process()) if each.areas[0].inode == inode)
         assert (one.format, one.architecture, one.problem) == ("GGUF", "llama", None)
         assert (one.path, one.state, one.source) == (held.path, "staged", str(large))
+        assert not one.is_kept
+        keeper = um.report(held.pid)
+        (staging,) = (row for row in keeper.rows if row.category == "staging")
+        nbytes = os.stat(held.path).st_size
+        assert staging.granted is not None
+        assert staging.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert staging.granted.resident_bytes == staging.nbytes
+        assert not any(row.category.startswith("weights") for row in keeper.rows)
+        (fact,) = keeper.facts["models"]
+        assert (fact["path"], fact["staged_from"]) == (held.path, str(large))
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
+def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
+
+    def staging_bytes() -> int:
+        return sum(row.nbytes for row in um.report().rows if row.category == "staging")
+
+    before = staging_bytes()
+    with um.stage(write_model(model.with_name("large.gguf")), backing=backing) as staged:
+        assert staging_bytes() - before >= staged.nbytes
+    assert staging_bytes() == before
 
 
 def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) -> None:

@@ -114,9 +114,16 @@ FOUND = Processes(
     (
         ModelProcess(
             1234, "llama-server", "/opt/bin/llama-server -m x", ("/m/a.gguf", "/m/b.gguf"), False,
-            5 * GIB, 3 * GIB,
+            5 * GIB, 3 * GIB, (None, None),
         ),
         ModelProcess(99, "python", "", (), True, 300 * MIB, 200 * MIB),
+        *(
+            ModelProcess(
+                pid, "python", "python", ("/proc/97/fd/5",), False, 90 * MIB, (pid - 18) * MIB,
+                ("/m/c.gguf",), keeps_staged=pid == 97,
+            )
+            for pid in (98, 97)
+        ),
     ),
     2,
 )  # fmt: skip
@@ -124,6 +131,8 @@ LIST = """\
  pid     in RAM        Rss  command            model
 1234    3.0 GiB    5.0 GiB  llama-server -m x  a.gguf and 1 more
   99  200.0 MiB  300.0 MiB  python             none mapped
+  98   80.0 MiB   90.0 MiB  python             c.gguf, staged
+  97   79.0 MiB   90.0 MiB  python             c.gguf, kept for others
 
 unimem report PID shows where the memory of one is, with --watch as it changes.
 2 processes are not ours to look at.
@@ -258,11 +267,22 @@ def test_the_list() -> None:
                 "pid": 1234, "name": "llama-server", "command": "/opt/bin/llama-server -m x",
                 "models": ["/m/a.gguf", "/m/b.gguf"], "has_ledger": False,
                 "rss_bytes": 5 * GIB, "pss_bytes": 3 * GIB,
+                "staged_from": [None, None], "keeps_staged": False,
             },
             {
                 "pid": 99, "name": "python", "command": "", "models": [], "has_ledger": True,
                 "rss_bytes": 300 * MIB, "pss_bytes": 200 * MIB,
+                "staged_from": [], "keeps_staged": False,
             },
+            *(
+                {
+                    "pid": pid, "name": "python", "command": "python",
+                    "models": ["/proc/97/fd/5"], "has_ledger": False,
+                    "rss_bytes": 90 * MIB, "pss_bytes": (pid - 18) * MIB,
+                    "staged_from": ["/m/c.gguf"], "keeps_staged": pid == 97,
+                }
+                for pid in (98, 97)
+            ),
         ],
         "n_hidden": 2,
     }  # fmt: skip
@@ -335,7 +355,7 @@ def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "find", lambda: FOUND)
     screen = show("report", "--watch")
     assert (screen.code, screen.out) == (1, "")
-    assert "2 processes have a model: name one" in screen.err
+    assert "3 processes have a model: name one" in screen.err
     assert show("report", 7, "--watch", "--mappings").code == 2
 
 

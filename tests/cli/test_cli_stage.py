@@ -8,6 +8,7 @@ import fcntl
 import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import select
@@ -50,6 +51,7 @@ from unimem.system import limits, policy
 from unimem.system.process import read_process
 from unimem.weights.staging import held as stage_held
 from unimem.weights.staging.held import SCHEMA, Held, drop, holders
+from unimem.weights.staging.repacked import Repacked
 
 cli_stage = importlib.import_module("unimem.cli.stage")
 Patch = pytest.MonkeyPatch
@@ -169,6 +171,17 @@ def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     assert um.get_library() not in maps
 
 
+def test_what_llama_cpp_does_not_share_is_told(model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: Repacked(3 * MIB, 4 * MIB))
+    for _ in range(2):  # what was staged already, too
+        code, out, err = run(model)
+        assert (code, out.count("\n")) == (0, 1)
+        assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in err
+        assert "--no-repack keeps all of it shared" in err
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: Repacked(0, 4 * MIB))
+    assert "repack" not in run(model).err
+
+
 def test_a_second_start_reads_nothing(model: Path) -> None:
     def read_bytes() -> int:
         return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
@@ -255,7 +268,8 @@ def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
     stage(model, "--backing", "hugetlb")
     held = only(tmp_path)
     assert held.granted.locked_bytes >= model.stat().st_size
-    assert not any(area.hugetlb_bytes for area in read_process(held.pid).areas)
+    assert sum(area.hugetlb_bytes for area in read_process(held.pid).areas) == 8 * MIB
+    assert kib(held.pid, "VmLck") == 0
 
 
 def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
@@ -306,6 +320,51 @@ def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
     assert run("--drop", "all")[0] == 0
     assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "code", "dropped"),
+    [
+        ((), "y\n", 0, True),
+        ((), "Yes\n", 0, True),
+        ((), "\n", 1, False),
+        ((), "no\n", 1, False),
+        ((), "", 1, False),  # the end of the input
+        (("--yes",), None, 0, True),
+        (("--dry-run",), None, 0, False),
+    ],
+)
+def test_drop_all_asks_on_a_terminal(
+    options: tuple[str, ...],
+    answer: str | None,
+    code: int,
+    dropped: bool,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    path = stage(model)
+    monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
+    monkeypatch.setattr(cli_stage, "_is_asked", lambda: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer or ""))
+    found, out, err = run("--drop", "all", *options)
+    assert (found, out) == (code, "")
+    assert ("Drop 1 model? [y/N] " in err) == (answer is not None)
+    assert ("nothing was dropped" in err) == (code == 1)
+    assert (f"would drop {path}, of {model}" in err) == (options == ("--dry-run",))
+    assert bool(kept(tmp_path)) != dropped
+
+
+def test_only_a_terminal_is_asked(monkeypatch: Patch) -> None:
+    answers = {name: Mock(isatty=Mock(return_value=True)) for name in ("stdin", "stderr")}
+    for name, stream in answers.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert cli_stage._is_asked()
+    for name, stream in answers.items():
+        for other in (None, Mock(isatty=Mock(return_value=False))):
+            monkeypatch.setattr(sys, name, other)
+            assert not cli_stage._is_asked()
+        monkeypatch.setattr(sys, name, stream)
 
 
 def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -402,6 +461,7 @@ def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     *("", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere"),
     *("m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm"),
     *("m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m"),
+    *("m.gguf --yes", "--list --dry-run"),
 ])  # fmt: skip
 def test_wrong_usage(words: str) -> None:
     code, out, err = run(*words.split())

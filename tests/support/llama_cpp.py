@@ -1,13 +1,14 @@
 """llama.cpp as the peer, through the cyllama wheel, in a process of its own.
 
 Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/support/llama_cpp.py greedy|quantize|hold JSON``.
+``python tests/support/llama_cpp.py greedy|quantize|hold|repack JSON``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,15 @@ def holding(model: Path | str) -> Iterator[int]:
             process.kill()
 
 
-def _run(command: str, options: dict[str, Any]) -> None:
+def repacked_mib(model: Path) -> float:
+    """What llama.cpp says that it repacks of a model with its defaults, in MiB."""
+    said = _run("repack", {"model": str(model)})
+    return sum(
+        float(each) for each in re.findall(r"CPU_REPACK model buffer size = +(\S+) MiB", said)
+    )
+
+
+def _run(command: str, options: dict[str, Any]) -> str:
     done = subprocess.run(
         [sys.executable, __file__, command, json.dumps(options)],
         capture_output=True,
@@ -73,6 +82,7 @@ def _run(command: str, options: dict[str, Any]) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"llama.cpp failed ({done.returncode}): {done.stderr[-2000:]}")
+    return done.stderr
 
 
 def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
@@ -123,6 +133,15 @@ def _quantize(options: dict[str, Any]) -> None:
         raise RuntimeError("quantizing failed")
 
 
+def _repack(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    params = llama_cpp.LlamaModelParams()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = True
+    llama_cpp.LlamaModel(options["model"], params)
+
+
 def _hold(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
@@ -134,4 +153,5 @@ def _hold(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"greedy": _greedy, "quantize": _quantize, "hold": _hold}[sys.argv[1]](json.loads(sys.argv[2]))
+    commands = {"greedy": _greedy, "quantize": _quantize, "hold": _hold, "repack": _repack}
+    commands[sys.argv[1]](json.loads(sys.argv[2]))

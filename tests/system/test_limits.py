@@ -22,6 +22,7 @@ from unimem.system.pressure import Pressure
 __all__ = ["cgroup_512mb"]  # fixtures
 
 Write = Callable[[str, object], None]
+MIB = 1 << 20
 
 V2 = "30 20 0:25 / /cg rw - cgroup2 cgroup2 rw\n"
 V1 = (
@@ -83,7 +84,7 @@ def test_version_2_takes_the_least_room_above(tree: Write) -> None:
     tree("self", "0::/a/b")
     memory(tree, "/a/b", "max", 100)
     memory(tree, "/a", 5000, 2000, stat="anon 1200\ninactive_file 300\nslab 7")
-    assert limits.available_bytes() == 3300
+    assert limits.available_bytes() == 3150  # of a little, half of the file pages
     assert limits.tightest().name == "cgroup /a"
     memory(tree, "/a/b", 1000, 100)
     assert limits.available_bytes() == 900
@@ -108,9 +109,54 @@ def test_version_1(tree: Write) -> None:
     tree("cgroup/memory/a/memory.stat", "total_inactive_file 500")
     tree("cgroup/cpu/c/cpu.cfs_quota_us", 250_000)
     tree("cgroup/cpu/c/cpu.cfs_period_us", 100_000)
-    assert (limits.available_bytes(), limits.thread_count()) == (3000, 2)
+    assert (limits.available_bytes(), limits.thread_count()) == (2750, 2)
     tree("cgroup/cpu/c/cpu.cfs_quota_us", -1)
     assert limits.thread_count() == 8
+
+
+@pytest.mark.parametrize(
+    ("stat", "room"),
+    [
+        ("", 1000),
+        ("inactive_file 300", 1292),
+        ("active_file 300", 1292),
+        ("active_file 300\ninactive_file 200", 1492),
+        ("active_file 300\ninactive_file 200\nfile_dirty 150", 1342),
+        ("active_file 300\ninactive_file 200\nfile_dirty 150\nfile_writeback 50", 1292),
+        ("active_file 300\nfile_dirty 400", 1000),
+        ("active_file 8\ninactive_file 2", 1005),  # half of a little
+        # Of these, none is in the two sums of file pages.
+        ("file 900\nshmem 500\nunevictable 400\nfile_mapped 300\nslab_reclaimable 200", 1000),
+        # The counters are behind what was charged, or before it.
+        ("inactive_file 9000", 5000),
+    ],
+)
+def test_clean_pages_of_files_are_room(tree: Write, stat: str, room: int) -> None:
+    pairs = [line.split() for line in stat.splitlines()]
+    tree("self", "0::/a")
+    lines = [f"{name} {int(n) * MIB}" for name, n in pairs]
+    memory(tree, "/a", 5000 * MIB, 4000 * MIB, stat="\n".join(["anon 1200", *lines]))
+    assert limits.memory_limits()[1].room_bytes == room * MIB
+    # Version 1 has the same counters twice: of the cgroup alone, and with those below it.
+    tree("self", "7:memory:/b")
+    tree("cgroup/memory/b/memory.limit_in_bytes", 5000 * MIB)
+    tree("cgroup/memory/b/memory.usage_in_bytes", 4000 * MIB)
+    lines = [f"total_{name.removeprefix('file_')} {int(n) * MIB}" for name, n in pairs]
+    tree("cgroup/memory/b/memory.stat", "\n".join(["active_file 7", "dirty 9", *lines]))
+    assert limits.memory_limits()[1].room_bytes == room * MIB
+
+
+def test_files_make_room_for_files_though_they_are_dirty(tree: Write) -> None:
+    tree("proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 9000000 kB")
+    tree("self", "0::/a")
+    stat = f"active_file {3000 * MIB}\ninactive_file {500 * MIB}\nfile_dirty {800 * MIB}"
+    memory(tree, "/a", 5000 * MIB, 4000 * MIB, stat=stat)
+    limit = limits.tightest()
+    figures = (limit.room_bytes, limit.file_bytes, limit.busy_file_bytes)
+    assert figures == (3692 * MIB, 3500 * MIB, 808 * MIB)
+    limits.require_cached(4500 * MIB, 3500 * MIB, "a model")
+    with pytest.raises(CapacityError, match="cgroup /a has room"):
+        limits.require_cached(4500 * MIB + 1, 3500 * MIB, "a model")
 
 
 def test_the_quota_of_version_2(tree: Write) -> None:
@@ -158,7 +204,7 @@ def test_the_commit_limit_counts_in_mode_2_only(tree: Write) -> None:
 
 def test_require_names_the_least_room(tree: Write) -> None:
     tree("self", "0::/a")
-    memory(tree, "/a", 4096, 3072, stat="inactive_file 1024")
+    memory(tree, "/a", 4096, 3072, stat="inactive_file 2048")
     limits.require(2048, "block 'kv'")
     with pytest.raises(CapacityError) as caught:
         limits.require(2049, "block 'kv'")
@@ -465,6 +511,38 @@ with tempfile.TemporaryFile(dir="/var/tmp") as file:
     os.fsync(file.fileno())
     limits.require(400 << 20, "block 'kv'")
     """)
+
+
+READ_TWICE = """
+import os, tempfile
+import unimem as um
+from unimem.system import limits
+
+def active_bytes():
+    for limit in limits.memory_limits():
+        if limit.name == {name!r}:
+            lines = open({folder!r} + "/memory.stat").read().splitlines()
+            stat = dict(line.split() for line in lines)
+            return int(stat.get("total_active_file", stat["active_file"]))
+
+with tempfile.TemporaryFile(dir="/var/tmp") as file:
+    for _ in range(300):
+        file.write(bytes(1 << 20))
+    file.flush()
+    os.fsync(file.fileno())
+    for _ in range(3):
+        file.seek(0)
+        while file.read(1 << 20):
+            pass
+    assert active_bytes() > 250 << 20, active_bytes()
+    with um.Block(400 << 20, pages="4k", warm=True) as block:
+        assert block.granted.resident_bytes == 400 << 20
+"""
+
+
+def test_what_was_read_twice_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
+    name, folder = cgroup_512mb.name, str(cgroup_512mb.folder)
+    cgroup_512mb.run(READ_TWICE.format(name=name, folder=folder))
 
 
 def test_shm_that_is_too_small_is_named() -> None:

@@ -148,7 +148,8 @@ def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
         for reader in readers:
             fields = look(reader)
             assert fields["Rss"] >= staged.nbytes
-            assert fields["Pss"] == pytest.approx(fields["Rss"] / 2, abs=2 * mmap.PAGESIZE)
+            # The process that keeps it has its share, too.
+            assert fields["Pss"] == pytest.approx(fields["Rss"] / 3, abs=2 * mmap.PAGESIZE)
         for reader in readers:
             stop(reader)
 

@@ -284,6 +284,8 @@ class _Span(NamedTuple):
 
 def _as_entries(model: MappedModel) -> Iterator[Entry]:
     category = "weights" if model.format is None else "weights:padding"
+    if model.is_kept:
+        category = "staging"
     for area in model.areas:
         yield Entry(
             category,

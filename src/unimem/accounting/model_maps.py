@@ -20,7 +20,7 @@ from unimem.errors import FormatError, PlacementError
 from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
-from unimem.weights.staging.held import holders
+from unimem.weights.staging.held import Held, holders
 
 __all__ = ["MappedModel", "library_files", "models"]
 
@@ -58,6 +58,8 @@ class MappedModel:
         Why the header is not known.
     areas : tuple of Area
         Those that map it.
+    is_kept : bool
+        Whether this is the process that keeps it for others, by `unimem stage`.
     """
 
     path: str
@@ -68,6 +70,7 @@ class MappedModel:
     name: str | None
     problem: str | None
     areas: tuple[Area, ...]
+    is_kept: bool
     _header: _ModelHeader = field(repr=False, compare=False)
 
     def parts(self, area: Area) -> list[Part]:
@@ -83,8 +86,10 @@ class MappedModel:
         list of Part
             By address, and without gaps: ``weights:TYPE`` for each run of tensors of a type,
             ``weights:padding`` for all between them and behind the last; of a file whose header is
-            not known, ``weights`` for all.
+            not known, ``weights`` for all; of one that is kept for others, ``staging``.
         """
+        if self.is_kept:
+            return [Part("staging", area.start, area.nbytes)]
         header, low, high = self._header, area.offset, area.offset + area.nbytes
         first = int(np.searchsorted(header.starts, low, "right")) - 1
         last = int(np.searchsorted(header.starts, high, "left"))
@@ -129,7 +134,7 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
         if area.inode and area.path.startswith("/"):
             groups.setdefault((area.device, area.inode), []).append(area)
     libraries = library_files(process.areas)
-    staged = _StagedFiles()
+    staged = _StagedFiles(process.pid)
     found = []
     for key, group in groups.items():
         is_named = _strip_deleted(group[0].path).endswith(_NAMES)
@@ -149,6 +154,7 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
                     name=header.name,
                     problem=header.problem,
                     areas=tuple(group),
+                    is_kept=file.path in staged.kept,
                     _header=header,
                 )
             )
@@ -177,19 +183,32 @@ class _File(NamedTuple):
 class _StagedFiles:
     """The models that processes of this user keep, looked up when they are asked for."""
 
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    @cached_property
+    def _holders(self) -> list[Held]:
+        try:
+            return holders()
+        except PlacementError:  # no holder can be seen here
+            return []
+
     @cached_property
     def originals(self) -> dict[str, str]:
         """What each of their files is a copy of, by path."""
-        try:
-            known = holders()
-        except PlacementError:  # no holder can be seen here
-            return {}
         return {
             path: original
-            for held in known
+            for held in self._holders
             if held.backing != "page-cache"  # which keeps the file itself
             for path, (original, _) in zip(held.paths, held.versions, strict=True)
         }
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The paths of what the process itself keeps."""
+        return frozenset(
+            path for held in self._holders if held.pid == self._pid for path in held.paths
+        )
 
 
 @contextmanager

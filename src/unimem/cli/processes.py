@@ -32,6 +32,10 @@ class ModelProcess:
         Whether it shows what unimem has in it.
     rss_bytes, pss_bytes : int
         What of it is in RAM; and there by share, where a page that n processes share counts 1/n.
+    staged_from : tuple of (str or None)
+        For each of `models`, the file that was staged.
+    keeps_staged : bool
+        Whether it keeps models for others (`unimem stage`).
     """
 
     pid: int
@@ -41,6 +45,8 @@ class ModelProcess:
     has_ledger: bool
     rss_bytes: int
     pss_bytes: int
+    staged_from: tuple[str | None, ...] = ()
+    keeps_staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,9 @@ class Processes:
         return {
             "schema": SCHEMA,
             "processes": [
-                asdict(process) | {"models": [*process.models]} for process in self.found
+                asdict(process)
+                | {"models": [*process.models], "staged_from": [*process.staged_from]}
+                for process in self.found
             ],
             "n_hidden": self.n_hidden,
         }
@@ -81,9 +89,9 @@ def find() -> Processes:
         with suppress(ProcessLookupError, ValueError):
             try:
                 areas = read_process(pid, usage=False)
-                paths = tuple(dict.fromkeys(model.path for model in models(areas)))
+                mapped = {model.path: model for model in models(areas)}
                 has_ledger = published(pid) is not None
-                if not (paths or has_ledger):
+                if not (mapped or has_ledger):
                     continue
                 process = read_process(pid)
             except PermissionError:
@@ -94,10 +102,12 @@ def find() -> Processes:
                     pid=pid,
                     name=process.name,
                     command=process.command,
-                    models=paths,
+                    models=tuple(mapped),
                     has_ledger=has_ledger,
                     rss_bytes=process.rss_bytes,
                     pss_bytes=process.pss_bytes,
+                    staged_from=tuple(model.source for model in mapped.values()),
+                    keeps_staged=any(model.is_kept for model in mapped.values()),
                 )
             )
     found.sort(key=lambda process: -process.pss_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -92,7 +92,8 @@ def _number(text: str) -> int:
 
 def _only() -> int:
     """Return the process that is meant where none is named."""
-    seen = find().found
+    # One that keeps a model for others is of interest where it is named.
+    seen = [each for each in find().found if not each.keeps_staged]
     if len(seen) != 1:
         raise ValueError(
             f"{len(seen)} processes have a model: name one, which 'unimem report' or 'ps -e' lists"
@@ -110,7 +111,7 @@ def _list(surface: Surface, seen: Processes) -> Iterator[str]:
             format_bytes(each.pss_bytes),
             format_bytes(each.rss_bytes),
             _short_command(each),
-            _names(surface, each.models) or "none mapped",
+            _names(surface, each) or "none mapped",
         )
         for each in seen.found
     ]
@@ -134,6 +135,13 @@ def _short_command(process: ModelProcess) -> str:
     return f"{os.path.basename(program) or process.name} {arguments}".rstrip()
 
 
-def _names(surface: Surface, paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{shorten_path(surface, paths[0])}{more}" if paths else ""
+def _names(surface: Surface, process: ModelProcess) -> str:
+    """Name the models of a process; one that was staged, by the file that it was staged from."""
+    if not process.models:
+        return ""
+    source = next(iter(process.staged_from), None)
+    more = f" and {len(process.models) - 1} more" if len(process.models) > 1 else ""
+    how = ", staged" if source is not None else ""
+    if process.keeps_staged:
+        how = ", kept for others"
+    return f"{shorten_path(surface, source or process.models[0])}{more}{how}"

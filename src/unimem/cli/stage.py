@@ -19,6 +19,7 @@ from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
 from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
 from unimem.weights.staging.places import sweep
+from unimem.weights.staging.repacked import cpu_features, find_repacked
 from unimem.weights.staging.stage import stage as make_stage
 
 __all__ = ["stage"]
@@ -52,21 +53,29 @@ def stage(
         typer.Option(
             "--drop",
             metavar="PATH|MODEL|all",
-            help="End what is staged under this path, of this model, or all.",
+            help="End what is staged under this path, of this model, or all. On a terminal, 'all' "
+            "asks first; a script is not asked.",
             show_default=False,
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --drop, say what would end, and end nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --drop all, do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Put a model into shared memory once, and print the path that other programs open."""
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
     _check_usage(model, asked, show=show, drop_what=drop_what, page_cache=page_cache)
+    for option, value in (("--dry-run", dry_run), ("--yes", yes)):
+        if value and drop_what is None:
+            raise typer.BadParameter(f"{option} is for --drop")
     _fill_standard_streams()
     sweep()
     if show:
         _list(holders(), as_json=as_json)
     elif drop_what is not None:
-        _drop(drop_what, as_json=as_json)
+        _drop(drop_what, dry_run=dry_run, ask=drop_what == "all" and not yes, as_json=as_json)
     else:
         assert model is not None
         if page_cache:
@@ -104,6 +113,8 @@ def _fill_standard_streams() -> None:
 
 def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
     source = os.path.abspath(model)
+    with open_model(source) as opened:
+        repacked = find_repacked(opened, cpu_features())
     with ExitStack() as stack:
         waits = f"{source}: waiting for a process that stages it, "
         stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
@@ -123,6 +134,13 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             _tell(f"warning: {warning}")
         again = "was staged already" if found is not None else "is staged"
         _tell(f"{source} {again}: {_describe(held)}")
+        if repacked.nbytes:
+            share = repacked.nbytes / repacked.total_bytes
+            _tell(
+                f"each llama.cpp on this CPU makes a copy of its own of up to "
+                f"{format_bytes(repacked.nbytes)} of it ({share:.0%} of the tensors), in another "
+                "order: --no-repack keeps all of it shared"
+            )
         if held.pid:
             _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
 
@@ -180,7 +198,7 @@ def _list(found: list[Held], *, as_json: bool) -> None:
         _tell("nothing is staged")
 
 
-def _drop(what: str, *, as_json: bool) -> None:
+def _drop(what: str, *, dry_run: bool, ask: bool, as_json: bool) -> None:
     source = os.path.abspath(what)
     found = [
         held
@@ -189,11 +207,28 @@ def _drop(what: str, *, as_json: bool) -> None:
     ]
     if not found and what != "all":
         raise ValueError(f"{what}: nothing is staged under this name: unimem stage --list")
+    if found and ask and not dry_run and _is_asked() and not _agrees(found):
+        raise ValueError("nothing was dropped")
     for held in found:
-        drop(held)
-        _tell(f"dropped {held.path}, of {held.source}")
+        if not dry_run:
+            drop(held)
+        done = "would drop" if dry_run else "dropped"
+        _tell(f"{done} {held.path}, of {held.source}")
     if as_json:
         terminal.show(json.dumps([_document(held) for held in found]) + "\n")
+
+
+def _is_asked() -> bool:
+    """Whether somebody is there who sees a question and can answer it."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _agrees(found: list[Held]) -> bool:
+    for held in found:
+        _tell(f"{held.path}, of {held.source}: {_describe(held)}")
+    n = "1 model" if len(found) == 1 else f"{len(found)} models"
+    print(f"Drop {n}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _document(held: Held) -> dict[str, Any]:

@@ -49,6 +49,9 @@ _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _CAP_IPC_LOCK = 1 << 14
+# Of a full cgroup, what programs and files need that are in use while memory is filled. A kernel
+# has its low watermark for this; a cgroup has none.
+_FILE_RESERVE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class Limit:
     file_bytes : int
         Of a cgroup, file pages that are charged to it, whether they can be dropped at once or not.
     busy_file_bytes : int
-        Of a cgroup, those among `used_bytes`: they were used lately, and make room for files only.
+        Of a cgroup, those among `used_bytes`: they are not on the disk yet, or a small reserve, and
+        make room for files only.
     """
 
     name: str
@@ -595,14 +599,29 @@ def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
         return
 
     def whole() -> Limit:
-        stat = kernel_files.read_fields(f"{cgroup.folder}/memory.stat", " ")
-        total = "total_" if cgroup.version == 1 else ""
-        idle, busy = (int(stat.get(f"{total}{kind}active_file", 0)) for kind in ("in", ""))
+        files, clean = _file_pages(cgroup)
+        taken = max(0, used - clean)
         remedy = f"echo {cgroup.no_limit} > {path}"
-        taken = max(0, used - idle)
-        return Limit(f"cgroup {cgroup.name}", limit, taken, remedy, idle + busy, min(busy, taken))
+        return Limit(
+            f"cgroup {cgroup.name}", limit, taken, remedy, files, min(files - clean, taken)
+        )
 
     yield limit - used, whole
+
+
+def _file_pages(cgroup: Cgroup) -> tuple[int, int]:
+    """Bytes of file pages in a cgroup, and of those that the kernel drops before it kills.
+
+    Active pages are dropped like inactive ones. Dirty pages are not: a disk has to take them first.
+    Shared memory and locked pages are in neither sum, since the kernel has other lists for them.
+    """
+    stat = kernel_files.read_fields(f"{cgroup.folder}/memory.stat", " ")
+    before, unwritten = ("total_", "total_") if cgroup.version == 1 else ("", "file_")
+    files = sum(int(stat.get(f"{before}{kind}_file", 0)) for kind in ("active", "inactive"))
+    kept = sum(int(stat.get(f"{unwritten}{kind}", 0)) for kind in ("dirty", "writeback"))
+    clean = max(0, files - kept)
+    # As MemAvailable leaves out the low watermark, or half of the file pages where that is less.
+    return files, clean - min(clean // 2, _FILE_RESERVE_BYTES)
 
 
 def _hugetlb(page_bytes: int, folder: str | None = None) -> Iterator[Limit]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
-from unimem.system.placement import Placement
+from unimem.system.placement import Lock, Placement
 from unimem.weights.files import Version, version_of
 from unimem.weights.staging.places import Folder, Memfd, proc_folder, sweep
 from unimem.weights.staging.stage import Stage
@@ -140,7 +140,13 @@ def hold(
         place = stage._opened()
         # Pages of a pool never leave RAM: locking them would only take from the user's limit.
         is_to_lock = stage.granted.locked_bytes > 0 and stage.backing != "hugetlb"
-        fds = [place.open(name) for name in stage._names] if is_to_lock else []
+        fds: list[int] = []
+        try:
+            for name in stage._names:
+                fds.append(place.open(name))
+        except OSError:
+            _close(fds)
+            raise
         note = {
             "path": place.path(stage._first),
             "paths": [place.path(name) for name in stage._names],
@@ -152,7 +158,8 @@ def hold(
             "granted": asdict(stage.granted),
             "warnings": list(warnings),
         }
-        with _started(note, fds, place.fd, is_folder=isinstance(place, Folder)) as held:
+        lock = asked["lock"] if is_to_lock else False
+        with _started(note, fds, lock, place.fd, is_folder=isinstance(place, Folder)) as held:
             place.leave()
             yield held
 
@@ -164,7 +171,7 @@ def hold_files(
     granted: Placement,
     asked: dict[str, Any],
 ) -> Iterator[Held]:
-    """Have a process lock files in the page cache, as `hold`."""
+    """Have a process map and lock files in the page cache, as `hold`."""
     note = {
         "path": source,
         "paths": [path for path, _ in versions],
@@ -183,15 +190,15 @@ def hold_files(
     except OSError:
         _close(fds)
         raise
-    with _started(note, fds) as held:
+    with _started(note, fds, asked["lock"]) as held:
         yield held
 
 
 @contextmanager
 def _started(
-    note: dict[str, Any], lock_fds: list[int], kept: int = -1, *, is_folder: bool = False
+    note: dict[str, Any], fds: list[int], lock: Lock, kept: int = -1, *, is_folder: bool = False
 ) -> Iterator[Held]:
-    """Start a process that keeps `kept` and locks `lock_fds`, which are closed here."""
+    """Start a process that keeps `kept`, and maps and locks `fds`, which are closed here."""
     import socket
     import subprocess
 
@@ -203,13 +210,13 @@ def _started(
             with open(memory.create("unimem-stage"), "w") as file:
                 file.write(text)
             memory.seal()
-            passed = [memory.fd, its.fileno(), *lock_fds, *([kept] if kept >= 0 else [])]
+            passed = [memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])]
             # It leaves the work to a child, whose end the socket tells.
             subprocess.run(
                 [
                     *(sys.executable, "-I", "-S", _HOLDER, str(memory.fd), str(its.fileno())),
-                    *(str(note["asked"]["lock"]), str(kept if is_folder else -1)),
-                    *map(str, lock_fds),
+                    *(str(lock), str(kept if is_folder else -1)),
+                    *map(str, fds),
                 ],
                 pass_fds=passed,
                 cwd="/",
@@ -221,7 +228,7 @@ def _started(
         finally:
             its.close()
             memory.leave()
-            _close(lock_fds)
+            _close(fds)
         code, _, said = ours.recv(256).decode().partition(" ")
         if code != "0":
             raise PlacementError(

@@ -1,8 +1,9 @@
-"""A small process that keeps a staged model: it has the descriptors, and sleeps.
+"""A small process that keeps a staged model: it has the descriptors and maps the files, and sleeps.
 
-Run by `held.py` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It locks what the FDs are
-of, and says on READY, a socket, that it is ready, or why not. Where it is then told to keep it, it
-lives until SIGTERM. At the end it removes FOLDER, where that is a descriptor and not -1.
+Run by `held.py` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It maps what the FDs are of,
+so that the kernel counts it as this process's, and locks it unless LOCK is False. It says on READY,
+a socket, that it is ready, or why not. Where it is then told to keep it, it lives until SIGTERM. At
+the end it removes FOLDER, where that is a descriptor and not -1.
 NOTE, the descriptor of what it keeps in words, is for those who look for it. Little is imported,
 so that little memory is kept.
 """
@@ -17,7 +18,12 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-_PROT_READ = _MAP_SHARED = _MLOCK_ONFAULT = 1
+# The kernel's numbers (uapi/asm-generic/mman.h), which x86-64 and aarch64 have in common.
+_PROT_NONE, _PROT_READ = 0, 1
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
+_MAP_NORESERVE, _MAP_POPULATE = 0x4000, 0x8000
+_MLOCK_ONFAULT = 1
+_HUGE_PAGE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 
 
 def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
@@ -37,7 +43,7 @@ def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
 def _keep(ready: int, lock: str, fds: list[int]) -> None:
     try:
         for fd in fds:
-            _lock(fd, lock)
+            _map(fd, lock)
             os.close(fd)
     except OSError as error:
         os.write(ready, f"{error.errno} {error.strerror}".encode())
@@ -59,19 +65,39 @@ def _remove(folder: int) -> None:
         os.rmdir(os.readlink(f"/proc/self/fd/{folder}"))
 
 
-def _lock(fd: int, lock: str) -> None:
-    """Map a file and keep it in RAM; the mapping stays for as long as this process does."""
+def _map(fd: int, lock: str) -> None:
+    """Map a file for as long as this process lives, and keep it in RAM where that was asked for."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    nbytes = ctypes.c_size_t(os.fstat(fd).st_size)
-    address = libc.mmap(None, nbytes, _PROT_READ, _MAP_SHARED, fd, ctypes.c_long(0))
-    failed = address == ctypes.c_void_p(-1).value
-    if not failed:
-        how = _MLOCK_ONFAULT if lock == "onfault" else 0
-        failed = libc.mlock2(ctypes.c_void_p(address), nbytes, how) != 0
-    if failed:
+    nbytes = os.fstat(fd).st_size
+
+    def mmap(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> int:
+        start: int | None = libc.mmap(
+            *(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access, flags, fd),
+            ctypes.c_long(0),
+        )
+        if start is None or start == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mapping it: {os.strerror(code)}")
+        return start
+
+    # Huge pages need an address that is a multiple of theirs: then they cost one entry each.
+    page = max(_huge_page_bytes(), os.fstatvfs(fd).f_bsize)
+    anywhere = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    address = -(-mmap(None, nbytes + page, _PROT_NONE, anywhere, -1) // page) * page
+    mmap(address, nbytes, _PROT_READ, _MAP_SHARED | _MAP_FIXED | _MAP_POPULATE, fd)
+    how = _MLOCK_ONFAULT if lock == "onfault" else 0
+    if lock != "False" and libc.mlock2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), how):
         code = ctypes.get_errno()
         raise OSError(code, f"locking in RAM: {os.strerror(code)}: 'ulimit -l' shows the limit")
+
+
+def _huge_page_bytes() -> int:
+    try:
+        with open(_HUGE_PAGE) as file:
+            return int(file.read())
+    except OSError:  # a kernel without them
+        return 0
 
 
 if __name__ == "__main__":

@@ -86,13 +86,14 @@ class Stage:
         versions: Sequence[tuple[str, Version]],
         nbytes: int,
         granted: Placement,
-        locked: Sequence[Block],
+        blocks: Sequence[Block],
     ) -> None:
         self._place = place
         self._names = tuple(names)
         self._first = first
         self._versions = tuple(versions)
-        self._locked = tuple(locked)
+        # Mapped, so that reports and the kernel count it as this process's.
+        self._blocks = tuple(blocks)
         self._proc = proc_folder()
         self.backing = backing
         self.reason = reason
@@ -130,7 +131,7 @@ class Stage:
 
     def close(self) -> None:
         """Give it up: the paths are gone, the memory goes with its last user. Twice is no error."""
-        for block in self._locked:
+        for block in self._blocks:
             block.close()
         self._end()
 
@@ -362,7 +363,7 @@ class _Staging:
                 _copy_index(place, self.names[-1], self.model.index)
             self._check_versions()
             place.seal()
-            granted, locked = self._look(place, backing, undo)
+            granted, blocks = self._look(place, backing, undo)
             stage = Stage(
                 place,
                 backing,
@@ -373,7 +374,7 @@ class _Staging:
                 self.versions,
                 self.nbytes,
                 granted,
-                locked,
+                blocks,
             )
             undo.pop_all()
         return stage
@@ -437,7 +438,7 @@ class _Staging:
     ) -> tuple[Placement, list[Block]]:
         """Map the files as others will, and ask the kernel what that gives."""
         placements: list[Placement] = []
-        locked: list[Block] = []
+        blocks: list[Block] = []
         for name in self.names[: len(self.model.files)]:
             fd = place.open(name)
             try:
@@ -449,13 +450,11 @@ class _Staging:
                 # Where it cannot be, that was told when the file was read in.
                 with suppress(PlacementError):
                     block._lock(self.options.lock)
-                    locked.append(block)
             placements.append(block.verify())
-            if block not in locked:
-                block.close()
+            blocks.append(block)
         if self.pages == "thp":
             self._require_huge_pages(place, backing)
-        return sum_placements(placements), locked
+        return sum_placements(placements), blocks
 
     def _require_huge_pages(self, place: Place, backing: Backing) -> None:
         """Tell, or raise, when programs that just map the files do not get huge pages."""
