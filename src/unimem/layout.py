@@ -125,6 +125,8 @@ class Lifetimes(Generic[TapeT]):
             that clearing forgets the tokens and leaves the memory.
         """
         self._check_open()
+        if not hasattr(cache, "_freeze"):
+            raise TypeError(f"cache: expected a KVCache or a Scratchpad, got {cache!r:.60}")
         if cache.tape is self.history:
             self.history.keep()
         if self.frozen:
