@@ -320,8 +320,16 @@ class _Planner:
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
         needed = sum(need.ram_bytes for need in needs)
         taken = sum(need.taken_bytes for need in needs)
+        files = sum(need.file_bytes for need in needs)
         checks = [
-            Check(one.name, needed, one.room_bytes + taken, one.limit_bytes, one.remedy)
+            Check(
+                one.name,
+                needed,
+                one.room_bytes + taken,
+                one.limit_bytes,
+                # What has room for the rest may lack it for files that shall stay in RAM.
+                one.remedy_for(needed - taken + (files if one.room_bytes >= needed - taken else 0)),
+            )
             for one in self._machine.memory
         ]
         locked = sum(need.lock_bytes for need in needs)
