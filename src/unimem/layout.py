@@ -131,6 +131,8 @@ class Lifetimes(Generic[TapeT]):
             The layout is frozen, and the cache cannot be warmed. It is not attached.
         """
         self._check_open()
+        if not hasattr(cache, "_freeze"):
+            raise TypeError(f"cache: expected a KVCache or a Scratchpad, got {cache!r:.60}")
         if self.frozen:
             self._warm([cache])
             cache._freeze(True)

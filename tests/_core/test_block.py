@@ -78,7 +78,7 @@ def test_the_ledger_is_what_smaps_says(category: str, file: Path) -> None:
     [
         ({"nbytes": 2**63 - 1}, (ValueError, MemoryError)),
         *(({"pages": "3k"}, ValueError), ({"category": "sundries"}, ValueError)),
-        *(({"warm": -1}, ValueError), ({"warm": 1.5}, TypeError), ({"colour": "red"}, TypeError)),
+        *(({"warm": -1}, ValueError), ({"warm": 1.5}, ValueError), ({"colour": "red"}, TypeError)),
     ],
 )
 def test_a_refused_block_leaves_nothing(options: dict[str, Any], error: Any) -> None:
@@ -195,7 +195,7 @@ def test_the_default_shape_is_all_that_fits() -> None:
                 *(("uint8", (np.int64(2**40), np.int64(2**40))), ("uint8", (1,) * 33)),
                 *(("uint8", -1), ("uint8", (2, -1)), ("uint8", None, PAGE + 1)),
                 *(("uint8", None, -1), ("uint8", None, 2**70), ("float32", 1, 2)),
-                *(("float64", 1, PAGE - 4), ("f16", 1), ("<f16", 1), (object, 1), ("V0", 1)),
+                *(("float64", 1, PAGE - 4), ("<f16", 1), (object, 1), ("V0", 1)),
                 ([("a", object)], 1),
             )
         ),
@@ -203,7 +203,7 @@ def test_the_default_shape_is_all_that_fits() -> None:
     ],
 )
 def test_arrays_that_do_not_fit(error: type[Exception], arguments: tuple[Any, ...]) -> None:
-    match = "write float16" if "f16" in str(arguments[0]) else None
+    match = "expected 'float16'" if "f16" in str(arguments[0]) else None
     with um.Block(PAGE, name="small") as block, pytest.raises(error, match=match):
         block.as_array(*arguments)
 

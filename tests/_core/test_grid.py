@@ -105,8 +105,7 @@ def test_arrays_of_a_cell(device: Device, grid: Any) -> None:
     for shape in (26, -1, (2**40, 2**40)):
         with pytest.raises(ValueError):  # noqa: PT011 - by what it exceeds depends on the cell
             cells[-1].as_array("float32", shape)
-    with pytest.raises(ValueError, match="float16"):
-        cell.as_array("f16")
+    assert cell.as_array("f16").shape == (50,)
 
 
 class GridAgainstModel(RuleBasedStateMachine):

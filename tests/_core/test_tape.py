@@ -143,9 +143,9 @@ def test_a_refusal_takes_nothing(tape: Any, error: Any, shape: Any, dtype: Any, 
 
 
 def test_refusals_say_what_is_wrong(tape: Any) -> None:
-    for dtype in ("f16", "<f16", ">f16", "=f16"):
+    for dtype in ("<f16", ">f16", "=f16"):
         for _ in range(2):
-            with pytest.raises(ValueError, match="write float16"):
+            with pytest.raises(ValueError, match="expected 'float16'"):
                 tape.take(1, dtype)
     for nbytes in (64 * KIB + 1, 2**63 - 1):
         with pytest.raises(um.TapeFull):
@@ -162,7 +162,7 @@ def test_a_full_tape_names_the_figures(device: Device, tape: Any) -> None:
             take(5 * KIB)
         error = caught.value
         assert (error.limit, error.used, error.asked) == (64 * KIB, 60 * KIB, 5 * KIB)
-        for part in ("'t'", str(64 * KIB), str(60 * KIB), str(5 * KIB)):
+        for part in ("'t'", str(64 * KIB), str(60 * KIB), str(5 * KIB), f": {4 * KIB} left"):
             assert part in str(error)
     with pytest.raises(um.TapeFull) as caught:
         tape.take((2**40, 2**40))

@@ -299,9 +299,9 @@ def test_conversion_into_arrays_that_are_there(host_gpu: HostDriver) -> None:
         wrong: list[tuple[Any, Any, type[Exception], str]] = [
             ("float64", None, ValueError, "expected float32, float16 or bfloat16, got float64"),
             ("int8", None, ValueError, "expected float32, float16 or bfloat16, got int8"),
-            ("f16", None, ValueError, "write float16"),
+            ("<f16", None, ValueError, "expected 'float16'"),
             ("float32", arrays, ValueError, "expected two C-contiguous arrays of shape"),
-            ("float16", arrays[:1], ValueError, "zip"),
+            ("float16", arrays[:1], ValueError, "out: expected two CuPy arrays"),
             ("float16", out, TypeError, "expected two CuPy arrays, got ndarray"),
             ("float16", [a[:, :, :2] for a in arrays], ValueError, "expected two C-contiguous"),
             ("float16", [a[..., ::-1] for a in arrays], ValueError, "expected two C-contiguous"),

@@ -117,7 +117,7 @@ def test_a_wrong_call_changes_nothing(cuda: Any, host_gpu: HostDriver) -> None:
             (pad.append_batch, [[1.0] * 4], TypeError, "got list"),
             (pad.append_batch, array_of(given.astype("float64")), TypeError, "float64"),
             (pad.append_batch, array_of(rows(7)), um.CacheFull, "asked for 7"),
-            (pad.crop, 3, ValueError, "expected 0 to 2, got 3"),
+            (pad.crop, 3, ValueError, "expected n from 0 to 2, got 3"),
         ]
         host_gpu.calls.clear()
         for call, argument, error, text in wrong:

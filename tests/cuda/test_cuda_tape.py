@@ -109,7 +109,7 @@ def test_what_is_remembered_is_bounded(cuda: Any) -> None:
 
 
 def test_a_misaligned_array_is_refused(tape: Any) -> None:
-    for dtype, align in (("float32", 2), ("float64", 4), ("float16", 1), ("float32", -256)):
+    for dtype, align in (("float32", 2), ("float64", 4), ("float16", 1)):
         with pytest.raises(ValueError, match=f"align: expected at least .* for {dtype}"):
             tape.take(4, dtype, align=align)
     assert tape.n_takes == 0

@@ -224,7 +224,7 @@ def test_no_begin_token(bpe: Vocab) -> None:
 
 def test_ids_and_texts_out_of_range(case: Case) -> None:
     for token in (-1, case.tokenizer.n_vocab):
-        with pytest.raises(ValueError, match=f"expected 0 to .*, got {token}"):
+        with pytest.raises(ValueError, match=f"expected an integer from 0 to .*, got {token}"):
             case.tokenizer.decode([0, token])
         with pytest.raises(ValueError, match="token id"):
             case.tokenizer.stream().push(token)

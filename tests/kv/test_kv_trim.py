@@ -78,7 +78,7 @@ def test_what_is_not_whole_is_not_trimmed(kv: um.KVCache) -> None:
     talk.model.rollback()
     kv.reserve(2)
     check("reserved")
-    with pytest.raises(ValueError, match="above what was reserved"):
+    with pytest.raises(ValueError, match="expected n of at most"):
         kv.commit(3)
     kv.rollback()
     talk.trim_to(3)

@@ -201,7 +201,7 @@ REFUSED: dict[type[Any], list[tuple[tuple[Any, ...], type[Exception], str]]] = {
         ((8, 4, "int8"), ValueError, "float32, float16, bfloat16, float64, got 'int8'"),
         *(((8, 4, dtype), ValueError, "dtype") for dtype in ("q8_0", np.int32)),
         ((8, 4, None), ValueError, "got None"),
-        ((8, 4, 5), TypeError, "data type"),
+        ((8, 4, 5), ValueError, "got 5"),
     ],
     um.PagedScratchpad: [
         ((0, 4), ValueError, "max_tokens"),

@@ -107,6 +107,15 @@ def test_version_1(tree: Write) -> None:
         tree(f"cgroup/{folder}/memory.limit_in_bytes", most)
         tree(f"cgroup/{folder}/memory.usage_in_bytes", used)
     tree("cgroup/memory/a/memory.stat", "total_inactive_file 500")
+    limit = limits.tightest()
+    limit_file = limit.path
+    assert limit_file.endswith("memory/a/memory.limit_in_bytes")
+    # In version 1, -1 takes the limit away; how much more is said as a figure.
+    assert limit.remedy == f"echo -1 > {limit_file}  # -1: no limit"
+    assert limit.remedy_for(3000) == limit.remedy
+    assert limit.remedy_for(8000) == f"echo 12288 > {limit_file}"
+    with pytest.raises(CapacityError, match=f"raise it with: echo 12288 > {limit_file}"):
+        limits.require(8000, "block 'kv'")
     tree("cgroup/cpu/c/cpu.cfs_quota_us", 250_000)
     tree("cgroup/cpu/c/cpu.cfs_period_us", 100_000)
     assert (limits.available_bytes(), limits.thread_count()) == (2750, 2)
@@ -212,7 +221,7 @@ def test_require_names_the_least_room(tree: Write) -> None:
     assert (error.limit, error.used, error.asked) == (4096, 2048, 2049)
     assert str(error) == (
         "block 'kv' of 2.0 KiB does not fit: cgroup /a has room for 2.0 KiB (limit 4.0 KiB, "
-        "2.0 KiB used); raise it with: echo max > /cg/a/memory.max"
+        "2.0 KiB used); raise it with: echo 8192 > /cg/a/memory.max"
     )
 
 
@@ -272,7 +281,11 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     tree(f"cgroup/{most}", 5 << 20)
     tree(f"cgroup/{used}", 1 << 20)
     pool = limits.huge_pools()["2m"]
-    assert (pool.available_bytes, pool.limit(10 << 20).name) == (4 << 20, "hugetlb cgroup /a")
+    limit = pool.limit(10 << 20)
+    assert (pool.available_bytes, limit.name) == (4 << 20, "hugetlb cgroup /a")
+    # To the limit of 5 MiB, of which 4 are left, comes what is missing of 10.
+    assert limit.remedy == f"echo {11 << 20} > {limit.path}"
+    assert limit.path.endswith(most)
 
 
 def test_nodes(tree: Write) -> None:

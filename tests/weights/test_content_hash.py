@@ -367,7 +367,7 @@ def test_nothing_is_closed_under_a_hash(large: Path, told: threading.Event) -> N
 
 def test_misuse(large: Path) -> None:
     with open_weights(large) as w:
-        with pytest.raises(ValueError, match="threads: expected 1 or more, got 0"):
+        with pytest.raises(ValueError, match="threads: expected an integer from 1 on, got 0"):
             w.content_hash(threads=0)
         with pytest.raises(TypeError):
             w.content_hash(threads="many")  # type: ignore[arg-type]

@@ -120,6 +120,27 @@ def test_arrays_are_views_of_one_mapping(weights: Weights) -> None:
     assert one.as_array().dtype == np.uint8
 
 
+def test_numpy_takes_a_tensor(weights: Weights) -> None:
+    four, one = weights.tensors["four"], weights.tensors["one"]
+    array = np.asarray(four)
+    assert (array.ctypes.data, array.dtype.name, array.shape) == (
+        four.address,
+        "float16",
+        four.shape,
+    )
+    assert not array.flags.writeable
+    assert np.asarray(four, "float16", copy=False).ctypes.data == four.address
+    assert np.shares_memory(np.asarray(one), one.as_array())  # bytes, as as_array gives them
+    for copied in (np.array(four), np.asarray(four, "float32")):
+        assert copied.flags.writeable
+        assert np.array_equal(copied, array)
+    with pytest.raises(ValueError, match="'four': expected dtype float16 without a copy"):
+        np.asarray(four, "float32", copy=False)
+    with pytest.raises(TypeError, match=r"no type q8_0.*dequantize\(\) gives float32"):
+        np.asarray(one, "float32")
+    assert np.array_equal(np.negative(four), -array)
+
+
 def test_figures(weights: Weights, path: Path) -> None:
     assert weights.by_type() == {"f32": 4, "q8_0": 68, "f16": 24}
     assert (weights.nbytes, weights.mapped_bytes) == (96, path.stat().st_size)
@@ -557,7 +578,7 @@ def test_what_is_no_file(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["\ud800", "\ud800.index.json"])
 def test_a_path_that_no_file_has(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot be the path of a file") as caught:
+    with pytest.raises(ValueError, match="expected the path of a file") as caught:
         open_weights(name)
     assert str(caught.value).isprintable()
 

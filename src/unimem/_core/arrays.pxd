@@ -4,6 +4,8 @@ cimport numpy as cnp
 cdef enum:
     MAX_DIMS = 32
 
+# An integer of Python's, or of NumPy's, as an int; what is none raises TypeError, which names it.
+cdef object index_of(object n, str what)
 # A size or a count as an integer, at least `least`; what is none raises ValueError or TypeError.
 cdef size_t size_of(object n, str what, object least=*) except? 0
 # A shape (a number or a sequence of them) as a tuple of at most MAX_DIMS integers of 0 or above.
@@ -21,4 +23,7 @@ cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owne
 # The same with strides in bytes; NULL: those of a C-contiguous array.
 cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
                       const cnp.npy_intp *strides, object dtype, object owner, bint writable)
+# The NumPy dtype that a user names: see as_dtype.
 cdef object dtype_of(object dtype)
+# The same of one that is among some names; `what` names it in the ValueError otherwise.
+cdef object dtype_among(object dtype, object among, str what)

@@ -21,6 +21,9 @@ cnp.import_array()
 
 cdef object MOST = 2**63 - 1
 
+# Short names of types, as kernels and model files have them. NumPy has a type of 16 bytes that it
+# calls f16, which nobody means who writes it here.
+cdef dict _SHORT = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 cdef dict _DTYPES = {}
 # What dtype_of was asked last, and its answer: most callers ask for one dtype all the time.
 cdef object _last_asked = object()
@@ -28,7 +31,8 @@ cdef object _last_found = None
 
 
 cdef object dtype_of(object dtype):
-    """A NumPy dtype; names and types are remembered, since np.dtype costs as much as a take."""
+    """The dtype that a user names; names and types are remembered, since np.dtype costs as much
+    as a take."""
     global _last_asked, _last_found
     if dtype is _last_asked:
         return _last_found
@@ -46,22 +50,85 @@ cdef object dtype_of(object dtype):
 
 cdef cnp.dtype _new_dtype(object dtype):
     cdef cnp.dtype found
-    if isinstance(dtype, str) and dtype.lstrip("<>=|") == "f16":
-        # NumPy reads it as 16 bytes, which nobody who writes it here means.
-        raise ValueError("dtype 'f16' is 16 bytes wide in NumPy: write float16")
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        import ml_dtypes
-        found = np.dtype(ml_dtypes.bfloat16)
-    else:
-        found = np.dtype(dtype)
+    named = dtype
+    if type(dtype).__module__ == "torch":
+        named = str(dtype).removeprefix("torch.")
+    if isinstance(named, str):
+        named = _SHORT.get(named, named)
+        if named.lstrip("<>=|") == "f16":
+            raise ValueError("dtype: expected 'float16', or 'longdouble' for what NumPy calls f16, "
+                             f"got {dtype!r}")
+    # NumPy takes None for float64, and reads names in bytes as its own.
+    found = None if dtype is None or isinstance(dtype, bytes) else _numpy_dtype(named)
+    if found is None:
+        raise TypeError("dtype: expected a dtype of NumPy, torch or ml_dtypes, or its name, as in "
+                        f"'float16' or 'f16', got {dtype!r:.60}")
     if found.flags & NPY_ITEM_REFCOUNT or found.itemsize == 0:
         raise ValueError(f"dtype {found} cannot lie in raw memory: expected a fixed-size number or "
                          "struct")
     return found
 
 
+cdef object _numpy_dtype(object named):
+    """A dtype of NumPy's or, by its name, of ml_dtypes; None where there is none."""
+    try:
+        return np.dtype(named)
+    except Exception:  # of many kinds, for descriptions of structs
+        if not isinstance(named, str):
+            return None
+    import ml_dtypes  # which most callers never need
+    kind = getattr(ml_dtypes, named, None)
+    return np.dtype(kind) if isinstance(kind, type) else None
+
+
+def as_dtype(dtype, among=None, what="dtype"):
+    """Return the NumPy dtype that a user names, in the one vocabulary that all calls share.
+
+    Parameters
+    ----------
+    dtype : dtype-like
+        A dtype of NumPy, ml_dtypes or torch, or a name: NumPy's, or ``"f16"``, ``"f32"``,
+        ``"f64"`` and ``"bf16"``.
+    among : collection of str, optional
+        NumPy's names of those that will do.
+    what : str
+        The argument, for messages.
+
+    Returns
+    -------
+    numpy.dtype
+
+    Raises
+    ------
+    ValueError, TypeError
+        It is none, or none of those.
+    """
+    if among is None:
+        return dtype_of(dtype)
+    return dtype_among(dtype, among, what)
+
+
+cdef object dtype_among(object dtype, object among, str what):
+    try:
+        found = dtype_of(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.name not in among:
+        raise ValueError(f"{what}: expected one of {', '.join(among)}, got {dtype!r:.60}")
+    return found
+
+
+cdef object index_of(object n, str what):
+    if type(n) is int:
+        return n
+    try:
+        return PyNumber_Index(n)
+    except TypeError:
+        raise TypeError(f"{what}: expected an integer, got {n!r:.60}") from None
+
+
 cdef size_t size_of(object n, str what, object least=0) except? 0:
-    exact = PyNumber_Index(n)
+    exact = index_of(n, what)
     if not least <= exact <= MOST:
         raise ValueError(f"{what}: expected an integer from {least} to 2**63 - 1, got {n}")
     return exact
@@ -82,15 +149,15 @@ cdef tuple dims_of(object shape):
         dims = shape
     else:
         try:
-            dims = tuple(shape)
+            dims = (shape,) if isinstance(shape, (str, bytes, bytearray)) else tuple(shape)
         except TypeError:
             dims = (shape,)
-        dims = tuple([PyNumber_Index(n) for n in dims])
+        dims = tuple([index_of(n, "shape") for n in dims])
     if len(dims) > MAX_DIMS:
         raise ValueError(f"shape: expected at most {MAX_DIMS} dimensions, got {len(dims)}")
     for n in dims:
         if n < 0:
-            raise ValueError(f"shape: negative dimension in {dims}")
+            raise ValueError(f"shape: expected dimensions of 0 or more, got {dims}")
     return dims
 
 

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 
 from unimem.system import limits, policy
+from unimem.system.arguments import check_callable, file_path, integer, one_of, string
 from unimem.errors import ClosedError, PlacementError
 from unimem.system.text import format_bytes
 
@@ -45,9 +46,7 @@ cdef dict _CATEGORIES = {
 
 cdef um.um_category _category_of(object category) except *:
     name = row_name(category) if isinstance(category, str) else category
-    if name not in _CATEGORIES:
-        raise ValueError(f"category: expected one of {', '.join(_CATEGORIES)}, got {category!r}")
-    return <um.um_category><int>_CATEGORIES[name]
+    return <um.um_category><int>_CATEGORIES[one_of(name, "category", _CATEGORIES)]
 
 
 cdef class Block:
@@ -111,21 +110,20 @@ cdef class Block:
 
     cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
                    name, category, int fd, fill) except -1:
-        if pages not in PAGES:
-            raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
+        one_of(pages, "pages", PAGES)
         cdef um.um_category entered = _category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
-        cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", nbytes)
-        if not isinstance(lock, bool) and lock != "onfault":
-            raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
+        cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", size)
+        policy.check_lock(lock, "lock")
         if not isinstance(shared, (bool, str)):
             raise TypeError(f"shared: expected False, True or a name, got {shared!r}")
         path = policy.shared_path(shared) if isinstance(shared, str) else None
-        cdef unsigned n_threads = self.check_threads(None if warm is True or not warm else warm)
+        cdef unsigned n_threads = self.check_threads(
+            policy.warm_threads(False if warm is None else warm) or 1)
         request = policy.Request(nbytes=size, pages=pages, numa=policy.parse_numa(numa),
                                  lock=lock, shared=shared, reserve=kept, thp_bytes=THP_BYTES,
                                  mirror=mirror, of_file=fd >= 0)
-        self.name = name or "block"
+        self.name = string(name, "name", "block")
         self.category = row_name(category)
         self._requested = {"nbytes": size, "pages": pages, "numa": numa, "lock": lock,
                            "shared": shared, "reserve": kept}
@@ -257,26 +255,30 @@ cdef class Block:
         ValueError
             The range is outside the file, or empty.
         """
+        file = file_path(path)
+        cdef size_t start = size_of(offset, "offset")
+        one_of(mode, "mode", _ACCESS)
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        fd = os.open(path, (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
+        fd = os.open(file, (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
                      | os.O_NONBLOCK)
         try:
-            if nbytes is None:
-                nbytes = max(os.fstat(fd).st_size - offset, 0)
-            return Block._map_fd(fd, offset, nbytes, mode, os.fsdecode(path), category, name)
+            size = os.fstat(fd).st_size
+            nbytes = max(size - start, 0) if nbytes is None else size_of(nbytes, "nbytes")
+            if start + nbytes > max(size, start):
+                raise ValueError(f"{file}: expected offset and nbytes of a range of its {size} "
+                                 f"bytes, got {start} and {nbytes}")
+            return Block._map_fd(fd, start, nbytes, mode, file, category, name)
         finally:
             os.close(fd)
 
     @staticmethod
     def _map_fd(int fd, offset, nbytes, mode, file, category="weights", name=None):
-        if mode not in _ACCESS:
-            raise ValueError(f"mode: expected 'r', 'c' or 'r+', got {mode!r}")
         cdef um.um_category entered = _category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
         cdef size_t size = size_of(nbytes, f"nbytes of {file} from byte {offset} on", 1)
         cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
         cdef Region region = map_file(fd, start, size, access, entered, file)
-        return _new_block(region, name or file, category, mode == "r+")
+        return _new_block(region, string(name, "name", file), category, mode == "r+")
 
     @staticmethod
     def attach(fd_or_path, *, bint writable=False, name=None, category="other"):
@@ -307,21 +309,23 @@ cdef class Block:
         cdef um.um_category entered = _category_of(category)
         cdef Region region
         cdef int fd
-        if isinstance(fd_or_path, int):
-            fd, label = fd_or_path, f"descriptor {fd_or_path}"
+        cdef bint is_path = isinstance(fd_or_path, (str, bytes, os.PathLike))
+        if not is_path:
+            number = integer(fd_or_path, "fd_or_path")
+            fd, label = number if 0 <= number < 2**31 else -1, f"descriptor {number}"
         else:
-            label = os.fsdecode(fd_or_path)
-            fd = os.open(fd_or_path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+            label = file_path(fd_or_path, "fd_or_path")
+            fd = os.open(label, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
                          | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
             region = attach_file(fd, writable, entered, label)
         finally:
-            if not isinstance(fd_or_path, int):
+            if is_path:
                 os.close(fd)
-        region.file = None if isinstance(fd_or_path, int) else label
-        cdef Block block = _new_block(region, name or label, category, True)
+        region.file = label if is_path else None
+        cdef Block block = _new_block(region, string(name, "name", label), category, True)
         block.path = label if label.startswith(limits.SHM + "/") else None
         return block
 
@@ -347,11 +351,11 @@ cdef class Block:
         """
         cdef Region source = self.region()
         cdef Block block = Block.__new__(Block)
-        if pages not in PAGES:
-            raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
+        one_of(pages, "pages", PAGES)
         request = policy.Request(nbytes=source.block.nbytes, pages=pages, shared=True,
                                  reserve=source.block.nbytes, thp_bytes=THP_BYTES)
-        block.name, block.category = name or f"sealed copy of {self.name}", self.category
+        name = string(name, "name", f"sealed copy of {self.name}")
+        block.name, block.category = name, self.category
         block._region, block._choice = map_request(block.name, request, source.block.category, -1,
                                                    False, source)
         cdef Region region = block._region
@@ -486,6 +490,7 @@ cdef class Block:
             A mapped file has become shorter.
         """
         cdef Region region = self.region()
+        check_callable(progress)
         self._warm_runs(region.runs(region.block.reserved_nbytes, True), threads, progress)
 
     def _warm_range(self, offset, nbytes, threads=None):
@@ -598,9 +603,8 @@ cdef class Block:
         cdef Region region = self.region()
         cdef size_t size = size_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
         if size > region.block.reserved_nbytes:
-            raise ValueError(f"Block '{self.name}': {size} bytes are more than the "
-                             f"{region.block.reserved_nbytes} that are reserved: make it with a "
-                             "larger reserve=")
+            raise ValueError(f"Block '{self.name}': nbytes: expected at most {self.reserved_bytes} "
+                             f"that are reserved, got {size}: make it with a larger reserve=")
         end = (size + step - 1) // step * step
         cdef list missing = region.runs(end, False)
         if missing and not region.block.is_file:
@@ -637,6 +641,9 @@ cdef class Block:
         cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
         cdef size_t size = (size_of(nbytes, "nbytes") if nbytes is not None
                             else reserved - min(first, reserved))
+        if size > reserved - min(first, reserved):
+            raise ValueError(f"Block '{self.name}': expected offset and nbytes of a range of the "
+                             f"{reserved} bytes that are reserved, got {first} and {size}")
         check_unused(region, first, size)
         self._granted = None
         return release_range(region, first, size)
@@ -683,8 +690,7 @@ cdef class Block:
         cdef Region region = self.region()
         cdef um.um_error err
         cdef um.um_status status
-        if advice not in _ADVICES:
-            raise ValueError(f"advice: expected one of {', '.join(_ADVICES)}, got {advice!r}")
+        one_of(advice, "advice", _ADVICES)
         cdef um.um_advice wanted = <um.um_advice><int>_ADVICES[advice]
         with nogil:
             status = um.um_block_advise(&region.block, wanted, &err)

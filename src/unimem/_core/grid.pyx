@@ -3,6 +3,7 @@
 import numpy as np
 
 from unimem.errors import ClosedError, GridFull
+from unimem.system.arguments import string
 
 from libc.stdint cimport uint32_t, uintptr_t
 
@@ -229,7 +230,7 @@ cdef class Grid(Cells):
         self.begin()
         cdef um.um_error err
         cdef size_t nbytes = _check_sizes(cell_bytes, n_cells)
-        cdef Tape tape = Tape(nbytes, name=name or "grid", **placement)
+        cdef Tape tape = Tape(nbytes, name=string(name, "name", "grid"), **placement)
         self.tape, self.cell_bytes = tape, cell_bytes
         if um.um_grid_init(&self.grid, &tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
             self.fail(&err)

@@ -166,8 +166,6 @@ cdef object lock_all(Region region, object how, object asked):
     cdef um.um_status status, lost
     cdef um.um_lock lock = um.UM_LOCK_NONE
     cdef um.um_lock before = region.block.lock
-    if not isinstance(how, bool) and how != "onfault":
-        raise ValueError(f"lock: expected False, True or 'onfault', got {how!r}")
     if how:
         lock = um.UM_LOCK_NOW if how is True else um.UM_LOCK_ONFAULT
         if before == um.UM_LOCK_NONE and not region.is_hugetlb():

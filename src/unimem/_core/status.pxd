@@ -6,5 +6,7 @@ from unimem._core.native cimport um_error, um_status
 # count, and `format` the FormatError for UM_E_FORMAT.
 cdef object raise_status(um_status status, const um_error *err, str subject,
                          type full=*, str unit=*, type format=*)
-# The same where the status may be UM_E_IO: of the file at this path, or None.
+# What the message of a CapacityError says: who has too little left.
+cdef str full_text(str subject, object asked, str unit, object limit, object used)
+# `raise_status` where the status may be UM_E_IO: of the file at this path, or None.
 cdef object raise_file_status(um_status status, const um_error *err, str subject, str path)

@@ -14,15 +14,19 @@ from libc.stdint cimport uint64_t
 from unimem._core cimport native as um
 
 
+cdef str full_text(str subject, object asked, str unit, object limit, object used):
+    return (f"{subject}: asked for {asked} {unit}, but {used} of {limit} are used: "
+            f"{max(limit - used, 0)} left")
+
+
 cdef object raise_status(um.um_status status, const um.um_error *err, str subject,
                          type full=CapacityError, str unit="bytes", type format=GGUFError):
     what = err.what.decode()
     if status == um.UM_E_INVALID:
         raise ValueError(f"{subject}: {what}")
     if status == um.UM_E_FULL:
-        raise full(
-            f"{subject}: asked for {err.asked} {unit}, but {err.used} of {err.limit} are used",
-            err.limit, err.used, err.asked)
+        raise full(full_text(subject, err.asked, unit, err.limit, err.used), err.limit, err.used,
+                   err.asked)
     if status == um.UM_E_NOMEM:
         raise MemoryError(f"{subject}: the system has no memory for {err.asked} bytes ({what})")
     if status == um.UM_E_OS:

@@ -8,22 +8,22 @@ from contextlib import contextmanager
 import numpy as np
 
 from unimem.system import policy
+from unimem.system.arguments import string
 from unimem.errors import ClosedError, TapeFull
 from unimem.system.text import format_bytes
 
 cimport numpy as cnp
-from cpython.number cimport PyNumber_Index
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport (
-    array_over, dims_of, dtype_of, nbytes_of, size_of, vector_over,
+    array_over, dims_of, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.block cimport Block
 from unimem._core.region cimport Region, enter_holder
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport full_text, raise_status
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object n, int *overflow) except? -1
@@ -50,6 +50,17 @@ def _lose_absent():
 
 
 os.register_at_fork(after_in_child=_lose_absent)
+
+
+cdef inline size_t _fast_size(object n, str what) except? 0:
+    """`size_of`, where most sizes are Python's integers."""
+    cdef int overflow = 0
+    cdef long long size
+    if type(n) is int:
+        size = PyLong_AsLongLongAndOverflow(n, &overflow)
+        if overflow == 0 and size >= 0:
+            return <size_t>size
+    return size_of(n, what)
 
 
 cdef str _public_name(object kind):
@@ -111,9 +122,9 @@ cdef class Bump:
 
     cdef size_t check_fits(self, object nbytes) except? 0:
         if nbytes > self.tape.total:
-            raise TapeFull(
-                f"Tape '{self.name}': asked for {nbytes} bytes, but {self.used_bytes} of "
-                f"{self.tape.total} are used", self.tape.total, self.used_bytes, nbytes)
+            used = self.used_bytes
+            raise TapeFull(full_text(f"Tape '{self.name}'", nbytes, "bytes", self.tape.total, used),
+                           self.tape.total, used, nbytes)
         return nbytes
 
     cpdef bint _holds(self, uintptr_t address, size_t nbytes):
@@ -121,11 +132,9 @@ cdef class Bump:
         return (self._open and address >= base
                 and address - base + nbytes <= um.um_tape_used(&self.tape))
 
-    def take_address(self, Py_ssize_t nbytes, Py_ssize_t align=64):
+    def take_address(self, nbytes, align=64):
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
-        if nbytes < 0:
-            raise ValueError(f"nbytes: expected 0 or more, got {nbytes}")
-        return <uintptr_t>self.take_raw(<size_t>nbytes, <size_t>align)
+        return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _fast_size(align, "align"))
 
     def clear(self):
         """Take everything back but what is kept: O(1), and nothing is zeroed."""
@@ -156,7 +165,11 @@ cdef class Bump:
         cdef um.um_error err
         self.check_open()
         cdef size_t floor = size_of(mark, "mark")
-        if floor < um.um_tape_used(&self.tape):
+        cdef size_t used = um.um_tape_used(&self.tape)
+        if floor > used:
+            raise ValueError(f"Tape '{self.name}': mark: expected at most the {used} bytes that "
+                             f"are used, got {floor}, which was taken back")
+        if floor < used:
             if self._tenants is not None:
                 self.give_notice(floor)
             self.poison_down_to(floor)
@@ -219,7 +232,7 @@ cdef class Bump:
         if isinstance(array_or_address, np.ndarray):
             address = array_or_address.ctypes.data
         else:
-            address = PyNumber_Index(self._address_of(array_or_address))
+            address = index_of(self._address_of(array_or_address), "array_or_address")
         return (0 <= address <= <uintptr_t>-1
                 and bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address)))
 
@@ -355,18 +368,18 @@ cdef class Tape(Bump):
         cdef Block block
         cdef bint owns_block = not isinstance(nbytes_or_block, Block)
         if owns_block:
-            name = name or "tape"
-            block = Block(nbytes_or_block, name=name, category=category, **placement)
-            block._is_part = True
-            # Not what the block was rounded up to: a tape ends where it was asked to, on every
+            name = string(name, "name", "tape")
+            # Not what the block is rounded up to: a tape ends where it was asked to, on every
             # machine and with every page size.
-            total = nbytes_or_block
+            total = size_of(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
+            block = Block(total, name=name, category=category, **placement)
+            block._is_part = True
         else:
             if placement:
                 raise ValueError("a block is placed already: "
                                  f"{', '.join(placement)} not accepted here")
             block = nbytes_or_block
-            name = name or block.name
+            name = string(name, "name", block.name or "tape")
             total = block.nbytes
         cdef Region region = block.region()
         if not region.writable:
@@ -393,7 +406,7 @@ cdef class Tape(Bump):
     cdef float[::1] take_floats(self, size_t n):
         return self.take(n, "float32")
 
-    def take(self, shape, dtype="float32", *, Py_ssize_t align=64):
+    def take(self, shape, dtype="float32", *, align=64):
         """Take an array.
 
         Parameters
@@ -401,7 +414,8 @@ cdef class Tape(Bump):
         shape : int or tuple of int
             Its shape.
         dtype : dtype-like, default float32
-            Its dtype. ``"f16"`` is refused, since NumPy reads it as 16 bytes.
+            Its dtype: of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
+            ``"bf16"``.
         align : int, default 64
             Of the first element's address, in bytes: a power of two.
 
@@ -425,14 +439,17 @@ cdef class Tape(Bump):
             # One dimension is the most frequent case by far, and needs no Python object.
             n = PyLong_AsLongLongAndOverflow(shape, &overflow)
             if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
-                address = self.take_raw(<size_t>n * itemsize, <size_t>align)
+                address = self.take_raw(<size_t>n * itemsize, _fast_size(align, "align"))
                 return vector_over(address, n, descr, self._region, True)
         dims = dims_of(shape)
-        address = self.take_raw(self.check_fits(nbytes_of(dims, itemsize)), <size_t>align)
+        address = self.take_raw(self.check_fits(nbytes_of(dims, itemsize)),
+                                _fast_size(align, "align"))
         return array_over(address, dims, descr, self._region, True)
 
-    def take_bytes(self, nbytes, *, Py_ssize_t align=64):
+    def take_bytes(self, nbytes, *, align=64):
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = size_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
     def warm(self, threads=None):
@@ -480,7 +497,7 @@ cdef class DeviceTape(Bump):
         self._made.clear()
         self._memory = None
 
-    def take(self, shape, dtype="float32", *, Py_ssize_t align=256):
+    def take(self, shape, dtype="float32", *, align=256):
         """Take an array.
 
         The same take at the same place, after `clear` or `rewind`, gets the same array object as
@@ -492,7 +509,8 @@ cdef class DeviceTape(Bump):
         shape : int or tuple of int
             Its shape.
         dtype : dtype-like, default float32
-            Its dtype. ``"f16"`` is refused, since NumPy reads it as 16 bytes.
+            Its dtype: of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
+            ``"bf16"``.
         align : int, default 256
             Of the first element's address, in bytes: a power of two, at least the dtype's
             alignment. The default is that of cudaMalloc, which vector loads and tensor maps of
@@ -510,12 +528,13 @@ cdef class DeviceTape(Bump):
         FrozenError, ClosedError, ValueError
         """
         cdef object descr = dtype_of(dtype)
-        if align < (<cnp.dtype>descr).alignment:
+        cdef size_t aligned = _fast_size(align, "align")
+        if aligned < <size_t>(<cnp.dtype>descr).alignment:
             raise ValueError(f"align: expected at least {descr.alignment} for {descr}, which a GPU "
                              f"reads nowhere else, got {align}")
         cdef tuple dims = dims_of((shape,) if type(shape) is int else shape)
         cdef size_t nbytes = self.check_fits(nbytes_of(dims, descr.itemsize))
-        cdef uintptr_t address = <uintptr_t>self.take_raw(nbytes, <size_t>align)
+        cdef uintptr_t address = <uintptr_t>self.take_raw(nbytes, aligned)
         cdef object key = (address, dims, descr)
         cdef PyObject *found = PyDict_GetItemWithError(self._made, key)
         if found != NULL:
@@ -530,8 +549,10 @@ cdef class DeviceTape(Bump):
             self._made[key] = array
         return array
 
-    def take_bytes(self, nbytes, *, Py_ssize_t align=256):
+    def take_bytes(self, nbytes, *, align=256):
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = size_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
     def _n_views(self):

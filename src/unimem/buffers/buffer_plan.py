@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 
-from unimem.system.integers import integer
+from unimem.system.arguments import integer
 
 __all__ = ["BufferPlan", "BufferUse"]
 
@@ -148,7 +148,10 @@ class BufferPlan:
             raise ValueError(f"align: expected a power of two, got {align!r}") from None
         if self._align < 1 or self._align.bit_count() != 1:
             raise ValueError(f"align: expected a power of two, got {align!r}")
-        self._uses = tuple(uses)
+        try:
+            self._uses = tuple(uses)
+        except TypeError:
+            raise TypeError(f"uses: expected an iterable of BufferUse, got {uses!r:.60}") from None
         names: set[str] = set()
         for number, use in enumerate(self._uses):
             if not isinstance(use, BufferUse):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from unimem.system.integers import integer
+from unimem.system.arguments import integer
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents
@@ -171,6 +171,8 @@ class ModelDims:
         by the experts used. The dimensions do not say how many experts there are: what the weights
         take is for the file to say.
         """
+        if not hasattr(weights, "metadata"):
+            raise TypeError(f"weights: expected opened Weights, got {weights!r:.60}")
         arch = weights.metadata.get("general.architecture")
         if arch is None:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from unimem._core.arrays import as_dtype
 from unimem._core.tape import Tape
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.buffer_set import (
@@ -24,7 +25,7 @@ from unimem.buffers.buffer_set import (
     total_bytes,
 )
 from unimem.buffers.dims import MAX_SPLITS, ModelDims
-from unimem.system.integers import integer
+from unimem.system.arguments import integer, string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
@@ -101,18 +102,8 @@ class DecodeBatch(_DecodeNames[A]):
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    # NumPy takes None for float64.
-    named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
-    if named not in _DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    found: np.dtype[Any]
-    if named == "bfloat16":
-        import ml_dtypes  # most callers never need it
-
-        found = np.dtype(ml_dtypes.bfloat16)
-    else:
-        found = np.dtype(named)
-    return found
+    found = as_dtype(dtype, _DTYPES)
+    return as_dtype(found.name)  # in this machine's byte order
 
 
 def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
@@ -167,7 +158,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         tape: Any,
         new_tape: Callable[[int], Any],
     ) -> None:
-        self._begin(dims, name or "decode buffers")
+        self._begin(dims, string(name, "name", "decode buffers"))
         self.dtype = _dtype(dtype)
         self._batches: dict[int, DecodeBatch[A]] = {}
         specs = _decode_specs(dims, self.dtype)
@@ -229,9 +220,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         ClosedError
         """
         self._check_open()
-        m = integer(m)
-        if not 1 <= m <= self.dims.max_batch_size:
-            raise ValueError(f"m: expected 1 to {self.dims.max_batch_size}, got {m}")
+        m = integer(m, "m", 1, self.dims.max_batch_size)
         found = self._batches.get(m)
         if found is None:
             found = self._batches[m] = DecodeBatch(self, m)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from unimem.kv.arrays import kv_type
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
@@ -44,8 +45,23 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _parse_kv_type(text: str) -> str:
+    try:
+        return kv_type(text, "kv_dtype")
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("kv_dtype: ")) from None
+
+
 KVType = Annotated[
-    Literal["f16", "f32", "bf16", "q8_0"], typer.Option(help="Type of the KV cache.")
+    str,
+    typer.Option(
+        parser=_parse_kv_type,
+        metavar="[f16|f32|bf16|q8_0]",
+        autocompletion=lambda: ["f16", "f32", "bf16", "q8_0"],
+        help="Type of the KV cache.",
+    ),
 ]
 Window = Annotated[
     int | None,

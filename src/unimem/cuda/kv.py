@@ -307,7 +307,11 @@ class KVCache(KVDevice):
                     "out: expected together with a stream that is not CuPy's current one"
                 )
             out = driver.empty(shape, wanted), driver.empty(shape, wanted)
-        for target, _ in zip(out, "kv", strict=True):
+        if not isinstance(out, Sequence):
+            raise TypeError(f"out: expected two CuPy arrays, got {type(out).__name__}")
+        if len(out) != 2:
+            raise ValueError(f"out: expected two CuPy arrays, got {len(out)}")
+        for target in out:
             if not driver.is_array(target):
                 raise TypeError(f"out: expected two CuPy arrays, got {type(target).__name__}")
             if target.shape != shape or target.dtype != wanted or not target.flags.c_contiguous:

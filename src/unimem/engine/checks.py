@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from unimem.engine.arch import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
+from unimem.kv.arrays import kv_type
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
@@ -38,8 +39,10 @@ def check_model(
     load: Load,
 ) -> tuple[Model, Plan]:
     """Check that the engine runs a model with these options, and that its plan has room."""
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
     model = Model.from_weights(weights)
-    model.check_head(kv_dtype)
+    model.check_head(kv_type(kv_dtype, "kv_dtype"))
     needed = plan(
         planned,
         ctx=ctx,
@@ -108,7 +111,10 @@ def check_session(
 
 def check_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
     """Return an array of token ids; none at all, or unknown ones, are refused."""
-    array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+    try:
+        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+    except (TypeError, ValueError):
+        raise TypeError(f"tokens: expected token ids, got {tokens!r:.60}") from None
     if array.ndim != 1 or not len(array):
         raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")
     if array.dtype.kind not in "iu":

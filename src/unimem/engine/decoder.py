@@ -58,7 +58,7 @@ class Decoder:
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     kv_dtype : {"f16", "f32", "bf16", "q8_0"}
-        Type of the KV cache.
+        Type of the KV cache, as for `plan`.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
         then, and as long as this, not as `ctx`. By default attention sees all.
@@ -170,8 +170,9 @@ class Decoder:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(
-                f"the decoder needs {scratch_bytes} bytes of scratch, but "
-                f"{scratch.used_bytes} of {scratch.total_bytes} are used",
+                f"Tape '{scratch.name}': the decoder needs {scratch_bytes} bytes of scratch, but "
+                f"{scratch.used_bytes} of {scratch.total_bytes} are used: "
+                f"{scratch.available_bytes} left",
                 scratch.total_bytes,
                 scratch.used_bytes,
                 scratch_bytes,
@@ -438,7 +439,7 @@ class Decoder:
 
     def detokenize(self, tokens: Iterable[int]) -> str:
         """Turn token ids into text."""
-        return self.tokenizer.decode(list(tokens))
+        return self.tokenizer.decode(tokens)
 
     # ---- sessions -----------------------------------------------------------------------------
 
@@ -664,7 +665,7 @@ class Decoder:
         """
         self._check_open()
         options = Sampling(temperature, top_k, top_p, seed)
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 0:
             raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
         if isinstance(prompt_or_tokens, str):
             prompt_or_tokens = self.tokenize(prompt_or_tokens)
@@ -710,8 +711,8 @@ class Decoder:
         used = self.kv.next_position if self.kv.window else self.kv.seq_len
         if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
             raise CacheFull(
-                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self.ctx} are used; "
-                "reset() begins a new conversation",
+                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self.ctx} are used, "
+                f"{self.ctx - used} left; reset() begins a new conversation",
                 self.ctx,
                 used,
                 n,

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unimem.system.arguments import integer, string
+
 try:
     import sentencepiece
     import tokenizers
@@ -230,7 +232,13 @@ class Tokenizer:
             `add_bos` is asked for and the vocabulary has no such token, or the text cannot be
             written as UTF-8 (it holds half of a surrogate pair).
         """
-        text.encode()  # neither library says clearly what is wrong with a lone surrogate
+        try:  # neither library says clearly what is wrong with a lone surrogate
+            string(text, "text").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text: expected text that UTF-8 can write, got one of the surrogates at index "
+                f"{error.start}"
+            ) from None
         output: list[int] = []
         if self.add_bos if add_bos is None else add_bos:
             if self.bos_id is None:
@@ -293,7 +301,11 @@ class Tokenizer:
         ValueError
             An id is not in the vocabulary.
         """
-        pieces = [self._piece(token, special) for token in tokens]
+        try:
+            ids = iter(tokens)
+        except TypeError:
+            raise TypeError(f"tokens: expected token ids, got {tokens!r:.60}") from None
+        pieces = [self._piece(token, special) for token in ids]
         if self._space_prefix and pieces:
             pieces[0] = pieces[0].removeprefix(b" ")
         return b"".join(pieces).decode("utf-8", "replace")
@@ -304,9 +316,7 @@ class Tokenizer:
 
     def _piece(self, token: int, special: bool = False) -> bytes:
         """Bytes that a token stands for."""
-        token = operator.index(token)
-        if not 0 <= token < self.n_vocab:
-            raise ValueError(f"token id: expected 0 to {self.n_vocab - 1}, got {token}")
+        token = integer(token, "token id", 0, self.n_vocab - 1)
         text, kind = self._texts[token], self._types[token]
         if kind in (_CONTROL, _UNKNOWN):
             return text.encode() if special else b""

@@ -17,16 +17,16 @@ cdef struct Bytes:
     # Whether it is C-contiguous.
     bint in_order
 
-# The name of a KV type ("f16") of a name of it, of NumPy's or of ml_dtypes', or of a dtype.
-cdef str kv_type(object dtype)
+# The name of a KV type ("f16") of a name of it or of a dtype; `what` is the argument, for messages.
+cpdef str kv_type(object dtype, str what=*)
 # Its native number; and the NumPy dtype of its elements, of q8_0 of its blocks.
 cdef um.um_dtype number_of_type(str name) except *
 cdef object numpy_type(um.um_dtype number)
 # The native type of elements of a dtype, which are to go to memory of type `stored`. Of the other
-# byte order there is none.
-cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1
+# byte order there is none. `what` is the argument that has it, for messages, here and below.
+cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1
 # The array itself where its memory is in order, else a copy.
-cdef cnp.ndarray contiguous(object a)
+cdef cnp.ndarray contiguous(object a, str what)
 # Checks K and V of an append to one layer, [n, heads, head_dim] for one stream or
 # [batch, heads, n, head_dim]; and of one token of all layers, [n_layers, heads, head_dim].
 cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
@@ -50,5 +50,7 @@ cdef uint32_t units(Given *given, uint32_t head_dim)
 cdef tuple shape_of(cnp.ndarray a)
 # The memory of an array of any library; strides are in bytes.
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
+# The two arrays of an argument `out`.
+cdef tuple pair_of(object out)
 # A layer's number, of those from 0 on.
-cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff
+cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff

@@ -3,32 +3,46 @@
 import numpy as np
 
 cimport numpy as cnp
-from cpython.number cimport PyNumber_Index
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of
+from unimem._core.arrays cimport dtype_of, index_of
 
 cnp.import_array()
 
 cdef enum:
     Q8_0_VALUES = 32  # of a block
 
-# The names of KV types, and NumPy's for the same.
-cdef dict _TYPES = {"f32": "f32", "float32": "f32", "f16": "f16", "float16": "f16",
-                    "bf16": "bf16", "bfloat16": "bf16", "q8_0": "q8_0"}
+# KV types by NumPy's names, which are those of dtypes.
+cdef dict _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 cdef dict _NUMBERS = {"f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0}
 cdef object _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (Q8_0_VALUES,))])
 # NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
 cdef int _bf16_number = -1
 
 
-cdef str kv_type(object dtype):
+cpdef str kv_type(object dtype, str what="dtype"):
+    """The name of a KV type: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+
+    Parameters
+    ----------
+    dtype : str or dtype-like
+        Such a name, or a dtype as `as_dtype` takes it.
+    what : str
+        The argument, for messages.
+
+    Raises
+    ------
+    ValueError
+        It is none of these.
+    """
+    if isinstance(dtype, str) and dtype in _NUMBERS:
+        return dtype
     try:
-        return _TYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}") from None
+        return _TYPES[dtype_of(dtype).name]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{what}: expected one of {', '.join(_NUMBERS)}, or a dtype that is one "
+                         f"of these, got {dtype!r:.60}") from None
 
 
 cdef um.um_dtype number_of_type(str name) except *:
@@ -42,12 +56,12 @@ cdef object numpy_type(um.um_dtype number):
                     "float16" if number == um.UM_F16 else "bfloat16")
 
 
-cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1:
+cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
     global _bf16_number
     cdef int number = dtype.type_num
     if not cnp.PyArray_ISNBO(dtype.byteorder):
-        raise TypeError("expected float32, float16 or bfloat16 in this machine's byte order, got "
-                        f"{dtype}")
+        raise TypeError(f"{what}: expected float32, float16 or bfloat16 in this machine's byte "
+                        f"order, got {dtype}")
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
@@ -58,14 +72,14 @@ cdef int number_of(cnp.dtype dtype, um.um_dtype stored) except -1:
         return um.UM_BF16
     if stored == um.UM_Q8_0 and dtype == _Q8_0:
         return um.UM_Q8_0
-    raise TypeError(f"expected float32, float16 or bfloat16, got {dtype}")
+    raise TypeError(f"{what}: expected float32, float16 or bfloat16, got {dtype}")
 
 
-cdef cnp.ndarray contiguous(object a):
+cdef cnp.ndarray contiguous(object a, str what):
     if cnp.PyArray_Check(a) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>a):
         return <cnp.ndarray>a
     if not isinstance(a, np.ndarray):
-        raise TypeError(f"expected a NumPy array, got {type(a).__name__}")
+        raise TypeError(f"{what}: expected a NumPy array, got {type(a).__name__}")
     if not a.dtype.isnative:
         a = a.astype(a.dtype.newbyteorder("="))
     return np.require(a, requirements="CA")
@@ -81,8 +95,8 @@ cdef tuple shape_of(cnp.ndarray a):
 
 cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
                      str doing) except -1:
-    cdef int number = number_of(k, stored)
-    if number_of(v, stored) != number:
+    cdef int number = number_of(k, stored, "k")
+    if number_of(v, stored, "v") != number:
         raise TypeError(f"{doing}: expected k and v of one dtype, got {k} and {v}")
     out.type = <um.um_dtype>number
     return 0
@@ -155,8 +169,21 @@ cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t
     return 0
 
 
-cdef uint32_t layer_number(object layer, uint32_t n_layers) except? 0xffffffff:
-    number = PyNumber_Index(layer)
+cdef tuple pair_of(object out):
+    try:
+        pair = tuple(out)
+    except TypeError:
+        raise TypeError(f"out: expected two NumPy arrays, got {out!r:.60}") from None
+    if len(pair) != 2:
+        raise ValueError(f"out: expected two NumPy arrays, got {len(pair)}")
+    for target in pair:
+        if not isinstance(target, np.ndarray):
+            raise TypeError(f"out: expected two NumPy arrays, got {type(target).__name__}")
+    return pair
+
+
+cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff:
+    number = index_of(layer, what)
     if not 0 <= number < n_layers:
-        raise ValueError(f"layer: expected 0 to {n_layers - 1}, got {layer}")
+        raise ValueError(f"{what}: expected a layer from 0 to {n_layers - 1}, got {layer}")
     return <uint32_t>number

@@ -10,10 +10,12 @@ from libc.stdint cimport uint32_t, uint64_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem.kv.arrays cimport (
-    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, shape_of,
+    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, pair_of,
+    shape_of,
 )
 from unimem.kv.memory cimport KVMemory
 from unimem._core.region cimport Region, new_window
+from unimem._core.tape cimport Tape
 
 cnp.import_array()
 
@@ -137,8 +139,8 @@ cdef class KVCache(KVMemory):
     batch : int, default 1
         Streams that grow together.
     dtype : {"f16", "f32", "bf16", "q8_0"}
-        What is stored; NumPy's names are accepted. ``"q8_0"`` is ggml's: blocks of 32 values of a
-        head with one scale.
+        What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
+        the first three. ``"q8_0"`` is ggml's: blocks of 32 values of a head with one scale.
     window : int, optional
         Makes a ring of the last so many tokens.
     spare_rows : int, default 0
@@ -211,6 +213,8 @@ cdef class KVCache(KVMemory):
         if window is not None and grow:
             raise ValueError("window and grow: a ring's memory is taken at once: expected one of "
                              "them")
+        if tape is not None:
+            Tape._require(tape)
         if tape is not None and (window is not None or grow):
             raise ValueError("tape: fixed storage is taken from it once: expected no window and "
                              "no grow beside it")
@@ -259,14 +263,14 @@ cdef class KVCache(KVMemory):
         When it raises, no row was appended.
         """
         cdef um.um_error err
-        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
+        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Region _held = None
         cdef um.um_block *mapped
         cdef um.um_status status
         cdef uint32_t index
         cdef Given given
-        index = layer_number(layer, s.n_layers)
+        index = layer_number(layer, s.n_layers, "layer")
         check_tokens(&given, ka, va, s.type, s.batch, s.n_kv_heads, s.head_dim, "KVCache.append")
         # From here on nothing of Python's runs, and so nobody else.
         _begin_append(self)
@@ -306,7 +310,7 @@ cdef class KVCache(KVMemory):
         """
         cdef um.um_error err
         cdef um.um_block *mapped
-        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
+        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
@@ -375,7 +379,7 @@ cdef class KVCache(KVMemory):
             Of copies: the rows are mapped from a file, which has become shorter.
         """
         cdef uint64_t first = 0, n
-        layer = layer_number(i, self.kv.spec.n_layers)
+        layer = layer_number(i, self.kv.spec.n_layers, "i")
         self.open_region()
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         if dtype is None:
@@ -388,9 +392,8 @@ cdef class KVCache(KVMemory):
         shape = (self.kv.spec.batch, self.kv.spec.n_kv_heads, n, self.kv.spec.head_dim)
         if out is None:
             out = np.empty(shape, wanted), np.empty(shape, wanted)
-        for target, _ in zip(out, "kv", strict=True):
-            if not isinstance(target, np.ndarray):
-                raise TypeError(f"out: expected two NumPy arrays, got {type(target).__name__}")
+        out = pair_of(out)
+        for target in out:
             if (shape_of(target) != shape or target.dtype != wanted
                     or not target.flags.writeable):
                 raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "

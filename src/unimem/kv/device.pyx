@@ -216,7 +216,7 @@ cdef class KVDevice(KVRows):
         cdef tuple shape
         self.open_region()  # in a forked child the driver is not there to be asked
         k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
-        index = layer_number(layer, s.n_layers)
+        index = layer_number(layer, s.n_layers, "layer")
         shape = self.check_given(&given, k, v, "KVCache.append")
         self.begin_change()
         self.find_apart(&k_bytes, k, shape, "KVCache.append")
@@ -287,7 +287,7 @@ cdef class KVDevice(KVRows):
         if row.dtype != dtype_of("int32") or row.size != 1:
             raise TypeError(f"row: expected one int32, got {row.dtype} of shape {row.shape}")
         k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
-        index = layer_number(layer, self.kv.spec.n_layers)
+        index = layer_number(layer, self.kv.spec.n_layers, "layer")
         shape = self.check_given(&given, k, v, doing)
         self.begin_change()
         self.find_apart(&k_bytes, k, shape, doing)
@@ -307,7 +307,7 @@ cdef class KVDevice(KVRows):
     def _span(self, i):
         """A layer's number, the row of the first token that it holds, and how many there are."""
         cdef uint64_t first = 0, n
-        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers)
+        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
         self.open_region()
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         return layer, um.um_kv_row(&self.kv, first), n

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
+from unimem.system.arguments import string
 from unimem.system.text import format_bytes
 from unimem.kv.prefix import PrefixIndex
 
@@ -19,7 +20,7 @@ from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
 from unimem.kv.arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
-    numpy_type, shape_of,
+    numpy_type, pair_of, shape_of,
 )
 from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_status
@@ -34,17 +35,17 @@ cdef uint64_t MANY_ROWS = 64
 cdef size_t ID_BYTES = sizeof(int32_t)
 
 
-cdef bytes _ids_of(object tokens):
+cdef bytes _ids_of(object tokens, str what):
     """The bytes of token ids as int32."""
     ids = np.asarray(tokens)
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected a sequence of integers, got {ids.ndim} dimensions of "
+        raise TypeError(f"{what}: expected a sequence of integers, got {ids.ndim} dimensions of "
                         f"{ids.dtype}")
     if ids.min() < 0 or ids.max() >= 2**31:
-        raise ValueError("tokens: expected ids from 0 to 2**31 - 1, got "
-                         f"{ids.min()} to {ids.max()}")
+        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {ids.min()} to "
+                         f"{ids.max()}")
     return ids.astype(np.int32).tobytes()
 
 
@@ -127,7 +128,7 @@ cdef class PagedKVCache:
         spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
         spec.n_blocks, spec.block_tokens = n_blocks, block_tokens
         spec.type = number_of_type(self.dtype)
-        self.name = name or "paged"
+        self.name = string(name, "name", "paged")
         if um.um_paged_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             self.fail(&err)
         self._dtype = numpy_type(spec.type)
@@ -188,7 +189,7 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
         cdef cnp.ndarray blocks
-        cdef bytes ids = _ids_of(tokens)
+        cdef bytes ids = _ids_of(tokens, "tokens")
         self.open_region()
         cdef list found = []
         size = self.paged.spec.block_tokens * ID_BYTES
@@ -256,7 +257,7 @@ cdef class PagedKVCache:
         ValueError
             A wrong layer.
         """
-        layer = layer_number(i, self.paged.spec.n_layers)
+        layer = layer_number(i, self.paged.spec.n_layers, "i")
         cdef Region region = self.open_region()
         return self._view(region, layer, False), self._view(region, layer, True)
 
@@ -462,9 +463,9 @@ cdef class Sequence:
         cdef um.um_error err
         cdef um.um_paged_pending pending
         cdef Region _held
-        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
+        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef uint32_t index = layer_number(layer, s.n_layers)
+        cdef uint32_t index = layer_number(layer, s.n_layers, "layer")
         cdef Given given
         cdef bint releases
         check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, "Sequence.append")
@@ -499,7 +500,7 @@ cdef class Sequence:
         cdef um.um_error err
         cdef um.um_paged_pending pending
         cdef Region _held
-        cdef cnp.ndarray ka = contiguous(k), va = contiguous(v)
+        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef Given given
         check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
@@ -528,7 +529,7 @@ cdef class Sequence:
             What is no token id.
         ClosedError
         """
-        cdef bytes told = _ids_of(ids)
+        cdef bytes told = _ids_of(ids, "ids")
         self.open_region()
         self._ids += told
         self.index_blocks()
@@ -649,7 +650,7 @@ cdef class Sequence:
         cdef um.um_error err
         cdef um.um_status status
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers)
+        cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers, "layer")
         # Held, so that nobody closes the cache while the lock is released.
         cdef Region _held = self.open_region()
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
@@ -658,7 +659,7 @@ cdef class Sequence:
         if out is None:
             shape = (s.n_kv_heads, n, s.head_dim // (32 if s.type == um.UM_Q8_0 else 1))
             out = np.empty(shape, self.cache._dtype), np.empty(shape, self.cache._dtype)
-        k_out, v_out = out
+        k_out, v_out = pair_of(out)
         k_type = <um.um_dtype>self.check_out(k_out, n)
         v_type = <um.um_dtype>self.check_out(v_out, n)
         k, v = k_out, v_out
@@ -675,10 +676,8 @@ cdef class Sequence:
     cdef int check_out(self, object out, uint64_t n) except -1:
         """The native type of an array that n tokens of a layer are to be copied to."""
         cdef um.um_paged_spec *s = &self.cache.paged.spec
-        if not isinstance(out, np.ndarray):
-            raise TypeError(f"out: expected two NumPy arrays, got {type(out).__name__}")
         cdef cnp.ndarray a = out
-        cdef int number = number_of(a.descr, s.type)
+        cdef int number = number_of(a.descr, s.type, "out")
         # Not the attributes of the array, which a subclass may override.
         cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)

@@ -4,6 +4,7 @@ import os
 import weakref
 
 from unimem.errors import CacheFull
+from unimem.system.arguments import string
 from unimem.system.text import format_bytes
 
 cimport cython
@@ -14,7 +15,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem.kv.arrays cimport kv_type, layer_number, number_of_type, numpy_type
 from unimem._core.region cimport Region
-from unimem._core.status cimport raise_file_status, raise_status
+from unimem._core.status cimport full_text, raise_file_status, raise_status
 
 cdef enum:
     LANE_ALIGN = 64
@@ -39,8 +40,8 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
 
 
 cdef bint is_v(object part) except -1:
-    if part not in ("k", "v"):
-        raise ValueError(f"part: expected 'k' or 'v', got {part!r}")
+    if not isinstance(part, str) or part not in ("k", "v"):
+        raise ValueError(f"part: expected 'k' or 'v', got {part!r:.60}")
     return part == "v"
 
 
@@ -77,7 +78,7 @@ cdef class KVRows(Watcher):
         _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
         self.dtype = kv_type(dtype)
         self._dtype = numpy_type(spec.type)
-        self.name = name or "kv"
+        self.name = string(name, "name", "kv")
         self.window = window
         self.budget_bytes = (None if budget_bytes is None
                              else size_of(budget_bytes, "budget_bytes", 1))
@@ -143,8 +144,11 @@ cdef class KVRows(Watcher):
         -------
         KVCache
         """
-        return cls(dims.num_layers, dims.num_kv_heads, dims.head_dim,
-                   dims.max_seq_len if max_seq_len is None else max_seq_len, **options)
+        try:
+            sizes = dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.max_seq_len
+        except AttributeError:
+            raise TypeError(f"dims: expected ModelDims, got {dims!r:.60}") from None
+        return cls(*sizes[:3], sizes[3] if max_seq_len is None else max_seq_len, **options)
 
     @staticmethod
     def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16"):
@@ -192,10 +196,9 @@ cdef class KVRows(Watcher):
     cdef int take_rows(self, uint64_t row, uint64_t n) except -1:
         cdef uint64_t first = self.first_row(), held = row - first
         if first == 0 or n > self.kv.n_rows - held:
-            raise CacheFull(
-                f"KVCache '{self.name}': budget_bytes={self.budget_bytes} has room for "
-                f"{self.kv.n_rows} tokens, {held} are used, and {n} were asked for",
-                self.kv.n_rows, held, n)
+            subject = f"KVCache '{self.name}' of budget_bytes={self.budget_bytes}"
+            raise CacheFull(full_text(subject, n, "tokens", self.kv.n_rows, held), self.kv.n_rows,
+                            held, n)
         return self.start_over(max(self.end_row() - first, held + n))
 
     cdef int start_over(self, uint64_t rows) except -1:
@@ -314,7 +317,7 @@ cdef class KVRows(Watcher):
         int
             Row r of the first stream begins `row_bytes` times r behind it. It never changes.
         """
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers)
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         cdef bint v = is_v(part)
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
@@ -378,6 +381,9 @@ cdef class KVRows(Watcher):
         cdef uint64_t count = size_of(n, "n")
         self.begin_change()
         if um.um_kv_commit(&self.kv, count, &err) != um.UM_OK:
+            if err.status == um.UM_E_INVALID:
+                raise ValueError(f"KVCache.commit: expected n of at most {self._reserved}, the "
+                                 f"rows that are reserved, got {n}")
             self.fail(&err, "commit")
         self._reserved = 0
 

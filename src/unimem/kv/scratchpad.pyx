@@ -3,18 +3,20 @@
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
+from unimem.system.arguments import string
 
 cimport cython
 cimport numpy as cnp
-from cpython.number cimport PyNumber_Index
 from libc.stdint cimport int32_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memmove
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport array_over, dtype_of, nbytes_of, size_of, vector_over
+from unimem._core.arrays cimport (
+    array_over, dtype_among, dtype_of, index_of, nbytes_of, size_of, vector_over,
+)
 from unimem.kv.arrays cimport Bytes, find_bytes
 from unimem._core.region cimport Region, enter_holder
-from unimem._core.status cimport raise_status
+from unimem._core.status cimport full_text, raise_status
 from unimem._core.tape cimport Bump, Tape
 
 cnp.import_array()
@@ -46,9 +48,9 @@ cdef int _type_of(int number) except -2:
     return NO_TYPE
 
 
-cdef object _check_array(object a):
+cdef object _check_array(object a, str what):
     if not cnp.PyArray_Check(a):
-        raise TypeError(f"expected a NumPy array, got {type(a).__name__}")
+        raise TypeError(f"{what}: expected a NumPy array, got {type(a).__name__}")
 
 
 cdef um.um_status _copy(void *out, int out_type, const void *rows, int given, size_t n,
@@ -79,10 +81,7 @@ cdef class _Rows:
         if self._begun:
             raise RuntimeError(f"the {type(self).__name__} is made already")
         self._begun = True
-        # NumPy takes None for float64.
-        named = dtype if dtype is None or isinstance(dtype, str) else np.dtype(dtype).name
-        if named not in _TYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(_TYPES)}, got {dtype!r}")
+        named = dtype_among(dtype, _TYPES, "dtype").name
         self.name = name
         self.dtype = dtype_of(named)
         self.type = _TYPES[named]
@@ -110,18 +109,18 @@ cdef class _Rows:
     cdef object check_shape(self, object shape, bint batch):
         if len(shape) == batch + 1 and shape[batch] == self.dim:
             return
-        call, expected = "append", f"({self.dim},)"
+        call, expected = "append: expected vec", f"({self.dim},)"
         if batch:
-            call, expected = "append_batch", f"(n, {self.dim})"
-        raise ValueError(f"{type(self).__name__}.{call}: expected shape {expected}, got {shape}")
+            call, expected = "append_batch: expected rows", f"(n, {self.dim})"
+        raise ValueError(f"{type(self).__name__}.{call} of shape {expected}, got {shape}")
 
     cdef int check_tokens(self, int given, object rows, Py_ssize_t n) except -1:
         if given != self.type:
             self._check_type(given, rows.dtype)
         self.check_idle()
         if n > self.capacity - self.n_tokens:
-            raise CacheFull(f"{type(self).__name__} '{self.name}': asked for {n} tokens, but "
-                            f"{self.n_tokens} of {self.capacity} are used",
+            subject = f"{type(self).__name__} '{self.name}'"
+            raise CacheFull(full_text(subject, n, "tokens", self.capacity, self.n_tokens),
                             self.capacity, self.n_tokens, n)
         return 0
 
@@ -147,11 +146,12 @@ cdef class _Rows:
         ClosedError
         """
         cdef um.um_error err
-        kept = PyNumber_Index(n)
+        kept = index_of(n, "n")
         self.check_open()
         self.check_idle()
         if not 0 <= kept <= self.n_tokens:
-            raise ValueError(f"{type(self).__name__}.crop: expected 0 to {self.n_tokens}, got {n}")
+            raise ValueError(f"{type(self).__name__}.crop: expected n from 0 to {self.n_tokens}, "
+                             f"got {n}")
         self.most_tokens = max(self.most_tokens, self.n_tokens)
         self.n_tokens = kept
         if self.give_back(&err) != um.UM_OK:
@@ -259,7 +259,7 @@ cdef class _HostRows(_Rows):
         -----
         When it raises, nothing was written.
         """
-        _check_array(vec)
+        _check_array(vec, "vec")
         if cnp.PyArray_NDIM(vec) != 1 or cnp.PyArray_DIMS(vec)[0] != self.dim:
             self.check_shape(vec.shape, False)
         self.append_rows(vec, 1)
@@ -277,7 +277,7 @@ cdef class _HostRows(_Rows):
         CacheFull, ValueError, TypeError, RuntimeError, ClosedError
             As `append`.
         """
-        _check_array(rows)
+        _check_array(rows, "rows")
         if cnp.PyArray_NDIM(rows) != 2 or cnp.PyArray_DIMS(rows)[1] != self.dim:
             self.check_shape(rows.shape, True)
         self.append_rows(rows, cnp.PyArray_DIMS(rows)[0])
@@ -363,7 +363,7 @@ cdef class Scratchpad(_HostRows):
     def __init__(self, max_seq_len, dim, dtype="float32", *, tape=None, name=None, **placement):
         cdef Tape place
         cdef size_t nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
-                                          name or "scratchpad")
+                                          string(name, "name", "scratchpad"))
         if tape is None:
             place = Tape(nbytes, name=self.name, category="kv", **placement)
         else:
@@ -425,7 +425,8 @@ cdef class DeviceScratchpad(_Rows):
 
     def _prepare(self, max_seq_len, dim, dtype, name):
         """Check what the pad is to be, and return its bytes and its type as kernels name it."""
-        nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype, name or "scratchpad")
+        nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
+                              string(name, "name", "scratchpad"))
         return nbytes, _KERNEL_TYPES[self.type]
 
     def __init__(self, Bump tape not None, driver, kernels, *, bint owns_tape):
@@ -599,15 +600,17 @@ cdef class PagedScratchpad(_HostRows):
 
     def __init__(self, max_tokens, dim, dtype="float32", *, block_tokens=16, name=None,
                  **placement):
-        self.prepare(max_tokens, "max_tokens", dim, dtype, name or "paged scratchpad")
+        self.prepare(max_tokens, "max_tokens", dim, dtype,
+                     string(name, "name", "paged scratchpad"))
         cdef um.um_error err
         cdef size_t nbytes, table_bytes
         self.block_tokens = size_of(block_tokens, "block_tokens", 1)
         n_blocks = self.blocks_for(self.capacity)
         block_bytes = nbytes_of((self.block_tokens, self.dim), self.dtype.itemsize)
         if n_blocks > MOST_BLOCKS or block_bytes > MOST_BYTES // 2:
-            raise ValueError(f"block_tokens: {n_blocks} blocks of {block_tokens} tokens are too "
-                             "many or too large")
+            raise ValueError(f"max_tokens and block_tokens: {n_blocks} blocks of {block_tokens} "
+                             "tokens are too many or too large: expected at most "
+                             f"{MOST_BLOCKS} blocks, each below 2**62 bytes")
         if um.um_grid_bytes(block_bytes, n_blocks, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, f"PagedScratchpad '{self.name}'")
         table_bytes = n_blocks * sizeof(int32_t)
@@ -720,10 +723,11 @@ cdef class PagedScratchpad(_HostRows):
             There is no such token.
         ClosedError
         """
-        at = PyNumber_Index(i)
+        at = index_of(i, "i")
         self.check_open()
         if not -self.n_tokens <= at < self.n_tokens:
-            raise IndexError(f"PagedScratchpad.get_token: token {i} of {self.n_tokens}")
+            raise IndexError(f"PagedScratchpad.get_token: expected i of one of {self.n_tokens} "
+                             f"tokens, got {i}")
         return vector_over(self.row(at if at >= 0 else at + self.n_tokens), self.dim, self.dtype,
                            self.region(), True)
 

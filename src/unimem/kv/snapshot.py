@@ -26,6 +26,7 @@ from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
 from unimem.kv.snapshot_format import Chunk, Snapshot
+from unimem.system.arguments import file_path, one_of
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
@@ -144,7 +145,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
     MemoryError
         There is no room for what is written by way of page-aligned memory.
     """
-    name = _name_of(path)
+    name = file_path(path)
     ids = _token_ids(tokens)
     if ids is not None and len(ids) != kv.next_position:
         raise ValueError(
@@ -220,7 +221,7 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
     OSError
         It cannot be read, or is not a regular file.
     """
-    with _opened(_name_of(path)) as (_, snapshot):
+    with _opened(file_path(path)) as (_, snapshot):
         return snapshot
 
 
@@ -246,7 +247,7 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
     MemoryError
         There is no room for what is read at once, at most 256 MiB.
     """
-    with _opened(_name_of(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (fd, snapshot):
         _check_data(snapshot, fd)
         return snapshot
 
@@ -295,8 +296,7 @@ def restore(
     MemoryError, PlacementError
         As KVCache.
     """
-    if mode not in ("map", "copy"):
-        raise ValueError(f"mode: expected 'map' or 'copy', got {mode!r}")
+    one_of(mode, "mode", ("map", "copy"))
     known = PlacementOptions.__annotations__
     if unknown := [name for name in placement if name not in known]:
         raise TypeError(
@@ -309,7 +309,7 @@ def restore(
             "mode='map', use mode='copy'"
         )
     ids = _token_ids(tokens)
-    with _opened(_name_of(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
         fields = {key: getattr(snapshot, key) for key in _DIMS}
         can_be_mapped = (
@@ -379,7 +379,7 @@ def read_into(
             "layers hold: call clear() first"
         ) from error
     ids = _token_ids(tokens)
-    with _opened(_name_of(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
         for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
             there, here = getattr(snapshot, key), getattr(kv, key)
@@ -456,13 +456,6 @@ class _SnapshotFile:
 
 
 # ---- what the caller gave ----
-
-
-def _name_of(path: str | os.PathLike[str]) -> str:
-    name = os.fspath(path)
-    if not isinstance(name, str):
-        raise TypeError(f"path: expected str or os.PathLike[str], got {type(path).__name__}")
-    return name
 
 
 def _model_name(model: str | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from unimem.accounting.rows import Row, in_order
 from unimem.buffers.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers
-from unimem.kv.cache import KVCache
+from unimem.kv.arrays import kv_type
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.needs import (
     Budget,
@@ -26,6 +26,7 @@ from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
+from unimem.system.arguments import integer
 from unimem.system.hosts import DescribedHost, Host, find_host
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
@@ -41,7 +42,6 @@ __all__ = ["plan"]
 DEFAULT_CTX = 4096
 _MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
 MOST_SESSIONS = 4096
-_KV_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def plan(
@@ -72,7 +72,7 @@ def plan(
     batch : int, default 1
         Streams of the KV cache.
     kv_dtype : {"f16", "f32", "bf16", "q8_0"}
-        Type of the KV cache.
+        Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted.
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
@@ -170,7 +170,6 @@ class PlanOptions:
         """Check arguments; an error names the option."""
         loading.check_load(given["load"])
         policy.check_options(given["placement"])
-        KVCache.storage_bytes(1, 1, 32, 1, dtype=given["kv_dtype"])
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
         device = given["device"]
         if device is not None:
@@ -183,7 +182,7 @@ class PlanOptions:
         return cls(
             None if ctx is None else _count("ctx", ctx, _MOST),
             _count("batch", given["batch"], 2**20),
-            _KV_NAMES.get(given["kv_dtype"], given["kv_dtype"]),
+            kv_type(given["kv_dtype"], "kv_dtype"),
             None if window is None else _count("window", window, _MOST),
             None if threads is None else _count("threads", threads, 512),
             given["load"],
@@ -202,10 +201,11 @@ class PlanOptions:
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
 
-def _count(name: str, value: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"{name}: expected an integer from 1 to {most}, got {value!r}")
-    return value
+def _count(name: str, value: object, most: int) -> int:
+    try:
+        return integer(value, name, 1, most)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 class _Planner:
@@ -355,8 +355,16 @@ class _Planner:
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
         needed = sum(need.ram_bytes for need in needs)
         taken = sum(need.taken_bytes for need in needs)
+        files = sum(need.file_bytes for need in needs)
         checks = [
-            Check(one.name, needed, one.room_bytes + taken, one.limit_bytes, one.remedy)
+            Check(
+                one.name,
+                needed,
+                one.room_bytes + taken,
+                one.limit_bytes,
+                # What has room for the rest may lack it for files that shall stay in RAM.
+                one.remedy_for(needed - taken + (files if one.room_bytes >= needed - taken else 0)),
+            )
             for one in self._machine.memory
         ]
         locked = sum(need.lock_bytes for need in needs)

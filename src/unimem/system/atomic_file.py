@@ -14,6 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.system.arguments import file_path
+
 __all__ = ["NewFile", "write_text"]
 
 _SUFFIX = b".unimem-tmp"
@@ -275,6 +277,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     OSError
         It cannot be written. The old file is there as before.
     """
-    with NewFile(os.fspath(path)) as file:
+    with NewFile(file_path(path)) as file:
         file.write(np.frombuffer(text.encode(), np.uint8), 0)
         file.publish()

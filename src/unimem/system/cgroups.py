@@ -34,10 +34,9 @@ class Cgroup:
     name: str
     version: Literal[1, 2]
 
-    @property
-    def no_limit(self) -> str:
-        """What takes a limit away when it is written to the limit's file."""
-        return "max" if self.version == 2 else "-1"
+    def unlimit(self, path: str) -> str:
+        """Return the command that takes the limit of a file away."""
+        return f"echo max > {path}" if self.version == 2 else f"echo -1 > {path}  # -1: no limit"
 
     def path(self, v1: str, v2: str) -> str:
         """Return the path of a file by its names in the two versions."""

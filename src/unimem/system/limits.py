@@ -6,6 +6,7 @@ kills a process whose cgroup is full.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import resource
@@ -66,12 +67,14 @@ class Limit:
     limit_bytes, used_bytes : int
         What there is, and what is taken of it. File pages that can be dropped are not taken.
     remedy : str
-        A command or a setting that raises it.
+        A command or a setting that raises it, or takes it away.
     file_bytes : int
         Of a cgroup, file pages that are charged to it, whether they can be dropped at once or not.
     busy_file_bytes : int
         Of a cgroup, those among `used_bytes`: they are not on the disk yet, or a small reserve, and
         make room for files only.
+    path : str
+        Of a cgroup, the file that sets it, in bytes; else empty.
     """
 
     name: str
@@ -80,11 +83,28 @@ class Limit:
     remedy: str
     file_bytes: int = 0
     busy_file_bytes: int = 0
+    path: str = ""
 
     @property
     def room_bytes(self) -> int:
         """Bytes that can still be taken; never negative."""
         return max(0, self.limit_bytes - self.used_bytes)
+
+    def remedy_for(self, nbytes: int) -> str:
+        """Return what gives it room for `nbytes` bytes: a command with the figure, where one does.
+
+        Examples
+        --------
+        >>> limit = Limit("cgroup /a", 8192, 4096, "echo max > memory.max", path="memory.max")
+        >>> limit.remedy_for(8192)
+        'echo 12288 > memory.max'
+        """
+        missing = nbytes - self.room_bytes
+        if missing <= 0 or not self.path:
+            return self.remedy
+        # The kernel rounds down to whole pages.
+        page = mmap.PAGESIZE
+        return f"echo {-(-(self.limit_bytes + missing) // page) * page} > {self.path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +146,7 @@ class HugePool:
         Parameters
         ----------
         nbytes : int, default 0
-            The size of the mapping; the remedy makes the pool large enough for it.
+            The size of the mapping; the remedy makes the limit large enough for it.
 
         Returns
         -------
@@ -146,7 +166,8 @@ class HugePool:
             (self.total - unpromised) * page,
             f"echo {wanted} > {where}",
         )
-        return min((pool, *self.cgroups), key=lambda limit: limit.room_bytes)
+        least = min((pool, *self.cgroups), key=lambda limit: limit.room_bytes)
+        return replace(least, remedy=least.remedy_for(-(-nbytes // page) * page))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +365,7 @@ def _refusal(nbytes: int, what: str, limit: Limit) -> CapacityError:
     return CapacityError(
         f"{what} of {format_bytes(nbytes)} does not fit: {limit.name} has room for "
         f"{format_bytes(limit.room_bytes)} (limit {format_bytes(limit.limit_bytes)}, "
-        f"{format_bytes(limit.used_bytes)} used); raise it with: {limit.remedy}",
+        f"{format_bytes(limit.used_bytes)} used); raise it with: {limit.remedy_for(nbytes)}",
         limit.limit_bytes,
         limit.used_bytes,
         nbytes,
@@ -601,9 +622,9 @@ def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
     def whole() -> Limit:
         files, clean = _file_pages(cgroup)
         taken = max(0, used - clean)
-        remedy = f"echo {cgroup.no_limit} > {path}"
+        busy = min(files - clean, taken)
         return Limit(
-            f"cgroup {cgroup.name}", limit, taken, remedy, files, min(files - clean, taken)
+            f"cgroup {cgroup.name}", limit, taken, cgroup.unlimit(path), files, busy, path
         )
 
     yield limit - used, whole
@@ -639,7 +660,8 @@ def _hugetlb(page_bytes: int, folder: str | None = None) -> Iterator[Limit]:
                 f"hugetlb cgroup {cgroup.name}",
                 limit,
                 kernel_files.read_number(used) or 0,
-                f"echo {cgroup.no_limit} > {path}",
+                cgroup.unlimit(path),
+                path=path,
             )
 
 

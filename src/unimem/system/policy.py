@@ -6,7 +6,6 @@ module `unimem.system.limits` holds the facts of this machine.
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import sys
@@ -14,9 +13,10 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, SupportsIndex, get_args
+from typing import Literal, Protocol, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
+from unimem.system.arguments import integer, one_of
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
 from unimem.system.text import format_bytes, format_ranges
@@ -27,6 +27,7 @@ __all__ = [
     "NumaPolicy",
     "PlacementChoice",
     "Request",
+    "check_lock",
     "check_options",
     "decide",
     "extent",
@@ -44,6 +45,7 @@ __all__ = [
     "require_room",
     "shared_path",
     "warm_cpus",
+    "warm_threads",
     "warn",
 ]
 
@@ -152,19 +154,29 @@ def check_options(placement: Mapping[str, object]) -> None:
     for name in placement:
         if name not in names:
             raise TypeError(f"{name}: no such option; placement is {', '.join(names)}")
-    pages = placement.get("pages", "auto")
-    if pages not in PAGES:
-        raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}")
+    one_of(placement.get("pages", "auto"), "pages", PAGES)
     parse_numa(placement.get("numa"))
-    lock = placement.get("lock", False)
-    if not isinstance(lock, bool) and lock != "onfault":
-        raise ValueError(f"lock: expected False, True or 'onfault', got {lock!r}")
-    warm = placement.get("warm", False)
-    if not isinstance(warm, SupportsIndex) or operator.index(warm) < 0:
-        raise ValueError(f"warm: expected False, True or a number of threads, got {warm!r}")
+    check_lock(placement.get("lock", False), "lock")
+    warm_threads(placement.get("warm", False))
     strict = placement.get("strict", False)
     if not isinstance(strict, bool):
         raise ValueError(f"strict: expected False or True, got {strict!r}")
+
+
+def warm_threads(warm: object) -> int:
+    """Return how many threads `warm` asks for, 0 for none; what is no such option is refused."""
+    try:
+        return int(warm) if isinstance(warm, bool) else integer(warm, "warm", 0, 2**31 - 1)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"warm: expected False, True or a number of threads, got {warm!r:.60}"
+        ) from None
+
+
+def check_lock(lock: object, name: str) -> None:
+    """Raise ValueError for what is no `Lock`."""
+    if not isinstance(lock, bool) and not (isinstance(lock, str) and lock == "onfault"):
+        raise ValueError(f"{name}: expected False, True or 'onfault', got {lock!r:.60}")
 
 
 def parse_numa(text: object) -> NumaPolicy | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.system import kernel_files, limits
-from unimem.system.integers import integer
+from unimem.system.arguments import integer
 from unimem.system.kernel_files import parse_fields, parse_kib
 
 __all__ = ["Area", "Counters", "Process", "counters", "read_process"]
@@ -475,10 +475,7 @@ class _Stat(NamedTuple):
 def _number(pid: int | None) -> int:
     if pid is None:
         return os.getpid()
-    try:
-        pid = integer(pid)
-    except TypeError as error:
-        raise TypeError(f"pid: {error}") from None
+    pid = integer(pid, "pid")
     if pid <= 0:
         raise ValueError(f"pid: expected the number of a process, from 1 on, got {pid}")
     return pid

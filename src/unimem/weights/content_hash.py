@@ -18,7 +18,6 @@ one is hashed itself, its canonical (big-endian) 16 bytes. In this order:
 
 from __future__ import annotations
 
-import operator
 import os
 import traceback
 from collections import deque
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem.system import limits
+from unimem.system.arguments import check_callable, integer
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import check_version
 from unimem.weights.loading import Progress
@@ -54,7 +54,8 @@ def content_hash(
     progress: Progress | None = None,
 ) -> str:
     """Hash the metadata and all data of a model: see `Weights.content_hash`."""
-    n_threads = _n_threads(threads)
+    n_threads = limits.thread_count() if threads is None else integer(threads, "threads", 1)
+    check_callable(progress)
     _check_versions(contents, mapped)
     tensors = sorted(contents.tensors.values(), key=lambda tensor: tensor.name.encode())
     chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
@@ -99,15 +100,6 @@ def _u64(*values: int) -> bytes:
 def _text(text: str) -> bytes:
     raw = text.encode()
     return _u64(len(raw)) + raw
-
-
-def _n_threads(threads: int | None) -> int:
-    if threads is None:
-        return limits.thread_count()
-    n = operator.index(threads)
-    if n < 1:
-        raise ValueError(f"threads: expected 1 or more, got {n}")
-    return n
 
 
 class _Chunk(NamedTuple):

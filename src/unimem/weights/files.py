@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import GGUFError, SafetensorsError
+from unimem.system.arguments import file_path
 
 __all__ = [
     "Header",
@@ -225,13 +226,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     OSError
         A file is missing, cannot be read, or is no regular file.
     """
-    name = os.fspath(path)
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"path: {name!r} cannot be the path of a file: it has a lone half of a character"
-        ) from None
+    name = file_path(path)
     model = ModelFiles()
     try:
         if name.endswith(".index.json"):

@@ -15,6 +15,7 @@ from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
+from unimem.system.arguments import check_callable, integer, one_of
 from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
@@ -203,13 +204,11 @@ def check_request(
         raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
     if tape is not None and load == "map":
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
-    if threads is not None and (not hasattr(threads, "__index__") or int(threads) < 1):
-        raise ValueError(f"threads: expected 1 or more, got {threads!r}")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: expected a function of two integers, got {progress!r:.60}")
-    patterns = get_args(AccessPattern)
-    if advice is not None and advice not in patterns:
-        raise ValueError(f"advice: expected one of {', '.join(patterns)}, got {advice!r}")
+    if threads is not None:
+        integer(threads, "threads", 1)
+    check_callable(progress)
+    if advice is not None:
+        one_of(advice, "advice", get_args(AccessPattern))
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
@@ -251,8 +250,7 @@ def load_model(
 
 def check_load(load: object) -> None:
     """Raise ValueError for what is no `Load`."""
-    if load not in ("auto", "map", "copy", "direct"):
-        raise ValueError(f"load: expected 'auto', 'map', 'copy' or 'direct', got {load!r}")
+    one_of(load, "load", get_args(Load))
 
 
 def choose(

@@ -213,6 +213,7 @@ class Weights(Contents):
                 f"Weights '{self.files[0]}' lie on a tape, which holds more than them: make the "
                 "tape with lock=True"
             )
+        policy.check_lock(how, "how")
         from unimem.weights import residency
 
         residency.lock(self, self.blocks, how, mapped=self.load == "map")

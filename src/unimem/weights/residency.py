@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem.system import limits
+from unimem.system.arguments import check_callable, integer
 from unimem.system.placement import Lock
 from unimem.system.text import format_bytes
 from unimem.weights.files import reopen
@@ -168,8 +169,9 @@ def warm(
     progress: Progress | None = None,
 ) -> None:
     """Bring a model into RAM and into the page tables: see `Weights.warm`."""
+    n_threads = limits.thread_count() if threads is None else integer(threads, "threads", 1)
+    check_callable(progress)
     require_room(contents, mapped=mapped)
-    n_threads = limits.thread_count() if threads is None else threads
     total = sum(part.memory.nbytes for part in contents._parts)
     done, told = 0, 0.0
     for part, offset, nbytes in _pieces(contents._parts):

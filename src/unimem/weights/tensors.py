@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem._core.arrays import as_dtype
 from unimem._core.gguf import tensor_type
 from unimem.weights.files import Header, ModelFile, Value
 from unimem.weights.loading import LoadMemory
@@ -40,16 +40,6 @@ _DTYPES = {
     "f8_e4m3fnuz": "float8_e4m3fnuz",
     "f8_e5m2fnuz": "float8_e5m2fnuz",
 }
-
-
-@cache
-def _dtype(name: str) -> np.dtype[Any]:
-    if hasattr(np, name):
-        return np.dtype(name)
-    import ml_dtypes  # which most models never need
-
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return found
 
 
 class ModelPart(NamedTuple):
@@ -141,7 +131,7 @@ class Tensor:
         """Return the dtype and shape of arrays over the data."""
         name = _DTYPES.get(self.type)
         if name is not None:
-            return _dtype(name), self.shape
+            return as_dtype(name), self.shape
         n_rows = prod(self.shape[:-1])
         if self.ggml_type is not None:
             _, block_values, block_bytes = tensor_type(self.ggml_type)
@@ -149,6 +139,31 @@ class Tensor:
         if n_rows == 0 or self.nbytes % n_rows:
             return np.dtype(np.uint8), (self.nbytes,)
         return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        """Return `as_array`, for ``numpy.asarray``; bytes where NumPy has no such type.
+
+        Raises
+        ------
+        TypeError
+            Bytes cannot be converted to `dtype`: `dequantize` gives float32.
+        ValueError
+            ``copy=False``, and `dtype` is another one.
+        """
+        array = self.as_array()
+        wanted = array.dtype if dtype is None else np.dtype(dtype)
+        if self.type not in _DTYPES and wanted != array.dtype:
+            raise TypeError(
+                f"tensor '{self.name}': NumPy has no type {self.type}, whose bytes are no numbers: "
+                f"expected dtype uint8, got {wanted}: dequantize() gives float32"
+            )
+        if copy is False and wanted != array.dtype:
+            raise ValueError(
+                f"tensor '{self.name}': expected dtype {array.dtype} without a copy, got {wanted}"
+            )
+        return array if not copy and wanted == array.dtype else array.astype(wanted)
 
     def __dlpack__(self, **options: Any) -> Any:
 
@@ -190,7 +205,10 @@ class _Metadata(Mapping[str, Value]):
         self._keys = header.keys()
 
     def __getitem__(self, key: str) -> Value:
-        return self._header.value(self._keys[key])
+        index = self._keys.get(key)
+        if index is None:
+            raise KeyError(f"{key!r:.100} is none of the metadata's {len(self)} keys")
+        return self._header.value(index)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys  # without decoding the value, as Mapping would
@@ -218,7 +236,9 @@ class _Tensors(Mapping[str, Tensor]):
             self._places |= {name: first + i for name, i in names.items()} if first else names
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
+        place = self._places.get(name)
+        if place is None:
+            raise KeyError(f"{name!r:.100} is none of the model's {len(self)} tensors")
         i = bisect_right(self._firsts, place) - 1
         part = self._parts[i]
         ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])

@@ -21,6 +21,7 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
+from unimem.system.arguments import check_callable, file_path, one_of
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
@@ -217,14 +218,14 @@ def stage(
     ...     len(w.tensors) > 0
     True
     """
-    if backing != "auto" and backing not in BACKINGS:
-        raise ValueError(f"backing: expected 'auto', {', '.join(BACKINGS)}, got {backing!r}")
+    one_of(backing, "backing", ("auto", *BACKINGS))
+    check_callable(progress)
     policy.check_options(placement)
     options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
     with open_model(path) as model:
-        return _Staging(model, os.fspath(path), backing, options, progress).run()
+        return _Staging(model, file_path(path), backing, options, progress).run()
 
 
 @dataclass(frozen=True)

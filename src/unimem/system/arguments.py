@@ -1,0 +1,120 @@
+"""Arguments that users give: what is not as expected is refused by its name.
+
+The messages say which argument it is, what was expected, and what came.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["check_callable", "file_path", "integer", "one_of", "string"]
+
+
+def integer(
+    value: object, name: str = "", least: int | None = None, most: int | None = None
+) -> int:
+    """Return an integer as an `int`.
+
+    Parameters
+    ----------
+    value : int, or what has ``__index__``
+        Such as ``numpy.int64(64)``.
+    name : str, optional
+        Of the argument.
+    least, most : int, optional
+        Its range, both inclusive.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError
+        It is not an integer, or it is a bool, which nobody means as one.
+    ValueError
+        It is outside of its range.
+    """
+    start = f"{name}: " if name else ""
+    exact = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            exact = operator.index(value)  # type: ignore[arg-type]
+    low = "" if least is None else f" from {least}" + (" on" if most is None else f" to {most}")
+    if exact is None:
+        raise TypeError(f"{start}expected an integer{low}, got {value!r:.60}")
+    if (least is not None and exact < least) or (most is not None and exact > most):
+        raise ValueError(f"{start}expected an integer{low}, got {exact}")
+    return exact
+
+
+def one_of(value: object, name: str, choices: Collection[str]) -> str:
+    """Return one of some words.
+
+    Raises
+    ------
+    ValueError
+        It is none of them, of whatever type.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r:.60}")
+
+
+def string(value: object, name: str, default: str = "") -> str:
+    """Return a string; the default for None and an empty one, where there is a default.
+
+    Raises
+    ------
+    TypeError
+        It is none.
+    ValueError
+        It holds half of a surrogate pair, unless that stands for a byte of a file's name.
+    """
+    if default and (value is None or (isinstance(value, str) and not value)):
+        return default
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a string, got {value!r:.60}")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: expected text that UTF-8 can write, got one of the surrogates at index "
+            f"{error.start}"
+        ) from None
+    return value
+
+
+def file_path(value: object, name: str = "path") -> str:
+    """Return the path of a file as a string.
+
+    Raises
+    ------
+    TypeError
+        It is no string, no bytes and no `os.PathLike`; so are descriptors and open files.
+    ValueError
+        No file can have this path.
+    """
+    try:
+        path = os.fsdecode(value)  # type: ignore[arg-type]
+        os.fsencode(path)
+    except TypeError:
+        raise TypeError(f"{name}: expected the path of a file, got {value!r:.60}") from None
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{name}: expected the path of a file, got {value!r:.60}, which has a lone half of a "
+            "character"
+        ) from None
+    if "\0" in path:
+        raise ValueError(f"{name}: expected the path of a file, got {value!r:.60} with a NUL byte")
+    return path
+
+
+def check_callable(value: Callable[..., Any] | None, name: str = "progress") -> None:
+    """Raise TypeError for a callback that cannot be called; None is no callback."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: expected a function of two integers, got {value!r:.60}")

@@ -1,0 +1,312 @@
+"""Each argument of each public call, given wrongly: the error names it, and what was expected."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from public_names import python_names
+from things import DIMS, MODEL, Things
+from unimem.kv import snapshot
+
+# Wrong for most arguments; what an argument takes of them anyway is its own affair.
+WRONG: tuple[Any, ...] = (
+    *(None, "wrong", "wr\0ng", b"wrong", -1, 2**40, 2**70, 1.5, float("nan"), object(), [], ["x"]),
+    *({"a": 1}, np.zeros((2, 3)), np.array(1.5)),
+)
+TYPED = (
+    *(um.CapacityError, um.PlacementError, um.FormatError, um.ClosedError, um.FrozenError),
+    *(BufferError, MemoryError, NotImplementedError),
+)
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+ROWS = np.zeros((1, 2, 8), np.float32)
+TOKEN = np.zeros((2, 2, 8), np.float32)
+PLACEMENT: dict[str, Any] = {"pages": "4k", "numa": None, "lock": False, "warm": 1, "strict": False}
+KV: dict[str, Any] = {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "max_seq_len": 16}
+# From the name of a call to how it is made, with arguments that are right.
+CALLS: dict[str, Callable[[Things], Call]] = {
+    "Block": lambda t: (
+        um.Block,
+        {"nbytes": 4096, "shared": False, "reserve": None, "name": "b", "category": "other"}
+        | PLACEMENT,
+    ),
+    "Block.advise": lambda t: (t.block().advise, {"advice": "willneed"}),
+    "Block.as_array": lambda t: (t.block().as_array, {"dtype": "f2", "shape": 2, "offset": 0}),
+    "Block.attach": lambda t: (
+        um.Block.attach,
+        {"fd_or_path": t.saved(), "writable": False, "name": "b", "category": "other"},
+    ),
+    "Block.commit": lambda t: (t.block().commit, {"nbytes": 4096}),
+    "Block.map": lambda t: (
+        um.Block.map,
+        {"path": t.saved(), "offset": 0, "nbytes": 64, "mode": "r", "name": "b"}
+        | {"category": "other"},
+    ),
+    "Block.release": lambda t: (t.block().release, {"offset": 0, "nbytes": 4096}),
+    "Block.sealed_copy": lambda t: (t.block().sealed_copy, {"pages": "4k", "name": "b"}),
+    "Block.warm": lambda t: (t.block().warm, {"threads": 1, "progress": None}),
+    "BufferPlan": lambda t: (um.BufferPlan, {"uses": [um.BufferUse("a", 8, 0, 1)], "align": 64}),
+    "BufferUse": lambda t: (um.BufferUse, {"name": "a", "nbytes": 8, "first": 0, "last": 1}),
+    "Cell.as_array": lambda t: (t.grid().take().as_array, {"dtype": "u1", "shape": 8}),
+    "DecodeBuffers": lambda t: (
+        um.DecodeBuffers,
+        {"dims": DIMS, "tape": None, "dtype": "float16", "name": "b"} | PLACEMENT,
+    ),
+    "DecodeBuffers.batch": lambda t: (t.buffers().batch, {"m": 1}),
+    "DecodeBuffers.bytes_needed": lambda t: (
+        um.DecodeBuffers.bytes_needed,
+        {"dims": DIMS, "dtype": "f16"},
+    ),
+    "ForwardScratch": lambda t: (
+        um.ForwardScratch,
+        {"dims": DIMS, "tape": t.tape(), "overlap": False},
+    ),
+    "ForwardScratch.bytes_needed": lambda t: (
+        um.ForwardScratch.bytes_needed,
+        {"dims": DIMS, "overlap": False},
+    ),
+    "Grid": lambda t: (um.Grid, {"cell_bytes": 64, "n_cells": 2, "name": "g"} | PLACEMENT),
+    "Grid.give": lambda t: (t.grid().give, {"cell": None}),
+    "KVCache": lambda t: (
+        um.KVCache,
+        KV
+        | {"batch": 1, "dtype": "f16", "window": None, "spare_rows": 0, "budget_bytes": None}
+        | {"grow": False, "tape": None, "name": "kv"}
+        | PLACEMENT,
+    ),
+    "KVCache.address": lambda t: (t.kv().address, {"layer": 0, "part": "k"}),
+    "KVCache.append": lambda t: (t.kv().append, {"layer": 0, "k": ROWS, "v": ROWS}),
+    "KVCache.append_all": lambda t: (t.kv().append_all, {"k": TOKEN, "v": TOKEN}),
+    "KVCache.commit": lambda t: (t.reserved().commit, {"n": 1}),
+    "KVCache.crop": lambda t: (t.kv().crop, {"n": 1}),
+    "KVCache.enforce_memory_limit": lambda t: (t.kv().enforce_memory_limit, {"max_bytes": 512}),
+    "KVCache.for_dims": lambda t: (um.KVCache.for_dims, {"dims": DIMS, "max_seq_len": 8}),
+    "KVCache.layer": lambda t: (t.kv().layer, {"i": 0, "dtype": "f16", "out": None}),
+    "KVCache.reserve": lambda t: (t.kv().reserve, {"n": 1}),
+    "KVCache.restore": lambda t: (
+        um.KVCache.restore,
+        {"path": t.saved(), "mode": "copy", "tokens": None, "model": None, "verify": False}
+        | PLACEMENT,
+    ),
+    "KVCache.row_of": lambda t: (t.kv().row_of, {"position": 0}),
+    "KVCache.save": lambda t: (
+        t.kv().save,
+        {"path": t.folder / "other.kv", "tokens": [1, 2, 3], "model": "m"},
+    ),
+    "KVCache.storage_bytes": lambda t: (
+        um.KVCache.storage_bytes,
+        KV | {"batch": 1, "dtype": "f16"},
+    ),
+    "KVCache.trim_to": lambda t: (t.kv().trim_to, {"n": 1, "keep_first": 0}),
+    "KVCache.warm": lambda t: (t.kv().warm, {"threads": 1}),
+    "Layout": lambda t: (
+        um.Layout,
+        {"weights": 4096, "scratch": 4096, "history": 4096} | PLACEMENT,
+    ),
+    "Layout.attach": lambda t: (t.layout().attach, {"cache": t.kv()}),
+    "Layout.for_model": lambda t: (
+        um.Layout.for_model,
+        {"path_or_weights": MODEL, "ctx": 16, "batch": 1, "kv_dtype": "f16", "window": None}
+        | {"threads": 1, "load": "map", "progress": None}
+        | PLACEMENT,
+    ),
+    "ModelDims": lambda t: (
+        um.ModelDims,
+        {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_kv_heads": 2}
+        | {"head_dim": 16, "vocab_size": 32, "num_layers": 2, "max_seq_len": 16}
+        | {"quantized": False, "max_batch_size": 1},
+    ),
+    "ModelDims.from_weights": lambda t: (um.ModelDims.from_weights, {"weights": t.weights()}),
+    "PagedKVCache": lambda t: (
+        um.PagedKVCache,
+        {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "n_blocks": 2, "block_tokens": 4}
+        | {"dtype": "f16", "prefix_cache": True, "name": "p"}
+        | PLACEMENT,
+    ),
+    "PagedKVCache.layer": lambda t: (t.paged().layer, {"i": 0}),
+    "PagedKVCache.sequence": lambda t: (t.paged().sequence, {"tokens": [1, 2]}),
+    "PagedKVCache.warm": lambda t: (t.paged().warm, {"threads": 1}),
+    "PagedScratchpad": lambda t: (
+        um.PagedScratchpad,
+        {"max_tokens": 4, "dim": 4, "dtype": "f32", "block_tokens": 2, "name": "p"} | PLACEMENT,
+    ),
+    "PagedScratchpad.append": lambda t: (t.paged_pad().append, {"vec": np.zeros(4, "f4")}),
+    "PagedScratchpad.append_batch": lambda t: (
+        t.paged_pad().append_batch,
+        {"rows": np.zeros((2, 4), "f4")},
+    ),
+    "PagedScratchpad.crop": lambda t: (t.paged_pad().crop, {"n": 1}),
+    "PagedScratchpad.get_token": lambda t: (t.paged_pad().get_token, {"i": 0}),
+    "Plan.require_fits": lambda t: (um.plan(DIMS).require_fits, {"strict": True, "taken_bytes": 0}),
+    "Scratchpad": lambda t: (
+        um.Scratchpad,
+        {"max_seq_len": 4, "dim": 4, "dtype": "f32", "tape": None, "name": "p"} | PLACEMENT,
+    ),
+    "Scratchpad.append": lambda t: (t.pad().append, {"vec": np.zeros(4, "f4")}),
+    "Scratchpad.append_batch": lambda t: (t.pad().append_batch, {"rows": np.zeros((2, 4), "f4")}),
+    "Scratchpad.crop": lambda t: (t.pad().crop, {"n": 1}),
+    "Sequence.append": lambda t: (t.sequence().append, {"layer": 0, "k": ROWS, "v": ROWS}),
+    "Sequence.append_all": lambda t: (t.sequence().append_all, {"k": TOKEN, "v": TOKEN}),
+    "Sequence.crop": lambda t: (t.sequence().crop, {"n": 1}),
+    "Sequence.extend": lambda t: (t.sequence().extend, {"ids": [1]}),
+    "Sequence.gather": lambda t: (t.sequence().gather, {"layer": 0, "out": None}),
+    "Tape": lambda t: (
+        um.Tape,
+        {"nbytes_or_block": 4096, "name": "t", "category": "scratch"} | PLACEMENT,
+    ),
+    "Tape.owns": lambda t: (t.tape().owns, {"array_or_address": 0}),
+    "Tape.rewind": lambda t: (t.tape().rewind, {"mark": 0}),
+    "Tape.take": lambda t: (t.tape().take, {"shape": 2, "dtype": "f16", "align": 64}),
+    "Tape.take_address": lambda t: (t.tape().take_address, {"nbytes": 64, "align": 64}),
+    "Tape.take_bytes": lambda t: (t.tape().take_bytes, {"nbytes": 64, "align": 64}),
+    "Tape.warm": lambda t: (t.tape().warm, {"threads": 1}),
+    "Weights.content_hash": lambda t: (
+        t.weights().content_hash,
+        {"threads": 1, "progress": None},
+    ),
+    "Weights.lock": lambda t: (t.weights().lock, {"how": False}),
+    "Weights.to_device": lambda t: (
+        t.weights().to_device,
+        {"tape": t.tape()},  # of this machine; what comes behind it is for one of a GPU
+    ),
+    "Weights.warm": lambda t: (t.weights().warm, {"threads": 1, "progress": None}),
+    "measure": lambda t: (um.measure(), {"function": len}),
+    "open_weights": lambda t: (
+        um.open_weights,
+        {"path": MODEL, "load": "map", "progress": None, "tape": None, "threads": 1}
+        | {"advice": None}
+        | PLACEMENT,
+    ),
+    "plan": lambda t: (
+        um.plan,
+        {"path_or_dims": DIMS, "ctx": 16, "batch": 1, "kv_dtype": "f16", "window": None}
+        | {"threads": 1, "load": "auto", "sessions": 1, "device": None}
+        | PLACEMENT,
+    ),
+    "report": lambda t: (um.report, {"pid": os.getpid()}),
+    "snapshot.check": lambda t: (snapshot.check, {"path": t.saved()}),
+    "snapshot.describe": lambda t: (snapshot.describe, {"path": t.saved()}),
+    "stage": lambda t: (
+        um.stage,
+        {"path": MODEL, "backing": "memfd", "progress": None} | PLACEMENT,
+    ),
+}
+
+
+def of_decoder(member: str, **arguments: Any) -> Callable[[Things], Call]:
+    """A row of a method of a decoder that has computed something."""
+
+    def make(t: Things) -> Call:
+        decoder = t.decoder()
+        decoder.prefill([1, 2])
+        right = {name: value(t) if callable(value) else value for name, value in arguments.items()}
+        return getattr(decoder, member), right
+
+    return make
+
+
+SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "seed": 1}
+ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
+    "Decoder": lambda t: (
+        importlib.import_module("unimem.engine").Decoder,
+        {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "window": None}
+        | {"threads": 1, "layout": None, "load": "map", "progress": None},
+    ),
+    "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
+    "Decoder.generate": of_decoder("generate", prompt_or_tokens=[1], n=1, **SAMPLING),
+    "Decoder.generate_next_token": of_decoder("generate_next_token", **SAMPLING),
+    "Decoder.prefill": of_decoder("prefill", tokens=[1]),
+    "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),
+    "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
+    "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
+}
+# Made by other calls, or of plain values that nobody checks.
+DATA = {
+    *("Machine", "Measured", "Placement", "PlacementOptions", "Report", "Stage", "Stat", "Tensor"),
+    *("Weights", "Plan", "Cell", "Sequence"),
+}
+
+
+@pytest.mark.parametrize(
+    ("room", "rows"), [("unimem", CALLS), ("unimem.engine", ENGINE_CALLS)], ids=["", "engine"]
+)
+def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
+    missing = set()
+    package = pytest.importorskip(room, reason="the engine needs the extra 'run'")
+    for name, members in python_names()[room].items():
+        thing = getattr(package, name)
+        if inspect.isclass(thing):
+            if not issubclass(thing, Exception):
+                missing |= {name} - DATA
+        elif inspect.signature(thing).parameters:
+            missing.add(name)
+        for member in members:
+            found = getattr(thing, member, None)
+            if callable(found) and set(inspect.signature(found).parameters) - {"self"}:
+                missing.add(f"{name}.{member}")
+    assert missing - set(rows) == set()
+
+
+def is_clear(error: Exception, argument: str) -> bool:
+    """Whether an error is one of ours, or says which argument was wrong and what was expected."""
+    words = str(error)
+    if isinstance(error, TYPED) or (isinstance(error, OSError) and error.strerror):
+        return bool(words)
+    # Of several things, one that is wrong may be named.
+    names = "|".join([argument, argument.removesuffix("s"), *argument.split("_or_")])
+    return (
+        type(error) in {TypeError, ValueError, IndexError}  # the last where a sequence is meant
+        and re.search(rf"\b({names})\b", words) is not None
+        and re.search("expected|must be|cannot|accepted|needs", words) is not None
+    )
+
+
+@pytest.fixture
+def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Things]:
+    monkeypatch.chdir(tmp_path)  # where what is no path for a caller is made by `save`
+    with ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of placement, and of what is collected unclosed
+        yield Things(tmp_path, undo)
+
+
+def unclear(things: Things, make: Callable[[Things], Call]) -> list[str]:
+    """The wrong calls whose errors leave their caller in the dark."""
+    found = []
+    _, right = make(things)
+    for argument in right:
+        for wrong in WRONG[:-2] if isinstance(right[argument], bool) else WRONG:
+            with ExitStack() as undo:
+                call, arguments = make(Things(things.folder, undo))
+                try:
+                    made = call(**arguments | {argument: wrong})
+                except Exception as error:
+                    if not is_clear(error, argument):
+                        found.append(f"{argument}={wrong!r:.30}: {type(error).__name__}: {error}")
+                else:
+                    with suppress(AttributeError, BufferError):
+                        made.close()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_wrong_argument_is_named_with_what_was_expected(name: str, things: Things) -> None:
+    assert unclear(things, CALLS[name]) == []
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_CALLS))
+def test_so_is_one_of_the_engine(name: str, things: Things) -> None:
+    things.decoder()  # skips where there is none
+    assert unclear(things, ENGINE_CALLS[name]) == []

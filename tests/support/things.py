@@ -1,0 +1,80 @@
+"""One of each thing that unimem makes, small, for tests of what all of them refuse."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+
+DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
+MODEL = Path(um.__file__).parent / "engine/models/tiny.gguf"
+
+
+class Things:
+    """Makes what calls are made on; `undo` closes it."""
+
+    def __init__(self, folder: Path, undo: ExitStack) -> None:
+        self.folder, self.undo = folder, undo
+
+    def block(self) -> um.Block:
+        return self.undo.enter_context(um.Block(1 << 16, reserve=1 << 20, pages="4k"))
+
+    def tape(self) -> um.Tape:
+        return self.undo.enter_context(um.Tape(1 << 16, pages="4k"))
+
+    def kv(self, **options: Any) -> um.KVCache:
+        cache = self.undo.enter_context(um.KVCache(2, 2, 8, 16, pages="4k", **options))
+        rows = np.zeros((3, 2, 8), np.float32)
+        for layer in range(2):
+            cache.append(layer, rows, rows)
+        return cache
+
+    def reserved(self) -> um.KVCache:
+        cache = self.kv()
+        cache.reserve(2)
+        return cache
+
+    def saved(self) -> Path:
+        path = self.folder / "cache.kv"
+        if not path.exists():
+            self.kv().save(path)
+        return path
+
+    def paged(self) -> um.PagedKVCache:
+        return self.undo.enter_context(um.PagedKVCache(2, 2, 8, n_blocks=4, pages="4k"))
+
+    def sequence(self) -> um.Sequence:
+        s = self.undo.enter_context(self.paged().sequence())
+        s.append_all(np.zeros((2, 2, 8), np.float32), np.zeros((2, 2, 8), np.float32))
+        return s
+
+    def pad(self) -> um.Scratchpad:
+        pad = self.undo.enter_context(um.Scratchpad(8, 4, pages="4k"))
+        pad.append_batch(np.zeros((3, 4), np.float32))
+        return pad
+
+    def paged_pad(self) -> um.PagedScratchpad:
+        pad = self.undo.enter_context(um.PagedScratchpad(8, 4, block_tokens=2, pages="4k"))
+        pad.append_batch(np.zeros((3, 4), np.float32))
+        return pad
+
+    def layout(self) -> um.Layout:
+        return self.undo.enter_context(um.Layout(1 << 12, 1 << 12, 1 << 12, pages="4k"))
+
+    def weights(self, **options: Any) -> um.Weights:
+        return self.undo.enter_context(um.open_weights(MODEL, **options))
+
+    def buffers(self) -> um.DecodeBuffers:
+        return self.undo.enter_context(um.DecodeBuffers(DIMS, pages="4k"))
+
+    def decoder(self) -> Any:
+        engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+        return self.undo.enter_context(engine.Decoder(MODEL, ctx=16, threads=1, load="map"))
+
+    def grid(self) -> um.Grid:
+        return self.undo.enter_context(um.Grid(64, 4, pages="4k"))
