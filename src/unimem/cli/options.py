@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -10,6 +11,7 @@ from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
 from unimem.weights.loading import Load
+from unimem.weights.remote import is_url
 
 __all__ = [
     "AsJson",
@@ -21,6 +23,7 @@ __all__ = [
     "Threads",
     "Window",
     "check_numa",
+    "path_or_url",
 ]
 
 Ctx = Annotated[
@@ -94,3 +97,8 @@ def check_numa(numa: str | None) -> None:
         parse_numa(numa)
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
+
+
+def path_or_url(model: str) -> Path | str:
+    """Return the path of a model file; a URL stays as it is, with its two slashes."""
+    return model if is_url(model) else Path(model)
