@@ -340,3 +340,16 @@ def test_the_command(server: ModelServer) -> None:
     schema = ROOT / "docs" / "schemas" / "plan-1.json"
     jsonschema.validate(document, json.loads(schema.read_text()))
     assert document["facts"]["read_bytes"] == 262_144
+
+
+def test_inspect_before_the_download(server: ModelServer) -> None:
+    url = server.add(Path(TINY))
+    for options in ([], ["--tensors"], ["--json"], ["--metadata", "general.name"]):
+        of_url, of_file = show("inspect", url, *options), show("inspect", TINY, *options)
+        assert (of_url.code, of_url.err) == (0, "")
+        assert of_url.out.replace(url, str(TINY)) == of_file.out
+    assert server.sent_bytes == 4 * 262_144
+    for option in ("--residency", "--content-hash"):
+        screen = show("inspect", url, option)
+        assert (screen.code, screen.out) == (2, "")
+        assert "of a URL only headers are read" in " ".join(screen.err.split())
