@@ -15,6 +15,7 @@ from unimem.errors import ClosedError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
+from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights
 
@@ -350,6 +351,7 @@ class Layout(Lifetimes[Tape]):
             tape.block._warm_range(0, nbytes, n_threads)
         for cache in alone:
             cache.warm(n_threads)
+        warm_python_heap()
 
     @classmethod
     def for_model(

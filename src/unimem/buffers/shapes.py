@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -279,13 +279,15 @@ def _head_size(meta: ArchMetadata, name: str, default: int | None = None) -> int
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def read_config(path: str) -> tuple[dict[str, Any] | None, str]:
+def read_config(path: str, read: Callable[[str, int], bytes]) -> tuple[dict[str, Any] | None, str]:
     """Read the ``config.json`` of Hugging Face that lies beside a model's file.
 
     Parameters
     ----------
     path : str
         The model's file, or its index.
+    read : callable
+        Reads the first bytes of a path, at most so many, as `ModelFiles.read_start` does.
 
     Returns
     -------
@@ -296,10 +298,7 @@ def read_config(path: str) -> tuple[dict[str, Any] | None, str]:
     """
     where = os.path.join(os.path.dirname(path), _CONFIG)
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            text = file.read(_CONFIG_BYTES_MAX + 1)
+        text = read(where, _CONFIG_BYTES_MAX + 1)
     except OSError as error:
         return None, f"no file of it says its dimensions ({where}: {error.strerror})"
     try:

@@ -26,8 +26,11 @@ from unimem.system.text import (
     wrap,
 )
 from unimem.weights.files import Value
+from unimem.weights.loading import unloaded_memory
 from unimem.weights.opened import Weights, open_weights
+from unimem.weights.remote import is_url, open_remote
 from unimem.weights.residency import Residency, map_resident
+from unimem.weights.tensors import Contents, ModelPart
 
 __all__ = ["SCHEMA", "inspect"]
 
@@ -41,10 +44,11 @@ _CUT = " ..."
 
 def inspect(
     model: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF or safetensors file, any part of a split one, or the index of several.",
+            help="A GGUF or safetensors file, any part of a split one, or the index of several; or "
+            "the URL of one (https://, s3://, hf://), of which only headers are fetched.",
             show_default=False,
         ),
     ],
@@ -66,24 +70,47 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a model file holds: of any architecture, without reading its data."""
-    with open_weights(model, load="map") as weights:
-        if metadata is not None and not as_json:
-            for key, value in _chosen(weights, metadata).items():
-                terminal.show(f"{terminal.surface().heading(escape(key))}\n{_whole(value)}\n")
-            return
-        look = _look(weights) if residency else None
-        digest = _hash(weights) if content_hash else None
-        if as_json:
-            document = _document(weights, metadata, look, digest)
-            terminal.show(json.dumps(document, allow_nan=False) + "\n")
-            return
-        _show_facts(weights, digest)
-        _show_types(weights)
-        _show_metadata(weights)
-        if tensors:
-            _show_tensors(weights, look)
-        if look is not None:
-            _show_residency(look)
+    if is_url(model):
+        if residency or content_hash:
+            raise typer.BadParameter(
+                "--residency and --content-hash need the data, and of a URL only headers are read"
+            )
+        with open_remote(model) as remote:
+            contents = Contents(tuple(map(ModelPart, remote.files, unloaded_memory(remote))))
+            _show(contents, metadata, None, None, tensors=tensors, as_json=as_json)
+        return
+    with open_weights(Path(model), load="map") as weights:
+        chooses = metadata is not None and not as_json
+        look = _look(weights) if residency and not chooses else None
+        digest = _hash(weights) if content_hash and not chooses else None
+        _show(weights, metadata, look, digest, tensors=tensors, as_json=as_json)
+
+
+def _show(
+    weights: Contents,
+    keys: list[str] | None,
+    look: Residency | None,
+    digest: str | None,
+    *,
+    tensors: bool,
+    as_json: bool,
+) -> None:
+    """Write the document, the values of these keys, or the page."""
+    if as_json:
+        document = _document(weights, keys, look, digest)
+        terminal.show(json.dumps(document, allow_nan=False) + "\n")
+        return
+    if keys is not None:
+        for key, value in _chosen(weights, keys).items():
+            terminal.show(f"{terminal.surface().heading(escape(key))}\n{_whole(value)}\n")
+        return
+    _show_facts(weights, digest)
+    _show_types(weights)
+    _show_metadata(weights)
+    if tensors:
+        _show_tensors(weights, look)
+    if look is not None:
+        _show_residency(look)
 
 
 def _look(weights: Weights) -> Residency:
@@ -111,7 +138,7 @@ class _Facts:
     n_parameters: int
 
     @classmethod
-    def of(cls, weights: Weights) -> _Facts:
+    def of(cls, weights: Contents) -> _Facts:
         is_gguf = isinstance(weights._parts[0].file.header, GGUFHeader)
         name, architecture = (
             value if isinstance(value := weights.metadata.get(key), str) else None
@@ -128,7 +155,7 @@ class _Facts:
         )
 
 
-def _chosen(weights: Weights, keys: Iterable[str]) -> dict[str, Value]:
+def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
     """Values of these keys."""
     chosen = {}
     for key in keys:
@@ -138,7 +165,7 @@ def _chosen(weights: Weights, keys: Iterable[str]) -> dict[str, Value]:
     return chosen
 
 
-def _counts(weights: Weights) -> dict[str, tuple[int, int]]:
+def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
     """Tensors and bytes of each type, the most bytes first."""
     counts: dict[str, int] = {}
     for tensor in weights.tensors.values():
@@ -150,7 +177,7 @@ def _counts(weights: Weights) -> dict[str, tuple[int, int]]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def _show_facts(weights: Weights, digest: str | None) -> None:
+def _show_facts(weights: Contents, digest: str | None) -> None:
     facts = _Facts.of(weights)
     sizes = [(part.file.path, format_bytes(part.file.nbytes)) for part in weights._parts]
     rows = {
@@ -175,7 +202,7 @@ def _show_facts(weights: Weights, digest: str | None) -> None:
     terminal.show("\n")
 
 
-def _show_types(weights: Weights) -> None:
+def _show_types(weights: Contents) -> None:
     total = weights.nbytes
     rows, bars = [], []
     for kind, (n, nbytes) in _counts(weights).items():
@@ -188,7 +215,7 @@ def _show_types(weights: Weights) -> None:
     terminal.show("\n".join(lines) + "\n")
 
 
-def _show_metadata(weights: Weights) -> None:
+def _show_metadata(weights: Contents) -> None:
     if not weights.metadata:
         return
     width = min(40, max(len(escape(key)) for key in weights.metadata))
@@ -199,7 +226,7 @@ def _show_metadata(weights: Weights) -> None:
         terminal.show(f"{shown.ljust(width)}  {text}\n")
 
 
-def _show_tensors(weights: Weights, look: Residency | None) -> None:
+def _show_tensors(weights: Contents, look: Residency | None) -> None:
     several = len(weights.files) > 1
     head = ["name", "type", "shape", "size", "offset"]
     head += ["in RAM"] if look is not None else []
@@ -340,7 +367,7 @@ def _percent(part: Residency) -> str:
 
 
 def _document(
-    weights: Weights, keys: Sequence[str] | None, look: Residency | None, digest: str | None
+    weights: Contents, keys: Sequence[str] | None, look: Residency | None, digest: str | None
 ) -> dict[str, Any]:
     facts = _Facts.of(weights)
     values = weights.metadata if keys is None else _chosen(weights, keys)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +12,7 @@ from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
 from unimem.weights.loading import Load
+from unimem.weights.remote import is_url
 
 __all__ = [
     "AsJson",
@@ -22,6 +24,7 @@ __all__ = [
     "Threads",
     "Window",
     "check_numa",
+    "path_or_url",
 ]
 
 Ctx = Annotated[
@@ -110,3 +113,8 @@ def check_numa(numa: str | None) -> None:
         parse_numa(numa)
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
+
+
+def path_or_url(model: str) -> Path | str:
+    """Return the path of a model file; a URL stays as it is, with its two slashes."""
+    return model if is_url(model) else Path(model)

@@ -20,6 +20,7 @@ from unimem.cli.options import (
     Threads,
     Window,
     check_numa,
+    path_or_url,
 )
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
@@ -33,11 +34,12 @@ _EXITS = {"fits": OK, "reads from disk": READS_FROM_DISK, "does not fit": DOES_N
 
 def plan(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF or safetensors file, a part of a split one, or an index of several; "
-            "without one, the small model that is in the package.",
+            help="A GGUF or safetensors file, a part of a split one, or an index of several; or "
+            "the URL of one (https://, s3://, hf://), of which only headers are fetched; without "
+            "one, the small model that is in the package.",
             show_default=False,
         ),
     ] = None,
@@ -115,9 +117,11 @@ def plan(
     if model is None:
         from unimem.engine import embedded_model
 
-        model = embedded_model()
+        path: Path | str = embedded_model()
+    else:
+        path = path_or_url(model)
     made = make_plan(
-        model,
+        path,
         ctx=ctx,
         batch=batch,
         kv_dtype=kv_dtype,
@@ -131,9 +135,9 @@ def plan(
         numa=numa,
         lock=lock,
     )
-    text = (
-        made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, str(model)))
-    )
+    # A URL is shown without what may be secret in it.
+    shown = str(path) if isinstance(path, Path) else None
+    text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))
     terminal.show(text + "\n")
     if made.verdict != "fits":
         raise typer.Exit(_EXITS[made.verdict])

@@ -33,9 +33,10 @@ from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.system.text import format_bytes, format_ranges
 from unimem.weights import loading
-from unimem.weights.files import open_model
+from unimem.weights.files import ModelFiles, open_model
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights
+from unimem.weights.remote import is_url, open_remote
 
 __all__ = ["plan"]
 
@@ -64,7 +65,9 @@ def plan(
     ----------
     path_or_dims : path-like, Weights or ModelDims
         A model file of any architecture, of which all parts of a split one and ``config.json``
-        beside safetensors are looked at; an opened one; or dimensions: of these the weights are
+        beside safetensors are looked at; the URL of one (``https``, ``http``, ``s3``, or
+        ``hf://owner/repository/file``), of which the headers alone are fetched, with the extra
+        ``remote``; an opened one; or dimensions: of these the weights are
         estimated, those of a dense model, at two bytes a value, or 34 bytes for 32 values where
         they are quantized.
     ctx : int, optional
@@ -102,12 +105,14 @@ def plan(
     Raises
     ------
     GGUFError, SafetensorsError, OSError
-        The file cannot be used.
+        The file cannot be used, or its server.
+    FormatError
+        A URL leads to a page of HTML.
     TypeError, ValueError
         An option is unknown or out of range, or weights that are opened have come into memory
         otherwise; or a GPU or opened weights, which are here, are planned for another `machine`.
     ImportError
-        `device` is given, and there is no CuPy or no GPU.
+        `device` is given, and there is no CuPy or no GPU; or a URL, without the extra ``remote``.
 
     Notes
     -----
@@ -147,7 +152,11 @@ def plan(
         return _Planner(DimsSource(path_or_dims), host).plan(options)
     if isinstance(path_or_dims, Weights):
         return _Planner(WeightsSource(path_or_dims), host).plan(options)
-    with open_model(path_or_dims) as model:
+    if isinstance(path_or_dims, str) and is_url(path_or_dims):
+        opened: ModelFiles = open_remote(path_or_dims)
+    else:
+        opened = open_model(path_or_dims)
+    with opened as model:
         return _Planner(FileSource(model), host).plan(options)
 
 

@@ -115,7 +115,8 @@ class Plan:
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
         "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
         where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
-        another one or a cgroup.
+        another one or a cgroup; of files on a server ``"read_bytes"`` and ``"file_bytes"``, what
+        was fetched and what they have.
     ctx : int or None
         Tokens of context; None where none is given and the memory of a token is not known.
     batch : int
@@ -354,6 +355,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
     facts = {
         "model": f"{name}: {kind}" if name else kind,
         "file": path,
+        "read": _fetched(known),
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
         "load": f"{plan.load}: {plan.load_reason}",
         "machine": known.get("machine") or "",
@@ -362,6 +364,13 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "ggml": known.get("ggml") or "",
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _fetched(known: dict[str, Any]) -> str:
+    """Say how much of a file on a server was read."""
+    if "read_bytes" not in known:
+        return ""
+    return f"{format_bytes(known['read_bytes'])} of {format_bytes(known['file_bytes'])}"
 
 
 def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:

@@ -15,13 +15,15 @@ from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
+from unimem.weights.files import ModelFiles
+from unimem.weights.remote import RemoteFiles
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
-    from unimem.weights.files import ModelFile, ModelFiles
+    from unimem.weights.files import ModelFile
     from unimem.weights.loading import Load
     from unimem.weights.opened import Weights
 
@@ -126,7 +128,10 @@ class FileSource:
             tuple(map(ModelPart, model.files, loading.unloaded_memory(model)))
         )
         self._held: _Unevictable | None = None
-        self.shape, self.facts = _describe(self._contents, model.index)
+        self.shape, self.facts = _describe(self._contents, model, model.index)
+        if isinstance(model, RemoteFiles):
+            self.facts["read_bytes"] = model.read_bytes
+            self.facts["file_bytes"] = sum(file.nbytes for file in model.files)
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
@@ -150,7 +155,7 @@ class FileSource:
     def _measure_held(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
         held = _Unevictable(0, 0, 0)
-        for file, fd in zip(self._model.files, self._model.fds, strict=True):
+        for file, fd in zip(self._model.files, self._model.fds, strict=False):  # or on a server
             if file.in_memory:
                 with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
                     held = held.plus(_measure_unevictable(file, block))
@@ -177,7 +182,7 @@ class WeightsSource:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._held: _Unevictable | None = None
-        self.shape, self.facts = _describe(weights, None)
+        self.shape, self.facts = _describe(weights, ModelFiles(), None)
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
@@ -227,13 +232,15 @@ class WeightsSource:
         return bytes_needed(self._weights)
 
 
-def _describe(weights: Contents, index: str | None) -> tuple[Shape, dict[str, Any]]:
-    """Return a model's shape, and facts about it."""
+def _describe(
+    weights: Contents, files: ModelFiles, index: str | None
+) -> tuple[Shape, dict[str, Any]]:
+    """Return a model's shape, and facts about it; `files` reads what lies beside it."""
     first = weights._parts[0].file
     path = index or first.path
     facts: dict[str, Any] = {"model": path}
     if isinstance(first.header, SafetensorsHeader):
-        shape = shapes.from_config(*shapes.read_config(path))
+        shape = shapes.from_config(*shapes.read_config(path, files.read_start))
         facts["format"] = "safetensors"
     else:
         shape = shapes.from_weights(weights)

@@ -27,8 +27,10 @@ __all__ = [
     "ModelFile",
     "ModelFiles",
     "Value",
+    "add_files",
     "check_version",
     "open_model",
+    "read_header",
     "reopen",
     "version_of",
 ]
@@ -159,7 +161,7 @@ class ModelFiles:
     files : list of ModelFile
         At least one.
     fds : list of int
-        Their descriptors, open for reading.
+        Their descriptors, open for reading; none of files on a server.
     index : str or None
         The path of the index that names the files, of safetensors.
     """
@@ -175,7 +177,7 @@ class ModelFiles:
         fd, info = _open_regular(path, self.fds)
         # What the kernel would read ahead is data, of which it is not known yet how it will come.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        header = _header(fd, info.st_size, path)
+        header = read_header(fd, info.st_size, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         self.files.append(
             ModelFile(
@@ -183,6 +185,25 @@ class ModelFiles:
             )
         )
         return self.files[-1]
+
+    def beside(self, path: str, name: str) -> str:
+        """Return the path of a file that lies beside another."""
+        return os.path.join(os.path.dirname(path), name)
+
+    def read_start(self, path: str, nbytes: int) -> bytes:
+        """Read the first bytes of a file that is no part of the model: at most so many."""
+        fds = _Descriptors()
+        try:
+            fd, _ = _open_regular(path, fds)
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(nbytes)
+        finally:
+            fds.close()
+
+    def clear(self) -> None:
+        """Forget the files, to begin anew."""
+        self.fds.close()
+        self.files.clear()
 
     def check_versions(self) -> None:
         """Raise OSError (ESTALE) when a file was replaced or written to since it was opened."""
@@ -228,18 +249,23 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     """
     name = file_path(path)
     model = ModelFiles()
+    add_files(model, name)
+    return model
+
+
+def add_files(model: ModelFiles, path: str) -> None:
+    """Open all files of a model, as `open_model` does; what fails closes it."""
     try:
-        if name.endswith(".index.json"):
-            _add_indexed(model, name)
+        if path.endswith(".index.json"):
+            _add_indexed(model, path)
         else:
-            first = model.add(name)
+            first = model.add(path)
             if isinstance(first.header, GGUFHeader):
                 _add_parts(model, first)
         _check_names_differ(model)
     except BaseException:
         model.close()
         raise
-    return model
 
 
 # ---- one file -------------------------------------------------------------------------------
@@ -304,7 +330,8 @@ def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
     return fd, info
 
 
-def _header(fd: int, nbytes: int, path: str) -> Header:
+def read_header(fd: int, nbytes: int, path: str) -> Header:
+    """Read and check the header of a file of either format, of so many bytes in all."""
     # By what it begins with: names may be of descriptors, as in /proc/self/fd/3.
     try:
         head = os.pread(fd, 9, 0)
@@ -332,8 +359,7 @@ def _add_parts(model: ModelFiles, first: ModelFile) -> None:
             f"-{number + 1:05}-of-{count:05}.gguf",
             path=first.path,
         )
-    model.close()
-    model.files.clear()
+    model.clear()
     for i in range(count):
         path = os.path.join(folder, f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf")
         try:
@@ -385,19 +411,16 @@ def _refuse_part(part: ModelFile, why: str) -> NoReturn:
 
 def _add_indexed(model: ModelFiles, path: str) -> None:
     model.index = path
-    where = _read_index(path)
-    folder = os.path.dirname(path)
+    where = _read_index(path, model.read_start(path, _INDEX_BYTES_MAX + 1))
     for name in sorted(set(where.values())):
+        beside = model.beside(path, name)
         try:
-            file = model.add(os.path.join(folder, name))
+            file = model.add(beside)
         except FileNotFoundError:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"{path} names this file, which is missing",
-                os.path.join(folder, name),
-            ) from None
+            text = f"{path} names this file, which is missing"
+            raise FileNotFoundError(errno.ENOENT, text, beside) from None
         except GGUFError:
-            _refuse_header(os.path.join(folder, name))
+            _refuse_header(beside)
         if isinstance(file.header, GGUFHeader):
             _refuse_header(file.path)
         has = set(file.header.tensor_names())
@@ -414,17 +437,10 @@ def _refuse_header(path: str) -> NoReturn:
     raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 
-def _read_index(path: str) -> dict[str, str]:
+def _read_index(path: str, text: bytes) -> dict[str, str]:
     """Return the file's name of each tensor."""
-    fds = _Descriptors()
-    try:
-        fd, info = _open_regular(path, fds)
-        if info.st_size > _INDEX_BYTES_MAX:
-            raise SafetensorsError("the index is longer than 32 MiB", path=path)
-        with open(fd, "rb", closefd=False) as file:
-            text = file.read(_INDEX_BYTES_MAX)
-    finally:
-        fds.close()
+    if len(text) > _INDEX_BYTES_MAX:
+        raise SafetensorsError("the index is longer than 32 MiB", path=path)
     try:
         index = json.loads(text.decode(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

@@ -341,7 +341,8 @@ def _is_cache_hidden(model: ModelFiles) -> bool:
 
 
 def _mapped_files(model: ModelFiles) -> Iterator[Block]:
-    for file, fd in zip(model.files, model.fds, strict=True):
+    # Files on a server have no descriptors, and nothing of them is in the page cache.
+    for file, fd in zip(model.files, model.fds, strict=False):
         with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
             yield block
 

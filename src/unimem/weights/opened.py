@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -93,15 +92,6 @@ class Weights(Contents):
     def mapped_bytes(self) -> int:
         """Bytes of `blocks`, or of what was taken of a tape; with headers and padding."""
         return self._opened().mapped_bytes
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the headers, the tensor tables and the files' sizes; data is not read."""
-        self._opened()
-        prints = [part.file.header.fingerprint() for part in self._parts]
-        if len(prints) == 1:
-            return prints[0]
-        return hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
 
     def content_hash(self, *, threads: int | None = None, progress: Progress | None = None) -> str:
         """Hash the metadata and all data: the same for a model and a split of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -300,6 +301,15 @@ class Contents:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(self.by_type().values())
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the headers, the tensor tables and the files' sizes; data is not read."""
+        self._check_open()
+        prints = [part.file.header.fingerprint() for part in self._parts]
+        if len(prints) == 1:
+            return prints[0]
+        return hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
 
     def by_type(self) -> dict[str, int]:
         """Bytes of all tensors of a type, by the type's name."""
