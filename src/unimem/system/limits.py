@@ -623,9 +623,7 @@ def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
         files, clean = _file_pages(cgroup)
         taken = max(0, used - clean)
         busy = min(files - clean, taken)
-        return Limit(
-            f"cgroup {cgroup.name}", limit, taken, cgroup.unlimit(path), files, busy, path
-        )
+        return Limit(f"cgroup {cgroup.name}", limit, taken, cgroup.unlimit(path), files, busy, path)
 
     yield limit - used, whole
 
