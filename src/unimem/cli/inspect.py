@@ -65,7 +65,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model file holds: of any architecture, without reading its data."""
+    """Show what a model file holds, without reading its data."""
     with open_weights(model, load="map") as weights:
         if metadata is not None and not as_json:
             for key, value in _chosen(weights, metadata).items():
@@ -133,7 +133,7 @@ def _chosen(weights: Weights, keys: Iterable[str]) -> dict[str, Value]:
     chosen = {}
     for key in keys:
         if key not in weights.metadata:
-            raise ValueError(f"{weights.files[0]}: its metadata have no key '{key}'")
+            raise ValueError(f"{weights.files[0]}: its metadata has no key '{key}'")
         chosen[key] = weights.metadata[key]
     return chosen
 

@@ -72,8 +72,8 @@ def plan(
 ) -> None:
     """Say what a model will need, and whether it fits."""
     check_numa(numa)
-    if device is not None and not re.fullmatch(r"cuda:\d+", device):
-        raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r}")
+    if device is not None and not re.fullmatch(r"cuda:[0-9]{1,4}", device):
+        raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r:.40}")
     if model is None:
         from unimem.engine import embedded_model
 
