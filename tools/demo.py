@@ -176,9 +176,9 @@ def _own_model(stack: ExitStack, say: Callable[[str], None]) -> Path:
 def _plan(model: Path, say: Callable[[str], None]) -> um.Plan:
     say(f"1. What will it need?  unimem plan {model.name}")
     plan = um.plan(model)
-    # The table and the verdict; what stands above is of the file, which was just made.
-    table = str(plan)[str(plan).index("\nmemory ") :]
-    for line in filter(None, table.splitlines()):
+    # The verdict and the tables; what stands between is of the file, which was just made.
+    verdict, _, *tables = str(plan).split("\n\n")
+    for line in [verdict, *(line for table in tables for line in table.splitlines())]:
         say(f"   {line}")
     plan.require_fits()
     return plan

@@ -27,6 +27,7 @@ from unimem.errors import CapacityError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system.limits import nodes
+from unimem.system.text import format_count
 from unimem.weights.opened import open_weights
 from unimem_bench import states
 from unimem_bench.decoders import DecoderProcess, SideError
@@ -37,7 +38,7 @@ from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "Advised", "Effort", "Factor", "Variant", "advise", "candidates", "count", "effort", "flag",
+    "Advised", "Effort", "Factor", "Variant", "advise", "candidates", "effort", "flag",
 ]  # fmt: skip
 
 SCHEMA = "unimem.advice/1"
@@ -224,8 +225,10 @@ def advise(
     n_sides = sum(1 + len(each) for each in values.values()) + 2
     seconds = n_sides * bench.effort.passes * bench.effort.seconds
     progress(
-        f"{count(made.threads, 'thread')}, {count(bench.effort.n_prompt, 'token')} of prompt, "
-        f"{count(bench.effort.passes, 'process')} for each value: about {_minutes(seconds)}"
+        f"{format_count(made.threads, 'thread')}, "
+        f"{format_count(bench.effort.n_prompt, 'token')} of prompt, "
+        f"{format_count(bench.effort.passes, 'process', 'es')} for each value: "
+        f"about {_minutes(seconds)}"
     )
     factors = []
     for name, found in values.items():
@@ -284,17 +287,6 @@ def flag(name: str) -> str:
     '--kv-dtype'
     """
     return f"--{name.replace('_', '-')}"
-
-
-def count(n: int, what: str) -> str:
-    """Write how many.
-
-    Examples
-    --------
-    >>> count(1, "token"), count(4096, "token"), count(2, "process")
-    ('1 token', '4,096 tokens', '2 processes')
-    """
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def _flags(options: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from unimem.system.text import format_bytes
+from unimem.system.text import format_bytes, format_count
 from unimem_bench import stats, texts
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.stats import Growth, Verdict
@@ -56,7 +56,7 @@ class CaseTable:
 class Targets:
     """All targets of a record."""
 
-    table: Table  # a row each: issue, case, claim, what was measured, verdict
+    table: Table  # a row each: case, claim, what was measured, verdict
     notes: tuple[str, ...]  # why some were not measured
     summary: str  # how many were met, in a sentence
     is_good: bool  # whether none was missed
@@ -171,7 +171,8 @@ def _rounds(case: CaseRecord) -> str:
     )
     side = ours or next(filter(stats.figures, case.sides))
     n_passes = sum(map(bool, side.passes))
-    text = f"{_count(len(stats.figures(side)), 'round')} in {_count(n_passes, 'pass', 'es')}"
+    n_rounds = len(stats.figures(side))
+    text = f"{format_count(n_rounds, 'round')} in {format_count(n_passes, 'pass', 'es')}"
     text += f" ({case.rounds_disturbed} of them disturbed)" if case.rounds_disturbed else ""
     text += f", {case.rounds_dropped} more dropped" if case.rounds_dropped else ""
     if case.rounds_dropped or case.rounds_disturbed:
@@ -179,13 +180,9 @@ def _rounds(case: CaseRecord) -> str:
     return text
 
 
-def _count(n: int, what: str, plural: str = "s") -> str:
-    return f"{n:,} {what}{'' if n == 1 else plural}"
-
-
 def suite_title(suite: SuiteRecord) -> str:
     """Say what a suite is about, and what it took."""
-    passes = _count(suite.n_passes, "pass", "es")
+    passes = format_count(suite.n_passes, "pass", "es")
     return f"{suite.question} ({passes}, {texts.duration(suite.seconds)})"
 
 
@@ -230,27 +227,26 @@ def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
 
 
 def targets(record: Record) -> Targets:
-    """Make the table of all targets, by issue."""
+    """Make the table of all targets, in the order that they were set in."""
     found = sorted(stats.verdicts(record), key=lambda each: each.target.issue)
     rows = []
     for each in found:
         tone: Tone = "missing" if each.met is None else "plain" if each.met else "bad"
         cells = (
-            str(each.target.issue),
             f"{each.case.suite}/{each.case.name}",
             texts.claim(each.case, each.target, each.other),
             texts.measured(each) or _NOT_THERE,
             texts.outcome(each),
         )
         rows.append(TableRow(cells, tone))
-    head = ("issue", "case", "claim", "measured", "verdict")
+    head = ("case", "claim", "measured", "verdict")
     n_met = sum(each.met is True for each in found)
     n_missed = sum(each.met is False for each in found)
-    summary = f"{n_met} of {_count(len(found), 'target')} met"
+    summary = f"{n_met} of {format_count(len(found), 'target')} met"
     summary += f", {n_missed} missed" if n_missed else ""
     if n_met + n_missed < len(found):
         summary += f", {len(found) - n_met - n_missed} not measured"
-    return Targets(Table(head, tuple(rows), "><<<<"), tuple(_why(found)), summary, not n_missed)
+    return Targets(Table(head, tuple(rows), "<<<<"), tuple(_why(found)), summary, not n_missed)
 
 
 def suite_targets(record: Record) -> Table:
@@ -306,7 +302,10 @@ def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
     )
     yield "features", " ".join(cpu.get("features", ()))
     nodes = len(machine.get("numa", {}).get("nodes", ()))
-    yield "memory", f"{format_bytes(memory.get('total_bytes', 0))}, {_count(nodes, 'NUMA node')}"
+    yield (
+        "memory",
+        f"{format_bytes(memory.get('total_bytes', 0))}, {format_count(nodes, 'NUMA node')}",
+    )
     pools = [
         f"{pool['total_pages']:,} hugetlb pages of {name}"
         for name, pool in machine.get("pools", {}).items()

@@ -29,9 +29,9 @@ def main() -> int:
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     from unimem.cli import main as run
 
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return run()
     except KeyboardInterrupt:  # before the command begins, or after its end
         return _INTERRUPTED

@@ -157,7 +157,7 @@ def test_whole_values(model: Path) -> None:
     out = page_of(model, "--metadata", "template", "--metadata", "tokens")
     assert out == f"template\nfirst line\nsecond {'x' * 200}\ntokens\n<s>\na\\nb\nö\n"
     assert page_of(model, "--metadata", "evil\x1b]0;key") == "evil\\x1b]0;key\n7\n"
-    said = f"unimem: {model}: its metadata have no key 'tokem'\n"
+    said = f"unimem: {model}: its metadata has no key 'tokem'\n"
     assert run(model, "--metadata", "eps", "--metadata", "tokem") == (1, "", said)
 
 

@@ -75,11 +75,12 @@ ON_GPU = replace(
 CODES = {"fits": 0, "reads from disk": 4, "does not fit": 3}
 
 PAGE = """\
+Fits: 4.1 of 15.0 GiB. Largest context 22k.
+
 model     Mistral 7B: llama, GGUF
 file      some/mistral.gguf
 context   4,096 tokens (model's own: 32,768, fits: 22,528), KV f16, 4 threads
 load      map: a mapping shares the page cache
-ggml      3 MiB more
 
 memory                 size
 weights:q4_k        3.0 GiB  █████████████████████████████████████
@@ -95,7 +96,7 @@ limit                     needed  available  fits
 memory of the machine  640.0 MiB   22.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
 cgroup /llm            640.0 MiB   15.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
 
-Fits: 4.1 of 15.0 GiB. Largest context 22k.
+ggml      3 MiB more
 """
 
 
@@ -126,7 +127,7 @@ def test_the_page(planned: Planned) -> None:
     in_ascii = show("plan", "some/mistral.gguf", encoding="ascii")
     assert in_ascii == (0, PAGE.translate(blocks), "")
     wide = show("plan", "some/mistral.gguf", columns=120)
-    assert (wide.widest, wide.lines[-1]) == (120, PAGE.splitlines()[-1])
+    assert (wide.widest, wide.lines[0]) == (120, PAGE.splitlines()[0])
 
 
 def test_colours_are_for_terminals_that_want_them(planned: Planned) -> None:
@@ -156,7 +157,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
         r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
     ):
         assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
-    assert f"\x1b[33m{screen.lines[-1]}\x1b[0m" in screen.out
+    assert f"\x1b[33m{screen.lines[0]}\x1b[0m" in screen.out
 
 
 def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
@@ -178,10 +179,10 @@ def test_a_page_without_figures(planned: Planned) -> None:
     )
     screen = show("plan", "folder/model.safetensors")
     assert screen.code == 0
-    assert screen.lines[0] == "model     model: architecture unknown, safetensors"
+    assert screen.lines[2] == "model     model: architecture unknown, safetensors"
     assert "context   unknown, KV f16, 4 threads" in screen.lines
     assert "total     0 B" in screen.lines
-    assert screen.lines[-1] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
+    assert screen.lines[0] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -218,10 +219,10 @@ def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
     (replace(TOO_LARGE, checks=TOO_LARGE.checks[1:2], max_ctx=300),
      "Does not fit: 4.1 of 1.0 GiB (cgroup /llm). Largest context 300."),
 ])  # fmt: skip
-def test_the_last_line(planned: Planned, made: Plan, line: str) -> None:
+def test_the_first_line(planned: Planned, made: Plan, line: str) -> None:
     planned(made)
     screen = show("plan", "m.gguf")
-    assert (screen.code, screen.lines[-1]) == (CODES[made.verdict], line)
+    assert (screen.code, screen.lines[0]) == (CODES[made.verdict], line)
     assert made.verdict == line.partition(":")[0].lower()
 
 
@@ -241,8 +242,8 @@ def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encodi
     assert options in screen.lines
     assert screen._replace(out=screen.out.replace(options, "")).widest <= (columns or 80)
     assert not CONTROL.search(screen.plain)
-    assert screen.lines[-1].startswith("Does not fit: 4.")
-    assert screen.lines[-1].endswith("). No context fits.")
+    assert screen.lines[0].startswith("Does not fit: 4.")
+    assert screen.lines[0].endswith("). No context fits.")
 
 
 def test_options_are_those_of_the_library(planned: Planned) -> None:
@@ -329,8 +330,7 @@ def test_the_model_in_the_package() -> None:
     now = {name: document[name] for name in ("checks", "available_bytes")}
     assert document == um.plan(embedded_model()).to_dict() | now
     page = show("plan").plain
-    assert page.startswith("model     unimem-tiny: llama, GGUF\n")
-    assert re.search(r"^Fits: \d\.\d MiB of .*iB\. Largest context 512\.$", page, re.M)
+    assert re.match(r"Fits: \d\.\d MiB of .*iB\. Largest context 512\.\n\nmodel     unimem-", page)
 
 
 def test_of_any_architecture(tmp_path: Path) -> None:
@@ -340,17 +340,17 @@ def test_of_any_architecture(tmp_path: Path) -> None:
     path.write_bytes(g.with_data(g.head(1, 1), *kvs, *tensors, nbytes=96)[0])
     screen = show("plan", path)
     assert (screen.code, screen.err) == (0, "")
-    assert screen.lines[0] == r"model     odd: no\x1b[2Jne, GGUF"
+    assert screen.lines[2] == r"model     odd: no\x1b[2Jne, GGUF"
     assert "Not known:" in screen.lines
     assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
-    assert screen.lines[-1].endswith(" Largest context unknown.")
+    assert screen.lines[0].endswith(" Largest context unknown.")
 
 
 def test_what_cannot_fit_ends_with_3() -> None:
     screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
     assert (screen.code, screen.err) == (3, "")
     assert "What helps, that costs the least first:" in screen.lines
-    assert screen.lines[-1].startswith("Does not fit: ")
+    assert screen.lines[0].startswith("Does not fit: ")
 
 
 def test_files_that_are_no_models(tmp_path: Path) -> None:
@@ -369,9 +369,9 @@ def test_a_path_that_is_no_text(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     for screen in (show("plan", path), run_command("plan", path, env=env)):
         assert (screen.code, screen.err) == (0, "")
-        assert screen.lines[1].startswith("file ")
-        assert screen.lines[1].endswith("/m?\\n.gguf")
-        assert screen.lines[-1].startswith("Fits: ")
+        assert screen.lines[3].startswith("file ")
+        assert screen.lines[3].endswith("/m?\\n.gguf")
+        assert screen.lines[0].startswith("Fits: ")
 
 
 def test_on_a_terminal() -> None:

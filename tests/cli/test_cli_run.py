@@ -86,7 +86,7 @@ def test_without_a_terminal_text_and_tables_are_plain_lines(model: Path) -> None
     out = page_of(model, "-p", "Hello", "-n", "20")
     assert out.startswith("Hello")
     assert not CONTROL.search(out)
-    tables = out[out.index("\nmemory ") :]
+    tables = out[out.index("\n\ntext ") :]
     assert all(len(line) <= 80 for line in tables.splitlines())
     for category in ("weights:f32", "weights:padding", "kv", "scratch", "logits", "total"):
         assert re.search(rf"^{category} +\d+\.\d (B|KiB|MiB)", tables, re.M), category
@@ -185,7 +185,7 @@ def test_what_a_terminal_would_obey_is_written_out(model: Path) -> None:
     out = page_of(model, *chance)
     assert not CONTROL.search(out)
     visible = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-    assert out.startswith(f"Hi{visible}\n\nmemory")
+    assert out.startswith(f"Hi{visible}\n\ntext ")
 
 
 def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(model: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_text_ends_where_the_model_ends_it(chat_model: Path) -> None:
     expected = {"text": "", "tokens": [0], "stop": "end"}
     assert run_json(chat_model, "-p", "Hello")["output"] == expected
     out = page_of(chat_model, "-p", "Hello")
-    assert out.startswith("Hello\n\nmemory")
+    assert out.startswith("Hello\n\ntext ")
     assert "text      1 token (ended by the model)" in out
 
 
@@ -429,7 +429,6 @@ def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, sai
 @pytest.mark.parametrize(("target", "said"), [
     ("folder", "folder: Is a directory"),
     ("new/", "new/: Is a directory"),
-    ("", ": Is a directory"),
     ("pipe", "pipe: Is not a regular file"),
     ("/dev/null", "/dev/null: Is not a regular file"),
     ("/proc/unimem.session", "/proc/unimem.session: "),
@@ -682,7 +681,7 @@ def test_on_a_terminal(model: Path) -> None:
 
 def test_lines_on_a_terminal_end_between_words() -> None:
     story, narrow = (
-        page_of("-n", "100", **options).split("\n\nmemory")[0]
+        page_of("-n", "100", **options).split("\n\ntext ")[0]
         for options in ({}, {"columns": 40, "NO_COLOR": "1"})
     )
     lines = narrow.splitlines()

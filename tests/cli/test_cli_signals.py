@@ -69,6 +69,22 @@ def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str
     assert run_command(code=script) == (130, "", "")
 
 
+# Interrupts the process as soon as it takes interrupts as others do.
+AT_THE_HANDOVER = """
+set_handler = signal.signal
+def interrupt(number, handler):
+    set_handler(number, handler)
+    if handler is signal.default_int_handler:
+        os.kill(os.getpid(), signal.SIGINT)
+signal.signal = interrupt
+"""
+
+
+def test_an_interrupt_before_the_command_begins_ends_it_without_a_word() -> None:
+    script = INTERRUPTED.replace("MODULE", "none").replace("BEFORE", AT_THE_HANDOVER)
+    assert run_command(code=script) == (130, "", "")
+
+
 def test_interrupts_that_somebody_ignores_end_nothing() -> None:
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)

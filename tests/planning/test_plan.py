@@ -384,7 +384,7 @@ def test_options_out_of_range(name: str, values: list[Any]) -> None:
 @pytest.mark.usefixtures("available")
 def test_str() -> None:
     plan = um.plan(DIMS, ctx=100)
-    facts, memory, checks, unknown, verdict = str(plan).split("\n\n")
+    verdict, facts, memory, checks, unknown = str(plan).split("\n\n")
     assert [line.split()[0] for line in facts.splitlines()] == ["model", "context", "load"]
     assert facts.startswith("model     architecture unknown, dimensions\n")
     assert "100 tokens (model's own: 8,192, fits: 8,192), KV f16" in facts

@@ -8,9 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unimem.cli import terminal
-from unimem.system.text import Surface, escape, fact_lines, format_bytes, item_lines, table_lines
+from unimem.system.text import (
+    Surface,
+    escape,
+    fact_lines,
+    format_bytes,
+    format_count,
+    item_lines,
+    table_lines,
+)
 from unimem_bench import texts
-from unimem_bench.advise import Advised, Factor, Variant, advise, count, flag
+from unimem_bench.advise import Advised, Factor, Variant, advise, flag
 from unimem_bench.stats import Ratio
 
 __all__ = ["show_advice"]
@@ -63,10 +71,11 @@ def _facts(advice: Advised) -> dict[str, str]:
     effort = advice.effort
     return {
         "model": advice.model,
-        "measured": f"{count(advice.threads, 'thread')}, a context of "
-        f"{count(advice.ctx, 'token')}, of which {effort.n_prompt:,} and more are filled; "
-        f"{count(effort.passes, 'process')} for each value, {count(effort.rounds, 'round')} of "
-        f"{count(effort.n_decode, 'token')} in each; {texts.duration(advice.seconds)} in all",
+        "measured": f"{format_count(advice.threads, 'thread')}, a context of "
+        f"{format_count(advice.ctx, 'token')}, of which {effort.n_prompt:,} and more are filled; "
+        f"{format_count(effort.passes, 'process', 'es')} for each value, "
+        f"{format_count(effort.rounds, 'round')} of {format_count(effort.n_decode, 'token')} in "
+        f"each; {texts.duration(advice.seconds)} in all",
         "shown": "tokens a second of decode and prefill; of decode how many times as fast that is "
         "as with the defaults, with the interval in which a second run would lie",
     }

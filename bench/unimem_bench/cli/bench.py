@@ -79,7 +79,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what unimem costs here, beside what one would use instead."""
+    """Measure what unimem costs here, beside what else one would use."""
     names = list(dict.fromkeys(suites or NAMES))
     given = {
         "SUITE": suites,

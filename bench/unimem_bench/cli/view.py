@@ -58,11 +58,10 @@ def _targets(record: Record) -> Iterator[str]:
     if made.table.rows:
         # Side by side, case and claim leave room for nothing else.
         rows = [
-            TableRow((issue, f"{case}: {text}", *rest), tone)
-            for (issue, case, text, *rest), tone in made.table.rows
+            TableRow((f"{case}: {text}", *rest), tone)
+            for (case, text, *rest), tone in made.table.rows
         ]
-        issue, _, *heads = made.table.head
-        yield from _table(Table((issue, *heads), tuple(rows), "><<<"))
+        yield from _table(Table(made.table.head[1:], tuple(rows), "<<<"))
     for note in made.notes:
         yield from _wrapped(note, terminal.surface().dim)
     yield (terminal.surface().good if made.is_good else terminal.surface().bad)(f"{made.summary}.")

@@ -14,6 +14,7 @@ from unimem.system.text import (
     Surface,
     fact_lines,
     format_bytes,
+    format_count,
     shorten_path,
     table_lines,
 )
@@ -80,7 +81,7 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for model in models[:_MODELS]:
         yield "model", f"{model['path']} ({'; '.join(_about(model))})"
     if len(models) > _MODELS:
-        yield "", f"and {len(models) - _MODELS} more files, which --json names"
+        yield "", f"and {format_count(len(models) - _MODELS, 'more file')}, which --json names"
     if counters := facts.get("counters"):
         # Of another version of unimem there may be others.
         counted = [

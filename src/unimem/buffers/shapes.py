@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
+from unimem.system.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents
@@ -204,7 +205,8 @@ def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueE
 
 def _too_many_layers(n_layers: int, n_tensors: int) -> _UnknownError:
     return _UnknownError(
-        f"the metadata speaks of {n_layers} layers, but the file has only {n_tensors} tensors"
+        f"the metadata speaks of {format_count(n_layers, 'layer')}, but the file has only "
+        f"{format_count(n_tensors, 'tensor')}"
     )
 
 
@@ -258,7 +260,9 @@ def _per_layer(meta: ArchMetadata, name: str, count: int) -> int | list[int] | N
     if isinstance(value, (int, float, str)):
         return meta.count(name) if value else 0
     if len(value) != count:
-        raise _UnknownError(f"'{name}' has {len(value)} values for {count} layers")
+        raise _UnknownError(
+            f"'{name}' has {format_count(len(value), 'value')} for {format_count(count, 'layer')}"
+        )
     values = value if isinstance(value, list) else value.tolist()
     if not all(type(item) is int and 0 <= item <= _MOST for item in values):
         raise _UnknownError(f"'{name}' has values that are no numbers of heads")

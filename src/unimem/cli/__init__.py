@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_INSTALL = "pip install 'unimem-llm[run]'"
+# Extras that are called as the command that needs them; all of them bring the command line.
+_EXTRAS = ("run", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import rich  # noqa: F401 - commands need both later: what is missing is named at once
         import typer  # noqa: F401
     except ImportError as error:
-        return _fail(f"the command line needs {error.name}, which comes with: {_INSTALL}", FAILED)
+        words = sys.argv[1:] if arguments is None else arguments
+        extra = words[0] if words and words[0] in _EXTRAS else "cli"
+        return _fail(
+            f"the command line needs {error.name}, which comes with: "
+            f"pip install 'unimem-llm[{extra}]'",
+            FAILED,
+        )
     if sys.stdout is None:
         return _fail("standard output is closed: there is nowhere to write to", FAILED)
     # A terminal that lacks a character shows a question mark for it.
@@ -121,18 +128,18 @@ def _app() -> typer.Typer:
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
+    from unimem.cli.program import program
     from unimem.cli.report import report
     from unimem.cli.run import run
     from unimem.cli.stage import stage
 
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    app.callback()(_unimem)
+    app.callback()(program)
     app.command()(run)
     app.command()(plan)
     app.command()(report)
@@ -142,10 +149,6 @@ def _app() -> typer.Typer:
     for command in entry_points(group="unimem.commands"):
         app.command(command.name)(command.load())
     return app
-
-
-def _unimem() -> None:
-    """RAM, huge pages and KV caches for LLM inference, with every byte accounted for."""
 
 
 def _sentence(error: BaseException) -> str:

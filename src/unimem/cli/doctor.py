@@ -18,7 +18,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document instead (see docs/doctor.md).")
     ] = False,
 ) -> None:
-    """Show what this machine gives to inference, and what to change so that it gives more."""
+    """Show what this machine gives to inference, and what to change."""
     machine = look()
     if as_json:
         terminal.show(machine.to_json() + "\n")

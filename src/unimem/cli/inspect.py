@@ -69,7 +69,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model file holds: of any architecture, without reading its data."""
+    """Show what a model file holds, without reading its data."""
     if is_url(model):
         if residency or content_hash:
             raise typer.BadParameter(
@@ -160,7 +160,7 @@ def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
     chosen = {}
     for key in keys:
         if key not in weights.metadata:
-            raise ValueError(f"{weights.files[0]}: its metadata have no key '{key}'")
+            raise ValueError(f"{weights.files[0]}: its metadata has no key '{key}'")
         chosen[key] = weights.metadata[key]
     return chosen
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -24,17 +27,54 @@ __all__ = [
     "Threads",
     "Window",
     "check_numa",
+    "number_parser",
+    "parse_tokens",
     "path_or_url",
 ]
+
+# K is 1024, as in the sizes that commands write.
+_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:([kmgt])(?:i?b)?)?", re.I | re.A)
+_SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
+    """Make the parser of an option that takes a number of tokens or bytes, as ``8k`` or ``16G``.
+
+    Parameters
+    ----------
+    least, most : int
+        What it takes.
+    examples : str
+        What a message names.
+
+    Returns
+    -------
+    callable
+        It takes the text, and raises `typer.BadParameter` that says what was expected.
+    """
+
+    def parse(text: str) -> int:
+        found = _NUMBER.fullmatch(text)
+        if found is not None:
+            value = Fraction(found[1]) * _SCALES[(found[2] or "").lower()]
+            if value.denominator == 1 and least <= value <= most:
+                return int(value)
+        raise typer.BadParameter(
+            f"expected a whole number from {least} to {most}, as {examples}; got {text!r:.40}"
+        )
+
+    return parse
+
+
+parse_tokens = number_parser(1, 2**31 - 1, "512, 8192 or 8k")
 
 Ctx = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        max=2**31 - 1,
+        parser=parse_tokens,
         metavar="N",
-        help=f"Tokens of context. [default: the smallest of the model's, {DEFAULT_CTX}, and what "
-        "fits]",
+        help="Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
+        f"{DEFAULT_CTX}, and what fits]",
         show_default=False,
     ),
 ]
@@ -69,10 +109,9 @@ KVType = Annotated[
 Window = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        max=2**31 - 1,
+        parser=parse_tokens,
         metavar="N",
-        help="Tokens that attention sees; the KV cache is a ring of these. [default: all]",
+        help="Tokens that attention sees, as 4k; the KV cache is a ring of these. [default: all]",
         show_default=False,
     ),
 ]

@@ -112,8 +112,8 @@ def plan(
     machine = _machine(memory, cpus, pool or [], nodes, cgroup)
     if machine is not None and device is not None:
         raise typer.BadParameter("--device: a GPU is one of this machine's: leave out the other")
-    if device is not None and not re.fullmatch(r"cuda:\d+", device):
-        raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r}")
+    if device is not None and not re.fullmatch(r"cuda:[0-9]{1,4}", device):
+        raise typer.BadParameter(f"--device: expected cuda:N, as in cuda:0, got {device!r:.40}")
     if model is None:
         from unimem.engine import embedded_model
 

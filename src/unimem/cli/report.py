@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -14,7 +15,14 @@ from unimem.accounting.report_text import report_lines
 from unimem.cli import terminal
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
-from unimem.system.text import Surface, format_bytes, shorten_path, table_lines, wrap
+from unimem.system.text import (
+    Surface,
+    format_bytes,
+    format_count,
+    shorten_path,
+    table_lines,
+    wrap,
+)
 
 __all__ = ["report"]
 
@@ -82,9 +90,9 @@ def report(
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
+    if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text):
         raise typer.BadParameter(
-            f"expected PID, the number of a process, got {text!r}: 'unimem report' lists those "
+            f"expected PID, the number of a process, got {text!r:.40}: 'unimem report' lists those "
             "that have a model, 'ps -e' all"
         )
     return int(text)
@@ -125,8 +133,8 @@ def _list(surface: Surface, seen: Processes) -> Iterator[str]:
             "is not found so: unimem report PID takes any, and ps -e lists all."
         )
     if seen.n_hidden:
-        n = "1 process is" if seen.n_hidden == 1 else f"{seen.n_hidden} processes are"
-        text += f" {n} not ours to look at."
+        n = format_count(seen.n_hidden, "process", "es")
+        text += f" {n} {'is' if seen.n_hidden == 1 else 'are'} not ours to look at."
     yield from ["", *wrap(text, surface.width)]
 
 

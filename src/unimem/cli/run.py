@@ -30,6 +30,7 @@ from unimem.cli.options import (
     Threads,
     Window,
     check_numa,
+    parse_tokens,
 )
 from unimem.errors import CacheFull
 from unimem.layout import Layout
@@ -38,7 +39,7 @@ from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
-from unimem.system.text import escape, fact_lines, table_lines
+from unimem.system.text import escape, fact_lines, format_count, table_lines
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
@@ -144,6 +145,7 @@ def run(
         typer.Option(
             "--prompt",
             "-p",
+            metavar="TEXT",
             help="What the text begins with, or with --chat the message. [default: nothing; "
             f"for the model in the package '{DEFAULT_PROMPT}']",
             show_default=False,
@@ -154,9 +156,10 @@ def run(
         typer.Option(
             "--tokens",
             "-n",
-            min=1,
+            parser=parse_tokens,
             metavar="N",
-            help=f"The most tokens to make. [default: {DEFAULT_TOKENS}, or what the context holds]",
+            help=f"The most tokens to make, as 256 or 1k. [default: {DEFAULT_TOKENS}, or what the "
+            "context holds]",
             show_default=False,
         ),
     ] = None,
@@ -180,18 +183,22 @@ def run(
         bool, typer.Option("--chat", help="Write the prompt as the model's chat template says.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token; above 0, by chance.")
+        float,
+        typer.Option(min=0, metavar="X", help="0 takes the likeliest token; above 0, by chance."),
     ] = 0.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Choose among so many of the likeliest; 0 for all.")
+        int,
+        typer.Option(min=0, metavar="N", help="Choose among so many of the likeliest; 0 for all."),
     ] = 40,
     top_p: Annotated[
-        float, typer.Option(help="Of these, among the fewest that make up this probability.")
+        float,
+        typer.Option(metavar="X", help="Of these, among the fewest that make up this probability."),
     ] = 1.0,
     seed: Annotated[
         int | None,
         typer.Option(
             min=0,
+            metavar="N",
             help="Same seed, same text. [default: a new one each time]",
             show_default=False,
         ),
@@ -204,7 +211,7 @@ def run(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make text, and show what every byte is for and what a token costs."""
+    """Make text; show what every byte is for and what a token costs."""
     check_numa(numa)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(model is None, ctx, load, pages, numa, chat, resume, save_session, sampling)
@@ -212,6 +219,8 @@ def run(
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
         raise typer.BadParameter("--chat needs a message: give it with -p")
+    if save_session == "":
+        raise typer.BadParameter("--save-session: expected the path of a file, got ''")
     try:
         (prompt or "").encode()
     except UnicodeEncodeError:
@@ -332,10 +341,11 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
     if n is None:
         n = max(1, min(DEFAULT_TOKENS, decoder.ctx - used - len(ids)))
     if used + len(ids) + n > decoder.ctx:
-        restored = f"a session of {_count(used)}, " if used else ""
+        restored = f"a session of {format_count(used, 'token')}, " if used else ""
         raise CacheFull(
-            f"{restored}a prompt of {len(ids)} tokens and {n} more do not fit in the context of "
-            f"{decoder.ctx}: take fewer with -n, a shorter prompt, or a larger --ctx",
+            f"{restored}a prompt of {format_count(len(ids), 'token')} and {n:,} more do not fit in "
+            f"the context of {decoder.ctx:,}: take fewer with -n, a shorter prompt, or a larger "
+            "--ctx",
             decoder.ctx,
             used,
             len(ids) + n,
@@ -404,6 +414,9 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
 def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
     report = decoder.report()
     surface = terminal.surface()
+    narrow = replace(surface, width=_WIDTH)
+    facts = _facts(decoder, report, talk, options)
+    terminal.show("\n".join(fact_lines(narrow, facts.items(), cuts=False)) + "\n\n")
     terminal.show("\n".join(memory_lines(surface, report.rows)) + "\n\n")
     costs = talk.costs
     if costs is None:
@@ -422,9 +435,7 @@ def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
         head = (f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all")
         terminal.show("\n".join(table_lines(surface, head, steady)) + "\n\n")
-    facts = _facts(decoder, report, talk, options)
-    lines = fact_lines(replace(surface, width=_WIDTH), facts.items(), cuts=False)
-    terminal.show("\n".join(lines) + "\n")
+    terminal.show("\n".join(fact_lines(narrow, _notes(report).items(), cuts=False)) + "\n")
 
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:
@@ -447,37 +458,39 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
     )
     session = []
     if options.resume is not None:
-        session.append(f"{_count(talk.n_restored)} restored from {options.resume}")
+        session.append(f"{format_count(talk.n_restored, 'token')} restored from {options.resume}")
     if options.save_session is not None:
         if talk.n_saved:
-            session.append(f"{_count(talk.n_saved)} saved to {options.save_session}")
+            session.append(f"{format_count(talk.n_saved, 'token')} saved to {options.save_session}")
         else:
             session.append("nothing to save" if kv.is_empty else "not saved")
     known = report.facts
     name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
-    build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
     facts = {
-        "text": f"{_count(talk.n_made)} ({_STOPS[talk.stop]}), {by}",
+        "text": f"{format_count(talk.n_made, 'token')} ({_STOPS[talk.stop]}), {by}",
         "speed": f"prefill {_speed(n_prompt, talk.prefill_seconds)}, "
         f"decode {_speed(talk.n_made, talk.decode_seconds)}",
-        "context": f"{_count(decoder.ctx)} ({why}), {used} used, {n_prompt} of them the prompt"
+        "context": f"{format_count(decoder.ctx, 'token')} ({why}), {used} used, "
+        f"{n_prompt} of them the prompt"
         + (f"; attention sees the last {kv.window}" if kv.window else ""),
         "session": ", ".join(session),
         "load": f"{known['load']}: {known['load_reason']}",
         "model": f"{name}: {known['architecture']}, "
-        f"{decoder.dims.num_layers} layers, KV {decoder.kv.dtype}, "
-        f"{_count(decoder.threads, 'thread')}",
-        "ggml": f"{build}, {' '.join(known['cpu_features'])}",
+        f"{format_count(decoder.dims.num_layers, 'layer')}, KV {decoder.kv.dtype}, "
+        f"{format_count(decoder.threads, 'thread')}",
     }
     if not session:
         del facts["session"]
-    if "advice" in known:
-        facts["advice"] = str(known["advice"])
     return facts
 
 
-def _count(n: int, what: str = "token") -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+def _notes(report: Report) -> dict[str, str]:
+    known = report.facts
+    build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
+    notes = {"ggml": f"{build}, {' '.join(known['cpu_features'])}"}
+    if "advice" in known:
+        notes["advice"] = str(known["advice"])
+    return notes
 
 
 def _speed(n: int, seconds: float) -> str:

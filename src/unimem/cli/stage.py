@@ -64,7 +64,10 @@ def stage(
     yes: Annotated[bool, typer.Option("--yes", help="With --drop all, do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a model into shared memory once, and print the path that other programs open."""
+    """Put a model into shared memory, and print the path to open.
+
+    It is read once; llama.cpp and other programs open the path in place of the model's.
+    """
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
     _check_usage(model, asked, show=show, drop_what=drop_what, page_cache=page_cache)
     for option, value in (("--dry-run", dry_run), ("--yes", yes)):
@@ -93,6 +96,8 @@ def _check_usage(
 ) -> None:
     if (model is not None) + show + (drop_what is not None) != 1:
         raise typer.BadParameter("expected one of MODEL, --list and --drop")
+    if "" in (model, drop_what):
+        raise typer.BadParameter("expected the path of a model, got ''")
     others = (asked["backing"], asked["pages"], asked["numa"])
     if page_cache and others != ("auto", "auto", None):
         raise typer.BadParameter(
@@ -130,8 +135,6 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
         else:
             terminal.show_path(held.path)
-        for warning in held.warnings:
-            _tell(f"warning: {warning}")
         again = "was staged already" if found is not None else "is staged"
         _tell(f"{source} {again}: {_describe(held)}")
         if repacked.nbytes:
@@ -143,6 +146,8 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             )
         if held.pid:
             _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
+        for warning in held.warnings:
+            _tell(f"warning: {warning}")
 
 
 def _reuse(source: str, asked: dict[str, Any]) -> Held | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from unimem.buffers.dims import ARCHITECTURES, ArchMetadata, ModelDims
 from unimem.system import ggml
+from unimem.system.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.opened import Weights
@@ -203,8 +204,8 @@ def _list_expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
 def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
     if dims.num_layers > len(weights.tensors):
         raise UnsupportedModel(
-            f"the metadata speaks of {dims.num_layers} layers, but the file has only "
-            f"{len(weights.tensors)} tensors"
+            f"the metadata speaks of {format_count(dims.num_layers, 'layer')}, but the file has "
+            f"only {format_count(len(weights.tensors), 'tensor')}"
         )
     known = set()
     for expected in _list_expected(arch, dims):

@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
-from unimem.system.text import format_bytes
+from unimem.system.text import format_bytes, format_count
 
 __all__ = [
     "Chunk",
@@ -198,14 +198,16 @@ class Snapshot:
                 number += 1
 
     def __str__(self) -> str:
-        shape = f"{self.n_layers} layers of {self.n_kv_heads} heads of {self.head_dim} {self.dtype}"
+        layers, heads = format_count(self.n_layers, "layer"), format_count(self.n_kv_heads, "head")
+        shape = f"{layers} of {heads} of {self.head_dim} {self.dtype}"
+        tokens = format_count(self.seq_len, "token")
         streams = f", {self.batch} streams" if self.batch > 1 else ""
         where = f" up to position {self.next_position - 1}" if self.seq_len else ""
         kind = f"window of {self.window}" if self.window else f"at most {self.max_seq_len}"
         model = f"model {self.model!r}" if self.model is not None else "no model named"
         ids = "with token ids" if self.tokens is not None else "without token ids"
         return (
-            f"{shape}{streams}; {self.seq_len} tokens{where}, {kind}; {model}; {ids}; "
+            f"{shape}{streams}; {tokens}{where}, {kind}; {model}; {ids}; "
             f"{format_bytes(self.file_bytes)}"
         )
 

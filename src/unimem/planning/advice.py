@@ -12,7 +12,7 @@ from typing import Any
 from unimem._core.gguf import tensor_type
 from unimem.planning.result import Advice, Plan, find_worst_check, is_as_asked
 from unimem.planning.search import find_largest
-from unimem.system.text import format_bytes
+from unimem.system.text import format_bytes, format_count
 
 __all__ = ["advise", "saved_bytes"]
 
@@ -102,23 +102,23 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         yield "do not lock it: the kernel may swap it out then", {"lock": False}
     if plan.sessions > 1:
         n = find_largest(plan.sessions - 1, lambda n: is_as_asked(replan({"sessions": n})), least=1)
-        text = f"{n} conversation{'s' * (n > 1)} at a time instead of {plan.sessions}"
+        text = f"{format_count(n, 'conversation')} at a time instead of {plan.sessions:,}"
         yield text, {"sessions": n}
     if plan.batch > 1:
         n = find_largest(plan.batch - 1, lambda n: is_as_asked(replan({"batch": n})), least=1)
-        yield f"{n} stream{'s' * (n > 1)} instead of {plan.batch}", {"batch": n}
+        yield f"{format_count(n, 'stream')} instead of {plan.batch:,}", {"batch": n}
     for kind in _KV_TYPES[1 + _KV_TYPES.index(plan.kv_dtype) :]:
         if kind != "bf16" and (plan.kv_dtype, kind) != ("bf16", "f16"):
             yield f"a KV cache of {kind} instead of {plan.kv_dtype}", {"kv_dtype": kind}
     if plan.max_ctx and plan.ctx is not None and plan.max_ctx < plan.ctx:
         yield (
-            f"a context of {plan.max_ctx} tokens, the longest that fits",
+            f"a context of {format_count(plan.max_ctx, 'token')}, the longest that fits",
             {"ctx": plan.max_ctx},
         )
     if plan.window is None and plan.ctx is not None and not _device_bytes(plan):
         window = _choose_window(plan.ctx, replan)
         if window:
-            yield f"attention that sees the last {window} tokens only", {"window": window}
+            yield f"attention that sees the last {window:,} tokens only", {"window": window}
 
 
 def _choose_window(ctx: int, replan: Replan) -> int:

@@ -230,7 +230,9 @@ class Plan:
         worst = find_worst_check(self, strict=strict)
         if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
             return
-        context = "" if self.ctx is None else f" with a context of {self.ctx} tokens"
+        context = (
+            "" if self.ctx is None else f" with a context of {format_count(self.ctx, 'token')}"
+        )
         hints = "; ".join([item.text for item in self.advice[:2]] or [worst.remedy])
         raise CapacityError(
             f"the model needs {format_bytes(worst.needed_bytes)}{context}, but "
@@ -296,7 +298,7 @@ _EXACT = 10 * 1024  # a context of fewer tokens is said to the token, others in 
 
 
 def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterator[str]:
-    """Write what a plan says, and in the last line whether it fits.
+    """Write what a plan says: in the first line whether it fits, and notes at the end.
 
     Parameters
     ----------
@@ -307,33 +309,36 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
     path : str, optional
         What the file is called, by default as the plan has it.
     """
+    yield (surface.good if plan.verdict == "fits" else surface.bad)(_verdict(surface, plan))
+    yield ""
     yield from fact_lines(surface, _facts(plan, path or plan.facts.get("model", "")).items())
     yield ""
     yield from _memory_lines(surface, plan)
     yield ""
     yield from _check_lines(surface, plan)
-    yield ""
     if plan.spilled_bytes:
+        yield ""
         yield from wrap(
             f"{format_bytes(plan.spilled_bytes)} of the file cannot stay in RAM beside the rest: "
             "every token reads them from the disk again.",
             surface.width,
         )
-        yield ""
     missed = [check.name for check in plan.checks if not (check.fits or check.is_hard)]
     if missed:
+        yield ""
         yield from wrap(
             f"Not as asked for: {escape(', '.join(missed))}. Memory falls back to what there is.",
             surface.width,
         )
-        yield ""
+    yield from _advice_lines(surface, plan)
     if plan.unknown:
+        yield ""
         yield surface.heading("Not known:")
         for sentence in plan.unknown:
             yield from item_lines(surface, "-", sentence)
+    if note := plan.facts.get("ggml"):
         yield ""
-    yield from _advice_lines(surface, plan)
-    yield (surface.good if plan.verdict == "fits" else surface.bad)(_verdict(surface, plan))
+        yield from fact_lines(surface, [("ggml", note)])
 
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
@@ -361,7 +366,6 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "machine": known.get("machine") or "",
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
-        "ggml": known.get("ggml") or "",
     }
     return {name: text for name, text in facts.items() if text}
 
@@ -410,6 +414,7 @@ def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
 def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     if not plan.advice:
         return
+    yield ""
     yield surface.heading("What helps, that costs the least first:")
     remedies = {check.remedy for check in plan.checks}
     for number, advice in enumerate(plan.advice, 1):
@@ -420,7 +425,6 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
         yield from item_lines(surface, f"{number}.", f"{text}:" if typed else text)
         if typed:  # in a line of its own, however long: to be copied
             yield " " * _INDENT + escape(typed)
-    yield ""
 
 
 def _worth(plan: Plan, advice: Advice) -> str:

@@ -35,10 +35,7 @@ _ESTIMATED = (
     "biases"
 )
 _NAME_CHARS = 200  # of a name that a file gives itself
-_GGML = (
-    "beside these, ggml has its code, tables of its own and a pool of threads, which no plan "
-    "counts, and Decoder.report shows"
-)
+_GGML = "its code, tables and threads are not counted: Decoder.report has them"
 
 
 class ModelSource(Protocol):

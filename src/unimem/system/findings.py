@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unimem.system.machine import Finding, MachineFacts
-from unimem.system.text import format_bytes
+from unimem.system.text import format_bytes, format_count
 
 __all__ = ["judge"]
 
@@ -135,7 +135,7 @@ def _quota(machine: MachineFacts) -> Iterator[Finding]:
     if cpu.quota and cpu.quota.cpus < cpu.allowed_cores:
         unlimited = "max" if cpu.quota.path.endswith("cpu.max") else "-1"
         yield Finding(
-            f"a CPU quota leaves {cpu.quota.cpus:.3g} of {_count(cpu.allowed_cores, 'core')}",
+            f"a CPU quota leaves {cpu.quota.cpus:.3g} of {format_count(cpu.allowed_cores, 'core')}",
             "A thread that has used up its share stops until the next period, and all others wait "
             "for it at the end of each matrix product.",
             f"echo {unlimited} > {cpu.quota.path}",
@@ -352,7 +352,3 @@ _RULES = (
 
 def _nodes(ids: list[int]) -> str:
     return f"node{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -127,9 +127,8 @@ def _memory(machine: MachineFacts) -> Iterator[str]:
 
 def _pools(machine: MachineFacts) -> Iterator[str]:
     for name, pool in machine.pools.items():
-        pages = "page" if pool.total == 1 else "pages"
         more = f", {pool.surplus_most} more on demand" if pool.surplus_most else ""
-        yield f"{name}: {pool.total} {pages}, {pool.free} free{more}"
+        yield f"{name}: {format_count(pool.total, 'page')}, {pool.free} free{more}"
 
 
 def _cpu(machine: MachineFacts) -> Iterator[str]:

@@ -19,7 +19,7 @@ from unimem.errors import PlacementError, PlacementWarning
 from unimem.system.arguments import integer, one_of
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
-from unimem.system.text import format_bytes, format_ranges
+from unimem.system.text import format_bytes, format_count, format_ranges
 
 __all__ = [
     "Extent",
@@ -441,8 +441,8 @@ def pool_shortfall(
             for node in numa.nodes
         )
     return (
-        f"pages='{size}' needs {needed} hugetlb pages of {format_bytes(page)}, and {has}: "
-        f"'{command}' as root adds what is missing"
+        f"pages='{size}' needs {format_count(needed, 'hugetlb page')} of {format_bytes(page)}, and "
+        f"{has}: '{command}' as root adds what is missing"
     )
 
 

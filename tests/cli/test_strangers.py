@@ -1,0 +1,243 @@
+"""What strangers type: wrong and unusual arguments, names and streams.
+
+Each ends with the exit code that docs/cli.md gives it, and with words that say what was wrong; none
+with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+
+from screens import Screen, show
+from unimem.engine import embedded_model
+
+# An exception that got through without a sentence of its own.
+BARE = re.compile(r"Traceback|\b(Attribute|Key|Index|Type|UnboundLocal)Error\b|object has no attr")
+LONG = "x" * 5000
+NO_PROCESS = 2**22 + 1  # beyond the most that Linux gives
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of every kind, which rows name by relative paths."""
+    made = tmp_path_factory.mktemp("strangers")
+    model = embedded_model().read_bytes()
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    files = {
+        "empty.gguf": b"",
+        "text.gguf": b"no model at all\n" * 99,
+        "cut.gguf": model[:5000],
+        "short.gguf": model[:-5000],
+        "cut.safetensors": b"\x10\0\0\0\0\0\0\0{}",
+        "m.safetensors": struct.pack("<Q", len(header)) + header + bytes(8),
+        "foreign.session": b"UNIMEMKV" + bytes(5000),
+    }
+    for name, data in files.items():
+        (made / name).write_bytes(data)
+    for name in ("m.gguf", "a model.gguf", "日本語.gguf", "two\nlines.gguf", "-"):
+        shutil.copy(embedded_model(), made / name)
+    (made / "folder").mkdir()
+    os.mkfifo(made / "pipe")
+    saved = ("--save-session", made / "own.session")
+    assert show("run", "-n", 1, "--threads", 1, *saved).code == 0
+    return made
+
+
+# Arguments, the exit code, and words on standard error; with none, it works and says nothing there.
+USAGE = [
+    ([], 2, "Usage: unimem"),
+    (["walk"], 2, "No such command 'walk'"),
+    (["--walk"], 2, "No such option: --walk"),
+    (["plan", "--walk"], 2, "No such option: --walk"),
+    (["plan", "m.gguf", "m.gguf"], 2, "unexpected extra argument"),
+    (["doctor", "m.gguf"], 2, "unexpected extra argument"),
+    (["inspect"], 2, "Missing argument 'MODEL'"),
+    (["stage"], 2, "expected one of MODEL, --list and --drop"),
+    (["plan", "--ctx"], 2, "--ctx"),
+    (["plan", "--ctx", "0"], 2, "'--ctx': expected a whole number from 1 to 2147483647"),
+    (["plan", "--ctx", "-8k"], 2, "as 512, 8192 or 8k; got '-8k'"),
+    (["plan", "--ctx", "nan"], 2, "got 'nan'"),
+    (["plan", "--ctx", ""], 2, "got ''"),
+    (["plan", "--ctx", "9" * 5000], 2, "got '99999"),
+    (["plan", "--window", "1e3"], 2, "'--window': expected a whole number"),
+    (["plan", "--kv-dtype", "int3"], 2, "'--kv-dtype'"),
+    (["plan", "--pages", "3m"], 2, "'--pages'"),
+    (["plan", "--load", "slowly"], 2, "'--load'"),
+    (["plan", "--numa", "bind:"], 2, "--numa: expected 'bind:NODES'"),
+    (["plan", "--numa", "bind:1024"], 2, "from 0 to 1023; got 'bind:1024'"),
+    (["plan", "--threads", "1.5"], 2, "'--threads'"),
+    (["plan", "--sessions", "99999"], 2, "'--sessions'"),
+    (["plan", "--batch", "-1"], 2, "'--batch'"),
+    (["plan", "--device", "gpu"], 2, "--device: expected cuda:N, as in cuda:0, got 'gpu'"),
+    (["plan", "--device", "cuda:" + "9" * 30], 2, "--device: expected cuda:N"),
+    (["run", "-n", "0"], 2, "'--tokens' / '-n': expected a whole number from 1"),
+    (["run", "-n", "9" * 30], 2, "got '99999"),
+    (["run", "-p", "a\udcff"], 2, "--prompt: expected text in UTF-8"),
+    (["run", "--temperature", "nan"], 2, "temperature"),
+    (["run", "--temperature", "inf"], 2, "temperature: expected a number from 0 on"),
+    (["run", "--top-p", "2"], 2, "top_p: expected a number above 0 and up to 1"),
+    (["run", "--seed", "-1"], 2, "'--seed'"),
+    (["run", "m.gguf", "--chat"], 2, "--chat needs a message"),
+    (["run", "--save-session", ""], 2, "--save-session: expected the path of a file"),
+    (["report", "0"], 2, "expected PID, the number of a process, got '0'"),
+    (["report", "-1"], 2, "-1"),
+    (["report", "python"], 2, "got 'python'"),
+    (["report", "\uff19"], 2, "expected PID"),
+    (["report", "9" * 5000], 2, "expected PID"),
+    (["report", "1", "--watch", "--mappings"], 2, "--mappings is not for --watch"),
+    (["report", "1", "--watch", "--interval", "nan"], 2, "'--interval'"),
+    (["report", "--count", "1"], 2, "--count is for --watch"),
+    (["report", "--mappings"], 2, "--mappings needs PID"),
+    (["stage", ""], 2, "expected the path of a model, got ''"),
+    (["stage", "m.gguf", "--list"], 2, "expected one of MODEL, --list and --drop"),
+    (["stage", "m.gguf", "--page-cache", "--pages", "2m"], 2, "--page-cache has pages"),
+]
+FILES = [
+    *(
+        ([*command, name], 1, words)
+        for command in (["plan"], ["inspect", "--json"], ["run"], ["stage"])
+        for name, words in (
+            ("none.gguf", "none.gguf: No such file or directory"),
+            ("folder", "folder: A directory: give a model file in it"),
+            ("empty.gguf", "empty.gguf: the file ends inside its header"),
+            ("/dev/null", "/dev/null: Expected a regular file"),
+            ("pipe", "pipe: Expected a regular file"),
+            ("text.gguf", "text.gguf: the file does not begin with GGUF"),
+            ("cut.gguf", "cut.gguf: an array is longer than the rest of the file"),
+            ("short.gguf", "short.gguf: a tensor passes the end of the file"),
+            ("cut.safetensors", "cut.safetensors: the file ends inside its header"),
+            (LONG, "File name too long"),
+        )
+    ),
+    (["run", "m.safetensors"], 1, "does not say its architecture"),
+    (["plan", "m.safetensors"], 0, ""),
+    (["plan", "a model.gguf"], 0, ""),
+    (["plan", "日本語.gguf"], 0, ""),
+    (["inspect", "two\nlines.gguf"], 0, ""),
+    (["inspect", "-"], 0, ""),  # a file of this name, as any other
+    (["inspect", "m.gguf", "--metadata", "none"], 1, "its metadata has no key 'none'"),
+    (["stage", "--drop", "none.gguf"], 1, "none.gguf: nothing is staged under this name"),
+]
+RUNS = [
+    (["run", "-n", "1", "-p", ""], 0, ""),
+    (["run", "-n", "1", "-p", "\x01\x1b[2J"], 0, ""),
+    (["run", "-n", "1", "--top-k", "9" * 30, "--seed", "9" * 30, "--temperature", "1"], 0, ""),
+    (["run", "-n", "1m"], 3, "1,048,576 more do not fit in the context of 512"),
+    (["run", "--ctx", "1"], 3, "a prompt of 5 tokens and 1 more do not fit in the context of 1"),
+    (["run", "--chat", "-p", "Hello"], 1, "tokenizer.chat_template"),
+    (["run", "--resume", "none"], 1, "none: No such file or directory"),
+    (["run", "--resume", "folder"], 1, "folder: Is a directory"),
+    (["run", "--resume", "pipe"], 1, "pipe: Is not a regular file"),
+    (["run", "--resume", "m.gguf"], 1, "m.gguf: this is no snapshot of unimem"),
+    (["run", "--resume", "foreign.session"], 1, "foreign.session: "),
+    (["run", "--resume", "own.session", "--kv-dtype", "f32"], 1, "own.session: "),
+    (["run", "--save-session", "folder/none/a"], 1, "folder/none/a: No such file or directory"),
+    (["run", "--save-session", "/dev/full"], 1, "/dev/full: Is not a regular file"),
+    (["report", NO_PROCESS], 1, f"There is no process {NO_PROCESS} here"),
+    (["report", NO_PROCESS, "--watch"], 1, f"There is no process {NO_PROCESS} here"),
+    (["report", NO_PROCESS, "--json"], 1, f"There is no process {NO_PROCESS} here"),
+    (["report", 2**31], 1, f"There is no process {2**31} here"),
+]
+
+
+def check(screen: Screen, code: int, words: str) -> None:
+    assert screen.code == code, screen
+    assert words in " ".join(screen.err.split())
+    assert not BARE.search(screen.err)
+    if code:
+        assert screen.out == ""
+    if not words:
+        assert screen.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [*USAGE, *FILES, *RUNS],
+    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else "",
+)
+def test_strangers(folder: Path, arguments: list[str], code: int, words: str) -> None:
+    more = ["--threads", 1] if arguments[:1] == ["run"] else []
+    with chdir(folder):
+        check(show(*arguments, *more), code, words)
+
+
+def test_the_first_process_is_read_or_refused_in_words() -> None:
+    """Whether it may be read depends on who asks, and where."""
+    screen = show("report", 1)
+    assert screen.code in (0, 1)
+    assert not BARE.search(screen.err)
+    assert bool(screen.err) == bool(screen.code)
+
+
+# ---- as a process -------------------------------------------------------------------------------
+
+MAIN = "import sys; from unimem_command import main; sys.exit(main())"
+
+
+def run(*arguments: Any, shell: str = 'exec "$@"', **options: Any) -> Screen:
+    """Run the command in a process, as a shell starts it."""
+    words = [
+        sys.executable,
+        "-c",
+        MAIN,
+        *(w if isinstance(w, bytes) else str(w) for w in arguments),
+    ]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    words = ["sh", "-c", shell, "sh", *words]
+    made: Any = subprocess.run(words, check=False, timeout=120, **options)
+    return Screen(made.returncode, (made.stdout or b"").decode(), (made.stderr or b"").decode())
+
+
+@pytest.mark.parametrize("command", ["plan", "--version", "--help"])
+def test_a_full_disk_behind_standard_output(command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        check(run(command, stdout=full), 1, "No space left on device")
+
+
+def test_a_reader_that_is_gone() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        check(run("plan", stdout=write), 1, "")
+    finally:
+        os.close(write)
+
+
+@pytest.mark.parametrize(("closed", "arguments", "code", "words"), [
+    ("<&-", ["run", "-n", 1, "--threads", 1], 0, ""),
+    (">&-", ["plan"], 1, "standard output is closed: there is nowhere to write to"),
+    ("2>&-", ["plan", "none.gguf"], 1, ""),
+])  # fmt: skip
+def test_a_stream_that_is_closed(closed: str, arguments: list[Any], code: int, words: str) -> None:
+    check(run(*arguments, shell=f'exec "$@" {closed}'), code, words)
+
+
+def test_a_name_that_is_no_text(folder: Path) -> None:
+    screen = run("plan", b"none\xff\n.gguf", cwd=folder, env=os.environ | {"LC_ALL": "C"})
+    check(screen, 1, "unimem: none?\\n.gguf: No such file or directory")
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    screen = run("stage", "m.gguf", shell='rmdir ../gone && exec "$@"', cwd=tmp_path / "gone")
+    check(screen, 1, "unimem: ")
+
+
+def test_a_watch_without_a_terminal_is_lines() -> None:
+    screen = run("report", os.getpid(), "--watch", "--count", 1, stdin=subprocess.DEVNULL)
+    assert (screen.code, screen.err) == (0, "")
+    assert "\x1b" not in screen.out
+    assert re.search(r"^total ", screen.out, re.M)
