@@ -17,6 +17,7 @@ from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry
 from unimem.errors import ClosedError
 from unimem.system import gpu
+from unimem.system.arguments import string
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.system.text import format_bytes
 
@@ -228,7 +229,7 @@ class Block:
         self._is_left_out = False
         # Part of another object, which warns for both when it is left open.
         self._is_part = False
-        self.name = name or "block"
+        self.name = string(name, "name", "block")
         self.category = category
         size = checked_size(nbytes, "nbytes", 1)
         check_placement("Block", placement)
