@@ -690,7 +690,7 @@ def test_a_tape_in_main_memory(up: Upload) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"threads": 0}, ValueError, "threads: expected 1 or more, got 0"),
+        ({"threads": 0}, ValueError, "threads: expected an integer from 1 on, got 0"),
         ({"threads": 1.5}, TypeError, "integer"),
         ({"staging_bytes": RING - 1}, ValueError, f"at least {RING}, .*got {RING - 1}"),
         ({"staging_bytes": "32M"}, TypeError, "integer"),

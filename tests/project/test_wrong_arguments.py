@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,7 @@ import unimem as um
 from public_names import python_names
 from things import DIMS, MODEL, Things
 from unimem.kv import snapshot
-
-# Wrong for most arguments; what an argument takes of them anyway is its own affair.
-WRONG: tuple[Any, ...] = (
-    *(None, "wrong", "wr\0ng", b"wrong", -1, 2**40, 2**70, 1.5, float("nan"), object(), [], ["x"]),
-    *({"a": 1}, np.zeros((2, 3)), np.array(1.5)),
-)
-TYPED = (
-    *(um.CapacityError, um.PlacementError, um.FormatError, um.ClosedError, um.FrozenError),
-    *(BufferError, MemoryError, NotImplementedError),
-)
-Call = tuple[Callable[..., Any], dict[str, Any]]
-
+from wrong_arguments import Call, unclear
 
 ROWS = np.zeros((1, 2, 8), np.float32)
 TOKEN = np.zeros((2, 2, 8), np.float32)
@@ -260,45 +248,12 @@ def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
     assert missing - set(rows) == set()
 
 
-def is_clear(error: Exception, argument: str) -> bool:
-    """Whether an error is one of ours, or says which argument was wrong and what was expected."""
-    words = str(error)
-    if isinstance(error, TYPED) or (isinstance(error, OSError) and error.strerror):
-        return bool(words)
-    # Of several things, one that is wrong may be named.
-    names = "|".join([argument, argument.removesuffix("s"), *argument.split("_or_")])
-    return (
-        type(error) in {TypeError, ValueError, IndexError}  # the last where a sequence is meant
-        and re.search(rf"\b({names})\b", words) is not None
-        and re.search("expected|must be|cannot|accepted|needs", words) is not None
-    )
-
-
 @pytest.fixture
 def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Things]:
     monkeypatch.chdir(tmp_path)  # where what is no path for a caller is made by `save`
     with ExitStack() as undo, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of placement, and of what is collected unclosed
         yield Things(tmp_path, undo)
-
-
-def unclear(things: Things, make: Callable[[Things], Call]) -> list[str]:
-    """The wrong calls whose errors leave their caller in the dark."""
-    found = []
-    _, right = make(things)
-    for argument in right:
-        for wrong in WRONG[:-2] if isinstance(right[argument], bool) else WRONG:
-            with ExitStack() as undo:
-                call, arguments = make(Things(things.folder, undo))
-                try:
-                    made = call(**arguments | {argument: wrong})
-                except Exception as error:
-                    if not is_clear(error, argument):
-                        found.append(f"{argument}={wrong!r:.30}: {type(error).__name__}: {error}")
-                else:
-                    with suppress(AttributeError, BufferError):
-                        made.close()
-    return found
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))

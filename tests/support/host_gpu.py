@@ -32,6 +32,7 @@ class HostMemory:
     def __init__(self, driver: HostDriver, nbytes: int) -> None:
         self._driver = driver
         self._nbytes = nbytes
+        self.ptr = 0  # of what main memory has no room for
         # Not zeros: nobody may count on what is in it.
         self._bytes = np.full(nbytes + 256, 0xA5, np.uint8)
         self.ptr = -(-self._bytes.ctypes.data // 256) * 256
@@ -39,7 +40,7 @@ class HostMemory:
         driver.n_allocations += 1
 
     def __del__(self) -> None:
-        del self._driver.allocated[self.ptr]
+        self._driver.allocated.pop(self.ptr, None)
 
 
 class HostStream:

@@ -63,6 +63,14 @@ cdef inline size_t _fast_size(object n, str what) except? 0:
     return size_of(n, what)
 
 
+# What nearly all takes align to: the same object wherever Python writes it.
+cdef object _ALIGN = 64
+
+
+cdef inline size_t _align_of(object align) except? 0:
+    return 64 if align is _ALIGN else _fast_size(align, "align")
+
+
 cdef str _public_name(object kind):
     """What users call a class: unimem.Tape, and not where it is defined."""
     package = kind.__module__.rpartition(".")[0].removesuffix("._core")
@@ -134,7 +142,7 @@ cdef class Bump:
 
     def take_address(self, nbytes, align=64):
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
-        return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _fast_size(align, "align"))
+        return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _align_of(align))
 
     def clear(self):
         """Take everything back but what is kept: O(1), and nothing is zeroed."""
@@ -439,11 +447,11 @@ cdef class Tape(Bump):
             # One dimension is the most frequent case by far, and needs no Python object.
             n = PyLong_AsLongLongAndOverflow(shape, &overflow)
             if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
-                address = self.take_raw(<size_t>n * itemsize, _fast_size(align, "align"))
+                address = self.take_raw(<size_t>n * itemsize, _align_of(align))
                 return vector_over(address, n, descr, self._region, True)
         dims = dims_of(shape)
         address = self.take_raw(self.check_fits(nbytes_of(dims, itemsize)),
-                                _fast_size(align, "align"))
+                                _align_of(align))
         return array_over(address, dims, descr, self._region, True)
 
     def take_bytes(self, nbytes, *, align=64):
@@ -528,7 +536,7 @@ cdef class DeviceTape(Bump):
         FrozenError, ClosedError, ValueError
         """
         cdef object descr = dtype_of(dtype)
-        cdef size_t aligned = _fast_size(align, "align")
+        cdef size_t aligned = _align_of(align)
         if aligned < <size_t>(<cnp.dtype>descr).alignment:
             raise ValueError(f"align: expected at least {descr.alignment} for {descr}, which a GPU "
                              f"reads nowhere else, got {align}")

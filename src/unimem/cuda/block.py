@@ -17,6 +17,7 @@ from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
 from unimem.errors import ClosedError
 from unimem.system import gpu
+from unimem.system.arguments import string
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.system.text import format_bytes
 
@@ -230,7 +231,7 @@ class Block:
         self._is_left_out = False
         # Part of another object, which warns for both when it is left open.
         self._is_part = False
-        self.name = name or "block"
+        self.name = string(name, "name", "block")
         size = checked_size(nbytes, "nbytes", 1)
         check_placement("Block", placement)
         if placement and not pinned:

@@ -6,6 +6,7 @@ from typing import Unpack
 
 from unimem._core.grid import DeviceGrid
 from unimem.cuda.tape import Tape
+from unimem.system.arguments import string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["Grid"]
@@ -64,7 +65,7 @@ class Grid(DeviceGrid):
         def new_tape(nbytes: int) -> Tape:
             return Tape(
                 nbytes,
-                name=name or "grid",
+                name=string(name, "name", "grid"),
                 category=category,
                 device=device,
                 pinned=pinned,

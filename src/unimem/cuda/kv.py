@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
@@ -17,6 +16,7 @@ from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.device import KVDevice
 from unimem.system import gpu
+from unimem.system.arguments import integer
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
@@ -369,7 +369,7 @@ class KVCache(KVDevice):
             `capacity_bytes` is above it. `trim_to` drops tokens, and the memory stays.
         """
         self._span(0)
-        if self.capacity_bytes <= operator.index(max_bytes):
+        if self.capacity_bytes <= integer(max_bytes, "max_bytes"):
             return False
         unsupported(
             "enforce_memory_limit",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from operator import index
 from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
@@ -18,6 +17,7 @@ from unimem.layout import Lifetimes
 from unimem.planning.device import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
+from unimem.system.arguments import integer
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
 from unimem.weights.opened import Weights, open_weights
@@ -166,7 +166,7 @@ class Layout(Lifetimes[Tape]):
         weights = path_or_weights
         # What is not known of the model cannot be made.
         dims = replace(ModelDims.from_weights(weights), max_batch_size=batch)
-        name = f"cuda:{index(device)}"
+        name = f"cuda:{integer(device, 'device')}"
         needed = plan(
             weights,
             ctx=None if ctx is None else int(ctx),

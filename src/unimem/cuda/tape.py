@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from unimem._core.arrays import checked_size
 from unimem._core.block import Block as HostBlock
 from unimem._core.tape import DeviceTape
 from unimem.cuda import upload
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
+from unimem.system.arguments import string
 from unimem.system.placement import PlacementOptions
 from unimem.weights.tensors import Contents
 
@@ -74,18 +76,21 @@ class Tape(DeviceTape):
             refuse_placement("block", nbytes_or_block.device, device, pinned, placement)
             block, total = nbytes_or_block, nbytes_or_block.nbytes
         else:
+            name = string(name, "name", "tape")
+            # Not what a pinned block is rounded up to: a tape ends where it was asked to.
+            total = checked_size(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(
-                nbytes_or_block,
+                total,
                 device=device,
                 pinned=pinned,
-                name=name or "tape",
+                name=name,
                 category=category,
                 **placement,
             )
             block._is_part = True
-            # Not what a pinned block was rounded up to: a tape ends where it was asked to.
-            total = nbytes_or_block
-        super().__init__(name or block.name, block, total, LEFT_OUT, owns_block=owns_block)
+        super().__init__(
+            string(name, "name", block.name), block, total, LEFT_OUT, owns_block=owns_block
+        )
         self._driver = block._driver
 
     def _new_array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:

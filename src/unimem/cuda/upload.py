@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import operator
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from unimem._core.tape import DeviceTape
 from unimem.cuda.block import Block
 from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
+from unimem.system.arguments import integer
 from unimem.system.gpu import Driver
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import check_version, reopen
@@ -105,14 +105,11 @@ def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
 def _n_threads(threads: int | None) -> int:
     if threads is None:
         return min(_THREADS, limits.thread_count())
-    n = operator.index(threads)
-    if n < 1:
-        raise ValueError(f"threads: expected 1 or more, got {n}")
-    return n
+    return integer(threads, "threads", 1)
 
 
 def _slot_bytes(staging_bytes: int | None) -> int:
-    asked = STAGING_BYTES if staging_bytes is None else operator.index(staging_bytes)
+    asked = STAGING_BYTES if staging_bytes is None else integer(staging_bytes, "staging_bytes")
     slot = asked // N_SLOTS // mmap.PAGESIZE * mmap.PAGESIZE
     if slot < 1:
         raise ValueError(

@@ -52,5 +52,7 @@ cdef tuple shape_of(cnp.ndarray a)
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
 # The two arrays of an argument `out`.
 cdef tuple pair_of(object out)
+# An array on the device of a driver; TypeError, which names the argument, for what is none.
+cdef object on_device(object driver, object x, str what)
 # A layer's number, of those from 0 on.
 cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff

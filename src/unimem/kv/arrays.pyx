@@ -182,6 +182,13 @@ cdef tuple pair_of(object out):
     return pair
 
 
+cdef object on_device(object driver, object x, str what):
+    try:
+        return driver.to_array(x)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from None
+
+
 cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff:
     number = index_of(layer, what)
     if not 0 <= number < n_layers:

@@ -28,7 +28,7 @@ cdef class KVDevice(KVRows):
     # Of arrays that the driver takes as they are.
     cdef object _array_type
 
-    cdef object as_array(self, object x)
+    cdef object as_array(self, object x, str what)
     cdef object number_of_stream(self, object stream)
     # The shape of k and v.
     cdef tuple check_given(self, Given *out, object k, object v, str doing)

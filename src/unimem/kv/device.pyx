@@ -10,7 +10,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
 from unimem.kv.arrays cimport (
-    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number,
+    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
     refuse_tokens,
 )
 from unimem.kv.rows cimport KVRows, is_v
@@ -126,11 +126,11 @@ cdef class KVDevice(KVRows):
 
     # ---- appending ----
 
-    cdef object as_array(self, object x):
+    cdef object as_array(self, object x, str what):
         # The driver's own type of arrays is learnt. Where they are `find_apart` looks at.
         if type(x) is self._array_type:
             return x
-        found = self._driver.to_array(x)
+        found = on_device(self._driver, x, what)
         if found is x:
             self._array_type = type(x)
         return found
@@ -215,7 +215,8 @@ cdef class KVDevice(KVRows):
         cdef uint32_t index
         cdef tuple shape
         self.open_region()  # in a forked child the driver is not there to be asked
-        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
         index = layer_number(layer, s.n_layers, "layer")
         shape = self.check_given(&given, k, v, "KVCache.append")
         self.begin_change()
@@ -252,7 +253,8 @@ cdef class KVDevice(KVRows):
         cdef uint64_t row = 0
         cdef str doing = "KVCache.append_all"
         self.open_region()
-        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
         check_types(&given, k.dtype, v.dtype, s.type, doing)
         check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
         if s.batch != 1:
@@ -286,7 +288,8 @@ cdef class KVDevice(KVRows):
         row = self._driver.to_array(row)
         if row.dtype != dtype_of("int32") or row.size != 1:
             raise TypeError(f"row: expected one int32, got {row.dtype} of shape {row.shape}")
-        k, v, stream = self.as_array(k), self.as_array(v), self.number_of_stream(stream)
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
         index = layer_number(layer, self.kv.spec.n_layers, "layer")
         shape = self.check_given(&given, k, v, doing)
         self.begin_change()

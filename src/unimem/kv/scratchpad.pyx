@@ -14,7 +14,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport (
     array_over, dtype_among, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
-from unimem.kv.arrays cimport Bytes, find_bytes
+from unimem.kv.arrays cimport Bytes, find_bytes, on_device
 from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport full_text, raise_status
 from unimem._core.tape cimport Bump, Tape
@@ -466,7 +466,7 @@ cdef class DeviceScratchpad(_Rows):
         CUDA graph, it writes the same row at every replay.
         """
         self.check_open()
-        rows = self._driver.to_array(vec)
+        rows = on_device(self._driver, vec, "vec")
         self.check_shape(rows.shape, False)
         self.append_rows(rows, 1, stream)
 
@@ -486,7 +486,7 @@ cdef class DeviceScratchpad(_Rows):
             As `append`.
         """
         self.check_open()
-        rows = self._driver.to_array(rows)
+        rows = on_device(self._driver, rows, "rows")
         shape = rows.shape
         self.check_shape(shape, True)
         self.append_rows(rows, shape[0], stream)

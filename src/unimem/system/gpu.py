@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from unimem.errors import CapacityError, ClosedError, PlacementError
+from unimem.system.arguments import integer
 from unimem.system.text import format_bytes
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
@@ -74,7 +74,7 @@ def driver(device: int) -> Driver:
     ClosedError
         The process was forked by one that used CUDA.
     """
-    number = operator.index(device)
+    number = integer(device, "device")
     found = _drivers.get(number)
     if found is None:
         if _users - {os.getpid()}:
