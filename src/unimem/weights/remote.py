@@ -412,7 +412,10 @@ def _server_of(url: str) -> tuple[_Server, str]:
         raise ValueError(
             f"path: expected the path of a file, or https://, http://, s3:// or hf://, got {url!r}"
         )
-    _, host, name, query, _ = urlsplit(url)
+    try:
+        _, host, name, query, _ = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"path: {url!r} is no URL: {error}") from None
     user, at, host = host.rpartition("@")
     return _HttpServer((user + at, query)), urlunsplit((scheme, host, name, "", ""))
 
