@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from unimem.system import cgroups, kernel_files, limits
-from unimem.system.integers import integer
+from unimem.system.arguments import integer
 from unimem.system.kernel_files import parse_list
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.machine import MachineFacts
