@@ -280,11 +280,10 @@ def test_another_machine(planned: Planned, words: str, machine: dict[str, Any]) 
 def test_the_answer_is_about_the_other_machine() -> None:
     large = show("plan", "--memory", "4G", "--cpus", "3")
     assert (large.code, large.err) == (0, "")
-    assert "3 threads" in large.plain
     assert re.search(r"^memory of the machine +\S+ MiB +4\.0 GiB", large.plain, re.M)
     for memory, code, verdict in (("1M", 4, "Reads from disk"), ("100K", 3, "Does not fit")):
         small = show("plan", "--memory", memory)
-        assert (small.code, small.lines[-1].partition(":")[0]) == (code, verdict)
+        assert (small.code, small.lines[0].partition(":")[0]) == (code, verdict)
 
 
 def test_options_mean_what_they_mean_for_run() -> None:

@@ -226,7 +226,7 @@ def test_what_cannot_run_is_refused_before_it_is_read(
     none = tmp_path / "none.gguf"
     none.write_bytes(gf.everything())
     for path, options, error, text in (
-        (model, {"ctx": 2**30}, um.CapacityError, "a context of 1073741824 tokens"),
+        (model, {"ctx": 2**30}, um.CapacityError, "a context of 1,073,741,824 tokens"),
         (other, {"ctx": 65}, UnsupportedModel, "64"),
         (none, {}, UnsupportedModel, "'none' is not supported"),
     ):

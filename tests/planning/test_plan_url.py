@@ -361,7 +361,7 @@ def test_the_command(server: ModelServer) -> None:
     url = server.add(Path(TINY))
     screen = show("plan", url)
     assert (screen.code, screen.err) == (0, "")
-    assert screen.lines[1:3] == [f"file      {url}", "read      256.0 KiB of 1.0 MiB"]
+    assert screen.lines[3:5] == [f"file      {url}", "read      256.0 KiB of 1.0 MiB"]
     document = json.loads(show("plan", url, "--json").out)
     schema = ROOT / "docs" / "schemas" / "plan-1.json"
     jsonschema.validate(document, json.loads(schema.read_text()))

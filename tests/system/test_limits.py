@@ -112,7 +112,7 @@ def test_version_1(tree: Write) -> None:
     assert limit_file.endswith("memory/a/memory.limit_in_bytes")
     # In version 1, -1 takes the limit away; how much more is said as a figure.
     assert limit.remedy == f"echo -1 > {limit_file}  # -1: no limit"
-    assert limit.remedy_for(3000) == limit.remedy
+    assert limit.remedy_for(2750) == limit.remedy
     assert limit.remedy_for(8000) == f"echo 12288 > {limit_file}"
     with pytest.raises(CapacityError, match=f"raise it with: echo 12288 > {limit_file}"):
         limits.require(8000, "block 'kv'")

@@ -15,12 +15,9 @@ from unimem.system.text import format_bytes
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
-
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
-from unimem._core.growth cimport (
-    check_unused, discard_range, grow, overlay_range, release_range,
-)
+from unimem._core.growth cimport check_unused, discard_range, grow, overlay_range, release_range
 from unimem._core.mapping cimport (
     MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, attach_file, collapse_region, lock_all,
     lock_region, map_file, map_request, memory_bytes, pages_of, placement_of, repair_region,

@@ -170,9 +170,8 @@ class Decoder:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(
-                f"Tape '{scratch.name}': the decoder needs {scratch_bytes} bytes of scratch, but "
-                f"{scratch.used_bytes} of {scratch.total_bytes} are used: "
-                f"{scratch.available_bytes} left",
+                f"Tape '{scratch.name}': the decoder needs {scratch_bytes} bytes of scratch; of "
+                f"{scratch.total_bytes} bytes {scratch.available_bytes} are left",
                 scratch.total_bytes,
                 scratch.used_bytes,
                 scratch_bytes,
