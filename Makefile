@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Tools of the environment call each other by name: cython-lint pycodestyle, CMake ninja.
 export PATH := $(abspath $(BIN)):$(PATH)
 BUILD := build
+# Tests start a thousand processes, which find compiled what they import; images set this variable.
+unexport PYTHONDONTWRITEBYTECODE
 # A pipe fails where any part of it does.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c

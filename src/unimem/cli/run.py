@@ -36,6 +36,7 @@ from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
+from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, table_lines
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
@@ -355,6 +356,7 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
             start = clock()
             decoder.prefill(talk.prompt_tokens)
             talk.prefill_seconds = clock() - start
+        warm_python_heap()
         for i in range(len(made)):
             if i == WARM_UP:
                 talk.before = Costs.now()
