@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -45,7 +45,7 @@ class Verdict:
 # ---- C ----
 
 
-def prepare_c(n: int) -> dict[int, c_faults.Fault]:
+def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
     """Build the library and its tests with all faults in them; return the faults by number."""
     tree = FOLDER / "tree"
     shutil.rmtree(tree, ignore_errors=True)
@@ -53,7 +53,7 @@ def prepare_c(n: int) -> dict[int, c_faults.Fault]:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tree / name)
     faults: dict[int, c_faults.Fault] = {}
-    for name in C_FILES:
+    for name in names:
         path = tree / "native" / "src" / name
         text = path.read_bytes()
         found = possible(path, text, c_faults.find_faults(name, text))
@@ -87,7 +87,7 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
         faults = [fault for fault in faults if fault.line not in lines]
 
 
-def try_c(number: int, fault: c_faults.Fault) -> Verdict:
+def try_c(number: int, fault: c_faults.Fault) -> list[Verdict]:
     """Run the tests with one fault of the C library, until one fails."""
     stem = fault.file.removesuffix(".c")
     programs = sorted((FOLDER / "c" / "native" / "tests").glob("test_*"))
@@ -107,7 +107,7 @@ def try_c(number: int, fault: c_faults.Fault) -> Verdict:
         tier = "fast"
     else:
         tier = "all" if python_fails("--all") else "alive"
-    return Verdict(fault.file, fault.key, tier)
+    return [Verdict(fault.file, fault.key, tier)]
 
 
 def pytest(name: str) -> list[str]:
@@ -167,10 +167,10 @@ def try_python(name: str, n: int, folders: Queue[Path]) -> list[Verdict]:
 # ---- both ----
 
 
-def check_green() -> None:
+def check_green(names: Iterable[str]) -> None:
     """End if a test fails without any fault: each fault would seem to be noticed."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
-    for name in (*C_FILES, *PYTHON_FILES):
+    for name in names:
         if fails([*pytest(name), "--all"], 4 * PYTHON_SECONDS, environment):
             raise SystemExit(f"without any fault, a test of {name} fails: {' '.join(pytest(name))}")
     maps = "import unimem; print(open('/proc/self/maps').read())"
@@ -181,22 +181,26 @@ def check_green() -> None:
         raise SystemExit("the package does not take the library that has the faults")
 
 
-def try_all(n: int, n_workers: int, report: Callable[[str], None]) -> list[Verdict]:
-    """Put in the faults and run the tests; `report` hears of each file and each survivor."""
-    faults = prepare_c(n)
+def try_all(
+    names: list[str], n: int, n_workers: int, report: Callable[[str], None]
+) -> list[Verdict]:
+    """Put in the faults and run the tests; `report` hears of what the fast tier lets live."""
+    faults = prepare_c([name for name in names if name in C_FILES], n)
     report(f"{len(faults)} faults in C")
-    check_green()
+    check_green(names)
     report("all tests pass without a fault")
     folders: Queue[Path] = Queue()
     for i in range(n_workers):
         folders.put(FOLDER / f"python{i}")
-    verdicts = []
+    verdicts: list[Verdict] = []
     with ThreadPoolExecutor(n_workers) as pool:
-        in_python = [pool.submit(try_python, name, n, folders) for name in PYTHON_FILES]
-        in_c = [pool.submit(try_c, number, fault) for number, fault in faults.items()]
-        for job in in_python:
-            verdicts += job.result()
-        verdicts += [job.result() for job in in_c]
+        jobs = [pool.submit(try_python, name, n, folders) for name in names if name in PYTHON_FILES]
+        jobs += [pool.submit(try_c, number, fault) for number, fault in faults.items()]
+        for job in as_completed(jobs):
+            for verdict in job.result():
+                verdicts.append(verdict)
+                if verdict.tier != "fast":
+                    report(f"{verdict.tier}: {verdict.key}")
     return verdicts
 
 
@@ -214,21 +218,28 @@ def table_of(verdicts: list[Verdict]) -> str:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Count the faults that the tests notice.")
+    every = [*C_FILES, *PYTHON_FILES]
+    parser.add_argument("files", nargs="*", help=f"of {', '.join(every)}; all if none is given")
     parser.add_argument("--faults", type=int, default=40, help="at most so many in each file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    names = arguments.files or every
+    if unknown := set(names) - set(every):
+        parser.error(f"no faults are put into {', '.join(unknown)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    verdicts = try_all(arguments.faults, arguments.workers, lambda line: print(line, flush=True))
+    verdicts = try_all(
+        names, arguments.faults, arguments.workers, lambda line: print(line, flush=True)
+    )
     print(table_of(verdicts))
     result = {tier: sorted(v.key for v in verdicts if v.tier == tier) for tier in TIERS}
     (FOLDER / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     reasons = tomllib.loads(ALIVE.read_text())["alive"]
-    unknown = [key for key in result["alive"] if key not in reasons]
-    for key in unknown:
+    unlisted = [key for key in result["alive"] if key not in reasons]
+    for key in unlisted:
         print(f"alive, and not in {ALIVE.name}: {key}")
     n = len(verdicts)
     too_many = len(result["fast"]) < FAST * n or len(result["alive"]) > (1 - BOTH) * n
-    return 1 if unknown or too_many else 0
+    return 1 if unlisted or too_many else 0
 
 
 if __name__ == "__main__":
