@@ -52,12 +52,14 @@ def _slots(path: Path) -> dict[str, int]:
     return found
 
 
-def _base(path: Path) -> int:
+def _library() -> tuple[Path, int]:
+    """Return which libunimem this process has, and where; `make mutants` puts in another one."""
+    name = Path(um.get_library()).name
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, _, offset, *_ = line.split()
-        if line.endswith(f" {path}") and int(offset, 16) == 0:
-            return int(place.split("-")[0], 16)
-    raise AssertionError(f"{path} is not mapped")
+        if line.endswith(f"/{name}") and int(offset, 16) == 0:
+            return Path(line[line.index("/") :]), int(place.split("-")[0], 16)
+    raise AssertionError(f"{name} is not mapped")
 
 
 class OsFaults:
@@ -105,8 +107,7 @@ def _replacement(faults: OsFaults, name: str, libc: ctypes.CDLL) -> Any:
 @contextmanager
 def os_faults() -> Iterator[OsFaults]:
     """Replace the functions until the end."""
-    path, libc = Path(um.get_library()).resolve(), ctypes.CDLL(None)
-    faults, base = OsFaults(), _base(path)
+    (path, base), libc, faults = _library(), ctypes.CDLL(None), OsFaults()
     before: list[tuple[ctypes.c_void_p, int | None]] = []
     replacements = []
     for name, offset in _slots(path).items():

@@ -119,8 +119,13 @@ def pytest(name: str) -> list[str]:
 def tests_of(name: str) -> list[str]:
     """Return the tests of a file, as paths from the root."""
     patterns = (C_FILES | PYTHON_FILES)[name]
-    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    found = []
+    for pattern in patterns:
+        paths = [str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)]
+        if not paths:
+            raise SystemExit(f"{pattern}, which {name} names in table.py, matches no test")
+        found += paths
+    return sorted(found)
 
 
 def fails(command: list[str | Path], seconds: float, environment: dict[str, str]) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 # Files of native/src, and the Python tests of what they do. The C tests are those of their name,
 # then all others.
 C_FILES = {
-    "tape.c": ("tests/_core/test_tape.py", "tests/_core/test_tape_stateful.py"),
+    "tape.c": ("tests/_core/test_tape.py", "tests/planning/test_layout.py"),
     "kv.c": ("tests/kv/test_kv*.py",),
     "paged.c": ("tests/kv/test_paged*.py",),
-    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_weights_files.py"),
+    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_weights.py"),
     "safetensors.c": ("tests/_core/test_safetensors*.py",),
     "placement.c": ("tests/_core/test_block*.py",),
     "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/test_kv_grow.py"),
