@@ -22,6 +22,7 @@ static _Atomic int fail_errno;
 static const call *_Atomic calls[MAX_LOGGED]; /* in order */
 static _Atomic size_t read_limit, run_limit;
 static _Atomic unsigned n_allocs, fail_alloc_at;
+static _Atomic int64_t n_held;
 static _Atomic unsigned n_pinned[MAX_CPUS];
 
 void fault_os_fail_nth(unsigned n, int os_errno) {
@@ -260,7 +261,20 @@ void *__real_um_heap_alloc(size_t n, size_t item_bytes);
 void *__wrap_um_heap_alloc(size_t n, size_t item_bytes);
 void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
     bool failed = atomic_fetch_add(&n_allocs, 1) + 1 == atomic_load(&fail_alloc_at);
-    return failed ? NULL : __real_um_heap_alloc(n, item_bytes);
+    void *p = failed ? NULL : __real_um_heap_alloc(n, item_bytes);
+    atomic_fetch_add(&n_held, p != NULL);
+    return p;
+}
+
+void __real_um_heap_free(void *p);
+void __wrap_um_heap_free(void *p);
+void __wrap_um_heap_free(void *p) {
+    atomic_fetch_sub(&n_held, p != NULL);
+    __real_um_heap_free(p);
+}
+
+int64_t fault_os_n_held(void) {
+    return atomic_load(&n_held);
 }
 
 /* ---- the state of the process ---- */

@@ -41,6 +41,8 @@ void fault_os_move_pages(fault_os_move_pages_fn answer);
  * anew. */
 void fault_os_fail_nth_alloc(unsigned n);
 unsigned fault_os_allocs(void);
+/* How many heap allocations the library holds. */
+int64_t fault_os_n_held(void);
 
 /* Remembers the mappings, the open files and the ledger of this process, and whether they are still
  * the same: the difference is printed. */

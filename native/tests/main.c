@@ -63,6 +63,7 @@ int main(int argc, char **argv) {
         CHECK_EQ(row.n_mappings, 0);
         CHECK_EQ(row.mapped_bytes, 0);
     }
+    CHECK_EQ(fault_os_n_held(), 0);
     unsigned n = atomic_load(&test_n_checks), failed = atomic_load(&test_n_failures);
     printf("%u checks, %u failed\n", n, failed);
     return failed != 0 || first_test == NULL;

@@ -149,6 +149,7 @@ TEST(everything) {
     um_gguf_free(&g);
     CHECK(g.kv == NULL);
     CHECK(g.tensors == NULL);
+    CHECK_EQ(g.version, 0);
     um_gguf_free(&g);
 }
 

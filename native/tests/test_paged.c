@@ -1,5 +1,6 @@
 /* Paged KV memory: the pool, appending and gathering, blocks that sequences share. Random calls are
  * in test_paged_random.c, readers in test_paged_readers.c. */
+#include "convert.h"
 #include "fault_os.h"
 #include "paged_pool.h"
 
@@ -260,6 +261,12 @@ TEST(large_gather) {
         }
         free(memory);
     }
+    /* What is converted is not copied past the caches, however large. */
+    AUTO_FREE float *wide = allocate(n_values * sizeof *wide);
+    CHECK_OK(um_paged_gather(&seq, 0, 0, N, wide, N * DIM * sizeof *wide, UM_F32, &test_err));
+    AUTO_FREE float *expected = allocate(n_values * sizeof *expected);
+    um_convert_values((unsigned char *)expected, UM_F32, (const unsigned char *)in, UM_F16, n_values);
+    CHECK(memcmp(wide, expected, n_values * sizeof *wide) == 0);
 }
 
 TEST(fork) {

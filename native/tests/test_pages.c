@@ -204,6 +204,15 @@ static bool look_as_nobody(void *arg) {
     uint64_t resident = 0;
     CHECK_OK(um_block_resident(&block, 0, 10 * page, &resident, &test_err));
     CHECK_EQ(resident, n_with(10, MAPPED) * page);
+    /* A file that ends inside a page. */
+    um_block part;
+    size_t nbytes = 9 * page + 100;
+    REQUIRE(CHECK_OK(
+        um_block_map_file(&part, fd, 0, nbytes, UM_ACCESS_READ, UM_CAT_WEIGHTS, &test_err)));
+    CHECK_OK(um_block_warm(&part, 9 * page, 100, 1, NULL, &test_err));
+    CHECK_OK(um_block_resident(&part, 9 * page, 100, &resident, &test_err));
+    CHECK_EQ(resident, page);
+    unmap_block(&part);
     return atomic_load(&test_n_failures) == 0;
 }
 

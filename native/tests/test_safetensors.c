@@ -241,8 +241,8 @@ TEST(json_rule) {
 }
 
 TEST(string_rules) {
-    static const char *const unknown[] = {"^\\x41",   "a^\\u12", "^\\u12g4",
-                                          "^\\U0041", "^\\ ",    "^\\u-041"};
+    static const char *const unknown[] = {"^\\x41", "a^\\u12",  "^\\u12g4", "^\\U0041",
+                                          "^\\ ",   "^\\u-041", "^\\u00:1"};
     static const char *const halves[] = {
         "^\\ud800",        "^\\udfff",    "^\\udc00\\ud800",       "^\\ud800\\ud800",
         "^\\ud800\\u0041", "^\\ud83d\\n", "\\ud83d\\ude00^\\ude00"};
@@ -258,11 +258,11 @@ TEST(string_rules) {
     }
     um_safetensors s;
     put_file("{'__metadata__':{'\\\"\\\\\\/"
-             "\\b\\f\\n\\r\\t':'\\u00e9\\u20AC\\ud83D\\uDe00\\uFFFF\\u007f'}}",
+             "\\b\\f\\n\\r\\t':'\\u00e9\\u20AC\\ud83D\\uDe00\\uFFFF\\u007f\\u0080'}}",
              0);
     CHECK_OK(parse(&s, file_nbytes, file_nbytes));
     CHECK(is_text(s.kv[0].key, "\"\\/\b\f\n\r\t"));
-    CHECK(is_text(s.kv[0].value, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbf\x7f"));
+    CHECK(is_text(s.kv[0].value, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbf\x7f\xc2\x80"));
     um_safetensors_free(&s);
 }
 

@@ -36,7 +36,9 @@ TEST(init) {
     um_tape tape;
     SPOIL(tape);
     CHECK_INVALID(um_tape_init(&tape, NULL, TOTAL, &test_err));
+    CHECK(strcmp(test_err.what, "base") == 0);
     CHECK_INVALID(um_tape_init(&tape, memory, 0, &test_err));
+    CHECK(strcmp(test_err.what, "total") == 0);
     CHECK(um_tape_init(&tape, NULL, 0, NULL) == UM_E_INVALID);
     CHECK_SPOILT(tape);
     CHECK_OK(um_tape_init(&tape, memory, TOTAL, &test_err));
