@@ -22,6 +22,7 @@ import pytest
 import proc_maps
 import unimem as um
 from at_once import at_once
+from forks import needs_fork
 from unimem._core.load import load
 from unimem._core.status import counters
 
@@ -312,6 +313,7 @@ def test_an_interrupt_ends_the_load(tmp_path: Path, progress: str) -> None:
     assert run(script, tmp_path / "slow", interrupt=True) == "ended\n"
 
 
+@needs_fork
 def test_a_child_that_a_callback_forks_is_told(tmp_path: Path) -> None:
     script = """
         class Stop(Exception):
@@ -337,6 +339,7 @@ def test_a_child_that_a_callback_forks_is_told(tmp_path: Path) -> None:
     assert run(script, tmp_path / "slow") == "told\nended\n"
 
 
+@needs_fork
 def test_a_fork_meanwhile_changes_nothing(file: Path, tmp_path: Path) -> None:
     script = f"""
         import threading

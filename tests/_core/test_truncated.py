@@ -21,6 +21,7 @@ import gguf_files as gf
 import unimem as um
 from at_once import at_once
 from conftest import Run
+from forks import needs_fork
 from proc_maps import PAGE
 from snapshot_files import append, cache, rows
 from unimem._core import guard
@@ -438,6 +439,7 @@ def test_faulthandler_still_works(body: str, times: Any, run_python: Run, tmp_pa
     assert done.stderr.count("Fatal Python error: Bus error") in times
 
 
+@needs_fork
 def test_a_python_handler_hears_what_was_sent_and_no_more(run_python: Run, tmp_path: Path) -> None:
     body = """
 heard = []

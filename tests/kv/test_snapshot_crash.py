@@ -11,7 +11,8 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from snapshot_files import cache, fork, interpose
+from forks import fork
+from snapshot_files import cache, interpose
 
 # In a process of its own, which has one thread: so that it may fork, and its children save at once.
 KILLS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +48,6 @@ def rows(kv: um.KVCache) -> list[bytes]:
         for part in ("k", "v")
         for stream in range(kv.batch)
     ]
-
-
-def fork() -> int:
-    """Fork, as ``os.fork`` does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads, of NumPy
-        return os.fork()
 
 
 class Interposed:

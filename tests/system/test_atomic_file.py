@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from snapshot_files import cache, fork, interpose, rows
+from forks import fork
+from snapshot_files import cache, interpose, rows
 from unimem._core.block import Block
 from unimem.system.atomic_file import NewFile
 

@@ -19,6 +19,7 @@ import xxhash
 import gguf_files as gf
 import interrupts
 from conftest import Run
+from forks import needs_fork
 from unimem.engine import embedded_model
 from unimem.errors import ClosedError
 from unimem.weights import content_hash
@@ -319,6 +320,7 @@ def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPa
             w._check_unused()
 
 
+@needs_fork
 def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> None:
     script = f"""
         import os, signal, threading
