@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["warm_python_heap"]
+
 # CPython's allocator (Objects/obmalloc.c) keeps sizes apart up to this one, in pools of this many
 # bytes, which lie in arenas of a mebibyte.
 _LARGEST, _STEP = 512, 16
