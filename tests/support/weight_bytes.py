@@ -88,4 +88,5 @@ def leaves_nothing() -> Iterator[None]:
 
     before = held()
     yield
-    assert held() == before
+    # Fewer of them: an earlier test left some to the collector.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
