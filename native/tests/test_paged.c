@@ -80,6 +80,7 @@ TEST(no_memory) {
     SPOIL(paged);
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, um_paged_init(&paged, &spec, storage, &test_err));
+    CHECK(test_err.asked > spec.n_blocks + 2); /* bytes, not blocks */
     CHECK_SPOILT(paged);
 
     AUTO_POOL p = make_pool(spec);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ import unimem as um
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 NO_FORKS = "a fork beside other threads is not for the AddressSanitizer of GCC 12"
 needs_fork = pytest.mark.skipif(SANITIZED, reason=NO_FORKS)
-CHILD_SECONDS = 100
 
 
 def fork() -> int:
@@ -34,8 +32,6 @@ def in_child(use: Callable[[], Any]) -> bool:
     child = fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(CHILD_SECONDS)
             os._exit(0 if use() else 1)
         finally:
             os._exit(2)

@@ -58,6 +58,7 @@ def stale() -> Iterator[str]:
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
+    gc.collect()
     before = left()
     yield
     gc.collect()
