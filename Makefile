@@ -1,4 +1,4 @@
-# The commands of the README, and the gates. Everything happens in .venv and build/; nothing is
+# The commands of the documents, and the gates. Everything happens in .venv and build/; nothing is
 # installed elsewhere.
 PYTHON ?= python3
 VENV := .venv

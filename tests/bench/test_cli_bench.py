@@ -24,6 +24,7 @@ from bench_records import Rounds, case, failed_case, levels, record, sample_reco
 from project import ROOT
 from screens import CONTROL, Screen, show
 from unimem_bench import markdown
+from unimem_bench.answers import answers
 from unimem_bench.compare import compare, summary
 from unimem_bench.record import Record
 from unimem_bench.run import Interrupted, run
@@ -378,7 +379,8 @@ def test_a_page_is_the_same_of_the_same_record(tmp_path: Path, monkeypatch: Patc
     assert f"**{targets(SMALL).summary}.**" in text
     assert "\n".join(markdown.target_lines(SMALL)) in text
     heads = re.findall(r"^## (.*)$", text, re.M)
-    assert heads[3:] == [*(each.name for each in SMALL.suites), "All targets"]
+    assert heads[0] == "Ten questions"
+    assert heads[4:] == [*(each.name for each in SMALL.suites), "All targets"]
     for each in SMALL.cases():
         problem = case_table(each).problem
         begins = f"- not measured, {markdown.escape(problem)}: " if problem else "| "
@@ -394,7 +396,11 @@ is_recorded = pytest.mark.skipif(not RECORDED.exists(), reason=f"there is no {RE
 def test_the_page_of_the_documents_is_short_and_of_the_recorded_run() -> None:
     text = PAGE.read_text()
     assert text.count("\n") < 400
-    for _, fact in machine_facts(Record.read(RECORDED)):
+    record = Record.read(RECORDED)
+    questions = "\n".join(markdown.table_lines(answers(record)))
+    assert text.partition(questions)[0].count("\n") < 10, "they are not on the first screen"
+    assert questions in text
+    for _, fact in machine_facts(record):
         assert markdown.escape(fact) in text
     pictures = list(PAGE.with_suffix("").iterdir())
     assert len(pictures) <= 3

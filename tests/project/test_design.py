@@ -39,3 +39,21 @@ def test_every_path_of_the_map_exists() -> None:
 def test_every_path_of_a_document_exists(document: Path) -> None:
     paths = set(re.findall(rf"(?<![\w./])(?:{FOLDERS})/[\w./*-]*\w", document.read_text()))
     assert sorted(path for path in paths if not list(ROOT.glob(path))) == []
+
+
+def anchors(document: Path) -> set[str]:
+    """What links to headings of a document end in."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    heads = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert lost == []

@@ -1,31 +1,53 @@
-"""The examples of README.md and of documents run as they stand, each in its own process and in an
-empty folder."""
+"""What README.md and documents show runs as it stands: Python examples each in its own process and
+in an empty folder, commands of a document one after the other."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from model_server import serving
 from project import ROOT
+from unimem.engine import embedded_model
+from unimem.weights.staging.held import drop, holders
 
 # How many Python examples each has.
 N_EXAMPLES = {
-    **{"README.md": 3, "docs/accounting.md": 4, "docs/buffers.md": 3, "docs/kv.md": 0},
+    **{"README.md": 1, "docs/accounting.md": 4, "docs/buffers.md": 3, "docs/for-authors.md": 5},
+    **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 0},
     **{"docs/measure.md": 1, "docs/paged.md": 1, "docs/placement.md": 3, "docs/snapshots.md": 1},
 }
 FIRST = r"weights: 0\.0/16\.0 MB \| scratch: 0\.0/1\.0 MB \| history: 1\.0/8\.0 MB\n"
+# What a plan of this URL reads is served here: the model in the package.
+SERVED = "/ggml-org/models/resolve/main/tinyllamas/stories260K.gguf"
+# Documents whose commands run: what they need, and lines of what they print.
+COMMANDS = {
+    "docs/for-operators.md": (
+        ("typer", "aiohttp", "huggingface_hub"),
+        (r"Fits: .*", r"exit code 3", r"Once upon a time.*", r"read .*", r"engine .*", r"kv .*"),
+    ),
+    "docs/for-benchmarkers.md": (
+        ("typer", "pyperf"),
+        (r"np\.empty\(\)\.ctypes\.data: [\d.]+x \([\d.]+ to [\d.]+\)", r".*ratios.*"),
+    ),
+}
 
 
-def examples(name: str) -> list[str]:
-    """The Python examples of a document."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+def blocks(name: str, language: str) -> list[str]:
+    """The blocks of a document in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.S)
 
 
-EXAMPLES = {f"{name}-{i}": code for name in N_EXAMPLES for i, code in enumerate(examples(name))}
+EXAMPLES = {f"{name}-{i}": x for name in N_EXAMPLES for i, x in enumerate(blocks(name, "python"))}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -40,4 +62,56 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", N_EXAMPLES)
 def test_the_documents_have_their_examples(name: str) -> None:
-    assert len(examples(name)) == N_EXAMPLES[name]
+    assert len(blocks(name, "python")) == N_EXAMPLES[name]
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """That of a reader who has unimem installed; the model of the URL is on this machine."""
+    folder = os.path.dirname(sys.executable)
+    if shutil.which("unimem", path=folder) is None:
+        pytest.skip(f"the command unimem is not in {folder}")
+    with serving() as server:
+        server.files[SERVED] = embedded_model().read_bytes()
+        new = {"HF_ENDPOINT": server.url, "HF_TOKEN": "", "NO_PROXY": "127.0.0.1"}
+        yield os.environ | new | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.slow  # each of the commands has tests of its own
+@pytest.mark.xdist_group("machine")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_run(name: str, environment: dict[str, str], tmp_path: Path) -> None:
+    needs, lines = COMMANDS[name]
+    for package in needs:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[test]'")
+    with subprocess.Popen(
+        ["bash", "-eu", "-c", "\n".join(blocks(name, "sh"))],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as shell:
+        try:
+            out, err = shell.communicate(timeout=300)
+        finally:
+            with suppress(ProcessLookupError):  # what it has left behind
+                os.killpg(shell.pid, signal.SIGKILL)
+            left = [each for each in holders() if each.source == str(embedded_model())]
+            for each in left:
+                drop(each)
+    assert shell.returncode == 0, err
+    assert "Traceback" not in err
+    assert left == []
+    assert [line for line in lines if not re.search(f"^{line}$", out, re.M)] == []
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    recorded = (ROOT / "docs/benchmarks.md").read_text()
+    texts = [(ROOT / name).read_text() for name in N_EXAMPLES]
+    ratio = r"\d[\d.]*x (?:faster )?\(\d[\d.]* to \d[\d.]*\)"
+    found = [figure for text in texts for figure in re.findall(ratio, text)]
+    assert len(found) == 7
+    assert [figure for figure in found if figure not in recorded] == []
