@@ -30,7 +30,7 @@ BENCH_FLOORS = (
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"},
     {"suites"},
     {"worker", "run", "advise"},
-    {"texts", "tables", "markdown", "compare", "plots", "page"},
+    {"texts", "tables", "answers", "markdown", "compare", "plots", "page"},
     {"cli"},
 )
 FLOOR, BENCH_FLOOR = (
