@@ -78,7 +78,8 @@ def reserved(n_pages: int) -> Iterator[None]:
         except NotMeasured as reason:
             pytest.skip(f"huge pages cannot be reserved: {reason}")
         yield
-    assert count("nr_hugepages") == before, "reserved huge pages are still in use"
+    left, free = count("nr_hugepages"), count("free_hugepages")
+    assert left == before, f"{left} huge pages, {free} of them free, where {before} were before"
 
 
 @pytest.fixture
