@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,7 +30,8 @@ FOLDER = ROOT / "build" / "mutants"
 ALIVE = Path(__file__).parent / "alive.toml"
 # The least shares of faults that are noticed: by the fast tier, and by both.
 FAST, BOTH = 0.90, 0.95
-C_SECONDS, PYTHON_SECONDS = 60.0, 600.0
+# A run that takes this much longer than one without a fault loops or waits: it has noticed it.
+TIMES_LONGER, C_SECONDS, GREEN_SECONDS = 5.0, 60.0, 2400.0
 TIERS = ("fast", "all", "alive")
 
 
@@ -87,8 +89,8 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
         faults = [fault for fault in faults if fault.line not in lines]
 
 
-def try_c(number: int, fault: c_faults.Fault) -> list[Verdict]:
-    """Run the tests with one fault of the C library, until one fails."""
+def try_c(number: int, fault: c_faults.Fault, seconds: float) -> list[Verdict]:
+    """Run the tests with one fault of the C library, until one fails; Python's for `seconds`."""
     stem = fault.file.removesuffix(".c")
     programs = sorted((FOLDER / "c" / "native" / "tests").glob("test_*"))
     programs = [path for path in programs if path.is_file() and os.access(path, os.X_OK)]
@@ -101,7 +103,7 @@ def try_c(number: int, fault: c_faults.Fault) -> list[Verdict]:
     def python_fails(*options: str) -> bool:
         # The package finds the library with the fault before its own.
         library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
-        return fails([*pytest(fault.file), *options], PYTHON_SECONDS, library)
+        return fails([*pytest(fault.file), *options], seconds, library)
 
     if c_fails(own) or python_fails() or c_fails(path for path in programs if path not in own):
         tier = "fast"
@@ -152,17 +154,17 @@ def fails(command: list[str | Path], seconds: float, environment: dict[str, str]
 # ---- Python ----
 
 
-def try_python(name: str, n: int, folders: Queue[Path]) -> list[Verdict]:
-    """Run the tests of one module with its faults, one after the other."""
+def try_python(name: str, n: int, folders: Queue[Path], seconds: float) -> list[Verdict]:
+    """Run the tests of one module with its faults, one after the other, each for `seconds`."""
     folder = folders.get()
     try:
         python_faults.copy_package(folder)
         tests = tests_of(name)
-        results = python_faults.run_faults(folder, name, tests, PYTHON_SECONDS, n)
+        results = python_faults.run_faults(folder, name, tests, seconds, n)
         alive = {result.place for result in results if not result.killed}
         tiers = {result.place: "fast" for result in results}
         if alive:
-            again = python_faults.run_faults(folder, name, [*tests, "--all"], PYTHON_SECONDS, alive)
+            again = python_faults.run_faults(folder, name, [*tests, "--all"], seconds, alive)
             tiers |= {result.place: "all" if result.killed else "alive" for result in again}
         return [Verdict(name, result.key, tiers[result.place]) for result in results]
     finally:
@@ -172,18 +174,22 @@ def try_python(name: str, n: int, folders: Queue[Path]) -> list[Verdict]:
 # ---- both ----
 
 
-def check_green(names: Iterable[str]) -> None:
-    """End if a test fails without any fault: each fault would seem to be noticed."""
+def check_green(names: Iterable[str]) -> dict[str, float]:
+    """Return how long the tests of each file may take; end if one fails without any fault."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
+    limits = {}
     for name in names:
-        if fails([*pytest(name), "--all"], 4 * PYTHON_SECONDS, environment):
+        begin = time.monotonic()
+        if fails([*pytest(name), "--all"], GREEN_SECONDS, environment):
             raise SystemExit(f"without any fault, a test of {name} fails: {' '.join(pytest(name))}")
+        limits[name] = TIMES_LONGER * (time.monotonic() - begin)
     maps = "import unimem; print(open('/proc/self/maps').read())"
     seen = subprocess.run(
         [sys.executable, "-c", maps], env=environment, capture_output=True, text=True, check=True
     )
     if str(FOLDER / "c" / "libunimem.so") not in seen.stdout:
         raise SystemExit("the package does not take the library that has the faults")
+    return limits
 
 
 def try_all(
@@ -192,15 +198,19 @@ def try_all(
     """Put in the faults and run the tests; `report` hears of what the fast tier lets live."""
     faults = prepare_c([name for name in names if name in C_FILES], n)
     report(f"{len(faults)} faults in C")
-    check_green(names)
+    limits = check_green(names)
     report("all tests pass without a fault")
     folders: Queue[Path] = Queue()
     for i in range(n_workers):
         folders.put(FOLDER / f"python{i}")
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(n_workers) as pool:
-        jobs = [pool.submit(try_python, name, n, folders) for name in names if name in PYTHON_FILES]
-        jobs += [pool.submit(try_c, number, fault) for number, fault in faults.items()]
+        python_names = [name for name in names if name in PYTHON_FILES]
+        jobs = [pool.submit(try_python, name, n, folders, limits[name]) for name in python_names]
+        jobs += [
+            pool.submit(try_c, number, fault, limits[fault.file])
+            for number, fault in faults.items()
+        ]
         for job in as_completed(jobs):
             for verdict in job.result():
                 verdicts.append(verdict)
