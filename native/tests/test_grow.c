@@ -199,6 +199,18 @@ TEST(others_see_it) {
     CHECK(is_filled(bytes_of(&block, 6 * page), page, 6));
 }
 
+/* What the kernel refuses once leaves the block as it was: its first list of steps goes again. */
+TEST(release_that_is_undone) {
+    AUTO_BLOCK block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
+    memset(block.base, 9, block.nbytes);
+    fault_os_fail_nth(2, EPERM); /* mmap, fallocate */
+    CHECK_STATUS(UM_E_OS, um_block_release(&block, 2 * page, 2 * page, NULL, &test_err));
+    fault_os_fail_nth(0, 0);
+    CHECK_OS_ERR(EPERM, "fallocate");
+    CHECK_EQ(block.committed_nbytes, 8 * page);
+    CHECK(is_filled(block.base, 8 * page, 9));
+}
+
 /* Another process forbids writing through the descriptor: the memory can neither be given back nor
  * be mapped again. Its contents are kept, and the block no longer counts it as committed. */
 TEST(release_of_sealed_memory) {
