@@ -54,7 +54,7 @@ LOCKED_BYTES = 8 << 20
 
 # Modules whose tests reserve huge pages by themselves.
 POOL_MODULES = {
-    *("test_bench_advise", "test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
+    *("test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
     "test_block_pages",
 }
 
@@ -91,6 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.n_left_out = len(slow)
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what there is now: all modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

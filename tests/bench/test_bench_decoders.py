@@ -43,7 +43,14 @@ def model(folder: Path) -> Path:
     return write_model(folder, "15m", "q8_0")
 
 
-@pytest.mark.parametrize("kind", models.KINDS)
+# Those that are slow are what others of these tests decode with.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "q4_k_m" else [pytest.mark.slow])
+        for kind in models.KINDS
+    ],
+)
 def test_a_model_is_the_same_to_unimem_and_llama_cpp(folder: Path, kind: models.Kind) -> None:
     pytest.importorskip("cyllama", reason="compares with llama.cpp: pip install cyllama")
     path = write_model(folder, "15m", kind)
@@ -65,7 +72,9 @@ def test_a_model_is_written_once_and_always_the_same(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == [paths[0].name]
 
 
-@pytest.mark.parametrize(("n_layers", "tied"), [(6, True), (22, False)])
+@pytest.mark.parametrize(("n_layers", "tied"), [
+    (6, True), pytest.param(22, False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_llama_cpp_s_mixture(n_layers: int, tied: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
     shape = ModelShape(

@@ -24,6 +24,7 @@ from bench_records import (
     grows,
     levels,
     record,
+    remember_intervals,
     sample_record,
     scaling_case,
     suite,
@@ -110,6 +111,11 @@ RECORDS: dict[str, Callable[[], Record]] = {
     "one": lambda: record(suite("one", "One?", plain("one/one"))),
     "many": lambda: record(suite("many", "How many?", *many_cases())),
 }
+
+
+@pytest.fixture(autouse=True)
+def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_intervals(monkeypatch)
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from unimem_bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, we
 
 Patch = pytest.MonkeyPatch
 MB = 1 << 20
+SHAPE = 2560, 4096  # of a tensor: more than is written at once, and no whole number of that
+SMALL_BYTES = SHAPE[0] * SHAPE[1] * 2
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +30,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(monkeypatch: Patch) -> None:
+def small_files(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(weight_files, "SHAPE", SHAPE)
+    monkeypatch.setattr(weight_files, "TENSOR_BYTES", SMALL_BYTES)
+
+
+@pytest.fixture
+def small(small_files: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(load, "BUFFER_BYTES", SMALL_BYTES)
     monkeypatch.setattr(first_touch, "QUICK_NBYTES", 8 * MB)
-    monkeypatch.setattr(load, "QUICK_TENSORS", 1)
     monkeypatch.setattr(load, "QUICK_MAP_TENSORS", 1)
     for suite in (first_touch, load):  # which is for times, and takes most of the test's
         monkeypatch.setattr(suite, "ready", lambda nbytes, cpus: None)
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("kind", get_args(Format))
 def test_a_file_has_the_sum_that_it_says(folder: Path, kind: Format) -> None:
     file = weight_file(folder, kind, 2)
@@ -43,7 +52,7 @@ def test_a_file_has_the_sum_that_it_says(folder: Path, kind: Format) -> None:
     with um.open_weights(file.path) as weights:
         arrays = [tensor.as_array() for tensor in weights.tensors.values()]
         words = [np.asarray(array).view(np.uint64) for array in arrays]
-        assert [array.shape for array in arrays] == [(8192, 4096)] * 2
+        assert [array.shape for array in arrays] == [SHAPE] * 2
         assert [array.dtype for array in arrays] == [np.dtype("float16")] * 2
         assert [int(each.flat[0]) for each in words] == [0, 1]
         first = next(iter(weights.tensors.values())).offset
@@ -54,6 +63,7 @@ def test_a_file_has_the_sum_that_it_says(folder: Path, kind: Format) -> None:
         file.check(0)
 
 
+@pytest.mark.usefixtures("small_files")
 def test_libraries_of_others_open_them(folder: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="reads the file with it: pip install gguf")
     numpy = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
@@ -64,9 +74,10 @@ def test_libraries_of_others_open_them(folder: Path) -> None:
             assert np.array_equal(theirs[name].view(np.uint16), tensor.as_array().view(np.uint16))
     found = gguf.GGUFReader(weight_file(folder, "gguf", 2).path).tensors
     assert [tensor.name for tensor in found] == list(theirs)
-    assert [tensor.n_bytes for tensor in found] == [TENSOR_BYTES] * 2
+    assert [tensor.n_bytes for tensor in found] == [SMALL_BYTES] * 2
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_file_is_made_once(folder: Path) -> None:
     file = weight_file(folder, "gguf", 2)
     before = file.path.stat()
@@ -117,6 +128,7 @@ def test_without_safetensors_the_rest_is_measured(folder: Path, monkeypatch: Pat
     assert record.left_out == {load.SAFETENSORS: "safetensors is not installed"}
 
 
+@pytest.mark.usefixtures("small_files")
 def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: Patch) -> None:
     uninstall(monkeypatch, "cyllama")
     with pytest.raises(NotMeasured, match=r"wants llama\.cpp, which is not installed"):

@@ -20,14 +20,23 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench_records import Rounds, case, failed_case, levels, record, sample_record, suite
+from bench_records import (
+    Rounds,
+    case,
+    failed_case,
+    levels,
+    record,
+    remember_intervals,
+    sample_record,
+    suite,
+)
 from project import ROOT
 from screens import CONTROL, Screen, show
 from unimem_bench import markdown
 from unimem_bench.answers import answers
 from unimem_bench.compare import compare, summary
 from unimem_bench.record import Record
-from unimem_bench.run import Interrupted, run
+from unimem_bench.run import Interrupted
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, machine_facts, targets
 
@@ -47,6 +56,11 @@ needs_matplotlib = pytest.mark.skipif(
     not importlib.util.find_spec("matplotlib"),
     reason="plots need matplotlib: pip install '.[bench]'",
 )
+
+
+@pytest.fixture(autouse=True)
+def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_intervals(monkeypatch)
 
 
 @pytest.fixture
@@ -419,28 +433,26 @@ def test_the_page_of_the_documents_is_of_the_record(tmp_path: Path) -> None:
     assert there == wanted
 
 
-def test_a_case_is_measured(tmp_path: Path) -> None:
+def test_a_case_is_measured_and_nothing_is_imported_from_the_current_folder(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "unimem_bench.py").write_text("raise SystemExit('not this one')")
+    (here / "json.py").write_text("raise SystemExit('nor this one')")
+    monkeypatch.chdir(here)
     path = tmp_path / "record.json"
-    words = ["calls", "--quick", "--case", "take_address", "--output", str(path), "--json"]
-    words += ["--dir", str(tmp_path / "files")]
-    made = subprocess.run([*MAIN, *words], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    assert made.stdout == path.read_text()
-    document = json.loads(made.stdout)
+    words = ("calls", "--quick", "--case", "take_address", "--output", path, "--json")
+    made = show("bench", *words, "--dir", tmp_path / "files")
+    assert made.code == 0, made.err
+    assert made.out == path.read_text()
+    document = json.loads(made.out)
     jsonschema.validate(document, SCHEMA)
     (only,) = Record.from_dict(document).cases()
     assert (only.suite, only.name, only.failed) == ("calls", "take_address", None)
     assert only.sides[0].role == "unimem"
     assert all(min(each) > 0 for side in only.sides for each in side.passes)
-    assert made.stderr.startswith("calls, pass 1 of ")
-
-
-def test_a_run_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "unimem_bench.py").write_text("raise SystemExit('not this one')")
-    (tmp_path / "json.py").write_text("raise SystemExit('nor this one')")
-    monkeypatch.chdir(tmp_path)
-    (only,) = run(["calls"], quick=True, folder=tmp_path, case="take_address").cases()
-    assert only.failed is None
+    assert made.err.startswith("calls, pass 1 of ")
 
 
 def test_a_run_is_interrupted(tmp_path: Path) -> None:

@@ -146,8 +146,12 @@ DAEMON = """
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("make", ["with {}as decoder:", "if decoder := {}:"])
+@pytest.mark.parametrize(("make", "threads"), [
+    ("with {}as decoder:", 2),
+    ("if decoder := {}:", 1),
+    pytest.param("with {}as decoder:", 1, marks=pytest.mark.slow),
+    pytest.param("if decoder := {}:", 2, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_daemon_thread_kills_no_process(run_python: Run, make: str, threads: int) -> None:
     made = make.format(f"Decoder(embedded_model(), ctx=256, threads={threads}) ")
     ended = run_python(DAEMON.format(make=made))

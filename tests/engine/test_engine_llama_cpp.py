@@ -28,6 +28,9 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
     return {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, **rope}
 
 
+# Other ones of the fast tier have the same architecture, type or scaling, and something beside.
+SLOW = {"llama q8_0", "llama f16", "qwen2 f16", "qwen3 f16", "mistral f16", "rope linear"}
+
 # Of kind f16, and llama, where nothing else is said.
 MODELS: dict[str, dict[str, Any]] = {
     "llama q8_0": {"kind": "q8_0", "gain": QUANTIZED},
@@ -67,7 +70,10 @@ def assert_same(path: Path, n_prompt: int, n: int = 64, threads: int = 1, **opti
     assert np.abs(ours - theirs).max() <= 0.01 * theirs.std()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
+)
 def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name.replace(' ', '-')}.gguf"
     assert_same(write_model(path, **{"kind": "f16"} | MODELS[name]), n_prompt=12, ctx=512)
@@ -78,7 +84,10 @@ def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:
     assert_same(llama_cpp.quantize(source, tmp_path / "q4_k_m.gguf"), n_prompt=12, ctx=512)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "bf16", "q8_0"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["f16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("f32", "bf16")), "q8_0"],
+)
 def test_long_prompts_cross_batches_and_buckets(tmp_path: Path, kv_dtype: str) -> None:
     # Two batches, the last one partial; the cache then grows from one bucket of rows to the next.
     # What a quantized cache gets, llama.cpp would rotate in heads of 64: that would be seen.

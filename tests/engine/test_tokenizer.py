@@ -42,7 +42,7 @@ def odd_texts() -> list[str]:
     rng = random.Random(1)
     characters = sorted(set(PAGE)) + list("\r\n\t   '''stremvdl0123456789")
     words = re.findall(r"\s+|\w+|[^\w\s]+", PAGE) + CONTROL + USER_DEFINED + ["<s>", "</s>"]
-    for _ in range(200):
+    for _ in range(examples(200)):
         texts.append("".join(rng.choices(characters, k=rng.randrange(1, 25))))
         texts.append("".join(rng.choices(words, k=rng.randrange(1, 25))))
         code_points = (rng.randrange(1, 0xD800) for _ in range(rng.randrange(1, 12)))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+from numpy.typing import NDArray
 
+from unimem_bench import stats
 from unimem_bench.record import BEST, CaseRecord, Record, Role, SideRecord, SuiteRecord, Target
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -164,6 +168,23 @@ def suite(name: str, question: str, *cases: CaseRecord, seconds: float = 12.5) -
     n_passes = max((len(side.passes) for case in cases for side in case.sides), default=1)
     conditions = [{"load_avg_1min": 0.2, "cpu_freq": "1=2600 MHz"} for _ in range(n_passes)]
     return SuiteRecord(name, question, n_passes, seconds, list(cases), conditions)
+
+
+def remember_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each interval be drawn once: of the same figures it is the same."""
+    monkeypatch.setattr(stats, "_interval", _interval)
+
+
+@functools.cache
+def _drawn(passes: tuple[bytes, ...]) -> stats.Ratio:
+    return _INTERVAL([np.frombuffer(each) for each in passes])
+
+
+def _interval(passes: Sequence[NDArray[np.float64]]) -> stats.Ratio:
+    return _drawn(tuple(np.asarray(each, np.float64).tobytes() for each in passes))
+
+
+_INTERVAL = stats._interval
 
 
 def sample_record(seed: int = 0, quick: bool = False) -> Record:
