@@ -13,11 +13,14 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
 
+import typer
 from rich.cells import cell_len
 
+from unimem import cli
 from unimem.cli import main
 
 # A program that has the command line; what comes before it may change how commands work.
@@ -66,6 +69,17 @@ class _Stream(io.TextIOWrapper):
         return buffer.getvalue().decode(self.encoding)
 
 
+@cache
+def _program() -> Any:
+    """Make the command once: that takes longer than most commands do."""
+    return typer.main.get_command(make_app())
+
+
+make_app = cli._app
+# With it typer makes other options of the command.
+NO_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+
+
 def show(
     *arguments: object, columns: int | None = None, encoding: str = "utf-8", **environment: str
 ) -> Screen:
@@ -78,6 +92,7 @@ def show(
         mock.patch.dict(os.environ, env, clear=True),
         mock.patch.object(sys, "stdout", out),
         mock.patch.object(sys, "stderr", err),
+        mock.patch.object(cli, "_app", make_app if NO_SHELL in env else _program),
     ):
         code = main([os.fsdecode(str(word)) for word in arguments])
     return Screen(code, out.text(), err.text())
