@@ -57,7 +57,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         command = [sys.executable, "-W", "error", "-c", EXAMPLES[name]]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     else:
-        done = run_script(EXAMPLES[name], tmp_path, strict=True)
+        done = run_script(EXAMPLES[name], folder=tmp_path, strict=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
     if name == "README.md-0":  # it prints the figures of its tapes

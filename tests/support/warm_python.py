@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,13 @@ from pathlib import Path
 __all__ = ["run_script"]
 
 _HOST = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import numpy, unimem
 try:
-    import unimem.engine
+    import rich, typer, unimem.cli, unimem.engine
 except ImportError:
     pass
+gc.freeze()
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -34,13 +36,15 @@ else:
     sys.exit()
 asked = json.loads(line)
 for fd, name in enumerate((os.devnull, asked["out"], asked["err"])):
-    file = os.open(name, os.O_RDWR | os.O_CREAT)
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOCTTY)
     os.dup2(file, fd)
     os.close(file)
 os.chdir(asked["folder"])
+os.environ.clear()
+os.environ.update(asked["environment"])
 if asked["strict"]:
     warnings.simplefilter("error")
-sys.argv = ["-c"]
+sys.argv = ["-c", *asked["arguments"]]
 exec(compile(asked["script"], "<string>", "exec"), {"__name__": "__main__"})
 """
 
@@ -56,19 +60,43 @@ def _host() -> subprocess.Popen[str]:
 
 
 def run_script(
-    script: str, folder: Path | str = ".", *, strict: bool = False
+    script: str,
+    *arguments: str,
+    folder: Path | str = ".",
+    strict: bool = False,
+    out: str | None = None,
+    err: str | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, in a folder; `strict` makes errors of warnings."""
+    """Run a script in a process of its own.
+
+    Parameters
+    ----------
+    script : str
+        What ``python -c`` would run; it may be indented.
+    arguments : str
+        The words behind it.
+    folder : Path or str, optional
+        Where it runs.
+    strict : bool, optional
+        Whether warnings are errors.
+    out, err : str, optional
+        Files that it writes to; by default what it writes is returned.
+    environment : dict, optional
+        Its environment; by default that of this process.
+    """
     host = _host()
     assert host.stdin is not None
     assert host.stdout is not None
     with tempfile.TemporaryDirectory(prefix="unimem-script-") as said:
-        out, err = Path(said, "out"), Path(said, "err")
+        files = [Path(said, "out"), Path(said, "err")]
         asked = {
-            "script": textwrap.dedent(script), "folder": str(Path(folder).resolve()),
-            "out": str(out), "err": str(err), "strict": strict,
+            "script": textwrap.dedent(script), "arguments": arguments, "strict": strict,
+            "folder": str(Path(folder).resolve()), "out": out or str(files[0]),
+            "err": err or str(files[1]), "environment": environment or dict(os.environ),
         }  # fmt: skip
         host.stdin.write(f"{json.dumps(asked)}\n")
         host.stdin.flush()
         code = int(host.stdout.readline())
-        return subprocess.CompletedProcess(script, code, out.read_text(), err.read_text())
+        texts = [file.read_text("utf-8") if file.exists() else "" for file in files]
+        return subprocess.CompletedProcess(script, code, *texts)
