@@ -520,7 +520,7 @@ def remedy(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["typer", "rich"])
 def test_a_missing_package_is_named_with_its_remedy(name: str, monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, name, None)
     code, out, err = run()
     assert (code, out) == (1, "")
     assert re.fullmatch(f"{remedy(name)}\n", err)
