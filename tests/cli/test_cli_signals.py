@@ -13,8 +13,14 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 
 from screens import run_anew, run_command
 from staging import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
+from warm_python import start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_can_be_run() -> None:
+    start()
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

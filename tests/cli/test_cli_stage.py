@@ -52,6 +52,7 @@ from unimem.system.process import read_process
 from unimem.weights.staging import held as stage_held
 from unimem.weights.staging.held import SCHEMA, Held, drop, holders
 from unimem.weights.staging.repacked import Repacked
+from warm_python import start
 
 cli_stage = importlib.import_module("unimem.cli.stage")
 Patch = pytest.MonkeyPatch
@@ -84,6 +85,11 @@ def kept(folder: Path) -> list[Held]:
 def only(folder: Path) -> Held:
     (held,) = kept(folder)
     return held
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_can_be_run() -> None:
+    start()
 
 
 @pytest.fixture

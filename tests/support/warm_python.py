@@ -16,7 +16,7 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-__all__ = ["run_script"]
+__all__ = ["run_script", "start"]
 
 _HOST = """
 import gc, json, os, sys, warnings
@@ -57,6 +57,11 @@ def _host() -> subprocess.Popen[str]:
     )
     atexit.register(host.communicate, "")
     return host
+
+
+def start() -> None:
+    """Start that interpreter, if it is not there: before a test counts what it leaves behind."""
+    _host()
 
 
 def run_script(
