@@ -93,8 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Let the collector pass over what there is now: all modules and tests, which stay."""
+    """Leave out of collections what is there for good: modules, and the tests themselves.
+
+    Many tests collect, and each collection would look at hundreds of thousands of objects.
+    """
     gc.collect()
     gc.freeze()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'"
 from models.make import SMALL, TINY, Shape, write_model
 from project import ROOT
 from unimem.engine import Decoder
+from warm_python import run_script
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -33,11 +32,11 @@ SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE}
 # Architecture, type and shape of the model, and options of the decoder.
 # Fast are those that have each architecture, type, shape, size and option once.
 DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
-    *(("llama", kind, "tiny", {"ctx": 64}) for kind in ("f32", "f16", "bf16", "q8_0", "q4_0")),
-    ("qwen2", "q8_0", "wide", {"ctx": 100}),
-    ("qwen3", "q8_0", "wide", {"ctx": 100}),
-    *(("llama", "f16", "wide", {"ctx": ctx}) for ctx in (1, 127, 2000)),
-    *(("llama", "q8_0", "wide", {"ctx": 333, "kv_dtype": kind}) for kind in ("f32", "bf16")),
+    ("llama", "f32", "tiny", {"ctx": 64}),
+    ("llama", "bf16", "tiny", {"ctx": 1}),
+    ("llama", "q4_0", "tiny", {"ctx": 127, "kv_dtype": "f32"}),
+    ("llama", "f16", "wide", {"ctx": 2000}),
+    ("qwen2", "q8_0", "wide", {"ctx": 333, "kv_dtype": "bf16"}),
     ("llama", "q8_0", "wide", {"ctx": 500, "window": 77, "kv_dtype": "q8_0"}),
     ("qwen3", "q8_0", "wide", {"ctx": 500, "window": 500, "kv_dtype": "bf16"}),
     ("qwen2", "f16", "small", {"ctx": 700, "load": "copy"}),
@@ -45,8 +44,14 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3", "f16", "small", {"ctx": 900, "threads": 7}),
 ]
 MORE: list[tuple[str, str, str, dict[str, Any]]] = [
-    *(("llama", "q8_0", "wide", {"ctx": 333, "kv_dtype": kind}) for kind in ("f16", "q8_0")),
-    *(("llama", "f16", "wide", {"ctx": ctx}) for ctx in (2, 128, 129, 1500)),
+    *(("llama", kind, "tiny", {"ctx": 64}) for kind in ("f16", "bf16", "q8_0", "q4_0")),
+    ("qwen2", "q8_0", "wide", {"ctx": 100}),
+    ("qwen3", "q8_0", "wide", {"ctx": 100}),
+    *(
+        ("llama", "q8_0", "wide", {"ctx": 333, "kv_dtype": kind})
+        for kind in ("f32", "bf16", "f16", "q8_0")
+    ),
+    *(("llama", "f16", "wide", {"ctx": ctx}) for ctx in (1, 2, 127, 128, 129, 1500)),
     ("llama", "q8_0", "wide", {"ctx": 500, "window": 1, "kv_dtype": "f16"}),
     ("qwen2", "q8_0", "wide", {"ctx": 500, "window": 200, "kv_dtype": "f32"}),
     *(("llama", "q8_0", "small", {"ctx": 700, "load": load}) for load in ("map", "copy", "direct")),
@@ -274,6 +279,5 @@ def test_a_process_with_one_decoder_has_what_was_planned_and_no_more(
 ) -> None:
     path, tests = str(make_model("llama", "q8_0", "small")), str(ROOT / "tests" / "support")
     script = ALONE.format(tests=tests, path=path, load=load, pages=pages, window=window)
-    words = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = run_script(script, strict=True)
     assert done.stdout == "equal 9\n", done.stderr

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from conftest import Run
+from warm_python import run_script
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -279,8 +279,8 @@ def test_more_than_64_at_once_are_refused_and_others_go_on() -> None:
     assert first.taken["scratch"] == 2 * MIB
 
 
-def test_a_forked_child_reads_what_had_ended_and_nothing_else(run_python: Run) -> None:
-    done = run_python("""
+def test_a_forked_child_reads_what_had_ended_and_nothing_else() -> None:
+    done = run_script("""
         import os, sys
         import unimem as um
 

@@ -363,7 +363,9 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
         assert (fact["path"], fact["staged_from"]) == (held.path, str(large))
 
 
-@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
+@pytest.mark.parametrize("backing", [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tmpfs", "memfd")), "shm",
+])  # fmt: skip
 def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> None:
     if backing == "tmpfs" and not may_mount():
         pytest.skip("this process may not mount a tmpfs")

@@ -28,6 +28,7 @@ from conftest import Run
 from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
+from warm_python import run_script
 
 Patch = pytest.MonkeyPatch
 MIB = 1 << 20
@@ -135,7 +136,7 @@ def test_a_process_that_shows_nothing_or_is_not_there_has_none() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_process_of_another_user_cannot_be_read(run_python: Run) -> None:
+def test_a_process_of_another_user_cannot_be_read() -> None:
     shown.publish()
     script = f"""
         import os
@@ -146,7 +147,7 @@ def test_a_process_of_another_user_cannot_be_read(run_python: Run) -> None:
         told = []
         print(published({os.getpid()}, told), told)
     """
-    done = run_python(script)
+    done = run_script(script)
     assert done.stdout == "None []\n", done.stderr
 
 
@@ -360,8 +361,8 @@ def test_a_decoder_counts_its_tokens() -> None:
     assert scratch not in {entry.address for entry in look().entries}
 
 
-def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to(run_python: Run) -> None:
-    done = run_python("""
+def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to() -> None:
+    done = run_script("""
         import os
         import unimem as um
         from unimem.accounting import published as shown

@@ -215,6 +215,7 @@ def test_pytest_finds_it_and_does_not_import_unimem_at_its_start(tmp_path: Path)
     assert outcomes(output, "PASSED") == {"test_not_imported", "test_imported"}, output
 
 
+@pytest.mark.slow  # a docstring
 def test_the_fixture_is_listed_with_what_it_is_for(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "--fixtures")
     assert re.search(r"unimem_steady_state.*\n\s+Fail the test when unimem takes", output)

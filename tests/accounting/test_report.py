@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import tiers
 import unimem as um
 from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from proc_maps import huge_page_bytes
@@ -50,7 +51,12 @@ def row_of(report: Report, category: str, device: str | None = None) -> Row:
     return row
 
 
-@pytest.mark.parametrize(("category", "name"), NAMES.items())
+# Those that are marked are in other tests, too: in all reports of caches, of staged models, and of
+# processes that show their ledger.
+@pytest.mark.parametrize(("category", "name"), [
+    pytest.param(*each, marks=() if each[0] in ("scratch", "history") else [pytest.mark.slow])
+    for each in NAMES.items()
+])  # fmt: skip
 def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None:
     before = mapped(name)
     with um.Block((1 << 20) - 5, pages="4k", category=category, name="a block") as block:
@@ -155,7 +161,7 @@ def test_threads_may_map_and_unmap_meanwhile() -> None:
     with um.Block(3 << 20, pages="4k", category="scratch", name="stays") as block:
         thread.start()
         try:
-            for _ in range(10):
+            for _ in range(10 if tiers.everything else 3):
                 report = um.report()
                 assert report.resident_bytes == report.facts["pss_bytes"]
                 assert block.address in [mapping.address for mapping in report.mappings]

@@ -17,7 +17,7 @@ import pytest
 import gguf_files as g
 import unimem as um
 from project import ROOT
-from screens import CONTROL, HOSTILE, run_command, show, show_on_terminal
+from screens import CONTROL, HOSTILE, run_anew, show, show_on_terminal
 from unimem.accounting.report import Row
 from unimem.cli import _app
 from unimem.engine import embedded_model
@@ -366,7 +366,7 @@ def test_a_path_that_is_no_text(tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\n.gguf")
     shutil.copy(embedded_model(), path)
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
-    for screen in (show("plan", path), run_command("plan", path, env=env)):
+    for screen in (show("plan", path), run_anew("plan", path, env=env)):
         assert (screen.code, screen.err) == (0, "")
         assert screen.lines[3].startswith("file ")
         assert screen.lines[3].endswith("/m?\\n.gguf")

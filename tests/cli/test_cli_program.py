@@ -17,7 +17,7 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 
 import typer
 
-from screens import run_command, show
+from screens import run_anew, show
 from unimem import cli
 from unimem.cli.options import number_parser
 
@@ -164,7 +164,7 @@ ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
 def test_what_is_not_installed_is_named_with_its_extra(
     missing: tuple[str, ...], command: str, extra: str
 ) -> None:
-    screen = run_command(command, code=WITHOUT.replace("MISSING", repr(missing)))
+    screen = run_anew(command, code=WITHOUT.replace("MISSING", repr(missing)))
     assert (screen.code, screen.out) == (1, "")
     assert screen.err.endswith(f"pip install 'unimem-llm[{extra}]'\n")
     assert screen.err.count("\n") == 1

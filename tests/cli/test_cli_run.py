@@ -24,7 +24,7 @@ import unimem as um
 from models.make import TINY, write_model
 from proc_maps import huge_page_bytes
 from project import STORIES
-from screens import MAIN, Screen, run_command, show, show_on_terminal, start_command
+from screens import MAIN, Screen, run_anew, run_command, show, show_on_terminal, start_command
 from tokenizer_models import spm_vocab
 from tokenizer_models import write_model as write_constant_model
 from unimem import CapacityError
@@ -160,7 +160,7 @@ def test_after_eight_tokens_a_token_costs_nothing(model: Path) -> None:
     for _ in range(4):
         # In a process of its own, whose faults are those of the command.
         words = ("run", model, "-p", "Hello", "-n", "72", "--json", *ONE_THREAD)
-        document = json.loads(run_command(*words).out)
+        document = json.loads(run_anew(*words).out)
         if document["steady_state"]["minor_faults"] == 0:
             break
     assert document["steady_state"] == {
@@ -514,7 +514,19 @@ def test_a_failure_in_the_middle_keeps_the_text_and_says_why(tmp_path: Path) -> 
     assert len(err.splitlines()) == 1
 
 
-PACKAGES = ("typer", "rich", "sentencepiece", "jinja2")
+def remedy(name: str) -> str:
+    return rf"unimem: .*{name}.*pip install 'unimem-llm\[run\]'"
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_remedy(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = run()
+    assert (code, out) == (1, "")
+    assert re.fullmatch(f"{remedy(name)}\n", err)
+
+
+PACKAGES = ("sentencepiece", "jinja2")
 MISSING = f"""
 import sys
 from unimem.cli import main
@@ -525,11 +537,11 @@ for name in {PACKAGES}:
 """
 
 
-def test_a_missing_package_is_named_with_its_remedy(chat_model: Path) -> None:
+def test_so_is_one_that_the_model_needs(chat_model: Path) -> None:
     screen = run_command("run", chat_model, "--chat", "-p", "Hello", code=MISSING)
     assert screen.lines == ["1"] * len(PACKAGES)
     for name, said in zip(PACKAGES, screen.err.splitlines(), strict=True):
-        assert re.fullmatch(rf"unimem: .*{name}.*pip install 'unimem-llm\[run\]'", said)
+        assert re.fullmatch(remedy(name), said)
 
 
 def test_help_and_commands_that_there_are_not() -> None:
@@ -577,8 +589,7 @@ def test_a_reader_that_leaves_ends_it_quietly(model: Path) -> None:
 
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["plain", "json"])
 def test_a_full_disk_is_an_error(model: Path, extra: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        screen = run_command("run", model, "-n", "1", *ONE_THREAD, *extra, stdout=full)
+    screen = run_command("run", model, "-n", "1", *ONE_THREAD, *extra, stdout="/dev/full")
     said = f"unimem: standard output: {os.strerror(errno.ENOSPC)}\n"
     assert (screen.code, screen.err) == (1, said)
 

@@ -11,10 +11,16 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
-from screens import run_command
+from screens import run_anew, run_command
 from staging import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
+from warm_python import start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_can_be_run() -> None:
+    start()
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
@@ -63,10 +69,13 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("module", ["unimem", "unimem._core.block", "typer", "unimem.cli.plan"])
+@pytest.mark.parametrize("module", [
+    *("unimem", "unimem.cli.plan"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("unimem._core.block", "typer")),
+])  # fmt: skip
 def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:
     script = INTERRUPTED.replace("MODULE", module).replace("BEFORE", "")
-    assert run_command(code=script) == (130, "", "")
+    assert run_anew(code=script) == (130, "", "")
 
 
 # Interrupts the process as soon as it takes interrupts as others do.
@@ -82,12 +91,12 @@ signal.signal = interrupt
 
 def test_an_interrupt_before_the_command_begins_ends_it_without_a_word() -> None:
     script = INTERRUPTED.replace("MODULE", "none").replace("BEFORE", AT_THE_HANDOVER)
-    assert run_command(code=script) == (130, "", "")
+    assert run_anew(code=script) == (130, "", "")
 
 
 def test_interrupts_that_somebody_ignores_end_nothing() -> None:
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)
-    ended = run_command(code=script)
+    ended = run_anew(code=script)
     assert (ended.code, ended.err) == (0, "")
     assert "Fits: " in ended.out

@@ -201,7 +201,9 @@ def run(*arguments: Any, shell: str = 'exec "$@"', **options: Any) -> Screen:
     return Screen(made.returncode, (made.stdout or b"").decode(), (made.stderr or b"").decode())
 
 
-@pytest.mark.parametrize("command", ["plan", "--version", "--help"])
+@pytest.mark.parametrize("command", [
+    "plan", *(pytest.param(word, marks=pytest.mark.slow) for word in ("--version", "--help"))
+])  # fmt: skip
 def test_a_full_disk_behind_standard_output(command: str) -> None:
     with open("/dev/full", "wb") as full:
         check(run(command, stdout=full), 1, "No space left on device")
@@ -236,6 +238,7 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     check(screen, 1, "unimem: ")
 
 
+@pytest.mark.slow  # as test_blocks_of_text_in_a_pipe of test_cli_watch_terminal
 def test_a_watch_without_a_terminal_is_lines() -> None:
     screen = run("report", os.getpid(), "--watch", "--count", 1, stdin=subprocess.DEVNULL)
     assert (screen.code, screen.err) == (0, "")

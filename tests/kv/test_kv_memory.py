@@ -15,11 +15,11 @@ import pytest
 import kv_caches
 import proc_maps
 import unimem as um
-from conftest import Run
 from huge_pages import eight_huge_pages
 from kv_caches import KINDS
 from kv_model import KV_DTYPES, Talk
 from unimem._core.status import counters
+from warm_python import run_script
 
 __all__ = ["eight_huge_pages"]
 
@@ -31,6 +31,7 @@ HUGE = proc_maps.huge_page_bytes()
 N_LAYERS = 2
 LANES = 2 * N_LAYERS
 ROW = 2048  # bytes of f16: 8 heads of 128
+SLOW = pytest.mark.slow
 counts_faults = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""),
     reason="AddressSanitizer's own shadow memory faults on every touch",
@@ -65,9 +66,12 @@ def in_ram(kv: um.KVCache) -> int:
 # ---- giving back ----
 
 
-@pytest.mark.parametrize("use", ["trim_to", "enforce_memory_limit"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pages", ["4k", "thp"])
+@pytest.mark.parametrize(("pages", "use"), [
+    *(("4k", "trim_to"), ("thp", "enforce_memory_limit")),
+    pytest.param("4k", "enforce_memory_limit", marks=pytest.mark.slow),
+    pytest.param("thp", "trim_to", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_memory_falls_by_what_was_trimmed(kind: str, pages: str, use: str) -> None:
     n = 5001
     warm = {"warm": True} if kind in ("fixed", "ring") else {}
@@ -90,10 +94,16 @@ def test_memory_falls_by_what_was_trimmed(kind: str, pages: str, use: str) -> No
                 assert kv.resident_bytes == in_ram(kv)
 
 
-@pytest.mark.parametrize(
-    "drop", [kv_caches.drop_here, kv_caches.drop_in_a_thread, kv_caches.drop_in_a_collection]
-)
-@pytest.mark.parametrize("kind", KINDS)
+# Each kind, and each way to drop a view: fast are those that have one of both anew.
+DROPS = (kv_caches.drop_here, kv_caches.drop_in_a_thread, kv_caches.drop_in_a_collection)
+VIEWS = [
+    pytest.param(kind, drop, marks=() if DROPS[i % 3] is drop else [SLOW])
+    for i, kind in enumerate(KINDS)
+    for drop in DROPS
+]
+
+
+@pytest.mark.parametrize(("kind", "drop"), VIEWS)
 def test_a_view_keeps_the_pages_and_they_go_with_it(
     kind: str, drop: Callable[[list[Any]], None]
 ) -> None:
@@ -201,9 +211,9 @@ def test_a_million_tokens_on_huge_pages(pages: str) -> None:
         assert in_ram(kv) < kv.memory_usage_bytes + N_LAYERS * 4_000_000
 
 
-def test_the_process_stays_small_with_it(run_python: Run) -> None:
+def test_the_process_stays_small_with_it() -> None:
     """Tables of what is committed, and pages of page tables, are memory, too."""
-    done = run_python("""
+    done = run_script("""
         import numpy as np
         import unimem as um
 
@@ -292,9 +302,16 @@ def costs(talk: Callable[[], None]) -> tuple[int, bool]:
         gc.enable()
 
 
+# Each kind, and each type: fast are those that have one of both anew.
+APPENDS = [
+    pytest.param(kind, dtype, marks=() if KV_DTYPES[i % len(KV_DTYPES)] == dtype else [SLOW])
+    for i, kind in enumerate(KINDS)
+    for dtype in KV_DTYPES
+]
+
+
 @counts_faults
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), APPENDS)
 def test_appending_costs_nothing_but_the_copy(kind: str, dtype: str) -> None:
     tokens = [np.zeros((n, 8, 128), "float16") for n in (1, 7)]
     both = np.zeros((N_LAYERS, 8, 128), "float32")
@@ -392,6 +409,6 @@ IN_CHILD = """
 
 
 @pytest.mark.parametrize("options", ["", ", grow=True", ", window=10"])
-def test_a_forked_child_has_its_own_copy_but_of_a_ring(run_python: Run, options: str) -> None:
-    done = run_python(IN_CHILD.replace("{options}", options))
+def test_a_forked_child_has_its_own_copy_but_of_a_ring(options: str) -> None:
+    done = run_script(IN_CHILD.replace("{options}", options))
     assert done.returncode == 0, done.stderr

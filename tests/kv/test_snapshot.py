@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 
 import snapshot_bytes as sb
 import unimem as um
-from conftest import Run
 from kv_model import rows_of_pages
 from project import ROOT
 from snapshot_bytes import Mode, by_kind, by_mode, file, header, path, refused
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
+from warm_python import run_script
 
 __all__ = ["file", "path"]
 
@@ -253,10 +253,10 @@ def test_describe(file: Path, whole: bytes) -> None:
     )
 
 
-def test_the_document_has_an_example_that_runs(run_python: Run, tmp_path: Path) -> None:
+def test_the_document_has_an_example_that_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/snapshots.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    done = run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}", "-Werror")
+    done = run_script(example, folder=tmp_path, strict=True)
     assert done.stderr == ""
     assert done.stdout == (
         "5 tokens restored, the next is at position 5\n"

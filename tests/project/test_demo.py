@@ -73,17 +73,22 @@ def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("kind", ["split", "hugetlb"])
+@pytest.mark.parametrize("kind", ["split", pytest.param("hugetlb", marks=pytest.mark.slow)])
 def test_what_is_said_is_what_the_kernel_says(
-    demo: Any, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch, request: Any
+    demo: Any,
+    model: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: Any,
 ) -> None:
     files = gguf_files.split(model, 50) if kind == "split" else [model]
     if kind == "hugetlb":
         request.getfixturevalue("eight_huge_pages")
         monkeypatch.setattr(um, "stage", partial(um.stage, backing="hugetlb"))
-    lines: list[str] = []
     with ExitStack() as stack:
-        facts = demo.demonstrate(files[0], 1, lines.append, stack)
+        facts = demo.demonstrate(files[0], 1, demo._say, stack)
+        lines = capsys.readouterr().out.splitlines()
         pids = [report.facts["pid"] for report in facts.reports]
         assert len(set(pids)) == 2
         inodes = {os.stat(path).st_ino for path in facts.staged.paths}
@@ -120,6 +125,15 @@ def test_what_is_said_is_what_the_kernel_says(
     assert {len(times) for times in facts.seconds.values()} == {1}
     assert facts.cached_bytes == sum(path.stat().st_size for path in files)
     assert facts.skipped == []
+    assert_is_one_screen(lines, files[0])
+
+
+def assert_is_one_screen(lines: list[str], model: Path) -> None:
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == f"1. What will it need?  unimem plan {model.name}"
+    summary = lines.index("Summary, as the kernel and the clock say:")
+    assert lines[summary + 1] == "   two processes, 1.00 copies of the model in RAM"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -128,27 +142,37 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # the steps are shown above, and the process below
 @needs_llama_cpp
 def test_the_demo_is_one_screen(model: Path) -> None:
     done = run(str(model), "--rounds", "1")
     assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "1. What will it need?  unimem plan small.gguf"
-    summary = lines.index("Summary, as the kernel and the clock say:")
-    assert lines[summary + 1] == "   two processes, 1.00 copies of the model in RAM"
+    assert_is_one_screen(done.stdout.splitlines(), model)
+
+
+# The demo, but the model that it writes is a small one.
+SMALL_DEMO = f"""
+import sys
+sys.path[:0] = {[str(DEMO.parent), str(ROOT / "tests" / "support")]!r}
+from models import make
+write_model = make.write_model
+make.write_model = lambda path, shape: write_model(path, shape=make.SMALL)
+import demo
+sys.exit(demo.main())
+"""
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_leaves_nothing(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """Once both processes have the model, which one time is the demo's own."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     is_own = number == signal.SIGINT
     with subprocess.Popen(
-        [sys.executable, DEMO, *([] if is_own else [str(model)])],
+        [sys.executable, *(["-c", SMALL_DEMO] if is_own else [str(DEMO), str(model)])],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(folder)},

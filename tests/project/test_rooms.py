@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
                 yield (module, word) if module else (word, "")
 
 
+@cache
 def graph(package: str) -> dict[str, set[str]]:
     """The modules that each module imports, within the package."""
     modules = sources(package)

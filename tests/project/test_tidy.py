@@ -9,6 +9,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,31 +30,52 @@ MOST_BODY_LINES = 60
 TEXT = CODE | {".md", ".toml", ".txt", ".sh", ".yml", ""}
 
 
-def files(suffixes: set[str]) -> list[Path]:
+@cache
+def all_files() -> tuple[Path, ...]:
     """Files of the repository but this one, which names what it forbids."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
         found += (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return sorted(
+    return tuple(
         path
-        for path in found
-        if path.suffix in suffixes
+        for path in sorted(found)
+        if path.suffix in TEXT
         and "__pycache__" not in path.parts
         and path not in (Path(__file__), ROOT / ".git")
     )
 
 
+def files(suffixes: set[str]) -> list[Path]:
+    return [path for path in all_files() if path.suffix in suffixes]
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def lines(suffixes: set[str]) -> Iterator[tuple[str, str]]:
     """Every line, with its place."""
     for path in files(suffixes):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            yield f"{path.relative_to(ROOT)}:{number}", line
+        name = path.relative_to(ROOT)
+        for number, line in enumerate(text_of(path).splitlines(), 1):
+            yield f"{name}:{number}", line
 
 
 def places(pattern: str, suffixes: set[str] = TEXT) -> list[str]:
     """Where a pattern is found."""
-    wanted = re.compile(pattern)
-    return [f"{place}: {line.strip()}" for place, line in lines(suffixes) if wanted.search(line)]
+    wanted = re.compile(pattern, re.M)
+    # Line by line is slow: so are only files that have it.
+    found = []
+    for path in files(suffixes):
+        if wanted.search(text_of(path)):
+            name = path.relative_to(ROOT)
+            found += [
+                f"{name}:{number}: {line.strip()}"
+                for number, line in enumerate(text_of(path).splitlines(), 1)
+                if wanted.search(line)
+            ]
+    return found
 
 
 # ---- text ----
@@ -83,8 +105,16 @@ def test_lines_are_short() -> None:
 
 
 def test_files_are_short() -> None:
-    count = {path: path.read_text().count("\n") for path in files(CODE | {".md"})}
+    count = {path: text_of(path).count("\n") for path in files(CODE | {".md"})}
     assert [str(path) for path, n in count.items() if n > MOST_LINES] == []
+
+
+def statements(nodes: list[Any]) -> Iterator[ast.AST]:
+    """These and those in them; expressions, which are the most of a tree, are left out."""
+    for node in nodes:
+        yield node
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from statements(getattr(node, field, []))
 
 
 def function_bodies(path: Path) -> Iterator[tuple[str, int]]:
@@ -92,7 +122,7 @@ def function_bodies(path: Path) -> Iterator[tuple[str, int]]:
 
     Options of a command are its parameters. A literal that is one statement is data.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(text_of(path)).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             if len(body) > 1:
@@ -117,7 +147,7 @@ def test_functions_in_c_are_short() -> None:
     found, n_functions = [], 0
     for path in files({".c"}):
         start: int | None = None
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(text_of(path).splitlines(), 1):
             if start is None and re.search(r"\)\s*\{$", line):
                 start = number
             elif line.startswith("}") and start is not None:
@@ -158,11 +188,11 @@ def is_code(text: str) -> bool:
     if re.match(r"(cdef|cpdef|cimport)\b.*[:)\]=\w]$", text):
         return True
     try:
-        statements = ast.parse(text).body
+        parsed = ast.parse(text).body
     except SyntaxError:
         return False
     # A word is a name, and a few are a tuple: those are no code.
-    return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in statements)
+    return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in parsed)
 
 
 def test_only_the_command_line_prints() -> None:

@@ -1,7 +1,7 @@
 """What a command writes: to a terminal of so many columns or a pipe, or to a real terminal.
 
 `show` runs it in this process, which is the fastest; `run_command` and `show_on_terminal` have a
-process of their own.
+process of their own, in which the imports are made, and `run_anew` an interpreter.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
 
+import typer
 from rich.cells import cell_len
 
+from unimem import cli
 from unimem.cli import main
+from warm_python import run_script
 
 # A program that has the command line; what comes before it may change how commands work.
 MAIN = "import sys; from unimem.cli import main; sys.exit(main())"
@@ -66,6 +71,17 @@ class _Stream(io.TextIOWrapper):
         return buffer.getvalue().decode(self.encoding)
 
 
+@cache
+def _program() -> Any:
+    """Make the command once: that takes longer than most commands do."""
+    return typer.main.get_command(make_app())
+
+
+make_app = cli._app
+# With it typer makes other options of the command.
+NO_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+
+
 def show(
     *arguments: object, columns: int | None = None, encoding: str = "utf-8", **environment: str
 ) -> Screen:
@@ -78,6 +94,7 @@ def show(
         mock.patch.dict(os.environ, env, clear=True),
         mock.patch.object(sys, "stdout", out),
         mock.patch.object(sys, "stderr", err),
+        mock.patch.object(cli, "_app", make_app if NO_SHELL in env else _program),
     ):
         code = main([os.fsdecode(str(word)) for word in arguments])
     return Screen(code, out.text(), err.text())
@@ -90,11 +107,22 @@ def start_command(*arguments: object, code: str = MAIN, **options: Any) -> subpr
     return subprocess.Popen(words, encoding="utf-8", **options)
 
 
-def run_command(*arguments: object, **options: Any) -> Screen:
+def run_anew(*arguments: object, **options: Any) -> Screen:
     """Run a command in a process of its own, as `start_command`."""
     with start_command(*arguments, **options) as process:
         out, err = process.communicate()
     return Screen(process.returncode, out or "", err or "")
+
+
+def run_command(
+    *arguments: object, code: str = MAIN, stdout: str | None = None, stderr: str | None = None
+) -> Screen:
+    """Run a command in a process of its own, which begins with the imports made.
+
+    Its standard streams may be files.
+    """
+    done = run_script(code, *map(str, arguments), out=stdout, err=stderr)
+    return Screen(done.returncode, done.stdout, done.stderr)
 
 
 def show_on_terminal(*arguments: object, code: str = MAIN, **environment: str) -> Screen:
@@ -103,10 +131,20 @@ def show_on_terminal(*arguments: object, code: str = MAIN, **environment: str) -
     env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     env |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"} | environment
     shown = b""
-    with start_command(*arguments, code=code, stdout=theirs, stderr=theirs, env=env) as process:
-        os.close(theirs)
+    name = os.ttyname(theirs)
+
+    def read() -> None:
+        nonlocal shown
         with suppress(OSError):  # EIO: the other side was closed
             while part := os.read(ours, 4096):
                 shown += part
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        done = run_script(code, *map(str, arguments), out=name, err=name, environment=env)
+    finally:
+        os.close(theirs)
+        reader.join()
         os.close(ours)
-    return Screen(process.returncode, shown.decode(), "")
+    return Screen(done.returncode, shown.decode(), "")

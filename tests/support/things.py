@@ -18,8 +18,9 @@ MODEL = Path(um.__file__).parent / "engine/models/tiny.gguf"
 class Things:
     """Makes what calls are made on; `undo` closes it."""
 
-    def __init__(self, folder: Path, undo: ExitStack) -> None:
+    def __init__(self, folder: Path, undo: ExitStack, kept: Any = None) -> None:
         self.folder, self.undo = folder, undo
+        self.kept = kept  # a decoder that calls share, which each resets
 
     def block(self) -> um.Block:
         return self.undo.enter_context(um.Block(1 << 16, reserve=1 << 20, pages="4k"))

@@ -45,7 +45,7 @@ def unclear(things: Things, make: Callable[[Things], Call]) -> list[str]:
     for argument in right:
         for wrong in WRONG[:-2] if isinstance(right[argument], bool) else WRONG:
             with ExitStack() as undo:
-                call, arguments = make(Things(things.folder, undo))
+                call, arguments = make(Things(things.folder, undo, things.kept))
                 try:
                     made = call(**arguments | {argument: wrong})
                 except Exception as error:

@@ -1,0 +1,107 @@
+"""Scripts in processes of their own, which begin with the imports made.
+
+An interpreter that imports unimem anew takes longer than most scripts. One that has it is forked
+for each script; it has made nothing of unimem's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+
+__all__ = ["run_script", "start"]
+
+_HOST = """
+import gc, json, os, sys, warnings
+import numpy, unimem
+try:
+    import rich, typer, unimem.cli, unimem.engine
+except ImportError:
+    pass
+gc.freeze()
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        break
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+    sys.exit()
+asked = json.loads(line)
+for fd, name in enumerate((os.devnull, asked["out"], asked["err"])):
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOCTTY)
+    os.dup2(file, fd)
+    os.close(file)
+os.chdir(asked["folder"])
+os.environ.clear()
+os.environ.update(asked["environment"])
+if asked["strict"]:
+    warnings.simplefilter("error")
+sys.argv = ["-c", *asked["arguments"]]
+exec(compile(asked["script"], "<string>", "exec"), {"__name__": "__main__"})
+"""
+
+
+@cache
+def _host() -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", _HOST]
+    host = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    atexit.register(host.communicate, "")
+    return host
+
+
+def start() -> None:
+    """Start that interpreter, if it is not there: before a test counts what it leaves behind."""
+    _host()
+
+
+def run_script(
+    script: str,
+    *arguments: str,
+    folder: Path | str = ".",
+    strict: bool = False,
+    out: str | None = None,
+    err: str | None = None,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own.
+
+    Parameters
+    ----------
+    script : str
+        What ``python -c`` would run; it may be indented.
+    arguments : str
+        The words behind it.
+    folder : Path or str, optional
+        Where it runs.
+    strict : bool, optional
+        Whether warnings are errors.
+    out, err : str, optional
+        Files that it writes to; by default what it writes is returned.
+    environment : dict, optional
+        Its environment; by default that of this process.
+    """
+    host = _host()
+    assert host.stdin is not None
+    assert host.stdout is not None
+    with tempfile.TemporaryDirectory(prefix="unimem-script-") as said:
+        files = [Path(said, "out"), Path(said, "err")]
+        asked = {
+            "script": textwrap.dedent(script), "arguments": arguments, "strict": strict,
+            "folder": str(Path(folder).resolve()), "out": out or str(files[0]),
+            "err": err or str(files[1]), "environment": environment or dict(os.environ),
+        }  # fmt: skip
+        host.stdin.write(f"{json.dumps(asked)}\n")
+        host.stdin.flush()
+        code = int(host.stdout.readline())
+        texts = [file.read_text("utf-8") if file.exists() else "" for file in files]
+        return subprocess.CompletedProcess(script, code, *texts)
