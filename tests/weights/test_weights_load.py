@@ -213,7 +213,8 @@ DISKS = ("fuseblk", "ext4", "xfs", "tmpfs", "overlay", "")
 
 
 @pytest.mark.parametrize("kind", [*NETWORKS, *DISKS])
-def test_auto_over_a_network(path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_auto_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = write(tmp_path / "small.gguf", 5000)
     monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
     monkeypatch.setattr(loading, "_file_system", lambda file: kind)
     with open_weights(path) as weights:
