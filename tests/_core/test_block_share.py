@@ -45,50 +45,63 @@ def other_process(script: str, *arguments: str, fds: tuple[int, ...] = ()) -> st
 # ---- by descriptor ----
 
 
-@pytest.mark.parametrize("pages", ["auto", "4k"])
-def test_a_descriptor_over_a_socket(pages: Any) -> None:
+def test_descriptors_over_a_socket() -> None:
     script = """
 with socket.socket(fileno=int(sys.argv[1])) as s:
-    _, (fd,), _, _ = socket.recv_fds(s, 1, 1)
-with um.Block.attach(fd, writable=True, name="from outside") as block:
-    os.close(fd)  # the block has its own
-    a = block.as_array("int64", 1000)
-    assert a.tolist() == list(range(1000))
-    a *= 2
-    assert block.nbytes == int(sys.argv[2])
-    os.fstat(block.fileno())
-    del a
+    _, fds, _, _ = socket.recv_fds(s, 1, 2)
+for fd, nbytes in zip(fds, sys.argv[2:], strict=True):
+    with um.Block.attach(fd, writable=True, name="from outside") as block:
+        os.close(fd)  # the block has its own
+        a = block.as_array("int64", 1000)
+        assert a.tolist() == list(range(1000))
+        a *= 2
+        assert block.nbytes == int(nbytes)
+        os.fstat(block.fileno())
+        del a
 """
     ours, theirs = socket.socketpair()
-    with um.Block(3 * MIB, shared=True, pages=pages) as block, ours, theirs:
-        block.as_array("int64", 1000)[:] = np.arange(1000)
-        socket.send_fds(ours, [b"x"], [block.fileno()])
-        other_process(script, str(theirs.fileno()), str(block.nbytes), fds=(theirs.fileno(),))
-        assert (block.as_array("int64", 1000) == 2 * np.arange(1000)).all()
+    with (
+        um.Block(3 * MIB, shared=True, pages="auto") as auto,
+        um.Block(3 * MIB, shared=True, pages="4k") as small,
+        ours,
+        theirs,
+    ):
+        blocks = (auto, small)
+        for block in blocks:
+            block.as_array("int64", 1000)[:] = np.arange(1000)
+        socket.send_fds(ours, [b"x"], [block.fileno() for block in blocks])
+        sizes = [str(block.nbytes) for block in blocks]
+        other_process(script, str(theirs.fileno()), *sizes, fds=(theirs.fileno(),))
+        for block in blocks:
+            assert (block.as_array("int64", 1000) == 2 * np.arange(1000)).all()
 
 
-@pytest.mark.parametrize("shared", [True, NAME], ids=["unnamed", "named"])
-def test_the_path_of_memory(shared: Any) -> None:
+def test_the_path_of_memory() -> None:
     script = """
-path = sys.argv[1]
-with um.Block.attach(path) as block:
-    assert block.path == (path if "shm" in path else None)
-    assert (block.as_array() == 5).all()
-    assert not block.as_array().flags.writeable
-    try:
-        um.Tape(block)
-    except ValueError as error:
-        assert "writable=True" in str(error)
-    else:
-        raise AssertionError("a tape over read-only memory")
-with um.Block.attach(path, writable=True) as block:
-    block.as_array()[:] = 6
+for path in sys.argv[1:]:
+    with um.Block.attach(path) as block:
+        assert block.path == (path if "shm" in path else None)
+        assert (block.as_array() == 5).all()
+        assert not block.as_array().flags.writeable
+        try:
+            um.Tape(block)
+        except ValueError as error:
+            assert "writable=True" in str(error)
+        else:
+            raise AssertionError("a tape over read-only memory")
+    with um.Block.attach(path, writable=True) as block:
+        block.as_array()[:] = 6
 """
-    with um.Block(PAGE, shared=shared) as block:
-        block.as_array()[:] = 5
-        other_process(script, block.path or f"/proc/{os.getpid()}/fd/{block.fileno()}")
-        assert (block.as_array() == 6).all()
-        assert block.path is None or os.path.exists(block.path)  # it is not the other's to remove
+    with um.Block(PAGE, shared=True) as unnamed, um.Block(PAGE, shared=NAME) as named:
+        blocks = (unnamed, named)
+        for block in blocks:
+            block.as_array()[:] = 5
+        assert unnamed.path is None
+        assert named.path is not None
+        other_process(script, f"/proc/{os.getpid()}/fd/{unnamed.fileno()}", named.path)
+        for block in blocks:
+            assert (block.as_array() == 6).all()
+        assert os.path.exists(named.path)  # it is not the other's to remove
 
 
 def test_attached_memory_outlives_its_maker() -> None:

@@ -32,7 +32,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     packages, library = Path(um.__file__).parent.parent, Path(um.get_library())
     run(sys.executable, "-m", "cython", "-3", "-I", packages, SOURCE, "-o", c_file)
     folders = (sysconfig.get_path("include"), um.get_include(), np.get_include())
-    options = ["-O1", "-shared", "-fPIC", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
+    options = ["-O0", "-shared", "-fPIC", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     options += [f"-I{path}" for path in folders]
     link: list[str | Path] = [library, f"-Wl,-rpath,{library.parent}"]
     run(tool("cc"), *options, c_file, "-o", module, *link)

@@ -24,6 +24,7 @@ from conftest import Run
 from forks import needs_fork
 from proc_maps import PAGE
 from snapshot_files import append, cache, rows
+from tiers import examples
 from unimem._core import guard
 from unimem._core.status import counters
 from unimem.errors import SnapshotError
@@ -417,10 +418,10 @@ guarded(); faulthandler.enable(); guarded(); guarded(); end()
     # very moment of a run, faulthandler can keep the guard's entry over himself as his previous
     # (native/src/guard.c): then he hears of the signal that he raises, too.
     "meanwhile": (
-        """
+        f"""
 os.truncate(path, 1 << 20)
 with meanwhile(lambda: guard.copy(out, block.address, 1 << 20, path)):
-    for _ in range(300):
+    for _ in range({examples(300)}):
         faulthandler.enable(); faulthandler.disable(); os.sched_yield()
     faulthandler.enable()
 os.truncate(path, 4096)
@@ -441,7 +442,8 @@ def test_faulthandler_still_works(body: str, times: Any, run_python: Run, tmp_pa
 
 @needs_fork
 def test_a_python_handler_hears_what_was_sent_and_no_more(run_python: Run, tmp_path: Path) -> None:
-    body = """
+    n_signals, n_forks = examples(200), examples(50)
+    body = f"""
 heard = []
 def handler(number, frame):
     heard.append(number)
@@ -451,11 +453,11 @@ assert heard == [] and signal.getsignal(signal.SIGBUS) is handler
 os.kill(os.getpid(), signal.SIGBUS)
 assert heard == [signal.SIGBUS]
 with meanwhile(guarded):
-    for i in range(200):
+    for i in range({n_signals}):
         signal.raise_signal(signal.SIGBUS)
         assert len(heard) == 2 + i
 os.kill(os.getpid(), signal.SIGBUS)
-assert len(heard) == 202 and signal.getsignal(signal.SIGBUS) is handler
+assert len(heard) == 2 + {n_signals} and signal.getsignal(signal.SIGBUS) is handler
 signal.signal(signal.SIGBUS, signal.SIG_IGN)
 guarded()
 os.kill(os.getpid(), signal.SIGBUS)
@@ -463,7 +465,7 @@ signal.signal(signal.SIGBUS, signal.SIG_DFL)
 guarded()
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 with meanwhile(guarded, 2):
-    for _ in range(50):
+    for _ in range({n_forks}):
         pid = os.fork()
         if pid == 0:
             guarded()

@@ -20,7 +20,7 @@ import gguf_files as gf
 import interrupts
 import safetensors_files as st
 import unimem as um
-from cgroups import SmallCgroup, cgroup_512mb, small_cgroup
+from cgroups import small_cgroup
 from conftest import Run
 from unimem._core.status import ledger
 from unimem.system.limits import HugePool
@@ -41,7 +41,7 @@ from weight_bytes import (
     write_hole,
 )
 
-__all__ = ["cgroup_512mb", "leaves_nothing", "open_folder"]  # fixtures
+__all__ = ["leaves_nothing", "open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
@@ -213,7 +213,8 @@ DISKS = ("fuseblk", "ext4", "xfs", "tmpfs", "overlay", "")
 
 
 @pytest.mark.parametrize("kind", [*NETWORKS, *DISKS])
-def test_auto_over_a_network(path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_auto_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = write(tmp_path / "small.gguf", 5000)
     monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
     monkeypatch.setattr(loading, "_file_system", lambda file: kind)
     with open_weights(path) as weights:
@@ -666,7 +667,7 @@ assert len(told) == 1, told
 assert peak() - before < 16 << 20, (before, peak())
 """
 ON_A_TAPE = """
-with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as tape:
+with um.Block(130 << 20) as cold, um.Block(140 << 20) as other, um.Tape(cold) as tape:
     tape.take_bytes(100)
     other.warm()
     assert "cgroup" in str(refusal(um.open_weights, path, tape=tape, load="direct"))
@@ -674,17 +675,20 @@ with um.Block(300 << 20) as cold, um.Block(250 << 20) as other, um.Tape(cold) as
     other.close()
     cold.warm()
     # What is in RAM already needs no room.
-    with um.Block(150 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
+    with um.Block(60 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
         assert weights.load == "direct"
 """
 
 
 @pytest.mark.parametrize(
-    ("script", "nbytes"), [(IN_512_MB, 640 * MIB), (ON_A_TAPE, 280 * MIB)], ids=["alone", "tape"]
+    ("script", "nbytes", "limit"),
+    [(IN_512_MB, 640 * MIB, 512 * MIB), (ON_A_TAPE, 120 * MIB, 256 * MIB)],
+    ids=["alone", "tape"],
 )
-def test_in_a_cgroup(tmp_path: Path, cgroup_512mb: SmallCgroup, script: str, nbytes: int) -> None:
+def test_in_a_cgroup(tmp_path: Path, script: str, nbytes: int, limit: int) -> None:
     file = write_hole(tmp_path / "large.gguf", nbytes)
-    cgroup_512mb.run(f"{REFUSAL}\npath = {str(file)!r}\n{script}")
+    with small_cgroup(limit) as cgroup:
+        cgroup.run(f"{REFUSAL}\npath = {str(file)!r}\n{script}")
 
 
 AROUND_THE_NEED = """
