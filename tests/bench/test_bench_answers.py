@@ -27,7 +27,8 @@ def test_there_are_ten_and_a_suite_declares_the_target_of_each() -> None:
 def case(name: str, unit: str, ours: float, theirs: dict[str, float], **rest: Any) -> CaseRecord:
     sides = [SideRecord("unimem", "unimem", [[ours] * 3] * 2)]
     sides += [SideRecord(name, "peer", [[figure] * 3] * 2) for name, figure in theirs.items()]
-    return CaseRecord(*name.split("/"), "Why?", unit, sides=sides, **rest)
+    suite, _, short = name.partition("/")
+    return CaseRecord(suite, short, "Why?", unit, sides=sides, **rest)
 
 
 def scaled(figures: dict[float, float]) -> CaseRecord:
