@@ -19,7 +19,7 @@ import unimem as um
 from at_once import at_once
 from child_checks import CHECKS
 from conftest import Run
-from forks import in_child
+from forks import SANITIZED, in_child
 from huge_pages import no_huge_pages
 from unimem._core.status import counters, ledger
 
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 PAGE = mmap.PAGESIZE
 HUGE = proc_maps.huge_page_bytes()
-SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 needs_thp = pytest.mark.skipif(HUGE == 0, reason="this kernel gives no transparent huge pages")
 

@@ -17,6 +17,7 @@ import gguf_files as gf
 import proc_maps
 import unimem as um
 from devices import Device
+from forks import SANITIZED
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from unimem._core.status import counters, ledger
 from unimem.layout import Stat
@@ -265,6 +266,7 @@ def faults_of_a_frozen_layout(kind: str, pages: Any) -> int:
     return m.thread_minor_faults
 
 
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's own shadow memory faults")
 @pytest.mark.parametrize("pages", ["auto", "4k"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_faults_in_a_frozen_layout(kind: str, pages: str) -> None:
