@@ -83,7 +83,7 @@ def reserved(n_pages: int) -> Iterator[None]:
 
 
 def _n_mapped() -> int:
-    """Count those that this process has: others may take some of what it reserved, and keep them."""
+    """Count what this process has of them: others may take, and keep, what it reserved."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if "_Hugetlb:" in line) // PAGE_BYTES
 
