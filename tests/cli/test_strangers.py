@@ -180,7 +180,8 @@ def test_strangers(folder: Path, arguments: list[str], code: int, words: str) ->
 
 
 def test_the_table_is_long_and_names_no_row_twice() -> None:
-    rows = [" ".join(map(str, row[0])) for row in (*USAGE, *FILES, *RUNS)]
+    table: list[tuple[Any, ...]] = [*USAGE, *FILES, *RUNS]
+    rows = [" ".join(map(str, row[0])) for row in table]
     assert len(set(rows)) == len(rows) >= 60
 
 
